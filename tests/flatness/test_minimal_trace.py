@@ -109,7 +109,7 @@ def test_its_parts_add_up_and_are_those_of_the_rescaled_model():
     details = minimal.details
     factors = np.array(list(details["log_factors"].values()))
     other = with_values(model, rescaled(model, rescalings_of(model), factors))
-    plain = measure(ExactLabels, other, batches, {}, num_probes=1, seed=0, splits={}, by_scale=True)
+    plain = measure(ExactLabels, other, batches, {}, num_probes=1, seed=0, splits={})
     scale = minimal.value / details["in_sample"]
     for parts, others in ((minimal.by_parameter, plain.by_parameter), (minimal.by_layer, plain.by_layer)):
         assert sum(parts.values()) == pytest.approx(minimal.value, rel=1e-12)
@@ -184,7 +184,7 @@ def test_models_are_compared_by_it():
         model, {"bert.encoder.layer.0.output.dense.weight": 1.3 * model.bert.encoder.layer[0].output.dense.weight}
     )
     models = {"a": model, "rescaled": randomly(model, seed=2), "other": other}
-    comparison = compare(models, batches_of(model), rescaling="minimal")
+    comparison = compare(models, batches_of(model), minimal=True).minimal
     same, others = comparison.pair("a", "rescaled"), comparison.pair("a", "other")
     assert abs(same.trace.value) < 1e-5 * comparison.models[0].trace.value
     assert same.trace.stderr < 1e-4 * comparison.models[0].trace.stderr

@@ -100,7 +100,7 @@ class Pool:
         chunks = np.array_split(drawn, -(-number // 4096))
         stream = [{name: value[some] for name, value in batch.items()} for some in chunks]
         minimal = MinimalTraceEstimator(model, granularity=granularity)
-        source = ExactLabels(model, num_probes=1, seed=seed, splits=minimal.splits, by_scale=True)
+        source = ExactLabels(model, num_probes=1, seed=seed, splits=minimal.splits)
         measurement = Measurement(source)
         measurement.measure(stream, Stopping())
         state = measurement.state()[1]

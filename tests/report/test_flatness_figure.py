@@ -22,6 +22,7 @@ def comparison(*traces):
             trace=estimate(trace, 0.5),
             without_embeddings=estimate(trace / 2, 0.5),
             loss=estimate(2.0 + i, 0.1),
+            weights=f"w{i}",
             probability_of_smallest=1 / len(traces),
         )
         for i, trace in enumerate(traces)

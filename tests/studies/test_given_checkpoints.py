@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,13 @@ def test_three_checkpoints_are_compared_by_a_short_file(study, capsys):
     Path("text.txt").write_text("w1 w2 " * 200)
     with pytest.raises(IsolossError, match=r"made by another plan \(they differ in runs"):
         main_study("run", study, "--folder", "out")
+
+
+def test_copies_of_a_checkpoint_are_called_identical(study, capsys):
+    shutil.copytree("models/gpt2", "models/copy")
+    study.write_text(FILE.replace('("bert", "opt", "gpt2")', '("opt", "gpt2", "copy")'))
+    assert "Identical weights: gpt2 and copy." in call(capsys, "run", study, "--folder", "out", "--workers", "1")
+    assert "Identical weights: gpt2 and copy." in Path("out/report/index.html").read_text()
 
 
 def main_study(*words):

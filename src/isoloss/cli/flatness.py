@@ -18,23 +18,23 @@ from isoloss.errors import IsolossError
 from isoloss.evaluation.measures.flatness import FlatnessMeasure
 from isoloss.evaluation.reading import ReadingConfig
 from isoloss.runs import refuse_run, refuse_twice
+from isoloss.statistics.checking import positive
+from isoloss.statistics.equivalence import SAME_LOSS_NATS
 from isoloss.statistics.tables import short_names
 
 if TYPE_CHECKING:
     from isoloss.evaluation.context import MeasureContext, ModelInfo
     from isoloss.evaluation.flatness import FlatnessResults
     from isoloss.loading import LoadedModel
+    from isoloss.text.inputs import Inputs
 
 EXAMPLES = [
     ("isoloss flatness CHECKPOINT --data text.txt", "a checkpoint with its tokenizer, on your text"),
     ("isoloss flatness CHECKPOINT --data tokens.npy", "on token ids: an array of sequences"),
-    ("isoloss flatness A B C --data text.txt", "which of several is the flattest, on the same inputs"),
+    ("isoloss flatness A B C --data text.txt", "which of several is the flattest, by trace and minimal trace"),
     ("isoloss flatness A B --data text.txt --figure ab.svg", "with a figure: trace against loss"),
     ("isoloss flatness A B --data text.txt --measures trace largest-eigenvalue fisher-rao", "other measures too"),
-    (
-        "isoloss flatness A B --data text.txt --measures minimal-trace --control",
-        "with the minimum over rescalings, and a control",
-    ),
+    ("isoloss flatness A B --data text.txt --control", "and both traces after a random rescaling"),
     ("isoloss flatness runs/first/checkpoints/step-1000", "a checkpoint of a run, on the run's own language"),
     ("isoloss flatness CHECKPOINT --data text.txt --num-sequences 100000 --rtol 0.01", "until the error is 1 %"),
 ]
@@ -45,14 +45,16 @@ class Args:
     """Measure how flat the loss is: by default the trace of the Fisher, as in the paper. A smaller trace is flatter.
 
     That trace equals the trace of the Hessian where the model's conditionals are the true ones. Several models are
-    measured one after another on the same inputs with the same Rademacher signs, and compared. Compare models of one
-    architecture, at about the same loss.
+    measured one after another on the same inputs with the same Rademacher signs, and compared. One is called the
+    flattest if its trace and its minimal trace, which no rescaling of weights changes, are the smallest, and the models
+    have one architecture and the same loss.
     """
 
     models: tyro.conf.Positional[tuple[str, ...]]
     """One or more checkpoint folders or names on the Hugging Face hub (NAME@REVISION)."""
-    measures: tuple[str, ...] = ("trace",)
-    """Measures of flatness (isoloss ls measures)."""
+    measures: tuple[str, ...] = ()
+    """Measures of flatness (isoloss ls measures); default: trace, and of several models minimal-trace too, where their
+    rescalings are known."""
     data: Path | None = None
     """Text (.txt, .jsonl or a folder), or token ids (.npy); default, for a run's checkpoint: the run's
     language."""
@@ -85,6 +87,9 @@ class Args:
     """Print the part of each layer."""
     by_parameter: bool = False
     """Print the part of each parameter."""
+    same_loss_nats: float = SAME_LOSS_NATS
+    """For the verdict on several models: how far their losses may be apart to count as the same, in nats per predicted
+    token."""
     figure: Path | None = None
     """For the traces of several models: draw trace against loss to this .png, .svg or .pdf file."""
     json: bool = False
@@ -96,6 +101,10 @@ def main(arguments: list[str]) -> int:
     own = [config for config in measure_configs() if issubclass(config, FlatnessMeasure)]
     cls = with_options(Args, exclude=("flatness_sentences",), reading=[ReadingConfig], settings=own)
     args: Any = common.parse(cls, "flatness", arguments, examples=EXAMPLES)
+    where_known = not (args.measures or args.control)
+    if where_known:
+        several = len(args.models) > 1 and args.settings.trace_method == "ghost"
+        args = dataclasses.replace(args, measures=("trace", *["minimal-trace"] * several))
     if args.control:
         added = [name for name in ("trace", "minimal-trace", "rescaling-control") if name not in args.measures]
         args = dataclasses.replace(args, measures=(*args.measures, *added))
@@ -106,6 +115,7 @@ def main(arguments: list[str]) -> int:
     from isoloss.evaluation.context import ModelInfo
     from isoloss.evaluation.flatness import flatness_measure, measure_flatness
     from isoloss.flatness.engine.accumulation import Stopping
+    from isoloss.flatness.verdict import verdict
 
     Stopping(rtol=args.rtol, seconds=args.seconds)  # refuses a value out of range before a model is loaded
     for name in args.measures:
@@ -131,24 +141,32 @@ def main(arguments: list[str]) -> int:
                 args.measures,
                 context,
                 settings=settings,
+                where_known=where_known,
                 progress=show,
             )
         except KeyboardInterrupt:
             _say_how_to_go_on(args, arguments)
             raise
-    if args.figure is not None and "trace" in results.comparisons:
-        from isoloss.report.flatness import trace_against_loss
+    if results.compared is not None:
+        names = short_names([model.name for model in results.compared.models])
+        helps = flatness_output.what_helps(args, inputs, results.compared.models[0].trace)
+        judged = verdict(results.compared, same_loss=args.same_loss_nats, names=names, more=helps)
+        if args.figure is not None:
+            from isoloss.report.flatness import trace_against_loss
 
-        traces: Any = results.comparisons["trace"]
-        short = short_names([model.name for model in traces.models])
-        common.save_figure(args.figure, trace_against_loss(traces, short))
+            common.save_figure(args.figure, trace_against_loss(results.compared, names))
     if args.json:
         document = results.to_dict()
         architectures = {model.name: {"architecture": model.architecture} for model in models}
         document["models"] = [{**model, **architectures[model["model"]]} for model in document["models"]]
+        if results.compared is not None:
+            document["verdict"] = dataclasses.asdict(judged)
         common.emit_json({"data": inputs.description, "measures": list(args.measures), **document})
     else:
-        _print(args, results, is_random=_is_shuffled(args) or not _is_text(args, context))
+        _print(args, results, inputs, is_random=_is_shuffled(args) or not _is_text(args, context))
+        if results.compared is not None and len(results.compared.models) > 1:
+            common.say("")
+            common.say_wrapped(str(judged))
     if results.interrupted is not None:
         _say_how_to_go_on(args, arguments)
     return 0 if results.interrupted is None else interrupts.status()
@@ -160,6 +178,7 @@ def _check(args: Any) -> None:
         raise IsolossError("no checkpoint is named: give a folder, or a name on the Hugging Face hub")
     if args.num_sequences < 2:
         raise IsolossError(f"--num-sequences is {args.num_sequences}; an error bar needs at least 2")
+    positive("--same-loss-nats", args.same_loss_nats)
     for name in args.models:
         refuse_run(Path(name), "and flatness is measured of a checkpoint")
     refuse_twice(args.models)
@@ -218,9 +237,8 @@ def _say_how_to_go_on(args: Any, arguments: list[str]) -> None:
         common.note(f"to go on: {common.command('flatness', *arguments)}")
 
 
-def _print(args: Any, results: FlatnessResults, *, is_random: bool) -> None:
+def _print(args: Any, results: FlatnessResults, inputs: Inputs, *, is_random: bool) -> None:
     from isoloss.evaluation.flatness import label
-    from isoloss.flatness.differences import Comparison
 
     if results.interrupted is not None:
         measure, model, partial_estimate = results.interrupted
@@ -235,23 +253,20 @@ def _print(args: Any, results: FlatnessResults, *, is_random: bool) -> None:
         if partial_estimate is not None:
             common.say(f"{measure} of {model} so far: {partial_estimate}")
             if len(args.models) == 1:
-                flatness_output.print_details(args, partial_estimate)
+                flatness_output.print_details(args, partial_estimate, inputs)
+    if results.compared is not None:
+        flatness_output.print_comparison(args, results.compared, inputs)
     for number, measure in enumerate(args.measures):
-        if number:
-            common.say("")
         compared = results.comparisons.get(measure)
-        if isinstance(compared, Comparison):
-            flatness_output.print_tables(compared)
-            for one in compared.models:
-                for line in flatness_output.conventions(one.trace) if "gauged" in one.trace.details else ():
-                    common.say(f"{one.name}: {line}")
-        elif compared is not None:
+        if number and (compared is not None or len(args.models) == 1):
+            common.say("")
+        if compared is not None:
             common.say(str(compared))
         for model, by_measure in results.estimates.items():
             for name, estimate in by_measure.get(measure, {}).items():
                 if len(args.models) == 1:
                     common.say(f"{label(measure, name, by_measure[measure])}: {estimate}")
-                    flatness_output.print_details(args, estimate)
+                    flatness_output.print_details(args, estimate, inputs)
                 elif (args.by_layer or args.by_parameter) and estimate.by_parameter:
                     common.say(f"\n{label(measure, name, by_measure[measure])} of {model}: {estimate}")
                     flatness_output.print_parts(args, estimate)

@@ -7,20 +7,19 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from isoloss.cli import common
-from isoloss.statistics.estimate import Estimate, interval, number, rarity, rounded, samples_of
-from isoloss.statistics.tables import probability, short_names
+from isoloss.statistics.estimate import Estimate, interval, rarity, rounded, samples_of
+from isoloss.statistics.tables import short_names
 
 if TYPE_CHECKING:
-    from isoloss.flatness.differences import Comparison, Pair
+    from isoloss.flatness.differences import Comparison
+    from isoloss.text.inputs import Inputs
 
 _LARGEST = 3  # parts that are printed in any case
-_MORE = ": measure more, with --num-sequences"
-_SURE = 0.975  # the probability from which the verdict names a model
 
 
-def print_details(args: Any, estimate: Estimate) -> None:
+def print_details(args: Any, estimate: Estimate, inputs: Inputs) -> None:
     """Print what an estimate of one model rests on, below its value."""
-    for line in _remarks(args, estimate):
+    for line in _remarks(args, estimate, inputs):
         common.say_wrapped(line, indent=2)
     if not args.by_parameter:
         _print_largest(estimate)
@@ -37,14 +36,14 @@ def print_parts(args: Any, estimate: Estimate) -> None:
             _print_rows(f"\nby {part}", part, estimate, rows, digits=2)
 
 
-def _remarks(args: Any, estimate: Estimate) -> Iterator[str]:
+def _remarks(args: Any, estimate: Estimate, inputs: Inputs) -> Iterator[str]:
     """What an estimate rests on, and what is to be said of its error."""
     details = estimate.details
     if not estimate.is_exact:
         relative = f"; the error is {percent(estimate.stderr / estimate.value)} of the value" * (estimate.value > 0)
         yield f"95 % interval {interval(estimate)}{relative}, over {samples_of(estimate)}"
     if "leading_cluster" in details and (warning := rarity({"": estimate})):
-        yield warning + _MORE
+        yield f"{warning}; it takes {what_helps(args, inputs, estimate)}"
     parameters = f"{details['num_parameters']:,} parameters"
     if "sequences" in details:
         yield (
@@ -74,15 +73,20 @@ def _remarks(args: Any, estimate: Estimate) -> Iterator[str]:
     if details.get("parameters_without_gradient"):
         yield f"parameters without gradient: {', '.join(details['parameters_without_gradient'])}"
     if args.rtol is not None and estimate.stderr > args.rtol * abs(estimate.value):
-        yield f"the error is above --rtol {args.rtol:g}: give more {_what_helps(estimate)}"
+        yield f"the error is above --rtol {args.rtol:g}: it takes {what_helps(args, inputs, estimate)}"
 
 
-def _what_helps(estimate: Estimate) -> str:
-    """Return the options by which the error of an estimate gets smaller."""
+def what_helps(args: Any, inputs: Inputs, estimate: Estimate) -> str:
+    """Return what would make the error of an estimate smaller, and is to be had."""
+    sequences = "more sequences, with --num-sequences"
+    if args.seconds is not None and estimate.details["ended"] == "seconds":
+        sequences = "more time, with --seconds"
+    elif inputs.num_held is not None and inputs.num_held <= inputs.num_sequences:
+        sequences = f"more {'documents' if 'documents' in inputs.batches[0] else 'sequences'} in --data"
     if "clusters" in estimate.details:
-        return "--num-sequences"
+        return sequences
     covers_inputs = estimate.details["error_covers"].startswith("inputs")
-    return "--num-probes, and --num-sequences for the part of the inputs" if covers_inputs else "--num-probes"
+    return f"more probes, with --num-probes{f', and {sequences} for the part of the inputs' * covers_inputs}"
 
 
 def _of_minimum(estimate: Estimate) -> Iterator[str]:
@@ -165,83 +169,27 @@ def _part(value: float, error: float | None) -> str:
 # --- several models --------------------------------------------------------------------------------------------------
 
 
-def print_tables(comparison: Comparison) -> None:
-    """Print the models, their differences where there are several, what they rest on, and a verdict."""
-    short = short_names([model.name for model in comparison.models])
-    split = any(model.trace.details["embeddings"] for model in comparison.models)
-    rows = [
-        (
-            short[model.name],
-            f"{model.trace.details['num_parameters']:,}",
-            number(model.loss),
-            number(model.trace),
-            *([number(model.without_embeddings)] if split else []),
-            probability(model.probability_of_smallest),
-        )
-        for model in comparison.models
-    ]
-    rest = ["without embeddings"] if split else []
+def print_comparison(args: Any, comparison: Comparison, inputs: Inputs) -> None:
+    """Print the models, their differences where there are several, and what they rest on."""
     trace = comparison.models[0].trace
-    common.print_table(
-        f"loss and {comparison.measure} of the Fisher, nats per predicted token",
-        ("model", "parameters", "loss", comparison.measure, *rest, "probability of being the flattest"),
-        rows,
-    )
-    if comparison.pairs:
-        differences = [
-            (
-                f"{short[pair.first]} minus {short[pair.second]}",
-                number(pair.loss),
-                number(pair.trace),
-                interval(pair.trace),
-                f"{pair.ratio:#.4g}",
-                "{:#.4g} to {:#.4g}".format(*pair.ratio_ci95),
-                *([number(pair.without_embeddings)] if split else []),
-            )
-            for pair in comparison.pairs
-        ]
-        common.print_table(
-            "\ndifferences, paired by input",
-            ("", "loss", comparison.measure, "95 % interval", "ratio of traces", "95 % interval", *rest),
-            differences,
-        )
+    names = short_names([model.name for model in comparison.models])
+    title = f"Fisher, {trace.unit}; P: the probability of being the smallest"
+    for header, rows, left in comparison.tables(names):
+        common.print_table(title, header, rows, left=left)
+        title = ""
     common.say("")
     common.say_wrapped(
         f"{trace.num_predictions:,} predicted tokens in {trace.details['sequences']:,} sequences; ± is the standard "
         f"error over {samples_of(trace)}"
     )
     if comparison.warning:
-        common.say_wrapped(comparison.warning + _MORE)
+        common.say_wrapped(f"{comparison.warning}; it takes {what_helps(args, inputs, trace)}")
     for line in (*skipped(trace), *adjustment(trace)):
         common.say_wrapped(line)
-    if comparison.pairs:
-        for sentence in _verdict(comparison, short):
-            common.say_wrapped(sentence)
-
-
-def _verdict(comparison: Comparison, short: dict[str, str]) -> list[str]:
-    """Say in one sentence which model is the flattest, and in another what the losses do to this."""
-    best, second = comparison.ranking[:2]
-    pair = comparison.pair(best, second)
-    chance = next(model.probability_of_smallest for model in comparison.models if model.name == best)
-    if chance >= _SURE:
-        sentences = [
-            f"{short[best]} is the flattest, with probability {probability(chance)}: the next, {short[second]}, has "
-            f"{_ratio_of(pair, second)} times its trace."
-        ]
-    else:
-        sentences = [
-            f"Which one is the flattest is open: {short[best]} has the smallest trace with probability "
-            f"{probability(chance)}, and more inputs would tell."
-        ]
-    low, high = pair.loss.ci95
-    if low > 0 or high < 0:
-        sentences.append("The two also differ in loss, so they are not compared at the same loss.")
-    return sentences
-
-
-def _ratio_of(pair: Pair, name: str) -> str:
-    return f"{pair.ratio if pair.first == name else 1 / pair.ratio:#.4g}"
+    for model in comparison.minimal.models if comparison.minimal is not None else ():
+        details = model.trace.details
+        for line in conventions(model.trace) if details["gauged"] or details["log_factor_bound"] is not None else ():
+            common.say_wrapped(f"{names[model.name]}: {line}")
 
 
 def skipped(trace: Estimate) -> Iterator[str]:

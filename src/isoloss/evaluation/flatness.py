@@ -134,8 +134,10 @@ class FlatnessResults:
     """What was measured of which model, and how they compare."""
 
     estimates: dict[str, dict[str, Estimates]] = field(default_factory=dict)  # by model and measure
-    # of several models, by measure
-    comparisons: dict[str, Comparison | MeasureComparison] = field(default_factory=dict)
+    comparisons: dict[str, MeasureComparison] = field(default_factory=dict)  # of several models, by measure
+    compared: Comparison | None = (
+        None  # the traces of several models, and their minimal traces where these were asked for
+    )
     # after Ctrl-C, the measure and the model that were in work, and the estimate so far, if there is one with an error;
     # None: nothing was interrupted
     interrupted: tuple[str, str, Estimate | None] | None = None
@@ -153,14 +155,13 @@ class FlatnessResults:
             for model, measures in self.estimates.items()
             if measures
         ]
-        comparisons = {}
-        for measure, comparison in self.comparisons.items():
-            document = comparison.to_dict()
-            if isinstance(comparison, Comparison):  # the models' estimates are above
-                chances = {model.name: model.probability_of_smallest for model in comparison.models}
-                ranking = list(comparison.ranking)
-                document = {"pairs": document["pairs"], "ranking": ranking, "probability_of_smallest": chances}
-            comparisons[measure] = document
+        comparisons = {measure: comparison.to_dict() for measure, comparison in self.comparisons.items()}
+        for measure, compared in ({} if self.compared is None else self.compared.by_measure).items():
+            comparisons[measure.replace(" ", "-")] = {  # the models' estimates are above
+                "pairs": [as_json_types(pair) for pair in compared.pairs],
+                "ranking": list(compared.ranking),
+                "probability_of_smallest": {model.name: model.probability_of_smallest for model in compared.models},
+            }
         partial = None
         if self.interrupted is not None:
             measure, model, estimate = self.interrupted
@@ -183,12 +184,23 @@ def measure_flatness(
     context: MeasureContext,
     *,
     settings: Mapping[str, Any] | None = None,
+    where_known: bool = False,
     progress: Progress | None = None,
 ) -> FlatnessResults:
     """Measure the flatness of models on the same inputs; of several, also the paired differences.
 
     The models are loaded one after another, for each measure anew. Of several models, the first decides where `rtol`
-    or `seconds` of the context end a measurement, and the others are measured on as many sequences.
+    or `seconds` of the context end a measurement, and the others are measured on as many sequences. Their traces and
+    minimal traces come from one pass (`isoloss.flatness.compare`).
+
+    Args:
+        models: What loads each, by name.
+        measures: The measures' names.
+        context: What they are measured on.
+        settings: Of the measures.
+        where_known: Whether the comparison of several models goes on without minimal-trace, and says why, where the
+            rescalings of a model are not known.
+        progress: Called with a measure, a model and the number of its sequences done.
     """
     made = {name: flatness_measure(name, settings) for name in measures}
     if context.resume is not None and (len(made) > 1 or len(models) > 1):
@@ -197,29 +209,39 @@ def measure_flatness(
         if reason := measure.why_not_applicable(context):
             raise IsolossError(f"{name} cannot be measured: {reason}")
     results = FlatnessResults(estimates={model: {} for model in models})
+    traces = {name: measure for name, measure in made.items() if len(models) > 1 and is_compared(measure)}
     for name, measure in made.items():
-        is_trace = isinstance(measure, Trace) and type(measure) in (Trace, MinimalTrace)  # of the model itself
-        is_trace = is_trace and measure.options()["method"] == "ghost"
-        step = _compare_traces if is_trace and len(models) > 1 else _measure_each
-        step(results, models, name, measure, context, progress)
+        if name not in traces:
+            _measure_each(results, models, name, measure, context, progress)
+        elif results.compared is None:
+            is_asked = any(isinstance(each, MinimalTrace) for each in traces.values())
+            minimal = None if is_asked and where_known else is_asked
+            _compare_traces(results, models, traces, minimal, context, progress)
         if results.interrupted is not None:
             break
     return results
 
 
+def is_compared(measure: FlatnessMeasure) -> bool:
+    """Return whether `isoloss.flatness.compare` takes this measure of several models."""
+    own = isinstance(measure, Trace) and type(measure) in (Trace, MinimalTrace)  # of the model itself, not expanded
+    return own and measure.options()["method"] == "ghost"
+
+
 def _compare_traces(
     results: FlatnessResults,
     models: Models,
-    name: str,
-    measure: Any,
+    traces: Mapping[str, Any],
+    minimal: bool | None,
     context: MeasureContext,
     progress: Progress | None,
 ) -> None:
     """Take the traces of several models, with their losses and the control variates that they share."""
+    name, measure = next(iter(traces.items()))
+    granularities = [each.rescaling_granularity for each in traces.values() if isinstance(each, MinimalTrace)]
     inputs = context.inputs(measure.flatness_sentences, measure.seed)
-    comparison: Comparison | None
     try:
-        comparison = compare(
+        results.compared = compare(
             models,
             inputs.batches,
             seed=measure.seed,
@@ -228,19 +250,17 @@ def _compare_traces(
             seconds=context.seconds,
             causal=context.is_causal,
             auxiliary_sample=inputs.auxiliary_sample if context.has_embeddings else None,
+            minimal=minimal,
             progress=None if progress is None else functools.partial(progress, name),
-            **{key: value for key, value in measure.options().items() if key in ("rescaling", "granularity")},
+            granularity=(granularities or ["tensor"])[0],
         )
     except InterruptedComparison as stop:
-        comparison, results.interrupted = stop.complete, (name, stop.name, stop.partial)
-    for model in comparison.models if comparison is not None else ():
-        results.estimates[model.name][name] = {
-            measure.name: model.trace,
-            "without_embeddings": model.without_embeddings,
-            "loss": model.loss,
-        }
-    if comparison is not None:
-        results.comparisons[name] = comparison
+        results.compared, results.interrupted = stop.complete, ("trace", stop.name, stop.partial)
+    for label, comparison in ({} if results.compared is None else results.compared.by_measure).items():
+        own = label.replace(" ", "-")  # the measure's name
+        for model in comparison.models:
+            rest, loss = model.without_embeddings, model.loss
+            results.estimates[model.name][own] = {own: model.trace, "without_embeddings": rest, "loss": loss}
 
 
 def _measure_each(

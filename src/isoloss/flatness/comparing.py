@@ -5,9 +5,10 @@ Shapes: m predicted positions, V vocabulary, N clusters.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,16 @@ from torch import nn
 
 from isoloss.errors import IsolossError, require
 from isoloss.flatness.differences import Comparison, Measured, comparison_of, warn_unlike
-from isoloss.flatness.engine.accumulation import UNIT, InterruptedEstimate, Stopping
+from isoloss.flatness.engine.accumulation import UNIT, InterruptedEstimate, Stopping, weights_digest
 from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
 from isoloss.flatness.engine.measurement import Measurement, Terms
 from isoloss.flatness.engine.predictions import CheckedBatch, Predictions
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.flatness.rescaling.generators import Granularity
-from isoloss.flatness.rescaling.minimal import MinimalTraceEstimator, Rescaling, minimal_trace
+from isoloss.flatness.rescaling.minimal import MinimalTraceEstimator, minimal_trace
 from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, unwrapped
+from isoloss.statistics.column_ratios import Weighted
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator
 from isoloss.text.clusters import Blocks
@@ -91,11 +93,14 @@ def compare(
     causal: bool | None = None,
     auxiliary_sample: Iterable[Mapping[str, Any]] | None = None,
     one_estimator: bool = False,
-    rescaling: Rescaling | None = None,
+    minimal: bool | None = None,
     granularity: Granularity = "tensor",
     progress: Callable[[str, int], None] | None = None,
 ) -> Comparison:
     """Compare the flatness of models, each measured on the same inputs with the same random probes.
+
+    The trace can be changed by rescaling the weights, which changes no function; the minimal trace cannot. So both are
+    measured, in one pass, and `Comparison.verdict` calls a model the flattest only if they agree.
 
     An input that is hard for one model, or a draw of probes that is too large, is much the same for a similar model, so
     the difference of two traces is known far better than either trace. The errors are those of paired differences
@@ -120,8 +125,9 @@ def compare(
             because of where its parameter stands. Two parameters whose squared norms have one ratio on every sequence
             then have estimates of that ratio: made for a model and the same in a larger one, without the warning that
             they differ. False: what has the smallest error for each model and parameter.
-        rescaling: `"minimal"`: compare the minimal traces, see `fisher_trace`.
-        granularity: As for `fisher_trace`.
+        minimal: Whether to measure the minimal traces too (`fisher_trace` with a `rescaling`); `rtol` is then about
+            these. None: where the rescalings of all models are known, and the result's `no_minimal` says why not.
+        granularity: Of the rescalings, as for `fisher_trace`.
         progress: Called with a model's name and the number of its sequences done.
 
     Raises:
@@ -148,8 +154,9 @@ def compare(
         >>> difference = comparison.pair("a", "b").trace
         >>> round(difference.value - (comparison.models[0].trace.value - comparison.models[1].trace.value), 9)
         0.0
-        >>> print(str(comparison).splitlines()[0])
-        model  trace (nats per predicted token)  loss (nats per predicted token)     flattest
+        >>> print(str(comparison).splitlines()[0].split()[:5])
+        ['model', 'parameters', 'loss', 'trace', 'without']
+        >>> comparison.verdict().flattest
     """
     named = _named(models)
     stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
@@ -159,6 +166,15 @@ def compare(
     sample: AuxiliarySample | None = None
     controls: torch.Tensor | None = None
     done: list[Measured] = []
+    minima: list[Measured] | None = None if minimal is False else []
+    no_minimal = ""
+
+    def without_minima(error: IsolossError) -> None:
+        nonlocal minima, no_minimal
+        if minimal:
+            raise error
+        minima, no_minimal = None, str(error)
+
     for name, given in named.items():
         step = None if progress is None else functools.partial(progress, name)
         try:
@@ -167,39 +183,87 @@ def compare(
             outline = Outline.of(name, model, causal)
             first = first or outline
             first.check(outline)
-            minimal = minimal_trace(model, rescaling, granularity, None, batches, stopping.num_sequences)
+            estimator: MinimalTraceEstimator | None = None
+            if minima is not None:
+                try:
+                    with _naming(name):
+                        sequences = stopping.num_sequences
+                        estimator = minimal_trace(model, "minimal", granularity, None, batches, sequences)
+                except IsolossError as error:
+                    without_minima(error)
             source = WithLoss(
                 model,
                 num_probes=1 if num_probes is None else num_probes,
                 seed=seed,
                 causal=outline.causal,
-                splits=None if minimal is None else minimal.splits,
-                by_scale=minimal is not None,
+                splits=None if estimator is None else estimator.splits,
             )
             source.controls, source.separate = controls, not one_estimator
             if auxiliary_sample is not None and sample is None:
                 sample = AuxiliarySample.read(model, auxiliary_sample)
-            measurement = Measurement(
-                source, auxiliary_sample=sample, finish=None if minimal is None else minimal.finish
-            )
-            one = _measure(name, measurement, source, batches, stopping, step, minimal)
+            measurement = Measurement(source, auxiliary_sample=sample)
+            with _naming(name):
+                trace = _above_zero(measurement.measure(batches, stopping, progress=step))
+            result = measurement.result()
+            rest = Weighted(result.part, result.part_stderr, result.part_influence)
+            one = _measured(name, trace, rest, source.loss(measurement.blocks()), weights_digest(model))
+            if estimator is not None and minima is not None:
+                try:
+                    with _naming(name):
+                        least = estimator.finish(trace, measurement.columns())
+                        least = _above_zero(estimator.checked(least, next(iter(batches))))
+                    minima.append(_measured(name, least, estimator.without_embeddings(least), one.loss, one.weights))
+                except IsolossError as error:
+                    without_minima(error)
         except InterruptedEstimate as stop:
-            raise InterruptedComparison(comparison_of(done) if done else None, name, stop.partial) from stop
+            complete = comparison_of(done, minima, no_minimal) if done else None
+            raise InterruptedComparison(complete, name, stop.partial) from stop
         except KeyboardInterrupt as stop:
             if not done:
                 raise
-            raise InterruptedComparison(comparison_of(done), name, None) from stop
+            minima = None if minima is None else minima[: len(done)]
+            raise InterruptedComparison(comparison_of(done, minima, no_minimal), name, None) from stop
         if not done and sample is not None:
-            sample = dataclasses.replace(sample, number=sum(measurement.result().auxiliary_controls))
+            sample = dataclasses.replace(sample, number=sum(result.auxiliary_controls))
         if not done and (rtol is not None or seconds is not None):
-            stopping = Stopping(num_sequences=one.trace.details["sequences"])
+            stopping = Stopping(num_sequences=trace.details["sequences"])
         if one_estimator and not done:
             controls = torch.cat(source.own_controls)
         done.append(one)
-        del model, source, measurement, minimal  # so that two models are never held
+        del model, source, measurement, estimator  # so that two models are never held
     if not one_estimator:
         warn_unlike({one.name: one.trace for one in done})
-    return comparison_of(done)
+    return comparison_of(done, minima, no_minimal)
+
+
+@contextlib.contextmanager
+def _naming(model: str) -> Iterator[None]:
+    """Put the model's name before an error."""
+    try:
+        yield
+    except IsolossError as error:
+        raise IsolossError(f"{model}: {error}") from error
+
+
+def _above_zero(trace: Estimate) -> Estimate:
+    if trace.value <= 0:
+        raise IsolossError(f"the trace is {trace.value:.3g}, which has no ratio to another; take more inputs")
+    return trace
+
+
+def _measured(name: str, trace: Estimate, rest: Weighted, loss: Estimate, weights: str) -> Measured:
+    """Return what was measured of a model, with `rest` the part of the trace that is not the embeddings'."""
+    part = Estimate(
+        value=rest.value,
+        stderr=rest.stderr,
+        samples=trace.samples,
+        unit=trace.unit,
+        num_predictions=trace.num_predictions,
+        num_probes=trace.num_probes,
+        method=f"{trace.method}, without embeddings",
+        influence=rest.influence.numpy(),
+    )
+    return Measured(name=name, trace=trace, without_embeddings=part, loss=loss, weights=weights)
 
 
 class WithLoss(ExactLabels):
@@ -263,42 +327,6 @@ def _surprisal(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     parts = zip(torch.split(logits.detach(), rows), torch.split(targets, rows), strict=True)
     losses = [nn.functional.cross_entropy(part.to(wide), target, reduction="none") for part, target in parts]
     return torch.cat(losses).double()
-
-
-def _measure(
-    name: str,
-    measurement: Measurement,
-    source: WithLoss,
-    batches: Iterable[Mapping[str, Any]],
-    stopping: Stopping,
-    progress: Callable[[int], None] | None,
-    minimal: MinimalTraceEstimator | None,
-) -> Measured:
-    try:
-        trace = measurement.measure(batches, stopping, progress=progress)
-        if minimal is not None:
-            trace = minimal.checked(trace, next(iter(batches)))
-    except IsolossError as error:
-        raise IsolossError(f"{name}: {error}") from error
-    if trace.value <= 0:
-        raise IsolossError(f"{name}: the trace is {trace.value:.3g}, which has no ratio to another; take more inputs")
-    if minimal is not None:
-        value, stderr, influence = minimal.without_embeddings(trace)
-    else:
-        result = measurement.result()
-        value, stderr, influence = result.part, result.part_stderr, result.part_influence
-    rest = Estimate(
-        value=value,
-        stderr=stderr,
-        samples=trace.samples,
-        unit=trace.unit,
-        num_predictions=trace.num_predictions,
-        num_probes=trace.num_probes,
-        method=f"{trace.method}, without embeddings",
-        influence=influence.numpy(),
-    )
-    loss = source.loss(measurement.blocks())
-    return Measured(name=name, trace=trace, without_embeddings=rest, loss=loss)
 
 
 def _named(models: Mapping[str, Model | str] | Sequence[str]) -> dict[str, Model]:

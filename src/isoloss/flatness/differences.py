@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isoloss.errors import IsolossError, warn
-from isoloss.statistics.estimate import Estimate, html_table, number, rarity
+from isoloss.statistics.equivalence import SAME_LOSS_NATS
+from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, samples_of
 from isoloss.statistics.paired import paired_difference, paired_log_ratio, probabilities_of_smallest
 from isoloss.statistics.tables import probability, text_table
 
-_ROWS = 5  # of a table that is printed
+if TYPE_CHECKING:
+    from isoloss.flatness.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +25,10 @@ class Measured:
 
     Attributes:
         name: What it is called.
-        trace: The trace of its Fisher.
+        trace: The trace of its Fisher; in the comparison of the minimal traces, the minimal one.
         without_embeddings: The part of it that is not the embeddings', see `isoloss.flatness.engine.parameters`.
         loss: Its cross-entropy on the same predicted positions.
+        weights: The SHA-256 of its parameters, by which copies are told.
         probability_of_smallest: The probability that its trace is the smallest of all.
     """
 
@@ -32,6 +36,7 @@ class Measured:
     trace: Estimate
     without_embeddings: Estimate
     loss: Estimate
+    weights: str
     probability_of_smallest: float = 1.0
 
 
@@ -66,35 +71,54 @@ class Pair:
         low, high = self.log_ratio.ci95
         return math.exp(low), math.exp(high)
 
+    def turned(self, first: str) -> Pair:
+        """Return the same pair with the model called `first` as its first."""
+        if first == self.first:
+            return self
+        names = ("trace", "without_embeddings", "loss", "log_ratio")
+        negative: dict[str, Any] = {}
+        for name in names:
+            estimate = getattr(self, name)
+            influence = None if estimate.influence is None else -estimate.influence
+            negative[name] = replace(estimate, value=-estimate.value, influence=influence)
+        return Pair(first=self.second, second=self.first, **negative)
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison:
-    """The result of `isoloss.flatness.compare`: it prints as a table.
+    """The result of `isoloss.flatness.compare`: it prints as tables with a verdict.
 
     Attributes:
         models: The models, in the order in which they were given.
         pairs: Each two of them, in this order.
+        minimal: The same of the minimal traces, from the same passes; None where they were not measured.
+        no_minimal: Why they were not, where that is not because nobody asked.
     """
 
     models: tuple[Measured, ...]
     pairs: tuple[Pair, ...]
-
-    @property
-    def measure(self) -> str:
-        """What was measured: `trace` or `minimal trace`."""
-        return "minimal trace" if self.models[0].trace.method.startswith("minimal") else "trace"
+    minimal: Comparison | None = None
+    no_minimal: str = ""
 
     @property
     def ranking(self) -> tuple[str, ...]:
-        """The models' names, the flattest first."""
+        """The models' names, the smallest trace first."""
         return tuple(model.name for model in sorted(self.models, key=lambda model: model.trace.value))
 
     @property
     def warning(self) -> str:
         """That one input makes up much of the error of a trace or of a difference of two; empty where none does."""
-        traces = {f"the trace of {model.name}": model.trace for model in self.models}
-        pairs = {f"the difference of {pair.first} and {pair.second}": pair.trace for pair in self.pairs}
-        return rarity({**traces, **pairs})
+        estimates: dict[str, Estimate] = {}
+        for measure, comparison in self.by_measure.items():
+            estimates |= {f"the {measure} of {model.name}": model.trace for model in comparison.models}
+            pairs = {f"{pair.first} and {pair.second}": pair.trace for pair in comparison.pairs}
+            estimates |= {f"the difference in {measure} of {names}": trace for names, trace in pairs.items()}
+        return rarity(estimates)
+
+    @property
+    def by_measure(self) -> dict[str, Comparison]:
+        """The comparison of the traces, and that of the minimal traces, by what was measured."""
+        return {"trace": self} | ({} if self.minimal is None else {"minimal trace": self.minimal})
 
     def pair(self, first: str, second: str) -> Pair:
         """Return the pair of these two models, in this order or the other.
@@ -108,44 +132,78 @@ class Comparison:
         names = ", ".join(model.name for model in self.models)
         raise IsolossError(f"there is no pair of {first} and {second}; the models are {names}")
 
+    def verdict(self, *, same_loss: float = SAME_LOSS_NATS) -> Verdict:
+        """Return which model is the flattest, or why that cannot be said (`isoloss.flatness.verdict`).
+
+        Args:
+            same_loss: Margin in nats per predicted token within which two losses count as the same.
+        """
+        from isoloss.flatness.verdict import verdict
+
+        return verdict(self, same_loss=same_loss)
+
     def __repr__(self) -> str:
-        best = min(self.models, key=lambda model: model.trace.value)
-        chance = probability(best.probability_of_smallest)
-        return f"Comparison({len(self.models)} models; {best.name} is the flattest with probability {chance})"
+        return f"Comparison({len(self.models)} models; flattest: {self.verdict().flattest or 'no verdict'})"
 
     def __str__(self) -> str:
-        return "\n\n".join(filter(None, [*(text_table(*table) for table in self._tables()), self.warning]))
+        tables = [text_table(header, rows, left=left) for header, rows, left in self.tables()]
+        over = f"{self.models[0].trace.unit}; ± is the standard error over {samples_of(self.models[0].trace)}"
+        verdict = str(self.verdict()) if self.pairs else ""
+        return "\n\n".join(filter(None, [*tables, over, self.warning, verdict]))
 
     def _repr_html_(self) -> str:
-        """Return the tables for a notebook."""
-        return "".join(html_table(rows, header) for header, rows in self._tables())
+        """Return the tables and the verdict for a notebook."""
+        tables = "".join(html_table(rows, header) for header, rows, _ in self.tables())
+        return f"{tables}<p>{html.escape(str(self.verdict()))}</p>" if self.pairs else tables
 
-    def _tables(self) -> list[tuple[list[str], list[list[str]]]]:
-        """Return header and rows of the models, flattest first, and of the pairs with the flattest."""
-        ranked = sorted(self.models, key=lambda model: model.trace.value)
-        unit = self.models[0].trace.unit
-        header = ["model", f"{self.measure} ({unit})", f"loss ({unit})", "flattest"]
-        rows = [
-            [model.name, number(model.trace), number(model.loss), probability(model.probability_of_smallest)]
-            for model in ranked[:_ROWS]
+    def tables(self, names: Mapping[str, str] | None = None) -> list[tuple[list[str], list[list[str]], int]]:
+        """Return the table of the models and that of the differences: header, rows, and how many columns are text.
+
+        Args:
+            names: What the models are called there; None: their names.
+        """
+        names = names or {model.name: model.name for model in self.models}
+        split = any(model.trace.details["embeddings"] for model in self.models)
+        chances = [
+            {model.name: probability(model.probability_of_smallest) for model in comparison.models}
+            for comparison in self.by_measure.values()
         ]
-        more = [[f"and {len(ranked) - _ROWS} more", "", "", ""]] if len(ranked) > _ROWS else []
-        tables = [(header, rows + more)]
-        best, *others = ranked
-        if others:
-            pairs = [(other, self.pair(other.name, best.name)) for other in others[:_ROWS]]
-            rows = []
-            for other, pair in pairs:
-                sign = 1 if pair.first == other.name else -1
-                low, high = sorted(math.exp(sign * math.log(end)) for end in pair.ratio_ci95)
-                differences = [number(replace(each, value=sign * each.value)) for each in (pair.trace, pair.loss)]
-                rows.append([other.name, *differences, f"{low:.4g} to {high:.4g}"])
-            tables.append(([f"minus {best.name}", self.measure, "loss", "ratio of traces, 95 %"], rows))
-        return tables
+        rows = []
+        for name in self.ranking:
+            model = self._model(name)
+            row = [names[name], f"{model.trace.details['num_parameters']:,}", number(model.loss), number(model.trace)]
+            row += [number(model.without_embeddings)] * split
+            row += [] if self.minimal is None else [number(self.minimal._model(name).trace)]
+            rows.append([*row, *(each[name] for each in chances)])
+        header = ["model", "parameters", "loss", "trace", *["without embeddings"] * split]
+        header += [] if self.minimal is None else ["minimal trace"]
+        models = header + [f"P(smallest {measure})" for measure in self.by_measure], rows, 1
+        if not self.pairs:
+            return [models]
+        best, *others = self.ranking
+        rows = []
+        for name in others:
+            pair = self.pair(name, best).turned(name)
+            lines = [("loss", pair.loss, None), ("trace", pair.trace, pair)]
+            lines += [("without embeddings", pair.without_embeddings, None)] * split
+            if self.minimal is not None:
+                least = self.minimal.pair(name, best).turned(name)
+                lines.append(("minimal trace", least.trace, least))
+            for place, (label, difference, ratio) in enumerate(lines):
+                ends = "" if ratio is None else "{:#.4g} to {:#.4g}".format(*ratio.ratio_ci95)
+                of = "" if ratio is None else f"{ratio.ratio:#.4g}"
+                title = f"{names[name]} minus {names[best]}" if place == 0 else ""
+                rows.append([title, label, number(difference), interval(difference), of, ends])
+        return [models, (["", "paired by input", "difference", "95 % interval", "ratio", "95 % interval"], rows, 2)]
+
+    def _model(self, name: str) -> Measured:
+        return next(model for model in self.models if model.name == name)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
-        return {name: [as_json_types(part) for part in getattr(self, name)] for name in ("models", "pairs")}
+        parts = {name: [as_json_types(part) for part in getattr(self, name)] for name in ("models", "pairs")}
+        minimal = None if self.minimal is None else self.minimal.to_dict()
+        return {**parts, "minimal": minimal, "no_minimal": self.no_minimal}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Comparison:
@@ -160,6 +218,8 @@ class Comparison:
         return cls(
             models=tuple(Measured(**part(fields)) for fields in document["models"]),
             pairs=tuple(Pair(**part(fields)) for fields in document["pairs"]),
+            minimal=None if document["minimal"] is None else cls.from_dict(document["minimal"]),
+            no_minimal=document["no_minimal"],
         )
 
 
@@ -168,32 +228,45 @@ def as_json_types(part: Any) -> dict[str, Any]:
     return {name: value.to_dict() if isinstance(value, Estimate) else value for name, value in vars(part).items()}
 
 
-def comparison_of(models: Sequence[Measured]) -> Comparison:
-    """Return the comparison of models that were measured on the same inputs, their chances to be filled in."""
+def comparison_of(
+    models: Sequence[Measured], minimal: Sequence[Measured] | None = None, no_minimal: str = ""
+) -> Comparison:
+    """Return the comparison of models that were measured on the same inputs, their chances to be filled in.
+
+    Args:
+        models: With their traces.
+        minimal: The same models with their minimal traces, if these were measured.
+        no_minimal: Why they were not.
+    """
     chances = probabilities_of_smallest([model.trace for model in models])
     return Comparison(
         models=tuple(
             replace(model, probability_of_smallest=chance) for model, chance in zip(models, chances, strict=True)
         ),
         pairs=tuple(_pair(a, b) for a, b in itertools.combinations(models, 2)),
+        minimal=None if minimal is None else comparison_of(minimal),
+        no_minimal=no_minimal,
     )
 
 
 def warn_unlike(models: Mapping[str, Estimate]) -> None:
     """Warn where traces, by model, are sums over different parameters."""
+    if (two := unlike(models)) is not None:
+        warn(
+            f"{two[0]} and {two[1]} have different parameters, and a trace is a sum over these, so the values are not "
+            "comparable: expand both into one architecture first, as isoloss expand does for BERT, RoBERTa and OPT"
+        )
+
+
+def unlike(models: Mapping[str, Estimate]) -> tuple[str, str] | None:
+    """Return the names of two models whose traces are sums over different parameters; None where all are alike."""
     (first, one), *others = models.items()
     for name, other in others:
-        if _summed(one) != _summed(other):
-            warn(
-                f"{first} and {name} have different parameters, and a trace is a sum over these, so the values are not "
-                "comparable: expand both into one architecture first, as isoloss expand does for BERT, RoBERTa and OPT"
-            )
-            return
-
-
-def _summed(trace: Estimate) -> tuple[list[str], int]:
-    """Return what tells the parameters that a trace is a sum over from others."""
-    return list(trace.by_parameter or ()), trace.details["num_parameters"]
+        if list(one.by_parameter or ()) != list(other.by_parameter or ()):
+            return first, name
+        if one.details["num_parameters"] != other.details["num_parameters"]:
+            return first, name
+    return None
 
 
 def _pair(a: Measured, b: Measured) -> Pair:

@@ -163,8 +163,6 @@ def fisher_trace(
             yield batch
 
     stream = batches if isinstance(batches, Mapping) else noted()  # a single batch is refused
-    if method == "ghost":
-        given["by_scale"] = True
     found = measure(kind, model, stream, options, splits=minimal.splits, finish=minimal.finish, **given)
     return minimal.checked(found, first[0])
 
@@ -263,11 +261,7 @@ class ExactLabels(_PerSequence):
 
     method = "Fisher, exact expectation over labels"
     separate = True
-
-    def __init__(self, model: nn.Module, *, by_scale: bool = False, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._by_scale = by_scale
-        self.num_controls = control_variates.Controls.number(by_scale=self._by_scale)
+    num_controls = control_variates.NUM_CONTROLS
 
     def details(self) -> dict[str, Any]:
         """Return what every source does, and the further probes of the last layer."""
@@ -279,12 +273,7 @@ class ExactLabels(_PerSequence):
         cotangent, controls = control_variates.root_probabilities(predictions.logits), None
         if predictions.hidden is not None and predictions.decoder is not None:
             controls = control_variates.Controls(
-                cotangent,
-                predictions.hidden,
-                predictions.decoder,
-                predictions.rows,
-                len(positions),
-                by_scale=self._by_scale,
+                cotangent, predictions.hidden, predictions.decoder, predictions.rows, len(positions)
             )
         others = [] if controls is None else self._tail(predictions, controls, positions, first, probe)
         indices = range(first, first + len(positions))
@@ -306,7 +295,7 @@ class ExactLabels(_PerSequence):
         first: int,
         probe: int,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the first intermediate's cotangent (m, d) and `squares` (B, 2), for each affordable further probe."""
+        """Return the first intermediate's cotangent (m, d) and `squares` (B, 3), for each affordable further probe."""
         number = self.choices.setdefault("tail_probes", _tail_probes(self._predictor.tail_fraction))
         intermediates = intermediates_of(predictions)
         if not number or not intermediates:

@@ -8,6 +8,8 @@ from isoloss.errors import IsolossError
 from isoloss.statistics.checking import fraction, positive
 from isoloss.statistics.estimate import Estimate, rounded
 
+SAME_LOSS_NATS = 0.01  # default margin within which two models have the same loss, per predicted token
+
 
 @dataclass(frozen=True, kw_only=True)
 class Equivalence:

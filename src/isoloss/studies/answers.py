@@ -7,11 +7,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from isoloss.errors import IsolossError
-from isoloss.statistics.equivalence import Equivalence, equivalence, largest_size
+from isoloss.statistics.equivalence import SAME_LOSS_NATS, Equivalence, equivalence, largest_size
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.multiple import holm
 from isoloss.statistics.power import minimal_detectable_effect
-from isoloss.studies.claims import SAME_LOSS_NATS, Answer, Claim, ClaimResult, ClaimsFile, Contrast
+from isoloss.studies.claims import Answer, Claim, ClaimResult, ClaimsFile, Contrast
 from isoloss.studies.comparison import Pair, change, loss_key, mean
 from isoloss.studies.verdicts import ALPHA, Verdict, judge, p_value
 
@@ -129,6 +129,8 @@ def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equival
     )
     if gate is not None and not gate.shown:
         return measured_answer
+    if all(one[key].weights == two[key].weights != "" for one, two in pairs):
+        return dataclasses.replace(measured_answer, explanation=f"Their weights are identical. {explanation}")
     p = p_value(measured, claim.direction, claim.margin)
     return _judged(claim, dataclasses.replace(measured_answer, p_value=p), tests=1)
 

@@ -9,12 +9,10 @@ from pathlib import Path
 from isoloss import config, files
 from isoloss.errors import IsolossError
 from isoloss.statistics.checking import positive
-from isoloss.statistics.equivalence import Equivalence
+from isoloss.statistics.equivalence import SAME_LOSS_NATS, Equivalence
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.comparison import Pair
 from isoloss.studies.verdicts import Direction, Verdict, check_margin
-
-SAME_LOSS_NATS = 0.01  # default margin within which two models have the same loss
 
 
 @dataclass(frozen=True, kw_only=True)

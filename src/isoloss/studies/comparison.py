@@ -29,6 +29,7 @@ class Measured:
     # `influence`, or `predictions` and `labels`, and `gram` of features; see `isoloss.runs.Run.examples`
     examples: Mapping[str, np.ndarray[Any, Any]] = field(compare=False)
     is_archived: bool = False  # whether an archive has left the examples out
+    weights: str = ""  # the SHA-256 of the checkpoint's weights; empty: not known
 
     @property
     def is_accuracy(self) -> bool:
@@ -70,6 +71,7 @@ def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
             settings=evaluation.settings,
             examples={k.removeprefix(f"{name}."): v for k, v in arrays.items() if k.startswith(f"{name}.")},
             is_archived=run.is_archived and not arrays,
+            weights=evaluation.weights,
         )
         for name, estimate in evaluation.estimates.items()
     }

@@ -306,7 +306,7 @@ class StudyFolder:
         file, claims = self.claims_file(), self.claims(results)
         unjudged = "" if file is None else file.warning(self.scale_name)
         answer = () if study.answer is None or unjudged or not claims else tuple(self._own("answer", claims, results))
-        warning = " ".join(filter(None, (unjudged, self._claims_warning(file))))
+        warning = " ".join(filter(None, (unjudged, self._claims_warning(file), results.identical)))
         return Summary((*tables, *control_tables(results)), claims, file, warning, answer)
 
     def report(self, complete: Collection[int] | None = None) -> Path:

@@ -100,6 +100,16 @@ class Results:
         return tuple(found)
 
     @property
+    def identical(self) -> str:
+        """Which runs end with identical weights, in a sentence; empty if none do."""
+        having: dict[str, dict[str, None]] = {}  # the runs, by weights
+        for (run, step), checkpoint in self.checkpoints.items():
+            for one in checkpoint.values() if step == self.experiments[run].last_step else ():
+                having.setdefault(one.weights, {})[run] = None
+        groups = [" and ".join(runs) for weights, runs in having.items() if weights and len(runs) > 1]
+        return f"Identical weights: {'; '.join(groups)}." if groups else ""
+
+    @property
     def loss_key(self) -> str:
         """Which estimate is the loss: `kl`, or `loss` if the truth is not known."""
         first = next(iter(self.checkpoints.values()))
@@ -228,7 +238,7 @@ class Summary:
     tables: Sequence[SummaryTable]  # tables of estimates
     claims: Sequence[ClaimResult]  # the result of each claim
     claims_file: ClaimsFile | None = None  # the file that states them
-    warning: str = ""  # that no verdict is given at this scale
+    warning: str = ""  # that no verdict is given at this scale, or that models are identical
     answer: Sequence[str] = ()  # the study's answer, in sentences
 
     def to_dict(self) -> dict[str, Any]:

@@ -77,6 +77,11 @@ class Inputs:
     description: str
     auxiliary_sample: Rows | None = None
 
+    @property
+    def num_held(self) -> int | None:
+        """How many sequences the file holds; None: a language draws as many as are asked for."""
+        return None if self.auxiliary_sample is None else len(self.auxiliary_sample.ids)
+
     def shuffled(self, seed: int) -> Inputs:
         """Return the same sequences in random order, those of a document together.
 

@@ -306,7 +306,7 @@ class ResumeFile:
         self._inputs = hashlib.sha256()  # of all batches so far
         for batch in inputs:
             self._add_inputs(batch)
-        self._identity = {**identity, "weights": _weights_digest(model), "inputs": self._inputs.hexdigest()}
+        self._identity = {**identity, "weights": weights_digest(model), "inputs": self._inputs.hexdigest()}
         self._expected = ""
         self._read = ""  # the digest of the inputs that are in the sums; empty: none was added here
         self._written, self._pause = time.perf_counter(), _EVERY_SECONDS
@@ -383,7 +383,8 @@ def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
     return hashlib.sha256((header + files.tensors_sha256(sorted(tensors.items()))).encode()).hexdigest()
 
 
-def _weights_digest(model: nn.Module) -> str:
+def weights_digest(model: nn.Module) -> str:
+    """Return the SHA-256 of a model's parameters, by name."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())

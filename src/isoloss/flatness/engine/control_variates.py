@@ -14,6 +14,7 @@ from isoloss import seeds
 from isoloss.flatness.engine.capture import Decoder
 
 NUM_INTERMEDIATES = 3  # whose cotangents are controls, at most
+NUM_CONTROLS = 3 + 2 + NUM_INTERMEDIATES + 1 + 3  # squares, products, the first intermediate's square, further probes'
 # numbers worked on at a time, so that no second buffer of the logits' shape is needed; on a CPU they stay in its cache
 _CHUNK = {"cpu": 1 << 18}
 _CHUNK_ELSEWHERE = 1 << 22
@@ -113,11 +114,13 @@ def _octets(count: int) -> int:
 class Controls:
     """Control variates of one batch: what the cotangents give minus what they give on average, by sequence.
 
-    With g_r = W^T u_r the cotangent of the decoder's input h_r at position r, h~ = (h, 1) and w the mean row of W, the
-    first two are squared norms of a part of each position's gradient that has a closed form, and the others products
-    of two positions, whose signs are independent:
+    With g_r = W^T u_r the cotangent of the decoder's input h_r at position r and w the mean row of W, the first three
+    are squared norms of a part of each position's gradient that has a closed form, and the others products of two
+    positions, whose signs are independent:
 
-    - `sum_r |u_r h~_r^T|^2`, the decoder's own gradients, with the mean `sum_r |h~_r|^2 (1 - sum_c p_c^2)`;
+    - `sum_r |u_r h_r^T|^2` and `sum_r |u_r|^2`, the decoder's own gradients of weight and bias, with the means
+      `sum_r |h_r|^2 (1 - sum_c p_c^2)` and `sum_r (1 - sum_c p_c^2)`. They are two, because each then keeps its scale
+      when the model is rescaled: estimates by them go with the rescaling exactly, as the minimal trace needs;
     - `sum_r |g_r|^2`, what reaches the layers below, with the mean `sum_r (sum_c p_c |w_c|^2 - |sum_c p_c w_c|^2)`;
     - `sum_{r != s} <g_r, g_s>`, with the mean 0: the cross terms of the layers below, were these a multiple of the
       identity;
@@ -126,10 +129,7 @@ class Controls:
     - `sum_{r != s} <b_r, b_s>`, with the mean 0, for each of up to 3 intermediates: outputs in the model whose
       cotangent b_r at a position depends on u_r alone;
     - `sum_r |b_r|^2` of the first intermediate, with the mean over further probes in the place of its own;
-    - the first two, their mean over these probes, which takes from the noise of that mean.
-
-    With `by_scale` the first is two: `|h|^2` and 1 in the place of `|h~|^2`. Then each has one scale, which it keeps
-    when the model is rescaled, and estimates by them go with the rescaling exactly.
+    - the first three, their mean over these probes, which takes from the noise of that mean.
     """
 
     def __init__(
@@ -139,21 +139,13 @@ class Controls:
         decoder: Decoder,
         rows: torch.Tensor,
         num_sequences: int,
-        *,
-        by_scale: bool = False,
     ) -> None:
         self._rows, self._num_sequences = rows, num_sequences
         squares = _squared_norms(hidden.to(root_p.dtype))
-        # (m, 1 or 2)
-        self._squares = torch.stack([squares, torch.ones_like(squares)] if by_scale else [1 + squares], dim=1)
+        self._squares = torch.stack([squares, torch.ones_like(squares)], dim=1)  # (m, 2)
         self._shared = decoder.weight.mean(dim=0, dtype=root_p.dtype)
         above, below = label_means(root_p, decoder.weight)
         self._means = self._by_sequence(torch.cat([self._squares * above[:, None], below[:, None]], dim=1))
-
-    @staticmethod
-    def number(*, by_scale: bool = False) -> int:
-        """Return how many there are."""
-        return 4 + NUM_INTERMEDIATES + 3 + 2 * by_scale
 
     def centered(
         self,
@@ -162,7 +154,7 @@ class Controls:
         intermediates: Sequence[torch.Tensor] = (),
         others: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> torch.Tensor:
-        """Return (B, `number`) float64: the control variates minus their means; 0 where there is nothing for one."""
+        """Return (B, `NUM_CONTROLS`) float64: the control variates minus their means; 0 where one has nothing."""
         along = (hidden_cotangent.to(cotangent.dtype) @ self._shared)[:, None]
         crossed = [self._crossed(values) for values in (hidden_cotangent, along, *intermediates)]
         crossed += [torch.zeros_like(crossed[0])] * (NUM_INTERMEDIATES - len(intermediates))
@@ -176,10 +168,7 @@ class Controls:
         )
 
     def squares(self, cotangent: torch.Tensor, hidden_cotangent: torch.Tensor) -> torch.Tensor:
-        """Return (B, 2) float64: the first two control variates of u (m, V) and W^T u (m, d), minus their means.
-
-        With `by_scale` there are three.
-        """
+        """Return (B, 3) float64: the first three control variates of u (m, V) and W^T u (m, d), minus their means."""
         own = _squared_norms(cotangent)[:, None] * self._squares
         below = _squared_norms(hidden_cotangent.to(cotangent.dtype))[:, None]
         return self._by_sequence(torch.cat([own, below], dim=1)) - self._means

@@ -157,6 +157,12 @@ class MinimalTraceEstimator:
         )
         return found, change_of(found)
 
+    @property
+    def plain(self) -> Estimate:
+        """The trace at the given weights, from the same passes."""
+        assert self._measured is not None
+        return self._measured[0]
+
     def without_embeddings(self, estimate: Estimate) -> Weighted:
         """Return the part of the minimal trace that is not the embeddings'."""
         assert self._rest is not None

@@ -110,6 +110,7 @@ def judge_expansion(
         seed=seed,
         causal=causal,
         one_estimator=True,
+        minimal=False,
         progress=None if progress is None else lambda name, done: progress(passes[name] * total + done),
     )
     before, after = (model.trace for model in traces.models)

@@ -1,0 +1,185 @@
+"""Which of several models is the flattest, if that can be said: one verdict from the trace and the minimal trace.
+
+A model is called the flattest only where four things hold: all models have the same parameters, over which a trace is
+a sum; their losses are shown to be the same within a margin; its trace is the smallest; and so is its minimal trace,
+which no rescaling of the weights can change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from isoloss.flatness.differences import Comparison, Pair, unlike
+from isoloss.statistics.equivalence import SAME_LOSS_NATS, equivalence
+from isoloss.statistics.estimate import rounded
+from isoloss.statistics.tables import probability
+
+Reason = Literal[
+    "weights", "function", "parameters", "loss", "no minimal trace", "bounded", "gauges", "open", "disagree"
+]
+
+_SURE = 0.975  # the probability from which a model's trace is the smallest
+_SAME_NATS = 1e-5  # root mean square over samples, below which losses of two models differ by rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Which model is the flattest, or why that cannot be said; it prints as sentences.
+
+    Attributes:
+        flattest: The model's name; None: it cannot be said.
+        reasons: Why it cannot: the models have the same `weights` or compute the same `function`, they have different
+            `parameters`, their `loss` is not shown to be the same, there is `no minimal trace`, or it is `bounded`
+            by the eps of norms and so depends on the scale of the weights, the models' minimal traces have different
+            `gauges`, a measure leaves `open` which is the smallest, or the two measures `disagree`.
+        text: The verdict in words, with what to do next.
+    """
+
+    flattest: str | None
+    reasons: tuple[Reason, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def verdict(
+    comparison: Comparison,
+    *,
+    same_loss: float = SAME_LOSS_NATS,
+    names: Mapping[str, str] | None = None,
+    more: str = "more inputs",
+) -> Verdict:
+    """Return the verdict on models that were compared.
+
+    Args:
+        comparison: What `isoloss.flatness.compare` returned for them.
+        same_loss: Margin in nats per predicted token within which losses count as the same: by two one-sided tests at
+            5 % (`isoloss.statistics.equivalence`), of each model against the one with the smallest trace.
+        names: What the models are called; None: their names.
+        more: What would make the errors smaller.
+
+    Raises:
+        IsolossError: The margin is not above 0.
+
+    Example:
+        >>> import torch
+        >>> from isoloss import compare
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)
+        >>> model = GPT2LMHeadModel(config).eval()
+        >>> ids = torch.randint(0, 8, (16, 4))
+        >>> print(compare({"a": model, "b": model}, [{"input_ids": ids, "labels": ids}]).verdict())
+        a and b have identical weights. There is nothing to compare.
+    """
+    names = names or {model.name: model.name for model in comparison.models}
+    weights = {model.name: model.weights for model in comparison.models}
+    originals: dict[str, str] = {}  # the first model that is the same as a model, or itself
+    told: dict[Reason, list[str]] = {"weights": [], "function": []}
+    for name in weights:
+        known = (other for other in originals.values() if other != name)
+        other = next((one for one in known if _is_one_function(comparison.pair(one, name))), name)
+        originals[name] = other
+        if other != name:  # the same weights alone would not do: another config makes another function of them
+            reason: Reason = "weights" if weights[other] == weights[name] else "function"
+            told[reason].append(f"{names[other]} and {names[name]}")
+    same = []
+    if told["weights"]:
+        same.append(f"{_listed(told['weights'])} have identical weights.")
+    if told["function"]:
+        same.append(f"{_listed(told['function'])} have the same loss on every input: one function, other weights.")
+    number = len(set(originals.values()))
+    if number == 1:
+        reasons = tuple(reason for reason, pairs in told.items() if pairs)
+        return Verdict(flattest=None, reasons=reasons, text=" ".join([*same, "There is nothing to compare."]))
+
+    best = {measure: originals[each.ranking[0]] for measure, each in comparison.by_measure.items()}
+    chances = {
+        measure: sum(model.probability_of_smallest for model in each.models if originals[model.name] == best[measure])
+        for measure, each in comparison.by_measure.items()
+    }
+    found = dict(_reasons(comparison, originals, best, chances, names, same_loss, more))
+    if found:
+        text = ["No verdict on which is the flattest.", *found.values(), _next(found)]
+        return Verdict(flattest=None, reasons=tuple(found), text=" ".join([*same, *text]))
+    sentence = (
+        f"{names[best['trace']]} is the flattest: it has the smallest trace (probability "
+        f"{probability(chances['trace'])}) and the smallest minimal trace ({probability(chances['minimal trace'])}), "
+        f"at the same loss as the other{'s' * (number > 2)} within ± {same_loss:g} nats."
+    )
+    return Verdict(flattest=best["trace"], reasons=(), text=" ".join([*same, sentence]))
+
+
+def _reasons(
+    comparison: Comparison,
+    originals: Mapping[str, str],
+    best: Mapping[str, str],
+    chances: Mapping[str, float],
+    names: Mapping[str, str],
+    same_loss: float,
+    more: str,
+) -> Iterator[tuple[Reason, str]]:
+    """Yield why the best models by measure, with these probabilities, are not called the flattest, and in words."""
+    if (two := unlike({model.name: model.trace for model in comparison.models})) is not None:
+        one, other = (names[name] for name in two)
+        yield "parameters", f"{one} and {other} have different parameters, and a trace is a sum over these."
+        return
+    smallest = [f"the smallest {measure} (probability {probability(chance)})" for measure, chance in chances.items()]
+    if len(set(best.values())) == 1:
+        said = f"{names[best['trace']]} has {_listed(smallest)}"
+    else:
+        said = _listed([f"{names[name]} has {what}" for name, what in zip(best.values(), smallest, strict=True)])
+    minima = [] if comparison.minimal is None else comparison.minimal.models
+    bounded = [names[model.name] for model in minima if model.trace.details["log_factor_bound"] is not None]
+    if comparison.minimal is None:
+        why = comparison.no_minimal or "it was not measured"
+        yield (
+            "no minimal trace",
+            f"{said}, but rescaling the weights, which changes no prediction, can change this order. The minimal "
+            f"trace, which no rescaling changes, is missing: {why}.",
+        )
+    elif bounded:
+        yield (
+            "bounded",
+            f"{said}, but for {_listed(bounded)} the eps of norms limits the rescaling, so the minimal trace still "
+            "depends on the scale of the weights.",
+        )
+    elif len({tuple(model.trace.details["gauged"]) for model in minima}) > 1:
+        yield "gauges", f"{said}, but their minimal traces are fixed by different conventions (gauges)."
+    elif min(chances.values()) < _SURE:
+        yield "open", f"{said}: it takes {more} to tell."
+    elif best["trace"] != best["minimal trace"]:
+        yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
+    others = [name for name in originals if originals[name] == name != best["trace"]]
+    differences = {name: comparison.pair(name, best["trace"]).turned(name).loss for name in others}
+    apart = {name: each for name, each in differences.items() if not equivalence(each, same_loss).shown}
+    if apart:
+        losses = [f"{names[name]} {rounded(each.value, each.stderr)}" for name, each in apart.items()]
+        yield (
+            "loss",
+            f"Not all losses are shown to be within ± {same_loss:g} nats of the loss of {names[best['trace']]}. "
+            f"Differences: {_listed(losses)}.",
+        )
+
+
+def _next(reasons: Mapping[Reason, str]) -> str:
+    """Return what to do next."""
+    steps = []
+    if "parameters" in reasons:
+        steps.append("make BERT, RoBERTa or OPT models one architecture with isoloss expand")
+    if "loss" in reasons:
+        steps.append("compare the checkpoints whose losses are nearest")
+        steps.append("interpolate between two checkpoints of a run at the other's loss")
+    steps.append("compare the models on a task with isoloss transfer")
+    return f"Next: {', '.join(steps[:-1])}{', or ' * (len(steps) > 1)}{steps[-1]}."
+
+
+def _is_one_function(pair: Pair) -> bool:
+    """Whether two models differ in loss by rounding alone, on every input."""
+    return pair.loss.value**2 + pair.loss.samples * pair.loss.stderr**2 < _SAME_NATS**2
+
+
+def _listed(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

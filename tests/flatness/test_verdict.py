@@ -1,0 +1,200 @@
+"""The verdict on several models, from estimates with known errors and from models with known relations."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import ModelOutput
+
+from isoloss.errors import IsolossError
+from isoloss.flatness import compare
+from isoloss.flatness.differences import Measured, comparison_of
+from isoloss.flatness.rescaling import rescaled_at_random
+from isoloss.flatness.verdict import verdict
+from isoloss.statistics.estimate import Estimate
+
+N = 64
+
+
+def estimate(value, error, draws, **details):
+    """A value with this error, whose influences are independent of those of other draws."""
+    influence = np.random.default_rng(draws).standard_normal(N)
+    influence *= error * np.sqrt(N * (N - 1) / (influence**2).sum())
+    return Estimate(
+        value=value,
+        stderr=error,
+        samples=N,
+        unit="nats per predicted token",
+        num_predictions=N,
+        method="known",
+        influence=influence,
+        by_parameter=details.pop("by_parameter", {"w": value}),
+        details={"num_parameters": 7, "embeddings": [], "log_factor_bound": None, "gauged": [], **details},
+    )
+
+
+def compared(models, **of_minimal):
+    """The comparison of models, each with its trace and minimal trace (None: not measured), loss and weights."""
+    plain, minimal = [], []
+    for name, (trace, least, loss, weights) in models.items():
+        seed = 10 * int(weights)
+        rest, of_loss = estimate(trace / 2, 0.1, seed), estimate(loss, 0.001, seed + 3)
+        own = estimate(trace, 0.1, seed + 1)
+        plain.append(Measured(name=name, trace=own, without_embeddings=rest, loss=of_loss, weights=weights))
+        if least is not None:
+            own = estimate(least, 0.1, seed + 2, **of_minimal)
+            minimal.append(Measured(name=name, trace=own, without_embeddings=rest, loss=of_loss, weights=weights))
+    return comparison_of(plain, minimal or None)
+
+
+def test_a_model_is_the_flattest_where_both_measures_say_so_at_the_same_loss():
+    found = verdict(compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.004, "2"), "c": (7, 5, 2.0, "3")}))
+    assert (found.flattest, found.reasons) == ("a", ())
+    assert str(found) == (
+        "a is the flattest: it has the smallest trace (probability above 0.999) and the smallest minimal trace (above "
+        "0.999), at the same loss as the others within ± 0.01 nats."
+    )
+
+
+def test_two_measures_that_disagree_give_no_verdict():
+    found = verdict(compared({"a": (5, 4, 2.0, "1"), "b": (6, 3, 2.0, "2")}), names={"a": "A", "b": "B"})
+    assert (found.flattest, found.reasons) == (None, ("disagree",))
+    assert str(found) == (
+        "No verdict on which is the flattest. A has the smallest trace (probability above 0.999) and B has the "
+        "smallest minimal trace (probability above 0.999): the scale of the weights decides the order of the traces. "
+        "Next: compare the models on a task with isoloss transfer."
+    )
+
+
+def test_other_losses_give_no_verdict_but_a_wider_margin_does():
+    comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.02, "2")})
+    found = comparison.verdict()
+    assert (found.flattest, found.reasons) == (None, ("loss",))
+    assert "within ± 0.01 nats of the loss of a. Differences: b 0.02" in str(found)
+    assert "Next: compare the checkpoints whose losses are nearest, interpolate" in str(found)
+    assert comparison.verdict(same_loss=0.03).flattest == "a"
+    with pytest.raises(IsolossError, match="margin"):
+        comparison.verdict(same_loss=0)
+
+
+def test_a_small_difference_leaves_it_open():
+    found = verdict(compared({"a": (5, 3, 2.0, "1"), "b": (6, 3.1, 2.0, "2")}), more="more luck")
+    assert (found.flattest, found.reasons) == (None, ("open",))
+    assert "a has the smallest trace (probability above 0.999) and the smallest minimal trace" in str(found)
+    assert "it takes more luck to tell" in str(found)
+
+
+def test_one_measure_alone_gives_no_verdict():
+    found = verdict(compared({"a": (5, None, 2.0, "1"), "b": (6, None, 2.0, "2")}))
+    assert (found.flattest, found.reasons) == (None, ("no minimal trace",))
+    assert "is missing: it was not measured" in str(found)
+
+
+def test_a_minimum_that_eps_bounds_gives_no_verdict():
+    models = {"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.0, "2")}
+    found = verdict(compared(models, log_factor_bound=0.4))
+    assert (found.flattest, found.reasons) == (None, ("bounded",))
+    assert "for a and b the eps of norms limits the rescaling" in str(found)
+
+
+def test_minimal_traces_by_different_conventions_give_no_verdict():
+    comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.0, "2")})
+    comparison.minimal.models[1].trace.details["gauged"].append("residual stream")
+    found = comparison.verdict()
+    assert (found.flattest, found.reasons) == (None, ("gauges",))
+
+
+def test_other_parameters_give_no_verdict_whatever_the_numbers():
+    comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 3.0, "2")})
+    comparison.models[1].trace.by_parameter["v"] = 0.0
+    found = comparison.verdict()
+    assert (found.flattest, found.reasons) == (None, ("parameters",))
+    assert "a and b have different parameters" in str(found)
+
+
+def test_identical_models_share_their_place():
+    found = verdict(compared({"a": (5, 3, 2.0, "1"), "copy": (5, 3, 2.0, "1")}))
+    assert (found.flattest, found.reasons) == (None, ("weights",))
+    assert str(found) == "a and copy have identical weights. There is nothing to compare."
+    models = {"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.004, "2"), "copy": (5, 3, 2.0, "1")}
+    found = verdict(compared(models))
+    assert found.flattest == "a"  # although either copy has but half of the probability
+    assert str(found).startswith("a and copy have identical weights. a is the flattest")
+
+
+def test_equal_weights_under_another_config_are_another_function():
+    found = verdict(compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.004, "1")}))
+    assert found.flattest == "a"
+    assert "identical" not in str(found)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=11, max_position_embeddings=8, initializer_range=0.5, bos_token_id=None, eos_token_id=None, **sizes
+    )
+    return LlamaForCausalLM(config).double().eval()
+
+
+@pytest.fixture(scope="module")
+def batches():
+    ids = torch.randint(0, 11, (64, 6), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": ids, "labels": ids}]
+
+
+def test_a_rescaled_model_is_said_to_be_the_same_function(model, batches):
+    comparison = compare({"it": model, "rescaled": rescaled_at_random(model, granularity="tensor", seed=0)}, batches)
+    it, rescaled = comparison.models
+    assert not 0.9 < it.trace.value / rescaled.trace.value < 1.1
+    found = comparison.verdict()
+    assert (found.flattest, found.reasons) == (None, ("function",))
+    assert "it and rescaled have the same loss on every input: one function, other weights." in str(comparison)
+
+
+def test_the_same_weights_are_said_to_be_identical(model, batches):
+    found = compare({"a": model, "b": copy.deepcopy(model)}, batches).verdict()
+    assert found.reasons == ("weights",)
+
+
+def test_a_rescaling_does_not_make_a_model_the_flattest(model):
+    """The plain trace alone said so, with a probability above 0.99."""
+    ids = torch.randint(0, 11, (1024, 6), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": ids, "labels": ids}]
+    torch.manual_seed(1)
+    models = {"a": model, "b": LlamaForCausalLM(model.config).double().eval()}
+    flatter, sharper = compare(models, batches).minimal.ranking
+    models[flatter] = rescaled_at_random(models[flatter], granularity="tensor", seed=0)
+    comparison = compare(models, batches)
+    assert comparison.ranking == (sharper, flatter)
+    chances = {one.name: one.probability_of_smallest for one in comparison.models}
+    assert chances[sharper] > 0.99
+    assert comparison.minimal.ranking == (flatter, sharper)
+    found = comparison.verdict(same_loss=1)
+    assert (found.flattest, found.reasons) == (None, ("disagree",))
+
+
+def test_a_model_without_known_rescalings_is_compared_without_a_verdict(batches):
+    class Bigram(torch.nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.config = None
+            self.embed, self.head = torch.nn.Embedding(11, 4), torch.nn.Linear(4, 11)
+
+        def forward(self, input_ids, **_):
+            return ModelOutput(logits=self.head(self.embed(input_ids)))
+
+    models = {"a": Bigram(0).eval(), "b": Bigram(1).eval()}
+    comparison = compare(models, batches, causal=True)
+    assert comparison.minimal is None
+    assert comparison.verdict().reasons[0] == "no minimal trace"
+    assert f"is missing: {comparison.no_minimal}" in str(comparison)
+    with pytest.raises(IsolossError, match=r"^a: "):
+        compare(models, batches, causal=True, minimal=True)
