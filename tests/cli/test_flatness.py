@@ -120,6 +120,15 @@ def test_text_in_another_column_or_in_a_dataset_is_the_same_text(capsys, reader,
     assert "ids.npy holds token ids, which have no column and no split" in refusal(capsys, reader, *ids)
 
 
+def test_an_exact_number_is_printed_to_five_digits_and_kept_whole_in_json(capsys, folder):
+    words = (folder / "a", "--data", folder / "ids.npy", "--measures", "squared-norm")
+    value = json.loads(call(capsys, *words, "--json").out)["models"][0]["estimates"]["squared-norm"]["squared-norm"]
+    parameters = LlamaForCausalLM.from_pretrained(folder / "a").parameters()
+    assert value["value"] == pytest.approx(sum(float(p.detach().double().square().sum()) for p in parameters))
+    assert len(str(value["value"]).replace(".", "")) > 8
+    assert call(capsys, *words).out.startswith(f"squared-norm: {value['value']:.5g} ")
+
+
 def test_text_that_comes_with_python(capsys, reader):
     err = call(capsys, reader, "--data", "python:docs", "--num-sequences", "16", "--length", "32").err
     assert "16 sequences of 32 tokens drawn from" in err
