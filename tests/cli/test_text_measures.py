@@ -165,7 +165,7 @@ def test_rows_that_are_left_out_are_counted_and_said(capsys, folder, run, tmp_pa
     assert main(["transfer", str(run), *words]) == 0
     out, err = capsys.readouterr()
     assert "sst2, probe of" in out
-    assert "left out: 1 rows without a label, 2 incomplete rows" in " ".join(out.split())
+    assert "rows left out: 1 without a label, 2 incomplete" in " ".join(out.split())
     assert "2 rows are left out: 1 with another number of fields than the first line" in err
     assert f"1 without a label (first: {tmp_path / 'train.tsv'}, line 73)" in err
     assert (

@@ -137,7 +137,7 @@ def _documents(sources: list[Source]) -> Iterator[tuple[str, str]]:
             for location, text in source.read():
                 if text is None:
                     nulls.append(location)
-                elif not (text.isspace() or text == ""):
+                elif text and not text.isspace():
                     empty = False
                     yield location, text
     finally:  # also where only the first documents are read
