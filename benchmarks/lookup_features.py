@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from timing import heading, record_of
 
 from isoloss import linear_probe, load_model, make_task, pretrain
 from isoloss.files import write_text
@@ -44,8 +45,9 @@ def main() -> None:
             ours, table = linear_probe(model, task, **settings), lookup_probe(built, task, **settings)
             rows[name].append(100 * (ours.accuracy.value - table.accuracy.value))
             print(grammar, name, ours.accuracy, table.accuracy, flush=True)
-    lines = ["# The model minus the look-up table, percentage points", ""]
-    lines += ["`python benchmarks/lookup_features.py`, one thread. " + " ".join((__doc__ or "").split()), ""]
+    record = {**record_of("lookup_features.py", ("isoloss", "torch", "transformers", "numpy")), "results": rows}
+    lines = heading("The model minus the look-up table, percentage points", record)
+    lines += [" ".join((__doc__ or "").split()), ""]
     lines += [f"Grammars {GRAMMARS.start} to {GRAMMARS.stop - 1}, {STEPS:,} training steps of 64 sentences,"]
     lines += [f"{EXAMPLES:,} test sentences, {SEEDS} probes each; mean and standard error over grammars.", ""]
     lines += ["| features | model minus look-up table | by grammar |", "|---|---:|---|"]
@@ -54,7 +56,7 @@ def main() -> None:
         each = ", ".join(f"{value:+.1f}" for value in values)
         lines.append(f"| {name} | {statistics.mean(values):+.1f} \u00b1 {error:.1f} | {each} |")
     write_text(RESULTS / "lookup_features.md", "\n".join(lines) + "\n")
-    write_text(RESULTS / "lookup_features.json", json.dumps(rows, indent=1) + "\n")
+    write_text(RESULTS / "lookup_features.json", json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -30,8 +31,10 @@ from isoloss.statistics.estimate import rounded
 from isoloss.statistics.ratio_estimator import ClusteredRatio
 from isoloss.statistics.tables import short_names
 from isoloss.text import inputs
+from isoloss.text.tokenizers import load_tokenizer
 
 VOCAB = 20
+COMMON = ["the", "a", "of", "is", "in", "and", "to", "not", "if", "it", "with"]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,58 @@ def refusal(capsys, *words):
 
 
 # --- one model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reader(tmp_path):
+    """A masked model with a tokenizer that knows a few words."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *COMMON]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertForMaskedLM(BertConfig(vocab_size=len(words), **sizes)).save_pretrained(tmp_path / "bert")
+    load_tokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def test_text_in_another_column_or_in_a_dataset_is_the_same_text(capsys, reader, tmp_path):
+    texts = [" ".join(np.random.default_rng(i).choice(COMMON, 20)) for i in range(20)]
+    rows = [*({"id": i, "body": text} for i, text in enumerate(texts)), {"id": 20, "body": None}]
+    (tmp_path / "plain.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "body.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "saved")
+    how = ("--length", "10", "--json")
+    wanted = trace_of(json.loads(call(capsys, reader, "--data", tmp_path / "plain.jsonl", *how).out))
+    for data in (
+        (tmp_path / "body.jsonl", "--column", "body"),
+        (f"hf:{tmp_path / 'saved'}", "--column", "body", "--split", "test"),
+    ):
+        out, err = call(capsys, reader, "--data", *data, *how)
+        found = trace_of(json.loads(out))
+        assert (found["value"], found["stderr"]) == (wanted["value"], wanted["stderr"])
+        assert err.count("1 null in place of a text left out (first: ") == 1
+    saved = f"hf:{tmp_path / 'saved'}"
+    assert "has no column 'text'; it has id, body" in refusal(capsys, reader, "--data", saved, "--split", "test")
+    assert "has no split 'train'; it has test" in refusal(capsys, reader, "--data", saved, "--column", "body")
+    np.save(tmp_path / "ids.npy", np.zeros((4, 8), dtype=int))
+    ids = ("--data", tmp_path / "ids.npy", "--column", "body")
+    assert "ids.npy holds token ids, which have no column and no split" in refusal(capsys, reader, *ids)
+
+
+def test_an_exact_number_is_printed_to_five_digits_and_kept_whole_in_json(capsys, folder):
+    words = (folder / "a", "--data", folder / "ids.npy", "--measures", "squared-norm")
+    value = json.loads(call(capsys, *words, "--json").out)["models"][0]["estimates"]["squared-norm"]["squared-norm"]
+    parameters = LlamaForCausalLM.from_pretrained(folder / "a").parameters()
+    assert value["value"] == pytest.approx(sum(float(p.detach().double().square().sum()) for p in parameters))
+    assert len(str(value["value"]).replace(".", "")) > 8
+    assert call(capsys, *words).out.startswith(f"squared-norm: {value['value']:.5g} ")
+
+
+def test_text_that_comes_with_python(capsys, reader):
+    err = call(capsys, reader, "--data", "python:docs", "--num-sequences", "16", "--length", "32").err
+    assert "16 sequences of 32 tokens drawn from" in err
+    assert "in python:docs" in err
+    assert "there is no dataset python:dos; did you mean docs?" in refusal(capsys, reader, "--data", "python:dos")
 
 
 def test_the_output_says_what_was_measured(capsys, folder):

@@ -114,6 +114,7 @@ def test_probe_and_fine_tuning(capsys, run, glue, task):
     unknown = sum(ids.count(tokenizer.mask_token_id) for ids in encoded) - sum(special)
     counts = {"num_examples": 90, "num_cut": sum(len(ids) > LENGTH for ids in encoded)}
     counts |= {"num_tokens": sum(map(len, encoded)) - sum(special), "num_unknown": unknown, "num_unlabeled": 0}
+    counts["num_incomplete"] = 0
     assert 0 < counts["num_cut"] < 91
     assert 0 < unknown < counts["num_tokens"] / 2
 

@@ -147,10 +147,30 @@ def test_only_what_is_about_a_task_is_among_its_settings(capsys, folder, run):
         [f"sst2={folder / 'sst2'}"],
         [f"rte={folder / 'rte'}"],
     ]
+    (again,) = as_json(
+        capsys, "eval", run, "--measures", "probe-SST-2", "--task-data", f"SST-2={folder / 'sst2'}", *both[3:], *FEW
+    )["evaluations"]
+    assert again["inputs"] == Run(run).evaluation("probe-sst2", 4).inputs
     path = Run(run).evaluation_path("probe-sst2", 4)
     written = path.stat().st_mtime_ns
     found(capsys, run, "probe-sst2", folder / "sst2", *FEW, "--probe-epochs", "1")  # there is no need to measure it
     assert path.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("run", ["bert"], indirect=True)
+def test_rows_that_are_left_out_are_counted_and_said(capsys, folder, run, tmp_path):
+    for split, extra in (("train", "au bu\nau\t\n"), ("dev", "av\tbv\t1\n")):
+        (tmp_path / f"{split}.tsv").write_text((folder / "sst2" / f"{split}.tsv").read_text() + extra)
+    words = ("--task", "SST-2", "--data", str(tmp_path), "--solver", "convex", "--threads", "1")
+    assert main(["transfer", str(run), *words]) == 0
+    out, err = capsys.readouterr()
+    assert "sst2, probe of" in out
+    assert "rows left out: 1 without a label, 2 incomplete" in " ".join(out.split())
+    assert "2 rows are left out: 1 with another number of fields than the first line" in err
+    assert f"1 without a label (first: {tmp_path / 'train.tsv'}, line 73)" in err
+    assert (
+        f"1 row is left out: 1 with another number of fields than the first line (first: {tmp_path / 'dev.tsv'}" in err
+    )
 
 
 def test_draws_are_disjoint_and_the_first_is_that_of_a_single_one(folder):

@@ -20,12 +20,33 @@ def estimate(value=1.0, stderr=0.1, **more):
 @given(st.floats(-1e9, 1e9), st.floats(1e-9, 1e9))
 def test_the_error_is_printed_to_two_digits_and_the_value_as_far(value, stderr):
     if stderr <= 1e-16 * abs(value):  # below what floating-point numbers can tell
-        assert float(rounded(value, stderr)) == pytest.approx(value, rel=1e-9)
+        assert float(rounded(value, stderr)) == pytest.approx(value, rel=5e-5, abs=0.5 * (abs(value) >= 1e5))
         return
     left, right = (float(part) for part in rounded(value, stderr).split("±"))
     quantum = 10.0 ** (math.floor(math.log10(stderr)) - 1)
     assert abs(right - stderr) <= quantum * 0.5001 + 1e-12
     assert abs(left - value) <= quantum * 0.5001 + 1e-6 * quantum + abs(value) * 1e-15
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2.659364291, "2.6594"),
+        (-0.00123456789, "-0.0012346"),
+        (46.78901234, "46.789"),
+        (100.0, "100"),
+        (65536.0, "65536"),
+        (123456789.4, "123456789"),
+        (99999.97, "100000"),
+        (1.23456789e-9, "1.2346e-09"),
+        (-0.0, "0"),
+    ],
+)
+def test_an_exact_value_is_printed_to_five_digits_and_never_cut_before_the_point(value, text):
+    assert rounded(value, 0.0) == text
+    assert str(Estimate(value=value, stderr=0, samples=0, unit="nats", num_predictions=0, method="sum")) == (
+        f"{text} nats (exact)"
+    )
 
 
 def test_json_round_trip():

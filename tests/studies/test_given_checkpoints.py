@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -22,10 +23,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from isoloss import config as configs
 from isoloss import evaluate
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.evaluation.given import Given
+from isoloss.evaluation.reading import ReadingConfig
 from isoloss.languages.config import PCFGConfig
 from isoloss.studies.comparison import difference
 from isoloss.studies.folder import StudyFolder
@@ -181,6 +184,23 @@ def test_a_language_or_data():
     assert Given(checkpoint="a", language=language).inputs == "pcfg"
     with pytest.raises(IsolossError, match="both data and a language"):
         Given(checkpoint="a", language=language, data="text.txt")
+
+
+def test_a_dataset_is_known_by_its_texts_wherever_it_lies(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, texts in (("one", ["a b", "c"]), ("two", ["a b", "c"]), ("three", ["a b", "d"])):
+        datasets.Dataset.from_dict({"body": texts, "id": ["1", "2"]}).save_to_disk(folder)
+
+    def given(folder, column="body"):
+        return Given(checkpoint="a", data=f"hf:{folder}", reading=ReadingConfig(column=column))
+
+    assert given("one").absolute().data == f"hf:{tmp_path / 'one'}"
+    assert given("one").fingerprint == given("two").fingerprint == given("one").absolute().fingerprint
+    assert len({given("one").fingerprint, given("three").fingerprint, given("one", "id").fingerprint}) == 3
+    assert Given(checkpoint="a", data="python:docs").absolute().data == "python:docs"
+    (tmp_path / "text.txt").write_text("text")
+    plain = Given(checkpoint="a", data="text.txt")
+    assert "column" not in configs.identity(plain)["reading"]  # what was measured before stays measured
 
 
 def test_a_checkpoint_is_measured_on_a_language_with_its_probes(study, capsys):

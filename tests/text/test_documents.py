@@ -5,7 +5,7 @@ import re
 import datasets
 import pytest
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.text import documents
 from isoloss.text.documents import find_files, read_documents
 
@@ -110,6 +110,19 @@ def test_unreadable_files_are_named(tmp_path, name, content, message):
         texts(tmp_path / name)
 
 
+def test_nulls_are_left_out_and_counted(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "x"}\n{"text": null}\n{"text": ""}\n{"text": null}\n{"text": "y"}\n{"text": "z"}\n')
+    said = r"2 nulls in place of a text left out \(first: .*a.jsonl:2\)"
+    with pytest.warns(IsolossWarning, match=said):
+        assert texts(file) == ["x", "y", "z"]
+    with pytest.warns(IsolossWarning, match=said):  # also where the end is not read
+        assert [text for _, text in read_documents([file], max_documents=2)] == ["x", "y"]
+    file.write_text('{"text": null}\n')
+    with pytest.warns(IsolossWarning), pytest.raises(IsolossError, match=r"no text in .*a.jsonl"):
+        texts(file)
+
+
 def test_paths_are_checked_before_anything_is_read(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "empty").mkdir()
@@ -135,8 +148,8 @@ def test_datasets_and_other_columns(tmp_path, monkeypatch):
     assert texts(*paths) == ["z", "a", "b", "y"]
     assert [text for _, text in read_documents(paths, max_documents=2)] == ["z", "a"]
     assert [text for _, text in read_documents([paths[0], paths[2]], column="body")] == ["z", "x"]
-    with pytest.raises(IsolossError, match=r"saved, row 2: the column 'body' holds no text but None"):
-        list(read_documents([name], column="body"))
+    with pytest.warns(IsolossWarning, match=r"1 null in place of a text left out \(first: .*saved:2\)"):
+        assert [text for _, text in read_documents([name], column="body")] == ["c", "d"]
     with pytest.raises(IsolossError, match=r"row 0: the column 'id' holds no text but 1"):
         list(read_documents([name], column="id"))
     with pytest.raises(IsolossError, match="no split 'test'; it has train"):

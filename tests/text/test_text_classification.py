@@ -2,6 +2,7 @@
 
 import csv
 import json
+from contextlib import nullcontext
 
 import datasets
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.text.text_classification import LabeledText, encode_labeled_text, read_labeled_text
 from isoloss.text.tokenizers import load_tokenizer
 
@@ -68,24 +69,50 @@ def test_number_labels_are_in_order_of_value(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("labels", "names", "kept"),
+    ("labels", "names", "kept", "said"),
     [
-        (["yes", "-", "no", None, ""], ("no", "yes"), [0, 2]),
-        ([0, 1, -1, 2], ("0", "1", "2"), [0, 1, 3]),
-        ([1.0, 0.0, float("nan")], ("0", "1"), [0, 1]),
-        ([True, False, True], ("false", "true"), [0, 1, 2]),
-        ([1, -1, 1], ("-1", "1"), [0, 1, 2]),
-        (["+", "-"], ("-", "+"), [0, 1]),
+        (
+            *(["yes", "-", "no", None, ""], ("no", "yes"), [0, 2]),
+            r"3 rows are left out: 2 without a label \(first: .*a.jsonl, line 4\), "
+            r"1 with the label -, read as a missing label \(a class needs another name\) \(first: .*a.jsonl, line 2\)",
+        ),
+        ([0, 1, -1, 2], ("0", "1", "2"), [0, 1, 3], "1 row is left out: 1 with the label -1, read as a missing label"),
+        ([-1, 0, 1, -1], ("0", "1"), [1, 2], "2 rows are left out: 2 with the label -1, read as a missing label"),
+        ([1.0, 0.0, float("nan")], ("0", "1"), [0, 1], "1 without a label"),
+        ([True, False, True], ("false", "true"), [0, 1, 2], None),
+        ([1, -1, 1], ("-1", "1"), [0, 1, 2], None),
+        (["+", "-"], ("-", "+"), [0, 1], None),
     ],
 )
-def test_rows_without_a_label_are_left_out_and_counted(tmp_path, labels, names, kept):
+def test_rows_without_a_label_are_left_out_and_counted(tmp_path, labels, names, kept, said):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"t": f"x{i}", "label": label}) + "\n" for i, label in enumerate(labels)))
-    data = read_labeled_text(path, text="t")
+    with nullcontext() if said is None else pytest.warns(IsolossWarning, match=said):
+        data = read_labeled_text(path, text="t")
     assert set(data.label_names) == set(names)
     assert data.texts == tuple(f"x{row}" for row in kept)
     assert data.num_unlabeled == len(labels) - len(kept)
     assert len(data.labels) == len(kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kept"),
+    [
+        ("a.tsv", "t\tu\tlabel\nx\ty\t1\nshort\n\tz\t0\ntoo\tlong\t1\t1\n", [("x", "y"), ("", "z")]),
+        ("a.csv", "t,u,label\nx,y,1\nshort\n,z,0\nnot, quoted,b,1\n", [("x", "y"), ("", "z")]),
+        (
+            "a.jsonl",
+            '{"t": null, "u": "a", "label": 1}\n{"t": "x", "u": "y", "label": 1}\n{"t": "b", "label": 0}\n',
+            [("x", "y")],
+        ),
+    ],
+)
+def test_rows_without_all_fields_or_texts_are_left_out_and_counted(tmp_path, name, content, kept):
+    (tmp_path / name).write_text(content)
+    with pytest.warns(IsolossWarning, match="2 rows are left out: 2 with"):
+        data = read_labeled_text(tmp_path / name, text="t", pair="u")
+    assert list(zip(data.texts, data.pairs, strict=True)) == kept
+    assert (data.num_incomplete, data.num_unlabeled) == (2, 0)
 
 
 def test_named_datasets_know_their_labels(tmp_path):
@@ -108,7 +135,8 @@ def test_named_datasets_know_their_labels(tmp_path):
     assert (data.labels, data.label_names) == ((0, 1, 0), ("yes", "no"))
     flipped = read_labeled_text(name, text="one", label="gold", split="validation", label_names=("no", "yes"))
     assert flipped.labels == (1, 0, 1)
-    test = read_labeled_text(name, text="one", label="gold", split="test")
+    with pytest.warns(IsolossWarning, match="1 row is left out: 1 without a label"):
+        test = read_labeled_text(name, text="one", label="gold", split="test")
     assert (test.labels, test.texts, test.num_unlabeled) == ((0, 1), WANTED.texts[:2], 1)
     with pytest.raises(IsolossError, match="no split 'train'; it has validation, test"):
         read_labeled_text(name, text="one", label="gold")
@@ -122,15 +150,14 @@ def test_named_datasets_know_their_labels(tmp_path):
         ("a.tsv", "t\tgold\nx\t1\n", r"a.tsv has no column 'label'; it has t, gold"),
         ("a.tsv", "", r"a.tsv has no column 't'; it has none"),
         ("a.tsv", "t\tlabel\n", "has no row with text and label"),
-        ("a.tsv", "t\tlabel\nx\t1\nx\n", "line 3 has 1 fields and not 2"),
-        ("a.tsv", "t\tlabel\nx\t\n", "no row with text and label: all 1 lack a label"),
+        ("a.tsv", "t\tlabel\nx\t\n", "no row with text and label: 1 without a label"),
         ("a.csv", 't,label\n"x,1\n', "not a readable .csv file"),
-        ("a.csv", "t,label\nx,1,2\n", "line 2 has 3 fields and not 2"),
-        ("a.jsonl", '{"t": "x"}\n', r"line 1 has no column 'label'; it has t"),
+        ("a.csv", "t,label\nx,1,2\n", "1 with another number of fields than the first line .*line 2"),
+        ("a.jsonl", '{"t": "x"}\n', r"a.jsonl has no column 'label'; it has t"),
         ("a.jsonl", '{"t": "x", "label": 1}\n{"t": 3, "label": 1}\n', r"line 2: the column 't' holds no text but 3"),
         ("a.jsonl", '{"t": "\\ud800", "label": 1}\n', r"line 1: the column 't' holds no text"),
         ("a.jsonl", '{"t": "x", "label": 0.5}\n', r"line 1: the column 'label' holds no label but 0.5"),
-        ("a.jsonl", '{"t": "x", "label": null}\n', "no row with text and label: all 1 lack a label"),
+        ("a.jsonl", '{"t": "x", "label": null}\n', "no row with text and label: 1 without a label"),
         ("a.jsonl", "[1]\n", "line 1 is no JSON object"),
         ("a.jsonl", "{\n", "line 1 is not JSON"),
         ("a.json", "3", "neither a list of JSON objects nor an object"),

@@ -58,7 +58,8 @@ class Args:
     steps: tuple[int, ...] = ()
     """Of runs: steps to measure; default: all that have a checkpoint."""
     data: Path | None = None
-    """Measure on text (.txt, .jsonl or a folder) or token ids (.npy), instead of a run's own language."""
+    """Measure on text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs) or token ids (.npy), instead of a
+    run's own language."""
     language: str | None = None
     """Measure on a language: a preset (isoloss ls languages) or a file."""
     output: Path | None = None

@@ -61,7 +61,8 @@ class Args:
     """What the embeddings are divided by, for r copies: 1, exact at every eps of the layer norms; sqrt(r), which keeps
     their part of the trace; r, as the paper prints it."""
     data: Path | None = None
-    """Text (.txt, .jsonl or a folder), or token ids (.npy); default, for runs: the run's language."""
+    """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy); default, for runs: the
+    run's language."""
     tokenizer: str | None = None
     """For text: a Hugging Face folder or name, or a vocab.txt; default: the checkpoint's own."""
     length: int | None = None

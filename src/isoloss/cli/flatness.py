@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = [
     ("isoloss flatness CHECKPOINT --data text.txt", "a checkpoint with its tokenizer, on your text"),
+    ("isoloss flatness CHECKPOINT --data hf:owner/name --column body --split test", "on a column of a dataset"),
     ("isoloss flatness CHECKPOINT --data tokens.npy", "on token ids: an array of sequences"),
     ("isoloss flatness A B C --data text.txt", "which of several is the flattest, by trace and minimal trace"),
     ("isoloss flatness A B --data text.txt --figure ab.svg", "with a figure: trace against loss"),
@@ -56,8 +57,8 @@ class Args:
     """Measures of flatness (isoloss ls measures); default: trace, and of several models minimal-trace too, where their
     rescalings are known."""
     data: Path | None = None
-    """Text (.txt, .jsonl or a folder), or token ids (.npy); default, for a run's checkpoint: the run's
-    language."""
+    """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy); default, for a run's
+    checkpoint: the run's language."""
     num_sequences: int = 512
     """Sequences to measure on, at most; the tokens of all others in --data make the error smaller."""
     rtol: float | None = None

@@ -241,7 +241,7 @@ def _say_entropy(entropy: Entropy) -> None:
     from isoloss.statistics.estimate import Estimate, rounded
 
     def number(estimate: Estimate) -> str:
-        return rounded(estimate.value, estimate.stderr) if estimate.stderr else f"{estimate.value:.7g}"
+        return rounded(estimate.value, estimate.stderr)
 
     def source(estimate: Estimate) -> str:
         return f"mean over {estimate.samples:,} drawn sentences" if estimate.samples else estimate.method

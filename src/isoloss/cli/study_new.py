@@ -10,6 +10,7 @@ from isoloss import files
 from isoloss.cli import common
 from isoloss.errors import IsolossError
 from isoloss.registry import STUDIES
+from isoloss.text import hub_datasets
 
 _TRAINED = '''\
 """{name}: does dropout change how flat a model is, and how well it transfers?"""
@@ -87,7 +88,7 @@ def write(name: str, checkpoints: Sequence[str], data: Path | None, *, as_json: 
 
 
 def _given(name: str, checkpoints: Sequence[str], data: Path) -> str:
-    if not data.exists():
+    if not (hub_datasets.is_dataset(data) or data.exists()):
         raise IsolossError(f"there is no data {data}{files.nearest(data)}")
     called: dict[str, str] = {}
     for checkpoint in checkpoints:

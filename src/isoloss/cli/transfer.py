@@ -132,10 +132,12 @@ def _print(args: TransferArgs, name: str, task: TaskData, result: TransferResult
     )
     if (text := task.coverage) is not None:
         unknown = 100 * text.num_unknown / max(1, text.num_tokens)
+        counts = {"without a label": text.num_unlabeled, "incomplete": text.num_incomplete}
+        left_out = [f"{number:,} {kind}" for kind, number in counts.items() if number]
         common.say_wrapped(
             f"{text.num_cut:,} of these {text.num_examples:,} examples are truncated; {unknown:.1f} % of the "
             f"{text.num_tokens:,} tokens of their texts are unknown to the tokenizer"
-            + (f"; {text.num_unlabeled:,} rows without a label are left out" if text.num_unlabeled else ""),
+            + (f"; rows left out: {', '.join(left_out)}" if left_out else ""),
             indent=2,
         )
     common.say_wrapped(f"{accuracy.method}, {details['device']}; {_seeds(details)}", indent=2)

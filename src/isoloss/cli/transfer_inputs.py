@@ -98,7 +98,7 @@ class TransferArgs:
     models: tyro.conf.Positional[tuple[str, ...]]
     """Runs (their last checkpoints), checkpoint folders, or names on the Hugging Face hub."""
     task: str
-    """A task of the language (root, prefix-L, ...), of GLUE (sst2, rte, ...), or a name of your own for --data; see
+    """A task of the language (root, prefix-L, ...), of GLUE (SST-2, RTE, ...), or a name of your own for --data; see
     isoloss ls tasks."""
     method: Literal["probe", "lookup", "finetune"] = "probe"
     """A probe on the model's token states, one on the true conditionals, or training all weights."""
@@ -317,4 +317,5 @@ def _source(args: TransferArgs, registered: TextTask | None) -> TextTask:
         label=given.label or base.label,
         train_split=given.train_split or base.train_split,
         test_split=given.test_split or (base.test_split if given.test_data is None else None),
+        other_columns=() if given.text or given.pair or given.label else base.other_columns,
     )

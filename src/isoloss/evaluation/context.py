@@ -193,6 +193,8 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: ReadingConfig,
     def read(num_sequences: int, seed: int) -> Inputs:
         inputs = read_inputs(
             data,
+            column=config.column,
+            split=config.split,
             checkpoint=first.name.partition("@")[0],
             tokenizer=config.tokenizer,
             config=first.config,

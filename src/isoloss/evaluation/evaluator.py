@@ -55,7 +55,8 @@ def evaluate(
         models: Run folders, checkpoint folders, or names on the Hugging Face hub (`NAME@REVISION`).
         measures: Names of `isoloss.registry.MEASURES`, e.g. `loss`, `probe-root`, or one of them; None: `loss` and
             `trace`, or those of the two that apply.
-        data: Text (.txt, .jsonl or a folder), or token ids (.npy). With it or a `language` no run's files are written.
+        data: Text (.txt, .jsonl, a folder or a dataset hf:NAME), or token ids (.npy). With it or a `language` no run's
+            files are written.
         language: A language's name or path (see `isoloss.languages.resolve`), or its config.
         objective: What is predicted of the sentences of `language`; None: one masked token, or next tokens, as the
             model is.

@@ -21,6 +21,7 @@ from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.evaluation.reading import ReadingConfig
 from isoloss.runs import Run, commit, versions
+from isoloss.text import documents, hub_datasets
 
 if TYPE_CHECKING:
     from isoloss.evaluation.context import MeasureContext
@@ -36,7 +37,8 @@ class Given:
     Attributes:
         checkpoint: A folder as `save_pretrained` writes it, or `NAME` or `NAME@REVISION` on the Hugging Face hub. What
             was once downloaded is used from then on.
-        data: Text (.txt, .jsonl or a folder), read with the checkpoint's own tokenizer, or token ids (.npy).
+        data: Text (.txt, .jsonl, a folder or a dataset hf:NAME), read with the checkpoint's own tokenizer, or token
+            ids (.npy).
         language: Instead of `data`: the language on whose sentences it is measured.
         reading: How `data` becomes inputs, and what is masked.
 
@@ -74,12 +76,18 @@ class Given:
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits over all that decides its evaluations except its weights; the data by its content."""
+        if hub_datasets.is_dataset(self.data):
+            reading = self.reading
+            (source,) = documents.open_sources([self.data], column=reading.column or "text", split=reading.split)
+            return configs.fingerprint(replace(self, data=source.content(None)))
         return configs.fingerprint(replace(self, data=self.data and _digest(_files(Path(self.data)))))
 
     def absolute(self) -> Given:
         """The same with absolute paths."""
         folder = Path(self.checkpoint).expanduser()
         checkpoint = str(folder.absolute()) if folder.is_dir() else self.checkpoint
+        if hub_datasets.is_dataset(self.data):
+            return replace(self, checkpoint=checkpoint, data=str(hub_datasets.parse(self.data)))
         return replace(self, checkpoint=checkpoint, data=self.data and str(Path(self.data).absolute()))
 
     def check(self) -> None:

@@ -10,13 +10,17 @@ from isoloss.errors import IsolossError
 from isoloss.run_config import ObjectiveConfig
 
 _FOR_MASKED = ("masking", "fraction", "mask_id")
-_FOR_TEXT = ("tokenizer", "length", "mask_id")
+_FOR_TEXT = ("column", "split", "tokenizer", "length", "mask_id")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingConfig:
     """How text or token ids become inputs."""
 
+    column: str | None = setting(None, omit_default=True)
+    """For JSON lines and datasets: the field or column with the text; default: text."""
+    split: str | None = setting(None, omit_default=True)
+    """For datasets; default: train."""
     tokenizer: str | None = None
     """For text: a Hugging Face folder or name, or a vocab.txt; default: the first checkpoint's own."""
     length: int | None = setting(None, minimum=1)

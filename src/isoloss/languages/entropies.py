@@ -68,7 +68,7 @@ def entropy(language: Language, *, num_sentences: int = 4096, seed: int = 0) -> 
         >>> from isoloss.languages.brackets import Brackets
         >>> entropies = entropy(Brackets(4))  # one of 6 sentences
         >>> print(entropies.sentence, entropies.sentence.method, entropies.masked_token.value)
-        1.791759469 nats per sentence (exact) exact 0.0
+        1.7918 nats per sentence (exact) exact 0.0
     """
     exact = language.exact()
     if num_sentences < 2:

@@ -20,6 +20,7 @@ Z95 = 1.959963984540054  # the 97.5 % point of the standard normal
 _ROUNDING = 1e-16  # of a value, below which an error is that of floating-point sums
 _MOST_DECIMALS = 12
 _EXACT = " (exact)"
+_EXACT_DIGITS = 5  # significant ones of an exact value; JSON has all
 _FEW = 32  # samples, of which one may well make up much of the error
 _LEADING = 0.25  # of the squared error: more than one sample should make up
 
@@ -229,14 +230,19 @@ def student95(freedom: float) -> float:
 def rounded(value: float, stderr: float) -> str:
     """Return `value ± stderr` with two significant digits of the error, and as many decimals of the value.
 
+    An exact value has five significant digits, and all those before its decimal point.
+
     Example:
-        >>> rounded(0.0464321, 0.00118), rounded(1234.5, 120.0), rounded(3.0, 0.0), rounded(1e-16, 2e-15)
-        ('0.0464 ± 0.0012', '1230 ± 120', '3', '1.0e-16 ± 2.0e-15')
+        >>> rounded(0.0464321, 0.00118), rounded(1234.5, 120.0), rounded(1e-16, 2e-15)
+        ('0.0464 ± 0.0012', '1230 ± 120', '1.0e-16 ± 2.0e-15')
+        >>> rounded(3.0, 0.0), rounded(2.659364291, 0.0), rounded(1234567.8, 0.0)
+        ('3', '2.6594', '1234568')
         >>> rounded(-0.0004, 0.12)
         '0.00 ± 0.12'
     """
     if stderr <= _ROUNDING * abs(value):  # exact, but for the rounding of sums
-        return f"{value + 0.0:.10g}"  # no -0
+        nearest = float(f"{value:.{_EXACT_DIGITS}g}" if abs(value) < 10**_EXACT_DIGITS else f"{value:.0f}")
+        return f"{nearest + 0.0:.10g}"  # no -0
     decimals = 1 - math.floor(math.log10(stderr))
     if decimals > _MOST_DECIMALS:  # rounding, in a difference of two that are the same
         return f"{value + 0.0:.1e} ± {stderr:.1e}"

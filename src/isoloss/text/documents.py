@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 from isoloss.text import hub_datasets
 
 SUFFIXES = (".txt", ".jsonl")
@@ -52,11 +52,11 @@ class Source(Protocol):
     """A file or a dataset with documents.
 
     `content` returns what these, or at least the `first` ones, depend on, wherever they lie; `read` yields pairs of
-    location and text, blank texts included.
+    location and text, blank texts and nulls included.
     """
 
     def content(self, first: int | None) -> str: ...  # noqa: D102
-    def read(self) -> Iterator[tuple[str, str]]: ...  # noqa: D102
+    def read(self) -> Iterator[tuple[str, str | None]]: ...  # noqa: D102
 
 
 def open_sources(paths: Iterable[str | Path], *, column: str = "text", split: str | None = None) -> list[Source]:
@@ -86,7 +86,7 @@ def open_sources(paths: Iterable[str | Path], *, column: str = "text", split: st
 def read_documents(
     paths: Iterable[str | Path], *, column: str = "text", split: str | None = None, max_documents: int | None = None
 ) -> Iterator[tuple[str, str]]:
-    r"""Return the documents in `paths` as pairs of location (`file:line`) and text; blank ones are left out.
+    r"""Return the documents in `paths` as pairs of location (`file:line`) and text; blank ones and nulls are left out.
 
     - Each line of a `.jsonl` file is a document: the field `column` of its JSON object.
     - A `.txt` file of less than 30,000 characters is one document. A longer one, such as a book or a whole corpus, is
@@ -108,6 +108,9 @@ def read_documents(
         IsolossError: Text that is not there, not readable or blank, named by its location; a column, split or number
             that cannot be.
 
+    Warns:
+        IsolossWarning: Nulls are left out.
+
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -128,11 +131,18 @@ def read(sources: list[Source], max_documents: int | None = None) -> Iterator[tu
 
 def _documents(sources: list[Source]) -> Iterator[tuple[str, str]]:
     empty = True
-    for source in sources:
-        for location, text in source.read():
-            if text and not text.isspace():
-                empty = False
-                yield location, text
+    nulls: list[str] = []
+    try:
+        for source in sources:
+            for location, text in source.read():
+                if text is None:
+                    nulls.append(location)
+                elif text and not text.isspace():
+                    empty = False
+                    yield location, text
+    finally:  # also where only the first documents are read
+        if nulls:
+            warn(f"{len(nulls):,} null{'s' * (len(nulls) > 1)} in place of a text left out (first: {nulls[0]})")
     if empty:
         names = ", ".join(map(str, sources[:3])) + (" ..." if len(sources) > 3 else "")
         raise IsolossError(f"there is no text in {names}")
@@ -152,10 +162,12 @@ class _File:
         suffix = self.path.suffix.lower()
         return f"{suffix} {self.column if suffix == '.jsonl' else ''} {files.sha256(self.path)}"
 
-    def read(self) -> Iterator[tuple[str, str]]:
+    def read(self) -> Iterator[tuple[str, str | None]]:
         is_json = self.path.suffix.lower() == ".jsonl"
         with reading(self.path):
-            for line, text in _field(self.path, self.column) if is_json else _text_parts(self.path):
+            lines: Iterator[tuple[int, str | None]]
+            lines = _field(self.path, self.column) if is_json else _text_parts(self.path)
+            for line, text in lines:
                 yield f"{self.path}:{line}", text
 
 
@@ -179,9 +191,9 @@ class _Dataset:
             digest.update(data)
         return f"dataset {digest.hexdigest()}"
 
-    def read(self) -> Iterator[tuple[str, str]]:
+    def read(self) -> Iterator[tuple[str, str | None]]:
         for number, (text,) in enumerate(hub_datasets.read_rows(self.rows)):
-            if not isinstance(text, str):
+            if not isinstance(text, str | None):
                 raise IsolossError(f"{self.name}, row {number}: the column {self.column!r} holds no text but {text!r}")
             yield f"{self.name}:{number}", text
 
@@ -210,12 +222,12 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             yield number, value
 
 
-def _field(path: Path, column: str) -> Iterator[tuple[int, str]]:
+def _field(path: Path, column: str) -> Iterator[tuple[int, str | None]]:
     for number, document in json_lines(path):
-        text = document.get(column) if isinstance(document, dict) else None
-        if not isinstance(text, str):
+        text = document.get(column, ...) if isinstance(document, dict) else ...  # a field that is absent is no null
+        if not isinstance(text, str | None):
             raise IsolossError(f'{path}, line {number} is not a JSON object with a string field "{column}"')
-        if not is_encodable(text):
+        if text is not None and not is_encodable(text):
             raise IsolossError(f"{path}, line {number} holds half a surrogate pair, which is not a character")
         yield number, text
 

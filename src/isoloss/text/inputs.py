@@ -18,7 +18,7 @@ from isoloss.errors import IsolossError
 from isoloss.loading import max_length
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
-from isoloss.text import documents, tokenizers
+from isoloss.text import documents, hub_datasets, tokenizers
 from isoloss.text.masking import IGNORED, Batch, SpecialIds, mask
 from isoloss.text.packing import boundary_token_ids, pack
 from isoloss.text.sentences import Sentences
@@ -125,6 +125,8 @@ def read_inputs(
     checkpoint: str,
     config: Any,
     kind: Kind,
+    column: str | None = None,
+    split: str | None = None,
     tokenizer: PreTrainedTokenizerFast | str | None = None,
     length: int | None = None,
     num_sequences: int | None = None,
@@ -150,10 +152,12 @@ def read_inputs(
     ones of the tokenizer, if there is one. For a causal model the labels are the ids themselves, unshifted.
 
     Args:
-        data: A `.npy` file, a `.txt` or `.jsonl` file, or a folder of text.
+        data: A `.npy` file, a `.txt` or `.jsonl` file, a folder of text, or a dataset (`hf:NAME`, `python:docs`).
         checkpoint: The model's folder or hub name, where its own tokenizer is looked for.
         config: The model's transformers config, for its vocabulary, its longest sequence and its padding.
         kind: Whether the model predicts masked tokens or the next one.
+        column: Field of JSON lines or column of a dataset that holds the text; None: `text`.
+        split: Of a dataset; None: `train`.
         tokenizer: A tokenizer or what names one; None: the checkpoint's own, which token ids can do without.
         length: Tokens in a row, for text and for ids in one dimension; None: 128, or as many as the model takes.
         num_sequences: Sequences wanted, if there are so many; None: all.
@@ -169,18 +173,21 @@ def read_inputs(
     for name, value in (("number of sequences", num_sequences), ("batch size", batch_size), ("length", length)):
         if value is not None and value < 1:
             raise IsolossError(f"the {name} is {value}; it must be at least 1")
-    if not data.exists():
+    is_dataset = hub_datasets.is_dataset(data)
+    if not (is_dataset or data.exists()):
         raise IsolossError(
             f"there is no data {data}{files.nearest(data) or ':'} give a .npy file of token ids, a .txt or .jsonl "
-            "file, or a folder"
+            "file, a folder, or a dataset hf:NAME"
         )
     text_config = config.get_text_config()
     length = length or min(_LENGTH, max_length(text_config) or _LENGTH)
-    is_text = data.suffix.lower() != ".npy"
+    is_text = is_dataset or data.suffix.lower() != ".npy"
+    if not is_text and (column or split):
+        raise IsolossError(f"{data} holds token ids, which have no column and no split: leave them out")
     own_tokenizer = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
     if is_text:
         assert own_tokenizer is not None
-        rows, origins, unknown = _from_text(data, own_tokenizer, kind, length)
+        rows, origins, unknown = _from_text(data, own_tokenizer, kind, length, column, split)
     else:
         rows, origins, unknown = _from_array(data, length), None, ""
     _check_rows(rows, data, text_config, checkpoint)
@@ -288,7 +295,9 @@ def _from_array(data: Path, length: int) -> Ids:
     return ids
 
 
-def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int) -> tuple[Ids, Ids, str]:
+def _from_text(
+    data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int, column: str | None, split: str | None
+) -> tuple[Ids, Ids, str]:
     """Return the rows, the document in which each begins, and a note of tokens that the tokenizer does not know."""
     around = boundary_token_ids(tokenizer) if kind == "masked" else {}
     body = length - len([i for i in around.values() if i is not None])
@@ -302,7 +311,7 @@ def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, lengt
 
     def texts() -> Iterator[str]:
         file, known = "", dict[str, int]()
-        for location, text in documents.read_documents([data]):
+        for location, text in documents.read_documents([data], column=column or "text", split=split):
             # a long file comes in parts, and is one document; so are equal texts
             before, file = file, location.rpartition(":")[0]
             if file == before and file.lower().endswith(".txt"):

@@ -6,7 +6,10 @@ Shapes: n examples, T tokens in the longest of them.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -16,7 +19,7 @@ import numpy as np
 import torch
 
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 from isoloss.text import documents, hub_datasets
 from isoloss.text.tokenizers import encode
 
@@ -25,14 +28,24 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".tsv", ".csv", ".jsonl", ".json")
 
-_Row = tuple[str, tuple[Any, ...]]  # its location, and its values in the order of the columns
+Columns = tuple[str, str | None, str]  # of the text, of the second text, of the label
+
+# the files of labeled text: of a split, of a part of one, and those in which MRPC was first published
+_FILE = re.compile(
+    r"(?P<split>.+?)(?P<part>_part_.+)?\.(tsv|csv|jsonl|json)|msr_paraphrase_(?P<msr>train|test)\.txt", re.IGNORECASE
+)
+_FIELDS, _NO_TEXT, _NO_LABEL = "with another number of fields than the first line", "without a text", "without a label"
+
+# its location, and its values in the order of the columns; None: its fields are not those of the header
+_Row = tuple[str, tuple[Any, ...] | None]
 
 
 @dataclass(frozen=True)
 class LabeledText:
     """Examples of a classification task: n texts, perhaps n second ones, and n labels, as indices into their names.
 
-    `num_unlabeled` rows beside them had no label and were left out.
+    Rows beside them were left out: `num_unlabeled` that had no label, and `num_incomplete` that lacked a text or had
+    other fields than the header.
     """
 
     texts: tuple[str, ...]
@@ -40,6 +53,7 @@ class LabeledText:
     labels: tuple[int, ...]
     label_names: tuple[str, ...]
     num_unlabeled: int = 0
+    num_incomplete: int = 0
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -54,6 +68,7 @@ class Coverage:
     num_tokens: int  # of their texts, before anything is cut, without special tokens
     num_unknown: int  # tokens that the tokenizer does not know
     num_unlabeled: int = 0  # rows without a label, which are none of the examples
+    num_incomplete: int = 0  # rows without all texts, or with other fields than the header, which are none either
 
     def __add__(self, other: Coverage) -> Coverage:
         return Coverage(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
@@ -67,6 +82,8 @@ def read_labeled_text(
     label: str = "label",
     split: str = "train",
     label_names: Sequence[str] | None = None,
+    other_columns: Sequence[Columns] = (),
+    header: Sequence[str] = (),
 ) -> LabeledText:
     r"""Return the labeled texts of one split.
 
@@ -74,11 +91,12 @@ def read_labeled_text(
       mark is a character of the text, as in GLUE's own files.
     - `.csv`: the same with commas and quoting (RFC 4180).
     - `.jsonl`: a JSON object on each line. `.json`: a list of such objects, or an object that holds them by name.
-    - A folder: its file with the split's name, e.g. `dev.tsv` for `split="dev"`.
+    - A folder: its file with the split's name, e.g. `dev.tsv` for `split="dev"` (see `split_files`).
     - `hf:NAME`, e.g. `hf:nyu-mll/glue:rte`: a named dataset (see `isoloss.text.hub_datasets`).
 
     Rows without a label are left out and counted: null, empty, NaN, `-` (as in SNLI) and -1 (as on the Hugging Face
-    hub). `-` beside `+` alone, and -1 beside 1 alone, are classes. Booleans are the classes `false` and `true`.
+    hub). `-` beside `+` alone, and -1 beside 1 alone, are classes. Booleans are the classes `false` and `true`. Rows
+    with a null for a text, or with more or fewer fields than the header, are left out and counted, too.
 
     Args:
         source: A file, a folder or a dataset.
@@ -88,10 +106,15 @@ def read_labeled_text(
         split: Of a folder or a dataset; a file has one only, and the split is of no effect.
         label_names: The labels there are, in the order of their indices, so that the splits of a task agree; None:
             those that the dataset names, else those in this split, sorted (numbers by value).
+        other_columns: What files may call `text`, `pair` and `label` instead; a file's are the first that it has.
+        header: Columns of a `.tsv` or `.csv` file whose first line is an example, as CoLA's.
 
     Raises:
-        IsolossError: There is no such file, folder, dataset, split or column, or no row; a row, a text or a label is
-            not as it must be, named by its location.
+        IsolossError: There is no such file, folder, dataset, split or column, or no row; a text or a label is not as it
+            must be, named by its location.
+
+    Warns:
+        IsolossWarning: Rows are left out.
 
     Example:
         >>> import tempfile
@@ -107,31 +130,51 @@ def read_labeled_text(
     if hub_datasets.is_dataset(source):
         rows, known = _from_dataset(str(source), columns, split)
     else:
-        rows, known = _from_file(_find(Path(source).expanduser(), split), columns), None
+        choices = [columns, *([column for column in other if column is not None] for other in other_columns)]
+        found = _find(Path(source).expanduser(), split)
+        rows, known = itertools.chain(*(_from_file(path, choices, header) for path in found)), None
     texts: list[str] = []
     seconds: list[str] = []
-    labels: list[str | None] = []  # None: there is none
+    labels: list[str] = []
     locations: list[str] = []
-    for location, (*values, value) in rows:
+    left_out: Counter[str] = Counter()
+    first_left_out: dict[str, str] = {}
+
+    def leave_out(location: str, why: str) -> None:
+        left_out[why] += 1
+        first_left_out.setdefault(why, location)
+
+    for location, fields in rows:
+        if fields is None:
+            leave_out(location, _FIELDS)
+            continue
+        *values, value = fields
         name = _label(value, label, location)
-        labels.append(name)
+        if name is None or None in values:
+            leave_out(location, _NO_LABEL if name is None else _NO_TEXT)
+            continue
         for column, item in zip(columns, values, strict=False):
-            if name is None:
-                break  # the row may lack its texts, too
             if not isinstance(item, str) or not documents.is_encodable(item):
                 raise IsolossError(f"{location}: the column {column!r} holds no text but {item!r}")
         texts.append(values[0])
         seconds += values[1:]
+        labels.append(name)
         locations.append(location)
-    absent = _absent(labels, () if label_names is None else label_names)
+    absent = _absent(set(labels), () if label_names is None else label_names)
+    for location, name in zip(locations, labels, strict=True):
+        if name in absent:
+            leave_out(location, f"with the label {name}, read as a missing label (a class needs another name)")
     rows_kept = [row for row, name in enumerate(labels) if name not in absent]
+    reasons = ", ".join(f"{n:,} {why} (first: {first_left_out[why]})" for why, n in left_out.items())
     if not rows_kept:
-        left = f": all {len(labels):,} lack a label" if labels else ""
-        raise IsolossError(f"{source} has no row with text and label{left}")
-    num_unlabeled = len(labels) - len(rows_kept)
-    texts, locations = ([column[row] for row in rows_kept] for column in (texts, locations))
+        raise IsolossError(f"{source} has no row with text and label" + (f": {reasons}" if reasons else ""))
+    if left_out:
+        many = left_out.total()
+        warn(f"{many:,} {'row is' if many == 1 else 'rows are'} left out: {reasons}")
+    num_incomplete = left_out[_FIELDS] + left_out[_NO_TEXT]
+    num_unlabeled = left_out.total() - num_incomplete
+    texts, locations, named = ([column[row] for row in rows_kept] for column in (texts, locations, labels))
     seconds = [seconds[row] for row in rows_kept] if pair is not None else []
-    named = [str(labels[row]) for row in rows_kept]
     given = known if label_names is None else label_names
     names = tuple(sorted(set(named), key=_number_first) if given is None else given)
     index = {name: position for position, name in enumerate(names)}
@@ -144,7 +187,31 @@ def read_labeled_text(
         labels=tuple(index[name] for name in named),
         label_names=names,
         num_unlabeled=num_unlabeled,
+        num_incomplete=num_incomplete,
     )
+
+
+def split_files(folder: Path) -> dict[str, list[Path]]:
+    """Return the files of each split of which a folder has labeled text.
+
+    `dev.tsv` is the split dev. Where no file is a split by itself, `train_part_*.json` are it together, and
+    `msr_paraphrase_train.txt` and `msr_paraphrase_test.txt` are MRPC as it was first published.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in ("train_part_2.json", "train_part_1.json", "dev.tsv", "README.md"):
+        ...         _ = Path(folder, name).write_text("")
+        ...     {split: [file.name for file in files] for split, files in split_files(Path(folder)).items()}
+        {'train': ['train_part_1.json', 'train_part_2.json'], 'dev': ['dev.tsv']}
+    """
+    whole: dict[str, list[Path]] = {}
+    parts: dict[str, list[Path]] = {}
+    for file in sorted(folder.iterdir()):
+        if (match := _FILE.fullmatch(file.name)) and file.is_file():
+            of = parts if match["part"] or match["msr"] else whole
+            of.setdefault(match["split"] or match["msr"], []).append(file)
+    return parts | whole
 
 
 def encode_labeled_text(
@@ -205,7 +272,8 @@ def coverage(tokenizer: PreTrainedTokenizerFast, data: LabeledText, *, max_lengt
             lengths[row] += len(ids)
             num_tokens += len(ids)
             num_unknown += int((ids == tokenizer.unk_token_id).sum())
-    return Coverage(len(data), int((lengths > max_length).sum()), num_tokens, num_unknown, data.num_unlabeled)
+    num_cut = int((lengths > max_length).sum())
+    return Coverage(len(data), num_cut, num_tokens, num_unknown, data.num_unlabeled, data.num_incomplete)
 
 
 def _number_first(name: str) -> tuple[bool, int, str]:
@@ -215,11 +283,10 @@ def _number_first(name: str) -> tuple[bool, int, str]:
         return True, 0, name
 
 
-def _absent(labels: Sequence[str | None], names: Sequence[str]) -> set[str | None]:
-    """Return what stands for a missing label among these: None, and `-` and -1 where they are not classes."""
-    there = {name for name in labels if name is not None}
+def _absent(labels: set[str], names: Sequence[str]) -> set[str]:
+    """Return which of these stand for a missing label: `-` and -1, where they are not classes."""
     opposite = {"-": "+", "-1": "1"}
-    return {None, *(no for no, yes in opposite.items() if no not in names and there != {no, yes})}
+    return {no for no, yes in opposite.items() if no in labels and no not in names and labels != {no, yes}}
 
 
 def _label(value: Any, column: str, location: str) -> str | None:
@@ -249,72 +316,76 @@ def _from_dataset(spec: str, columns: list[str], split: str) -> tuple[Iterator[_
     return rows(), None if names is None else tuple(names)
 
 
-def _find(path: Path, split: str) -> Path:
+def _find(path: Path, split: str) -> list[Path]:
     if path.is_dir():
-        there = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
-        named = [file for file in there if file.stem == split]
-        if len(named) != 1:
-            have = ", ".join(dict.fromkeys(file.stem for file in there)) or f"no {', '.join(SUFFIXES)} file"
-            several = f" only once but as {', '.join(file.name for file in named)}" if named else ""
+        there = split_files(path)
+        found = there.get(split, [])
+        if not found or len({file.stem for file in found}) < len(found):
+            have = ", ".join(there) or f"no {', '.join(SUFFIXES)} file"
+            several = f" only once but as {', '.join(file.name for file in found)}" if found else ""
             raise IsolossError(f"the folder {path} does not have the split {split!r}{several}; it has {have}")
-        return named[0]
+        return found
     if not path.exists():
         raise IsolossError(f"there is no file or folder {path}{files.nearest(path)}")
-    if path.suffix.lower() not in SUFFIXES:
+    if _FILE.fullmatch(path.name) is None:
         raise IsolossError(f"cannot read {path} as a table: its name must end in {', '.join(SUFFIXES)}")
-    return path
+    return [path]
 
 
-def _from_file(path: Path, columns: list[str]) -> Iterator[_Row]:
-    read = _table if path.suffix.lower() in (".tsv", ".csv") else _objects
+def _from_file(path: Path, choices: list[list[str]], header: Sequence[str]) -> Iterator[_Row]:
     with documents.reading(path):
         try:
-            yield from read(path, columns)
+            yield from _objects(path, choices) if "json" in path.suffix.lower() else _table(path, choices, header)
         except (json.JSONDecodeError, RecursionError, csv.Error) as error:
             raise IsolossError(f"{path} is not a readable {path.suffix} file: {error}") from error
 
 
-def _table(path: Path, columns: list[str]) -> Iterator[_Row]:
+def _table(path: Path, choices: list[list[str]], header: Sequence[str]) -> Iterator[_Row]:
     lines = _lines(path)
-    _, header = next(lines, (0, []))
-    _check_columns(f"{path}", columns, header)
-    columns_at = [header.index(column) for column in columns]
+    first = next(lines, (0, []))
+    names = first[1]
+    if len(names) == len(header) and not any(set(columns) <= set(names) for columns in choices):
+        names, lines = list(header), itertools.chain([first], lines)
+    columns_at = [names.index(column) for column in _columns(path, choices, names)]
     for number, fields in lines:
-        if fields in ([], [""]):
-            continue
-        if len(fields) != len(header):
-            raise IsolossError(f"{path}, line {number} has {len(fields)} fields and not {len(header)}, as the first")
-        yield f"{path}, line {number}", tuple(fields[index] for index in columns_at)
+        if fields not in ([], [""]):
+            is_whole = len(fields) == len(names)
+            yield f"{path}, line {number}", tuple(fields[index] for index in columns_at) if is_whole else None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    if path.suffix.lower() == ".tsv":
-        with path.open(encoding="utf-8-sig") as file:  # only \n, \r\n and \r end a line, unlike for str.splitlines
-            yield from enumerate((line.rstrip("\n").split("\t") for line in file), 1)
-    else:
+    if path.suffix.lower() == ".csv":
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
             yield from ((reader.line_num, row) for row in reader)
+    else:
+        with path.open(encoding="utf-8-sig") as file:  # only \n, \r\n and \r end a line, unlike for str.splitlines
+            yield from enumerate((line.rstrip("\n").split("\t") for line in file), 1)
 
 
-def _objects(path: Path, columns: list[str]) -> Iterator[_Row]:
-    items: Iterator[tuple[str, Any]]
+def _objects(path: Path, choices: list[list[str]]) -> Iterator[_Row]:
+    items: list[tuple[str, Any]]
     if path.suffix.lower() == ".jsonl":
-        items = ((f"line {number}", item) for number, item in documents.json_lines(path))
+        items = [(f"line {number}", item) for number, item in documents.json_lines(path)]
     else:
         document = json.loads(path.read_text(encoding="utf-8-sig"))
         if not isinstance(document, dict | list):
             raise IsolossError(f"{path} holds neither a list of JSON objects nor an object of them")
         named = document.items() if isinstance(document, dict) else enumerate(document)
-        items = ((f"item {name}", item) for name, item in named)
+        items = [(f"item {name}", item) for name, item in named]
     for name, item in items:
         if not isinstance(item, dict):
             raise IsolossError(f"{path}, {name} is no JSON object")
-        _check_columns(f"{path}, {name}", columns, list(item))
-        yield f"{path}, {name}", tuple(item[column] for column in columns)
+    # a key that an object lacks is a null, as long as others have it
+    columns = _columns(path, choices, list(dict.fromkeys(key for _, item in items for key in item)))
+    for name, item in items:
+        yield f"{path}, {name}", tuple(item.get(column) for column in columns)
 
 
-def _check_columns(location: str, columns: list[str], there: list[str]) -> None:
-    missing = [column for column in columns if column not in there]
-    if missing:
-        raise IsolossError(f"{location} has no column {missing[0]!r}; it has {', '.join(there) or 'none'}")
+def _columns(path: Path, choices: list[list[str]], there: Sequence[str]) -> list[str]:
+    """Return the first of `choices` that a file has."""
+    for columns in choices:
+        if set(columns) <= set(there):
+            return columns
+    missing = next(column for column in choices[0] if column not in there)
+    raise IsolossError(f"{path} has no column {missing!r}; it has {', '.join(there) or 'none'}")

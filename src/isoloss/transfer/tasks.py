@@ -163,7 +163,7 @@ def make_task(
         >>> task.classes, tuple(task.train.tokens.shape), task.train_labels[:5].tolist()
         (('L1.0', 'L1.1', 'L1.2'), (100, 4), [1, 0, 0, 0, 1])
         >>> print(make_task(language, "prefix-2-latent", num_train=100, num_test=50, seed=0).bayes)
-        80.9083057 % (exact)
+        80.908 % (exact)
     """
     for split, number in (("train", num_train), ("test", num_test)):
         if number < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from isoloss.errors import IsolossError
 from isoloss.registry import TASKS
@@ -25,8 +26,10 @@ class TextTask:
         pair: Column of the second text, or None where an example is one text.
         label: Column of the label.
         train_split: Split of a folder or dataset.
-        test_split: The same for the test examples; None: of a folder the first of `dev`, `validation`, `dev_matched`
-            and `validation_matched` that it has, of a dataset `validation`.
+        test_split: The same for the test examples; None: of a folder the first of `dev`, `validation`, `dev_matched`,
+            `validation_matched` and `test` that it has, of a dataset `validation`.
+        other_columns: What other files of the task call `text`, `pair` and `label`; a file's are the first that it has.
+        header: Columns of a file whose first line is an example.
     """
 
     name: str
@@ -37,18 +40,26 @@ class TextTask:
     label: str = "label"
     train_split: str = "train"
     test_split: str | None = None
+    other_columns: tuple[tuple[str, str | None, str], ...] = ()
+    header: tuple[str, ...] = ()
 
 
-def _glue(name: str, text: str, pair: str | None = None, test_split: str | None = None) -> TextTask:
-    return TextTask(name=name, train=f"{_HUB}{name}", text=text, pair=pair, test_split=test_split)
+def _glue(name: str, text: str, pair: str | None = None, **more: Any) -> TextTask:
+    return TextTask(name=name, train=f"{_HUB}{name}", text=text, pair=pair, **more)
 
 
-# GLUE (Wang et al., 2018), with the columns of nyu-mll/glue
-COLA = _glue("cola", "sentence")
-MNLI = _glue("mnli", "premise", "hypothesis", test_split="validation_matched")
-MRPC = _glue("mrpc", "sentence1", "sentence2")
-QNLI = _glue("qnli", "question", "sentence")
-QQP = _glue("qqp", "question1", "question2")
+# GLUE (Wang et al., 2018), with the columns of nyu-mll/glue, and of GLUE's own files where these are others
+COLA = _glue("cola", "sentence", header=("source", "label", "star", "sentence"))
+MNLI = _glue(
+    "mnli",
+    "premise",
+    "hypothesis",
+    test_split="validation_matched",
+    other_columns=(("sentence1", "sentence2", "gold_label"),),
+)
+MRPC = _glue("mrpc", "sentence1", "sentence2", other_columns=(("#1 String", "#2 String", "Quality"),))
+QNLI = _glue("qnli", "question", "sentence", other_columns=(("text_a", "text_b", "label"),))
+QQP = _glue("qqp", "question1", "question2", other_columns=(("question1", "question2", "is_duplicate"),))
 RTE = _glue("rte", "sentence1", "sentence2")
 SST2 = _glue("sst2", "sentence")
 WNLI = _glue("wnli", "sentence1", "sentence2")
@@ -58,11 +69,25 @@ DOCSTRING_KIND = TextTask(name="docstring-kind", train="python:docstring-kind", 
 DOCSTRING_MODULE = TextTask(name="docstring-module", train="python:docstring-module", text="text")
 
 
+def registered_name(name: str) -> str:
+    """Return the name under which a task is registered that is called `name`, whatever its case and hyphens.
+
+    Example:
+        >>> registered_name("SST-2"), registered_name("prefix-4")
+        ('sst2', 'prefix-4')
+    """
+    return name if name in TASKS else next((task for task in TASKS if _plain(task) == _plain(name)), name)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
 def registered_text_task(name: str, data: str | None = None) -> TextTask | None:
     """Return the task of text that is registered under `name`, or None.
 
     Args:
-        name: E.g. `rte`.
+        name: E.g. `rte`; of no effect are case and hyphens (`SST-2`).
         data: Where the examples are, e.g. a folder with `train.tsv` and `dev.tsv`; None: where the task says, which is
             `hf:nyu-mll/glue:NAME` for those of GLUE.
 
@@ -70,12 +95,13 @@ def registered_text_task(name: str, data: str | None = None) -> TextTask | None:
         IsolossError: The name is GLUE's STS-B, a regression.
 
     Example:
-        >>> registered_text_task("rte", "data/rte")
-        TextTask(name='rte', train='data/rte', test=None, text='sentence1', pair='sentence2', label='label', \
-train_split='train', test_split=None)
+        >>> task = registered_text_task("SST-2", "data/SST-2")
+        >>> task.name, task.train, task.text, task.label
+        ('sst2', 'data/SST-2', 'sentence', 'label')
     """
-    if name == _REGRESSION:
+    if _plain(name) == _REGRESSION:
         raise IsolossError(f"{name} is no classification task (it is a regression); the tasks are {', '.join(TASKS)}")
+    name = registered_name(name)
     task = TASKS.load(name) if name in TASKS else None
     if not isinstance(task, TextTask):
         return None

@@ -14,7 +14,13 @@ from isoloss.errors import IsolossError, warn
 from isoloss.languages.api import Sentences
 from isoloss.loading import max_length as most_positions
 from isoloss.text import hub_datasets
-from isoloss.text.text_classification import SUFFIXES, LabeledText, coverage, encode_labeled_text, read_labeled_text
+from isoloss.text.text_classification import (
+    LabeledText,
+    coverage,
+    encode_labeled_text,
+    read_labeled_text,
+    split_files,
+)
 from isoloss.transfer.results import majority_rate
 from isoloss.transfer.tasks import TaskData, overlap
 from isoloss.transfer.text_sources import TextTask
@@ -22,7 +28,7 @@ from isoloss.transfer.text_sources import TextTask
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_TEST_SPLITS = ("dev", "validation", "dev_matched", "validation_matched")  # GLUE's test sets have no labels
+_TEST_SPLITS = ("dev", "validation", "dev_matched", "validation_matched", "test")  # GLUE's test sets have no labels
 _HELD_OUT = 5  # one example of so many is kept for testing, where one file is all there is
 _MOST_TOKENS = 128  # of an example, where the model reads as many
 
@@ -194,20 +200,23 @@ def _encoded(
 
 def _read(source: TextTask, seed: int) -> tuple[LabeledText, LabeledText]:
     """Return the training and the test examples, with the same names of labels."""
-    columns = {"text": source.text, "pair": source.pair, "label": source.label}
-    train = read_labeled_text(source.train, **columns, split=source.train_split)  # type: ignore[arg-type]
+    columns: dict[str, Any] = {
+        name: getattr(source, name) for name in ("text", "pair", "label", "other_columns", "header")
+    }
+    train = read_labeled_text(source.train, **columns, split=source.train_split)
     where = source.test or source.train
     if source.test is None and Path(source.train).expanduser().is_file():
         order = torch.randperm(len(train), generator=seeds.generator(seed, "held-out", source.name)).tolist()
         held_out = len(train) // _HELD_OUT
         if held_out == 0:
             raise IsolossError(f"{source.train} has {len(train)} examples, too few to keep one in five for testing")
-        test = dataclasses.replace(train, num_unlabeled=0)  # counted once, with the training examples
+        # what is left out is counted once, with the training examples
+        test = dataclasses.replace(train, num_unlabeled=0, num_incomplete=0)
         return _rows(train, sorted(order[held_out:])), _rows(test, sorted(order[:held_out]))
     split = source.test_split or _test_split(where)
     if source.test is None and split == source.train_split:
         raise IsolossError(f"the split {split!r} of {where} would be used for training and for testing")
-    test = read_labeled_text(where, **columns, split=split)  # type: ignore[arg-type]
+    test = read_labeled_text(where, **columns, split=split)
     names = tuple(dict.fromkeys([*train.label_names, *test.label_names]))
     return _renamed(train, names), _renamed(test, names)
 
@@ -224,7 +233,7 @@ def _test_split(where: str) -> str:
     folder = Path(where).expanduser()
     if not folder.is_dir():
         return "test"  # a file has one split, whatever its name
-    names = {file.stem for file in folder.iterdir() if file.suffix.lower() in SUFFIXES}
+    names = split_files(folder)
     split = next((split for split in _TEST_SPLITS if split in names), None)
     if split is None:
         raise IsolossError(

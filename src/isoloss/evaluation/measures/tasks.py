@@ -10,7 +10,7 @@ from isoloss.config import setting
 from isoloss.errors import IsolossError
 from isoloss.evaluation.measures.base import MeasureResult, SeededMeasure, digest, influences
 from isoloss.registry import TASKS
-from isoloss.transfer.text_sources import TextTask, registered_text_task
+from isoloss.transfer.text_sources import TextTask, registered_name, registered_text_task
 
 if TYPE_CHECKING:
     from isoloss.evaluation.context import MeasureContext
@@ -48,7 +48,7 @@ class TaskMeasure(SeededMeasure):
         """Keep what is about this task of `task_data` and `task_length`: the settings of others decide nothing here."""
         given: Any = self.task_data
         entries = (given,) if isinstance(given, str) else given
-        own = tuple(entry for entry in entries if _named(entry) == self.task)
+        own = tuple(entry for entry in entries if _named(entry) == registered_name(self.task))
         if len(own) > 1:
             raise IsolossError(f"task_data has the examples of {self.task} twice: {' and '.join(own)}")
         object.__setattr__(self, "task_data", own)
@@ -105,7 +105,7 @@ class TaskMeasure(SeededMeasure):
         accuracy = dataclasses.replace(result.accuracy, details=details)
         texts = dataclasses.asdict(examples)
         for split in ("train", "test"):
-            del texts[split]["num_unlabeled"]  # the examples alone are the inputs
+            del texts[split]["num_unlabeled"], texts[split]["num_incomplete"]  # the examples alone are the inputs
         inputs = digest(more=texts)
         return MeasureResult(estimates={"accuracy": accuracy}, arrays=_predictions(result), inputs=inputs)
 
@@ -153,7 +153,7 @@ def _named(entry: Any) -> str:
     if not (has_path and path) or registered_text_task(name) is None:
         tasks = ", ".join(other for other, task in TASKS.loaded().items() if isinstance(task, TextTask))
         raise IsolossError(f"task_data has {entry!r}; an entry is NAME=PATH with a task of text ({tasks}) as its name")
-    return name
+    return registered_name(name)
 
 
 def _predictions(result: TransferResult) -> dict[str, Any]:
