@@ -388,7 +388,7 @@ def read_toml(cls: type[T], path: Path) -> T:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise IsolossError(f"{path} does not exist{files.nearest(path)}") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise IsolossError(f"{path} is not a readable TOML file: {error}") from error
     try:
         return from_dict(cls, document)

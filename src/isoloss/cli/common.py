@@ -24,6 +24,7 @@ from rich.text import Text
 
 from isoloss import files
 from isoloss.cli.arguments import read
+from isoloss.early_checks import check_threads
 from isoloss.errors import IsolossError
 
 if TYPE_CHECKING:
@@ -73,8 +74,7 @@ def parse(cls: type[T], subcommand: str, arguments: Sequence[str], *, examples: 
 
 def use_threads(threads: int) -> None:
     """Give torch this many threads; 0: all cores."""
-    if threads < 0:
-        raise IsolossError(f"--threads is {threads}; it must be at least 0 (0: all cores)")
+    check_threads(threads)
     if threads > 0:
         import torch
 
