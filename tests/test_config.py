@@ -109,6 +109,9 @@ def test_unreadable_toml_is_named(tmp_path):
     (tmp_path / "broken.toml").write_text("steps = = 3")
     with pytest.raises(IsolossError, match=r"broken\.toml is not a readable TOML file"):
         configs.read_toml(TrainConfig, tmp_path / "broken.toml")
+    (tmp_path / "deep.toml").write_text("steps = " + 20_000 * "[" + 20_000 * "]")
+    with pytest.raises(IsolossError, match=r"deep\.toml is not a readable TOML file"):
+        configs.read_toml(TrainConfig, tmp_path / "deep.toml")
     (tmp_path / "runs.toml").write_text('stepz = 3\n[language]\nkind = "brackets"\n')
     with pytest.raises(IsolossError, match=r"runs\.toml: no setting 'stepz'; did you mean steps\?"):
         configs.read_toml(TrainConfig, tmp_path / "runs.toml")

@@ -16,7 +16,7 @@ LAYERS = [
     ("registry", "config", "statistics"),
     ("run_config",),
     ("runs",),
-    ("lstm",),
+    ("lstm", "early_checks"),
     ("loading",),
     ("text",),
     ("languages", "flatness"),

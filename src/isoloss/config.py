@@ -388,7 +388,7 @@ def read_toml(cls: type[T], path: Path) -> T:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise IsolossError(f"{path} does not exist{files.nearest(path)}") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise IsolossError(f"{path} is not a readable TOML file: {error}") from error
     try:
         return from_dict(cls, document)
@@ -397,7 +397,10 @@ def read_toml(cls: type[T], path: Path) -> T:
 
 
 def to_toml(config: Any) -> str:
-    """Return a config dataclass as TOML that `read_toml` reads back; None is left out, as TOML has no word for it."""
+    """Return a config dataclass, or what `to_dict` made of one, as TOML that `read_toml` reads back.
+
+    None is left out, as TOML has no word for it.
+    """
     import tomlkit
 
     def without_none(value: Any) -> Any:
@@ -405,7 +408,7 @@ def to_toml(config: Any) -> str:
             return {key: without_none(item) for key, item in value.items() if item is not None}
         return [without_none(item) for item in value] if isinstance(value, list) else value
 
-    return tomlkit.dumps(without_none(to_dict(config)))
+    return tomlkit.dumps(without_none(config if isinstance(config, dict) else to_dict(config)))
 
 
 def fingerprint(config: Any) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class IsolossError(Exception):
@@ -21,6 +24,18 @@ class IsolossWarning(UserWarning):
 
     The message is one clear sentence. The command line prints it once, as a line on stderr, and goes on.
     """
+
+
+def printable(text: str) -> str:
+    r"""Return text that commands no terminal: control characters but tabs and line ends are spelled out.
+
+    Names of files and tokens may hold any, also the escape that begins a terminal's commands.
+
+    Example:
+        >>> printable("runs/\x1b[2Jfirst")
+        'runs/\\x1b[2Jfirst'
+    """
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def warn(message: str) -> None:

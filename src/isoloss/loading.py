@@ -19,8 +19,9 @@ from transformers.utils import logging
 
 import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
 from isoloss import files
+from isoloss.early_checks import check_checkpoint, check_device, may_be_hub_name
 from isoloss.errors import IsolossError, require
-from isoloss.runs import check_weights, refuse_run
+from isoloss.runs import check_weights
 
 Kind = Literal["masked", "causal"]
 Attention = Literal["sdpa", "eager"]
@@ -30,9 +31,6 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 # these number positions from their padding id + 1 on, so that fewer are left than the config says
 _POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta"}
 _POSITIONS_AFTER_PADDING |= {"roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_STEP = re.compile(r"step-\d+|ema")  # the checkpoints of a run
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -70,9 +68,8 @@ def resolve_device(name: str) -> torch.device:
         >>> resolve_device("cpu")
         device(type='cpu')
     """
+    check_device(name)
     kind, _, index = name.partition(":")
-    if name not in ("auto", "cpu", "cuda", "mps") and not (kind == "cuda" and index.isdecimal()):
-        raise IsolossError(f"the device is {name!r}; it must be auto, cpu, cuda, cuda:N or mps")
     if kind == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
@@ -211,20 +208,6 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def may_be_hub_name(name: str) -> bool:
-    """Return whether `name` may be `model` or `owner/model` on the Hugging Face hub; otherwise it is a path.
-
-    A path is what lies in a folder that exists, or is called as a checkpoint of a run is.
-
-    Example:
-        >>> may_be_hub_name("google-bert/bert-base-uncased"), may_be_hub_name("runs/first/checkpoints/step-100")
-        (True, False)
-    """
-    folder, _, last = name.rpartition("/")
-    is_path = (bool(folder) and Path(folder).is_dir()) or _STEP.fullmatch(last) is not None
-    return _HUB_NAME.fullmatch(name) is not None and not is_path
-
-
 def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = None) -> bool:
     """Ask the Hugging Face hub once, as transformers and datasets would repeat the question for half a minute.
 
@@ -285,12 +268,8 @@ def _without_numbers(key: str) -> str:
 
 
 def _check_folder(folder: Path, *, trust_remote_code: bool) -> None:
-    if not (folder / "config.json").is_file():
-        refuse_run(folder, "not a checkpoint")
-        raise IsolossError(f"{folder} is not a checkpoint: it has no config.json")
+    check_checkpoint(str(folder))
     document = files.read_json(folder / "config.json")
-    if not isinstance(document, dict):
-        raise IsolossError(f"{folder / 'config.json'} is not a model's config: it holds no JSON object")
     model_type = document.get("model_type")
     if model_type not in CONFIG_MAPPING and not trust_remote_code:
         if "auto_map" in document:
@@ -301,14 +280,6 @@ def _check_folder(folder: Path, *, trust_remote_code: bool) -> None:
         raise IsolossError(
             f"{folder} has the model type {model_type!r}, which this version of transformers does not know"
         )
-    if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
-        pickles = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
-        if pickles:
-            raise IsolossError(
-                f"{folder} has its weights only as a pickle ({', '.join(sorted(pickles))}), and loading a pickle can "
-                "run any code: convert it to safetensors where you trust it, with transformers' save_pretrained"
-            )
-        raise IsolossError(f"{folder} has no weights: there is no model.safetensors in it")
 
 
 def _kind(config: Any, name: str) -> tuple[Kind, str]:

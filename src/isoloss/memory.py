@@ -6,6 +6,8 @@ import ctypes
 import os
 import platform
 
+from isoloss.errors import IsolossError
+
 
 def keep_freed() -> None:
     """Let the process keep what it frees, up to some 60 MiB, for what it needs next.
@@ -22,6 +24,21 @@ def give_back_freed() -> None:
     """Give what the process has kept of freed memory back to the system, with glibc: much, after a large model."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def check_fits(needed: float, what: str) -> None:
+    """Refuse what needs more memory than this machine has.
+
+    Args:
+        needed: How many bytes it needs at least.
+        what: What needs them and what to lower, in words.
+    """
+    there_is = physical_memory()
+    if needed > there_is:
+        raise IsolossError(
+            f"{what}: it needs at least {needed / 2**30:,.0f} GiB of memory, and this machine has "
+            f"{there_is / 2**30:,.0f} GiB"
+        )
 
 
 def physical_memory() -> float:

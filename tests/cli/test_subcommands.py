@@ -260,7 +260,7 @@ def test_a_folder_that_is_no_run(capsys, tmp_path):
 def test_a_start_that_does_not_fit_makes_no_run(capsys, run, tmp_path):
     other = ("train", tmp_path / "other", "--language", "pcfg-laptop", "--size", "d32", "--steps", "5")
     assert "do not fit" in refusal(capsys, *other, "--init-from", run / "checkpoints" / "step-30")
-    assert "no model.safetensors" in refusal(capsys, *other, "--init-from", "absent")
+    assert "relative to the run's folder, and there is no" in refusal(capsys, *other, "--init-from", "absent")
     assert not (tmp_path / "other" / "run.json").exists()
 
 

@@ -3,10 +3,13 @@
 import json
 
 import pytest
+from speaking import refusal
 
 from isoloss import config as configs
+from isoloss import memory
 from isoloss.cli.main import main
-from isoloss.run_config import TrainConfig
+from isoloss.models.architectures import BERT
+from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 
@@ -35,6 +38,21 @@ def config_of(capsys, tmp_path, *options):
 )
 def test_an_algorithm_and_its_options(capsys, tmp_path, options, algorithm):
     assert config_of(capsys, tmp_path, *options.split()).algorithm == algorithm
+
+
+@pytest.mark.parametrize("option", ["--width 1e9", "--layers 1e6", "--batch-size 1e9", "--batch-size 1e9 --stacked"])
+def test_what_cannot_fit_into_memory_is_refused_before_a_run_is_made(capsys, tmp_path, monkeypatch, option):
+    monkeypatch.setattr(memory, "physical_memory", lambda: 2.0**38)
+    told = refusal(capsys, "train", tmp_path / "run", "--language", "pcfg-laptop", *option.split())
+    assert "is too large: it needs at least" in told
+    assert "and this machine has 256 GiB" in told
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_the_least_memory_of_a_model_is_below_what_it_takes():
+    shape, tokens = BERT.shape(ModelConfig(size="d64")), 128 * 8
+    by_hand = 8 * 57250 + 50_000 + 16 * 64 * tokens  # weights and gradient, one layer's objects, four arrays of it
+    assert BERT.least_memory(shape, 34, 8, num_tokens=tokens) == by_hand
 
 
 def test_schedule_labels_and_measures(capsys, tmp_path):

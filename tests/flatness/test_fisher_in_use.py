@@ -438,6 +438,12 @@ def test_settings_out_of_range_are_refused(options, sentence):
     refuses(sentence, bert(), [rows(4, 4, 3)], **options)
 
 
+@pytest.mark.parametrize("method", ["ghost", "paper"])
+def test_a_time_limit_holds_within_a_batch_of_many_probes(method):
+    sentence = "batch 0: .* of 100,000 probes took .* s, and the time limit of 0.01 s .* lower num_probes"
+    refuses(sentence, bert(), [rows(4, 4, 3)], method=method, num_probes=100_000, seconds=0.01)
+
+
 def test_the_kind_of_model_is_read_from_its_class_or_config():
     kinds = {type(make()).__name__: is_causal(make()) for make in (bert, gpt2, llama)}
     assert kinds == {"BertForMaskedLM": False, "GPT2LMHeadModel": True, "LlamaForCausalLM": True}

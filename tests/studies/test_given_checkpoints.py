@@ -146,6 +146,21 @@ def test_copies_of_a_checkpoint_are_called_identical(study, capsys):
     assert "Identical weights: gpt2 and copy." in Path("out/report/index.html").read_text()
 
 
+def test_what_is_passed_on_names_no_folder_of_this_machine(study, capsys):
+    here = str(Path.cwd())
+    text = FILE.replace("models/{name}", f"{here}/models/{{name}}").replace("text.txt", f"{here}/text.txt")
+    text = text.replace('("bert", "opt", "gpt2")', '("gpt2",)').replace('"trace", "minimal-trace"', "")
+    study.write_text(text)
+    call(capsys, "run", study, "--folder", "out", "--workers", "1")
+    call(capsys, "export", study, "--folder", "out", "--output", "kept")
+    files = [path for folder in ("out/report", "kept") for path in Path(folder).rglob("*.*")]
+    assert {path.suffix for path in files} >= {".html", ".json", ".csv", ".md", ".tex"}
+    assert not [path for path in files if here.encode() in path.read_bytes()]
+    page = Path("kept/index.html").read_text()
+    assert "gpt2" in page
+    assert "text.txt" in page
+
+
 def main_study(*words):
     from isoloss.cli import study as command
 

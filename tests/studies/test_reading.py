@@ -13,6 +13,7 @@ from markdown_it import MarkdownIt
 import isoloss
 from isoloss import files
 from isoloss.errors import IsolossError
+from isoloss.studies import reading
 from isoloss.studies.repetition import compare
 from isoloss.studies.results import COLUMNS, Results
 from isoloss.studies.spec import load_study
@@ -38,6 +39,15 @@ def test_a_folder_and_its_export_are_read_alike(file, finished, exported):
     assert ours.claims.equals(theirs.claims)
     assert ours.tables["means"].equals(theirs.tables["means"])
     assert ours.provenance == theirs.provenance == files.read_json(exported / "provenance.json")
+
+
+def test_no_cell_of_a_csv_file_is_a_formula(tmp_path):
+    row = ("=1+1", "-arm", 0, "d16", 5, "+kl", -1.0, 0.5, "@nats")
+    values = pl.DataFrame([row], schema=COLUMNS, orient="row")
+    reading.as_csv(values).write_csv(tmp_path / "values.csv")
+    written = (tmp_path / "values.csv").read_text().splitlines()[1]
+    assert written == "'=1+1,'-arm,0,d16,5,'+kl,-1.0,0.5,'@nats"
+    assert reading._values(tmp_path).equals(values)
 
 
 def test_every_number_is_that_of_the_files(file, finished, exported):

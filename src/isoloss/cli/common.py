@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import inspect
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -24,7 +25,8 @@ from rich.text import Text
 
 from isoloss import files
 from isoloss.cli.arguments import read
-from isoloss.errors import IsolossError
+from isoloss.early_checks import check_threads
+from isoloss.errors import IsolossError, printable
 
 if TYPE_CHECKING:
     from altair import ConcatChart
@@ -73,8 +75,7 @@ def parse(cls: type[T], subcommand: str, arguments: Sequence[str], *, examples: 
 
 def use_threads(threads: int) -> None:
     """Give torch this many threads; 0: all cores."""
-    if threads < 0:
-        raise IsolossError(f"--threads is {threads}; it must be at least 0 (0: all cores)")
+    check_threads(threads)
     if threads > 0:
         import torch
 
@@ -101,12 +102,14 @@ def save_figure(file: Path, figure: ConcatChart) -> None:
 def emit_json(document: Any) -> None:
     """Print the one JSON document of a subcommand on stdout; characters are escaped where stdout is not UTF-8."""
     is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
-    print(json.dumps(document, indent=1, allow_nan=False, ensure_ascii=not is_utf8))
+    text = json.dumps(document, indent=1, allow_nan=False, ensure_ascii=not is_utf8)
+    # JSON itself spells out the control characters below 0x20
+    print(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def say(text: str) -> None:
     """Print a line of readable output on stdout."""
-    print(text)
+    print(printable(text))
 
 
 def say_wrapped(text: str, *, indent: int = 0) -> None:
@@ -144,7 +147,7 @@ def say_stages(run: Run) -> None:
 
 def note(text: str) -> None:
     """Print a line about what is going on, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> None:
@@ -153,7 +156,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     Where a terminal is too narrow, headings and text fold between words; where that is not enough, every row becomes a
     list. Piped output is not cut to a width.
     """
-    cells = [[str(cell) for cell in row] for row in rows]
+    title, columns = printable(title), list(map(printable, columns))
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     console: Console = _Output()
     heading, *lines = _lines(columns, cells, left)
     if not console.is_terminal:
@@ -259,29 +263,29 @@ class Progress:
             self._narrow = console.width < NARROW
             bar = [BarColumn()] if console.width >= ROOMY else []
             self._bar = Bar(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 *bar,
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"),
+                TextColumn("{task.fields[note]}", markup=False),
                 TimeRemainingColumn(),
                 console=console,
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task(self.label, total=self.total, note=self.unit)
+            self._task = self._bar.add_task(printable(self.label), total=self.total, note=self.unit)
         return self
 
     def begin(self, label: str, total: int, unit: str) -> None:
         """Start again with other work, in the place of what was under way."""
         self.label, self.total, self.unit = label, total, unit
         if self._bar is not None:
-            self._bar.reset(self._task, description=label, total=total, note=unit)
+            self._bar.reset(self._task, description=printable(label), total=total, note=unit)
 
     def __call__(self, done: int, note_text: str = "") -> None:
         """Say that `done` of the total are done."""
         if self._bar is not None:
             note_text = note_text.partition(",")[0] if self._narrow else note_text
-            self._bar.update(self._task, completed=done, note=self.unit + (note_text and f", {note_text}"))
+            self._bar.update(self._task, completed=done, note=self.unit + printable(note_text and f", {note_text}"))
         elif time.monotonic() - self._last_line >= LINE_EVERY_SECONDS:
             self._last_line = time.monotonic()
             note(f"{self.label}: {done} of {self.total} {self.unit}" + (note_text and f", {note_text}"))

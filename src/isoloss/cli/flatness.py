@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from isoloss import config as configs
-from isoloss import files, interrupts
+from isoloss import early_checks, files, interrupts
 from isoloss.cli import common, flatness_output
 from isoloss.cli.options import measure_configs, refuse_left_out, select, with_options
 from isoloss.errors import IsolossError
-from isoloss.evaluation.measures.flatness import FlatnessMeasure
-from isoloss.evaluation.reading import ReadingConfig
+from isoloss.evaluation.measures.flatness import FlatnessMeasure, flatness_measure
+from isoloss.evaluation.reading import ReadingConfig, common_run_config
 from isoloss.runs import refuse_run, refuse_twice
 from isoloss.statistics.checking import positive
 from isoloss.statistics.equivalence import SAME_LOSS_NATS
@@ -61,11 +62,11 @@ class Args:
     checkpoint: the run's language."""
     num_sequences: int = 512
     """Sequences to measure on, at most; the tokens of all others in --data make the error smaller."""
-    rtol: float | None = None
+    rtol: float | None = configs.setting(None, above=0, below=1)
     """Stop when the standard error is at most this fraction of the value; checked after 64, 128, 256, ... of what the
     error is over: sequences or documents, groups (hessian-trace), batches (sam-sharpness) or probes. For
     largest-eigenvalue it is the search's accuracy, 1e-3 or better. The first of several models decides."""
-    seconds: float | None = None
+    seconds: float | None = configs.setting(None, above=0)
     """Stop after this time, if 64 of what the error is over are done, or 2 probes. The first of several models decides;
     for largest-eigenvalue, each has this time."""
     resume: Path | None = None
@@ -111,16 +112,12 @@ def main(arguments: list[str]) -> int:
         args = dataclasses.replace(args, measures=(*args.measures, *added))
     settings = {**vars(args.settings), "flatness_sentences": args.num_sequences}
     refuse_left_out(args.measures)
-    _check(args)
+    _check(args, settings)
     common.use_threads(args.threads)
     from isoloss.evaluation.context import ModelInfo
-    from isoloss.evaluation.flatness import flatness_measure, measure_flatness
-    from isoloss.flatness.engine.accumulation import Stopping
+    from isoloss.evaluation.flatness import measure_flatness
     from isoloss.flatness.verdict import verdict
 
-    Stopping(rtol=args.rtol, seconds=args.seconds)  # refuses a value out of range before a model is loaded
-    for name in args.measures:
-        flatness_measure(name, settings)
     models = [ModelInfo.of(_load(args, name)) for name in args.models]
     context = _context(args, models)
     inputs = context.inputs(args.num_sequences, args.settings.seed)
@@ -173,16 +170,28 @@ def main(arguments: list[str]) -> int:
     return 0 if results.interrupted is None else interrupts.status()
 
 
-def _check(args: Any) -> None:
-    """Refuse what needs no model to be seen as wrong."""
+def _check(args: Any, settings: Mapping[str, Any]) -> None:
+    """Refuse what needs neither a model nor torch to be seen as wrong."""
     if not args.models:
         raise IsolossError("no checkpoint is named: give a folder, or a name on the Hugging Face hub")
     if args.num_sequences < 2:
         raise IsolossError(f"--num-sequences is {args.num_sequences}; an error bar needs at least 2")
     positive("--same-loss-nats", args.same_loss_nats)
+    for measure in args.measures:
+        flatness_measure(measure, settings)
+    reading = select(args.reading, ReadingConfig)
+    reading.check()
+    configs.check(args)
     for name in args.models:
         refuse_run(Path(name), "and flatness is measured of a checkpoint")
+        early_checks.check_checkpoint(name)
     refuse_twice(args.models)
+    if args.data is not None:
+        early_checks.check_data(args.data)
+    else:
+        common_run_config(args.models)
+        reading.check_run(args.models[0])
+    early_checks.check_device(args.device)
     if args.figure is not None and (len(args.models) == 1 or "trace" not in args.measures):
         raise IsolossError("--figure shows the traces of several models beside each other: name more, or leave it out")
     common.check_figure(args.figure)
@@ -212,13 +221,11 @@ def _context(args: Any, models: list[ModelInfo]) -> MeasureContext:
     from isoloss.evaluation import context as contexts
 
     reading = select(args.reading, ReadingConfig)
-    configs.check(reading)
     shuffled = _is_shuffled(args)
     if args.data is not None:
         context = contexts.data_context(args.data, models, reading, shuffled=shuffled)
     else:
-        config = contexts.common_run_config(args.models)
-        reading.check_run(args.models[0])
+        config = common_run_config(args.models)
         context = contexts.language_context(config.language, config.objective, models, reading, shuffled=shuffled)
     context.rtol, context.seconds, context.resume = args.rtol, args.seconds, args.resume
     return context

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from isoloss import interrupts
-from isoloss.errors import IsolossError, IsolossWarning, did_you_mean
+from isoloss.errors import IsolossError, IsolossWarning, did_you_mean, printable
 
 SUBCOMMANDS = {
     "ls": "list what can be named: languages, models, sizes, tasks, measures, algorithms, executors, studies, runs",
@@ -81,29 +81,32 @@ def main(arguments: list[str]) -> int:
         print(f"isoloss {__version__}")
         return 0
     if subcommand not in SUBCOMMANDS:
-        print(
+        _tell(
             f"isoloss: no subcommand {subcommand!r}{did_you_mean(subcommand, SUBCOMMANDS) or ';'} "
-            f"the subcommands are {', '.join(SUBCOMMANDS)}",
-            file=sys.stderr,
+            f"the subcommands are {', '.join(SUBCOMMANDS)}"
         )
         return 2
     try:
         with _warnings_as_lines(subcommand):
             return int(importlib.import_module(f"isoloss.cli.{subcommand}").main(rest))
     except IsolossError as error:
-        print(f"isoloss {subcommand}: {error}", file=sys.stderr)
+        _tell(f"isoloss {subcommand}: {error}")
         return TEMPORARY_FAILURE if _is_temporary(error) else 2
     except KeyboardInterrupt:
-        print(f"isoloss {subcommand}: interrupted{GOES_ON.get(subcommand, '')}", file=sys.stderr)
+        _tell(f"isoloss {subcommand}: interrupted{GOES_ON.get(subcommand, '')}")
         if subcommand in GOES_ON:
-            print(f"  {shlex.join(['isoloss', *arguments])}", file=sys.stderr)
+            _tell(f"  {shlex.join(['isoloss', *arguments])}")
         return interrupts.status()
     except BrokenPipeError:
         raise  # for `entry`
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"isoloss {subcommand}: {where}{error.strerror or error}", file=sys.stderr)
+        _tell(f"isoloss {subcommand}: {where}{error.strerror or error}")
         return TEMPORARY_FAILURE if _is_temporary(error) else 2
+
+
+def _tell(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _is_temporary(error: BaseException | None) -> bool:
@@ -128,7 +131,7 @@ def _warnings_as_lines(subcommand: str) -> Iterator[None]:
             as_before(message, category, *place, **options)
         elif str(message) not in said:
             said.add(str(message))
-            print(f"isoloss {subcommand}: warning: {message}", file=sys.stderr, flush=True)
+            _tell(f"isoloss {subcommand}: warning: {message}")
 
     with warnings.catch_warnings():
         as_before = warnings.showwarning
@@ -154,7 +157,7 @@ def entry() -> NoReturn:
     except OSError as error:  # of writing the output, which Python would try again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # whose reader has gone: there is nobody left to tell
-            print(f"isoloss: cannot write the output: {error.strerror or error}", file=sys.stderr)
+            _tell(f"isoloss: cannot write the output: {error.strerror or error}")
             status = TEMPORARY_FAILURE if _is_temporary(error) else 2
     if os.environ.get("ISOLOSS_USAGE"):
         from isoloss import usage

@@ -198,7 +198,14 @@ def as_told(cls: type[T]) -> type[T]:
         given = {name: value for name, value in marks.items() if value is not None}
         if given:
             annotations[field.name] = Annotated.__class_getitem__((hint, tyro.conf.arg(**given)))  # type: ignore[attr-defined]
-    subclass = type(cls.__name__, (cls,), {"__annotations__": annotations, "__doc__": cls.__doc__})
+    ranged = {
+        field.name: dataclasses.field(
+            default=field.default, default_factory=field.default_factory, metadata=field.metadata
+        )
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if field.metadata and field.name in annotations
+    }
+    subclass = type(cls.__name__, (cls,), {"__annotations__": annotations, "__doc__": cls.__doc__, **ranged})
     return dataclasses.dataclass(frozen=True, kw_only=True)(subclass)
 
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from isoloss import config as configs
+from isoloss import files
 from isoloss.cli import common
 from isoloss.errors import IsolossError
+from isoloss.languages.config import check_name
 
 if TYPE_CHECKING:
     from isoloss.languages import Entropy, ExactLanguage, Language, Sentences
@@ -131,6 +133,9 @@ def _check_numbers(args: Args) -> None:
         )
     if args.overwrite and args.save is None:
         raise IsolossError("--overwrite needs --save: nothing else is written")
+    if args.save is not None:
+        check_name(args.save)
+        files.check_writable(args.save.parent)
 
 
 def _check_effects(args: Args, language: Language) -> None:

@@ -53,8 +53,8 @@ class Args:
     them; status: show progress; report: write the page; verify: check the files; export: write the results to --output;
     compare: compare two exports; archive: write the complete blocks to --output, without checkpoints."""
     name: tyro.conf.Positional[str]
-    """The study (isoloss ls studies) or the path of a Python file that defines one; for compare: an exported folder.
-    For new: what the study is to be called."""
+    """The study (isoloss ls studies) or the path of a Python file that defines one, which is code and is run; for
+    compare: an exported folder. For new: what the study is to be called."""
     other: tyro.conf.Positional[Path | None] = None
     """For compare: the exported folder of the same study with other seeds."""
     scale: str | None = None

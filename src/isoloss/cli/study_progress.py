@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from isoloss import files
 from isoloss.cli import common
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, printable
 from isoloss.studies.estimates import Estimate, estimates
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.status import Remaining, UnitStatus, remaining, statuses
@@ -196,6 +196,7 @@ def _watch(folder: StudyFolder, as_json: bool) -> int:
         raise IsolossError("--json prints one document, but --watch keeps printing: give only one of them")
     from rich.live import Live
     from rich.table import Table
+    from rich.text import Text
 
     def line(states: Sequence[UnitStatus]) -> str:
         left = remaining(states, max(1, sum(status.state == "running" for status in states)))
@@ -206,7 +207,8 @@ def _watch(folder: StudyFolder, as_json: bool) -> int:
         for status in states:
             if status.state in ("running", "failed"):
                 since = status.since.removesuffix("+00:00")
-                shown.add_row(status.unit.name, status.state, status.progress or status.last_line, status.host, since)
+                cells = (status.unit.name, status.state, status.progress or status.last_line, status.host, since)
+                shown.add_row(*(Text(printable(cell)) for cell in cells))
         return shown
 
     looks = 0  # one after the other in which nothing was running

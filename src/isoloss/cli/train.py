@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from isoloss import config as configs
-from isoloss import interrupts, usage
+from isoloss import early_checks, files, interrupts, usage
 from isoloss.cli import common, options
 from isoloss.cli.arguments import given
 from isoloss.config import LanguageConfig
@@ -137,8 +137,9 @@ def _main(arguments: list[str]) -> int:
         raise IsolossError("no run directory is named: isoloss train runs/first --language pcfg-laptop")
     refuse_twice(list(map(str, args.runs)))
     runs, trained = [Run(path) for path in args.runs], _configs(args, given(Args, "train", arguments))
-    for config in trained:
+    for run, config in zip(runs, trained, strict=True):
         configs.check(config)
+        _check_machine(run, config)
     if args.print_config:
         if len(runs) > 1:
             raise IsolossError(f"--print-config prints the config of one run, and {len(runs)} are named")
@@ -175,6 +176,17 @@ def _main(arguments: list[str]) -> int:
     common.say(f"checkpoints (step): {', '.join(map(str, steps))}; measure them with")
     common.say("  " + common.command("eval", *args.runs))
     return 0
+
+
+def _check_machine(run: Run, config: TrainConfig) -> None:
+    """Refuse a device, a number of threads and first weights that there cannot be on this machine."""
+    early_checks.check_device(config.device)
+    early_checks.check_threads(config.threads)
+    if config.init_from is not None and not run.steps() and not (first := run.path / config.init_from).exists():
+        raise IsolossError(
+            f"init_from is {config.init_from}, relative to the run's folder, and there is no {first}"
+            f"{files.nearest(first)}"
+        )
 
 
 def _train(run: Run, config: TrainConfig) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isoloss import files, interrupts
 from isoloss.cli import common
-from isoloss.cli.transfer_inputs import Args, Subject, Tasks, TransferArgs, method_config, subjects
+from isoloss.cli.transfer_inputs import Args, Subject, Tasks, TransferArgs, check_args, method_config, subjects
 from isoloss.statistics.tables import short_names
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def main(arguments: list[str]) -> int:
     args: TransferArgs = common.parse(Args, "transfer", arguments, examples=EXAMPLES)
     config = method_config(args)
     models = subjects(args)
+    check_args(args, models)
     if args.output is not None:
         files.check_writable(args.output)
     common.use_threads(args.threads)

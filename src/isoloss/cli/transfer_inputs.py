@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from isoloss import files
+from isoloss import early_checks, files
 from isoloss.cli import options
 from isoloss.cli.options import option_name
-from isoloss.config import check
+from isoloss.config import check, setting
 from isoloss.errors import IsolossError
 from isoloss.languages.config import LATENT
 from isoloss.presets import load_preset
 from isoloss.registry import TASKS
 from isoloss.runs import Run, checkpoint_of, refuse_twice
+from isoloss.text import hub_datasets, tokenizers
 from isoloss.transfer.config import ClassifierConfig, FinetuneConfig, LinearProbeConfig
 from isoloss.transfer.text_sources import TextTask, registered_text_task
 
@@ -54,11 +55,11 @@ class SentenceOptions:
 
     language: str | None = None
     """The language; default: that of the models' runs."""
-    train_lengths: tuple[int, int] | None = None
+    train_lengths: tuple[int, int] | None = setting(None, minimum=1)
     """Least and most tokens of the training sentences."""
-    test_lengths: tuple[int, int] | None = None
+    test_lengths: tuple[int, int] | None = setting(None, minimum=1)
     """Least and most tokens of the test sentences."""
-    test_redraw: float | None = None
+    test_redraw: float | None = setting(None, above=0, maximum=1)
     """Test on a language with the same rules, with new probabilities for this fraction of the symbols or states."""
 
 
@@ -83,7 +84,7 @@ class TextOptions:
     """Split of the test examples; default: dev or validation."""
     tokenizer: str | None = None
     """A Hugging Face folder or name, or a vocab.txt; default: the model's own."""
-    max_length: int | None = None
+    max_length: int | None = setting(None, minimum=1)
     """The most tokens of an example; default: 128, or as many as the model reads."""
 
 
@@ -105,9 +106,9 @@ class TransferArgs:
     preset: str | None = None
     """Settings of the paper (paper or authors), for what no option gives: its probe or fine-tuning, 100,000 training
     sentences, and what its tasks A, B and C stand for."""
-    num_train: int | None = None
+    num_train: int | None = setting(None, minimum=1)
     """Training examples; default: 4096 sentences of a language, all of a text."""
-    num_test: int | None = None
+    num_test: int | None = setting(None, minimum=1)
     """Test examples; default: as for training."""
     seed: int = 0
     """Decides the examples and the classifiers."""
@@ -179,6 +180,26 @@ def subjects(args: TransferArgs) -> list[Subject]:
             own = checkpoint_of(Path(name))
             models.append(Subject(name, name, None if own is None else own[0]))
     return models
+
+
+def check_args(args: TransferArgs, models: list[Subject]) -> None:
+    """Refuse what needs no torch to be seen as wrong.
+
+    Raises:
+        IsolossError: A value out of its range, or a device, checkpoint, file or tokenizer that there cannot be.
+    """
+    check(args.sentences)
+    check(args.labeled_text)
+    check(args)
+    early_checks.check_device(args.device)
+    for subject in models:
+        if subject.checkpoint is not None:
+            early_checks.check_checkpoint(subject.checkpoint)
+    for path in (args.labeled_text.data, args.labeled_text.test_data):
+        if path is not None and not hub_datasets.is_dataset(path) and not Path(path).expanduser().exists():
+            raise IsolossError(f"there is no file or folder {path}{files.nearest(path)}")
+    if args.labeled_text.tokenizer is not None:
+        tokenizers.check_name(args.labeled_text.tokenizer)
 
 
 class Tasks:

@@ -22,7 +22,6 @@ from isoloss.languages.enumeration import all_sentences, why_not_enumerable
 from isoloss.loading import Kind, LoadedModel
 from isoloss.loading import max_length as positions
 from isoloss.run_config import ObjectiveConfig, TrainConfig
-from isoloss.runs import checkpoint_of
 from isoloss.seeds import generator
 from isoloss.text.inputs import Inputs, check_model, make_inputs, read_inputs
 from isoloss.text.masking import IGNORED, objective_batch
@@ -251,26 +250,6 @@ def run_context(config: TrainConfig) -> MeasureContext:
         objective=config.objective,
         language=language,
     )
-
-
-def common_run_config(names: Sequence[str]) -> TrainConfig:
-    """Return the config of the first of some checkpoints of runs on one language with one objective."""
-    known: tuple[str, TrainConfig] | None = None
-    for name in names:
-        checkpoint = checkpoint_of(Path(name))
-        if checkpoint is None:
-            raise IsolossError(
-                f"{name} is not a checkpoint of a run, so there is no language to measure it on: add --data with "
-                "text or a .npy file of token ids"
-            )
-        config = checkpoint[0].config
-        if known is not None and (known[1].language, known[1].objective) != (config.language, config.objective):
-            raise IsolossError(
-                f"{known[0]} and {name} are of runs with different languages or objectives: add --data to compare them"
-            )
-        known = known or (name, config)
-    assert known is not None
-    return known[1]
 
 
 def _fitting(inputs: Inputs, models: Sequence[ModelInfo], config: ReadingConfig, order: int | None) -> Inputs:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
-from isoloss import files
+from isoloss import early_checks, files
 from isoloss.errors import IsolossError, warn
 from isoloss.evaluation.given import GivenRun
 from isoloss.evaluation.measures.base import MeasureResult, make_measure, settings_of, weights_digest
@@ -98,6 +98,7 @@ def evaluate(
         raise IsolossError(f"no measure is named; the measures are {', '.join(MEASURES)}")
     for name in measures or DEFAULT:
         make_measure(name, settings)  # refuses a mistake before anything is loaded
+    early_checks.check_device(device)
     if data is None and language is None:
         if output is not None:
             raise IsolossError("the evaluations of a run are kept in its folder: output is for data or a language")
@@ -114,15 +115,18 @@ def evaluate(
         raise IsolossError("steps are those of a run that is measured on its own language: name checkpoints instead")
     if data is not None and language is not None:
         raise IsolossError("data and a language are given: a model is measured on one of the two")
-    import torch
-
-    from isoloss.evaluation import context as contexts
-    from isoloss.loading import load_model
-
     reading = reading or ReadingConfig()
-    configs.check(reading)
+    reading.check()
     checkpoints = [str(name) for name in names]
     refuse_twice(checkpoints)
+    for name in checkpoints:
+        early_checks.check_checkpoint(name)
+    if data is not None:
+        early_checks.check_data(data)
+    else:
+        from isoloss.languages.resolving import resolve
+
+        language = language if isinstance(language, configs.LanguageConfig) else resolve(str(language))
     folders = [] if output is None else [_folder_name(name) for name in checkpoints]
     if same := next((i for i, folder in enumerate(folders) if folder in folders[:i]), None):
         first = checkpoints[folders.index(folders[same])]
@@ -130,16 +134,18 @@ def evaluate(
             f"{first} and {checkpoints[same]} would both be kept in {Path(output or '') / folders[same]}: measure them "
             "one after another, with an output for each"
         )
+    import torch
+
+    from isoloss.evaluation import context as contexts
+    from isoloss.loading import load_model
+
     options: Any = {"device": device, "dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     infos = [contexts.ModelInfo.of(load_model(name, **options)) for name in checkpoints]
     if data is not None:
         context = contexts.data_context(Path(data), infos, reading, shuffled=False)
     else:
-        from isoloss import languages
-
-        config = language if isinstance(language, configs.LanguageConfig) else languages.resolve(str(language))
         objective = objective or reading.objective(infos[0].name, is_causal=infos[0].outline.causal, default="one")
-        context = contexts.language_context(config, objective, infos, reading, shuffled=False)
+        context = contexts.language_context(language, objective, infos, reading, shuffled=False)
     chosen = _applying(measures, settings, context, ", ".join(checkpoints))
     done: list[tuple[str, Evaluation]] = []
     for name in checkpoints:

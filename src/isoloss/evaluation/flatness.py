@@ -11,12 +11,17 @@ from typing import Any
 
 from isoloss.errors import IsolossError
 from isoloss.evaluation.context import MeasureContext
-from isoloss.evaluation.measures.base import MeasureResult, make_measure
-from isoloss.evaluation.measures.flatness import FlatnessMeasure, MinimalTrace, SampledFlatness, Trace
+from isoloss.evaluation.measures.base import MeasureResult
+from isoloss.evaluation.measures.flatness import (
+    FlatnessMeasure,
+    MinimalTrace,
+    SampledFlatness,
+    Trace,
+    flatness_measure,
+)
 from isoloss.flatness import InterruptedEstimate
 from isoloss.flatness.comparing import InterruptedComparison, compare
 from isoloss.flatness.differences import Comparison, as_json_types, warn_unlike
-from isoloss.registry import MEASURES
 from isoloss.statistics.estimate import Estimate, interval, number, samples_of
 from isoloss.statistics.paired import paired_difference, paired_log_ratio, probabilities_of_smallest
 from isoloss.statistics.tables import probability, short_names, text_table
@@ -167,15 +172,6 @@ class FlatnessResults:
             measure, model, estimate = self.interrupted
             partial = {"measure": measure, "model": model, "estimate": estimate and estimate.to_dict()}
         return {"models": models, "comparisons": comparisons, "interrupted": partial}
-
-
-def flatness_measure(name: str, settings: Mapping[str, Any] | None = None) -> FlatnessMeasure:
-    """Return the measure of flatness called `name`; arguments as for `make_measure`."""
-    measure = make_measure(name, settings)
-    if not isinstance(measure, FlatnessMeasure):
-        known = [other for other, cls in MEASURES.loaded().items() if issubclass(cls, FlatnessMeasure)]
-        raise IsolossError(f"{name} is no measure of flatness, and isoloss eval measures it: choose {', '.join(known)}")
-    return measure
 
 
 def measure_flatness(

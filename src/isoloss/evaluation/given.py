@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from isoloss import config as configs
 from isoloss import files
 from isoloss.config import LanguageConfig
+from isoloss.early_checks import check_checkpoint
 from isoloss.errors import IsolossError
 from isoloss.evaluation.reading import ReadingConfig
 from isoloss.runs import Run, commit, versions
@@ -91,15 +92,8 @@ class Given:
         return replace(self, checkpoint=checkpoint, data=self.data and str(Path(self.data).absolute()))
 
     def check(self) -> None:
-        """Refuse a checkpoint that is neither a folder nor what may be a name on the hub; ask no one."""
-        folder = Path(self.checkpoint).expanduser()
-        if not folder.is_dir():
-            from isoloss.loading import may_be_hub_name
-
-            if not may_be_hub_name(self.checkpoint.partition("@")[0]):
-                raise IsolossError(
-                    f"there is no checkpoint {self.checkpoint}: it is not a folder{files.nearest(folder)}"
-                )
+        """Refuse a checkpoint that is neither a folder with weights nor what may be a name on the hub; ask no one."""
+        check_checkpoint(self.checkpoint)
 
     def folder(self, *, download: bool = False) -> Path:
         """Return the folder with its files; if it is on the hub, that of the download.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from isoloss import config as configs
 from isoloss.config import setting
 from isoloss.errors import IsolossError
-from isoloss.run_config import ObjectiveConfig
+from isoloss.run_config import ObjectiveConfig, TrainConfig
+from isoloss.runs import checkpoint_of
+from isoloss.text import tokenizers
 
 _FOR_MASKED = ("masking", "fraction", "mask_id")
 _FOR_TEXT = ("column", "split", "tokenizer", "length", "mask_id")
@@ -47,6 +52,12 @@ class ReadingConfig:
         fraction = ObjectiveConfig.fraction if self.fraction is None else self.fraction
         return ObjectiveConfig(masking=self.masking or default, fraction=fraction)
 
+    def check(self) -> None:
+        """Refuse a value out of its range, or a tokenizer that is nowhere."""
+        configs.check(self)
+        if self.tokenizer is not None:
+            tokenizers.check_name(self.tokenizer)
+
     def check_run(self, name: str, *also: str) -> None:
         """Refuse what the run of the model called `name` decides, and the fields in `also`."""
         if unused := self._given((*_FOR_TEXT, *_FOR_MASKED[:2], *also)):
@@ -63,3 +74,23 @@ class ReadingConfig:
     def _given(self, names: tuple[str, ...]) -> list[str]:
         """Return those of the options that were given, as the command line calls them."""
         return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+
+
+def common_run_config(names: Sequence[str]) -> TrainConfig:
+    """Return the config of the first of some checkpoints of runs on one language with one objective."""
+    known: tuple[str, TrainConfig] | None = None
+    for name in names:
+        checkpoint = checkpoint_of(Path(name))
+        if checkpoint is None:
+            raise IsolossError(
+                f"{name} is not a checkpoint of a run, so there is no language to measure it on: add --data with "
+                "text or a .npy file of token ids"
+            )
+        config = checkpoint[0].config
+        if known is not None and (known[1].language, known[1].objective) != (config.language, config.objective):
+            raise IsolossError(
+                f"{known[0]} and {name} are of runs with different languages or objectives: add --data to compare them"
+            )
+        known = known or (name, config)
+    assert known is not None
+    return known[1]

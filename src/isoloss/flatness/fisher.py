@@ -226,7 +226,7 @@ class _PerSequence(Source):
             return Terms(square_norms, torch.zeros(number, dtype=torch.int64), controls)
         predictions = self._predictor.forward(batch.checked)
         positions = torch.bincount(predictions.rows, minlength=number)
-        for probe in range(self.num_probes):
+        for probe in self.probes():
             last = probe == self.num_probes - 1
             norms, centered = self._probe(predictions, positions, batch.first, probe, keep=not last)
             square_norms += norms / self.num_probes
@@ -346,7 +346,8 @@ class SampledLabels(Source):
                 log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
                 for position in log_p:
                     p = position.detach().cpu().double().exp()
-                    for label in torch.multinomial(p, self.num_probes, replacement=True, generator=generator).tolist():
+                    drawn = torch.multinomial(p, self.num_probes, replacement=True, generator=generator).tolist()
+                    for label in map(drawn.__getitem__, self.probes()):
                         for name, gradient in self.gradients(position[label]):
                             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
                             sums = self.columns.sums(name, wide.square()).cpu().double()

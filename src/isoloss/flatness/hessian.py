@@ -120,7 +120,7 @@ class _WithResidual(ExactLabels):
                 error = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=-1)
                 error[torch.arange(len(error), device=error.device), part.targets] -= 1
                 gradients = torch.autograd.grad((error * logits).sum(), leaves, create_graph=True, allow_unused=True)
-                for probe in range(self.num_probes):
+                for probe in self.probes():
                     names = (self.seed, "residual", group, probe)
                     z = [
                         control_variates.rademacher(leaf.shape, leaf.device, *names, number).to(leaf.dtype)

@@ -245,7 +245,7 @@ class _Weighted(Source):
         """Return (K,): the mean over probes for one sequence."""
         total = torch.zeros(len(self.columns), dtype=torch.float64)
         logits = predicted_logits(self.model, batch)
-        for probe in range(self.num_probes):
+        for probe in self.probes():
             cotangent = control_variates.root_probabilities(logits)
             control_variates.exact_labels_(cotangent, count, range(index, index + 1), seed=self.seed, probe=probe)
             for name, gradient in self.gradients(logits, cotangent.to(logits.dtype)):

@@ -21,6 +21,8 @@ MAX_LENGTH = 1024  # tokens of a grammar's sentence: the exact algorithms take t
 _MAX_LEVELS = 10  # sentences of MAX_LENGTH tokens
 _MAX_BRACKETS = 4096
 
+SUFFIX = ".safetensors"  # of a language in a file
+
 LATENT = "-latent"
 _LATENT_TASKS = {
     f"NAME{LATENT}": "the symbol or state that produced the sentence, for root, level-D, prefix-L and state-K"
@@ -280,7 +282,7 @@ class FileConfig(LanguageConfig):
     @classmethod
     def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
         """Return the config of the language in a `.safetensors` file."""
-        if not spec.endswith(".safetensors") or not Path(spec).exists():
+        if not spec.endswith(SUFFIX) or not Path(spec).exists():
             return None
         refuse_options(spec, options)
         return cls(path=spec).resolved()
@@ -373,7 +375,17 @@ class CorpusConfig(_Config):
             raise IsolossError(
                 f"{spec} is text and needs --tokenizer: a Hugging Face folder or name, a vocab.txt, or wordpiece:2000"
             )
+        from isoloss.text import tokenizers
+
+        if tokenizers.trained_size(options["tokenizer"]) is None:
+            tokenizers.check_name(options["tokenizer"])
         return cls(paths=(spec,), **options).resolved()
+
+
+def check_name(path: Path) -> None:
+    """Raise an `IsolossError` where a language cannot be written to a file of this name."""
+    if path.suffix != SUFFIX:
+        raise IsolossError(f"the file of a language is called NAME{SUFFIX}, not {path.name}")
 
 
 def check_unchanged(what: str, before: str, now: str) -> None:

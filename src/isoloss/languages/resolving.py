@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
 from isoloss import files
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, did_you_mean, require
-from isoloss.languages.api import Language
 from isoloss.languages.config import PRESETS, Progress, refuse_options
 from isoloss.registry import LANGUAGES
 from isoloss.runs import refuse_run
+
+if TYPE_CHECKING:
+    from isoloss.languages.api import Language
 
 
 def load_language(spec: str | Path | LanguageConfig, *, progress: Progress | None = None, **options: Any) -> Language:

@@ -18,10 +18,9 @@ from isoloss import files
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language, Stored
-from isoloss.languages.config import check_unchanged
+from isoloss.languages.config import check_name, check_unchanged
 from isoloss.registry import LANGUAGES
 
-SUFFIX = ".safetensors"
 _HEADER = "isoloss"  # the one key of a file's metadata: the order of several is not fixed
 
 
@@ -59,8 +58,7 @@ def save(language: Language, path: Path | str, *, overwrite: bool = False) -> No
     from safetensors.numpy import save as to_bytes
 
     path = Path(path).expanduser()
-    if path.suffix != SUFFIX:
-        raise IsolossError(f"the file of a language is called NAME{SUFFIX}, not {path.name}")
+    check_name(path)
     stored = language.tables()
     config = language._config
     document = {

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from isoloss.text.masking import Batch
 
 TOKEN_TYPES = 2  # rows of the token-type embedding, as BERT's tokenizers expect when they pair two sentences
+_LAYER_BYTES = 50_000  # of the Python objects of a layer, about
 
 
 class Architecture:
@@ -62,6 +63,10 @@ class Architecture:
     def num_parameters(self, shape: Any, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
         """Return the number of parameters of a model, tied ones counted once: of V ids, T positions and padding P."""
         raise NotImplementedError
+
+    def least_memory(self, shape: Any, vocab_size: int, max_length: int, *, num_tokens: int) -> float:
+        """Return how many bytes training needs at least, with so many tokens in a forward pass; 0: not known."""
+        return 0.0
 
     def settings(
         self, shape: Any, dropout: float, *, pad_id: int, max_length: int, start_id: int | None, end_id: int | None
@@ -149,6 +154,12 @@ def at_predicted(values: torch.Tensor, predicted: torch.Tensor, *, causal: bool)
     return values[:, :-1][predicted[:, 1:]] if causal else values[predicted]
 
 
+def _least_memory(num_parameters: int, num_layers: int, width: int, num_tokens: int) -> float:
+    # weights and gradient; the objects of a layer's modules; and of the numbers that a layer keeps for the backward
+    # pass, at least its input and three more of its width (queries, keys and values; the gates of an LSTM), in float32
+    return 8.0 * num_parameters + _LAYER_BYTES * num_layers + 16.0 * width * num_layers * num_tokens
+
+
 class Transformer(Architecture):
     """What the transformers have in common: a `Shape`, and blocks of 4 (d^2 + d) + 2 d i + i + d + 4 d parameters."""
 
@@ -179,6 +190,11 @@ class Transformer(Architecture):
         d, inner = shape.d_model, shape.intermediate
         blocks = shape.num_layers * (4 * (d * d + d) + 2 * d * inner + inner + d + 4 * d)
         return blocks + self.other_parameters(d, vocab_size, max_length, pad_id)
+
+    def least_memory(self, shape: Shape, vocab_size: int, max_length: int, *, num_tokens: int) -> float:
+        """Return the bytes of weights, gradient and layers; see `Architecture.least_memory`."""
+        num_parameters = self.num_parameters(shape, vocab_size, max_length)
+        return _least_memory(num_parameters, shape.num_layers, shape.d_model, num_tokens)
 
     def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
         """Return the number of parameters outside the blocks, at width d."""
@@ -291,6 +307,11 @@ class _LSTM(Architecture):
         """
         h, k = shape.hidden, shape.directions
         return k * h * vocab_size + shape.num_layers * k * (4 * (k + 1) * h * h + 8 * h) + vocab_size
+
+    def least_memory(self, shape: LSTMShape, vocab_size: int, max_length: int, *, num_tokens: int) -> float:
+        """Return the bytes of weights, gradient and layers; see `Architecture.least_memory`."""
+        num_parameters = self.num_parameters(shape, vocab_size, max_length)
+        return _least_memory(num_parameters, shape.num_layers, shape.directions * shape.hidden, num_tokens)
 
     def settings(self, shape: LSTMShape, dropout: float, **ids: Any) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ from isoloss.errors import IsolossError
 from isoloss.studies import page
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.provenance import provenance
-from isoloss.studies.reading import PROVENANCE, SUMMARY, VALUES, VALUES_PARQUET
+from isoloss.studies.reading import PROVENANCE, SUMMARY, VALUES, VALUES_PARQUET, as_csv
 from isoloss.studies.text_tables import text_tables
 
 Format = Literal["csv", "parquet", "markdown", "latex"]
@@ -47,7 +47,7 @@ def export(folder: StudyFolder, output: Path, formats: Collection[Format] = FORM
             files.write_json(new / SUMMARY, {key: made[key] for key in SAME} | summary.to_dict())
             files.write_json(new / PROVENANCE, made)
             if "csv" in formats:
-                values.write_csv(new / VALUES)
+                as_csv(values).write_csv(new / VALUES)
             if "parquet" in formats:
                 values.write_parquet(new / VALUES_PARQUET)
             for table in text_tables(summary):

@@ -72,7 +72,10 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
             figures=tuple(figures),
             tables={each.title[0].upper() + each.title[1:]: _table(each) for each in summary.tables if each.caption},
             checkpoints=checkpoint_table(results.table(), shown(results)),
-            configs={name: configs.to_toml(one.config) for name, one in results.experiments.items()},
+            configs={
+                name: configs.to_toml(without_folders(configs.to_dict(one.config)))
+                for name, one in results.experiments.items()
+            },
             command=shlex.join(["isoloss", "study", "run", study.name, *folder.options]),
             settings={
                 "Scale": f"{folder.scale_name} ({folder.scale.description})",
@@ -87,6 +90,23 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
     )
     files.write_text(path, document)
     return path
+
+
+def without_folders(value: Any) -> Any:
+    """Return JSON types with the name alone of each absolute path: a page may be read on another machine.
+
+    Example:
+        >>> without_folders({"checkpoint": "/home/me/models/first", "task_data": ["sst2=/data/SST-2"], "seed": 0})
+        {'checkpoint': 'first', 'task_data': ['sst2=SST-2'], 'seed': 0}
+    """
+    if isinstance(value, dict):
+        return {key: without_folders(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_folders(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    name, equals, path = ("", "", value) if value.startswith("/") else value.partition("=")
+    return f"{name}{equals}{Path(path).name}" if path.startswith("/") and Path(path).name else value
 
 
 def _inputs(results: Results) -> dict[str, str]:
@@ -175,7 +195,7 @@ def _table(table: SummaryTable) -> Table:
 
 def words(config: Any) -> str:
     """Return a config as its kind and its settings in words."""
-    settings = configs.to_dict(config)
+    settings = without_folders(configs.to_dict(config))
     kind = settings.pop("kind")
     return f"{kind}: " + ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())
 
@@ -186,7 +206,7 @@ def _measuring(results: Results) -> dict[str, str]:
     for key in results.columns:
         ways: dict[str, None] = {}
         for one in _having(results, key):
-            settings = {name: value for name, value in one.settings.items() if name != "seed"}
+            settings = without_folders({name: value for name, value in one.settings.items() if name != "seed"})
             words = [f"{name.replace('_', ' ')} {_told(value)}" for name, value in settings.items()]
             ways["; ".join([one.estimate.method, *words])] = None
         lines[column_of(key).title] = "; or ".join(ways)

@@ -125,10 +125,24 @@ def _values(folder: Path) -> pl.DataFrame:
         if path.is_file():
             try:
                 is_parquet = path.name == VALUES_PARQUET
-                return pl.read_parquet(path) if is_parquet else pl.read_csv(path, schema=pl.Schema(COLUMNS))
+                return pl.read_parquet(path) if is_parquet else _from_csv(pl.read_csv(path, schema=pl.Schema(COLUMNS)))
             except (OSError, pl.exceptions.PolarsError) as error:
                 raise IsolossError(f"{path} cannot be read: {error}") from error
     raise IsolossError(f"{folder} has neither {VALUES} nor {VALUES_PARQUET}: export the study again with one of them")
+
+
+def as_csv(values: pl.DataFrame) -> pl.DataFrame:
+    """Return values with an apostrophe before each text that a spreadsheet would take for a formula."""
+    import polars as pl
+
+    return values.with_columns(pl.col(pl.String).str.replace(r"^([=+\-@\t\r])", "'$1"))
+
+
+def _from_csv(values: pl.DataFrame) -> pl.DataFrame:
+    """Return values as they were before `as_csv`."""
+    import polars as pl
+
+    return values.with_columns(pl.col(pl.String).str.replace(r"^'([=+\-@\t\r])", "$1"))
 
 
 def _folder(path: Path, study: str | Path | Study | None) -> StudyFolder:

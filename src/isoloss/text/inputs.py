@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from isoloss import files
+from isoloss.early_checks import check_data
 from isoloss.errors import IsolossError
 from isoloss.loading import max_length
 from isoloss.run_config import ObjectiveConfig
@@ -173,12 +173,8 @@ def read_inputs(
     for name, value in (("number of sequences", num_sequences), ("batch size", batch_size), ("length", length)):
         if value is not None and value < 1:
             raise IsolossError(f"the {name} is {value}; it must be at least 1")
+    check_data(data)
     is_dataset = hub_datasets.is_dataset(data)
-    if not (is_dataset or data.exists()):
-        raise IsolossError(
-            f"there is no data {data}{files.nearest(data) or ':'} give a .npy file of token ids, a .txt or .jsonl "
-            "file, a folder, or a dataset hf:NAME"
-        )
     text_config = config.get_text_config()
     length = length or min(_LENGTH, max_length(text_config) or _LENGTH)
     is_text = is_dataset or data.suffix.lower() != ".npy"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from isoloss import files
+from isoloss.early_checks import may_be_hub_name
 from isoloss.errors import IsolossError, warn
-from isoloss.loading import hub_answers, may_be_hub_name
 from isoloss.text.documents import reading
 
 if TYPE_CHECKING:
@@ -41,19 +41,25 @@ def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -
             `vocab.txt`.
         needs: Special tokens that it has to have.
     """
+    check_name(spec)
     path = Path(spec).expanduser()
     if path.is_file():
         tokenizer = _from_vocabulary(path)
-    elif spec and path.is_dir():
+    elif path.is_dir():
         tokenizer = _auto(str(path), f"the folder {spec} holds no tokenizer that transformers can load")
-    elif may_be_hub_name(spec) and not spec.endswith(".txt"):
-        tokenizer = _from_hub(spec)
     else:
-        raise IsolossError(f"there is no tokenizer {spec!r}{files.nearest(spec) or ':'} {_CHOICES}")
+        tokenizer = _from_hub(spec)
     for name in needs:
         if getattr(tokenizer, f"{name}_token_id") is None:
             raise IsolossError(f"the tokenizer {spec} has no {name} token, which is needed here")
     return tokenizer
+
+
+def check_name(spec: str) -> None:
+    """Refuse what is no file, no folder and not what may be a name on the hub; nothing is opened."""
+    may_be_on_hub = may_be_hub_name(spec) and not spec.endswith(".txt")
+    if not may_be_on_hub and not (spec and Path(spec).expanduser().exists()):
+        raise IsolossError(f"there is no tokenizer {spec!r}{files.nearest(spec) or ':'} {_CHOICES}")
 
 
 def trained_size(spec: str) -> int | None:
@@ -248,6 +254,8 @@ def _from_hub(name: str) -> PreTrainedTokenizerFast:
         return _auto(name, "", local_files_only=True)
     except IsolossError:  # not on this machine
         pass
+    from isoloss.loading import hub_answers
+
     if not hub_answers(name, what="tokenizer"):
         raise IsolossError(
             f"there is no tokenizer {name} on this machine, and the Hugging Face hub does not answer"

@@ -20,8 +20,10 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language
+from isoloss.memory import check_fits
 from isoloss.models.fused_blocks import computed_by
 from isoloss.models.make import make_model
+from isoloss.registry import MODELS
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import derive
@@ -81,6 +83,18 @@ def check_request(
             f"measure_every is {config.measure_every}, and there is no measure: isoloss.pretrain makes one, "
             "isoloss.training.trainer.train takes it as an argument"
         )
+
+
+def check_memory(config: TrainConfig, language: Language, device: torch.device, num_processes: int = 1) -> None:
+    """Refuse a model, or batches, for which the machine has not the memory, by what they need at least."""
+    architecture = MODELS.load(config.model.architecture)
+    size = max(stage.batch_size for stage in config.stage_configs()) // num_processes
+    in_a_pass = min(size, config.micro_batch_size or size) if device.type == "cpu" else 0
+    length = language.max_length
+    shape = architecture.shape(config.model)
+    needed = architecture.least_memory(shape, language.model_vocab_size, length, num_tokens=in_a_pass * length)
+    needed += 3 * 8 * size * length  # ids, mask and labels
+    check_fits(needed, f"the model {config.model} on batches of {size:,} sentences is too large")
 
 
 def is_complete(run: Run, config: TrainConfig, group: ProcessGroup) -> bool:

@@ -25,7 +25,16 @@ from isoloss.runs import Run
 from isoloss.training.algorithms.base import StepResult, TrainingAlgorithm, no_task_examples
 from isoloss.training.data_parallel import SingleProcess
 from isoloss.training.distributed import ProcessGroup, process_group
-from isoloss.training.loop import Interrupted, Measure, Step, Training, Validate, check_request, is_complete
+from isoloss.training.loop import (
+    Interrupted,
+    Measure,
+    Step,
+    Training,
+    Validate,
+    check_memory,
+    check_request,
+    is_complete,
+)
 from isoloss.training.optimizers import RowOptimizer
 from isoloss.training.process import one_blas_thread, process_settings, signals
 from isoloss.training.throughput import Progress
@@ -79,6 +88,7 @@ def train_together(members: Sequence[Member]) -> None:
         for member in members:
             if (device := group.device(member.config.device)).type != "cpu":
                 raise IsolossError(f"a stacked run trains on the CPU, and the device is {device}: name the device cpu")
+            check_memory(member.config, member.language, device)
         left = [member for member in members if not is_complete(member.run, member.config, group)]
         for member in left:
             member.run.check_folder()

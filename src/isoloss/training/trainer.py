@@ -12,7 +12,7 @@ from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.training.algorithms.base import TaskExamples, no_task_examples
 from isoloss.training.distributed import process_group
-from isoloss.training.loop import Interrupted, Measure, Training, Validate, check_request, is_complete
+from isoloss.training.loop import Interrupted, Measure, Training, Validate, check_memory, check_request, is_complete
 from isoloss.training.process import process_settings
 from isoloss.training.throughput import Progress
 
@@ -78,6 +78,7 @@ def train(
         device = group.device(config.device)
         if is_complete(run, config, group):
             return
+        check_memory(config, language, device, group.world_size)
         group.on_main(run.check_folder)
         group.on_main(lambda: held.enter_context(files.lock(run.path)))
         group.on_main(lambda: run.create(config) if run.exists else None)

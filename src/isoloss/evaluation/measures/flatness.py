@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from isoloss.config import setting
-from isoloss.evaluation.measures.base import Measure, MeasureResult, SeededMeasure, digest_batches, influences
+from isoloss.errors import IsolossError
+from isoloss.evaluation.measures.base import (
+    Measure,
+    MeasureResult,
+    SeededMeasure,
+    digest_batches,
+    influences,
+    make_measure,
+)
+from isoloss.registry import MEASURES
 
 if TYPE_CHECKING:
     from isoloss.evaluation.context import MeasureContext
@@ -68,6 +77,15 @@ class FlatnessMeasure(Measure):
         given = [name for name in ("rtol", "seconds", "resume") if getattr(context, name) is not None]
         unused = [name for name in given if name not in inspect.signature(self.function()).parameters]
         return f"it takes no {' and no '.join(unused)}" if unused else None
+
+
+def flatness_measure(name: str, settings: Mapping[str, Any] | None = None) -> FlatnessMeasure:
+    """Return the measure of flatness called `name`; arguments as for `make_measure`."""
+    measure = make_measure(name, settings)
+    if not isinstance(measure, FlatnessMeasure):
+        known = [other for other, cls in MEASURES.loaded().items() if issubclass(cls, FlatnessMeasure)]
+        raise IsolossError(f"{name} is no measure of flatness, and isoloss eval measures it: choose {', '.join(known)}")
+    return measure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +146,7 @@ class SampledFlatness(FlatnessMeasure, SeededMeasure):
 
 @dataclass(frozen=True, kw_only=True)
 class _Probed(SampledFlatness):
-    num_probes: int | None = setting(None, minimum=1, omit_default=True)
+    num_probes: int | None = setting(None, minimum=1, maximum=1_000_000, omit_default=True)
     """Random vectors, or sampled labels; default: 1 for each predicted token (trace, weighted-trace, hessian-trace), 50
     sampled labels (--trace-method paper), 16 pairs of noise (noise-sharpness), 8 (spectral-density)."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -43,6 +44,7 @@ from isoloss.text.clusters import Blocks, SequenceClusters, equal_blocks
 Finish = Callable[[Estimate, ColumnRatios], Estimate]
 
 _OF_A_PROCESS = 1 << 40  # sequences; the indices of a process's sequences are no other process's
+_OVERTIME = 10  # times its time limit, after which a measurement does not wait for the probes of a batch
 
 
 class Terms(NamedTuple):
@@ -83,6 +85,8 @@ class Source(abc.ABC):
         self.cluster_size = cluster_size  # consecutive sequences that are not independent
         self.choices: dict[str, int] = {}  # what it chose at the first batch; with this set before, it does not choose
         self.reached: set[str] = set()  # names of the parameters that had a gradient
+        self.seconds: float | None = None  # the time limit of the measurement
+        self.batch_begun = 0.0  # when the batch was begun that is measured
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -101,6 +105,21 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def measure(self, batch: CheckedBatch) -> Terms:
         """Measure a batch, which may predict nothing."""
+
+    def probes(self) -> Iterator[int]:
+        """Yield the number of each probe of a batch.
+
+        A measurement ends between batches. So that its time limit holds for any number of probes, a batch whose probes
+        take far longer than all of the measurement may is an error.
+        """
+        for probe in range(self.num_probes):
+            elapsed = time.perf_counter() - self.batch_begun
+            if probe and self.seconds is not None and elapsed > _OVERTIME * self.seconds:
+                raise IsolossError(
+                    f"{probe:,} of {self.num_probes:,} probes took {elapsed:.3g} s, and the time limit of "
+                    f"{self.seconds:g} s cannot end a measurement within a batch: lower num_probes, or raise seconds"
+                )
+            yield probe
 
     def gradients(
         self, output: torch.Tensor, cotangent: torch.Tensor | None = None
@@ -214,6 +233,7 @@ class Measurement(Accumulation):
             )
         keep_freed()
         source = self._source
+        source.seconds = stopping.seconds
         with source:
             file = resume_file(resume, self._model, source.parameters, self._identity())
             if file is not None:
@@ -247,6 +267,7 @@ class Measurement(Accumulation):
         auxiliary = self._auxiliary
         if auxiliary is not None and auxiliary.by_document != self.clusters.by_document:
             raise IsolossError("both the batches and the auxiliary sample have `documents`, or neither has")
+        self._source.batch_begun = time.perf_counter()
         try:
             with plainly(self._model):
                 terms = self._source.measure(replace(item, first=self._first + item.first))

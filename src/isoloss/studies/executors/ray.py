@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -78,6 +79,13 @@ def run(jobs: Jobs, options: Options) -> None:
 
 
 def _connect(options: Options) -> Any:
+    own: dict[str, Any] = {}
+    if not options.address:
+        # whoever reaches Ray's ports can run code: the ports of our own cluster are those of the loopback interface,
+        # and ask other users of this machine for a token. Ray reads these variables when it is imported
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux too, 127.0.0.1 stays what it is
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        own = {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
     try:
         import ray
     except ImportError:
@@ -89,7 +97,7 @@ def _connect(options: Options) -> Any:
         if colon and port.isdecimal():  # Ray itself would wait for minutes
             socket.create_connection((host, int(port)), timeout=CONNECTING_SECONDS).close()
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        ray.init(address=options.address or "local", log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=options.address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
         if on_sigterm is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray has replaced it
     except (OSError, RuntimeError, ValueError) as error:

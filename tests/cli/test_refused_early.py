@@ -1,0 +1,90 @@
+"""A mistake in a command line is refused before torch is imported, which takes seconds."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROBE = """
+import contextlib, io, json, sys
+
+class NoTorch:
+    def find_spec(name, path, target=None):
+        if name == "torch":
+            raise ImportError("torch is imported")
+
+sys.meta_path.insert(0, NoTorch)
+from isoloss.cli.main import main
+told = []
+for words in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        try:
+            status = main(words)
+        except ImportError:
+            status = "imported torch"
+    told.append([status, stderr.getvalue()])
+print(json.dumps(told))
+"""
+
+REFUSED = {
+    "flatness checkpoint": "checkpoint is not a checkpoint of a run, so there is no language to measure it on: add",
+    "flatness ./no --data text.txt": "there is no checkpoint ./no: it is not a folder",
+    "flatness other --data text.txt": "other is not a checkpoint: it has no config.json",
+    "flatness bare --data text.txt": "bare has no weights",
+    "flatness checkpoint --data tex.txt": "there is no data tex.txt; did you mean text.txt? give a .npy file",
+    "flatness checkpoint --data text.txt --rtol 2": "rtol is 2.0; it must be above 0 and below 1",
+    "flatness checkpoint --data text.txt --seconds 0": "seconds is 0.0; it must be above 0",
+    "flatness checkpoint --data text.txt --num-probes 0": "num_probes is 0; it must be at least 1",
+    "flatness checkpoint --data text.txt --measures loss": "loss is no measure of flatness",
+    "flatness checkpoint --data text.txt --device gpu": "the device is 'gpu'; it must be auto, cpu",
+    "flatness checkpoint --data text.txt --length 0": "length is 0; it must be at least 1",
+    "flatness checkpoint --data text.txt --tokenizer ./no": "there is no tokenizer './no'",
+    "flatness checkpoint --data text.txt --threads 100000": "--threads is 100000; it must be at least 0",
+    "eval ./no --data text.txt": "there is no checkpoint ./no: it is not a folder",
+    "eval checkpoint": "add --data or --language",
+    "eval checkpoint --data tex.txt": "there is no data tex.txt; did you mean text.txt?",
+    "eval checkpoint --language pcfg-laptp": "no language 'pcfg-laptp'; did you mean pcfg-laptop?",
+    "eval checkpoint --data text.txt --device gpu": "the device is 'gpu'",
+    "eval checkpoint --data text.txt --length 0": "length is 0; it must be at least 1",
+    "transfer ./no --task root --language pcfg-laptop": "there is no checkpoint ./no: it is not a folder",
+    "transfer checkpoint --task root --language pcfg-laptp": "no language 'pcfg-laptp'",
+    "transfer checkpoint --task sst2 --data glue": "there is no file or folder glue",
+    "transfer checkpoint --task root --language pcfg-laptop --num-train 0": "num_train is 0; it must be at least 1",
+    "transfer checkpoint --task root --language pcfg-laptop --device gpu": "the device is 'gpu'",
+    "transfer checkpoint --task root --language pcfg-laptop --test-redraw 2": "test_redraw is 2.0; it must be above 0",
+    "sample pcfg-laptp": "no language 'pcfg-laptp'; did you mean pcfg-laptop?",
+    "sample text.txt --tokenizer ./no": "there is no tokenizer './no'",
+    "sample pcfg-laptop --length 4": "the language pcfg-laptop is complete as it is: leave out --length",
+    "sample pcfg-laptop --save language.bin": "the file of a language is called NAME.safetensors, not language.bin",
+    "train run --language pcfg-laptp": "no language 'pcfg-laptp'; did you mean pcfg-laptop?",
+    "train run --language pcfg-laptop --steps 0": "steps is 0; it must be at least 1",
+    "train run --language pcfg-laptop --device gpu": "the device is 'gpu'",
+    "train run --language pcfg-laptop --architecture brt": "no model 'brt'; did you mean bert?",
+    "train run --language pcfg-laptop --threads 100000": "--threads is 100000; it must be at least 0",
+    "train run --language pcfg-laptop --init-from no": "there is no run/no",
+    "train run --language text.txt --tokenizer ./no": "there is no tokenizer './no'",
+    "train run --language tex.txt --tokenizer vocab.txt": "no language 'tex.txt'; did you mean text.txt?",
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("refused")
+    (folder / "text.txt").write_text("some text\n")
+    for name in ("checkpoint", "bare", "other"):
+        (folder / name).mkdir()
+    for name in ("checkpoint", "bare"):
+        (folder / name / "config.json").write_text("{}")
+    (folder / "checkpoint/model.safetensors").touch()
+    asked = json.dumps([command.split() for command in REFUSED])
+    done = subprocess.run([sys.executable, "-c", PROBE], input=asked, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(REFUSED, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_a_mistake_is_refused_before_torch_is_imported(told, command):
+    status, message = told[command]
+    assert status == 2, message
+    assert REFUSED[command] in message
