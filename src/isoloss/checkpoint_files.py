@@ -1,0 +1,149 @@
+"""The files of a checkpoint, in a folder or on the Hugging Face hub, and why a folder is not one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, TypedDict
+
+from safetensors import safe_open
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import cached_file
+
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.runs import refuse_run
+
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+WEIGHTS, INDEX, ADAPTER_WEIGHTS = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_POINTER = b"version https://git-lfs"
+
+
+class Place(TypedDict):
+    """Where on the hub the files of a checkpoint are; of a folder it means nothing."""
+
+    revision: str
+    local_files_only: bool
+
+
+def checkpoint_file(name: str, file: str, place: Place) -> Path | None:
+    """Return the path of a file of a checkpoint, which is downloaded if need be, or None where it has no such file."""
+    found = cached_file(name, file, **place, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def adapter_config(name: str, place: Place) -> Path | None:
+    """Return the path of the config of an adapter, or None where the checkpoint is a model.
+
+    Raises:
+        IsolossError: It is both: transformers would add the adapter to the model if PEFT is installed, and only then.
+    """
+    config = checkpoint_file(name, ADAPTER, place)
+    if config is not None and any(checkpoint_file(name, file, place) for file in (WEIGHTS, INDEX)):
+        raise IsolossError(f"{name} holds a whole model and an adapter ({ADAPTER}): move one of them to another folder")
+    return config
+
+
+def stored_weights(name: str, place: Place) -> dict[str, Path]:
+    """Return the file of each weight, by the weight's name there; an empty one where there is no safetensors file.
+
+    Raises:
+        IsolossError: The index names a file that is not there, is elsewhere or is no safetensors file.
+    """
+    paths = [checkpoint_file(name, WEIGHTS, place)]
+    if paths == [None] and (index := checkpoint_file(name, INDEX, place)) is not None:
+        document = files.read_json(index)
+        weight_map = document.get("weight_map") if isinstance(document, dict) else None
+        if not isinstance(weight_map, dict):
+            raise IsolossError(f"{index} has no weight_map, which says what file each weight is in")
+        for shard in sorted(set(map(str, weight_map.values()))):
+            if not re.fullmatch(r"[^/\\]+\.safetensors", shard):
+                raise IsolossError(f"{index} names the file {shard!r}: it must be a *.safetensors file beside it")
+            paths.append(path := checkpoint_file(name, shard, place))
+            if path is None:
+                raise IsolossError(f"{name} lacks {shard}, which its {INDEX} names: copy or download it too")
+    found: dict[str, Path] = {}
+    for path in paths:
+        if path is not None:
+            with safe_open(path, framework="pt") as file:
+                found |= dict.fromkeys(file.keys(), path)
+    return found
+
+
+def check_config(path: Path, *, trust_remote_code: bool) -> None:
+    """Refuse the config.json of a folder that names no model that transformers, or trusted code, can make."""
+    document, folder = files.read_json(path), path.parent
+    if not isinstance(document, dict):
+        raise IsolossError(f"{path} is not a model's config: it holds no JSON object")
+    model_type: Any = document.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise IsolossError(f"{path} is not a model's config: its model_type is {model_type!r}, which is no name")
+    if model_type not in CONFIG_MAPPING and not trust_remote_code:
+        if "auto_map" in document:
+            raise IsolossError(
+                f"{folder} brings its own code for its model type {model_type!r}: "
+                "read that code, and allow it with trust_remote_code if you trust it"
+            )
+        raise IsolossError(
+            f"{folder} has the model type {model_type!r}, which this version of transformers does not know"
+        )
+
+
+def check_folder(folder: Path, *, trust_remote_code: bool) -> None:
+    """Refuse a folder that holds neither a model nor an adapter, in a sentence that says what it is instead."""
+    for path in (folder / CONFIG, folder / ADAPTER, *sorted(folder.glob("*.safetensors"))):
+        check_content(path)
+    if (folder / ADAPTER).is_file():
+        return
+    if not (folder / CONFIG).is_file():
+        refuse_run(folder, "not a checkpoint")
+        instead = _instead(folder)
+        raise IsolossError(f"{folder} is not a checkpoint: it has no config.json{instead and f'; {instead}'}")
+    check_config(folder / CONFIG, trust_remote_code=trust_remote_code)
+    if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+        raise IsolossError(f"{folder} has no weights: {_instead(folder) or 'there is no model.safetensors in it'}")
+
+
+def check_content(path: Path) -> None:
+    """Refuse the pointer that Git leaves in the place of a large file."""
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise IsolossError(
+                    f"{path} is a pointer of Git LFS, not the file itself: git -C {path.parent} lfs pull gets it"
+                )
+
+
+def _instead(folder: Path) -> str:
+    """Return what a folder without a model or its weights holds, and what makes that a checkpoint."""
+    inside = [path.parent for name in (CONFIG, ADAPTER) for path in _below(folder, name)]
+    shards = next(iter([*folder.glob("*.distcp"), *_below(folder, "*.distcp")]), None)
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    safetensors = sorted(path.name for path in folder.glob("*.safetensors"))
+    if (folder / "zero_to_fp32.py").is_file():
+        return (
+            "DeepSpeed keeps weights in parts, put together by: "
+            f"python {folder}/zero_to_fp32.py {folder} {folder} --safe_serialization"
+        )
+    if any(folder.glob("global_step*")):
+        return "DeepSpeed keeps weights in parts, and its zero_to_fp32.py, which puts them together, is not there"
+    if shards is not None:
+        return f"FSDP keeps weights in parts, put together by: accelerate merge-weights {shards.parent} {folder}"
+    if inside:
+        last = max(inside, key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
+        return f"name a checkpoint in it, such as {last}"
+    if any("-of-" in name for name in safetensors):
+        return f"{safetensors[0]} is a part, and {INDEX}, which says what is in which part, is not there"
+    if safetensors:
+        return f"there is no {WEIGHTS} in it, but {', '.join(safetensors)}"
+    if pickles:
+        return (
+            f"they are there only as a pickle ({', '.join(pickles)}), and loading a pickle can run any code; where you "
+            f"trust it, convert it with transformers: from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
+    return ""
+
+
+def _below(folder: Path, pattern: str) -> list[Path]:
+    return sorted([*folder.glob(f"*/{pattern}"), *folder.glob(f"*/*/{pattern}")])
