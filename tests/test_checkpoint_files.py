@@ -178,6 +178,11 @@ def test_an_index_names_safetensors_beside_it_alone(sharded, tmp_path):
     refused("has no weight_map, which says what file each weight is in$", sharded)
 
 
+def test_a_config_that_names_other_weights(folder):
+    edit(folder / "config.json", transformers_weights="other.safetensors")
+    refused(r"config.json names other weights than model.safetensors \(transformers_weights\)", folder)
+
+
 # --- configs
 
 

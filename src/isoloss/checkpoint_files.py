@@ -71,9 +71,12 @@ def stored_weights(name: str, place: Place) -> dict[str, Path]:
     return found
 
 
-def check_config(path: Path, *, trust_remote_code: bool) -> None:
-    """Refuse the config.json of a folder that names no model that transformers, or trusted code, can make."""
-    document, folder = files.read_json(path), path.parent
+def check_config(name: str, place: Place, *, trust_remote_code: bool) -> None:
+    """Refuse a config.json that names no model that transformers, or trusted code, can make."""
+    path = checkpoint_file(name, CONFIG, place)
+    if path is None:
+        return  # transformers says so of a name on the hub
+    document = files.read_json(path)
     if not isinstance(document, dict):
         raise IsolossError(f"{path} is not a model's config: it holds no JSON object")
     model_type: Any = document.get("model_type")
@@ -82,15 +85,17 @@ def check_config(path: Path, *, trust_remote_code: bool) -> None:
     if model_type not in CONFIG_MAPPING and not trust_remote_code:
         if "auto_map" in document:
             raise IsolossError(
-                f"{folder} brings its own code for its model type {model_type!r}: "
+                f"{name} brings its own code for its model type {model_type!r}: "
                 "read that code, and allow it with trust_remote_code if you trust it"
             )
         raise IsolossError(
-            f"{folder} has the model type {model_type!r}, which this version of transformers does not know"
+            f"{name} has the model type {model_type!r}, which this version of transformers does not know"
         )
+    if document.get("transformers_weights") not in (None, WEIGHTS):
+        raise IsolossError(f"{path} names other weights than {WEIGHTS} (transformers_weights), which are not read")
 
 
-def check_folder(folder: Path, *, trust_remote_code: bool) -> None:
+def check_folder(folder: Path) -> None:
     """Refuse a folder that holds neither a model nor an adapter, in a sentence that says what it is instead."""
     for path in (folder / CONFIG, folder / ADAPTER, *sorted(folder.glob("*.safetensors"))):
         check_content(path)
@@ -100,7 +105,6 @@ def check_folder(folder: Path, *, trust_remote_code: bool) -> None:
         refuse_run(folder, "not a checkpoint")
         instead = _instead(folder)
         raise IsolossError(f"{folder} is not a checkpoint: it has no config.json{instead and f'; {instead}'}")
-    check_config(folder / CONFIG, trust_remote_code=trust_remote_code)
     if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
         raise IsolossError(f"{folder} has no weights: {_instead(folder) or 'there is no model.safetensors in it'}")
 

@@ -148,7 +148,7 @@ def load_model(
         name = str(folder)
         if revision is not None:
             raise IsolossError(f"the revision is {revision!r}, and {name} is a folder: only models on the hub have one")
-        checkpoint_files.check_folder(folder, trust_remote_code=trust_remote_code)
+        checkpoint_files.check_folder(folder)
         check_weights(folder)
     else:
         on_hub, _, named = name.partition("@")
@@ -171,6 +171,7 @@ def load_model(
                 trust_remote_code=trust_remote_code,
                 ignore_unexpected_weights=ignore_unexpected_weights,
             )
+        checkpoint_files.check_config(name, place, trust_remote_code=trust_remote_code)
         options = {"trust_remote_code": trust_remote_code, **place}
         config = AutoConfig.from_pretrained(name, **options)
         kind, architecture = _kind(config, name)

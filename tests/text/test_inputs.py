@@ -12,7 +12,7 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.evaluation.context import language_inputs
 from isoloss.languages import resolve
 from isoloss.languages.config import CorpusConfig, PCFGConfig
@@ -199,6 +199,17 @@ def test_the_checkpoints_own_tokenizer_is_used(text, bos, vocab, save, tmp_path)
     assert own["labels"].equal(whole(read(text, tokenizer=str(vocab), length=8))["labels"])
     assert (whole(read(save(np.full((4, 3), 9)), checkpoint=str(folder)))["input_ids"] == MASK).sum() == 4
     assert (whole(read(save(np.full((4, 3), 9)), checkpoint=str(folder), mask_id=60))["input_ids"] == 60).sum() == 4
+
+
+def test_a_damaged_tokenizer_is_not_taken_for_none(text, vocab, save, tmp_path):
+    folder = tmp_path / "checkpoint"
+    load_tokenizer(str(vocab)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{")
+    message = r"checkpoint/tokenizer.json is not a readable JSON file: .*"
+    with pytest.raises(IsolossError, match=f"{message}; give --tokenizer FOLDER, or token ids as a .npy file"):
+        read(text, checkpoint=str(folder))
+    with pytest.warns(IsolossWarning, match=f"{message}; so it is not known which tokens are special"):
+        read(save(np.full((4, 3), 9)), checkpoint=str(folder), mask_id=60)
 
 
 # --- refusals
