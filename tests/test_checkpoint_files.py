@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from isoloss import fisher_trace
 from isoloss.errors import IsolossError
+from isoloss.languages.config import TeacherConfig
 from isoloss.loading import load_model, quiet
 
 # peft asks transformers by a name that it is about to drop
@@ -87,6 +88,14 @@ def test_an_adapter_is_merged_into_its_base(config, model, folder, tmp_path):
     merged.load_state_dict(loaded.model.state_dict())
     batch = {"input_ids": torch.arange(24).view(6, 4) % 12, "labels": torch.arange(24).view(6, 4) % 12}
     assert fisher_trace(loaded.model, [batch]).value == fisher_trace(merged, [batch]).value
+
+
+def test_an_adapter_can_be_a_teacher(folder, tmp_path):
+    expected = adapted(folder, LoraConfig(r=2, target_modules=["q_proj"]))
+    expected.save_pretrained(tmp_path / "adapter")
+    teacher = TeacherConfig(checkpoint=str(tmp_path / "adapter"), tokens=(3, 4, 5), length=4, start_id=1).build()
+    base = TeacherConfig(checkpoint=str(folder), tokens=(3, 4, 5), length=4, start_id=1).build()
+    assert teacher.config.content != base.config.content
 
 
 def test_adapters_that_cannot_be_merged(folder, tmp_path, monkeypatch):
@@ -184,6 +193,12 @@ def test_a_config_that_names_other_weights(folder):
 
 
 # --- configs
+
+
+@pytest.mark.parametrize("architectures", ["LlamaForCausalLM", 3, [3]])
+def test_architectures_that_are_no_names(architectures, folder):
+    edit(folder / "config.json", architectures=architectures)
+    refused("config.json is not a model's config: its architectures are .*, no list of names$", folder)
 
 
 @pytest.mark.parametrize("model_type", [["llama"], {"llama": 1}, 3])

@@ -82,6 +82,9 @@ def check_config(name: str, place: Place, *, trust_remote_code: bool) -> None:
     model_type: Any = document.get("model_type")
     if not isinstance(model_type, str | None):
         raise IsolossError(f"{path} is not a model's config: its model_type is {model_type!r}, which is no name")
+    architectures = document.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
+        raise IsolossError(f"{path} is not a model's config: its architectures are {architectures!r}, no list of names")
     if model_type not in CONFIG_MAPPING and not trust_remote_code:
         if "auto_map" in document:
             raise IsolossError(

@@ -377,9 +377,8 @@ def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
             raise IsolossError(f"{name} is an adapter ({adapted.peft_type.value}) that cannot be merged into {base}")
         with safe_open(weights, framework="pt") as file:
             held = set(file.keys())
-        needed, known = (
-            set(get_peft_model_state_dict(adapted, save_embedding_layers=with_)) for with_ in (False, True)
-        )
+        needed = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        known = set(get_peft_model_state_dict(adapted, save_embedding_layers=True))
         if wrong := (needed - held) | (held - known):
             raise IsolossError(f"the weights in {weights} are not those of its {config.name}: {_some(wrong)}")
         model = adapted.merge_and_unload().requires_grad_(True)  # PEFT froze the base
