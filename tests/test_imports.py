@@ -17,7 +17,7 @@ LAYERS = [
     ("run_config",),
     ("runs",),
     ("lstm", "early_checks"),
-    ("loading",),
+    ("loading", "checkpoint_files"),
     ("text",),
     ("languages", "flatness"),
     ("models",),

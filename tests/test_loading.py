@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import ClassVar
 
 import pytest
+import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -19,13 +21,15 @@ from transformers import (
     BertForSequenceClassification,
     BertLMHeadModel,
     BertModel,
+    FunnelConfig,
+    FunnelForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
 )
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.loading import load_model, quiet, resolve_device
 from isoloss.models.architectures import BERT
 from isoloss.run_config import ModelConfig
@@ -102,11 +106,17 @@ def test_a_published_checkpoint_loads(shared_data):
 
 def test_bert_as_google_trained_it_loads_as_a_masked_model(tmp_path):
     model = BertForPreTraining(BertConfig(vocab_size=12, **TINY)).eval()
-    loaded = load_model(saved(model, tmp_path / "model"))
+    with pytest.warns(IsolossWarning) as told:
+        loaded = load_model(saved(model, tmp_path / "model"))
     assert loaded.kind == "masked"
     torch.testing.assert_close(loaded.model(INPUT).logits, model(INPUT).prediction_logits)
+    assert [str(warning.message) for warning in told] == [
+        f"{tmp_path / 'model'} has parts that a BertForMaskedLM does not have, and they are left out: "
+        "bert.pooler.dense, cls.seq_relationship"
+    ]
 
 
+@pytest.mark.filterwarnings("ignore:.* has parts that")
 def test_loading_writes_nothing_to_the_terminal(tmp_path, capfd):
     folder = saved(BertForPreTraining(BertConfig(vocab_size=12, **TINY)), tmp_path / "model")
     capfd.readouterr()
@@ -121,6 +131,127 @@ def test_quiet_restores_what_it_silenced():
     with quiet():
         assert not logging.is_progress_bar_enabled()
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+# --- weights that the model has no place for
+
+
+LLAMA = LlamaConfig(vocab_size=12, **TINY)
+NORM = "model.layers.0.self_attn.q_norm.weight"
+LORA = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+
+
+def with_weights(folder, model, **added):
+    saved(model, folder)
+    edit_weights(folder, lambda tensors: tensors.update(added))
+    return folder
+
+
+def assert_same(folder, model, **options):
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(folder, **options).model(INPUT).logits, model.eval()(INPUT).logits)
+
+
+def test_biases_that_the_config_does_not_announce_are_not_dropped(tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=12, attention_bias=True, **TINY))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(0.1 * name.endswith("bias"))
+    folder = saved(model, tmp_path / "model")
+    assert_same(folder, model)
+    edit_config(folder, attention_bias=False)
+    refused(r"self_attn.k_proj.bias, .* 1 more; .*correct config.json, or .* \(--ignore-unexpected-weights\)$", folder)
+    with pytest.warns(IsolossWarning, match="they are left out, and without them it is another function"):
+        left_out = load_model(folder, ignore_unexpected_weights=True).model
+    without = LlamaForCausalLM(LLAMA).eval()
+    without.load_state_dict(model.state_dict(), strict=False)
+    torch.testing.assert_close(left_out(INPUT).logits, without(INPUT).logits)
+
+
+@pytest.mark.parametrize("name", [NORM, LORA, "lm_head.bias", "model.norm.bias", "model.layers.1.mlp.up_proj.weight"])
+def test_a_weight_inside_a_module_is_not_dropped(name, tmp_path):
+    folder = with_weights(tmp_path / "model", LlamaForCausalLM(LLAMA), **{name: torch.ones(16)})
+    refused(f"has weights that a LlamaForCausalLM with its config.json does not have: {name}; without", folder)
+
+
+def test_heads_of_other_tasks_are_left_out_with_a_warning(tmp_path):
+    model = LlamaForCausalLM(LLAMA)
+    added = {"v_head.summary.weight": torch.ones(1, 16), "model.vision_tower.patches.bias": torch.ones(16)}
+    folder = with_weights(tmp_path / "model", model, **added)
+    with pytest.warns(IsolossWarning, match=r"they are left out: model.vision_tower.patches, v_head.summary$"):
+        assert_same(folder, model)
+
+
+def test_constants_that_older_versions_stored_are_no_weights(tmp_path):
+    llama, gpt2 = LlamaForCausalLM(LLAMA), GPT2LMHeadModel(GPT2Config(vocab_size=12, n_embd=16, n_layer=1, n_head=1))
+    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    assert_same(with_weights(tmp_path / "llama", llama, **rotary), llama)
+    mask = {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    folder = with_weights(tmp_path / "gpt2", gpt2, **mask)
+    edit_weights(folder, lambda tensors: rename(tensors, lambda name: name.removeprefix("transformer.")))
+    assert_same(folder, gpt2)  # as the first GPT-2 on the hub is stored
+    edit_weights(folder, lambda tensors: tensors.update({"h.0.attn.q_norm.weight": torch.ones(16)}))
+    refused("does not have: h.0.attn.q_norm.weight; without", folder)
+
+
+def rename(tensors, change):
+    renamed = {change(name): value for name, value in tensors.items()}
+    tensors.clear()
+    tensors.update(renamed)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."])
+def test_prefixes_of_wrappers_are_left_out_with_a_warning(prefix, tmp_path):
+    model = LlamaForCausalLM(LLAMA)
+    folder = saved(model, tmp_path / "model")
+    edit_weights(folder, lambda tensors: rename(tensors, lambda name: prefix + name))
+    with pytest.warns(IsolossWarning, match="prefixes of torch.compile or DataParallel in their names"):
+        assert_same(folder, model)
+    with pytest.warns(IsolossWarning, match="prefixes"):
+        again = load_model(folder).model
+    assert_same(saved(again, tmp_path / "again"), model)
+
+
+def test_other_prefixes_are_missing_weights_and_named(tmp_path):
+    folder = saved(LlamaForCausalLM(LLAMA), tmp_path / "model")
+    edit_weights(folder, lambda tensors: rename(tensors, lambda name: f"student.{name}"))
+    refused(r"lacks weights of LlamaForCausalLM: lm_head.weight, .*, and holds others, student\.", folder)
+
+
+def test_the_padding_tokens_embedding_is_as_it_was_saved(tmp_path):
+    config = FunnelConfig(vocab_size=12, d_model=16, n_head=2, d_head=8, d_inner=24, block_sizes=[1], pad_token_id=0)
+    model = FunnelForMaskedLM(config).eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 1.0  # transformers sets it to zero as it loads a Funnel
+    folder = saved(model, tmp_path / "model")
+    with pytest.warns(IsolossWarning, match=r"word_embeddings.weight of the padding token to zero; it is as in"):
+        assert_same(folder, model, attention="eager")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_architecture_is_loaded_as_it_was_saved(tmp_path):
+    """A new version of transformers may change weights as it loads them, or drop or miss some in silence."""
+    loaded, refusals = 0, []
+    for architecture in tiny_models.architectures():
+        try:
+            model = tiny_models.build(architecture, dtype=torch.float32)
+        except Exception:
+            continue
+        folder = saved(model, tmp_path / architecture.name)
+        if hasattr(model.config, "is_decoder") and architecture.causal:
+            edit_config(folder, is_decoder=True)
+        try:
+            again = load_model(folder, attention="eager", device="cpu").model
+        except IsolossError as error:
+            refusals.append(str(error))
+            continue
+        torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
+        save_file({"nothing": torch.zeros(1)}, folder / "model.safetensors", metadata={"format": "pt"})
+        refused("lacks weights of", folder, attention="eager")
+        loaded += 1
+    assert loaded > 150
+    assert [each for each in refusals if not re.search("head is needed|Unrecognized config|is_decoder", each)] == []
 
 
 # --- what is refused
@@ -175,7 +306,7 @@ def test_a_path_is_never_asked_for_on_the_hub_and_a_name_once(tmp_path):
     names = ["someone/something", "rusn"]
     code = """
 import sys
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.loading import load_model
 for name in sys.argv[1:]:
     try:
@@ -229,7 +360,7 @@ def test_the_hubs_models_are_taken_from_its_cache_and_never_as_a_pickle(bert_fol
     save_file({name: value + 1 for name, value in weights.items()}, tagged / "snapshots" / "2" / "model.safetensors")
     (tagged / "refs" / "tagged").write_text("2")
     code = """
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.loading import load_model
 good, older, again = (
     load_model(name, revision=revision)
@@ -273,8 +404,10 @@ def test_a_broken_config(bert_folder):
 def test_only_a_pickle(bert_folder):
     (bert_folder / "model.safetensors").unlink()
     torch.save({}, bert_folder / "pytorch_model.bin")
-    (bert_folder / "adapter_model.safetensors").touch()
-    refused(r"only as a pickle \(pytorch_model.bin\), and loading a pickle can run any code", bert_folder)
+    message = (
+        r"only as a pickle \(pytorch_model.bin\), and loading a pickle can run any code; where you trust it, convert"
+    )
+    refused(message, bert_folder)
 
 
 def test_no_weights_at_all(bert_folder):
@@ -386,8 +519,7 @@ def test_layers_that_the_config_does_not_declare_are_not_dropped(tmp_path):
     model = BertForMaskedLM(BertConfig(vocab_size=12, **{**TINY, "num_hidden_layers": 2}))
     folder = saved(model, tmp_path / "model")
     edit_config(folder, num_hidden_layers=1)
-    with pytest.raises(IsolossError, match=r"holds more layers than its config\.json says: .*layer\.1\."):
-        load_model(folder)
+    refused(r"has weights that a BertForMaskedLM with its config\.json does not have: .*layer\.1\.", folder)
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": 65}, {"hidden_size": "a"}, {"hidden_act": "blah"}])

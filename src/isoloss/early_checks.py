@@ -13,7 +13,10 @@ from isoloss.text import hub_datasets
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _STEP = re.compile(r"step-\d+|ema")  # the checkpoints of a run
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_POINTER = b"version https://git-lfs"
 _MOST_THREADS = 1024  # on a machine with fewer cores; OpenMP ends the process where it cannot start a thread
 
 
@@ -46,25 +49,71 @@ def may_be_hub_name(name: str) -> bool:
 
 
 def check_checkpoint(name: str) -> None:
-    """Refuse what is neither a folder with a config and weights nor what may be `NAME@REVISION` on the hub."""
+    """Refuse what is neither a folder with a model or an adapter nor what may be `NAME@REVISION` on the hub."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if not may_be_hub_name(name.partition("@")[0]):
             raise IsolossError(f"there is no checkpoint {name}: it is not a folder{files.nearest(folder)}")
         return
-    if not (folder / "config.json").is_file():
+    check_folder(folder)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that holds neither a model nor an adapter, in a sentence that says what it is instead."""
+    for path in (folder / CONFIG, folder / ADAPTER, *sorted(folder.glob("*.safetensors"))):
+        check_content(path)
+    if (folder / ADAPTER).is_file():
+        return
+    if not (folder / CONFIG).is_file():
         refuse_run(folder, "not a checkpoint")
-        raise IsolossError(f"{folder} is not a checkpoint: it has no config.json")
-    if not isinstance(files.read_json(folder / "config.json"), dict):
-        raise IsolossError(f"{folder / 'config.json'} is not a model's config: it holds no JSON object")
-    if not any((folder / weights).is_file() for weights in ("model.safetensors", "model.safetensors.index.json")):
-        pickles = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
-        if pickles:
-            raise IsolossError(
-                f"{folder} has its weights only as a pickle ({', '.join(sorted(pickles))}), and loading a pickle can "
-                "run any code: convert it to safetensors where you trust it, with transformers' save_pretrained"
-            )
-        raise IsolossError(f"{folder} has no weights: there is no model.safetensors in it")
+        instead = _instead(folder)
+        raise IsolossError(f"{folder} is not a checkpoint: it has no config.json{instead and f'; {instead}'}")
+    if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+        raise IsolossError(f"{folder} has no weights: {_instead(folder) or 'there is no model.safetensors in it'}")
+
+
+def check_content(path: Path) -> None:
+    """Refuse the pointer that Git leaves in the place of a large file."""
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise IsolossError(
+                    f"{path} is a pointer of Git LFS, not the file itself: git -C {path.parent} lfs pull gets it"
+                )
+
+
+def _instead(folder: Path) -> str:
+    """Return what a folder without a model or its weights holds, and what makes that a checkpoint."""
+    inside = [path.parent for name in (CONFIG, ADAPTER) for path in _below(folder, name)]
+    shards = next(iter([*folder.glob("*.distcp"), *_below(folder, "*.distcp")]), None)
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    safetensors = sorted(path.name for path in folder.glob("*.safetensors"))
+    if (folder / "zero_to_fp32.py").is_file():
+        return (
+            "DeepSpeed keeps weights in parts, put together by: "
+            f"python {folder}/zero_to_fp32.py {folder} {folder} --safe_serialization"
+        )
+    if any(folder.glob("global_step*")):
+        return "DeepSpeed keeps weights in parts, and its zero_to_fp32.py, which puts them together, is not there"
+    if shards is not None:
+        return f"FSDP keeps weights in parts, put together by: accelerate merge-weights {shards.parent} {folder}"
+    if inside:
+        last = max(inside, key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
+        return f"name a checkpoint in it, such as {last}"
+    if any("-of-" in name for name in safetensors):
+        return f"{safetensors[0]} is a part, and {INDEX}, which says what is in which part, is not there"
+    if safetensors:
+        return f"there is no {WEIGHTS} in it, but {', '.join(safetensors)}"
+    if pickles:
+        return (
+            f"they are there only as a pickle ({', '.join(pickles)}), and loading a pickle can run any code; where you "
+            f"trust it, convert it with transformers: from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
+    return ""
+
+
+def _below(folder: Path, pattern: str) -> list[Path]:
+    return sorted([*folder.glob(f"*/{pattern}"), *folder.glob(f"*/*/{pattern}")])
 
 
 def check_data(data: str | Path) -> None:

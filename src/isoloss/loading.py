@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import logging
 
 import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
-from isoloss import files
-from isoloss.early_checks import check_checkpoint, check_device, may_be_hub_name
-from isoloss.errors import IsolossError, require
+from isoloss import checkpoint_files, files
+from isoloss.early_checks import check_device, check_folder, may_be_hub_name
+from isoloss.errors import IsolossError, require, warn
 from isoloss.runs import check_weights
 
 Kind = Literal["masked", "causal"]
@@ -31,6 +33,12 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 # these number positions from their padding id + 1 on, so that fewer are left than the config says
 _POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta"}
 _POSITIONS_AFTER_PADDING |= {"roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+_WRAPPERS = (r"\b_orig_mod\.(module\.)*", r"^(module\.)+")  # what DataParallel and torch.compile add to names
+# masks and positions that older versions of transformers stored, and present ones make themselves
+_CONSTANTS = re.compile(
+    r"(^|\.)((attn|attention)\.(attention\.)?bias|masked_bias|causal_mask|inv_freq|position_ids|token_type_ids"
+    r"|embed_positions\.weights)$"
+)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -91,26 +99,30 @@ def load_model(
     dtype: torch.dtype | None = None,
     attention: Attention = "sdpa",
     trust_remote_code: bool = False,
+    ignore_unexpected_weights: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint that has a language-modeling head.
 
     Args:
         checkpoint: A folder as `save_pretrained` writes it, or the name of a model on the Hugging Face hub, `NAME` or
-            `NAME@REVISION`.
+            `NAME@REVISION`. An adapter of PEFT is merged into its base model.
         revision: A branch, tag or commit of a model on the hub; None: what `checkpoint` says, else the main branch.
         device: Where the model goes; a name as for `resolve_device`.
         dtype: Type of the weights; None: float32.
         attention: Attention kernel; second derivatives need `eager`.
         trust_remote_code: Whether code that comes with the checkpoint may run.
+        ignore_unexpected_weights: Whether to leave out weights that the checkpoint has for a part of the model and the
+            model made from its config.json does not, such as biases. Without them the model is another function. Parts
+            that only other tasks use, such as a pooler, are always left out, with a warning.
 
     Returns:
         A `LoadedModel`: `model` in evaluation mode, with every weight from the checkpoint, its `kind`, `name` and
         `architecture`.
 
     Raises:
-        IsolossError: No checkpoint there, weights only as a pickle, no language-modeling head, weights missing or of
-            another shape, a revision of a folder, code of its own that was not trusted, or a kernel or device that is
-            not available.
+        IsolossError: No checkpoint there, weights only as a pickle, no language-modeling head, weights missing,
+            unexpected or of another shape, a revision of a folder, code of its own that was not trusted, an adapter
+            without PEFT, or a kernel or device that is not available.
 
     Example:
         >>> from isoloss import load_model
@@ -134,7 +146,7 @@ def load_model(
         name = str(folder)
         if revision is not None:
             raise IsolossError(f"the revision is {revision!r}, and {name} is a folder: only models on the hub have one")
-        _check_folder(folder, trust_remote_code=trust_remote_code)
+        check_folder(folder)
         check_weights(folder)
     else:
         on_hub, _, named = name.partition("@")
@@ -144,21 +156,33 @@ def load_model(
             raise IsolossError(f"the revision is {revision!r}, and {name} names another one")
         name, revision = on_hub, revision or named or None
         is_online = hub_answers(name, revision=revision)
+    place: checkpoint_files.Place = {"revision": revision or "main", "local_files_only": not is_online}
+    full_name = name if revision is None else f"{name}@{revision}"
     with quiet(), _clear_errors(name, revision, is_online=is_online):
-        options = {
-            "trust_remote_code": trust_remote_code,
-            "local_files_only": not is_online,
-            "revision": revision or "main",
-        }
+        if (adapter := checkpoint_files.adapter_config(name, place)) is not None:
+            return _load_adapter(
+                adapter,
+                full_name,
+                device=target,
+                dtype=dtype,
+                attention=attention,
+                trust_remote_code=trust_remote_code,
+                ignore_unexpected_weights=ignore_unexpected_weights,
+            )
+        checkpoint_files.check_config(name, place, trust_remote_code=trust_remote_code)
+        options = {"trust_remote_code": trust_remote_code, **place}
         config = AutoConfig.from_pretrained(name, **options)
         kind, architecture = _kind(config, name)
         auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
+        stored = checkpoint_files.stored_weights(name, place)
+        wrappers = {pattern: "" for pattern in _WRAPPERS if any(re.search(pattern, key) for key in stored)}
         model, info = auto.from_pretrained(
             name,
             config=config,
             dtype=dtype or torch.float32,
             attn_implementation=attention,
             use_safetensors=True,
+            key_mapping=wrappers or None,
             ignore_mismatched_sizes=True,  # told below, by name
             output_loading_info=True,
             **options,
@@ -167,16 +191,17 @@ def load_model(
     if mismatched:
         raise IsolossError(f"{name} holds weights of another shape than its config.json says: {_some(mismatched)}")
     if info["missing_keys"]:
-        raise IsolossError(f"{name} lacks weights of {type(model).__name__}: {_some(info['missing_keys'])}")
-    numbered = {_without_numbers(key) for key in model.state_dict()}
-    dropped = {key for key in info["unexpected_keys"] if _without_numbers(key) in numbered}
-    if dropped:  # other keys, such as those of a pooler, belong to parts that this task does not have
-        raise IsolossError(f"{name} holds more layers than its config.json says: {_some(dropped)}")
+        instead = f", and holds others, {_some(info['unexpected_keys'])}" if info["unexpected_keys"] else ""
+        raise IsolossError(f"{name} lacks weights of {type(model).__name__}: {_some(info['missing_keys'])}{instead}")
+    _check_unexpected(model, info["unexpected_keys"], name, are_ignored=ignore_unexpected_weights)
+    if wrappers:
+        del model._weight_conversions  # by which save_pretrained would put the prefixes back
+        warn(f"the weights of {name} have prefixes of torch.compile or DataParallel in their names: they are left out")
+    _restore_padding(model, stored, wrappers)
     if kind == "causal" and type(model.config) in MODEL_FOR_MASKED_LM_MAPPING and not model.config.is_decoder:
         raise IsolossError(
             f"{name} is a {architecture} without is_decoder in its config.json, so it sees the tokens it predicts"
         )
-    full_name = name if revision is None else f"{name}@{revision}"
     return LoadedModel(model=model.to(target).eval(), kind=kind, name=full_name, architecture=architecture)
 
 
@@ -263,23 +288,85 @@ def _clear_errors(name: str, revision: str | None, *, is_online: bool) -> Iterat
         raise IsolossError(f"{name} cannot be loaded{taken_as}: {reason}") from error
 
 
-def _without_numbers(key: str) -> str:
-    return re.sub(r"\.\d+\.", ".N.", key)
+def _check_unexpected(model: PreTrainedModel, keys: set[str], name: str, *, are_ignored: bool) -> None:
+    """Refuse weights that belong inside a module that the model has, and say which whole parts are left out."""
+    modules = dict(model.named_modules())
 
+    def owner(key: str) -> str:  # the innermost module that the weight is in; the model itself is ""
+        while key not in modules:
+            key = key.rpartition(".")[0]
+        return key
 
-def _check_folder(folder: Path, *, trust_remote_code: bool) -> None:
-    check_checkpoint(str(folder))
-    document = files.read_json(folder / "config.json")
-    model_type = document.get("model_type")
-    if model_type not in CONFIG_MAPPING and not trust_remote_code:
-        if "auto_map" in document:
+    inside, parts = set(), set()
+    for key in keys:
+        if _CONSTANTS.search(key):
+            continue
+        # in a file that was saved without a head, names lack their first part
+        full = key if owner(key) else f"{model.base_model_prefix}.{key}"
+        inner = modules[owner(full)]
+        is_head = "." not in owner(full) and not isinstance(inner, nn.ModuleList) and not [*inner.parameters(False)]
+        if full.rpartition(".")[0] not in modules and (isinstance(inner, PreTrainedModel) or is_head):
+            parts.add(key.rpartition(".")[0])  # another task's, such as a pooler
+        else:
+            inside.add(key)
+    if parts:
+        warn(f"{name} has parts that a {type(model).__name__} does not have, and they are left out: {_some(parts)}")
+    if inside:
+        told = f"{name} has weights that a {type(model).__name__} with its config.json does not have: {_some(inside)}"
+        if not are_ignored:
             raise IsolossError(
-                f"{folder} brings its own code for its model type {model_type!r}: "
-                "read that code, and allow it with trust_remote_code if you trust it"
+                f"{told}; without them it is another function: correct config.json, or leave them out with "
+                "ignore_unexpected_weights (--ignore-unexpected-weights)"
             )
-        raise IsolossError(
-            f"{folder} has the model type {model_type!r}, which this version of transformers does not know"
-        )
+        warn(f"{told}; they are left out, and without them it is another function")
+
+
+def _restore_padding(model: nn.Module, stored: Mapping[str, Path], wrappers: Mapping[str, str]) -> None:
+    """Put back the padding token's embedding, which transformers sets to zero for some models (Youtu, Funnel)."""
+    paths = {re.sub("|".join(wrappers) or "$", "", key): (key, path) for key, path in stored.items()}
+    for name, module in model.named_modules():
+        found = paths.get(f"{name}.weight")
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None and found is not None:
+            key, path = found
+            row = module.weight.data[module.padding_idx]
+            with safe_open(path, framework="pt") as file:
+                value = file.get_slice(key)[module.padding_idx].to(row)
+            if not torch.equal(row, value):
+                row.copy_(value)
+                warn(f"transformers sets {name}.weight of the padding token to zero; it is as in the checkpoint again")
+
+
+def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
+    """Return the base model of an adapter with the adapter's weights merged into its own."""
+    document = files.read_json(config)
+    base = document.get("base_model_name_or_path") if isinstance(document, dict) else None
+    if not isinstance(base, str) or not base:
+        raise IsolossError(f"{name} is an adapter, and its {config.name} names no base_model_name_or_path")
+    if importlib.util.find_spec("peft") is None:
+        raise IsolossError(f"{name} is an adapter of {base}, which PEFT merges into it: pip install peft")
+    weights = config.parent / checkpoint_files.ADAPTER_WEIGHTS
+    if not weights.is_file():
+        raise IsolossError(f"{name} is an adapter of {base} without {weights.name}")
+    try:
+        revision = None if Path(base).expanduser().is_dir() else document.get("revision")
+        loaded = load_model(base, revision=revision, **options)
+    except IsolossError as error:
+        raise IsolossError(f"{name} is an adapter of {base}: {error}") from error
+    from peft import PeftModel, get_peft_model_state_dict
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of missing weights, which are an error here, and of names about to go
+        adapted: Any = PeftModel.from_pretrained(loaded.model, str(config.parent))
+        if adapted.active_peft_config.is_prompt_learning:
+            raise IsolossError(f"{name} is an adapter ({adapted.peft_type.value}) that cannot be merged into {base}")
+        with safe_open(weights, framework="pt") as file:
+            held = set(file.keys())
+        needed = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        known = set(get_peft_model_state_dict(adapted, save_embedding_layers=True))
+        if wrong := (needed - held) | (held - known):
+            raise IsolossError(f"the weights in {weights} are not those of its {config.name}: {_some(wrong)}")
+        model = adapted.merge_and_unload().requires_grad_(True)  # PEFT froze the base
+    return replace(loaded, model=model.eval(), name=name)
 
 
 def _kind(config: Any, name: str) -> tuple[Kind, str]:

@@ -58,6 +58,14 @@ def test_label_values_are_not_used():
     assert fisher_trace(model, [batch]).value == fisher_trace(model, [other]).value
 
 
+@pytest.mark.parametrize("options", [{}, {"rescaling": "minimal"}], ids=["trace", "minimal trace"])
+def test_ids_may_be_of_32_bits(options):
+    model, batch = gpt2(7), rows(8, 4, 7)
+    short = {name: value.int() for name, value in batch.items()}
+    assert fisher_trace(model, [short], **options).value == fisher_trace(model, [batch], **options).value
+    assert empirical_fisher_trace(model, [short]).value == empirical_fisher_trace(model, [batch]).value
+
+
 def test_attention_kernels_agree():
     batch = rows(24, 6, 7, predicted=((1, 3),))
     batch["attention_mask"][::2, 5:] = 0

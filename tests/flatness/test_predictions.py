@@ -231,6 +231,7 @@ def test_no_buffer_is_as_large_as_the_logits(name, every, tied, monkeypatch):
         (lambda: build("bert"), lambda: {"input_ids": torch.ones(2, 3, dtype=torch.long)}, "there are no `labels`"),
         (lambda: build("bert"), lambda: batch_of() | {"labels": torch.full((5, 7), -100)}, "nothing is predicted"),
         (lambda: build("bert"), lambda: batch_of() | {"labels": torch.zeros(5, 6).long()}, "do not fit input_ids"),
+        (lambda: build("bert"), lambda: batch_of() | {"labels": torch.zeros(5, 7)}, "labels are torch.float32"),
     ],
 )
 def test_bad_input_is_one_clear_error(model, batch, message):

@@ -12,7 +12,7 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.evaluation.context import language_inputs
 from isoloss.languages import resolve
 from isoloss.languages.config import CorpusConfig, PCFGConfig
@@ -201,6 +201,17 @@ def test_the_checkpoints_own_tokenizer_is_used(text, bos, vocab, save, tmp_path)
     assert (whole(read(save(np.full((4, 3), 9)), checkpoint=str(folder), mask_id=60))["input_ids"] == 60).sum() == 4
 
 
+def test_a_damaged_tokenizer_is_not_taken_for_none(text, vocab, save, tmp_path):
+    folder = tmp_path / "checkpoint"
+    load_tokenizer(str(vocab)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{")
+    message = r"checkpoint/tokenizer.json is not a readable JSON file: .*"
+    with pytest.raises(IsolossError, match=f"{message}; give --tokenizer FOLDER, or token ids as a .npy file"):
+        read(text, checkpoint=str(folder))
+    with pytest.warns(IsolossWarning, match=f"{message}; so it is not known which tokens are special"):
+        read(save(np.full((4, 3), 9)), checkpoint=str(folder), mask_id=60)
+
+
 # --- refusals
 
 
@@ -248,7 +259,7 @@ def test_masked_models_need_a_mask(save, text, bos, tmp_path):
 
 
 def test_text_that_will_not_do(text, vocab, tmp_path):
-    with pytest.raises(IsolossError, match=r"no/check/point has no tokenizer: give --tokenizer FOLDER, or token ids"):
+    with pytest.raises(IsolossError, match=r"no tokenizer 'no/check/point': .*; give --tokenizer FOLDER, or token ids"):
         read(text)
     with pytest.raises(IsolossError, match="there is no tokenizer"):
         read(text, tokenizer="no/such/tokenizer")
@@ -346,7 +357,7 @@ def test_a_trained_llama_predicts_its_pieces(shared_data, tmp_path):
     with torch.no_grad():
         loss = float(model(**inputs.batches[0]).loss)
     assert 0 < loss < 1.5  # of its own likeliest continuation; a uniform guess has 6.2
-    with pytest.raises(IsolossError, match="hf has no tokenizer: give --tokenizer FOLDER"):
+    with pytest.raises(IsolossError, match="hf holds no tokenizer that transformers can load; give --tokenizer FOLDER"):
         read(shared_data / "wikitext-2", config=LlamaConfig(), kind="causal", checkpoint=str(folder))
 
 

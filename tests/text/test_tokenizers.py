@@ -112,6 +112,30 @@ def test_a_checkpoint_without_vocabulary_has_no_tokenizer(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+def test_what_is_wrong_with_a_tokenizers_files_is_said(tmp_path):
+    folder = tmp_path / "words"
+    word_level(folder, {"<unk>": 0, "a": 1})
+    tokenizer, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    whole = tokenizer.read_text()
+    for text, message in (
+        (whole[:40], "words/tokenizer.json is not a readable JSON file: "),
+        (
+            "version https://git-lfs.github.com/spec/v1\n",
+            f"pointer of Git LFS, not the file itself: git -C {folder} lfs",
+        ),
+        ("{}", "KeyError: "),
+    ):
+        tokenizer.write_text(text)
+        with pytest.raises(IsolossError, match=f"holds no tokenizer that transformers can load: .*{message}"):
+            load_tokenizer(str(folder))
+    tokenizer.unlink()
+    config.write_text(json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}))
+    (folder / "own.py").write_text("raise SystemExit")
+    (folder / "vocab.own").touch()
+    with pytest.raises(IsolossError, match=r"it is code of its own, which isoloss does not run: save its fast form"):
+        load_tokenizer(str(folder))
+
+
 def test_bad_names_and_files(tmp_path, vocab):
     (tmp_path / "empty").mkdir()
     (tmp_path / "tokenizer.json").write_text("{}")

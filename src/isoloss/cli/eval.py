@@ -70,6 +70,8 @@ class Args:
     """With --data or --language: type of the weights."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
+    ignore_unexpected_weights: bool = False
+    """Leave out weights that the checkpoint has and the model of its config.json does not, such as biases."""
     threads: int = 0
     """CPU threads; 0: all cores."""
     json: bool = False
@@ -108,6 +110,7 @@ def main(arguments: list[str]) -> int:
             device=args.device,
             dtype=args.dtype,
             trust_remote_code=args.trust_remote_code,
+            ignore_unexpected_weights=args.ignore_unexpected_weights,
             progress=show,
         )
     if args.json:

@@ -81,6 +81,8 @@ class Args:
     """Type of the weights, also of those that are written."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
+    ignore_unexpected_weights: bool = False
+    """Leave out weights that the checkpoint has and the model of its config.json does not, such as biases."""
     json: bool = False
     """Print one JSON document."""
 
@@ -102,7 +104,13 @@ def main(arguments: list[str]) -> int:
 
     name = _checkpoint(args.model)
     dtype = getattr(torch, args.dtype)
-    loaded = load_model(name, device=args.device, dtype=dtype, trust_remote_code=args.trust_remote_code)
+    loaded = load_model(
+        name,
+        device=args.device,
+        dtype=dtype,
+        trust_remote_code=args.trust_remote_code,
+        ignore_unexpected_weights=args.ignore_unexpected_weights,
+    )
     check_fits(shape_of(loaded.model), into)
     inputs = _inputs(args, name, loaded)
     expanded = expand(loaded.model, into, embedding_scale=args.embedding_scale)

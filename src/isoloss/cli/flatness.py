@@ -82,6 +82,8 @@ class Args:
     """Attention kernel."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
+    ignore_unexpected_weights: bool = False
+    """Leave out weights that the checkpoint has and the model of its config.json does not, such as biases."""
     control: bool = False
     """Also measure the minimal trace, and both traces after a random exact rescaling. The function is the same, so only
     the plain trace should change."""
@@ -210,6 +212,7 @@ def _load(args: Any, name: str) -> LoadedModel:
         dtype=getattr(torch, args.dtype),
         attention=args.attention,
         trust_remote_code=args.trust_remote_code,
+        ignore_unexpected_weights=args.ignore_unexpected_weights,
     )
 
 

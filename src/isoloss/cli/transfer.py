@@ -87,7 +87,12 @@ def _measure(args: TransferArgs, config: Any, subject: Subject, tasks: Tasks) ->
         with common.Progress(label, 1, "probes"):
             return task, lookup_probe(tasks.language, task, config)
     assert subject.checkpoint is not None  # it is no look-up table
-    loaded = load_model(subject.checkpoint, device=args.device, trust_remote_code=args.trust_remote_code)
+    loaded = load_model(
+        subject.checkpoint,
+        device=args.device,
+        trust_remote_code=args.trust_remote_code,
+        ignore_unexpected_weights=args.ignore_unexpected_weights,
+    )
     task = tasks.of(subject, loaded)
     if args.method == "probe":
         from isoloss.transfer.linear_probing import linear_probe

@@ -122,6 +122,8 @@ class TransferArgs:
     """CPU threads; 0: all cores."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
+    ignore_unexpected_weights: bool = False
+    """Leave out weights that the checkpoint has and the model of its config.json does not, such as biases."""
     json: bool = False
     """Print one JSON document."""
 

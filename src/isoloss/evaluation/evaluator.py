@@ -47,6 +47,7 @@ def evaluate(
     device: str = "auto",
     dtype: str = "float32",
     trust_remote_code: bool = False,
+    ignore_unexpected_weights: bool = False,
     progress: Progress | None = None,
 ) -> Evaluations:
     """Measure checkpoints of runs on their own language, or any checkpoints on text or on a language.
@@ -67,6 +68,8 @@ def evaluate(
         device: auto, cpu, cuda, cuda:1, mps.
         dtype: For `data` or a `language`: the type of the weights.
         trust_remote_code: Whether code that comes with a checkpoint may run.
+        ignore_unexpected_weights: Whether to leave out weights that a checkpoint has and the model of its config.json
+            does not, as for `isoloss.load_model`.
         progress: Called before every evaluation with how many are done and to be done, and which comes next.
 
     Returns:
@@ -139,7 +142,12 @@ def evaluate(
     from isoloss.evaluation import context as contexts
     from isoloss.loading import load_model
 
-    options: Any = {"device": device, "dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
+    options: Any = {
+        "device": device,
+        "dtype": getattr(torch, dtype),
+        "trust_remote_code": trust_remote_code,
+        "ignore_unexpected_weights": ignore_unexpected_weights,
+    }
     infos = [contexts.ModelInfo.of(load_model(name, **options)) for name in checkpoints]
     if data is not None:
         context = contexts.data_context(Path(data), infos, reading, shuffled=False)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from isoloss.early_checks import check_data
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 from isoloss.loading import max_length
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
@@ -252,9 +252,9 @@ def _tokenizer(
         return tokenizers.load_tokenizer(checkpoint)
     except IsolossError as error:
         if needed:
-            raise IsolossError(
-                f"{checkpoint} has no tokenizer: give --tokenizer FOLDER, or token ids as a .npy file"
-            ) from error
+            raise IsolossError(f"{error}; give --tokenizer FOLDER, or token ids as a .npy file") from error
+        if error.__cause__ is not None:  # it has one, which is damaged
+            warn(f"{error}; so it is not known which tokens are special")
         return None
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from isoloss import files
-from isoloss.early_checks import may_be_hub_name
+from isoloss.early_checks import check_content, may_be_hub_name
 from isoloss.errors import IsolossError, warn
 from isoloss.text.documents import reading
 
@@ -26,6 +26,7 @@ Kind = Literal["wordpiece", "bpe"]
 
 _BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CHOICES = "a tokenizer is a Hugging Face folder, a name on the Hugging Face hub or a WordPiece vocab.txt"
+_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # that a folder has a tokenizer in
 _TRAINED = "wordpiece:"  # before a number of tokens
 _MOST_TOKENS = 1_000_000
 
@@ -250,10 +251,12 @@ def _from_vocabulary(path: Path) -> PreTrainedTokenizerFast:
 
 
 def _from_hub(name: str) -> PreTrainedTokenizerFast:
+    message = f"the Hugging Face repository {name} holds no tokenizer that transformers can load"
     try:
-        return _auto(name, "", local_files_only=True)
-    except IsolossError:  # not on this machine
-        pass
+        return _auto(name, message, local_files_only=True)
+    except IsolossError as error:
+        if not isinstance(error.__cause__, OSError):  # it is on this machine, and damaged
+            raise
     from isoloss.loading import hub_answers
 
     if not hub_answers(name, what="tokenizer"):
@@ -261,7 +264,7 @@ def _from_hub(name: str) -> PreTrainedTokenizerFast:
             f"there is no tokenizer {name} on this machine, and the Hugging Face hub does not answer"
             f"{files.nearest(name) or ':'} {_CHOICES}"
         )
-    return _auto(name, f"the Hugging Face repository {name} holds no tokenizer that transformers can load")
+    return _auto(name, message)
 
 
 def _auto(spec: str, message: str, *, local_files_only: bool = False) -> PreTrainedTokenizerFast:
@@ -275,7 +278,10 @@ def _auto(spec: str, message: str, *, local_files_only: bool = False) -> PreTrai
     try:
         tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False, local_files_only=local_files_only)
     except Exception as error:  # transformers raises nearly anything on a folder that does not suit it
-        raise IsolossError(message) from error
+        held = [path for pattern in _FILES for path in sorted(Path(spec).glob(pattern))]
+        if Path(spec).is_dir() and not held:
+            raise IsolossError(message) from None
+        raise IsolossError(f"{message}: {_reason(held, error)}") from error
     finally:
         logger.setLevel(level)
     if not isinstance(tokenizer, PreTrainedTokenizerFast | KeptTokensTokenizer):
@@ -283,3 +289,16 @@ def _auto(spec: str, message: str, *, local_files_only: bool = False) -> PreTrai
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise IsolossError(message)  # what transformers makes up for a checkpoint folder without a vocabulary
     return tokenizer
+
+
+def _reason(held: list[Path], error: Exception) -> str:
+    """Return why the tokenizer in some files cannot be loaded, for which transformers raised an error."""
+    for path in held:
+        try:
+            check_content(path)
+            document = files.read_json(path) if path.suffix == ".json" else None
+        except IsolossError as found:
+            return str(found)
+        if path.name == "tokenizer_config.json" and isinstance(document, dict) and "auto_map" in document:
+            return "it is code of its own, which isoloss does not run: save its fast form, a tokenizer.json"
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

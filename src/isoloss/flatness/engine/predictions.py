@@ -42,6 +42,8 @@ class Batch:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, torch.Tensor) or labels.ndim != 2:
             raise IsolossError("there are no `labels` of shape (sequences, positions)")
+        if labels.is_floating_point():
+            raise IsolossError(f"the labels are {labels.dtype}; token ids are integers")
         inputs: dict[str, Any] = {}
         device = device_of(model)
         for name, value in batch.items():
@@ -59,7 +61,7 @@ class Batch:
                     _check_ids(value, model)
                 value = (value.clone() if value.is_inference() else value).to(device)
             inputs[name] = value
-        labels = (labels.clone() if labels.is_inference() else labels).to(device)
+        labels = (labels.clone() if labels.is_inference() else labels).to(device, torch.int64)
         if causal:
             labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED)], dim=1)
         predicted = labels != IGNORED

@@ -264,7 +264,7 @@ class MinimalTraceEstimator:
         wanted = labels != _IGNORED
         if not bool(wanted.any()):
             return 0.0
-        wanted, labels = wanted.to(logits.device), labels.to(logits.device)
+        wanted, labels = wanted.to(logits.device), labels.to(logits.device, torch.int64)
         return float(nn.functional.cross_entropy(logits[wanted].double(), labels[wanted]))
 
 

@@ -361,7 +361,10 @@ def checkpoint_content(model: Any, checkpoint: str) -> str:
     """
     from transformers.utils import cached_file
 
-    document = json.loads(Path(cached_file(checkpoint, "config.json")).read_text(encoding="utf-8"))
+    path = cached_file(checkpoint, "config.json", _raise_exceptions_for_missing_entries=False)
+    # the folder of an adapter has none: its base model's is decisive
+    text = model.config.to_json_string() if path is None else Path(path).read_text(encoding="utf-8")
+    document = json.loads(text)
     kept = {key: value for key, value in document.items() if key not in _VOLATILE}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):

@@ -1,0 +1,207 @@
+"""Folders that hold no model as they are: adapters, outputs of trainers, parts, pointers, damaged configs."""
+
+import importlib.util
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from isoloss import fisher_trace
+from isoloss.errors import IsolossError
+from isoloss.languages.config import TeacherConfig
+from isoloss.loading import load_model, quiet
+
+# peft asks transformers by a name that it is about to drop
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+INPUT = torch.tensor([[1, 2, 3, 4]])
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 3\n"
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=12, **sizes)).eval()
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    with quiet():
+        model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def sharded(model, tmp_path):
+    with quiet():
+        model.save_pretrained(tmp_path / "sharded", max_shard_size=4096)
+    return tmp_path / "sharded"
+
+
+def refused(message, folder):
+    with pytest.raises(IsolossError, match=message) as caught:
+        load_model(folder, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# --- adapters
+
+
+def adapted(base, config):
+    """An adapter as after some training, with its base."""
+    with quiet():
+        model = get_peft_model(LlamaForCausalLM.from_pretrained(base), config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]),
+        LoraConfig(r=2, target_modules=["v_proj"], modules_to_save=["lm_head"], use_dora=True),
+    ],
+    ids=["lora", "dora and a head"],
+)
+def test_an_adapter_is_merged_into_its_base(config, model, folder, tmp_path):
+    expected = adapted(folder, config)
+    expected.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    loaded = load_model(tmp_path / "adapter", device="cpu")
+    assert (loaded.kind, loaded.architecture, loaded.name) == ("causal", "LlamaForCausalLM", str(tmp_path / "adapter"))
+    torch.testing.assert_close(loaded.model(INPUT).logits, expected(INPUT).logits)
+    assert (loaded.model(INPUT).logits - model(INPUT).logits).abs().max() > 0.01
+    # its flatness is over all weights of the merged model
+    merged = LlamaForCausalLM(model.config).eval()
+    merged.load_state_dict(loaded.model.state_dict())
+    batch = {"input_ids": torch.arange(24).view(6, 4) % 12, "labels": torch.arange(24).view(6, 4) % 12}
+    assert fisher_trace(loaded.model, [batch]).value == fisher_trace(merged, [batch]).value
+
+
+def test_an_adapter_can_be_a_teacher(folder, tmp_path):
+    expected = adapted(folder, LoraConfig(r=2, target_modules=["q_proj"]))
+    expected.save_pretrained(tmp_path / "adapter")
+    teacher = TeacherConfig(checkpoint=str(tmp_path / "adapter"), tokens=(3, 4, 5), length=4, start_id=1).build()
+    base = TeacherConfig(checkpoint=str(folder), tokens=(3, 4, 5), length=4, start_id=1).build()
+    assert teacher.config.content != base.config.content
+
+
+def test_adapters_that_cannot_be_merged(folder, tmp_path, monkeypatch):
+    adapter, config = tmp_path / "adapter", tmp_path / "adapter" / "adapter_config.json"
+    adapted(folder, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(adapter)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    more = {**weights, "base_model.model.lm_head.lora_A.weight": torch.ones(2, 16)}
+    save_file(more, adapter / "adapter_model.safetensors")
+    refused("weights in .* are not those of its adapter_config.json: base_model.model.lm_head.lora_A.weight$", adapter)
+    save_file(dict([weights.popitem()]), adapter / "adapter_model.safetensors")
+    refused(r"are not those of its adapter_config.json: base_model.model.model.layers.0.self_attn.q_proj.lora", adapter)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refused(f"adapter is an adapter of {folder}, which PEFT merges into it: pip install peft$", adapter)
+    monkeypatch.undo()
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    refused(f"is an adapter of {folder} without adapter_model.safetensors$", adapter)
+    edit(config, base_model_name_or_path=str(tmp_path / "gone"))
+    (adapter / "adapter_model.bin").rename(adapter / "adapter_model.safetensors")
+    refused("adapter is an adapter of .*gone: there is no checkpoint .*gone: it is not a folder", adapter)
+    edit(config, base_model_name_or_path=None)
+    refused("names no base_model_name_or_path", adapter)
+    shutil.copy(config, folder)
+    refused(r"holds a whole model and an adapter \(adapter_config.json\): move one of them", folder)
+
+
+def test_a_prompt_is_not_merged(folder, tmp_path):
+    prompt = adapted(folder, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    prompt.save_pretrained(tmp_path / "prompt")
+    refused(r"is an adapter \(PROMPT_TUNING\) that cannot be merged into", tmp_path / "prompt")
+
+
+# --- folders around checkpoints, parts and pointers
+
+
+def test_the_output_of_a_trainer_names_its_last_checkpoint(folder, tmp_path):
+    output = tmp_path / "output"
+    for step in (500, 1000):
+        shutil.copytree(folder, output / f"checkpoint-{step}")
+    message = f"no config.json; name a checkpoint in it, such as {output}/checkpoint-1000$"
+    refused(message, output)
+    shutil.copy(folder / "config.json", output)
+    refused(f"has no weights: name a checkpoint in it, such as {output}/checkpoint-1000$", output)
+
+
+def test_what_git_leaves_of_a_file_without_lfs(folder):
+    (folder / "model.safetensors").write_text(POINTER)
+    refused(
+        f"model.safetensors is a pointer of Git LFS, not the file itself: git -C {folder} lfs pull gets it$", folder
+    )
+
+
+def test_parts_of_weights_name_the_command_that_joins_them(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model_fsdp_0").mkdir()
+    (folder / "pytorch_model_fsdp_0" / "__0_0.distcp").touch()
+    refused(f"has no weights: FSDP .*: accelerate merge-weights {folder}/pytorch_model_fsdp_0 {folder}$", folder)
+    (folder / "global_step10").mkdir()
+    (folder / "pytorch_model.bin").touch()
+    refused(
+        "DeepSpeed keeps weights in parts, and its zero_to_fp32.py, which puts them together, is not there$", folder
+    )
+    (folder / "zero_to_fp32.py").touch()
+    refused(f": python {folder}/zero_to_fp32.py {folder} {folder} --safe_serialization$", folder)
+
+
+def test_shards_without_their_index_or_one_of_them(model, sharded):
+    shards = sorted(sharded.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    torch.testing.assert_close(load_model(sharded, device="cpu").model(INPUT).logits, model(INPUT).logits)
+    shards[1].rename(sharded / "away")
+    refused(f"lacks {shards[1].name}, which its model.safetensors.index.json names: copy or download it too$", sharded)
+    (sharded / "model.safetensors.index.json").unlink()
+    refused(f"has no weights: {shards[0].name} is a part, and model.safetensors.index.json, which", sharded)
+    for path in sharded.glob("*.safetensors"):
+        path.rename(sharded / "consolidated.safetensors")
+    refused("there is no model.safetensors in it, but consolidated.safetensors$", sharded)
+
+
+def test_an_index_names_safetensors_beside_it_alone(sharded, tmp_path):
+    index = sharded / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    name, shard = next(iter(weight_map.items()))
+    torch.save(load_file(sharded / shard), sharded / "pytorch_model.bin")
+    shutil.copy(sharded / shard, tmp_path / "outside.safetensors")
+    for other in ("pytorch_model.bin", "../outside.safetensors", str(tmp_path / "outside.safetensors"), 3):
+        edit(index, weight_map={**weight_map, name: other})
+        refused(f"names the file '{other}': it must be a .*safetensors file beside it$", sharded)
+    edit(index, weight_map=[])
+    refused("has no weight_map, which says what file each weight is in$", sharded)
+
+
+def test_a_config_that_names_other_weights(folder):
+    edit(folder / "config.json", transformers_weights="other.safetensors")
+    refused(r"config.json names other weights than model.safetensors \(transformers_weights\)", folder)
+
+
+# --- configs
+
+
+@pytest.mark.parametrize("architectures", ["LlamaForCausalLM", 3, [3]])
+def test_architectures_that_are_no_names(architectures, folder):
+    edit(folder / "config.json", architectures=architectures)
+    refused("config.json is not a model's config: its architectures are .*, no list of names$", folder)
+
+
+@pytest.mark.parametrize("model_type", [["llama"], {"llama": 1}, 3])
+def test_a_model_type_that_is_no_name(model_type, folder):
+    edit(folder / "config.json", model_type=model_type)
+    refused("config.json is not a model's config: its model_type is .*, which is no name$", folder)
