@@ -56,7 +56,7 @@ def test_the_error_is_that_of_leaving_out_each_cluster():
 
 def test_clusters_of_one_size_have_the_error_of_the_delta_method():
     a = torch.rand(9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    value, stderr = ratio(a, torch.full((9,), 4))
+    _, stderr = ratio(a, torch.full((9,), 4))
     assert stderr == pytest.approx(float((a / 4).std()) / 3, rel=1e-14)
     assert ratio_estimate(a, torch.full((9,), 4), unit="nats", method="ratio").freedom == 8
 

@@ -126,7 +126,8 @@ class ControlledClusters:
             by_fold = torch.stack([left[folds == fold].T @ right[folds == fold] for fold in range(FOLDS)])
             return by_fold.sum(dim=0) - by_fold
 
-        d, m, one = self.controls_by_sequence, self.positions_by_sequence[:, None], torch.ones(len(a), 1, dtype=torch.float64)
+        d, m = self.controls_by_sequence, self.positions_by_sequence[:, None]
+        one = torch.ones(len(a), 1, dtype=torch.float64)
         ratios = others(one, a) / others(one, m)  # (F, 1, K)
         products = others(d, a) - ratios * others(d, m)
         moments = others(d, d)

@@ -108,14 +108,15 @@ class ClusteredRatioEstimator:
     The last r controls may be measured from means that are estimates themselves, those of an auxiliary sample
     (`isoloss.flatness.engine.auxiliary_sample.AuxiliarySample`). With n_b the sequences of cluster b, R moves by
     g = sum_b n_b beta_{f(b)} / sum_b m_b for each unit that a mean is wrong by, so that g^T C g with the covariance C
-    of the means joins the squared error. All but the first N / 16 controls are left out, all where the auxiliary sample has fewer than twice as
-    many sequences as the clusters, and where Hotelling's T^2 says that the clusters were not drawn as the auxiliary
-    sample was (chance below 1e-9). Else it is all of them, the first one or none, whichever has the smallest error,
-    unless a number is given.
+    of the means joins the squared error. These controls are left out beyond the first N / 16 of all, where the
+    auxiliary sample has fewer than twice as many sequences as the clusters, and where Hotelling's T^2 says that the
+    clusters were not drawn as the auxiliary sample was (chance below 1e-9). Else it is all of them, the first one or
+    none, whichever has the smallest error, unless a number is given.
 
     Clusters that depend on each other are put together in blocks when the result is taken (`SequenceClusters.blocks`):
     the error is then the larger one of that over clusters and that over G blocks, whose residuals are the sums of their
-    clusters', as their sizes are. The value does not change. All squared norms are kept: 8 bytes for each sequence and parameter.
+    clusters', as their sizes are. The value does not change. All squared norms are kept: 8 bytes for each sequence and
+    parameter.
 
     Args:
         num_parameters: K.
