@@ -78,6 +78,7 @@ def effective_samples(sizes: torch.Tensor) -> float:
         >>> effective_samples(torch.tensor([3.0, 3.0, 3.0])), effective_samples(torch.tensor([8.0, 1.0, 1.0]))
         (3.0, 1.5151515151515151)
     """
+    sizes = sizes.double()
     return float(sizes.sum() ** 2 / sizes.square().sum())
 
 
