@@ -231,7 +231,7 @@ class ClusteredRatioEstimator:
         clusters = first.argsort().argsort()[index]  # in order of appearance
         k = self._num_parameters
         a, m, d = rows[:, :k], rows[:, k], rows[:, k + 1 :]
-        predicting = len((clusters if blocks is None else blocks[clusters])[m > 0].unique())
+        predicting = len(torch.unique((clusters if blocks is None else blocks[clusters])[m > 0]))
         if len(a) and not predicting:
             raise IsolossError(NOTHING_PREDICTED)
         if predicting < 2:
