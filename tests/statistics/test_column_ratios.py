@@ -38,16 +38,16 @@ def filled(a, m, d, documents, *, auxiliary=True, **options):
 
 
 class Slow:
-    """Everything from the stored clusters: the coefficients by lstsq, for one weighted sum at a time."""
+    """Everything from the stored rows: the coefficients by lstsq, for one weighted sum at a time."""
 
     def __init__(self, a, m, d, documents, *, auxiliary=True):
-        last = int(documents[-1]) + 1
-        self.a, self.m, self.d, self.n = (
-            np.stack([values[documents == document].double().numpy().sum(axis=0) for document in range(last)])
-            for values in (a, m, d, torch.ones(len(m)))
-        )
-        self.folds = np.arange(last) % FOLDS
+        self.a, self.m, self.d = (values.double().numpy() for values in (a, m, d))
+        self.documents = documents.numpy()
+        self.folds = self.documents % FOLDS
         self.covariance = COVARIANCE.numpy() if auxiliary else np.zeros((0, 0))
+
+    def by_document(self, values):
+        return np.bincount(self.documents, values)
 
     def coefficients(self, sums, fold):
         rest = self.folds != fold
@@ -61,18 +61,18 @@ class Slow:
 
     def estimate(self, by_fold):
         """Value, error, influence; the clusters of fold f have the weights by_fold[f]."""
-        total, count, r = self.m.sum(), len(self.m), len(self.covariance)
+        total, m, r = self.m.sum(), self.by_document(self.m), len(self.covariance)
         each = [self.adjusted(self.a @ weights) for weights in by_fold]
         adjusted = np.array([each[fold][b] for b, fold in enumerate(self.folds)])
         value = adjusted.sum() / total
         slopes = sum(
-            self.n[self.folds == fold].sum() * self.coefficients(self.a @ by_fold[fold], fold)[len(self.d[0]) - r :]
+            (self.folds == fold).sum() * self.coefficients(self.a @ by_fold[fold], fold)[len(self.d[0]) - r :]
             for fold in range(FOLDS)
         )
-        squares = np.array([(x - value * m) ** 2 for x, m in zip(adjusted, self.m, strict=True)])
+        count, moves = len(m), (self.by_document(adjusted) - value * m) / (total - m)
         of_means = slopes @ self.covariance @ slopes / total**2
-        stderr = math.sqrt(squares.sum() * count / (count - 1) / total**2 + of_means)
-        return value, stderr, (adjusted - value * self.m) * count / total
+        stderr = math.sqrt((moves**2).sum() * (count - 1) / count + of_means)
+        return value, stderr, moves * (count - 1)
 
     def without(self, fold, column):
         rest = self.folds != fold

@@ -1,12 +1,14 @@
-"""Ratios and means against closed forms, a simulation and the jackknife."""
+"""Ratios and means against closed forms, a simulation, and ratios that leave out a cluster."""
 
 import math
 
 import pytest
 import torch
+from scipy.special import stdtrit
 
 from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Z95
+from isoloss.statistics.paired import paired_difference
 from isoloss.statistics.ratio import ratio, ratio_estimate, subset_deviation
 
 
@@ -21,10 +23,10 @@ def test_a_mean_is_the_mean_with_s_over_root_n():
 
 
 def test_a_ratio_by_hand():
-    # r = 12 / 6 = 2; residuals 1, -2, 1; sqrt(3 / 2 * 6) / 6
+    # r = 12 / 6 = 2; without each cluster 9 / 5, 10 / 4, 5 / 3; sqrt(2 / 3 * (1 / 25 + 1 / 4 + 1 / 9))
     value, stderr = ratio([3.0, 2.0, 7.0], [1, 2, 3])
     assert value == pytest.approx(2.0)
-    assert stderr == pytest.approx(math.sqrt(9) / 6)
+    assert stderr == pytest.approx(math.sqrt(361 / 1350))
 
 
 def test_a_ratio_of_proportional_values_has_no_error():
@@ -37,17 +39,37 @@ def test_scale_and_repetition():
     value, stderr = ratio(a, b)
     assert ratio(3 * a, 2 * b) == pytest.approx((1.5 * value, 1.5 * stderr), rel=1e-12)
     # each cluster four times: the same value, the error of n (n - 1) -> 4n (4n - 1)
-    assert ratio(a.repeat(4), b.repeat(4)) == pytest.approx((value, stderr * math.sqrt(49 / 199)), rel=1e-12)
+    value, stderr = ratio(a, torch.full((50,), 3))
+    repeated = ratio(a.repeat(4), torch.full((200,), 3))
+    assert repeated == pytest.approx((value, stderr * math.sqrt(49 / 199)), rel=1e-12)
 
 
-def test_the_error_agrees_with_the_jackknife():
+def test_the_error_is_that_of_leaving_out_each_cluster():
     generator = torch.Generator().manual_seed(1)
-    b = torch.randint(1, 6, (400,), generator=generator).double()
-    a = b * torch.rand(400, generator=generator, dtype=torch.float64)
-    _, stderr = ratio(a, b)
-    left_out = (a.sum() - a) / (b.sum() - b)
-    jackknife = math.sqrt(399 / 400 * float((left_out - left_out.mean()).square().sum()))
-    assert stderr == pytest.approx(jackknife, rel=0.01)
+    a, b = torch.rand(9, generator=generator), torch.tensor([40, 1, 2, 7, 7, 0, 3, 12, 1])
+    value, stderr = ratio(a * b, b)
+    left_out = [ratio((a * b)[torch.arange(9) != i], b[torch.arange(9) != i])[0] for i in range(9)]
+    assert stderr**2 == pytest.approx(8 / 9 * sum((each - value) ** 2 for each in left_out), rel=1e-6)
+    residuals = a * b - value * b
+    assert stderr > 1.5 * math.sqrt(9 / 8 * float(residuals.square().sum())) / 73  # the delta method's
+
+
+def test_clusters_of_one_size_have_the_error_of_the_delta_method():
+    a = torch.rand(9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    _, stderr = ratio(a, torch.full((9,), 4))
+    assert stderr == pytest.approx(float((a / 4).std()) / 3, rel=1e-14)
+    assert ratio_estimate(a, torch.full((9,), 4), unit="nats", method="ratio").freedom == 8
+
+
+def test_clusters_of_unequal_sizes_have_fewer_degrees_of_freedom():
+    sizes = torch.tensor([8.0, 1.0, 1.0, 2.0])
+    estimate = ratio_estimate(sizes * torch.arange(4), sizes, unit="nats", method="ratio")
+    assert (estimate.samples, estimate.freedom) == (4, pytest.approx(144 / 70 - 1))
+    half = (estimate.ci95[1] - estimate.ci95[0]) / 2
+    assert half == pytest.approx(float(stdtrit(144 / 70 - 1, 0.975)) * estimate.stderr)
+    assert paired_difference(estimate, estimate).freedom == estimate.freedom
+    one = ratio_estimate([1.0, 2.0, 3.0], [100, 1, 1], unit="nats", method="ratio")
+    assert one.freedom == 1  # fewer have no interval
 
 
 def test_the_interval_covers_the_true_ratio():
@@ -82,7 +104,7 @@ def test_the_deviation_of_subsets():
         ([1.0], [1], "at least 2 independent samples, not 1"),
         ([], [], "at least 2 independent samples, not 0"),
         ([1.0, 2.0], [1], "2 numerators do not match 1 denominators"),
-        ([1.0, 2.0], [0, 0], r"the denominators add up to 0\.0"),
+        ([1.0, 2.0], [0, 3], "at least 2 denominators above 0, not 1"),
     ],
 )
 def test_refusals(a, b, sentence):

@@ -36,17 +36,23 @@ def filled(a, m, d, documents=None, sizes=(7, 1, 20), auxiliary=None, groups=Non
     return estimator
 
 
-def reference(a, m, d):
-    """The same, cluster by cluster: each fold's coefficients by lstsq over the clusters of all others."""
+def summed(values, clusters):
+    """The sums of each cluster's rows."""
+    return np.stack([np.asarray(values)[np.asarray(clusters) == cluster].sum(0) for cluster in np.unique(clusters)])
+
+
+def reference(a, m, d, clusters=None):
+    """The same, slowly: each fold's coefficients by lstsq over the rows of all others' clusters."""
+    clusters = np.arange(len(a)) if clusters is None else np.asarray(clusters)
     a, m, d = (x.double().numpy() for x in (a, m, d))
-    n = len(a)
-    folds = np.arange(n) % FOLDS
+    folds = clusters % FOLDS
     adjusted = a.copy()
     for fold in range(FOLDS):
         rest = folds != fold
         y = a[rest] - a[rest].sum(0) / m[rest].sum() * m[rest, None]
         beta = np.linalg.lstsq(d[rest], y, rcond=None)[0]
         adjusted[~rest] -= d[~rest] @ beta
+    adjusted, m = summed(adjusted, clusters), summed(m, clusters)
     ratios = adjusted.sum(0) / m.sum()
     errors = [ratio.ratio(column, m)[1] for column in adjusted.T]
     value, stderr = ratio.ratio(adjusted.sum(1), m)
@@ -141,11 +147,42 @@ def test_documents_are_clusters_wherever_batches_end():
     a, m, d = random_rows(120)
     documents = torch.arange(120) // 3 * 7 % 41  # ids in no order; a document is three sequences
     result = filled(a, m, d, documents).result()
-    summed = [x.reshape(40, 3, *x.shape[1:]).sum(1) for x in (a, m, d)]
-    whole = filled(*summed).result()
-    assert result.value == pytest.approx(whole.value, rel=1e-12)
-    assert result.stderr == pytest.approx(whole.stderr, rel=1e-12)
+    value, stderr, _, errors = reference(a, m, d, torch.arange(120) // 3)
+    assert (result.value, result.stderr) == pytest.approx((value, stderr), rel=1e-12)
+    np.testing.assert_allclose(result.by_parameter_stderr, errors, rtol=1e-9)
     assert len(result.influence) == 40
+
+
+def test_few_documents_have_the_coefficients_that_their_sequences_give():
+    a, m, d = random_rows(360)
+    a[:, 0] += d @ torch.tensor([3.0, 2.0], dtype=torch.float64)
+    documents = torch.arange(360) // 30
+    result = filled(a, m, d, documents).result()
+    value, stderr, *_ = reference(a, m, d, documents)
+    assert (result.value, result.stderr) == pytest.approx((value, stderr), rel=1e-12)
+    assert stderr < 0.8 * filled(a, m, d[:, :0], documents).result().stderr
+
+
+def test_a_long_document_does_not_take_more_coefficients_than_the_others_give():
+    a, m, d = random_rows(360)
+    documents = torch.cat([torch.zeros(320, dtype=torch.int64), torch.arange(1, 41)])
+    # outside of the fold of the first document there are 35 sequences: two coefficients, not three
+    expected = reference(a, m, d, documents)
+    result = filled(a, m, torch.cat([d, d.flip(0)[:, :1]], dim=1), documents).result()
+    assert (result.value, result.stderr) == pytest.approx(expected[:2], rel=1e-12)
+
+
+def test_unequal_documents_have_the_error_of_leaving_out_each():
+    a, m, d = random_rows(60)
+    documents = torch.repeat_interleave(torch.arange(6), torch.tensor([30, 2, 5, 12, 1, 10]))
+    result = filled(a, m, d[:, :0], documents).result()
+    left_out = torch.stack([a[documents != i].sum(0) / m[documents != i].sum() for i in range(6)])
+    errors = (5 / 6 * (left_out - result.by_parameter).square().sum(0)).sqrt()
+    np.testing.assert_allclose(result.by_parameter_stderr, errors, rtol=1e-10)
+    assert result.stderr == pytest.approx(float((5 / 6 * (left_out.sum(1) - result.value).square().sum()).sqrt()))
+    np.testing.assert_allclose(result.influence, 5 * (result.value - left_out.sum(1)), rtol=1e-9)
+    sizes = torch.from_numpy(summed(m, documents)).double()
+    assert result.effective_samples == pytest.approx(float(sizes.sum() ** 2 / sizes.square().sum()))
 
 
 def test_looking_does_not_end_a_document():
@@ -169,8 +206,8 @@ def test_influence_gives_the_error_of_a_difference():
     expected = ratio.ratio(noise.sum(1), m)
     difference = second.influence - first.influence
     assert second.value - first.value == pytest.approx(expected[0], rel=1e-9)
-    assert float(difference.std() / math.sqrt(101)) == pytest.approx(expected[1], rel=1e-9)
-    assert float(first.influence.std() / math.sqrt(101)) == pytest.approx(first.stderr, rel=1e-12)
+    for influence, stderr in ((difference, expected[1]), (first.influence, first.stderr)):
+        assert math.sqrt(float(influence.square().sum()) / (101 * 100)) == pytest.approx(stderr, rel=1e-9)
 
 
 def test_a_cluster_that_decides_the_error_is_seen():
@@ -258,16 +295,16 @@ def auxiliary_rows(n, seed=0):
     return a, m, d, torch.arange(n) // 2
 
 
-def reference_with_auxiliary(a, m, d, sequences, covariance):
-    """The same as `reference`, and what the error of the auxiliary's means adds; a, m, d and sequences by cluster."""
-    value, stderr, _, errors = reference(a, m, d)
-    folds, n = np.arange(len(a)) % FOLDS, sequences.double().numpy()
+def reference_with_auxiliary(a, m, d, documents, covariance):
+    """The same as `reference`, and what the error of the auxiliary's means adds."""
+    value, stderr, _, errors = reference(a, m, d, documents)
+    folds = documents.numpy() % FOLDS
     slopes = 0
     for fold in range(FOLDS):
         rest = folds != fold
         y = (a[rest] - a[rest].sum(0) / m[rest].sum() * m[rest, None]).numpy()
         beta = np.linalg.lstsq(d[rest].numpy(), y, rcond=None)[0][-len(covariance) :]
-        slopes = slopes + n[~rest].sum() * beta / float(m.sum())
+        slopes = slopes + (~rest).sum() * beta / float(m.sum())
     total = slopes.sum(axis=1)
     squares = np.array([error**2 for error in errors]) + np.diag(slopes.T @ np.array(covariance) @ slopes)
     return value, math.sqrt(stderr**2 + float(total @ np.array(covariance) @ total)), np.sqrt(squares)
@@ -277,15 +314,12 @@ def test_the_error_of_the_means_joins_that_of_the_clusters():
     a, m, d, documents = auxiliary_rows(202)
     covariance = [[0.002, 0.001], [0.001, 0.004]]
     result = filled(a, m, d, documents, auxiliary=auxiliary_of(covariance, 404, 2), groups=[0, 1, 1]).result()
-    rows = [x.reshape(101, 2, *x.shape[1:]).sum(dim=1) for x in (a, m, d)]
-    twice = torch.full((101,), 2)
-    value, stderr, errors = reference_with_auxiliary(*rows, twice, covariance)
-    assert stderr > 1.05 * reference(*rows)[1]
+    value, stderr, errors = reference_with_auxiliary(a, m, d, documents, covariance)
+    assert stderr > 1.05 * reference(a, m, d, documents)[1]
     assert (result.value, result.stderr) == pytest.approx((value, stderr), rel=1e-11)
     np.testing.assert_allclose(result.by_parameter_stderr, errors, rtol=1e-9)
-    grouped = reference_with_auxiliary(
-        torch.stack([rows[0][:, 0], rows[0][:, 1:].sum(1)], 1), *rows[1:], twice, covariance
-    )
+    by_group = torch.stack([a[:, 0], a[:, 1:].sum(1)], 1)
+    grouped = reference_with_auxiliary(by_group, m, d, documents, covariance)
     np.testing.assert_allclose(result.by_group_stderr, grouped[2], rtol=1e-9)
     assert (result.samples, result.auxiliary_controls, result.auxiliary_differs) == (101, (True, True), False)
     assert result.influence.shape == (103,)
@@ -405,8 +439,7 @@ def test_a_cluster_is_whatever_has_its_number_wherever_it_stands():
     a, m, d = random_rows(120)
     numbers = torch.arange(120) % 40
     found = filled(a, m, d, numbers).result()
-    sums = [x.reshape(3, 40, *x.shape[1:]).sum(dim=0) for x in (a, m, d)]
-    value, stderr, ratios, errors = reference(*sums)
+    value, stderr, ratios, errors = reference(a, m, d, numbers)
     assert (found.value, found.stderr, found.samples) == pytest.approx((value, stderr, 40), rel=1e-12)
     np.testing.assert_allclose(found.by_parameter, ratios, rtol=1e-10)
     np.testing.assert_allclose(found.by_parameter_stderr, errors, rtol=1e-9)
@@ -422,15 +455,16 @@ def test_an_error_over_blocks_is_that_of_the_sums_of_residuals_where_it_is_the_l
     for labels, is_larger in ((order, True), (torch.arange(60) % 2, False)):
         blocks = int(labels.max()) + 1
         found = filled(a, m, none).result(labels)
-        sums = torch.zeros(blocks, 3, dtype=torch.float64).index_add_(0, labels, residuals)
-        expected = (blocks / (blocks - 1) * sums.sum(dim=1).square().sum()).sqrt() / m.sum()
+        sums, sizes = (torch.from_numpy(summed(values, labels)) for values in (residuals, m))
+        moves = sums / (m.sum() - sizes)[:, None]  # of the ratios, without each block
+        expected = ((blocks - 1) / blocks * moves.sum(dim=1).square().sum()).sqrt()
         assert (float(expected) > plain.stderr) == is_larger
         assert (found.value, found.samples) == (plain.value, blocks)
         assert found.stderr == pytest.approx(max(float(expected), plain.stderr), rel=1e-12)
-        by_parameter = (blocks / (blocks - 1) * sums.square().sum(dim=0)).sqrt() / m.sum()
+        by_parameter = ((blocks - 1) / blocks * moves.square().sum(dim=0)).sqrt()
         expected = torch.maximum(by_parameter, plain.by_parameter_stderr)
         np.testing.assert_allclose(found.by_parameter_stderr, expected, rtol=1e-10)
-        torch.testing.assert_close(found.influence, sums.sum(dim=1) * blocks / m.sum())
+        torch.testing.assert_close(found.influence, moves.sum(dim=1) * (blocks - 1))
         columns = filled(a, m, none).columns(labels).weighted(torch.ones(3))
         assert columns[:2] == pytest.approx((found.value, found.stderr), rel=1e-12)
 

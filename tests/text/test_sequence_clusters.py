@@ -12,7 +12,6 @@ from isoloss import compare, fisher_trace
 from isoloss.evaluation.loss import text_loss
 from isoloss.flatness import FlatnessCallback
 from isoloss.run_config import ObjectiveConfig
-from isoloss.statistics.estimate import student95
 from isoloss.text.clusters import SequenceClusters
 from isoloss.text.packing import pack
 
@@ -192,12 +191,12 @@ def test_coverage_on_short_documents_end_to_end(shared_data):
     for seed, name in enumerate("ab"):
         torch.manual_seed(seed)
         config = GPT2Config(
-            vocab_size=1000, n_positions=32, n_embd=16, n_layer=1, n_head=1, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            vocab_size=1000, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
             bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
         model = GPT2LMHeadModel(config)
         optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-        for step in range(150):
+        for step in range(1000):  # after few steps, a few rows have hundreds of times the usual trace
             batch = ids[torch.randint(len(ids), (64,), generator=torch.Generator().manual_seed(step))]
             optimizer.zero_grad()
             model(batch, labels=batch).loss.backward()
@@ -211,6 +210,7 @@ def test_coverage_on_short_documents_end_to_end(shared_data):
         found = [
             compare(models, [{**batch, "documents": of} if with_documents else batch])
             for batch, of in zip(cut, of_rows, strict=False)
+            if len(of.unique()) > 1
         ]
         quantities = {
             "trace": [each.models[0].trace for each in found],
@@ -220,9 +220,9 @@ def test_coverage_on_short_documents_end_to_end(shared_data):
         }
         for name, estimates in quantities.items():
             mean = float(np.average([e.value for e in estimates], weights=[e.num_predictions for e in estimates]))
-            inside = [abs(e.value - mean) < student95(e.samples - 1) * e.stderr for e in estimates]
+            inside = [e.ci95[0] < mean < e.ci95[1] for e in estimates]
             covered[name, with_documents] = float(np.mean(inside))
     print(len(cut), covered)
     for (_, with_documents), share in covered.items():
-        # 4 standard errors of a share of so many below 88 and 92 %
-        assert share > (0.92 if with_documents else 0.88) - 4 * 0.03
+        low, high = (0.92, 0.97) if with_documents else (0.88, 0.98)
+        assert low - 0.05 < share < high + 0.03  # two standard errors of a share of so many

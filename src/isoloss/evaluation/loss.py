@@ -175,6 +175,7 @@ def text_loss(
             loss,
             stderr=max(loss.stderr, by_block.stderr),
             samples=by_block.samples,
+            effective_samples=by_block.effective_samples,
             influence=by_block.influence,
             details={**loss.details, "clusters": blocks.name},
         )

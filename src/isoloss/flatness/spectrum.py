@@ -22,7 +22,7 @@ from isoloss.flatness.engine.accumulation import UNIT, Accumulation, Options, Pr
 from isoloss.flatness.engine.curvature_products import Lanczos, MeanLoss, Product
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.ratio import influence
+from isoloss.statistics.ratio import effective_samples, influence
 
 _PROBES = 8
 _RTOL = 1e-3  # of the largest eigenvalue
@@ -118,13 +118,15 @@ def largest_eigenvalues(
         x /= x.norm()
         value = float(values[-number])
         residual_norm = float((product(x) - value * x).norm())
-        _, psi = influence(*loss.quadratic_forms(x, hessian=matrix == "hessian"))
+        forms, positions = loss.quadratic_forms(x, hessian=matrix == "hessian")
+        _, psi = influence(forms, positions)
         n = len(psi)
         estimates.append(
             Estimate(
                 value=value,
                 stderr=math.sqrt(float(psi.square().sum()) / (n * (n - 1)) + residual_norm**2),
                 samples=n,
+                effective_samples=effective_samples(positions),
                 unit=UNIT,
                 num_predictions=loss.num_positions,
                 method=f"eigenvalue {number} of the {_NAMES[matrix]}, Lanczos",

@@ -1,6 +1,6 @@
 """Ratios of columns of cluster sums with cross-fitted control variates, and of any weighted sum of the columns.
 
-Shapes: K columns, C control variates, r of them with means from an auxiliary sample, F folds, N clusters.
+Shapes: K columns, C control variates, r of them with means from an auxiliary sample, F folds, n sequences, N clusters.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+
+from isoloss.statistics.ratio import by_leaving_out
 
 FOLDS = 8
 _ROWS_AT_ONCE = 4096  # of the clusters' sums, in a product with a sparse matrix
@@ -31,17 +33,41 @@ class FittedColumns(NamedTuple):
 class ControlledClusters:
     """Clusters and their controls, by which ratios are estimated; see `ClusteredRatioEstimator` for the formulas."""
 
-    folds: torch.Tensor  # (N,) int64
-    positions: torch.Tensor  # (N,) m
-    controls: torch.Tensor  # (N, C) d, with zeros where a control is not used
-    sequences: torch.Tensor  # (N,)
+    clusters: torch.Tensor  # (n,) int64 the cluster of each sequence, from 0
+    positions_by_sequence: torch.Tensor  # (n,) the positions of each sequence
+    controls_by_sequence: torch.Tensor  # (n, C) d, with zeros where a control is not used
     covariance: torch.Tensor  # (r, r) of the errors of the last controls' means
     blocks: torch.Tensor | None = None  # (N,) int64 the block of each cluster; None: clusters are independent
 
     @cached_property
+    def number(self) -> int:
+        """N."""
+        return int(self.clusters.max()) + 1
+
+    @cached_property
+    def folds(self) -> torch.Tensor:
+        """(N,) int64 the fold of each cluster."""
+        return torch.arange(self.number) % FOLDS
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """(N,) m."""
+        return self.summed(self.positions_by_sequence)
+
+    @cached_property
+    def controls(self) -> torch.Tensor:
+        """(N, C) d."""
+        return self.summed(self.controls_by_sequence)
+
+    @cached_property
+    def sizes(self) -> torch.Tensor:
+        """(G,) the positions of each block; where there are none, of each cluster."""
+        return self._in_blocks(self.positions)
+
+    @property
     def samples(self) -> int:
         """G, the number of blocks; where there are none, N."""
-        return len(self.folds) if self.blocks is None else int(self.blocks.max()) + 1
+        return len(self.sizes)
 
     @cached_property
     def total(self) -> float:
@@ -58,13 +84,25 @@ class ControlledClusters:
     @cached_property
     def by_fold(self) -> torch.Tensor:
         """(F,) the number of sequences."""
-        return torch.zeros(FOLDS, dtype=torch.float64).index_add_(0, self.folds, self.sequences)
+        return self.folds[self.clusters].bincount(minlength=FOLDS).double()
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """Return (N, ...): the clusters' sums of values (n, ...) of the sequences."""
+        if self.number == len(values):  # each sequence is a cluster
+            return values
+        return values.new_zeros(self.number, *values.shape[1:]).index_add_(0, self.clusters, values)
+
+    def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
+        if self.blocks is None:
+            return values
+        sums = values.new_zeros(int(self.blocks.max()) + 1, *values.shape[1:])
+        return sums.index_add_(0, self.blocks, values)
 
     def columns(self, a: torch.Tensor) -> FittedColumns:
-        """Return the estimates of columns, given the clusters' sums a (N, K)."""
+        """Return the estimates of columns, given what each sequence adds to them, a (n, K)."""
         total, known = self.total, self.controls.shape[1] - len(self.covariance)
         beta = self._coefficients(a)
-        residuals = a.clone()
+        residuals = self.summed(a).clone()
         sums = torch.zeros(FOLDS, a.shape[1], dtype=torch.float64)
         for fold in range(FOLDS):
             own = self.folds == fold
@@ -77,14 +115,19 @@ class ControlledClusters:
         return FittedColumns(beta, slopes, ratios, sums, self.stderr(residuals, slopes, influence))
 
     def _coefficients(self, a: torch.Tensor) -> torch.Tensor:
-        """Return (F, C, K): for each fold, the least-squares coefficients of a - R m on d over all other folds."""
+        """Return (F, C, K): for each fold, the least-squares coefficients of a - R m on d over all other folds.
+
+        Over sequences, whatever clusters they are in: of few clusters, no coefficients can be had.
+        """
+        folds = self.folds[self.clusters]
 
         def others(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
             """Return the products (F, ., .) of columns, summed over all folds but each."""
-            by_fold = torch.stack([left[self.folds == fold].T @ right[self.folds == fold] for fold in range(FOLDS)])
+            by_fold = torch.stack([left[folds == fold].T @ right[folds == fold] for fold in range(FOLDS)])
             return by_fold.sum(dim=0) - by_fold
 
-        d, m, one = self.controls, self.positions[:, None], torch.ones(len(a), 1, dtype=torch.float64)
+        d, m = self.controls_by_sequence, self.positions_by_sequence[:, None]
+        one = torch.ones(len(a), 1, dtype=torch.float64)
         ratios = others(one, a) / others(one, m)  # (F, 1, K)
         products = others(d, a) - ratios * others(d, m)
         moments = others(d, d)
@@ -105,18 +148,15 @@ class ControlledClusters:
 
     def influence_of(self, residuals: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
         """Return (G + r, K): the influences of ratios with residuals (N, K) and slopes (r, K)."""
-        if self.blocks is not None:
-            sums = residuals.new_zeros(self.samples, residuals.shape[1])
-            residuals = sums.index_add_(0, self.blocks, residuals)
-        g = self.samples
-        return torch.cat([residuals * (g / self.total), self.root.T @ slopes * math.sqrt(g * (g - 1))])
+        g, of_blocks = self.samples, by_leaving_out(self._in_blocks(residuals), self.sizes)
+        return torch.cat([of_blocks, self.root.T @ slopes * math.sqrt(g * (g - 1))])
 
     def stderr(self, residuals: torch.Tensor, slopes: torch.Tensor, influence: torch.Tensor) -> torch.Tensor:
         """Return (K,): the errors over the clusters or, where these are larger, over the blocks."""
-        of_blocks = influence.square().sum(dim=0) / (self.samples * (self.samples - 1))
-        n = len(residuals)
-        of_clusters = residuals.square().sum(dim=0) * (n / (n - 1) / self.total**2)
-        return torch.maximum(of_blocks, of_clusters + (self.root.T @ slopes).square().sum(dim=0)).sqrt()
+        n, g = self.number, self.samples
+        of_clusters = by_leaving_out(residuals, self.positions).square().sum(dim=0) / (n * (n - 1))
+        of_clusters += (self.root.T @ slopes).square().sum(dim=0)
+        return torch.maximum(influence.square().sum(dim=0) / (g * (g - 1)), of_clusters).sqrt()
 
 
 class Weighted(NamedTuple):

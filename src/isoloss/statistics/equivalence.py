@@ -102,7 +102,7 @@ def _interval(difference: Estimate, alpha: float) -> tuple[float, float]:
         return difference.value, difference.value
     if difference.samples < 2:
         raise IsolossError(f"a test of equivalence needs at least 2 independent samples, not {difference.samples}")
-    half = float(stdtrit(difference.samples - 1, 1 - alpha)) * difference.stderr
+    half = float(stdtrit(difference.freedom, 1 - alpha)) * difference.stderr
     return difference.value - half, difference.value + half
 
 
@@ -112,4 +112,4 @@ def _p_value(difference: Estimate, margin: float) -> float:
     nearer = abs(difference.value) - margin
     if difference.stderr == 0:
         return float(nearer >= 0)
-    return float(stdtr(difference.samples - 1, nearer / difference.stderr))
+    return float(stdtr(difference.freedom, nearer / difference.stderr))

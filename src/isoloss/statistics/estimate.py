@@ -44,6 +44,9 @@ class Estimate:
         by_layer: Part of `value` by layer, in `unit`: sums of `by_parameter`.
         by_layer_stderr: Their standard errors, in `unit`.
         details: What else was decided: device, dtype, attention kernel, parameters counted, positions, seed.
+        effective_samples: How many samples of one size the interval counts, where samples differ in size, as documents
+            do; None: all of them. For sizes m it is (sum m)^2 / sum m^2
+            (`isoloss.statistics.ratio.effective_samples`).
         influence: (n,) float64, n at least `samples`: what each sample adds to the error, and behind the samples what
             else does, such as the means of an auxiliary sample. `stderr` squared is the sum of the squares over
             `samples * (samples - 1)`, and two estimates on the same samples have a paired difference
@@ -77,6 +80,7 @@ class Estimate:
     by_layer: Mapping[str, float] | None = None
     by_layer_stderr: Mapping[str, float] | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    effective_samples: float | None = None
     influence: NDArray[np.float64] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,9 +95,14 @@ class Estimate:
         return self.stderr == 0 and self.samples == 0
 
     @property
+    def freedom(self) -> float:
+        """The degrees of freedom of the error: `effective_samples` - 1, at least 1; without these, `samples` - 1."""
+        return self.samples - 1 if self.effective_samples is None else max(1.0, self.effective_samples - 1)
+
+    @property
     def ci95(self) -> tuple[float, float]:
-        """The 95 % confidence interval, by Student's t with `samples` - 1 degrees of freedom."""
-        half = student95(self.samples - 1) * self.stderr if self.stderr > 0 else 0.0
+        """The 95 % confidence interval, by Student's t with `freedom` degrees of freedom."""
+        half = student95(self.freedom) * self.stderr if self.stderr > 0 else 0.0
         return self.value - half, self.value + half
 
     def __str__(self) -> str:

@@ -48,7 +48,7 @@ def independent_difference(second: Estimate, first: Estimate) -> IndependentDiff
     """Return second - first with the standard error sqrt(a^2 + b^2), for those of the two.
 
     The degrees of freedom are those of Welch (1938) and Satterthwaite (1946), (a^2 + b^2)^2 / (a^4 / f_a + b^4 / f_b),
-    with f = `samples` - 1 of each. For two means of independent samples it is Welch's t test. Accuracies become
+    with f the `freedom` of each. For two means of independent samples it is Welch's t test. Accuracies become
     percentage points.
 
     Raises:
@@ -68,7 +68,7 @@ def independent_difference(second: Estimate, first: Estimate) -> IndependentDiff
         if estimate.stderr > 0 and estimate.samples < 2:
             raise IsolossError(f"an error needs at least 2 independent samples, not {estimate.samples}")
     scale, unit = (100, "percentage points") if first.unit == "accuracy" else (1, first.unit)
-    squares = [(estimate.stderr**2, estimate.samples - 1) for estimate in (first, second) if estimate.stderr > 0]
+    squares = [(estimate.stderr**2, estimate.freedom) for estimate in (first, second) if estimate.stderr > 0]
     total = math.fsum(square for square, _ in squares)
     return IndependentDifference(
         value=scale * (second.value - first.value),

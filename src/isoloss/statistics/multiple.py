@@ -11,7 +11,7 @@ from isoloss.statistics.estimate import Estimate
 def p_value(difference: Estimate) -> float:
     """Return the two-sided p-value of a difference against 0: `P(|T| > |value| / stderr)`.
 
-    T is Student's with `samples` - 1 degrees of freedom, as the interval: it is below 0.05 just where `ci95` is without
+    T is Student's with the difference's `freedom`, as the interval: it is below 0.05 just where `ci95` is without
     0. Without an error it is 0, and 1 for a difference of 0.
 
     Raises:
@@ -28,7 +28,7 @@ def p_value(difference: Estimate) -> float:
         return float(difference.value == 0)
     if difference.samples < 2:
         raise IsolossError(f"a p-value needs at least 2 independent samples, not {difference.samples}")
-    return 2 * float(stdtr(difference.samples - 1, -abs(difference.value) / difference.stderr))
+    return 2 * float(stdtr(difference.freedom, -abs(difference.value) / difference.stderr))
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

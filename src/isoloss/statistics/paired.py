@@ -23,8 +23,8 @@ def paired_difference(first: Estimate, second: Estimate, *, unit: str | None = N
     """Return the first value minus the second, with the error of the differences within each sample.
 
     With psi_i and psi'_i the influences of sample i, the squared error is the sum of (psi_i - psi'_i)^2 over n (n - 1),
-    plus what the influences leave unexplained of either squared error. The interval is Student's t with n - 1 degrees
-    of freedom. The difference of two exact values is exact.
+    plus what the influences leave unexplained of either squared error. The interval is Student's t with the
+    `freedom` of the first estimate, which is that of the second. The difference of two exact values is exact.
 
     Args:
         first: An estimate with an influence, or an exact one.
@@ -74,7 +74,7 @@ def paired_log_ratio(first: Estimate, second: Estimate) -> Estimate:
 def probability_above_zero(difference: Estimate) -> float:
     """Return the probability that the true value is above 0; 1/2 for an exact 0.
 
-    By Student's t with `samples` - 1 degrees of freedom, as the interval: it is 0.975 where that ends at 0.
+    By Student's t with the difference's `freedom`, as the interval: it is 0.975 where that ends at 0.
 
     Example:
         >>> d = Estimate(value=2.306, stderr=1.0, samples=9, unit="nats", num_predictions=9, method="paired difference")
@@ -85,28 +85,28 @@ def probability_above_zero(difference: Estimate) -> float:
 
     if difference.stderr == 0:
         return 0.5 + 0.5 * ((difference.value > 0) - (difference.value < 0))
-    return float(stdtr(difference.samples - 1, difference.value / difference.stderr))
+    return float(stdtr(difference.freedom, difference.value / difference.stderr))
 
 
 def probabilities_of_smallest(estimates: Sequence[Estimate]) -> list[float]:
     """Return for each of L estimates on the same samples the probability that its true value is the smallest.
 
-    That of the smallest of L numbers with a joint Student's t distribution of n - 1 degrees of freedom, with the
-    estimates as means and the influences' covariance: in closed form for two, from 200,000 draws for more.
+    That of the smallest of L numbers with a joint Student's t distribution of their `freedom`, with the estimates as
+    means and the influences' covariance: in closed form for two, from 200,000 draws for more.
     """
     if len(estimates) == 1:
         return [1.0]
     if len(estimates) == 2:
         first = probability_above_zero(paired_difference(estimates[1], estimates[0]))
         return [first, 1 - first]
-    n = estimates[0].samples
+    n, freedom = estimates[0].samples, estimates[0].freedom
     influences = torch.stack(_influences(estimates))
     root = torch.linalg.qr(influences.T / math.sqrt(n * (n - 1)), mode="r").R  # R^T R is the covariance
     generator = seeds.generator(0, "flattest")
     normals = torch.randn(_DRAWS, len(root), generator=generator, dtype=torch.float64)
-    chi_squared = 2 * torch._standard_gamma(torch.full((_DRAWS, 1), (n - 1) / 2, dtype=torch.float64), generator)
+    chi_squared = 2 * torch._standard_gamma(torch.full((_DRAWS, 1), freedom / 2, dtype=torch.float64), generator)
     drawn = torch.tensor([estimate.value for estimate in estimates], dtype=torch.float64)
-    drawn = drawn + normals @ root * ((n - 1) / chi_squared).sqrt()
+    drawn = drawn + normals @ root * (freedom / chi_squared).sqrt()
     least = drawn.min(dim=1, keepdim=True).values
     smallest = (drawn <= least + _TIE * least.abs()).double()  # equal ones count in parts
     chances: list[float] = (smallest / smallest.sum(dim=1, keepdim=True)).mean(dim=0).tolist()
@@ -145,6 +145,7 @@ def _paired(
         num_predictions=first.num_predictions,
         num_probes=first.num_probes,
         method="paired difference",
+        effective_samples=first.effective_samples,
         influence=influence.numpy(),
     )
 

@@ -14,21 +14,23 @@ Values = torch.Tensor | Sequence[float]
 
 
 def ratio(numerators: Values, denominators: Values) -> tuple[float, float]:
-    """Return sum(a) / sum(b) over independent clusters, and its standard error by the delta method.
+    """Return sum(a) / sum(b) over independent clusters, and its standard error by the jackknife.
 
-    With r = sum(a) / sum(b), the error is sqrt(n / (n - 1) * sum((a_i - r b_i)^2)) / sum(b) (Cochran, Sampling
-    Techniques, section 6.3, for an infinite population). Where every b_i is 1 this is the mean and s / sqrt(n).
+    With r = sum(a) / sum(b) and r_i the same without cluster i, the squared error is (n - 1) / n sum_i (r_i - r)^2,
+    where r - r_i = (a_i - r b_i) / (sum(b) - b_i). Where every b_i is 1 this is the mean and s / sqrt(n). Of few
+    unequal clusters it is larger than the delta method's (Cochran, Sampling Techniques, section 6.3), in which a large
+    cluster pulls r towards itself and so has too small a residual.
 
     Args:
         numerators: (n,) a: what each cluster adds up to, e.g. the nats of all predicted tokens of a sequence.
         denominators: (n,) b: how much it counts, e.g. the number of its predicted tokens.
 
     Raises:
-        IsolossError: Fewer than two clusters, unequal lengths, or denominators that do not add up to more than 0.
+        IsolossError: Fewer than two clusters with a denominator above 0, or unequal lengths.
 
     Example:
-        >>> ratio([1.0, 5.0], [1, 2])
-        (2.0, 0.6666666666666666)
+        >>> ratio([1.0, 5.0], [1, 2])  # 5 / 2 without the first, 1 without the second
+        (2.0, 0.7905694150420949)
     """
     value, psi = influence(numerators, denominators)
     return value, math.sqrt(float(psi.square().sum()) / (len(psi) * (len(psi) - 1)))
@@ -37,12 +39,12 @@ def ratio(numerators: Values, denominators: Values) -> tuple[float, float]:
 def influence(numerators: Values, denominators: Values) -> tuple[float, torch.Tensor]:
     """Return sum(a) / sum(b) as `ratio` does, and (n,) float64: what each cluster adds to its error.
 
-    With n clusters, psi_i = n (a_i - r b_i) / sum(b): the squared error is the sum of psi_i^2 over n (n - 1), and that
-    of the difference of two ratios over the same clusters is the same of psi_i - psi'_i.
+    With n clusters, psi_i = (n - 1) (r - r_i): the squared error is the sum of psi_i^2 over n (n - 1), and that of the
+    difference of two ratios over the same clusters is the same of psi_i - psi'_i.
 
     Example:
         >>> influence([1.0, 5.0], [1, 2])
-        (2.0, tensor([-0.6667,  0.6667], dtype=torch.float64))
+        (2.0, tensor([-0.5000,  1.0000], dtype=torch.float64))
     """
     a = torch.as_tensor(numerators, dtype=torch.float64)
     b = torch.as_tensor(denominators, dtype=torch.float64)
@@ -51,11 +53,33 @@ def influence(numerators: Values, denominators: Values) -> tuple[float, torch.Te
     n = len(a)
     if n < 2:
         raise IsolossError(f"an error bar needs at least 2 independent samples, not {n}")
-    total = float(b.sum())
-    if not total > 0:
-        raise IsolossError(f"the denominators add up to {total}; they must add up to more than 0")
-    value = float(a.sum()) / total
-    return value, (a - value * b) * (n / total)
+    if (positive := int((b > 0).sum())) < 2:
+        raise IsolossError(f"an error bar needs at least 2 denominators above 0, not {positive}")
+    value = float(a.sum()) / float(b.sum())
+    return value, by_leaving_out(a - value * b, b)
+
+
+def by_leaving_out(residuals: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Return (n, ...): the influences of ratios with residuals (n, ...) over clusters of these sizes (n,).
+
+    n - 1 times what the ratio changes by with each cluster: `residuals * n / sum(sizes)` where all are of one size.
+    """
+    others = (sizes.sum() - sizes).view(-1, *[1] * (residuals.ndim - 1))
+    return residuals * ((len(sizes) - 1) / others)
+
+
+def effective_samples(sizes: torch.Tensor) -> float:
+    """Return how many clusters of one size tell as much as clusters of these sizes (n,): (sum m)^2 / sum m^2.
+
+    It is Kish's effective sample size (Survey Sampling, 1965), and one more than the degrees of freedom
+    of the error: Satterthwaite's (1946), for clusters with a variance that grows with their size.
+
+    Example:
+        >>> effective_samples(torch.tensor([3.0, 3.0, 3.0])), effective_samples(torch.tensor([8.0, 1.0, 1.0]))
+        (3.0, 1.5151515151515151)
+    """
+    sizes = sizes.double()
+    return float(sizes.sum() ** 2 / sizes.square().sum())
 
 
 def ratio_estimate(numerators: Values, denominators: Values | None = None, *, unit: str, method: str) -> Estimate:
@@ -75,6 +99,7 @@ def ratio_estimate(numerators: Values, denominators: Values | None = None, *, un
         unit=unit,
         num_predictions=int(b.sum()),
         method=method,
+        effective_samples=None if denominators is None else effective_samples(b),
         influence=psi.cpu().numpy(),
     )
 

@@ -17,10 +17,12 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.model_checks import NOTHING_PREDICTED
 from isoloss.statistics.column_ratios import FOLDS, ColumnRatios, ControlledClusters, FittedColumns
+from isoloss.statistics.ratio import effective_samples
 
-_FEWEST = 4 * FOLDS  # clusters in which a control is not 0, for a coefficient that is worth fitting
+_FEWEST = 4 * FOLDS  # sequences in which a control is not 0, for a coefficient that is worth fitting
 _HARMFUL = 2  # times the error without controls: more is chance, and none is used
-_CLUSTERS_A_CONTROL = 16  # or more, as each coefficient that is fitted adds its own noise
+_SEQUENCES_A_CONTROL = 14  # or more outside of each fold, as each coefficient that is fitted adds its own noise
+_CLUSTERS_A_CONTROL = 16  # or more, of an auxiliary sample's, which say how clusters differ
 _FEWEST_AUXILIARY = 2  # times the measured sequences: a mean over fewer is hardly better known
 _UNLIKE = 1e-9  # the chance that sequences drawn as the auxiliary sample was are as far from its mean
 
@@ -37,6 +39,7 @@ class ClusteredRatio:
     # standard error is the root of the sum of their squares over n (n - 1), or that over clusters where it is larger;
     # that of the difference of two values on the same samples and means is the same of the differences
     influence: torch.Tensor
+    effective_samples: float  # as of an `Estimate`
     part: float  # the sum of `by_parameter` over the parameters of the part
     part_stderr: float  # its standard error
     part_influence: torch.Tensor  # (n + r,) float64, as `influence`
@@ -90,26 +93,30 @@ class ClusteredRatioEstimator:
     For a cluster b let a_b be its squared norms, m_b its predicted positions and d_b its controls: C numbers with
     expectation 0 whatever the data. For any coefficients beta that do not depend on cluster b, a_b - beta d_b has the
     expectation of a_b. The ratio is R = sum_b (a_b - beta_{f(b)} d_b) / sum_b m_b with the clusters dealt into F folds
-    and beta_f the least-squares coefficients of a - R m on d over all folds but f ("cross-fitting"), so that it is
-    unbiased as the plain ratio is. Its error is that of a ratio (Cochran, Sampling Techniques, section 6.3) with
-    residuals a_b - beta_{f(b)} d_b - R m_b. Least squares is linear in a, so the same formula for each parameter
+    and beta_f the least-squares coefficients of a - R m on d over the sequences of all folds but f ("cross-fitting"),
+    so that it is unbiased as the plain ratio is. Least squares is linear in a, so the same formula for each parameter
     tensor's part of a gives values that add up to R.
 
-    A control that is other than 0 in fewer than 32 clusters has the coefficient 0, and of the rest, all but the first
-    N / 16 have. Where the error is more than twice that without any control, as a few clusters with enormous controls
-    make it, all have.
+    The error is the jackknife's (`isoloss.statistics.ratio.ratio`): with residuals r_b = a_b - beta_{f(b)} d_b - R m_b
+    and M = sum_b m_b, R changes by r_b / (M - m_b) without cluster b, and the squared error is (N - 1) / N times the
+    sum of these squares. Clusters of one size have that of a ratio by the delta method.
+
+    A control that is other than 0 in fewer than 32 sequences has the coefficient 0, and of the rest, all but the first
+    n / 14 have, with n the sequences outside of the largest fold: N / 16 where each sequence is a cluster. Where the
+    error is more than twice that without any control, as a few clusters with enormous controls make it, all have.
 
     The last r controls may be measured from means that are estimates themselves, those of an auxiliary sample
     (`isoloss.flatness.engine.auxiliary_sample.AuxiliarySample`). With n_b the sequences of cluster b, R moves by
     g = sum_b n_b beta_{f(b)} / sum_b m_b for each unit that a mean is wrong by, so that g^T C g with the covariance C
-    of the means joins the squared error. These controls are left out where the auxiliary sample has fewer than twice as
-    many sequences as the clusters, and where Hotelling's T^2 says that the clusters were not drawn as the auxiliary
-    sample was (chance below 1e-9). Else it is all of them, the first one or none, whichever has the smallest error,
-    unless a number is given.
+    of the means joins the squared error. These controls are left out beyond the first N / 16 of all, where the
+    auxiliary sample has fewer than twice as many sequences as the clusters, and where Hotelling's T^2 says that the
+    clusters were not drawn as the auxiliary sample was (chance below 1e-9). Else it is all of them, the first one or
+    none, whichever has the smallest error, unless a number is given.
 
     Clusters that depend on each other are put together in blocks when the result is taken (`SequenceClusters.blocks`):
     the error is then the larger one of that over clusters and that over G blocks, whose residuals are the sums of their
-    clusters'. The value does not change. All squared norms are kept: 8 bytes for each sequence and parameter.
+    clusters', as their sizes are. The value does not change. All squared norms are kept: 8 bytes for each sequence and
+    parameter.
 
     Args:
         num_parameters: K.
@@ -212,45 +219,35 @@ class ClusteredRatioEstimator:
 
     def columns(self, blocks: torch.Tensor | None = None) -> ColumnRatios:
         """Return what gives the estimate of any weighted sum of the parameters."""
-        _, fit, fitted, a = self._best(blocks)
-        return ColumnRatios(fit, fitted, a)
+        _, fit, fitted = self._best(blocks)
+        return ColumnRatios(fit, fitted, fit.summed(torch.cat(self._rows)[:, : self._num_parameters]))
 
-    def _by_cluster(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the clusters' sums a (N, K), m (N,) and d (N, C), and their sequences (N,), in order of appearance."""
-        self._rows, self._clusters = [torch.cat(self._rows)], [torch.cat(self._clusters)]
-        (rows,), (clusters,) = self._rows, self._clusters
-        _, index, sizes = torch.unique(clusters, return_inverse=True, return_counts=True)
-        if len(sizes) < len(rows) or not bool((clusters[1:] > clusters[:-1]).all()):
-            order = torch.full_like(sizes, len(rows)).scatter_reduce_(0, index, torch.arange(len(rows)), "amin")
-            ranks = order.argsort().argsort()
-            rows = rows.new_zeros(len(sizes), rows.shape[1]).index_add_(0, ranks[index], rows)
-            sizes = sizes[order.argsort()]
-        k = self._num_parameters
-        return rows[:, :k], rows[:, k], rows[:, k + 1 :], sizes.double()
-
-    def _best(
-        self, blocks: torch.Tensor | None
-    ) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns, torch.Tensor]:
+    def _best(self, blocks: torch.Tensor | None) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
         """Return the result with as many of the auxiliary sample's controls as make its error smallest."""
-        a, m, d, sequences = self._by_cluster()
-        predicting = int((m > 0).sum())
+        self._rows, self._clusters = [torch.cat(self._rows)], [torch.cat(self._clusters)]
+        (rows,), (given,) = self._rows, self._clusters
+        _, index, sizes = torch.unique(given, return_inverse=True, return_counts=True)
+        first = torch.full_like(sizes, len(rows)).scatter_reduce_(0, index, torch.arange(len(rows)), "amin")
+        clusters = first.argsort().argsort()[index]  # in order of appearance
+        k = self._num_parameters
+        a, m, d = rows[:, :k], rows[:, k], rows[:, k + 1 :]
+        predicting = len(torch.unique((clusters if blocks is None else blocks[clusters])[m > 0]))
         if len(a) and not predicting:
             raise IsolossError(NOTHING_PREDICTED)
         if predicting < 2:
             raise IsolossError(
                 f"an error bar needs at least 2 independent sequences or documents, not {predicting} (with a label)"
             )
-        used, unlike = self._used(sequences, d)
+        used, unlike = self._used(ControlledClusters(clusters, m, d, self._auxiliary.covariance))
         known = len(used) - len(self._auxiliary.covariance)
         available = int(used[known:].sum())
         wanted = (0, 1, available) if self._auxiliary.number is None else (self._auxiliary.number,)
         numbers = sorted({min(number, available) for number in wanted})
         order = torch.cat([torch.zeros(known, dtype=torch.int64), used[known:].cumsum(dim=0)])
-        folds = torch.arange(len(a)) % FOLDS
 
-        def fitted(used: torch.Tensor) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns, torch.Tensor]:
-            fit = ControlledClusters(folds, m, d * used, sequences, self._auxiliary.covariance, blocks)
-            return (*self._fitted(a, fit, used, unlike=unlike), a)
+        def fitted(used: torch.Tensor) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
+            fit = ControlledClusters(clusters, m, d * used, self._auxiliary.covariance, blocks)
+            return self._fitted(a, fit, used, unlike=unlike)
 
         best = min((fitted(used & (order <= number)) for number in numbers), key=lambda fitted: fitted[0].stderr)
         if not bool(used.any()):
@@ -261,18 +258,18 @@ class ClusteredRatioEstimator:
     def _fitted(
         self, a: torch.Tensor, fit: ControlledClusters, used: torch.Tensor, *, unlike: bool
     ) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
-        """Return the result of clusters with these controls (C,)."""
+        """Return the result of sequences' squared norms a (n, K) with these controls (C,)."""
         fitted = fit.columns(a)
         by_group = a.new_zeros(len(a), int(self._groups.max()) + 1 if len(self._groups) else 0)
         for groups in self._groups.view(-1, a.shape[1]):
             by_group.index_add_(1, groups, a)
-        of_groups = fit.columns(by_group)
+        of_groups, sums = fit.columns(by_group), fit.summed(a)
 
         def summed(columns: torch.Tensor) -> tuple[float, float, torch.Tensor]:
             """Return the ratio of the clusters' sums over columns, its error and its influence."""
             value = math.fsum(fitted.ratios[columns].tolist())
             beta, slopes = fitted.beta[:, :, columns].sum(dim=2), fitted.slopes[:, columns].sum(dim=1)
-            return value, *fit.influence(a[:, columns].sum(dim=1), beta, slopes, value)
+            return value, *fit.influence(sums[:, columns].sum(dim=1), beta, slopes, value)
 
         value, stderr, influence = summed(torch.arange(len(fitted.ratios)))
         part, part_stderr, part_influence = summed(self._part)
@@ -282,6 +279,7 @@ class ClusteredRatioEstimator:
             by_parameter=fitted.ratios,
             by_parameter_stderr=fitted.stderr,
             influence=influence,
+            effective_samples=effective_samples(fit.sizes),
             part=part,
             part_stderr=part_stderr,
             part_influence=part_influence,
@@ -293,14 +291,18 @@ class ClusteredRatioEstimator:
         )
         return result, fit, fitted
 
-    def _used(self, sequences: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    def _used(self, fit: ControlledClusters) -> tuple[torch.Tensor, bool]:
         """Return which controls (C,) may have coefficients, and whether the auxiliary sample differs."""
+        d, n = fit.controls_by_sequence, len(fit.clusters)
         known = d.shape[1] - len(self._auxiliary.covariance)
         used = (d != 0).sum(dim=0) >= _FEWEST
-        used[known:] &= self._auxiliary.num_sequences >= _FEWEST_AUXILIARY * float(sequences.sum())
-        used &= used.cumsum(dim=0) <= len(d) // _CLUSTERS_A_CONTROL
+        used[known:] &= self._auxiliary.num_sequences >= _FEWEST_AUXILIARY * n
+        most = torch.full((len(used),), fit.number // _CLUSTERS_A_CONTROL)
+        most[:known] = (n - int(fit.by_fold.max())) // _SEQUENCES_A_CONTROL  # n / 16 where each is a cluster
+        used &= used.cumsum(dim=0) <= most
         chosen = used[known:]
-        unlike = _chance(sequences, d[:, known:][:, chosen], self._auxiliary.covariance[chosen][:, chosen]) < _UNLIKE
+        features, covariance = fit.controls[:, known:][:, chosen], self._auxiliary.covariance[chosen][:, chosen]
+        unlike = _chance(fit.clusters.bincount().double(), features, covariance) < _UNLIKE
         used[known:] &= not unlike
         return used, unlike
 

@@ -90,13 +90,14 @@ def at_same_loss(difference: Estimate, change: Estimate, slope: Estimate, *, sam
     if same_clusters:
         of_slope = dataclasses.replace(_times(slope, change.value), value=0.0)  # its error alone
         return dataclasses.replace(paired_difference(together, of_slope), **about)
-    parts = [(together.stderr**2, together.samples - 1), ((change.value * slope.stderr) ** 2, slope.samples - 1)]
+    parts = [(together.stderr**2, together.freedom), ((change.value * slope.stderr) ** 2, slope.freedom)]
     square = math.fsum(part for part, _ in parts)
     squares = math.fsum(part**2 / freedom for part, freedom in parts if part > 0)
     return dataclasses.replace(
         together,
         stderr=math.sqrt(square),
         samples=1 + round(square**2 / squares) if squares > 0 else together.samples,
+        effective_samples=None,
         influence=None,
         **about,
     )

@@ -177,6 +177,7 @@ def _paired(value: float, influence: np.ndarray[Any, Any], like: Estimate) -> Es
         num_predictions=like.num_predictions,
         num_probes=like.num_probes,
         method="paired difference" if n else "exact difference",
+        effective_samples=like.effective_samples,
     )
 
 

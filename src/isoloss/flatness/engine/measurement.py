@@ -203,10 +203,14 @@ class Measurement(Accumulation):
 
     def result(self) -> ClusteredRatio:
         """Return what the estimate is made of."""
+        first, *rest = self._results()
+        return first.plus(rest[0]) if rest else first
+
+    def _results(self) -> list[ClusteredRatio]:
+        """Return the result of each sum."""
         blocks = self.blocks()
         labels = None if blocks is None else blocks.labels
-        first, *rest = (estimator.result(labels) for estimator in self._estimators)
-        return first.plus(rest[0]) if rest else first
+        return [estimator.result(labels) for estimator in self._estimators]
 
     def columns(self) -> ColumnRatios:
         """Return the ratios of the columns of a source with `splits`, and what estimates of their sums are made of."""
@@ -372,6 +376,7 @@ class Measurement(Accumulation):
             value=result.value,
             stderr=result.stderr,
             samples=result.samples,
+            effective_samples=result.effective_samples,
             unit=UNIT,
             num_predictions=position.positions,
             num_probes=source.num_probes,
@@ -426,8 +431,7 @@ class Measurement(Accumulation):
     def _of_parts(self) -> dict[str, float]:
         """Return the value and the error of each of two sums."""
         details: dict[str, float] = {}
-        for name, estimator in zip(self._source.parts, self._estimators, strict=False):
-            result = estimator.result()
+        for name, result in zip(self._source.parts, self._results(), strict=False):
             details |= {name: result.value, f"{name}_stderr": result.stderr}
         return details
 
