@@ -10,26 +10,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import logging
 
 import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
 from isoloss import files
 from isoloss.errors import IsolossError, require
+from isoloss.model_checks import is_causal_class, run_on_ids
 from isoloss.runs import check_weights, refuse_run
 
 Kind = Literal["masked", "causal"]
-Attention = Literal["sdpa", "eager"]
+Attention = Literal["auto", "sdpa", "eager"]
 
-_MASKED = ("ForMaskedLM", "ForPreTraining")
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
-# these number positions from their padding id + 1 on, so that fewer are left than the config says
-_POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta"}
-_POSITIONS_AFTER_PADDING |= {"roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+_AUTO: dict[Kind, tuple[Any, Any]] = {
+    "masked": (MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM),
+    "causal": (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
+}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _STEP = re.compile(r"step-\d+|ema")  # the checkpoints of a run
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -92,7 +93,7 @@ def load_model(
     revision: str | None = None,
     device: str | torch.device = "auto",
     dtype: torch.dtype | None = None,
-    attention: Attention = "sdpa",
+    attention: Attention = "auto",
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint that has a language-modeling head.
@@ -103,7 +104,8 @@ def load_model(
         revision: A branch, tag or commit of a model on the hub; None: what `checkpoint` says, else the main branch.
         device: Where the model goes; a name as for `resolve_device`.
         dtype: Type of the weights; None: float32.
-        attention: Attention kernel; second derivatives need `eager`.
+        attention: Attention kernel; `auto`: `sdpa` where the architecture has it, else `eager`. The model's
+            `config._attn_implementation` says which it got.
         trust_remote_code: Whether code that comes with the checkpoint may run.
 
     Returns:
@@ -155,12 +157,16 @@ def load_model(
         }
         config = AutoConfig.from_pretrained(name, **options)
         kind, architecture = _kind(config, name)
-        auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
-        model, info = auto.from_pretrained(
+        known, cls = _AUTO[kind]
+        if type(config) not in known and not hasattr(config, "auto_map"):  # the text part of a multimodal model, or all
+            cls = getattr(transformers, architecture, cls)
+        model, info = cls.from_pretrained(
             name,
             config=config,
             dtype=dtype or torch.float32,
-            attn_implementation=attention,
+            attn_implementation=None if attention == "auto" else attention,
+            # grouped products, which transformers would choose for experts, are not for float64
+            experts_implementation="eager" if dtype == torch.float64 else None,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # told below, by name
             output_loading_info=True,
@@ -175,26 +181,11 @@ def load_model(
     dropped = {key for key in info["unexpected_keys"] if _without_numbers(key) in numbered}
     if dropped:  # other keys, such as those of a pooler, belong to parts that this task does not have
         raise IsolossError(f"{name} holds more layers than its config.json says: {_some(dropped)}")
-    if kind == "causal" and type(model.config) in MODEL_FOR_MASKED_LM_MAPPING and not model.config.is_decoder:
-        raise IsolossError(
-            f"{name} is a {architecture} without is_decoder in its config.json, so it sees the tokens it predicts"
-        )
+    model = model.to(target).eval()
+    if kind == "causal":
+        _check_causal(model, name)
     full_name = name if revision is None else f"{name}@{revision}"
-    return LoadedModel(model=model.to(target).eval(), kind=kind, name=full_name, architecture=architecture)
-
-
-def max_length(config: Any) -> int | None:
-    """Return how many tokens a model takes at most, or None where its config sets no bound.
-
-    Example:
-        >>> from transformers import BertConfig, RobertaConfig
-        >>> max_length(BertConfig(max_position_embeddings=512)), max_length(RobertaConfig(max_position_embeddings=514))
-        (512, 512)
-    """
-    positions: int | None = getattr(config, "max_position_embeddings", None)
-    if positions is not None and config.model_type in _POSITIONS_AFTER_PADDING:
-        positions -= config.pad_token_id + 1
-    return positions
+    return LoadedModel(model=model, kind=kind, name=full_name, architecture=architecture)
 
 
 @contextlib.contextmanager
@@ -266,8 +257,7 @@ def _clear_errors(name: str, revision: str | None, *, is_online: bool) -> Iterat
     except SafetensorError as error:
         raise IsolossError(f"the weights in {name} are damaged: {error}") from error
     except Exception as error:  # what a config can get wrong has no common class, some of it is the hub's own
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines or [type(error).__name__])[0]
+        reason = _reason(error)
         if isinstance(error, KeyError):
             reason = f"transformers does not know {reason}, which its config.json names"
         unanswered = not is_online and not Path(name).is_dir()
@@ -278,6 +268,11 @@ def _clear_errors(name: str, revision: str | None, *, is_online: bool) -> Iterat
             ) from error
         taken_as = " from what was downloaded before, and the Hugging Face hub does not answer" if unanswered else ""
         raise IsolossError(f"{name} cannot be loaded{taken_as}: {reason}") from error
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines or [type(error).__name__])[0]
 
 
 def _without_numbers(key: str) -> str:
@@ -314,16 +309,29 @@ def _check_folder(folder: Path, *, trust_remote_code: bool) -> None:
 def _kind(config: Any, name: str) -> tuple[Kind, str]:
     architectures = list(config.architectures or ())
     for architecture in architectures:
-        if architecture.endswith(_MASKED):
-            return "masked", architecture
-        # WithLMHeadModel (XLM, FlauBERT) may be either, so its name decides nothing
-        if architecture.endswith(_CAUSAL) and not architecture.endswith("WithLMHeadModel"):
-            return "causal", architecture
+        causal = is_causal_class(architecture, config)
+        if causal is not None:
+            return "causal" if causal else "masked", architecture
     what = f"is a {', '.join(architectures)}" if architectures else "names no architecture in its config.json"
     raise IsolossError(
-        f"{name} {what}: a model with a language-modeling head is needed, one whose architecture ends in "
-        "ForMaskedLM, ForCausalLM or LMHeadModel"
+        f"{name} {what}: a model with a language-modeling head is needed and no encoder-decoder, one whose "
+        "architecture ends in ForMaskedLM, ForCausalLM or LMHeadModel, or one of text and images around such a model"
     )
+
+
+def _check_causal(model: Any, name: str) -> None:
+    """Refuse a model whose logits change with a later token: it sees what it would be scored on."""
+    ids = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0]])
+    try:
+        first, second = run_on_ids(model, ids)[:, :-1].float()
+    except Exception as error:
+        raise IsolossError(
+            f"{name} is a {type(model).__name__} that does not run on token ids alone: {_reason(error)}"
+        ) from error
+    rounding = 100 * max(torch.finfo(dtype).eps for dtype in (model.dtype, torch.float32))
+    if (first - second).abs().max() > rounding * first.abs().max():
+        decoder = " without is_decoder in its config.json" if not getattr(model.config, "is_decoder", True) else ""
+        raise IsolossError(f"{name} is a {type(model).__name__}{decoder}: it sees the tokens that it would predict")
 
 
 def _some(names: set[str], most: int = 3) -> str:

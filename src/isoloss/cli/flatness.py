@@ -74,8 +74,8 @@ class Args:
     """CPU threads; 0: all cores."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the weights."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention kernel."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Attention kernel; auto: sdpa where the architecture has it, else eager."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
     control: bool = False

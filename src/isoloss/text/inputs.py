@@ -15,7 +15,6 @@ import torch
 
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.loading import max_length
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
 from isoloss.text import documents, tokenizers
@@ -120,6 +119,7 @@ def read_inputs(
     checkpoint: str,
     config: Any,
     kind: Kind,
+    max_length: int | None = None,
     tokenizer: PreTrainedTokenizerFast | str | None = None,
     length: int | None = None,
     num_sequences: int | None = None,
@@ -147,8 +147,9 @@ def read_inputs(
     Args:
         data: A `.npy` file, a `.txt` or `.jsonl` file, or a folder of text.
         checkpoint: The model's folder or hub name, where its own tokenizer is looked for.
-        config: The model's transformers config, for its vocabulary, its longest sequence and its padding.
+        config: The model's transformers config, for its vocabulary and its padding.
         kind: Whether the model predicts masked tokens or the next one.
+        max_length: The most tokens that the model takes (`isoloss.model_checks.max_length`); None: any number.
         tokenizer: A tokenizer or what names one; None: the checkpoint's own, which token ids can do without.
         length: Tokens in a row, for text and for ids in one dimension; None: 128, or as many as the model takes.
         num_sequences: Sequences wanted, if there are so many; None: all.
@@ -170,7 +171,7 @@ def read_inputs(
             "file, or a folder"
         )
     text_config = config.get_text_config()
-    length = length or min(_LENGTH, max_length(text_config) or _LENGTH)
+    length = length or min(_LENGTH, max_length or _LENGTH)
     is_text = data.suffix.lower() != ".npy"
     own_tokenizer = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
     if is_text:
@@ -178,7 +179,7 @@ def read_inputs(
         rows, origins, unknown = _from_text(data, own_tokenizer, kind, length)
     else:
         rows, origins, unknown = _from_array(data, length), None, ""
-    _check_rows(rows, data, text_config, checkpoint)
+    _check_rows(rows, data, text_config, max_length, checkpoint)
 
     wanted = len(rows) if num_sequences is None else num_sequences
     drawn = f"{wanted:,} sequences of {rows.shape[1]} tokens drawn from the {len(rows):,} in {data}"
@@ -210,10 +211,10 @@ def read_inputs(
     return replace(make_inputs(_cut(whole, batch_size), kind, description), auxiliary_sample=auxiliary_sample)
 
 
-def check_model(inputs: Inputs, config: Any, checkpoint: str) -> None:
+def check_model(inputs: Inputs, config: Any, max_length: int | None, checkpoint: str) -> None:
     """Raise an `IsolossError` where a model, called `checkpoint`, cannot take inputs that were read for another one."""
     for batch in inputs.batches:
-        _check_rows(batch["input_ids"].numpy(), "the data", config.get_text_config(), checkpoint)
+        _check_rows(batch["input_ids"].numpy(), "the data", config.get_text_config(), max_length, checkpoint)
 
 
 def _cut(whole: Batch, batch_size: int) -> list[Batch]:
@@ -329,11 +330,10 @@ def _from_text(data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, lengt
     return rows, origins, note
 
 
-def _check_rows(rows: Ids, data: Path | str, config: Any, checkpoint: str) -> None:
-    positions = max_length(config)
-    if positions is not None and rows.shape[1] > positions:
+def _check_rows(rows: Ids, data: Path | str, config: Any, max_length: int | None, checkpoint: str) -> None:
+    if max_length is not None and rows.shape[1] > max_length:
         raise IsolossError(
-            f"the sequences have {rows.shape[1]} tokens and {checkpoint} takes {positions} at most: "
+            f"the sequences have {rows.shape[1]} tokens and {checkpoint} takes {max_length} at most: "
             "give a smaller --length, or shorter rows"
         )
     largest = int(rows.max())
