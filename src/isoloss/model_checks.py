@@ -181,11 +181,11 @@ def run_on_ids(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-class _Lookups(TorchDispatchMode):
+class _Lookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the number of rows of each table in which something is looked up for each token, and the last one used."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[tuple[int, int]] = []
 
     def __torch_dispatch__(

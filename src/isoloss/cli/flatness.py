@@ -114,7 +114,8 @@ def main(arguments: list[str]) -> int:
     context = _context(args, models)
     inputs = context.inputs(args.num_sequences, args.settings.seed)
     for model in models:
-        common.note(f"{model.name}: {model.architecture}, {model.kind}; {inputs.description}")
+        kernel = model.config._attn_implementation
+        common.note(f"{model.name}: {model.architecture}, {model.kind}, attention {kernel}; {inputs.description}")
     with common.Progress("loading", None) as bar:
         current = ("", "")
 
