@@ -11,8 +11,10 @@ import argparse
 import contextlib
 import datetime
 import inspect
+import io
 import json
 import os
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -23,6 +25,7 @@ from typing import Any
 for _name in ("OMP", "MKL", "OPENBLAS"):
     os.environ.setdefault(f"{_name}_NUM_THREADS", "1")  # before the libraries are loaded
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from timing import heading, machine, versions  # noqa: E402
@@ -30,10 +33,14 @@ from tiny_models import HEAD, PAD, VARIANTS, VOCABULARY, Architecture, architect
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from isoloss.cli.main import main as isoloss  # noqa: E402
 from isoloss.errors import IsolossError  # noqa: E402
+from isoloss.evaluation.context import ModelInfo, data_context  # noqa: E402
+from isoloss.evaluation.reading import ReadingConfig  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
 from isoloss.flatness import fisher_trace  # noqa: E402
 from isoloss.flatness.engine import control_variates  # noqa: E402
+from isoloss.loading import load_model, quiet  # noqa: E402
 from isoloss.seeds import generator  # noqa: E402
 
 FEWEST = 150  # classes that can be built, or the script no longer fits transformers
@@ -199,17 +206,62 @@ def check(model: nn.Module, *, causal: bool) -> dict[str, Any]:
     }
 
 
+def check_command_line(architecture: Architecture, dtype: torch.dtype) -> dict[str, Any]:
+    """Save a model, measure the folder by `isoloss flatness`, and compare with the enumeration of the model itself.
+
+    Returns:
+        `outcome`, as for `check`, and a `message` that says why it is not right.
+    """
+    model = build(architecture, dtype=dtype)
+    with tempfile.TemporaryDirectory() as folder, orthogonal_signs(2 * VOCABULARY) as num_probes:
+        data, out, said = Path(folder) / "tokens.npy", io.StringIO(), io.StringIO()
+        tokens = torch.randint(3, VOCABULARY - 1, (4, 3), generator=generator(0, "tokens of a file"))
+        tokens[-1, -1] = -1  # padding
+        np.save(data, tokens.numpy())
+        name = str(dtype).removeprefix("torch.")
+        words = ["--num-probes", str(num_probes), "--dtype", name, "--threads", "1"]
+        reading = ReadingConfig(mask_id=None if architecture.causal else VOCABULARY - 1)
+        if reading.mask_id is not None:
+            words += ["--mask-id", str(reading.mask_id)]
+        try:
+            with quiet():
+                model.save_pretrained(folder)
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+                status = isoloss(["flatness", folder, "--data", str(data), "--json", *words])
+            if status:
+                message = said.getvalue().splitlines()[-1].removeprefix("isoloss flatness: ")
+                return {"outcome": "refused", "message": message.removeprefix(folder).strip()}
+            info = ModelInfo.of(load_model(folder, dtype=dtype, device="cpu"))
+        except Exception as error:
+            return {"outcome": "failed", "message": _first_line(error)}
+        inputs = data_context(data, [info], reading, shuffled=False).inputs(512, 0)
+        expected = sum(exact_trace(model, inputs.batches, causal=info.outline.causal).values())
+        found = json.loads(out.getvalue())["models"][0]["estimates"]["trace"]["trace"]["value"]
+    if abs(found - expected) > max(tolerance for tolerance, _ in TOLERANCES.values()) * expected:
+        return {"outcome": "wrong", "message": f"{found:.6g} for {expected:.6g}"}
+    return {"outcome": "right"}
+
+
 def measured(architecture: Architecture) -> dict[str, Any]:
     """Check a class at each variant; one whose own forward or backward pass fails is left out, with the reason."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return {"model": architecture.name, "variants": _variants(architecture, torch.float64)}
+            return _checked(architecture, torch.float64)
         except Exception as first:
             try:  # some compute in float32 whatever their weights are
-                return {"model": architecture.name, "variants": _variants(architecture, torch.float32)}
+                return _checked(architecture, torch.float32)
             except Exception:
                 return {"model": architecture.name, "left_out": _first_line(first)}
+
+
+def _checked(architecture: Architecture, dtype: torch.dtype) -> dict[str, Any]:
+    variants = _variants(architecture, dtype)
+    return {
+        "model": architecture.name,
+        "variants": variants,
+        "command_line": check_command_line(architecture, dtype),
+    }
 
 
 def _variants(architecture: Architecture, dtype: torch.dtype) -> dict[str, Any]:
@@ -246,6 +298,10 @@ def page(record: dict[str, Any]) -> str:
         f"{TOLERANCES[torch.float32][0]:g} where part of it, be it a mask, is in float32. Refused means one clear "
         "sentence, failed any other error. The table of classes gives the relative difference of the trace.",
         "",
+        f"{sum(row['command_line']['outcome'] == 'right' for row in checked)} of them are also measured through the "
+        "command line: the model is saved, `isoloss flatness FOLDER --data tokens.npy` measures it, and its trace "
+        f"agrees with the enumeration within {TOLERANCES[torch.float32][0]:g}. Else the table says why not.",
+        "",
         "| variant | models | right | wrong | failed | refused |",
         "|---|---:|---:|---:|---:|---:|",
     ]
@@ -253,12 +309,15 @@ def page(record: dict[str, Any]) -> str:
         count = outcomes(rows, variant)
         cells = [variant, sum(count.values()), *(count[name] for name in ("right", "wrong", "failed", "refused"))]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", "## Each class", "", f"| class | {' | '.join(VARIANTS)} | computes in | parameters by autograd |"]
-    lines.append("|---|" + "---|" * len(VARIANTS) + "---|---:|")
+    titles = ["class", *VARIANTS, "computes in", "parameters by autograd", "through the command line"]
+    lines += ["", "## Each class", "", f"| {' | '.join(titles)} |"]
+    lines.append("|---|" + "---|" * len(VARIANTS) + "---|---:|---|")
     for row in checked:
         first = row["variants"][VARIANTS[0]]
         slow = f"{first['parameters_by_autograd']} of {first['parameters']}" if "parameters" in first else ""
-        cells = [row["model"], *(_cell(row["variants"].get(variant)) for variant in VARIANTS), first["dtype"], slow]
+        commands = row["command_line"]
+        said = "yes" if commands["outcome"] == "right" else f"{commands['outcome']}: {commands['message']}"
+        cells = [row["model"], *(_cell(row["variants"].get(name)) for name in VARIANTS), first["dtype"], slow, said]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "## Not right", ""]
     lines += [f"- {line}" for row in checked for line in _complaints(row)] or ["None."]
@@ -311,6 +370,8 @@ def main() -> int:
         print(f"{name} ({time.perf_counter() - begun:.1f} s): {', '.join(found) or row['left_out']}", flush=True)
         for line in _complaints(row) if found else ():
             print(f"    {line}", flush=True)
+        if found:
+            print(f"    through the command line: {row['command_line']}", flush=True)
     record = {
         "command": " ".join(
             ["python", "benchmarks/architectures.py", *(["--models", *options.models] if options.models else [])]
@@ -328,6 +389,7 @@ def main() -> int:
     for variant in VARIANTS:
         print(f"{variant}: " + ", ".join(f"{number} {name}" for name, number in outcomes(rows, variant).most_common()))
     bad = [count[name] for variant in VARIANTS for name in ("wrong", "failed") if (count := outcomes(rows, variant))]
+    bad += [row.get("command_line", {}).get("outcome") in ("wrong", "failed") for row in rows]
     if options.models is None and sum(outcomes(rows, VARIANTS[0]).values()) < FEWEST:
         print(f"fewer than {FEWEST} classes could be checked")
         return 1

@@ -64,6 +64,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "DiffLlama": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "Dots1": {"n_shared_experts": 1},
     "Esmc": {"num_key_value_heads": 2},
+    "GotOcr2Vision": {"image_size": 64, "output_channels": 16, "mlp_dim": 24},
     "GPTNeo": {"attention_types": [[["global", "local"], 1]]},
     "GraniteMoeHybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "Lfm2Moe": {"layer_types": ["conv", "full_attention"]},
@@ -76,7 +77,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "axial_pos_shape": [4, 8],
         "axial_pos_embds_dim": [8, 8],
         "hash_seed": 1,
-        "is_decoder": True,
     },
     "RoCBert": {
         "pronunciation_embed_dim": 4,
@@ -117,25 +117,32 @@ def architectures() -> Iterator[Architecture]:
                 yield Architecture(model, config, causal and "XL" not in model.__name__[:3])
 
 
-def tiny_config(kind: type[PretrainedConfig], *, tied: bool | None = None) -> PretrainedConfig:
+def tiny_config(architecture: Architecture, *, tied: bool | None = None) -> PretrainedConfig:
     """Return a config with the usual fields made small."""
-    config = kind(**_fields(kind), **({} if tied is None else {"tie_word_embeddings": tied}))
+    fields = _fields(architecture.config)
+    if tied is not None:
+        fields["tie_word_embeddings"] = tied
+    if hasattr(architecture.config(), "is_decoder"):
+        fields["is_decoder"] = architecture.causal
+    config = architecture.config(**fields)
     config._experts_implementation = "eager"
     return config
 
 
 def _fields(kind: type[PretrainedConfig]) -> dict[str, Any]:
     family = _FAMILIES.get(kind.__name__.removesuffix("Config"), {})
-    known = kind().to_dict()
+    default = kind()
+    known = default.to_dict()
     fields = {name: value for name, value in _FIELDS.items() if name in known}
     if "kv_lora_rank" in known and "num_key_value_heads" in known:
         fields["num_key_value_heads"] = 2  # latent attention has no groups
     kinds = list(dict.fromkeys(known.get("layer_types") or []))
     if len(kinds) > 1:
         fields["layer_types"] = kinds[:2]  # a layer of each kind
-    for name, part in getattr(kind, "sub_configs", {}).items():
-        if isinstance(part, type) and issubclass(part, PretrainedConfig) and part is not PretrainedConfig:
-            fields[name] = _fields(part)
+    for name in getattr(kind, "sub_configs", {}):
+        part = type(getattr(default, name, None))  # which may be one of several
+        if issubclass(part, PretrainedConfig) and part is not PretrainedConfig:
+            fields[name] = _fields(part) | {"model_type": part.model_type}
     return fields | family
 
 
@@ -148,13 +155,13 @@ def build(architecture: Architecture, *, tied: bool | None = None, dtype: torch.
     """Return a tiny model in evaluation mode, with noise on every parameter."""
     if architecture.name in _LEFT_OUT:
         raise ValueError(_LEFT_OUT[architecture.name])
-    config = tiny_config(architecture.config, tied=tied)
+    config = tiny_config(architecture, tied=tied)
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in architecture.model(config).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size:,} parameters are too many")
     torch.manual_seed(1)
-    config = tiny_config(architecture.config, tied=tied)
+    config = tiny_config(architecture, tied=tied)
     model = architecture.model(config)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

@@ -13,28 +13,47 @@ from typing import ClassVar
 import pytest
 import tiny_models
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
     BertForSequenceClassification,
+    BertGenerationConfig,
+    BertGenerationDecoder,
     BertLMHeadModel,
     BertModel,
+    FlaubertConfig,
+    FlaubertWithLMHeadModel,
     FunnelConfig,
     FunnelForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    XLMConfig,
+    XLMWithLMHeadModel,
+    XLNetConfig,
+    XLNetLMHeadModel,
 )
 
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.loading import load_model, quiet, resolve_device
+from isoloss.model_checks import is_causal
 from isoloss.models.architectures import BERT
 from isoloss.run_config import ModelConfig
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
+NEO = {"hidden_size": 16, "num_layers": 2, "num_heads": 1, "attention_types": [[["global", "local"], 1]]}
+KNOWN = {architecture.name: architecture for architecture in tiny_models.architectures()}
+LLAVA = tiny_models.Architecture(transformers.LlavaForConditionalGeneration, transformers.LlavaConfig, True)
 INPUT = torch.tensor([[1, 2, 3, 4]])
 
 
@@ -80,12 +99,38 @@ def test_dtype_and_attention_are_those_asked_for(bert_folder):
     assert load_model(bert_folder).model.config._attn_implementation == "sdpa"
 
 
+def test_attention_is_sdpa_where_the_architecture_has_it_else_eager(tmp_path):
+    neo = saved(GPTNeoForCausalLM(GPTNeoConfig(vocab_size=12, **NEO)), tmp_path / "neo")
+    llama = saved(LlamaForCausalLM(LlamaConfig(vocab_size=12, **TINY)), tmp_path / "llama")
+    for folder, kernel in ((neo, "eager"), (llama, "sdpa")):
+        edit_config(folder, _attn_implementation="flash_attention_2")  # as it was trained, elsewhere
+        assert load_model(folder, device="cpu").model.config._attn_implementation == kernel
+    refused("does not support an attention implementation through", neo, attention="sdpa")
+
+
+def test_experts_compute_in_float64(tmp_path):
+    config = MixtralConfig(vocab_size=12, num_key_value_heads=1, num_local_experts=2, **TINY)
+    model = MixtralForCausalLM(config).double().eval()
+    with torch.no_grad():
+        model.set_experts_implementation("eager")
+        expected = model(INPUT).logits
+        loaded = load_model(saved(model, tmp_path / "model"), dtype=torch.float64, device="cpu")
+        torch.testing.assert_close(loaded.model(INPUT).logits, expected)
+
+
 @pytest.mark.parametrize(
     "model",
     [
         GPT2LMHeadModel(GPT2Config(vocab_size=12, n_embd=16, n_layer=1, n_head=1, n_positions=8)),
         LlamaForCausalLM(LlamaConfig(vocab_size=12, **TINY)),
         BertLMHeadModel(BertConfig(vocab_size=12, is_decoder=True, **TINY)),
+        BertGenerationDecoder(BertGenerationConfig(vocab_size=12, is_decoder=True, bos_token_id=0, **TINY)),
+        XLMWithLMHeadModel(XLMConfig(vocab_size=12, emb_dim=16, n_layers=1, n_heads=1, causal=True)),
+        tiny_models.build(KNOWN["ReformerModelWithLMHead"], dtype=torch.float32),
+        tiny_models.build(KNOWN["Emu3ForCausalLM"], dtype=torch.float32),
+        tiny_models.build(KNOWN["MllamaForCausalLM"], dtype=torch.float32),
+        tiny_models.build(KNOWN["Gemma3ForConditionalGeneration"], dtype=torch.float32),
+        tiny_models.build(LLAVA, dtype=torch.float32),
     ],
     ids=lambda model: type(model).__name__,
 )
@@ -96,6 +141,23 @@ def test_a_causal_model_loads_and_is_causal(model, tmp_path):
     changed[0, -1] = 9
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(INPUT).logits[0, :-1], loaded.model(changed).logits[0, :-1])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        XLMWithLMHeadModel(XLMConfig(vocab_size=12, emb_dim=16, n_layers=1, n_heads=1)),
+        FlaubertWithLMHeadModel(FlaubertConfig(vocab_size=12, emb_dim=16, n_layers=1, n_heads=1)),
+        XLNetLMHeadModel(XLNetConfig(vocab_size=12, d_model=16, n_layer=1, n_head=1, d_inner=32)),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_model_that_sees_both_sides_is_masked_whatever_it_is_called(model, tmp_path):
+    loaded = load_model(saved(model, tmp_path / "model"))
+    assert (loaded.kind, loaded.architecture) == ("masked", type(model).__name__)
+    assert not is_causal(loaded.model)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(INPUT).logits, model.eval()(INPUT).logits)
 
 
 def test_a_published_checkpoint_loads(shared_data):
@@ -452,6 +514,28 @@ def test_a_decoder_that_sees_both_sides(tmp_path):
     folder = saved(BertForMaskedLM(BertConfig(vocab_size=12, **TINY)), tmp_path / "model")
     edit_config(folder, architectures=["BertLMHeadModel"])
     refused("is a BertLMHeadModel without is_decoder", folder)
+
+
+@pytest.mark.parametrize("name", ["BertGenerationDecoder", "CpmAntForCausalLM"])
+def test_a_model_is_run_to_learn_whether_it_sees_ahead(name, tmp_path):
+    model = tiny_models.build(KNOWN[name], dtype=torch.float32)
+    folder = saved(model, tmp_path / "model")
+    if name == "BertGenerationDecoder":
+        edit_config(folder, is_decoder=False)
+    refused(f"is a {name}.*: it sees the tokens that it would predict", folder)
+
+
+def test_encoder_decoders(tmp_path):
+    sizes = {"decoder_layers": 1, "encoder_layers": 1, "decoder_attention_heads": 1, "encoder_attention_heads": 1}
+    config = BartConfig(vocab_size=12, d_model=16, **sizes, decoder_ffn_dim=16, encoder_ffn_dim=16)
+    folder = saved(BartForConditionalGeneration(config), tmp_path / "model")
+    refused("is a BartForConditionalGeneration: .* and no encoder-decoder", folder)
+
+
+def test_a_multimodal_model_that_needs_an_image(bert_folder, tmp_path):
+    blip = tiny_models.Architecture(transformers.Blip2ForConditionalGeneration, transformers.Blip2Config, True)
+    folder = saved(tiny_models.build(blip, dtype=torch.float32), tmp_path / "model")
+    refused("Blip2ForConditionalGeneration that does not run on token ids alone: .*'pixel_values'", folder)
 
 
 def test_an_unknown_model_type(bert_folder):

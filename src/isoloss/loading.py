@@ -12,27 +12,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import logging
 
 import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
 from isoloss import checkpoint_files, files
 from isoloss.early_checks import check_device, check_folder, may_be_hub_name
 from isoloss.errors import IsolossError, require, warn
+from isoloss.model_checks import is_causal_class, run_on_ids
 from isoloss.runs import check_weights
 
 Kind = Literal["masked", "causal"]
-Attention = Literal["sdpa", "eager"]
+Attention = Literal["auto", "sdpa", "eager"]
 
-_MASKED = ("ForMaskedLM", "ForPreTraining")
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
-# these number positions from their padding id + 1 on, so that fewer are left than the config says
-_POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta"}
-_POSITIONS_AFTER_PADDING |= {"roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+_AUTO: dict[Kind, tuple[Any, Any]] = {
+    "masked": (MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM),
+    "causal": (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
+}
 _WRAPPERS = (r"\b_orig_mod\.(module\.)*", r"^(module\.)+")  # what DataParallel and torch.compile add to names
 # masks and positions that older versions of transformers stored, and present ones make themselves
 _CONSTANTS = re.compile(
@@ -97,7 +98,7 @@ def load_model(
     revision: str | None = None,
     device: str | torch.device = "auto",
     dtype: torch.dtype | None = None,
-    attention: Attention = "sdpa",
+    attention: Attention = "auto",
     trust_remote_code: bool = False,
     ignore_unexpected_weights: bool = False,
 ) -> LoadedModel:
@@ -109,7 +110,8 @@ def load_model(
         revision: A branch, tag or commit of a model on the hub; None: what `checkpoint` says, else the main branch.
         device: Where the model goes; a name as for `resolve_device`.
         dtype: Type of the weights; None: float32.
-        attention: Attention kernel; second derivatives need `eager`.
+        attention: Attention kernel; `auto`: `sdpa` where the architecture has it, else `eager`. The model's
+            `config._attn_implementation` says which it got.
         trust_remote_code: Whether code that comes with the checkpoint may run.
         ignore_unexpected_weights: Whether to leave out weights that the checkpoint has for a part of the model and the
             model made from its config.json does not, such as biases. Without them the model is another function. Parts
@@ -173,14 +175,18 @@ def load_model(
         options = {"trust_remote_code": trust_remote_code, **place}
         config = AutoConfig.from_pretrained(name, **options)
         kind, architecture = _kind(config, name)
-        auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
         stored = checkpoint_files.stored_weights(name, place)
         wrappers = {pattern: "" for pattern in _WRAPPERS if any(re.search(pattern, key) for key in stored)}
-        model, info = auto.from_pretrained(
+        known, cls = _AUTO[kind]
+        if type(config) not in known and not hasattr(config, "auto_map"):  # the text part of a multimodal model, or all
+            cls = getattr(transformers, architecture, cls)
+        model, info = cls.from_pretrained(
             name,
             config=config,
             dtype=dtype or torch.float32,
-            attn_implementation=attention,
+            attn_implementation=None if attention == "auto" else attention,
+            # grouped products, which transformers would choose for experts, are not for float64
+            experts_implementation="eager" if dtype == torch.float64 else None,
             use_safetensors=True,
             key_mapping=wrappers or None,
             ignore_mismatched_sizes=True,  # told below, by name
@@ -198,25 +204,10 @@ def load_model(
         del model._weight_conversions  # by which save_pretrained would put the prefixes back
         warn(f"the weights of {name} have prefixes of torch.compile or DataParallel in their names: they are left out")
     _restore_padding(model, stored, wrappers)
-    if kind == "causal" and type(model.config) in MODEL_FOR_MASKED_LM_MAPPING and not model.config.is_decoder:
-        raise IsolossError(
-            f"{name} is a {architecture} without is_decoder in its config.json, so it sees the tokens it predicts"
-        )
-    return LoadedModel(model=model.to(target).eval(), kind=kind, name=full_name, architecture=architecture)
-
-
-def max_length(config: Any) -> int | None:
-    """Return how many tokens a model takes at most, or None where its config sets no bound.
-
-    Example:
-        >>> from transformers import BertConfig, RobertaConfig
-        >>> max_length(BertConfig(max_position_embeddings=512)), max_length(RobertaConfig(max_position_embeddings=514))
-        (512, 512)
-    """
-    positions: int | None = getattr(config, "max_position_embeddings", None)
-    if positions is not None and config.model_type in _POSITIONS_AFTER_PADDING:
-        positions -= config.pad_token_id + 1
-    return positions
+    model = model.to(target).eval()
+    if kind == "causal":
+        _check_causal(model, name)
+    return LoadedModel(model=model, kind=kind, name=full_name, architecture=architecture)
 
 
 @contextlib.contextmanager
@@ -274,8 +265,7 @@ def _clear_errors(name: str, revision: str | None, *, is_online: bool) -> Iterat
     except SafetensorError as error:
         raise IsolossError(f"the weights in {name} are damaged: {error}") from error
     except Exception as error:  # what a config can get wrong has no common class, some of it is the hub's own
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines or [type(error).__name__])[0]
+        reason = _reason(error)
         if isinstance(error, KeyError):
             reason = f"transformers does not know {reason}, which its config.json names"
         unanswered = not is_online and not Path(name).is_dir()
@@ -286,6 +276,11 @@ def _clear_errors(name: str, revision: str | None, *, is_online: bool) -> Iterat
             ) from error
         taken_as = " from what was downloaded before, and the Hugging Face hub does not answer" if unanswered else ""
         raise IsolossError(f"{name} cannot be loaded{taken_as}: {reason}") from error
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines or [type(error).__name__])[0]
 
 
 def _check_unexpected(model: PreTrainedModel, keys: set[str], name: str, *, are_ignored: bool) -> None:
@@ -372,16 +367,29 @@ def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
 def _kind(config: Any, name: str) -> tuple[Kind, str]:
     architectures = list(config.architectures or ())
     for architecture in architectures:
-        if architecture.endswith(_MASKED):
-            return "masked", architecture
-        # WithLMHeadModel (XLM, FlauBERT) may be either, so its name decides nothing
-        if architecture.endswith(_CAUSAL) and not architecture.endswith("WithLMHeadModel"):
-            return "causal", architecture
+        causal = is_causal_class(architecture, config)
+        if causal is not None:
+            return "causal" if causal else "masked", architecture
     what = f"is a {', '.join(architectures)}" if architectures else "names no architecture in its config.json"
     raise IsolossError(
-        f"{name} {what}: a model with a language-modeling head is needed, one whose architecture ends in "
-        "ForMaskedLM, ForCausalLM or LMHeadModel"
+        f"{name} {what}: a model with a language-modeling head is needed and no encoder-decoder, one whose "
+        "architecture ends in ForMaskedLM, ForCausalLM or LMHeadModel, or one of text and images around such a model"
     )
+
+
+def _check_causal(model: Any, name: str) -> None:
+    """Refuse a model whose logits change with a later token: it sees what it would be scored on."""
+    ids = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0]])
+    try:
+        first, second = run_on_ids(model, ids)[:, :-1].float()
+    except Exception as error:
+        raise IsolossError(
+            f"{name} is a {type(model).__name__} that does not run on token ids alone: {_reason(error)}"
+        ) from error
+    rounding = 100 * max(torch.finfo(dtype).eps for dtype in (model.dtype, torch.float32))
+    if (first - second).abs().max() > rounding * first.abs().max():
+        decoder = " without is_decoder in its config.json" if not getattr(model.config, "is_decoder", True) else ""
+        raise IsolossError(f"{name} is a {type(model).__name__}{decoder}: it sees the tokens that it would predict")
 
 
 def _some(names: set[str], most: int = 3) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.auto import modeling_auto
 
 from isoloss.errors import IsolossError, require
 
@@ -76,9 +79,6 @@ def device_of(model: nn.Module) -> torch.device:
     raise IsolossError(f"{type(model).__name__} has no parameters, so there is nothing to measure")
 
 
-_UNSHIFTED = ("XLNetLMHeadModel", "XLMWithLMHeadModel")  # named like causal models, but transformers shifts no labels
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model that `torch.compile` or data parallelism was put around, else the model itself."""
     while True:
@@ -131,20 +131,99 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
                     "use_reentrant=True): switch that off before measuring"
                 ) from error
             raise
+        except AssertionError as error:
+            if "model.train()" in str(error):  # Reformer's reversible layers
+                raise IsolossError(f"{type(inner).__name__} has gradients in training mode only") from error
+            raise
 
 
 def is_causal(model: nn.Module) -> bool:
     """Decide by the class name, then by the config, whether position t predicts token t + 1."""
     model = architecture(model)
-    name = type(model).__name__
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True:
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False) is True:
         raise IsolossError(f"{name} is an encoder-decoder; a masked or causal language model is needed")
-    if "ForMaskedLM" in name:
+    causal = is_causal_class(name, config)
+    if causal is None and getattr(config, "is_decoder", False) is True:
+        return True
+    if causal is None:
+        raise IsolossError(
+            f"{name} does not say whether it predicts masked or next tokens: pass causal=False or causal=True"
+        )
+    return causal
+
+
+# classes whose name does not say it: language models that transformers lists, and those inside a multimodal model
+_CAUSAL = {
+    *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+    *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values(),
+}
+
+
+def is_causal_class(name: str, config: Any) -> bool | None:
+    """Return whether models of the class `name` predict next tokens; False: masked ones; None: neither is known."""
+    if "ForMaskedLM" in name or name.endswith("ForPreTraining"):
         return False
-    if "ForCausalLM" in name or (name.endswith("LMHeadModel") and name not in _UNSHIFTED):
+    if name.endswith("WithLMHeadModel"):  # XLM and FlauBERT
+        return bool(getattr(config, "causal", False))
+    if name == "XLNetLMHeadModel":  # which sees all tokens, but for those that a permutation mask hides
+        return getattr(config, "attn_type", "bi") == "uni"
+    if "ForCausalLM" in name or name.endswith("LMHeadModel"):
         return True
-    if getattr(getattr(model, "config", None), "is_decoder", False) is True:
-        return True
-    raise IsolossError(
-        f"{name} does not say whether it predicts masked or next tokens: pass causal=False or causal=True"
-    )
+    return True if name in _CAUSAL and not getattr(config, "is_encoder_decoder", False) else None
+
+
+def run_on_ids(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits (B, T, V) of token ids (B, T), without gradients and without a cache of keys and values."""
+    without_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids.to(device_of(model)), **without_cache).logits
+    return logits
+
+
+class _Lookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the number of rows of each table in which something is looked up for each token, and the last one used."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # more than one axis: of pairs of tokens, whose distances may be in groups
+        if func is torch.ops.aten.embedding.default and args[1].numel() == max(args[1].shape):
+            self.seen.append((len(args[0]), int(args[1].max())))
+        return func(*args, **(kwargs or {}))
+
+
+def max_length(model: nn.Module) -> int | None:
+    """Return how many tokens a model takes at most, or None where nothing bounds them.
+
+    That is what its config says, or less where a table of positions has fewer rows from the first token's row on:
+    RoBERTa's first position, for one, is the row after its padding id. The rows are those that short sequences use.
+
+    Example:
+        >>> from transformers import RobertaConfig, RobertaForMaskedLM
+        >>> sizes = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+        >>> max_length(RobertaForMaskedLM(RobertaConfig(max_position_embeddings=34, **sizes)))
+        32
+    """
+    model = architecture(model)
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    said = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len", "max_target_positions"))
+    bounds = [number for number in said if isinstance(number, int) and number > 0]
+    token = 2 if getattr(text, "pad_token_id", None) == 0 else 0  # padding may have no position
+    lookups = []
+    for length in (2, 3):
+        with _Lookups() as mode:
+            try:
+                run_on_ids(model, torch.full((1, length), token))
+            except Exception:  # a model that does not run says so where it is measured
+                return min(bounds, default=None)
+        lookups.append(mode.seen)
+    for (rows, last), (_, next_last) in zip(*lookups, strict=False):
+        if next_last == last + 1:  # a table of positions
+            bounds.append(rows - last + 1)
+    return min(bounds, default=None)

@@ -138,7 +138,7 @@ def test_text_that_comes_with_python(capsys, reader):
 
 def test_the_output_says_what_was_measured(capsys, folder):
     out, err = call(capsys, folder / "a", "--data", folder / "ids.npy", "--by-parameter", "--batch-size", "30")
-    assert "LlamaForCausalLM, causal; all 200 sequences of 8 tokens" in err
+    assert "LlamaForCausalLM, causal, attention sdpa; all 200 sequences of 8 tokens" in err
     lines = out.splitlines()
     assert lines[0].startswith("trace: ")
     assert lines[1].endswith("over 200 sequences")

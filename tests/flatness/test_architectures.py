@@ -3,10 +3,12 @@
 import pytest
 import tiny_models
 import torch
-from architectures import check, exact_trace, measured, orthogonal_signs
+import transformers
+from architectures import check, check_command_line, exact_trace, measured, orthogonal_signs
 from plain_gradients import batch_of, build
-from tiny_models import VARIANTS, architectures
+from tiny_models import VARIANTS, Architecture, architectures
 
+from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.engine import control_variates
 from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
@@ -24,6 +26,29 @@ def test_the_trace_equals_the_enumeration_of_all_labels(name):
         assert result["outcome"] == "right", (variant, result)
         assert (result["zeroed"] > 0) is (variant != "perturbed")
     assert len({result["exact"] for result in row["variants"].values()}) > 2
+
+
+@pytest.mark.parametrize("name", ["GPTNeoForCausalLM", "Gemma3ForConditionalGeneration", "EsmForMaskedLM"])
+def test_the_command_line_gives_the_enumeration_too(name):
+    assert check_command_line(KNOWN[name], torch.float64) == {"outcome": "right"}
+
+
+def test_the_command_line_measures_the_text_part_of_a_multimodal_model():
+    llava = Architecture(transformers.LlavaForConditionalGeneration, transformers.LlavaConfig, True)
+    assert check_command_line(llava, torch.float64) == {"outcome": "right"}
+
+
+def test_why_the_command_line_measures_nothing_is_told(monkeypatch):
+    found = check_command_line(KNOWN["CpmAntForCausalLM"], torch.float32)
+    assert found["outcome"] == "refused"
+    assert found["message"] == "is a CpmAntForCausalLM: it sees the tokens that it would predict"
+    monkeypatch.setattr("architectures.exact_trace", lambda *_, **__: {"weight": 1.0})
+    assert check_command_line(KNOWN["GPTNeoForCausalLM"], torch.float32)["outcome"] == "wrong"
+
+
+def test_a_reformer_says_that_it_has_no_gradient():
+    with pytest.raises(IsolossError, match="ReformerModelWithLMHead has gradients in training mode only"):
+        fisher_trace(tiny_models.build(KNOWN["ReformerModelWithLMHead"]), [batch_of(vocab=tiny_models.VOCABULARY)])
 
 
 def test_it_sees_a_share_that_is_wrong(monkeypatch):

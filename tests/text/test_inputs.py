@@ -17,6 +17,7 @@ from isoloss.evaluation.context import language_inputs
 from isoloss.languages import resolve
 from isoloss.languages.config import CorpusConfig, PCFGConfig
 from isoloss.lstm import LSTMConfig
+from isoloss.model_checks import max_length
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.text.inputs import check_model, read_inputs
 from isoloss.text.tokenizers import load_tokenizer
@@ -29,7 +30,8 @@ NO_CHECKPOINT = "no/check/point"
 
 
 def read(data, *, config=BERT, kind="masked", **options):
-    return read_inputs(data, checkpoint=options.pop("checkpoint", NO_CHECKPOINT), config=config, kind=kind, **options)
+    named = {"checkpoint": NO_CHECKPOINT, "max_length": getattr(config, "max_position_embeddings", None)}
+    return read_inputs(data, config=config, kind=kind, **{**named, **options})
 
 
 def whole(inputs):
@@ -296,10 +298,11 @@ def test_longest_sequence_of_a_roberta(save):
         max_position_embeddings=20, pad_token_id=1,
     )  # fmt: skip
     model = RobertaForMaskedLM(config).eval()
-    longest = read(save(np.full((2, 18), 9)), config=config, mask_id=MASK)
+    options = {"config": config, "mask_id": MASK, "max_length": max_length(model)}
+    longest = read(save(np.full((2, 18), 9)), **options)
     assert torch.isfinite(model(**longest.batches[0]).loss)
     with pytest.raises(IsolossError, match="takes 18 at most"):
-        read(save(np.full((2, 19), 9)), config=config, mask_id=MASK)
+        read(save(np.full((2, 19), 9)), **options)
     with pytest.raises((IndexError, RuntimeError), match="out of"):  # as the model itself has no room for it
         model(torch.full((1, 19), 9))
 
@@ -456,11 +459,11 @@ def test_batches_fit_the_logits_and_the_activations(save):
 
 def test_inputs_are_checked_for_other_models(save):
     inputs = read(save(np.full((3, 8), 50)), config=GPT, kind="causal")
-    check_model(inputs, GPT, "same")
+    check_model(inputs, GPT, 32, "same")
     with pytest.raises(IsolossError, match="the data has the token id 50, and small knows 40 ids"):
-        check_model(inputs, GPT2Config(vocab_size=40, bos_token_id=0, eos_token_id=0), "small")
+        check_model(inputs, GPT2Config(vocab_size=40, bos_token_id=0, eos_token_id=0), None, "small")
     with pytest.raises(IsolossError, match="8 tokens and short takes 4 at most"):
-        check_model(inputs, GPT2Config(vocab_size=66, n_positions=4, bos_token_id=0, eos_token_id=0), "short")
+        check_model(inputs, GPT, 4, "short")
 
 
 def test_text_that_the_tokenizer_does_not_know_is_told_and_never_all_of_a_row(tmp_path, vocab, bos):

@@ -162,6 +162,7 @@ def _checkpoint(model: str) -> str:
 
 def _inputs(args: Args, name: str, loaded: LoadedModel) -> Inputs:
     from isoloss.evaluation.context import language_inputs
+    from isoloss.model_checks import max_length
     from isoloss.text.inputs import read_inputs
 
     if args.data is not None:
@@ -171,6 +172,7 @@ def _inputs(args: Args, name: str, loaded: LoadedModel) -> Inputs:
             tokenizer=args.tokenizer,
             config=loaded.model.config,
             kind=loaded.kind,
+            max_length=max_length(loaded.model),
             length=args.length,
             num_sequences=args.num_sequences,
             mask_id=args.mask_id,

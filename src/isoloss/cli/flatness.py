@@ -78,8 +78,8 @@ class Args:
     """CPU threads; 0: all cores."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the weights."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention kernel."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Attention kernel; auto: sdpa where the architecture has it, else eager."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
     ignore_unexpected_weights: bool = False
@@ -124,7 +124,8 @@ def main(arguments: list[str]) -> int:
     context = _context(args, models)
     inputs = context.inputs(args.num_sequences, args.settings.seed)
     for model in models:
-        common.note(f"{model.name}: {model.architecture}, {model.kind}; {inputs.description}")
+        kernel = model.config._attn_implementation
+        common.note(f"{model.name}: {model.architecture}, {model.kind}, attention {kernel}; {inputs.description}")
     with common.Progress("loading", None) as bar:
         current = ("", "")
 

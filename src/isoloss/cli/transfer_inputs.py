@@ -270,6 +270,7 @@ class Tasks:
         )
 
     def _make_text(self, subject: Subject, loaded: LoadedModel) -> TaskData:
+        from isoloss.model_checks import max_length
         from isoloss.transfer.text_tasks import as_read_by, read_examples
 
         assert self._source is not None
@@ -280,6 +281,7 @@ class Tasks:
             )
         return as_read_by(
             loaded.model.config,
+            max_length(loaded.model),
             self._examples,
             tokenizer,
             max_length=args.labeled_text.max_length,

@@ -20,7 +20,7 @@ from isoloss.flatness.engine.auxiliary_sample import input_embeddings
 from isoloss.languages.api import Language, Sentences
 from isoloss.languages.enumeration import all_sentences, why_not_enumerable
 from isoloss.loading import Kind, LoadedModel
-from isoloss.loading import max_length as positions
+from isoloss.model_checks import max_length as most_positions
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.seeds import generator
 from isoloss.text.inputs import Inputs, check_model, make_inputs, read_inputs
@@ -106,13 +106,13 @@ class MeasureContext:
             lambda: read_examples(source, num_train=num_train, num_test=num_test, draws=draws, seed=seed),
         )
 
-    def text_task(self, examples: TextExamples, config: Any, *, max_length: int | None) -> TaskData:
-        """Return examples as a model with this transformers config reads them (`as_read_by`)."""
-        text = config.get_text_config()
-        reads = text.vocab_size, positions(text), getattr(text, "type_vocab_size", 1)
+    def text_task(self, examples: TextExamples, model: Any, *, max_length: int | None) -> TaskData:
+        """Return examples as a model reads them (`as_read_by`)."""
+        text, positions = model.config.get_text_config(), most_positions(model)
+        reads = text.vocab_size, positions, getattr(text, "type_vocab_size", 1)
         return self._once(
             ("text task", examples, max_length, *reads),
-            lambda: as_read_by(config, examples, self.tokenizer(), max_length=max_length),
+            lambda: as_read_by(text, positions, examples, self.tokenizer(), max_length=max_length),
         )
 
     def task(self, name: str, *, num_train: int, num_test: int, seed: int) -> TaskData:
@@ -164,6 +164,7 @@ class ModelInfo:
     architecture: str  # the class that it names
     outline: Outline  # what it predicts, of how many tokens
     config: Any  # the model's transformers config
+    max_length: int | None  # the most tokens it takes; None: any number
     has_embeddings: bool  # whether it embeds token ids, as an auxiliary sample needs
 
     @property
@@ -176,7 +177,8 @@ class ModelInfo:
         """Return what there is to know of a loaded checkpoint."""
         outline = Outline.of(loaded.name, loaded.model, loaded.kind == "causal")
         has_embeddings = input_embeddings(loaded.model) is not None
-        return cls(loaded.name, loaded.architecture, outline, loaded.model.config, has_embeddings)
+        config, longest = loaded.model.config, most_positions(loaded.model)
+        return cls(loaded.name, loaded.architecture, outline, config, longest, has_embeddings)
 
 
 def data_context(data: Path, models: Sequence[ModelInfo], config: ReadingConfig, *, shuffled: bool) -> MeasureContext:
@@ -198,6 +200,7 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: ReadingConfig,
             tokenizer=config.tokenizer,
             config=first.config,
             kind=objective.kind,
+            max_length=first.max_length,
             length=config.length,
             num_sequences=num_sequences,
             masking=objective,
@@ -205,7 +208,7 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: ReadingConfig,
             seed=seed,
         )
         for other in models[1:]:
-            check_model(inputs, other.config, other.name)
+            check_model(inputs, other.config, other.max_length, other.name)
         return _fitting(inputs, models, config, seed if shuffled else None)
 
     named = config.tokenizer or first.name.partition("@")[0]
@@ -270,7 +273,7 @@ def _check_fits(model: ModelInfo, language: Language, inputs: Inputs) -> None:
             f"{model.name} knows {text.vocab_size:,} ids, and a model of the language {language.model_vocab_size:,}: "
             "the numbers mean nothing unless it was trained on this language"
         )
-    check_model(inputs, model.config, model.name)
+    check_model(inputs, model.config, model.max_length, model.name)
 
 
 def _check_tokenizers(names: Sequence[str]) -> None:

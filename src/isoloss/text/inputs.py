@@ -15,7 +15,6 @@ import torch
 
 from isoloss.early_checks import check_data
 from isoloss.errors import IsolossError, warn
-from isoloss.loading import max_length
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
 from isoloss.text import documents, hub_datasets, tokenizers
@@ -127,6 +126,7 @@ def read_inputs(
     kind: Kind,
     column: str | None = None,
     split: str | None = None,
+    max_length: int | None = None,
     tokenizer: PreTrainedTokenizerFast | str | None = None,
     length: int | None = None,
     num_sequences: int | None = None,
@@ -154,10 +154,11 @@ def read_inputs(
     Args:
         data: A `.npy` file, a `.txt` or `.jsonl` file, a folder of text, or a dataset (`hf:NAME`, `python:docs`).
         checkpoint: The model's folder or hub name, where its own tokenizer is looked for.
-        config: The model's transformers config, for its vocabulary, its longest sequence and its padding.
+        config: The model's transformers config, for its vocabulary and its padding.
         kind: Whether the model predicts masked tokens or the next one.
         column: Field of JSON lines or column of a dataset that holds the text; None: `text`.
         split: Of a dataset; None: `train`.
+        max_length: The most tokens that the model takes (`isoloss.model_checks.max_length`); None: any number.
         tokenizer: A tokenizer or what names one; None: the checkpoint's own, which token ids can do without.
         length: Tokens in a row, for text and for ids in one dimension; None: 128, or as many as the model takes.
         num_sequences: Sequences wanted, if there are so many; None: all.
@@ -176,7 +177,7 @@ def read_inputs(
     check_data(data)
     is_dataset = hub_datasets.is_dataset(data)
     text_config = config.get_text_config()
-    length = length or min(_LENGTH, max_length(text_config) or _LENGTH)
+    length = length or min(_LENGTH, max_length or _LENGTH)
     is_text = is_dataset or data.suffix.lower() != ".npy"
     if not is_text and (column or split):
         raise IsolossError(f"{data} holds token ids, which have no column and no split: leave them out")
@@ -186,7 +187,7 @@ def read_inputs(
         rows, origins, unknown = _from_text(data, own_tokenizer, kind, length, column, split)
     else:
         rows, origins, unknown = _from_array(data, length), None, ""
-    _check_rows(rows, data, text_config, checkpoint)
+    _check_rows(rows, data, text_config, max_length, checkpoint)
 
     wanted = len(rows) if num_sequences is None else num_sequences
     drawn = f"{wanted:,} sequences of {rows.shape[1]} tokens drawn from the {len(rows):,} in {data}"
@@ -218,10 +219,10 @@ def read_inputs(
     return replace(make_inputs(_cut(whole, batch_size), kind, description), auxiliary_sample=auxiliary_sample)
 
 
-def check_model(inputs: Inputs, config: Any, checkpoint: str) -> None:
+def check_model(inputs: Inputs, config: Any, max_length: int | None, checkpoint: str) -> None:
     """Raise an `IsolossError` where a model, called `checkpoint`, cannot take inputs that were read for another one."""
     for batch in inputs.batches:
-        _check_rows(batch["input_ids"].numpy(), "the data", config.get_text_config(), checkpoint)
+        _check_rows(batch["input_ids"].numpy(), "the data", config.get_text_config(), max_length, checkpoint)
 
 
 def _cut(whole: Batch, batch_size: int) -> list[Batch]:
@@ -339,11 +340,10 @@ def _from_text(
     return rows, origins, note
 
 
-def _check_rows(rows: Ids, data: Path | str, config: Any, checkpoint: str) -> None:
-    positions = max_length(config)
-    if positions is not None and rows.shape[1] > positions:
+def _check_rows(rows: Ids, data: Path | str, config: Any, max_length: int | None, checkpoint: str) -> None:
+    if max_length is not None and rows.shape[1] > max_length:
         raise IsolossError(
-            f"the sequences have {rows.shape[1]} tokens and {checkpoint} takes {positions} at most: "
+            f"the sequences have {rows.shape[1]} tokens and {checkpoint} takes {max_length} at most: "
             "give a smaller --length, or shorter rows"
         )
     largest = int(rows.max())

@@ -12,7 +12,6 @@ import torch
 from isoloss import seeds
 from isoloss.errors import IsolossError, warn
 from isoloss.languages.api import Sentences
-from isoloss.loading import max_length as most_positions
 from isoloss.text import hub_datasets
 from isoloss.text.text_classification import (
     LabeledText,
@@ -129,6 +128,7 @@ def read_examples(
 
 def as_read_by(
     config: Any,
+    positions: int | None,
     examples: TextExamples,
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -139,6 +139,7 @@ def as_read_by(
 
     Args:
         config: The model's transformers config.
+        positions: The most tokens that the model takes (`isoloss.model_checks.max_length`); None: any number.
         examples: The examples.
         tokenizer: The model's.
         max_length: The most tokens of an example; None: 128, or as many as the model or its tokenizer takes.
@@ -156,7 +157,7 @@ def as_read_by(
             f"the tokenizer has {len(tokenizer):,} tokens, and {model} knows {config.vocab_size:,} ids: it is that of "
             "another model"
         )
-    most = min(_MOST_TOKENS, most_positions(config) or _MOST_TOKENS, tokenizer.model_max_length)
+    most = min(_MOST_TOKENS, positions or _MOST_TOKENS, tokenizer.model_max_length)
     types = getattr(config, "type_vocab_size", 1)
     task = _encoded(examples, tokenizer, max_length=max_length or most, token_types=types)
     text = task.coverage

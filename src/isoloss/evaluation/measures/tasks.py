@@ -98,7 +98,7 @@ class TaskMeasure(SeededMeasure):
 
     def _run_on_text(self, model: Any, context: MeasureContext, examples: TextExamples) -> MeasureResult:
         """Return the accuracy on examples of text, which are the inputs: models may read them in different tokens."""
-        data = context.text_task(examples, model.config, max_length=self.task_length)
+        data = context.text_task(examples, model, max_length=self.task_length)
         assert data.coverage is not None  # as of every task of text
         result = self._result(model, context, data)
         details = {**result.accuracy.details, "text": dataclasses.asdict(data.coverage)}

@@ -18,8 +18,15 @@ from torch.autograd.graph import Node
 
 from isoloss.errors import IsolossError
 from isoloss.flatness.engine.capture import Capture, Decoder, PositionSelection, selected_at
-from isoloss.loading import max_length
-from isoloss.model_checks import NOTHING_PREDICTED, architecture, device_of, plainly, unwrapped, virtual_tokens
+from isoloss.model_checks import (
+    NOTHING_PREDICTED,
+    architecture,
+    device_of,
+    max_length,
+    plainly,
+    unwrapped,
+    virtual_tokens,
+)
 from isoloss.text.clusters import SequenceClusters
 from isoloss.text.masking import IGNORED
 
@@ -249,23 +256,23 @@ def _arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: PositionSelection) -> Predictions | None:
     inputs = _arguments(model, batch)
-    with capture, selected_at(model, selection.call, capture):
-        try:
+    try:
+        with capture, selected_at(model, selection.call, capture):
             output = model(**inputs)
-        except NotImplementedError as error:
-            if "FlexAttention" in str(error):
-                raise IsolossError(
-                    f"flex_attention has no gradient on the device {batch.predicted.device.type}: call "
-                    'model.set_attn_implementation("sdpa") before measuring'
-                ) from error
-            raise
-        except (IndexError, RuntimeError) as error:
-            longest = max_length(getattr(architecture(model), "config", None))
-            if longest is not None and batch.predicted.shape[1] > longest:
-                raise IsolossError(
-                    f"sequences have {batch.predicted.shape[1]} positions; the model takes at most {longest}"
-                ) from error
-            raise
+    except NotImplementedError as error:
+        if "FlexAttention" in str(error):
+            raise IsolossError(
+                f"flex_attention has no gradient on the device {batch.predicted.device.type}: call "
+                'model.set_attn_implementation("sdpa") before measuring'
+            ) from error
+        raise
+    except (IndexError, RuntimeError) as error:
+        longest = None if selection.is_early else max_length(model)  # where early, all positions may be needed
+        if longest is not None and batch.predicted.shape[1] > longest:
+            raise IsolossError(
+                f"sequences have {batch.predicted.shape[1]} positions; the model takes at most {longest}"
+            ) from error
+        raise
     logits = getattr(output, "logits", None)
     if selection.is_early and not capture.has_selected:
         return None
