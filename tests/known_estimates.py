@@ -18,6 +18,14 @@ ON = {"inputs": "the same", "settings": SETTINGS}
 _numbers = itertools.count(1)
 
 
+def leave_one_out_error(sums, counts):
+    """The jackknife error of sum(sums) / sum(counts), by the ratio without each cluster in turn."""
+    sums, counts = np.asarray(sums, dtype=float), np.asarray(counts, dtype=float)
+    n, each = len(sums), np.eye(len(sums), dtype=bool)
+    without = np.array([sums[~one].sum() / counts[~one].sum() for one in each])
+    return np.sqrt((n - 1) / n * ((without - sums.sum() / counts.sum()) ** 2).sum())
+
+
 def estimate(value, stderr=0.001, unit="nats per predicted token"):
     details = {"device": "cpu", "dtype": "float32", "attention": "sdpa"}
     return Estimate(
@@ -73,7 +81,7 @@ def save_evaluation(run, measure, step, given):
         Evaluation(
             measure=measure,
             step=step,
-            weights="0",
+            weights="",  # not known
             settings=next(iter(given.values())).settings,
             estimates={name: one.estimate for name, one in given.items()},
             inputs="the same",

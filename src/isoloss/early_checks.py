@@ -9,7 +9,6 @@ from pathlib import Path
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.runs import refuse_run
-from isoloss.text import hub_datasets
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _STEP = re.compile(r"step-\d+|ema")  # the checkpoints of a run
@@ -114,12 +113,3 @@ def _instead(folder: Path) -> str:
 
 def _below(folder: Path, pattern: str) -> list[Path]:
     return sorted([*folder.glob(f"*/{pattern}"), *folder.glob(f"*/*/{pattern}")])
-
-
-def check_data(data: str | Path) -> None:
-    """Refuse a path that holds neither text nor token ids, as there is nothing; a dataset's name may be any."""
-    if not (hub_datasets.is_dataset(data) or Path(data).exists()):
-        raise IsolossError(
-            f"there is no data {data}{files.nearest(data) or ':'} give a .npy file of token ids, a .txt or .jsonl "
-            "file, a folder, or a dataset hf:NAME"
-        )

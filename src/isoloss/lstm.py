@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrained
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
+from isoloss.errors import IsolossError
+
 
 class LSTMConfig(PreTrainedConfig):  # type: ignore[misc]
     """The shape of an LSTM.
@@ -88,7 +90,13 @@ class LSTMModel(LSTMPreTrainedModel):
 
         Without an attention mask (n, T) there is no padding. `output_hidden_states` asks for the embeddings and every
         layer's states as `hidden_states`.
+
+        Raises:
+            IsolossError: Autocast to bfloat16 on a CPU that has no LSTM in it.
         """
+        on_cpu = input_ids.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+        if on_cpu and torch.get_autocast_dtype("cpu") == torch.bfloat16 and not has_bfloat16_lstm():
+            raise IsolossError("this CPU has no LSTM in bfloat16, which takes AVX-512: the precision must be float32")
         order, reverse = _orders(input_ids, attention_mask)
         states = self.embeddings(_rows(input_ids, order))
         collected = [states]
@@ -163,6 +171,11 @@ def _orders(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tup
     lengths = present.sum(dim=1, keepdim=True)
     order = (~present).long().argsort(dim=1, stable=True)
     return order, torch.where(positions < lengths, lengths - 1 - positions, positions)
+
+
+def has_bfloat16_lstm() -> bool:
+    """Return whether this CPU can run an LSTM under autocast to bfloat16."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextlib.contextmanager

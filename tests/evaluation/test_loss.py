@@ -19,6 +19,7 @@ from isoloss.seeds import generator
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.paired import paired_difference
 from isoloss.text.masking import mask
+from known_estimates import leave_one_out_error
 
 ONE = ObjectiveConfig(masking="one")
 FRACTION = ObjectiveConfig(masking="fraction", fraction=0.4)
@@ -370,10 +371,8 @@ def test_several_masked_tokens_are_predicted_from_the_visible_ones(name, kept, m
     found = loss.pretraining_loss(model, truth)
     for key, sums in (("entropy", truth.entropy), ("kl", values), ("loss", truth.entropy + values)):
         value = float(sums.sum() / truth.counts.sum())
-        residuals = sums - value * truth.counts.double()
         assert found[key].value == pytest.approx(value, rel=1e-12)
-        expected = math.sqrt(60 / 59 * float(residuals.square().sum())) / float(truth.counts.sum())
-        assert found[key].stderr == pytest.approx(expected, rel=1e-10)
+        assert found[key].stderr == pytest.approx(leave_one_out_error(sums, truth.counts), rel=1e-10)
         assert (found[key].samples, found[key].num_predictions) == (60, int(truth.counts.sum()))
         assert (found[key].details["masking"], found[key].details["fraction"]) == ("fraction", 0.4)
 
@@ -421,13 +420,11 @@ def test_held_out_loss_is_the_cross_entropy_per_token(objective, wrap):
     counts = (batch["labels"] != -100).sum(dim=1)
     value = float(nats.sum() / counts.sum())
     assert found.value == pytest.approx(value, rel=1e-12)
-    residuals = nats.sum(dim=1) - value * counts.double()
-    by_sentence = {}  # equal ones are one cluster
-    for tokens, residual in zip(corpus.held_out(200).tokens.tolist(), residuals.tolist(), strict=True):
-        by_sentence[tuple(tokens)] = by_sentence.get(tuple(tokens), 0.0) + residual
-    n = len(by_sentence)
-    expected = math.sqrt(n / (n - 1) * sum(residual**2 for residual in by_sentence.values())) / float(counts.sum())
-    assert found.stderr == pytest.approx(expected, rel=1e-10)
+    _, sentences = corpus.held_out(200).tokens.unique(dim=0, return_inverse=True)  # equal ones are one cluster
+    n = int(sentences.max()) + 1
+    sums = torch.zeros(n, dtype=torch.float64).index_add_(0, sentences, nats.sum(dim=1))
+    sizes = torch.zeros(n, dtype=torch.int64).index_add_(0, sentences, counts)
+    assert found.stderr == pytest.approx(leave_one_out_error(sums, sizes), rel=1e-10)
     assert (found.samples, found.num_predictions) == (n, int(counts.sum()))
     assert found.details["clusters"] == "different sequences"
     assert found.details.get("fraction") == (0.4 if objective is FRACTION else None)
@@ -456,8 +453,12 @@ def test_documents_count_as_independent_where_the_batches_have_them():
     )
     assert (by_sequence.samples, by_document.samples) == (60, 20)
     assert by_document.value == pytest.approx(by_sequence.value, rel=1e-12)
-    grouped = torch.from_numpy(by_sequence.influence).view(20, 3).sum(dim=1) / 3
-    assert by_document.influence == pytest.approx(grouped.numpy(), rel=1e-9)
+    counts = (batch["labels"] != -100).sum(dim=1).double()
+    # each influence is (n - 1) residual / (all positions - its own); a document's residual is its sequences' sum
+    residuals = torch.from_numpy(by_sequence.influence) * (counts.sum() - counts) / 59
+    left = counts.sum() - counts.view(20, 3).sum(dim=1)
+    expected = 19 * residuals.view(20, 3).sum(dim=1) / left
+    assert by_document.influence == pytest.approx(expected.numpy(), rel=1e-9)
 
 
 def test_held_out_loss_takes_what_there_is():

@@ -118,7 +118,7 @@ def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatc
     tails = torch.randn(
         2, 3, 4, 6, generator=draws, dtype=torch.float64
     )  # of two intermediates, other at each position
-    decoder = Decoder(weight, None)
+    decoder = Decoder(weight, weight[:, 0])
     rows = torch.tensor([0, 0, 2])  # the second sequence predicts nothing
     controls = control_variates.Controls(p.sqrt(), hidden, decoder, rows, 3)
     u = cotangents_of_all_signs(monkeypatch, p.sqrt(), torch.tensor([2, 0, 1]))
@@ -128,32 +128,34 @@ def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatc
         further = [(intermediates[o, 0], controls.squares(u[o], u[o] @ weight)) for o in others]
         return controls.centered(u[place], u[place] @ weight, list(intermediates[place]), further)
 
-    # the last one's mean is over draws of both its own and other signs
+    # the square of the first intermediate has a mean over draws of both its own and other signs
     found = torch.stack([centered(place, len(u) - 1 - place, place ^ 1234) for place in range(len(u))])
-    torch.testing.assert_close(found.mean(dim=0), torch.zeros(3, 10, dtype=torch.float64), rtol=0, atol=1e-12)
-    assert float(found[:, 0, [0, 1, 2, 3, 4, 5, 7, 8, 9]].std(dim=0).min()) > 0.1
+    torch.testing.assert_close(found.mean(dim=0), torch.zeros(3, 12, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert float(found[:, 0, [0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11]].std(dim=0).min()) > 0.1
     assert not found[:, :, 6].any()  # there is no third intermediate
     assert not found[:, 2, 2:7].any()  # one position has no pair
     assert not found[:, 1].any()
-    # differences between two draws need no mean: squared norms of the decoder's gradient and of what is below
-    with_one = F.pad(hidden, (0, 1), value=1.0)
+    # differences between two draws need no mean: squared norms of the weight's and bias' gradients and of what is below
 
     def plain(place):
         one = u[place]
-        own = torch.einsum("rv,rd->rvd", one, with_one).square().sum(dim=(1, 2))
-        below = (one @ weight).square().sum(dim=1)
+        of_weight = torch.einsum("rv,rd->rvd", one, hidden).square().sum(dim=(1, 2))
+        of_bias = one.square().sum(dim=1)
+        passed = (one @ weight).square().sum(dim=1)
         first, second, _ = one @ weight
         shared = weight.mean(dim=0)
         pairs = [first @ second, (first @ shared) * (second @ shared), *(b[0] @ b[1] for b in intermediates[place])]
         pairs = 2 * torch.stack(pairs)
-        squares = torch.stack([torch.stack([x[:2].sum(), x[2:].sum()]) for x in (own, below)], dim=1)
-        return torch.cat([squares, torch.stack([pairs, torch.zeros_like(pairs)])], dim=1)
+        squares = (torch.stack([x[:2].sum(), x[2:].sum()]) for x in (of_weight, passed, of_bias))
+        above, below, bias = (x[:, None] for x in squares)
+        return torch.cat([above, below, torch.stack([pairs, torch.zeros_like(pairs)]), bias], dim=1)
 
     both = [0, 2]
     difference = centered(1234)[both] - centered(3001)[both]
-    torch.testing.assert_close(difference[:, :6], plain(1234) - plain(3001))
-    assert not difference[:, 6:].any()  # without further probes there is nothing for the last three
+    torch.testing.assert_close(difference[:, [0, 1, 2, 3, 4, 5, 10]], plain(1234) - plain(3001))
+    assert not difference[:, [6, 7, 8, 9, 11]].any()  # without further probes there is nothing for these
     norms = intermediates[:, 0].square().sum(dim=2)  # of the first intermediate, by draw and position
     by_sequence = torch.stack([norms[:, :2].sum(dim=1), norms[:, 2]], dim=1)
     torch.testing.assert_close(centered(9, 40, 77)[both, 7], by_sequence[9] - by_sequence[[40, 77]].mean(dim=0))
-    torch.testing.assert_close(centered(9, 40, 77)[:, 8:], (centered(40)[:, :2] + centered(77)[:, :2]) / 2)
+    plainly, further = [0, 1, 10], [8, 9, 11]
+    torch.testing.assert_close(centered(9, 40, 77)[:, further], (centered(40) + centered(77))[:, plainly] / 2)

@@ -22,6 +22,7 @@ from isoloss.runs import refuse_run, refuse_twice
 from isoloss.statistics.checking import positive
 from isoloss.statistics.equivalence import SAME_LOSS_NATS
 from isoloss.statistics.tables import short_names
+from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
     from isoloss.evaluation.context import MeasureContext, ModelInfo
@@ -190,7 +191,7 @@ def _check(args: Any, settings: Mapping[str, Any]) -> None:
         early_checks.check_checkpoint(name)
     refuse_twice(args.models)
     if args.data is not None:
-        early_checks.check_data(args.data)
+        hub_datasets.check_data(args.data)
     else:
         common_run_config(args.models)
         reading.check_run(args.models[0])

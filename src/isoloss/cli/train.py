@@ -182,11 +182,13 @@ def _check_machine(run: Run, config: TrainConfig) -> None:
     """Refuse a device, a number of threads and first weights that there cannot be on this machine."""
     early_checks.check_device(config.device)
     early_checks.check_threads(config.threads)
-    if config.init_from is not None and not run.steps() and not (first := run.path / config.init_from).exists():
-        raise IsolossError(
-            f"init_from is {config.init_from}, relative to the run's folder, and there is no {first}"
-            f"{files.nearest(first)}"
-        )
+    if config.init_from is not None and not run.steps():
+        first = run.path / config.init_from
+        if not first.resolve().exists():  # the run's folder may not be there yet, and `..` of it is
+            raise IsolossError(
+                f"init_from is {config.init_from}, relative to the run's folder, and there is no {first}"
+                f"{files.nearest(first)}"
+            )
 
 
 def _train(run: Run, config: TrainConfig) -> None:

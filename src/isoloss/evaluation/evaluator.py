@@ -23,6 +23,7 @@ from isoloss.evaluation.results import Evaluations
 from isoloss.registry import MEASURES
 from isoloss.run_config import ObjectiveConfig
 from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study, refuse_twice
+from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
     from isoloss.evaluation.context import MeasureContext
@@ -125,7 +126,7 @@ def evaluate(
     for name in checkpoints:
         early_checks.check_checkpoint(name)
     if data is not None:
-        early_checks.check_data(data)
+        hub_datasets.check_data(data)
     else:
         from isoloss.languages.resolving import resolve
 

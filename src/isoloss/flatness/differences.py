@@ -7,16 +7,14 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isoloss.errors import IsolossError, warn
+from isoloss.flatness.verdict import Verdict, unlike, verdict
 from isoloss.statistics.equivalence import SAME_LOSS_NATS
 from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, samples_of
 from isoloss.statistics.paired import paired_difference, paired_log_ratio, probabilities_of_smallest
 from isoloss.statistics.tables import probability, text_table
-
-if TYPE_CHECKING:
-    from isoloss.flatness.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +136,6 @@ class Comparison:
         Args:
             same_loss: Margin in nats per predicted token within which two losses count as the same.
         """
-        from isoloss.flatness.verdict import verdict
-
         return verdict(self, same_loss=same_loss)
 
     def __repr__(self) -> str:
@@ -256,17 +252,6 @@ def warn_unlike(models: Mapping[str, Estimate]) -> None:
             f"{two[0]} and {two[1]} have different parameters, and a trace is a sum over these, so the values are not "
             "comparable: expand both into one architecture first, as isoloss expand does for BERT, RoBERTa and OPT"
         )
-
-
-def unlike(models: Mapping[str, Estimate]) -> tuple[str, str] | None:
-    """Return the names of two models whose traces are sums over different parameters; None where all are alike."""
-    (first, one), *others = models.items()
-    for name, other in others:
-        if list(one.by_parameter or ()) != list(other.by_parameter or ()):
-            return first, name
-        if one.details["num_parameters"] != other.details["num_parameters"]:
-            return first, name
-    return None
 
 
 def _pair(a: Measured, b: Measured) -> Pair:

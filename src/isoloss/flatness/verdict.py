@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from isoloss.flatness.differences import Comparison, Pair, unlike
 from isoloss.statistics.equivalence import SAME_LOSS_NATS, equivalence
-from isoloss.statistics.estimate import rounded
+from isoloss.statistics.estimate import Estimate, rounded
 from isoloss.statistics.tables import probability
+
+if TYPE_CHECKING:
+    from isoloss.flatness.differences import Comparison, Pair
 
 Reason = Literal[
     "weights", "function", "parameters", "loss", "no minimal trace", "bounded", "gauges", "open", "disagree"
@@ -162,6 +164,17 @@ def _reasons(
             f"Not all losses are shown to be within ± {same_loss:g} nats of the loss of {names[best['trace']]}. "
             f"Differences: {_listed(losses)}.",
         )
+
+
+def unlike(models: Mapping[str, Estimate]) -> tuple[str, str] | None:
+    """Return the names of two models whose traces are sums over different parameters; None where all are alike."""
+    (first, one), *others = models.items()
+    for name, other in others:
+        if list(one.by_parameter or ()) != list(other.by_parameter or ()):
+            return first, name
+        if one.details["num_parameters"] != other.details["num_parameters"]:
+            return first, name
+    return None
 
 
 def _next(reasons: Mapping[Reason, str]) -> str:

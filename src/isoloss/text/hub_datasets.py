@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.text import python_docs
 
@@ -47,6 +48,15 @@ class DatasetName(NamedTuple):
 def is_dataset(spec: str | Path) -> bool:
     """Return whether `spec` has the form of a dataset's name rather than of a path."""
     return str(spec).startswith((PREFIX, PYTHON))
+
+
+def check_data(data: str | Path) -> None:
+    """Refuse a path that holds neither text nor token ids, as there is nothing; a dataset's name may be any."""
+    if not (is_dataset(data) or Path(data).exists()):
+        raise IsolossError(
+            f"there is no data {data}{files.nearest(data) or ':'} give a .npy file of token ids, a .txt or .jsonl "
+            "file, a folder, or a dataset hf:NAME"
+        )
 
 
 def parse(spec: str) -> DatasetName:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from isoloss.early_checks import check_data
 from isoloss.errors import IsolossError, warn
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
@@ -174,7 +173,7 @@ def read_inputs(
     for name, value in (("number of sequences", num_sequences), ("batch size", batch_size), ("length", length)):
         if value is not None and value < 1:
             raise IsolossError(f"the {name} is {value}; it must be at least 1")
-    check_data(data)
+    hub_datasets.check_data(data)
     is_dataset = hub_datasets.is_dataset(data)
     text_config = config.get_text_config()
     length = length or min(_LENGTH, max_length or _LENGTH)

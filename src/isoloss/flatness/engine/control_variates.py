@@ -114,13 +114,11 @@ def _octets(count: int) -> int:
 class Controls:
     """Control variates of one batch: what the cotangents give minus what they give on average, by sequence.
 
-    With g_r = W^T u_r the cotangent of the decoder's input h_r at position r and w the mean row of W, the first three
-    are squared norms of a part of each position's gradient that has a closed form, and the others products of two
-    positions, whose signs are independent:
+    With g_r = W^T u_r the cotangent of the decoder's input h_r at position r and w the mean row of W, they are squared
+    norms of a part of each position's gradient that has a closed form, and products of two positions, whose signs are
+    independent. Where there are too few sequences for all, the first ones are used:
 
-    - `sum_r |u_r h_r^T|^2` and `sum_r |u_r|^2`, the decoder's own gradients of weight and bias, with the means
-      `sum_r |h_r|^2 (1 - sum_c p_c^2)` and `sum_r (1 - sum_c p_c^2)`. They are two, because each then keeps its scale
-      when the model is rescaled: estimates by them go with the rescaling exactly, as the minimal trace needs;
+    - `sum_r |u_r h_r^T|^2`, the decoder's own gradient of its weight, with the mean `sum_r |h_r|^2 (1 - sum_c p_c^2)`;
     - `sum_r |g_r|^2`, what reaches the layers below, with the mean `sum_r (sum_c p_c |w_c|^2 - |sum_c p_c w_c|^2)`;
     - `sum_{r != s} <g_r, g_s>`, with the mean 0: the cross terms of the layers below, were these a multiple of the
       identity;
@@ -129,7 +127,10 @@ class Controls:
     - `sum_{r != s} <b_r, b_s>`, with the mean 0, for each of up to 3 intermediates: outputs in the model whose
       cotangent b_r at a position depends on u_r alone;
     - `sum_r |b_r|^2` of the first intermediate, with the mean over further probes in the place of its own;
-    - the first three, their mean over these probes, which takes from the noise of that mean.
+    - the first two, their mean over these probes, which takes from the noise of that mean;
+    - `sum_r |u_r|^2`, the gradient of the decoder's bias, with the mean `sum_r (1 - sum_c p_c^2)`, and its mean over
+      these probes. They are apart from the weight's, because each then keeps its scale when the model is rescaled:
+      estimates by them go with the rescaling exactly, as the minimal trace needs.
     """
 
     def __init__(
@@ -141,11 +142,11 @@ class Controls:
         num_sequences: int,
     ) -> None:
         self._rows, self._num_sequences = rows, num_sequences
-        squares = _squared_norms(hidden.to(root_p.dtype))
-        self._squares = torch.stack([squares, torch.ones_like(squares)], dim=1)  # (m, 2)
+        self._squares = _squared_norms(hidden.to(root_p.dtype))  # (m,)
         self._shared = decoder.weight.mean(dim=0, dtype=root_p.dtype)
+        self._has_bias = decoder.bias is not None  # where there is none, its control would only double the weight's
         above, below = label_means(root_p, decoder.weight)
-        self._means = self._by_sequence(torch.cat([self._squares * above[:, None], below[:, None]], dim=1))
+        self._means = self._by_sequence(torch.stack([self._squares * above, below, above * self._has_bias], dim=1))
 
     def centered(
         self,
@@ -163,15 +164,14 @@ class Controls:
             mean = sum(_squared_norms(values).double() for values, _ in others) / len(others)
             first = self._by_sequence(_squared_norms(intermediates[0]).double() - mean)
             further = torch.stack([squares for _, squares in others]).mean(dim=0)
-        return torch.cat(
-            [self.squares(cotangent, hidden_cotangent), torch.stack([*crossed, first], dim=1), further], dim=1
-        )
+        squares, between = self.squares(cotangent, hidden_cotangent), torch.stack([*crossed, first], dim=1)
+        return torch.cat([squares[:, :2], between, further[:, :2], squares[:, 2:], further[:, 2:]], dim=1)
 
     def squares(self, cotangent: torch.Tensor, hidden_cotangent: torch.Tensor) -> torch.Tensor:
-        """Return (B, 3) float64: the first three control variates of u (m, V) and W^T u (m, d), minus their means."""
-        own = _squared_norms(cotangent)[:, None] * self._squares
-        below = _squared_norms(hidden_cotangent.to(cotangent.dtype))[:, None]
-        return self._by_sequence(torch.cat([own, below], dim=1)) - self._means
+        """Return (B, 3) float64: the squared norms of u (m, V) times h, W^T u (m, d) and u, minus their means."""
+        of_bias, below = _squared_norms(cotangent), _squared_norms(hidden_cotangent.to(cotangent.dtype))
+        squares = torch.stack([self._squares * of_bias, below, of_bias * self._has_bias], dim=1)
+        return self._by_sequence(squares) - self._means
 
     def _crossed(self, values: torch.Tensor) -> torch.Tensor:
         """Return (B,): the products of any two different rows (m, n) of a sequence, summed; 0 where there is one."""

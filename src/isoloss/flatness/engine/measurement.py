@@ -44,7 +44,7 @@ from isoloss.text.clusters import Blocks, SequenceClusters, equal_blocks
 Finish = Callable[[Estimate, ColumnRatios], Estimate]
 
 _OF_A_PROCESS = 1 << 40  # sequences; the indices of a process's sequences are no other process's
-_OVERTIME = 10  # times its time limit, after which a measurement does not wait for the probes of a batch
+_OVERTIME = 10  # times its time limit, and at least a second, that a measurement waits for the probes of a batch
 
 
 class Terms(NamedTuple):
@@ -114,7 +114,7 @@ class Source(abc.ABC):
         """
         for probe in range(self.num_probes):
             elapsed = time.perf_counter() - self.batch_begun
-            if probe and self.seconds is not None and elapsed > _OVERTIME * self.seconds:
+            if probe and self.seconds is not None and elapsed > max(1.0, _OVERTIME * self.seconds):
                 raise IsolossError(
                     f"{probe:,} of {self.num_probes:,} probes took {elapsed:.3g} s, and the time limit of "
                     f"{self.seconds:g} s cannot end a measurement within a batch: lower num_probes, or raise seconds"
