@@ -1,5 +1,6 @@
 """Folders that hold no model as they are: adapters, outputs of trainers, parts, pointers, damaged configs."""
 
+import copy
 import importlib.util
 import json
 import shutil
@@ -119,6 +120,19 @@ def test_adapters_that_cannot_be_merged(folder, tmp_path, monkeypatch):
     refused("names no base_model_name_or_path", adapter)
     shutil.copy(config, folder)
     refused(r"holds a whole model and an adapter \(adapter_config.json\): move one of them", folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*`tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_one_of_two_tied_weights_is_not_merged_into_both(target, model, tmp_path):
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = True
+    with quiet():
+        LlamaForCausalLM(config).save_pretrained(tmp_path / "tied")
+        adapted(tmp_path / "tied", LoraConfig(r=2, target_modules=[target])).save_pretrained(
+            tmp_path / "adapter", save_embedding_layers=True
+        )
+    refused("adapter that cannot be merged into .*: merged, the model predicts otherwise", tmp_path / "adapter")
 
 
 def test_a_prompt_is_not_merged(folder, tmp_path):

@@ -349,6 +349,7 @@ def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
         raise IsolossError(f"{name} is an adapter of {base}: {error}") from error
     from peft import PeftModel, get_peft_model_state_dict
 
+    ids = torch.arange(8, device=loaded.model.device)[None] % loaded.model.get_input_embeddings().num_embeddings
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of missing weights, which are an error here, and of names about to go
         adapted: Any = PeftModel.from_pretrained(loaded.model, str(config.parent))
@@ -360,8 +361,16 @@ def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
         known = set(get_peft_model_state_dict(adapted, save_embedding_layers=True))
         if wrong := (needed - held) | (held - known):
             raise IsolossError(f"the weights in {weights} are not those of its {config.name}: {_some(wrong)}")
-        model = adapted.merge_and_unload().requires_grad_(True)  # PEFT froze the base
-    return replace(loaded, model=model.eval(), name=name)
+        with torch.no_grad():
+            apart = adapted.eval()(input_ids=ids).logits
+            model = adapted.merge_and_unload().requires_grad_(True).eval()  # PEFT froze the base
+            change = (model(input_ids=ids).logits - apart).abs().max() / apart.abs().max()
+        if not change < torch.finfo(apart.dtype).eps ** 0.5:  # more than rounding, or NaN
+            raise IsolossError(
+                f"{name} is an adapter that cannot be merged into {base}: merged, the model predicts otherwise (logits "
+                f"change by up to {100 * change:.2g} %), as where an adapter changes one of two tied weights"
+            )
+    return replace(loaded, model=model, name=name)
 
 
 def _kind(config: Any, name: str) -> tuple[Kind, str]:

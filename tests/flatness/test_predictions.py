@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from isoloss.errors import IsolossError
+from isoloss.flatness import fisher_trace
 from isoloss.flatness.engine import factors
 from isoloss.flatness.engine.capture import PositionSelection
 from isoloss.flatness.engine.passes import intermediates_of, tail_cotangents
@@ -232,6 +233,13 @@ def test_no_buffer_is_as_large_as_the_logits(name, every, tied, monkeypatch):
         (lambda: build("bert"), lambda: batch_of() | {"labels": torch.full((5, 7), -100)}, "nothing is predicted"),
         (lambda: build("bert"), lambda: batch_of() | {"labels": torch.zeros(5, 6).long()}, "do not fit input_ids"),
         (lambda: build("bert"), lambda: batch_of() | {"labels": torch.zeros(5, 7)}, "labels are torch.float32"),
+        (lambda: build("bert"), lambda: batch_of() | {"input_ids": torch.zeros(5, 7)}, "input_ids are torch.float32"),
+        (lambda: build("bert"), lambda: batch_of() | {"labels": torch.full((5, 7), -1)}, "a label is -1; .* or -100"),
+        (
+            lambda: build("bert"),
+            lambda: batch_of() | {"labels": torch.full((5, 7), VOCAB)},
+            f"a label is {VOCAB}; the model predicts ids 0 to {VOCAB - 1}",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_error(model, batch, message):
@@ -247,6 +255,25 @@ def test_logits_that_are_not_finite_are_refused(value):
         model.cls.predictions.decoder.bias[3] = value
     with pytest.raises(IsolossError, match="NaN or infinite"), Predictor(model, causal=False) as predictor:
         predictor.forward(batch_of())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_token_ids_may_be_of_any_integer_type(dtype):
+    model, batch = build("bert"), batch_of()
+    with Predictor(model, causal=False) as predictor:
+        expected = predictor.forward(batch).logits
+        assert torch.equal(predictor.forward(batch | {"input_ids": batch["input_ids"].to(dtype)}).logits, expected)
+
+
+def test_the_smallest_number_marks_what_is_never_predicted():
+    """Some multimodal models set the logits of image tokens to it; the sum of two is infinite."""
+    values = []
+    for never in (torch.finfo(torch.float64).min, -1e4):
+        model = build("bert")
+        with torch.no_grad():
+            model.cls.predictions.decoder.bias[[3, 7, 8]] = never  # the probability is 0 either way
+        values.append(fisher_trace(model, [batch_of()], seed=0).value)
+    assert values[0] == pytest.approx(values[1], rel=1e-12)
 
 
 def test_a_model_whose_parameters_do_not_reach_the_logits():

@@ -198,7 +198,8 @@ def read_inputs(
         chosen = torch.randperm(len(rows), generator=generator(seed, "inputs"))[:wanted]
         rows_taken = np.sort(chosen.numpy())
         rows, origins = rows[rows_taken], None if origins is None else origins[rows_taken]
-    pads = (None if own_tokenizer is None else own_tokenizer.pad_token_id, text_config.pad_token_id, 0)
+    of_config = getattr(text_config, "pad_token_id", None)
+    pads = (None if own_tokenizer is None else own_tokenizer.pad_token_id, of_config, 0)
     sentences = _sentences(rows, data, next(int(i) for i in pads if i is not None), least=2 if kind == "causal" else 1)
     if kind == "causal":
         present = sentences.present()

@@ -65,6 +65,9 @@ class Batch:
                         f"labels of shape {tuple(labels.shape)} do not fit {name} of shape {tuple(value.shape)}"
                     )
                 if name == "input_ids":
+                    if value.is_floating_point():
+                        raise IsolossError(f"the input_ids are {value.dtype}; token ids are integers")
+                    value = value.to(torch.int64)  # an embedding takes no narrower ones than int32
                     _check_ids(value, model)
                 value = (value.clone() if value.is_inference() else value).to(device)
             inputs[name] = value
@@ -72,7 +75,12 @@ class Batch:
         if causal:
             labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED)], dim=1)
         predicted = labels != IGNORED
-        return Batch(inputs, F.pad(predicted, (virtual_tokens(model), 0)), labels[predicted])
+        targets = labels[predicted]
+        if len(targets) and int(targets.min()) < 0:
+            raise IsolossError(
+                f"a label is {int(targets.min())}; it is a token id, or {IGNORED} where nothing is predicted"
+            )
+        return Batch(inputs, F.pad(predicted, (virtual_tokens(model), 0)), targets)
 
     @property
     def predicts(self) -> bool:
@@ -317,13 +325,20 @@ def _check_logits(model: nn.Module, logits: Any, shape: tuple[int, ...], batch: 
         raise IsolossError(
             f"{name} gives {logits.shape[-1]} logits a position for a vocabulary of {vocabulary}: has it an LM head?"
         )
+    if batch.predicts and int(batch.targets.max()) >= vocabulary:
+        raise IsolossError(f"a label is {int(batch.targets.max())}; the model predicts ids 0 to {vocabulary - 1}")
     if tuple(logits.shape[:2]) != shape:
         raise IsolossError(f"labels of shape {tuple(batch.predicted.shape)} do not fit logits of {tuple(logits.shape)}")
 
 
 def _check_finite(logits: torch.Tensor, rows: torch.Tensor) -> None:
-    """Refuse NaN and infinite logits; by sums, which need no copy of the logits."""
+    """Refuse NaN and infinite logits; by sums, which need no copy of the logits.
+
+    Some models mark what they never predict by the smallest number that there is, and the sum of two is infinite.
+    """
     wide = torch.promote_types(logits.dtype, torch.float32)
     finite = logits.detach().sum(dim=1, dtype=wide).isfinite()
+    if not bool(finite.all()):
+        finite[~finite] = logits.detach()[~finite].isfinite().all(dim=1)
     if not bool(finite.all()):
         raise IsolossError(f"the model's logits are NaN or infinite (sequence {int(rows[~finite][0])} of the batch)")
