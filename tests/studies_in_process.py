@@ -43,7 +43,7 @@ def config(seed, dropout):
 
 
 def measured(seed):
-    settings = {"loss_sentences": 16, "flatness_sentences": 8, "seed": 1000 + seed}
+    settings = {"loss_sentences": 16, "num_sequences": 8, "seed": 1000 + seed}
     return Measurement(measures=("loss", "trace"), settings=settings)
 
 

@@ -64,7 +64,7 @@ def test_every_field_of_evaluations_and_transfer(name):
     preset = load_preset(name)
     assert preset.measures == {
         "loss_sentences": 1_000_000,
-        "flatness_sentences": 10_000,
+        "num_sequences": 10_000,
         "trace_method": "paper",
         "num_train": 100_000,
         "probe_epochs": 100,
@@ -210,7 +210,7 @@ def test_transfer_and_evaluation(capsys, tmp_path, monkeypatch):
     small = "--size d16 --steps 2 --batch-size 4 --num-sentences 9 --warmup-steps 1 --log-every 1 --device cpu"
     assert main(["train", str(run), "--preset", "authors", "--language", "pcfg-laptop", *small.split()]) == 0
     capsys.readouterr()
-    words = "--measures loss trace --preset authors --loss-sentences 64 --flatness-sentences 20 --json"
+    words = "--measures loss trace --preset authors --loss-sentences 64 --num-sequences 20 --json"
     assert main(["eval", str(run), "--steps", "2", *words.split()]) == 0
     found = {each["measure"]: each for each in json.loads(capsys.readouterr().out)["evaluations"]}
     assert found["loss"]["settings"]["loss_sentences"] == 64

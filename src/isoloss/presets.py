@@ -66,7 +66,7 @@ class Preset:
     measures: Mapping[str, Any] = field(
         default_factory=lambda: {
             "loss_sentences": 1_000_000,
-            "flatness_sentences": 10_000,
+            "num_sequences": 10_000,
             "trace_method": "paper",
             "num_train": 100_000,
             "probe_epochs": 100,

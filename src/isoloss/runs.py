@@ -39,6 +39,7 @@ ARCHIVED = (
 )
 AVERAGE = "ema"  # the folder of what belongs to the averaged weights
 _STEP = re.compile(r"step-(\d+)$")
+_OLD_SETTINGS = {"flatness_sentences": "num_sequences"}  # what evaluations that were written before call a setting
 _EVALUATION = re.compile(r"(?P<measure>.+)@step-(?P<step>\d+)\.json$")
 
 
@@ -80,7 +81,8 @@ class Evaluation:
     def from_dict(cls, document: Mapping[str, Any]) -> Evaluation:
         """Return the evaluation that `to_dict` wrote."""
         estimates = {name: Estimate.from_dict(e) for name, e in document["estimates"].items()}
-        return cls(**{**document, "estimates": estimates})
+        settings = {_OLD_SETTINGS.get(name, name): value for name, value in document["settings"].items()}
+        return cls(**{**document, "estimates": estimates, "settings": settings})
 
 
 @dataclass(frozen=True, repr=False)

@@ -47,7 +47,7 @@ def held_out(run):
 
 
 def test_the_loss_is_transformers_own_and_the_trace_that_of_its_labels(capsys, run):
-    document = as_json(capsys, "eval", run, "--flatness-sentences", "64")
+    document = as_json(capsys, "eval", run, "--num-sequences", "64")
     loss, trace = (e["estimates"][e["measure"]] for e in document["evaluations"])
     model = AutoModelForCausalLM.from_pretrained(Run(run).checkpoint(20)).eval()
     tokens, labels = held_out(run)
@@ -87,7 +87,7 @@ def test_the_checkpoint_starts_from_cls_and_writes(run):
 
 
 def test_probes_read_a_causal_model_and_the_exact_loss_is_refused(capsys, drawn):
-    words = ("--num-train", "200", "--num-test", "100", "--probe-epochs", "3", "--flatness-sentences", "16")
+    words = ("--num-train", "200", "--num-test", "100", "--probe-epochs", "3", "--num-sequences", "16")
     document = as_json(capsys, "eval", drawn, "--measures", "trace", "probe-root", *words)
     trace, probe = document["evaluations"]
     assert trace["estimates"]["trace"]["details"]["predicts"] == "next token"
@@ -98,7 +98,7 @@ def test_probes_read_a_causal_model_and_the_exact_loss_is_refused(capsys, drawn)
 
 def test_eval_of_what_has_no_exact_loss_measures_the_trace(capsys, drawn):
     capsys.readouterr()
-    assert main(["eval", str(drawn), "--flatness-sentences", "16", "--json"]) == 0
+    assert main(["eval", str(drawn), "--num-sequences", "16", "--json"]) == 0
     out, err = capsys.readouterr()
     assert {e["measure"] for e in json.loads(out)["evaluations"]} >= {"trace"}
     assert not any(e["measure"] == "loss" for e in json.loads(out)["evaluations"])

@@ -13,7 +13,7 @@ from isoloss.evaluation.evaluator import Evaluator
 from isoloss.runs import Run, checkpoint_of
 from isoloss.statistics.estimate import rounded
 
-SETTINGS = ("--loss-sentences", "64", "--flatness-sentences", "32", "--num-train", "64", "--num-test", "64")
+SETTINGS = ("--loss-sentences", "64", "--num-sequences", "32", "--num-train", "64", "--num-test", "64")
 MEASURES = ("--measures", "loss", "trace", "probe-root", *SETTINGS, "--probe-seeds", "2", "--probe-epochs", "2")
 
 
@@ -141,6 +141,6 @@ def test_what_is_no_checkpoint_of_a_run_is_refused(capsys, run, tmp_path):
 
 
 def test_the_log_says_which_checkpoint(run):
-    evaluator = Evaluator(Run(run).averaged, {"flatness_sentences": 16})
+    evaluator = Evaluator(Run(run).averaged, {"num_sequences": 16})
     evaluator.evaluate("trace", 10)
     assert '"checkpoint": "checkpoints/step-10/ema"' in (run / "log.jsonl").read_text().splitlines()[-1]

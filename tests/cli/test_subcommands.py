@@ -101,7 +101,7 @@ def test_the_same_seed_samples_the_same(capsys):
 
 
 def test_eval_measures_what_is_missing_and_nothing_twice(capsys, run):
-    words = ("eval", run, "--measures", "loss", "trace", "--loss-sentences", "64", "--flatness-sentences", "32")
+    words = ("eval", run, "--measures", "loss", "trace", "--loss-sentences", "64", "--num-sequences", "32")
     document = as_json(capsys, *words)
     assert [(e["measure"], e["step"]) for e in document["evaluations"]] == [
         ("loss", 10),
@@ -115,7 +115,7 @@ def test_eval_measures_what_is_missing_and_nothing_twice(capsys, run):
     assert as_json(capsys, *words) == document
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*.json")} == files
     changed = as_json(capsys, *words[:-1], "16")
-    assert changed["evaluations"][1]["settings"]["flatness_sentences"] == 16
+    assert changed["evaluations"][1]["settings"]["num_sequences"] == 16
 
 
 def test_ls_names_the_families_with_known_rescalings(capsys):
@@ -136,7 +136,7 @@ def test_show_and_ls_find_the_run(capsys, run):
 def test_flatness_of_a_checkpoint_on_its_own_language_is_what_eval_measures(capsys, run):
     checkpoint = run / "checkpoints" / "step-30"
     alone = trace_of(as_json(capsys, "flatness", checkpoint, "--num-sequences", "32"))
-    document = as_json(capsys, "eval", run, "--measures", "trace", "--steps", "30", "--flatness-sentences", "32")
+    document = as_json(capsys, "eval", run, "--measures", "trace", "--steps", "30", "--num-sequences", "32")
     assert document["evaluations"][0]["estimates"]["trace"]["value"] == alone["value"]
 
 
@@ -192,7 +192,7 @@ def test_doctor_and_version(capsys):
 
 
 def test_plain_output_names_units_and_errors(capsys, run):
-    assert main(["eval", str(run), "--measures", "trace", "--flatness-sentences", "32"]) == 0
+    assert main(["eval", str(run), "--measures", "trace", "--num-sequences", "32"]) == 0
     out = capsys.readouterr().out
     assert out.count("±") == 5  # the heading, and for each checkpoint the trace with and without embeddings
     assert out.count("nats per predicted token") == 2
@@ -593,7 +593,7 @@ def test_a_run_where_a_checkpoint_is_wanted_and_the_other_way_round(small_run, t
 
 
 def test_evaluations_are_listed_in_the_order_in_which_they_were_asked_for(small_run, capsys):
-    words = ["--measures", "trace", "squared-norm", "--flatness-sentences", "32", "--threads", "1"]
+    words = ["--measures", "trace", "squared-norm", "--num-sequences", "32", "--threads", "1"]
     capsys.readouterr()
     assert main(["eval", str(small_run), *words]) == 0
     rows = [line.split()[1] for line in capsys.readouterr().out.splitlines()[2:]]

@@ -91,7 +91,7 @@ def test_eval_leaves_out_a_loss_with_too_many_hidden_tokens(capsys, run, monkeyp
     folder = run.parent / "fraction"
     train(folder, run.parent / "language.toml", "--masking", "fraction", "--fraction", "0.5")
     capsys.readouterr()
-    assert main(["eval", str(folder), "--flatness-sentences", "16", "--json"]) == 0
+    assert main(["eval", str(folder), "--num-sequences", "16", "--json"]) == 0
     out, err = capsys.readouterr()
     assert [e["measure"] for e in json.loads(out)["evaluations"]] == ["trace"]
     reason = "Teacher gives exact conditionals with up to 2 masked tokens per sentence, and masking a fraction of 0.5"

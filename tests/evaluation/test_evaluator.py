@@ -40,7 +40,7 @@ CONFIG = TrainConfig(
 )
 SETTINGS = {
     "loss_sentences": 200,
-    "flatness_sentences": 96,
+    "num_sequences": 96,
     "num_train": 300,
     "num_test": 120,
     "probe_seeds": 3,

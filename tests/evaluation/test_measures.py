@@ -40,7 +40,7 @@ NAMED = {
 }
 SMALL = {
     "loss_sentences": 40,
-    "flatness_sentences": 40,
+    "num_sequences": 40,
     "num_train": 48,
     "num_test": 32,
     "probe_seeds": 2,
@@ -118,7 +118,7 @@ def config_file(folder):
 def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_function_gives(capsys, checkpoints, name):
     asked = NAMED.get(name, name)
     data = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--num-sequences", "40")
-    own = [word for word in options(name) if word not in ("--flatness-sentences", 40)]
+    own = [word for word in options(name) if word not in ("--num-sequences", 40)]
     document = as_json(capsys, "flatness", checkpoints / "a", *data, "--measures", asked, *own)
     (model,) = document["models"]
     assert (document["comparisons"], document["interrupted"], model["model"]) == ({}, None, str(checkpoints / "a"))
@@ -166,7 +166,7 @@ def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_fun
 def test_two_models_are_compared_by_every_measure_that_can_be_paired(capsys, checkpoints, name):
     asked = NAMED.get(name, name)
     data = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--num-sequences", "40")
-    own = [word for word in options(name) if word not in ("--flatness-sentences", 40)]
+    own = [word for word in options(name) if word not in ("--num-sequences", 40)]
     words = ("flatness", checkpoints / "a", checkpoints / "b", *data, "--measures", asked, *own)
     document = as_json(capsys, *words)
     comparison = document["comparisons"][asked]
@@ -288,7 +288,7 @@ def test_mistakes_are_told_before_anything_is_loaded():
             "'nothing_alike'; those of loss are loss_sentences, seed",
         ),
         (["loss"], {"loss_sentence": 3}, "no measure has a setting 'loss_sentence'; did you mean loss_sentences"),
-        (["trace"], {"flatness_sentences": 0}, "flatness_sentences is 0; it must be at least 2"),
+        (["trace"], {"num_sequences": 0}, "num_sequences is 0; it must be at least 2"),
         ([], {}, "no measure is named"),
     ):
         with pytest.raises(IsolossError, match=sentence):

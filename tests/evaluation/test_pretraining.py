@@ -58,7 +58,7 @@ def test_measuring_changes_nothing_in_training(tmp_path):
 
 def test_what_is_measured_is_what_eval_says(tmp_path):
     run = trained(tmp_path, CONFIG)
-    evaluator = Evaluator(run, {"loss_sentences": 64, "flatness_sentences": 64, "seed": 0})
+    evaluator = Evaluator(run, {"loss_sentences": 64, "num_sequences": 64, "seed": 0})
     for line in run.metrics()[1::2]:
         kl = evaluator.measure("loss", line["step"])[0].estimates["kl"]
         trace = evaluator.measure("trace", line["step"])[0].estimates["trace"]

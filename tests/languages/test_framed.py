@@ -267,7 +267,7 @@ def test_a_run_is_trained_measured_probed_and_fine_tuned(tmp_path):
         "num_test": 40,
         "probe_epochs": 2,
         "probe_seeds": 1,
-        "flatness_sentences": 20,
+        "num_sequences": 20,
     }
     found = evaluate([str(run.path)], measures, settings=settings).to_dict()
     assert len(found) == len(measures)

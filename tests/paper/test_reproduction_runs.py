@@ -23,7 +23,7 @@ GIB = 2**30
 LIMIT = 20 * GIB  # of memory for the weights, their gradient and AdamW's moments
 WORDS = ["good", "bad", "film", "story", "actor", "scene", "light", "dark", "slow", "fast", "new", "old"]
 SETTINGS = {
-    **{"loss_sentences": 10, "flatness_sentences": 4, "num_train": 16, "num_test": 8, "probe_epochs": 1},
+    **{"loss_sentences": 10, "num_sequences": 4, "num_train": 16, "num_test": 8, "probe_epochs": 1},
     **{"probe_seeds": 1, "finetune_epochs": 1, "finetune_seeds": 1},
 }
 

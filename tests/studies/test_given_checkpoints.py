@@ -41,7 +41,7 @@ FILE = '''"""Three checkpoints, measured on one text."""
 from isoloss.studies import Experiment, Given, Measurement, Scale, Study
 
 MEASURED = Measurement(
-    measures=("loss", "trace", "minimal-trace"), settings={"loss_sentences": 16, "flatness_sentences": 16}
+    measures=("loss", "trace", "minimal-trace"), settings={"loss_sentences": 16, "num_sequences": 16}
 )
 RUNS = {
     name: Experiment(config=Given(checkpoint=f"models/{name}", data="text.txt"), measurements=(MEASURED,))
@@ -108,7 +108,7 @@ def test_three_checkpoints_are_compared_by_a_short_file(study, capsys):
     assert str(Path.cwd()).encode() not in b"".join(path.read_bytes() for path in Path("kept").rglob("*.*"))
     # the same numbers as isoloss eval
     results = StudyFolder(load_study(study), Path("out")).results()
-    settings = {"loss_sentences": 16, "flatness_sentences": 16}
+    settings = {"loss_sentences": 16, "num_sequences": 16}
     for name in ("bert", "opt", "gpt2"):
         for one in evaluate(f"models/{name}", ["loss", "trace"], data="text.txt", settings=settings, device="cpu"):
             assert results.at(name)[one.measure].estimate.value == one.estimates[one.measure].value
@@ -222,7 +222,7 @@ def test_a_checkpoint_is_measured_on_a_language_with_its_probes(study, capsys):
     language = "PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)"
     text = FILE.replace('data="text.txt"', f"language={language}").replace('("bert", "opt", "gpt2")', '("bert",)')
     text = text.replace('"minimal-trace")', '"probe-root")').replace(
-        '"flatness_sentences": 16', '"flatness_sentences": 16, "num_train": 64, "num_test": 64, "probe_seeds": 2'
+        '"num_sequences": 16', '"num_sequences": 16, "num_train": 64, "num_test": 64, "probe_seeds": 2'
     )
     study.write_text(text.replace("\nMEASURED", "from isoloss.languages.config import PCFGConfig\n\nMEASURED", 1))
     call(capsys, "run", study, "--folder", "out", "--workers", "1")

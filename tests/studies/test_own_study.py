@@ -27,7 +27,7 @@ def run(dropout):
     config = TrainConfig(
         language=LANGUAGE, model=ModelConfig(size="d16", dropout=dropout), steps=6, batch_size=8, checkpoints=(3,)
     )
-    settings = {"loss_sentences": 16, "flatness_sentences": 8}
+    settings = {"loss_sentences": 16, "num_sequences": 8}
     return Experiment(config=config, measurements=(Measurement(measures=("loss", "trace"), settings=settings),))
 
 STUDY = Study(
@@ -46,7 +46,7 @@ def file(tmp_path):
 
 def test_a_setting_may_have_several_values(capsys, file, tmp_path, here):
     several = '"num_train": 64, "num_test": "all", "probe_solver": "convex", "probe_regularization": (1e-3, 1e-2)'
-    text = FILE.replace('"flatness_sentences": 8', several).replace('"trace"', '"probe-prefix-4"')
+    text = FILE.replace('"num_sequences": 8', several).replace('"trace"', '"probe-prefix-4"')
     file.write_text(text.replace(', "with": run(0.1)', ""))
     call(capsys, "run", file, "--folder", tmp_path / "out", *here)
     assert "probe regularization 0.001 or 0.01" in (tmp_path / "out" / "report" / "index.html").read_text()
@@ -190,7 +190,7 @@ def test_the_last_checkpoint_of_every_stage_is_measured(file):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"flatness_sentences"', '"flatness_sentence"', "flatness_sentence"),
+        ('"num_sequences"', '"flatness_sentence"', "flatness_sentence"),
         ('"trace")', '"trice")', "no measure 'trice'"),
         ("steps=6", 'steps=6, precision="fp99"', "precision is 'fp99'"),
         (

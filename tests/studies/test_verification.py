@@ -25,7 +25,7 @@ CONFIG = TrainConfig(
     checkpoints=(10,),
     device="cpu",
 )
-SETTINGS = {"loss_sentences": 32, "flatness_sentences": 16, "num_train": 100, "num_test": 100, "probe_epochs": 2}
+SETTINGS = {"loss_sentences": 32, "num_sequences": 16, "num_train": 100, "num_test": 100, "probe_epochs": 2}
 MEASURES = ("loss", "trace", "probe-prefix-4")
 
 

@@ -16,7 +16,7 @@ from isoloss.studies.plan import Resources
 pytestmark = pytest.mark.skipif(not warm.IS_AVAILABLE, reason="forks on Linux alone")
 
 TRAINING = ("--language", "pcfg-laptop", "--size", "d16", "--batch-size", "8", "--steps", "6", "--device", "cpu")
-MEASURES = ("--measures", "loss", "trace", "probe-root", "--loss-sentences", "64", "--flatness-sentences", "16")
+MEASURES = ("--measures", "loss", "trace", "probe-root", "--loss-sentences", "64", "--num-sequences", "16")
 FEW = ("--num-train", "64", "--num-test", "64", "--probe-epochs", "2", "--threads", "1")
 
 

@@ -61,8 +61,6 @@ class Args:
     data: Path | None = None
     """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy); default, for a run's
     checkpoint: the run's language."""
-    num_sequences: int = 512
-    """Sequences to measure on, at most; the tokens of all others in --data make the error smaller."""
     rtol: float | None = configs.setting(None, above=0, below=1)
     """Stop when the standard error is at most this fraction of the value; checked after 64, 128, 256, ... of what the
     error is over: sequences or documents, groups (hessian-trace), batches (sam-sharpness) or probes. For
@@ -104,7 +102,7 @@ class Args:
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     own = [config for config in measure_configs() if issubclass(config, FlatnessMeasure)]
-    cls = with_options(Args, exclude=("flatness_sentences",), reading=[ReadingConfig], settings=own)
+    cls = with_options(Args, reading=[ReadingConfig], settings=own)
     args: Any = common.parse(cls, "flatness", arguments, examples=EXAMPLES)
     where_known = not (args.measures or args.control)
     if where_known:
@@ -113,7 +111,7 @@ def main(arguments: list[str]) -> int:
     if args.control:
         added = [name for name in ("trace", "minimal-trace", "rescaling-control") if name not in args.measures]
         args = dataclasses.replace(args, measures=(*args.measures, *added))
-    settings = {**vars(args.settings), "flatness_sentences": args.num_sequences}
+    settings = vars(args.settings)
     refuse_left_out(args.measures)
     _check(args, settings)
     common.use_threads(args.threads)
@@ -123,7 +121,7 @@ def main(arguments: list[str]) -> int:
 
     models = [ModelInfo.of(_load(args, name)) for name in args.models]
     context = _context(args, models)
-    inputs = context.inputs(args.num_sequences, args.settings.seed)
+    inputs = context.inputs(args.settings.num_sequences, args.settings.seed)
     for model in models:
         kernel = model.config._attn_implementation
         common.note(f"{model.name}: {model.architecture}, {model.kind}, attention {kernel}; {inputs.description}")
@@ -178,8 +176,6 @@ def _check(args: Any, settings: Mapping[str, Any]) -> None:
     """Refuse what needs neither a model nor torch to be seen as wrong."""
     if not args.models:
         raise IsolossError("no checkpoint is named: give a folder, or a name on the Hugging Face hub")
-    if args.num_sequences < 2:
-        raise IsolossError(f"--num-sequences is {args.num_sequences}; an error bar needs at least 2")
     positive("--same-loss-nats", args.same_loss_nats)
     for measure in args.measures:
         flatness_measure(measure, settings)

@@ -226,16 +226,15 @@ def _metavar(hint: Any) -> str | None:
     return f"{word} [{word} ...]"
 
 
-def with_options(cls: type[T], *, exclude: Iterable[str] = (), **groups: Iterable[type]) -> type[T]:
+def with_options(cls: type[T], **groups: Iterable[type]) -> type[T]:
     """Return `cls` with further fields, each a group of options.
 
     Args:
         cls: The dataclass of a subcommand's arguments.
-        exclude: Fields of the configs that are no options.
         groups: By the field's name, the configs whose fields are its options.
     """
     fields: list[Any] = []
-    excluded = {*exclude, *(field for each in MEASURES for field in name_fields(each))}
+    excluded = {field for each in MEASURES for field in name_fields(each)}
     for name, configs in groups.items():
         options = options_of(name, *configs, exclude=excluded)
         options.__doc__ = ""

@@ -22,7 +22,7 @@ from isoloss.studies import Experiment, Measurement, Scale, Study
 LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)  # isoloss ls languages
 MEASURED = Measurement(
     measures=("loss", "trace", "minimal-trace", "probe-root"),  # isoloss ls measures
-    settings={{"loss_sentences": 256, "flatness_sentences": 128, "num_train": 256, "num_test": 256, "probe_seeds": 2}},
+    settings={{"loss_sentences": 256, "num_train": 256, "num_test": 256, "probe_seeds": 2}},
 )
 
 
@@ -48,10 +48,7 @@ DATA = {data}
 CHECKPOINTS = {{  # what each is called in tables: its folder, or its name on the Hugging Face hub
 {checkpoints}
 }}
-MEASURED = Measurement(
-    measures=("loss", "trace", "minimal-trace"),  # isoloss ls measures
-    settings={{"flatness_sentences": 128, "seed": 0}},
-)
+MEASURED = Measurement(measures=("loss", "trace", "minimal-trace"))  # isoloss ls measures
 RUNS = {{
     name: Experiment(config=Given(checkpoint=checkpoint, data=DATA), measurements=(MEASURED,))
     for name, checkpoint in CHECKPOINTS.items()

@@ -86,7 +86,7 @@ def evaluate(
         >>> from isoloss.languages.config import BracketsConfig
         >>> from isoloss.run_config import ModelConfig
         >>> config = BracketsConfig(length=4)
-        >>> few = {"flatness_sentences": 32}
+        >>> few = {"num_sequences": 32}
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     make_model(ModelConfig(size="d16"), config.build(), seed=0).save_pretrained(folder)
         ...     found = evaluate(folder, ["squared-norm", "trace"], language=config, settings=few)

@@ -235,7 +235,7 @@ def _compare_traces(
     """Take the traces of several models, with their losses and the control variates that they share."""
     name, measure = next(iter(traces.items()))
     granularities = [each.rescaling_granularity for each in traces.values() if isinstance(each, MinimalTrace)]
-    inputs = context.inputs(measure.flatness_sentences, measure.seed)
+    inputs = context.inputs(measure.num_sequences, measure.seed)
     try:
         results.compared = compare(
             models,

@@ -11,7 +11,7 @@ def _experiments(steps: int) -> dict[str, Experiment]:
         measures=("loss", "trace", "top1", "probe-total"),
         settings={
             "loss_sentences": 256,
-            "flatness_sentences": 128,
+            "num_sequences": 128,
             "top1_sequences": 256,
             "num_train": 256,
             "num_test": 256,

@@ -108,12 +108,12 @@ class SampledFlatness(FlatnessMeasure, SeededMeasure):
     and `auxiliary_sample` that are among its parameters.
     """
 
-    flatness_sentences: int = setting(2048, minimum=2)
-    """Sentences, or sequences of other data, that the measures of flatness are taken on."""
+    num_sequences: int = setting(512, minimum=2)
+    """Sequences that flatness is measured on, at most."""
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Measure on the inputs of the context."""
-        inputs = context.inputs(self.flatness_sentences, self.seed)
+        inputs = context.inputs(self.num_sequences, self.seed)
         estimates = self.estimates(self._call(model, inputs, context))
         return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=digest_batches(inputs.batches))
 
@@ -398,7 +398,7 @@ def _expanded(
     into = reshaped(shape(measure.size), layers=measure.expanded_layers, heads=measure.expanded_heads)
     large = expand(model, into, embedding_scale=embedding_scale).model  # refuses an unknown scale
     result = run(large, context)
-    batches = context.inputs(measure.flatness_sentences, measure.seed).batches
+    batches = context.inputs(measure.num_sequences, measure.seed).batches
     more = {
         "expanded_into": measure.size,
         "embedding_scale": embedding_scale,

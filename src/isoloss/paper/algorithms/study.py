@@ -24,7 +24,7 @@ from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyC
 BASELINE = "adamw"
 SMOKE_LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)
 SMOKE_SETTINGS = {
-    **{"loss_sentences": 256, "flatness_sentences": 64},
+    **{"loss_sentences": 256, "num_sequences": 64},
     **{"num_train": 256, "num_test": 256, "probe_epochs": 10},
 }
 

@@ -393,7 +393,7 @@ class _Runs:
                 checkpoints=len(steps),
                 conditionals=settings["loss_sentences"] if "loss" in measures else 0,
                 sentences=settings["loss_sentences"] + tasks * examples,
-                backward=settings["flatness_sentences"] * (51 if settings.get("trace_method") == "paper" else 2)
+                backward=settings["num_sequences"] * (51 if settings.get("trace_method") == "paper" else 2)
                 + sum(name.startswith("finetune-") for name in measures) * 50 * examples,  # 5 seeds of 10 epochs
                 measures=len(measures),
             )

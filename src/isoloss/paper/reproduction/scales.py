@@ -298,7 +298,7 @@ SMOKE = Scale(
             other_polishes=(10, 40),
             sgd_steps=20,
             algorithm_steps=(10, 10),
-            settings={"num_train": 256, "flatness_sentences": 64},
+            settings={"num_train": 256, "num_sequences": 64},
             band=0.4,  # after so few steps, models are further apart
         ),
         _small_hmm(
@@ -312,7 +312,7 @@ SMOKE = Scale(
             polish_steps=20,
             other_polishes=(10, 40),
             sgd_steps=20,
-            settings={"num_train": 256, "flatness_sentences": 64},
+            settings={"num_train": 256, "num_sequences": 64},
             band=0.4,  # after so few steps, models are further apart
         ),
         _small_text(
@@ -321,7 +321,7 @@ SMOKE = Scale(
             watched=(20, 40),
             settings={
                 **{"num_train": 128, "num_test": 64, "finetune_epochs": 1},
-                **{"loss_sentences": 64, "flatness_sentences": 64},
+                **{"loss_sentences": 64, "num_sequences": 64},
             },
         ),
     ),
@@ -343,7 +343,7 @@ EVENING = Scale(
             other_polishes=(250, 500, 1_000, 4_000),
             sgd_steps=2_000,
             algorithm_steps=(500, 300),
-            settings={"num_train": 8_192, "flatness_sentences": 1_024},
+            settings={"num_train": 8_192, "num_sequences": 1_024},
         ),
         _small_hmm(
             models=tuple(range(700, 706)),
@@ -356,7 +356,7 @@ EVENING = Scale(
             polish_steps=1_000,
             other_polishes=(125, 250, 500, 2_000),
             sgd_steps=2_000,
-            settings={"num_train": 8_192, "flatness_sentences": 1_024},
+            settings={"num_train": 8_192, "num_sequences": 1_024},
         ),
         _small_text(
             seeds=5,
@@ -364,7 +364,7 @@ EVENING = Scale(
             watched=(4_000, 5_000, 6_000, 7_000, 8_000),
             settings={
                 **{"num_train": "all", "num_test": "all", "finetune_epochs": 5},
-                **{"loss_sentences": 1_024, "flatness_sentences": 512},
+                **{"loss_sentences": 1_024, "num_sequences": 512},
             },
         ),
     ),

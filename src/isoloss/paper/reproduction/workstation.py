@@ -25,7 +25,7 @@ LSTMS = ("h128", "h256", "h512")
 DOCUMENTS = 500_000  # of a corpus
 SETTINGS = {
     "loss_sentences": 20_000,
-    "flatness_sentences": 4_096,
+    "num_sequences": 4_096,
     "num_train": 20_000,
     "probe_epochs": 20,
     "probe_seeds": 2,

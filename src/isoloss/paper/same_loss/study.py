@@ -38,7 +38,7 @@ SCALES = {
         tasks=("prefix-4", "prefix-2"),
         shots=(100, 1_000),
         settings={
-            **{"loss_sentences": "all", "flatness_sentences": 1_024},
+            **{"loss_sentences": "all", "num_sequences": 1_024},
             **{"num_train": 8_192, "num_test": "all", "probe_solver": "convex"},
         },
     ),
@@ -61,7 +61,7 @@ SCALES = {
         tasks=("prefix-4", "prefix-2"),
         shots=(20, 50),
         settings={
-            **{"loss_sentences": "all", "flatness_sentences": 64},
+            **{"loss_sentences": "all", "num_sequences": 64},
             **{"num_train": 256, "num_test": "all", "probe_solver": "convex"},
         },
     ),
