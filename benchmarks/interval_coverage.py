@@ -114,7 +114,6 @@ def page(record: Mapping[str, Any]) -> str:
     """Return the table of a record."""
     lines = [
         *heading("How often 95 % intervals on packed text hold the true value", dict(record)),
-        "",
         f"Two GPT-2s of width 32 with 2 layers, after {STEPS} steps on the web pages from two initializations. Texts "
         f"are put end to end and cut into rows of {LENGTH} words; a replicate is {ROWS} consecutive rows, no row is in "
         "two, and the true value is that of all replicates of the case together. The trace and the loss of the first "
