@@ -353,7 +353,7 @@ def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of missing weights, which are an error here, and of names about to go
         adapted: Any = PeftModel.from_pretrained(loaded.model, str(config.parent))
-        if adapted.active_peft_config.is_prompt_learning:
+        if not hasattr(adapted, "merge_and_unload"):  # prompts, which are no change of weights
             raise IsolossError(f"{name} is an adapter ({adapted.peft_type.value}) that cannot be merged into {base}")
         with safe_open(weights, framework="pt") as file:
             held = set(file.keys())
