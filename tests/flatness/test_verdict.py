@@ -1,11 +1,12 @@
 """The verdict on several models, from estimates with known errors and from models with known relations."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.utils import ModelOutput
 
 from isoloss.errors import IsolossError
@@ -56,6 +57,34 @@ def test_a_model_is_the_flattest_where_both_measures_say_so_at_the_same_loss():
         "a is the flattest: it has the smallest trace (probability above 0.999) and the smallest minimal trace (above "
         "0.999), at the same loss as the others within ± 0.01 nats."
     )
+
+
+def test_an_input_that_makes_up_much_of_an_error_gives_no_verdict():
+    comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.0, "2")})
+    trace = comparison.models[0].trace
+    influence = np.full(N, 0.1)
+    influence[7] = 9
+    rare = dataclasses.replace(comparison.models[0], trace=dataclasses.replace(trace, influence=influence))
+    found = verdict(dataclasses.replace(comparison, models=(rare, *comparison.models[1:])))
+    assert (found.flattest, found.reasons) == (None, ("rare",))
+    assert "one of the samples makes up" in str(found)
+
+
+@pytest.mark.parametrize(
+    "change", [{"n_inner": 48, "n_positions": 16}, {"n_head": 4}, {"activation_function": "relu"}], ids=str
+)
+def test_architectures_of_as_many_parameters_are_not_compared(change):
+    sizes = {"vocab_size": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_inner": 32, "n_positions": 49}
+    models = []
+    for config in (sizes, {**sizes, **change}):
+        torch.manual_seed(0)
+        models.append(GPT2LMHeadModel(GPT2Config(**config, bos_token_id=0, eos_token_id=0)).eval())
+    first, second = (sum(p.numel() for p in model.parameters()) for model in models)
+    assert first == second
+    ids = torch.randint(0, 16, (64, 8), generator=torch.Generator().manual_seed(1))
+    found = compare(dict(zip("ab", models, strict=True)), [{"input_ids": ids, "labels": ids}]).verdict()
+    assert (found.flattest, found.reasons) == (None, ("parameters",))
+    assert "a and b have different architectures" in str(found)
 
 
 def test_two_measures_that_disagree_give_no_verdict():

@@ -9,6 +9,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from isoloss import compare, fisher_trace
+from isoloss.errors import IsolossError
 from isoloss.evaluation.loss import text_loss
 from isoloss.flatness import FlatnessCallback
 from isoloss.run_config import ObjectiveConfig
@@ -96,6 +97,19 @@ def test_sequences_of_one_document_are_a_cluster_wherever_they_stand():
     clusters, numbers = clusters_of(random_rows(8), documents=torch.tensor([5, 5, 2, 5, 9, 9, 2, 1]))
     assert numbers.tolist() == [0, 0, 1, 0, 2, 2, 1, 3]
     assert (clusters.name, clusters.blocks()) == ("documents", None)
+
+
+@pytest.mark.parametrize("documents", [["b", "b", "a"], np.array([4, 4, 1]), torch.tensor([0.5, 0.5, 1.5])], ids=str)
+def test_ids_of_documents_may_be_of_any_kind(documents):
+    assert clusters_of(random_rows(3), documents=documents)[1].tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "documents", [torch.arange(4), torch.zeros(3, 1), ["a", None, "b"], np.full(3, np.nan)], ids=str
+)
+def test_ids_of_documents_that_are_none(documents):
+    with pytest.raises(IsolossError, match="`documents` must be the id of the document of each of the 3 sequences"):
+        clusters_of(random_rows(3), documents=documents)
 
 
 # --- separators ------------------------------------------------------------------------------------------------------

@@ -82,6 +82,9 @@ def test_number_labels_are_in_order_of_value(tmp_path):
         ([True, False, True], ("false", "true"), [0, 1, 2], None),
         ([1, -1, 1], ("-1", "1"), [0, 1, 2], None),
         (["+", "-"], ("-", "+"), [0, 1], None),
+        # as pandas writes numbers of which some are missing, and spaces around a name
+        (["1.0", "0.0", "nan", "1"], ("0", "1"), [0, 1, 3], "1 without a label"),
+        (["yes ", "no", "yes"], ("no", "yes"), [0, 1, 2], None),
     ],
 )
 def test_rows_without_a_label_are_left_out_and_counted(tmp_path, labels, names, kept, said):

@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.registry import TASKS
 from isoloss.text.text_classification import Coverage, encode_labeled_text, read_labeled_text
 from isoloss.text.tokenizers import load_tokenizer
@@ -65,6 +65,19 @@ def test_the_examples_are_encoded_and_padded_to_one_length(folder: Path, vocab: 
     assert {name: tensor.shape for name, tensor in some.items()} == dict.fromkeys(
         ("input_ids", "attention_mask", "token_type_ids"), (2, 7)
     )
+
+
+@pytest.mark.parametrize(
+    ("train", "test"), [(["0", "1", "-1"], ["1", "-1"]), (["1", "-1"], ["0", "1"])], ids=["test", "training"]
+)
+def test_a_missing_label_is_told_by_both_splits(folder: Path, vocab: Path, train: list[str], test: list[str]) -> None:
+    for name, labels in (("train", train), ("dev", test)):
+        write(folder / f"{name}.csv", [("au", "bu", label) for label in labels])
+    with pytest.warns(IsolossWarning, match="-1, read as a missing label"):
+        task = make_text_task(pairs(folder), load_tokenizer(str(vocab)))
+    assert sorted(task.classes) == ["0", "1"]
+    kept = [task.classes[label] for label in [*task.train_labels.tolist(), *task.test_labels.tolist()]]
+    assert kept == [label for label in (*train, *test) if label != "-1"]
 
 
 def test_a_test_label_that_training_lacks_is_a_class_of_its_own(folder: Path, vocab: Path, tmp_path: Path) -> None:

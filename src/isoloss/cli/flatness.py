@@ -49,8 +49,8 @@ class Args:
 
     That trace equals the trace of the Hessian where the model's conditionals are the true ones. Several models are
     measured one after another on the same inputs with the same Rademacher signs, and compared. One is called the
-    flattest if its trace and its minimal trace, which no rescaling of weights changes, are the smallest, and the models
-    have one architecture and the same loss.
+    flattest if its trace and its minimal trace, which no rescaling of whole weight tensors changes, are the smallest,
+    and the models have one architecture and the same loss.
     """
 
     models: tyro.conf.Positional[tuple[str, ...]]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,13 +208,21 @@ def compare(
                 trace = _above_zero(measurement.measure(batches, stopping, progress=step))
             result = measurement.result()
             rest = Weighted(result.part, result.part_stderr, result.part_influence)
-            one = _measured(name, trace, rest, source.loss(measurement.blocks()), weights_digest(model))
+            one = Measured(
+                name=name,
+                trace=trace,
+                without_embeddings=_without_embeddings(trace, rest),
+                loss=source.loss(measurement.blocks()),
+                weights=weights_digest(model),
+                architecture=_architecture(model),
+            )
             if estimator is not None and minima is not None:
                 try:
                     with _naming(name):
                         least = estimator.finish(trace, measurement.columns())
                         least = _above_zero(estimator.checked(least, next(iter(batches))))
-                    minima.append(_measured(name, least, estimator.without_embeddings(least), one.loss, one.weights))
+                    part = _without_embeddings(least, estimator.without_embeddings(least))
+                    minima.append(dataclasses.replace(one, trace=least, without_embeddings=part))
                 except IsolossError as error:
                     without_minima(error)
         except InterruptedEstimate as stop:
@@ -251,9 +261,23 @@ def _above_zero(trace: Estimate) -> Estimate:
     return trace
 
 
-def _measured(name: str, trace: Estimate, rest: Weighted, loss: Estimate, weights: str) -> Measured:
-    """Return what was measured of a model, with `rest` the part of the trace that is not the embeddings'."""
-    part = Estimate(
+def _architecture(model: nn.Module) -> str:
+    """Return the SHA-256 of what makes two models one architecture, over which traces are comparable.
+
+    It is what torch prints of the layers, without dropout and the eps of norms, the shapes of the parameters, and the
+    number of heads, which no layer prints.
+    """
+    plain: Any = unwrapped(model)
+    layers = re.sub(r"Dropout\([^)]*\)|eps=[^,)]*", "", repr(plain))
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in plain.named_parameters()]
+    config = getattr(plain, "config", None)
+    heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    return hashlib.sha256(repr((layers, shapes, heads)).encode()).hexdigest()
+
+
+def _without_embeddings(trace: Estimate, rest: Weighted) -> Estimate:
+    """Return the part `rest` of a trace, which is not the embeddings', as an estimate."""
+    return Estimate(
         value=rest.value,
         stderr=rest.stderr,
         samples=trace.samples,
@@ -264,7 +288,6 @@ def _measured(name: str, trace: Estimate, rest: Weighted, loss: Estimate, weight
         method=f"{trace.method}, without embeddings",
         influence=rest.influence.numpy(),
     )
-    return Measured(name=name, trace=trace, without_embeddings=part, loss=loss, weights=weights)
 
 
 class WithLoss(ExactLabels):

@@ -27,6 +27,7 @@ class Measured:
         without_embeddings: The part of it that is not the embeddings', see `isoloss.flatness.engine.parameters`.
         loss: Its cross-entropy on the same predicted positions.
         weights: The SHA-256 of its parameters, by which copies are told.
+        architecture: The SHA-256 of its layers, their shapes and its activations; empty: not known.
         probability_of_smallest: The probability that its trace is the smallest of all.
     """
 
@@ -35,6 +36,7 @@ class Measured:
     without_embeddings: Estimate
     loss: Estimate
     weights: str
+    architecture: str = ""
     probability_of_smallest: float = 1.0
 
 

@@ -2,7 +2,7 @@
 
 A model is called the flattest only where four things hold: all models have the same parameters, over which a trace is
 a sum; their losses are shown to be the same within a margin; its trace is the smallest; and so is its minimal trace,
-which no rescaling of the weights can change.
+which no rescaling of whole weight tensors can change (of units of an MLP or channels, with a finer granularity).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from isoloss.flatness.differences import Comparison, Pair
 
 Reason = Literal[
-    "weights", "function", "parameters", "loss", "no minimal trace", "bounded", "gauges", "open", "disagree"
+    "weights", "function", "parameters", "loss", "no minimal trace", "bounded", "gauges", "rare", "open", "disagree"
 ]
 
 _SURE = 0.975  # the probability from which a model's trace is the smallest
@@ -33,9 +33,10 @@ class Verdict:
     Attributes:
         flattest: The model's name; None: it cannot be said.
         reasons: Why it cannot: the models have the same `weights` or compute the same `function`, they have different
-            `parameters`, their `loss` is not shown to be the same, there is `no minimal trace`, or it is `bounded`
-            by the eps of norms and so depends on the scale of the weights, the models' minimal traces have different
-            `gauges`, a measure leaves `open` which is the smallest, or the two measures `disagree`.
+            `parameters` or architectures, their `loss` is not shown to be the same, there is `no minimal trace`, it is
+            `bounded` by the eps of norms and so depends on the scale of the weights, the models' minimal traces have
+            different `gauges`, an input is so `rare` that it makes up much of an error, a measure leaves `open` which
+            is the smallest, or the two measures `disagree`.
         text: The verdict in words, with what to do next.
     """
 
@@ -128,6 +129,14 @@ def _reasons(
         one, other = (names[name] for name in two)
         yield "parameters", f"{one} and {other} have different parameters, and a trace is a sum over these."
         return
+    first, *rest = comparison.models
+    if (other_one := next((model for model in rest if model.architecture != first.architecture), None)) is not None:
+        yield (
+            "parameters",
+            f"{names[first.name]} and {names[other_one.name]} have different architectures: their layers differ in "
+            "shape, activation or heads.",
+        )
+        return
     smallest = [f"the smallest {measure} (probability {probability(chance)})" for measure, chance in chances.items()]
     if len(set(best.values())) == 1:
         said = f"{names[best['trace']]} has {_listed(smallest)}"
@@ -140,7 +149,7 @@ def _reasons(
         yield (
             "no minimal trace",
             f"{said}, but rescaling the weights, which changes no prediction, can change this order. The minimal "
-            f"trace, which no rescaling changes, is missing: {why}.",
+            f"trace, which no rescaling of whole tensors changes, is missing: {why}.",
         )
     elif bounded:
         yield (
@@ -154,6 +163,8 @@ def _reasons(
         yield "open", f"{said}: it takes {more} to tell."
     elif best["trace"] != best["minimal trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
+    elif comparison.warning:
+        yield "rare", f"{said}, but {comparison.warning}."
     others = [name for name in originals if originals[name] == name != best["trace"]]
     differences = {name: comparison.pair(name, best["trace"]).turned(name).loss for name in others}
     apart = {name: each for name, each in differences.items() if not equivalence(each, same_loss).shown}

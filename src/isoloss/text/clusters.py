@@ -6,13 +6,14 @@ Shapes: B sequences of a batch, T positions, N clusters of a stream, G blocks of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse
 import torch
 
+from isoloss.errors import IsolossError
 from isoloss.text.masking import IGNORED
 
 _MIX = -7046029254386353131  # 2^64 over the golden ratio, odd, as a signed number
@@ -61,7 +62,7 @@ class SequenceClusters:
         self._group_size = group_size  # clusters in a row that count as one, where batches have no documents
         self.by_document: bool | None = None  # whether batches have `documents`; None before the first batch
         self.sequences = 0
-        self._numbers: dict[int, int] = {}  # of a cluster, by its document's id or the hash of its tokens
+        self._numbers: dict[Hashable, int] = {}  # of a cluster, by its document's id or the hash of its tokens
         self._tokens: list[
             np.ndarray[Any, Any]
         ] = []  # the distinct tokens of each cluster; where there are no documents
@@ -88,11 +89,14 @@ class SequenceClusters:
     def add(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Return (B,) int64: the cluster of each sequence, by its number in order of appearance."""
         documents, ids = batch.get("documents"), batch.get("input_ids")
-        size = next(len(value) for value in (documents, ids, batch.get("labels")) if value is not None)
+        size = next(len(value) for value in (ids, batch.get("labels"), documents) if value is not None)
         first, self.sequences = self.sequences, self.sequences + size
         self.by_document = documents is not None
         if documents is not None:
-            return torch.tensor([self._number(key) for key in documents.tolist()], dtype=torch.int64)
+            keys = documents.tolist() if hasattr(documents, "tolist") else list(documents)
+            if len(keys) != size or any(isinstance(key, list) or key is None or key != key for key in keys):  # NaN
+                raise IsolossError(f"`documents` must be the id of the document of each of the {size} sequences")
+            return torch.tensor([self._number(key) for key in keys], dtype=torch.int64)
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:  # tokens that cannot be told from others
             return torch.tensor([self._number(-1 - row) for row in range(first, first + size)]) // self._size
         labels, mask = batch.get("labels"), batch.get("attention_mask")
@@ -114,7 +118,7 @@ class SequenceClusters:
             self._has_separators |= bool(inside[row])
         return torch.tensor(numbers, dtype=torch.int64) // self._size
 
-    def _number(self, key: int) -> int:
+    def _number(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
     def _separators(

@@ -34,6 +34,7 @@ Columns = tuple[str, str | None, str]  # of the text, of the second text, of the
 _FILE = re.compile(
     r"(?P<split>.+?)(?P<part>_part_.+)?\.(tsv|csv|jsonl|json)|msr_paraphrase_(?P<msr>train|test)\.txt", re.IGNORECASE
 )
+_WHOLE = re.compile(r"-?\d+\.0")  # a whole number as pandas writes it beside missing ones
 _FIELDS, _NO_TEXT, _NO_LABEL = "with another number of fields than the first line", "without a text", "without a label"
 
 # its location, and its values in the order of the columns; None: its fields are not those of the header
@@ -160,7 +161,7 @@ def read_labeled_text(
         seconds += values[1:]
         labels.append(name)
         locations.append(location)
-    absent = _absent(set(labels), () if label_names is None else label_names)
+    absent = missing_labels(set(labels), () if label_names is None else label_names)
     for location, name in zip(locations, labels, strict=True):
         if name in absent:
             leave_out(location, f"with the label {name}, read as a missing label (a class needs another name)")
@@ -283,19 +284,27 @@ def _number_first(name: str) -> tuple[bool, int, str]:
         return True, 0, name
 
 
-def _absent(labels: set[str], names: Sequence[str]) -> set[str]:
+def missing_labels(labels: set[str], names: Sequence[str] = ()) -> set[str]:
     """Return which of these stand for a missing label: `-` and -1, where they are not classes."""
     opposite = {"-": "+", "-1": "1"}
     return {no for no, yes in opposite.items() if no in labels and no not in names and labels != {no, yes}}
 
 
 def _label(value: Any, column: str, location: str) -> str | None:
-    if value is None or value == "" or value != value:  # NaN, too
+    if value is None or value != value:  # NaN, too
         return None
     if isinstance(value, bool):
         return "true" if value else "false"  # as JSON has them
+    if isinstance(value, str):
+        value = value.strip()
+        if not value or value.lower() == "nan":
+            return None
+        if _WHOLE.fullmatch(value):
+            value = value.removesuffix(".0")
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # a column of numbers some of which are missing is one of floats in pandas
+        value = int(
+            value
+        )  # a column of numbers some of which are missing is one of floats in pandas, and so in its CSV
     if not isinstance(value, str | int):
         raise IsolossError(
             f"{location}: the column {column!r} holds no label but {value!r}: it takes a name or a number"

@@ -17,6 +17,7 @@ from isoloss.text.text_classification import (
     LabeledText,
     coverage,
     encode_labeled_text,
+    missing_labels,
     read_labeled_text,
     split_files,
 )
@@ -218,8 +219,25 @@ def _read(source: TextTask, seed: int) -> tuple[LabeledText, LabeledText]:
     if source.test is None and split == source.train_split:
         raise IsolossError(f"the split {split!r} of {where} would be used for training and for testing")
     test = read_labeled_text(where, **columns, split=split)
+    missing = missing_labels({*train.label_names, *test.label_names})
+    train, test = (_without(data, missing) for data in (train, test))
     names = tuple(dict.fromkeys([*train.label_names, *test.label_names]))
     return _renamed(train, names), _renamed(test, names)
+
+
+def _without(data: LabeledText, missing: set[str]) -> LabeledText:
+    """Return the examples without labels that stand for a missing one; one split alone may not show that they do."""
+    rows = [row for row, label in enumerate(data.labels) if data.label_names[label] not in missing]
+    left_out = len(data) - len(rows)
+    if not left_out:
+        return data
+    warn(f"{left_out:,} rows with the label {' or '.join(sorted(missing))}, read as a missing label, are left out")
+    if not rows:
+        raise IsolossError("no example of one of the splits has a label")
+    return _renamed(
+        dataclasses.replace(_rows(data, rows), num_unlabeled=data.num_unlabeled + left_out),
+        tuple(name for name in data.label_names if name not in missing),
+    )
 
 
 def _renamed(data: LabeledText, names: tuple[str, ...]) -> LabeledText:

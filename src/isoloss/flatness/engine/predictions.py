@@ -188,7 +188,10 @@ def read_batches(
             raise IsolossError(f"batch {number} is a {type(batch).__name__}, not a mapping of input_ids, labels, ...")
         if num_sequences is not None:
             rows = slice(num_sequences - position.sequences)
-            batch = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+            batch = {
+                name: value[rows] if isinstance(value, torch.Tensor) or name == "documents" else value
+                for name, value in batch.items()
+            }
         if clusters.by_document is not None and clusters.by_document != (batch.get("documents") is not None):
             raise IsolossError(f"batch {number}: all batches have `documents`, or none has")
         try:
@@ -203,7 +206,10 @@ def read_batches(
             positions=position.positions + len(checked.targets),
             skipped=position.skipped + (not checked.predicts),
         )
-        numbers = clusters.add(batch)
+        try:
+            numbers = clusters.add(batch)
+        except IsolossError as error:
+            raise IsolossError(f"batch {number}: {error}") from error
         yield CheckedBatch(given=batch, checked=checked, number=number, first=first, clusters=numbers, after=position)
 
 
