@@ -54,6 +54,16 @@ def edit(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_codes_without_a_quantization_are_not_read_as_weights(dtype, folder):
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(
+        {**weights, name: (100 * weights[name]).to(dtype)}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    refused(f"model holds {name} in (I8|F8_E4M3), and its config.json has no quantization_config", folder)
+
+
 # --- adapters
 
 
@@ -169,7 +179,7 @@ def test_parts_of_weights_name_the_command_that_joins_them(folder):
     (folder / "global_step10").mkdir()
     (folder / "pytorch_model.bin").touch()
     refused(
-        "DeepSpeed keeps weights in parts, and its zero_to_fp32.py, which puts them together, is not there$", folder
+        "DeepSpeed saves weights in parts, and its zero_to_fp32.py, which puts them together, is not there$", folder
     )
     (folder / "zero_to_fp32.py").touch()
     refused(f": python {folder}/zero_to_fp32.py {folder} {folder} --safe_serialization$", folder)
@@ -182,7 +192,7 @@ def test_shards_without_their_index_or_one_of_them(model, sharded):
     shards[1].rename(sharded / "away")
     refused(f"lacks {shards[1].name}, which its model.safetensors.index.json names: copy or download it too$", sharded)
     (sharded / "model.safetensors.index.json").unlink()
-    refused(f"has no weights: {shards[0].name} is a part, and model.safetensors.index.json, which", sharded)
+    refused(f"has no weights: {shards[0].name} is one shard, and model.safetensors.index.json, which", sharded)
     for path in sharded.glob("*.safetensors"):
         path.rename(sharded / "consolidated.safetensors")
     refused("there is no model.safetensors in it, but consolidated.safetensors$", sharded)
@@ -203,7 +213,7 @@ def test_an_index_names_safetensors_beside_it_alone(sharded, tmp_path):
 
 def test_a_config_that_names_other_weights(folder):
     edit(folder / "config.json", transformers_weights="other.safetensors")
-    refused(r"config.json names other weights than model.safetensors \(transformers_weights\)", folder)
+    refused(r"config.json names weights other than model.safetensors \(transformers_weights\)", folder)
 
 
 # --- configs
@@ -212,10 +222,10 @@ def test_a_config_that_names_other_weights(folder):
 @pytest.mark.parametrize("architectures", ["LlamaForCausalLM", 3, [3]])
 def test_architectures_that_are_no_names(architectures, folder):
     edit(folder / "config.json", architectures=architectures)
-    refused("config.json is not a model's config: its architectures are .*, no list of names$", folder)
+    refused("config.json is not a model's config: its architectures are .*, not a list of names$", folder)
 
 
 @pytest.mark.parametrize("model_type", [["llama"], {"llama": 1}, 3])
 def test_a_model_type_that_is_no_name(model_type, folder):
     edit(folder / "config.json", model_type=model_type)
-    refused("config.json is not a model's config: its model_type is .*, which is no name$", folder)
+    refused("config.json is not a model's config: its model_type is .*, not a name$", folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -15,6 +16,8 @@ from isoloss.early_checks import ADAPTER, CONFIG, INDEX, WEIGHTS
 from isoloss.errors import IsolossError
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+_FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 
 
 class Place(TypedDict):
@@ -68,6 +71,19 @@ def stored_weights(name: str, place: Place) -> dict[str, Path]:
     return found
 
 
+def check_types(name: str, stored: Mapping[str, Path]) -> None:
+    """Refuse weights that are stored as integers or in 8 bits: without a quantization's scales they are mere codes."""
+    for path in set(stored.values()):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118, as a file is no dictionary
+                kind = file.get_slice(key).get_dtype()
+                if key.endswith((".weight", ".bias")) and kind not in _FLOATS:
+                    raise IsolossError(
+                        f"{name} holds {key} in {kind}, and its {CONFIG} has no quantization_config that says which "
+                        "numbers these codes stand for: save the weights as floating-point numbers"
+                    )
+
+
 def check_config(name: str, place: Place, *, trust_remote_code: bool) -> None:
     """Refuse a config.json that names no model that transformers, or trusted code, can make."""
     path = checkpoint_file(name, CONFIG, place)
@@ -78,10 +94,12 @@ def check_config(name: str, place: Place, *, trust_remote_code: bool) -> None:
         raise IsolossError(f"{path} is not a model's config: it holds no JSON object")
     model_type: Any = document.get("model_type")
     if not isinstance(model_type, str | None):
-        raise IsolossError(f"{path} is not a model's config: its model_type is {model_type!r}, which is no name")
+        raise IsolossError(f"{path} is not a model's config: its model_type is {model_type!r}, not a name")
     architectures = document.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
-        raise IsolossError(f"{path} is not a model's config: its architectures are {architectures!r}, no list of names")
+        raise IsolossError(
+            f"{path} is not a model's config: its architectures are {architectures!r}, not a list of names"
+        )
     if model_type not in CONFIG_MAPPING and not trust_remote_code:
         if "auto_map" in document:
             raise IsolossError(
@@ -92,4 +110,4 @@ def check_config(name: str, place: Place, *, trust_remote_code: bool) -> None:
             f"{name} has the model type {model_type!r}, which this version of transformers does not know"
         )
     if document.get("transformers_weights") not in (None, WEIGHTS):
-        raise IsolossError(f"{path} names other weights than {WEIGHTS} (transformers_weights), which are not read")
+        raise IsolossError(f"{path} names weights other than {WEIGHTS} (transformers_weights), which are not read")

@@ -36,7 +36,7 @@ def check_threads(threads: int) -> None:
 def may_be_hub_name(name: str) -> bool:
     """Return whether `name` may be `model` or `owner/model` on the Hugging Face hub; otherwise it is a path.
 
-    A path is what lies in a folder that exists, or is called as a checkpoint of a run is.
+    A path is what lies in a folder that exists, or is named like a run's checkpoint.
 
     Example:
         >>> may_be_hub_name("google-bert/bert-base-uncased"), may_be_hub_name("runs/first/checkpoints/step-100")
@@ -89,18 +89,18 @@ def _instead(folder: Path) -> str:
     safetensors = sorted(path.name for path in folder.glob("*.safetensors"))
     if (folder / "zero_to_fp32.py").is_file():
         return (
-            "DeepSpeed keeps weights in parts, put together by: "
+            "DeepSpeed saves weights in parts; merge them with: "
             f"python {folder}/zero_to_fp32.py {folder} {folder} --safe_serialization"
         )
     if any(folder.glob("global_step*")):
-        return "DeepSpeed keeps weights in parts, and its zero_to_fp32.py, which puts them together, is not there"
+        return "DeepSpeed saves weights in parts, and its zero_to_fp32.py, which puts them together, is not there"
     if shards is not None:
-        return f"FSDP keeps weights in parts, put together by: accelerate merge-weights {shards.parent} {folder}"
+        return f"FSDP saves weights in parts; merge them with: accelerate merge-weights {shards.parent} {folder}"
     if inside:
         last = max(inside, key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
         return f"name a checkpoint in it, such as {last}"
     if any("-of-" in name for name in safetensors):
-        return f"{safetensors[0]} is a part, and {INDEX}, which says what is in which part, is not there"
+        return f"{safetensors[0]} is one shard, and {INDEX}, which maps weights to shards, is missing"
     if safetensors:
         return f"there is no {WEIGHTS} in it, but {', '.join(safetensors)}"
     if pickles:

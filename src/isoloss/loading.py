@@ -176,6 +176,8 @@ def load_model(
         config = AutoConfig.from_pretrained(name, **options)
         kind, architecture = _kind(config, name)
         stored = checkpoint_files.stored_weights(name, place)
+        if getattr(config, "quantization_config", None) is None:
+            checkpoint_files.check_types(name, stored)
         wrappers = {pattern: "" for pattern in _WRAPPERS if any(re.search(pattern, key) for key in stored)}
         known, cls = _AUTO[kind]
         if type(config) not in known and not hasattr(config, "auto_map"):  # the text part of a multimodal model, or all

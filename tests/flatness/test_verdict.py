@@ -184,7 +184,7 @@ def test_a_rescaled_model_is_said_to_be_the_same_function(model, batches):
     assert not 0.9 < it.trace.value / rescaled.trace.value < 1.1
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("function",))
-    assert "it and rescaled have the same loss on every input: one function, other weights." in str(comparison)
+    assert "it and rescaled have the same loss on every input: one function, different weights." in str(comparison)
 
 
 def test_the_same_weights_are_said_to_be_identical(model, batches):

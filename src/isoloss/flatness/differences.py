@@ -26,7 +26,7 @@ class Measured:
         trace: The trace of its Fisher; in the comparison of the minimal traces, the minimal one.
         without_embeddings: The part of it that is not the embeddings', see `isoloss.flatness.engine.parameters`.
         loss: Its cross-entropy on the same predicted positions.
-        weights: The SHA-256 of its parameters, by which copies are told.
+        weights: The SHA-256 of its parameters, which identifies copies.
         architecture: The SHA-256 of its layers, their shapes and its activations; empty: not known.
         probability_of_smallest: The probability that its trace is the smallest of all.
     """
@@ -92,7 +92,7 @@ class Comparison:
         models: The models, in the order in which they were given.
         pairs: Each two of them, in this order.
         minimal: The same of the minimal traces, from the same passes; None where they were not measured.
-        no_minimal: Why they were not, where that is not because nobody asked.
+        no_minimal: Why they were not, though they were asked for.
     """
 
     models: tuple[Measured, ...]
@@ -251,7 +251,7 @@ def warn_unlike(models: Mapping[str, Estimate]) -> None:
     """Warn where traces, by model, are sums over different parameters."""
     if (two := unlike(models)) is not None:
         warn(
-            f"{two[0]} and {two[1]} have different parameters, and a trace is a sum over these, so the values are not "
+            f"{two[0]} and {two[1]} have different parameters, and a trace is a sum over them, so the values are not "
             "comparable: expand both into one architecture first, as isoloss expand does for BERT, RoBERTa and OPT"
         )
 

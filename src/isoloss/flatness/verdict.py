@@ -92,7 +92,7 @@ def verdict(
     if told["weights"]:
         same.append(f"{_listed(told['weights'])} have identical weights.")
     if told["function"]:
-        same.append(f"{_listed(told['function'])} have the same loss on every input: one function, other weights.")
+        same.append(f"{_listed(told['function'])} have the same loss on every input: one function, different weights.")
     number = len(set(originals.values()))
     if number == 1:
         reasons = tuple(reason for reason, pairs in told.items() if pairs)
@@ -127,7 +127,7 @@ def _reasons(
     """Yield why the best models by measure, with these probabilities, are not called the flattest, and in words."""
     if (two := unlike({model.name: model.trace for model in comparison.models})) is not None:
         one, other = (names[name] for name in two)
-        yield "parameters", f"{one} and {other} have different parameters, and a trace is a sum over these."
+        yield "parameters", f"{one} and {other} have different parameters, and a trace is a sum over them."
         return
     first, *rest = comparison.models
     if (other_one := next((model for model in rest if model.architecture != first.architecture), None)) is not None:
@@ -192,10 +192,10 @@ def _next(reasons: Mapping[Reason, str]) -> str:
     """Return what to do next."""
     steps = []
     if "parameters" in reasons:
-        steps.append("make BERT, RoBERTa or OPT models one architecture with isoloss expand")
+        steps.append("give BERT, RoBERTa or OPT models one architecture with isoloss expand")
     if "loss" in reasons:
         steps.append("compare the checkpoints whose losses are nearest")
-        steps.append("interpolate between two checkpoints of a run at the other's loss")
+        steps.append("interpolate between one run's checkpoints to the other's loss")
     steps.append("compare the models on a task with isoloss transfer")
     return f"Next: {', '.join(steps[:-1])}{', or ' * (len(steps) > 1)}{steps[-1]}."
 

@@ -46,7 +46,7 @@ class SequenceClusters:
       blocks: batch means, whose blocks grow with N, so that dependence of any fixed reach ends up within them (Flegal
       and Jones 2010, "Batch means and spectral variance estimators in Markov chain Monte Carlo").
 
-    No block shows what lies between the texts at hand and other texts.
+    Blocks cannot show how other texts differ from these.
 
     Example:
         >>> clusters = SequenceClusters()
