@@ -79,7 +79,8 @@ class Outline:
         if self.vocabulary != other.vocabulary:
             raise IsolossError(
                 f"{self.name} has a vocabulary of {self.vocabulary} tokens and {other.name} of {other.vocabulary}, so "
-                "a token is not the same thing to both: compare models of one tokenizer"
+                "a token is not the same thing to both: compare models of one tokenizer (if only padding was added, "
+                "model.resize_token_embeddings removes it)"
             )
 
 
