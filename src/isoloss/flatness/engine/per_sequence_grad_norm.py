@@ -52,7 +52,7 @@ class Predictor(Passes):
 
     A parameter that `splits` has parts of has a norm for each of them.
 
-    It is a context manager: inside, `requires_grad` is off except on slow parameters; on exit the model is as result.
+    It is a context manager: inside, `requires_grad` is off except on slow parameters; on exit the flags are as they were.
     """
 
     def __init__(
