@@ -5,10 +5,11 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forking import Commands
 
 PLUGIN = Path(__file__).parent / "plugin"
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
@@ -25,20 +26,26 @@ ADDED = {
 }
 
 
-def isoloss(*words, folder):
-    environment = {**os.environ, "PYTHONPATH": f"{PLUGIN}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "isoloss", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder in which every command of the page was run, in order."""
+    return tmp_path_factory.mktemp("extending")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder in which every command of the page was run, in order."""
-    folder = tmp_path_factory.mktemp("extending")
-    for command in COMMANDS:
-        done = isoloss(*command[1:], folder=folder)
-        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
-    return folder
+def isoloss(folder):
+    """The command `isoloss` where the package is installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(PLUGIN), prepend=os.pathsep)
+        with Commands(folder / "bin") as commands:
+
+            def run(*words):
+                return subprocess.run([commands.folder / "isoloss", *words], cwd=folder, capture_output=True, text=True)
+
+            for command in COMMANDS:
+                done = run(*command[1:])
+                assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
+            yield run
 
 
 def test_the_page_shows_the_package():
@@ -50,14 +57,14 @@ def test_the_page_shows_the_package():
     )
 
 
-def test_one_of_each_is_listed(folder):
-    lists = json.loads(isoloss("ls", "--json", folder=folder).stdout)
+def test_one_of_each_is_listed(isoloss):
+    lists = json.loads(isoloss("ls", "--json").stdout)
     for name, component in ADDED.items():
         assert component in json.dumps(lists[name]), name
 
 
-def test_the_language_is_measured_against_its_truth(folder):
-    document = json.loads(isoloss("eval", "runs/dice", "--measures", "loss", "top1", "--json", folder=folder).stdout)
+def test_the_language_is_measured_against_its_truth(isoloss):
+    document = json.loads(isoloss("eval", "runs/dice", "--measures", "loss", "top1", "--json").stdout)
     estimates = {name: e for each in document["evaluations"] for name, e in each["estimates"].items()}
     assert estimates["kl"]["value"] > 0
     assert estimates["entropy"]["stderr"] == 0 or estimates["entropy"]["value"] > 1
@@ -65,14 +72,14 @@ def test_the_language_is_measured_against_its_truth(folder):
     assert estimates["top1"]["stderr"] > 0
 
 
-def test_the_algorithm_changed_the_training(folder):
+def test_the_algorithm_changed_the_training(isoloss, folder):
     lines = (folder / "runs/dice/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["noise"] == pytest.approx((0.1 / 21**0.55) ** 0.5)
 
 
-def test_options_of_components_are_options_of_the_commands(folder):
-    assert "--gradient-noise-variance" in isoloss("train", "--help", folder=folder).stdout
-    assert "--top1-sequences" in isoloss("eval", "--help", folder=folder).stdout
+def test_options_of_components_are_options_of_the_commands(isoloss):
+    assert "--gradient-noise-variance" in isoloss("train", "--help").stdout
+    assert "--top1-sequences" in isoloss("eval", "--help").stdout
     wrong = isoloss(
         "train",
         "runs/x",
@@ -82,13 +89,12 @@ def test_options_of_components_are_options_of_the_commands(folder):
         "gradient-noise",
         "--gradient-noise-variance",
         "0",
-        folder=folder,
     )
     assert wrong.returncode == 2
     assert "variance is 0.0; it must be above 0" in wrong.stderr
 
 
-def test_the_study_is_verified_and_has_a_page(folder):
-    done = isoloss("study", "verify", "noise", "--scale", "smoke", folder=folder)
+def test_the_study_is_verified_and_has_a_page(isoloss, folder):
+    done = isoloss("study", "verify", "noise", "--scale", "smoke")
     assert done.returncode == 0, done.stderr
     assert (folder / "runs/noise-smoke/report/index.html").stat().st_size > 0
