@@ -19,9 +19,8 @@ from isoloss.evaluation.evaluator import evaluate
 from isoloss.evaluation.measures.base import Measure, MeasureResult, make_measure, name_fields, settings_of
 from isoloss.evaluation.measures.flatness import FlatnessMeasure
 from isoloss.evaluation.reading import ReadingConfig
-from isoloss.flatness import fisher_trace
-from isoloss.flatness.engine import accumulation
-from isoloss.flatness.rescaling import rescaled_at_random
+from isoloss.flatness import _measurement, fisher_trace
+from isoloss.flatness._rescaling.apply import rescaled_at_random
 from isoloss.languages.api import Language
 from isoloss.languages.config import PCFGConfig
 from isoloss.loading import load_model
@@ -198,7 +197,7 @@ def context_of(checkpoints, **more):
 
 @pytest.mark.parametrize("dies_at", [3, 8])
 def test_the_control_goes_on_from_either_of_its_two_measurements(checkpoints, dies_at, tmp_path, monkeypatch):
-    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
     measure, calls = make_measure("rescaling-control"), []
     model = load_model(checkpoints / "a", device="cpu").model
     straight = measure.run(model, context_of(checkpoints)).estimates

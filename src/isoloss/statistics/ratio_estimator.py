@@ -106,7 +106,7 @@ class ClusteredRatioEstimator:
     error is more than twice that without any control, as a few clusters with enormous controls make it, all have.
 
     The last r controls may be measured from means that are estimates themselves, those of an auxiliary sample
-    (`isoloss.flatness.engine.auxiliary_sample.AuxiliarySample`). With n_b the sequences of cluster b, R moves by
+    (`isoloss.flatness._ghost.auxiliary.AuxiliarySample`). With n_b the sequences of cluster b, R moves by
     g = sum_b n_b beta_{f(b)} / sum_b m_b for each unit that a mean is wrong by, so that g^T C g with the covariance C
     of the means joins the squared error. These controls are left out beyond the first N / 16 of all, where the
     auxiliary sample has fewer than twice as many sequences as the clusters, and where Hotelling's T^2 says that the

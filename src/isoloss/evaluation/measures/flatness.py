@@ -184,7 +184,7 @@ class RescalingControl(MinimalTrace):
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Measure a random rescaling of the model."""
-        from isoloss.flatness.rescaling import rescaled_at_random
+        from isoloss.flatness import rescaled_at_random
 
         other = rescaled_at_random(model, granularity=self.rescaling_granularity, seed=self.seed)
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(Trace)}
@@ -314,9 +314,9 @@ class _OverProbes(_Probed):
 
     def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
         """Return the number of probes."""
-        from isoloss.flatness.engine.accumulation import Stopping
+        from isoloss.flatness._measurement import StopCriteria
 
-        stopping = Stopping(rtol=context.rtol, seconds=context.seconds)
+        stopping = StopCriteria(rtol=context.rtol, seconds=context.seconds)
         return stopping.number_of_probes(self.num_probes, self.default_probes), "probes"
 
     def continued(self, context: MeasureContext, first: Estimate) -> tuple[Self, MeasureContext]:
