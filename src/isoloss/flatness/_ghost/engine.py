@@ -42,6 +42,14 @@ from isoloss.model_checks import (
     unwrapped,
 )
 
+# the last selection that was right for a model, which is tried before all others are
+LAST_SELECTION: weakref.WeakKeyDictionary[nn.Module, PositionSelection] = weakref.WeakKeyDictionary()
+HIDDEN = -1  # the index of the decoder's input among the cotangents that are kept; intermediates count from 0
+_PART = 1 << 18  # numbers compared at a time, so that no further buffer of the logits' shape is
+_FEWEST_CHECKED = 2  # sequences: the fewest that can be mixed up
+_EVERY = 32  # sequences: of so many one is also run by itself, with all its positions
+_FEWEST_POSITIONS = 3  # of which one keeps its logits while the first and the last are NaN
+
 
 @dataclass(frozen=True)
 class Predictions:
@@ -180,15 +188,30 @@ def _check_finite(logits: torch.Tensor, rows: torch.Tensor) -> None:
         raise IsolossError(f"the model's logits are NaN or infinite (sequence {int(rows[~finite][0])} of the batch)")
 
 
-# the last selection that was right for a model, which is tried before all others are
-LAST_SELECTION: weakref.WeakKeyDictionary[nn.Module, PositionSelection] = weakref.WeakKeyDictionary()
-HIDDEN = -1  # the index of the decoder's input among the cotangents that are kept; intermediates count from 0
-_PART = 1 << 18  # numbers compared at a time, so that no further buffer of the logits' shape is
-_FEWEST_POSITIONS = 3  # of which one keeps its logits while the first and the last are NaN
+@dataclass(frozen=True)
+class SquaredNorms:
+    """What one backward pass gave."""
+
+    by_parameter: torch.Tensor  # (B, K) float64 on the CPU: squared gradient norms of each sequence
+    # (m, d) the cotangent times the decoder's weight; None where there is no decoder
+    hidden_cotangent: torch.Tensor | None
+    intermediate_cotangents: list[torch.Tensor]  # (m, d) of each intermediate activation (`intermediates_of`)
 
 
-class Passes:
-    """Forward and backward passes of one model, with what is known of its parameters by now."""
+class GhostNorms:
+    """Predictions of a language model and the squared gradient norms of each sequence.
+
+    For a cotangent u (m, V) and each sequence b, it is the squared norm of the gradient of
+    sum_{r in b} <u_r, logits_r>, parameter by parameter, tied ones once. No gradient of a parameter is formed: each
+    torch function that takes parameters has a rule (see `isoloss.flatness._ghost.rules`). A parameter with a use
+    that no rule knows takes a slow path, one backward pass per sequence. The first sequences are checked against plain
+    automatic differentiation of all positions, and a parameter that disagrees takes the slow path too; so do parameters
+    that a later batch reaches first.
+
+    A parameter that `parameter_blocks` has parts of has a norm for each of them.
+
+    It is a context manager: inside, `requires_grad` is off except on slow parameters; on exit the flags are as before.
+    """
 
     def __init__(
         self,
@@ -206,6 +229,25 @@ class Passes:
         self._model, self._causal = model, causal
         self._slow: set[str] = set()  # by automatic differentiation, as a use of them has no rule
         self._reached: set[str] = set()
+        self.tail_fraction = 1.0  # the selected part of a forward pass's multiplications, as the first sequences showed
+        self._flags: list[tuple[nn.Parameter, bool]] = []
+        self._checked: set[tuple[str, bool]] = set()  # names, and whether several sequences were told apart
+        self._calibrated = False
+        self._time_first = False  # whether the model has activations whose second axis is that of the sequences
+        self._draws = False  # whether a forward pass draws random numbers
+        self._since_check, self._skipped_checks = _EVERY, False  # the first batch is checked
+
+    def __enter__(self) -> Self:
+        self._flags = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
+        self._switch_on(())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for parameter, flag in self._flags:
+            parameter.requires_grad_(flag)
+        self._flags = []
 
     @property
     def slow_parameters(self) -> tuple[str, ...]:
@@ -216,6 +258,53 @@ class Passes:
     def unreached(self) -> tuple[str, ...]:
         """The parameters that no predicted logit depended on so far."""
         return tuple(name for name in self.names if name not in self._reached)
+
+    def forward(self, batch: Batch | Mapping[str, Any]) -> Predictions:
+        """Return the predictions for a batch: `labels` (B, T), -100 where nothing is predicted, and the inputs."""
+        read = batch if isinstance(batch, Batch) else Batch.read(batch, self._model, causal=self._causal)
+        read.require_predictions()
+        if not self._calibrated:
+            self._calibrate(read.head(_FEWEST_CHECKED))
+            self._calibrated = True
+        predictions = self._run(read)
+        several = predictions.num_sequences > 1
+        new = {name for name in _used_in(predictions.capture) if (name, several) not in self._checked}
+        if new:
+            chosen = self._leading(predictions, new)
+            del predictions  # its graph
+            self._check(read.rows(chosen))
+            self._checked |= {(name, several) for name in new}
+            predictions = self._run(read)
+        if not self._is_like_alone(read, predictions):
+            logits = predictions.logits.detach()
+            del predictions
+            if not mostly_agree(logits, plain_logits(self._model, read)):
+                self._give_up_selection()
+            predictions = self._run(read)
+        if misplaced := self._misplaced(predictions) - self._slow:
+            del predictions
+            self._slow |= misplaced
+            self._switch_on(self._slow)
+            predictions = self._run(read)
+        return predictions
+
+    def squared_norms(
+        self, predictions: Predictions, cotangent: torch.Tensor, *, separate: bool = False, keep: bool = True
+    ) -> SquaredNorms:
+        """Return the squared norms for a cotangent (m, V) on the logits.
+
+        Norms that are NaN or infinite are returned as they are.
+        """
+        cotangent = cotangent.to(predictions.logits)
+        intermediates = intermediates_of(predictions)
+        keep = keep or bool(self._slow)
+        result = self._collect(predictions, cotangent, intermediates, separate=separate, keep=keep)
+        norms = result.norms.cpu()
+        self._fill_slow(norms, predictions, cotangent)
+        hidden = result.kept.pop(HIDDEN, None)
+        if predictions.decoder is not None and hidden is None:
+            hidden = cotangent @ predictions.decoder.weight.to(cotangent)
+        return SquaredNorms(norms, hidden, [result.kept[index] for index in sorted(result.kept)])
 
     # --- forward ---
 
@@ -294,9 +383,25 @@ class Passes:
         keep: bool = True,
     ) -> Collector:
         """Return what a backward pass by the rules gives: norms (B, K), zero for slow parameters, and cotangents."""
-        result = collect(predictions, self.columns, cotangent, intermediates, separate=separate, keep=keep)
-        self._reached |= result.reached
-        return result
+        capture, states = predictions.capture, predictions.hidden_states
+        collector = Collector(capture, self.columns, predictions.num_sequences, cotangent.device, separate=separate)
+        hooks = [use.edge.node.register_prehook(collector.receiver(use)) for use in capture.uses]
+        if not keep:
+            capture.uses.clear()  # each hook alone holds its activations then, and lets go of them once it has run
+        kept = dict(enumerate(intermediates))
+        if states is not None and states.requires_grad:  # only the decoder leads from them to the logits
+            kept[HIDDEN] = get_gradient_edge(states)
+        for index, edge in kept.items():
+            hooks.append(edge.node.register_prehook(partial(collector.keep, index, edge.output_nr)))
+        try:
+            # to the leaves, not the parameters: the hooks have what is wanted, and no parameter's gradient is formed
+            torch.autograd.grad(predictions.logits, predictions.leaves, cotangent, retain_graph=keep, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        collector.finish()
+        self._reached |= collector.reached
+        return collector
 
     def _all_norms(self, predictions: Predictions, cotangent: torch.Tensor) -> torch.Tensor:
         """Return (B, K) norms, those of slow parameters by automatic differentiation."""
@@ -391,262 +496,6 @@ class Passes:
         except Exception:  # NaN may be refused
             return False
         return partly is not None and agree(partly.logits[1:-1], plain.logits[1:-1])
-
-
-def _separates_positions(predictions: Predictions) -> bool:
-    """Whether the last position's logits depend on no selected output at another position."""
-    uses = [use for use in predictions.capture.uses if use.selected]
-    logits = predictions.logits
-    if not uses or not logits.requires_grad:
-        return True
-    cotangent = torch.zeros_like(logits)
-    cotangent[-1] = torch.randn(logits.shape[1:], generator=seeds.generator(0, "check of the rules")).to(logits)
-    cotangents = torch.autograd.grad(logits, [use.edge for use in uses], cotangent, allow_unused=True)
-    last = len(logits) - 1
-    for use, values in zip(uses, cotangents, strict=True):
-        if values is not None:
-            sequence_ids = (
-                torch.arange(last + 1, device=values.device) if use.sequence_ids is None else use.sequence_ids
-            )
-            if bool(values.reshape(len(sequence_ids), -1)[sequence_ids != last].any()):
-                return False
-    return True
-
-
-@torch.no_grad()
-def agree(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two results are the same but for rounding."""
-    if first.shape != second.shape:
-        return False
-    tolerance = min(1e3 * torch.finfo(first.dtype).eps, 0.05)
-    parts = zip(torch.split(first.reshape(-1), _PART), torch.split(second.reshape(-1), _PART), strict=True)
-    far = torch.stack([torch.stack([(a - b).abs_().max(), b.abs().max()]) for a, b in parts]).amax(dim=0)
-    return bool(far[0] <= tolerance * far[1])
-
-
-def mostly_agree(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether rows (m, V) are the same; in half precision, where rounding may choose another expert, most of them."""
-    tolerance = min(1e3 * torch.finfo(first.dtype).eps, 0.05)
-    off = (first - second).abs().amax(dim=1) > tolerance * second.abs().max()
-    allowed = 0.1 if first.dtype in (torch.float16, torch.bfloat16) else 0.0
-    return bool(off.double().mean() <= allowed)
-
-
-# --- one backward pass to activations: it collects the factors of every parameter's gradient --------------------------
-
-
-def intermediates_of(predictions: Predictions) -> list[GradientEdge]:
-    """Return the first outputs with parameters behind where positions were selected, at most 3.
-
-    They are (m, n) with n the width that most such outputs have, that of the model. The cotangent of each at a
-    position depends on the logits' cotangent at this position alone.
-    """
-    m, capture = len(predictions.rows), predictions.capture
-    uses = [use for use in capture.before_last_linear if use.selected and use.shape[:-1].numel() == m]
-    widths = Counter(use.shape[-1] for use in uses)
-    widest = [use for use in uses if widths[use.shape[-1]] == max(widths.values())]
-    return [use.edge for use in widest[:NUM_INTERMEDIATES]]
-
-
-def tail_cotangents(
-    predictions: Predictions, intermediate: GradientEdge, cotangent: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cotangents (m, d) of the decoder's input and of an intermediate, by a backward pass of the tail
-    alone.
-    """
-    assert predictions.hidden_states is not None
-    ends = [get_gradient_edge(predictions.hidden_states), intermediate]
-    cotangents = torch.autograd.grad(predictions.logits, ends, cotangent.to(predictions.logits), retain_graph=True)
-    hidden, outer = (values.reshape(len(predictions.rows), -1) for values in cotangents)
-    return hidden, outer
-
-
-def collect(
-    predictions: Predictions,
-    columns: ParameterColumns,
-    cotangent: torch.Tensor,
-    intermediates: Sequence[GradientEdge] = (),
-    *,
-    separate: bool = False,
-    keep: bool = True,
-) -> Collector:
-    """Return the squared norms by the rules, zero for the parameters without one, and what else the pass gave."""
-    capture, states = predictions.capture, predictions.hidden_states
-    collector = Collector(capture, columns, predictions.num_sequences, cotangent.device, separate=separate)
-    hooks = [use.edge.node.register_prehook(collector.receiver(use)) for use in capture.uses]
-    if not keep:
-        capture.uses.clear()
-    kept = dict(enumerate(intermediates))
-    if states is not None and states.requires_grad:  # only the decoder leads from them to the logits
-        kept[HIDDEN] = get_gradient_edge(states)
-    for index, edge in kept.items():
-        hooks.append(edge.node.register_prehook(partial(collector.keep, index, edge.output_nr)))
-    try:
-        torch.autograd.grad(predictions.logits, predictions.leaves, cotangent, retain_graph=keep, allow_unused=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    collector.finish()
-    return collector
-
-
-class Collector:
-    """Collects the factors of a backward pass; a parameter's norm is taken as soon as all its uses are there."""
-
-    def __init__(
-        self, capture: Capture, columns: ParameterColumns, num_sequences: int, device: torch.device, *, separate: bool
-    ) -> None:
-        self._separate = separate
-        self.norms = torch.zeros(num_sequences, len(columns), dtype=torch.float64, device=device)
-        self.kept: dict[int, torch.Tensor] = {}  # cotangents (m, d)
-        self.reached: set[str] = set()
-        self._columns = columns
-        self._missing = Counter(name for use in capture.uses for name in use.contributions)
-        self._waiting: dict[str, list[factors.Factor]] = {}
-
-    def receiver(self, use: ParameterUse) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
-        """Return what takes the cotangent of a use, once; after that it no longer holds the activations."""
-        waiting = [use]
-
-        @torch.no_grad()
-        def receive(cotangents: tuple[torch.Tensor | None, ...]) -> None:
-            taken = waiting.pop()
-            cotangent = cotangents[taken.edge.output_nr]
-            for name, contribution in taken.contributions.items():
-                self._missing[name] -= 1
-                if cotangent is not None:
-                    self._waiting.setdefault(name, []).append(contribution(cotangent.reshape(taken.shape)))
-                if self._missing[name] == 0:
-                    self._take(name)
-
-        return receive
-
-    def keep(self, index: int, number: int, cotangents: tuple[torch.Tensor | None, ...]) -> None:
-        """Keep the cotangent of the decoder's input, or of an intermediate."""
-        cotangent = cotangents[number]
-        if cotangent is not None:
-            self.kept[index] = cotangent.reshape(-1, cotangent.shape[-1])
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Take the norms of parameters with uses that the logits do not depend on."""
-        for name in list(self._waiting):
-            self._take(name)
-
-    def _take(self, name: str) -> None:
-        parts = self._waiting.pop(name, None)
-        if parts:
-            self.reached.add(name)
-            norms = factors.squared_norms(
-                parts, len(self.norms), separate=self._separate, blocks=self._columns.parameter_blocks.get(name)
-            )
-            self.norms[:, self._columns.of[name]] = norms.view(len(norms), -1)
-
-
-_FEWEST_CHECKED = 2  # sequences: the fewest that can be mixed up
-_EVERY = 32  # sequences: of so many one is also run by itself, with all its positions
-
-
-@dataclass(frozen=True)
-class SquaredNorms:
-    """What one backward pass gave."""
-
-    by_parameter: torch.Tensor  # (B, K) float64 on the CPU: squared gradient norms of each sequence
-    # (m, d) the cotangent times the decoder's weight; None where there is no decoder
-    hidden_cotangent: torch.Tensor | None
-    intermediate_cotangents: list[torch.Tensor]  # (m, d) of each intermediate activation (`intermediates_of`)
-
-
-class GhostNorms(Passes):
-    """Predictions of a language model and the squared gradient norms of each sequence.
-
-    For a cotangent u (m, V) and each sequence b, it is the squared norm of the gradient of
-    sum_{r in b} <u_r, logits_r>, parameter by parameter, tied ones once. No gradient of a parameter is formed: each
-    torch function that takes parameters has a rule (see `isoloss.flatness._ghost.rules`). A parameter with a use
-    that no rule knows takes a slow path, one backward pass per sequence. The first sequences are checked against plain
-    automatic differentiation of all positions, and a parameter that disagrees takes the slow path too; so do parameters
-    that a later batch reaches first.
-
-    A parameter that `parameter_blocks` has parts of has a norm for each of them.
-
-    It is a context manager: inside, `requires_grad` is off except on slow parameters; on exit the flags are as before.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        causal: bool,
-        parameters: Mapping[str, nn.Parameter] | None = None,
-        parameter_blocks: Mapping[str, ParameterBlocks] | None = None,
-    ) -> None:
-        super().__init__(model, causal=causal, parameters=parameters, parameter_blocks=parameter_blocks)
-        self.tail_fraction = 1.0  # the selected part of a forward pass's multiplications, as the first sequences showed
-        self._flags: list[tuple[nn.Parameter, bool]] = []
-        self._checked: set[tuple[str, bool]] = set()  # names, and whether several sequences were told apart
-        self._calibrated = False
-        self._time_first = False  # whether the model has activations whose second axis is that of the sequences
-        self._draws = False  # whether a forward pass draws random numbers
-        self._since_check, self._skipped_checks = _EVERY, False  # the first batch is checked
-
-    def __enter__(self) -> Self:
-        self._flags = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
-        self._switch_on(())
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for parameter, flag in self._flags:
-            parameter.requires_grad_(flag)
-        self._flags = []
-
-    def forward(self, batch: Batch | Mapping[str, Any]) -> Predictions:
-        """Return the predictions for a batch: `labels` (B, T), -100 where nothing is predicted, and the inputs."""
-        read = batch if isinstance(batch, Batch) else Batch.read(batch, self._model, causal=self._causal)
-        read.require_predictions()
-        if not self._calibrated:
-            self._calibrate(read.head(_FEWEST_CHECKED))
-            self._calibrated = True
-        predictions = self._run(read)
-        several = predictions.num_sequences > 1
-        new = {name for name in _used_in(predictions.capture) if (name, several) not in self._checked}
-        if new:
-            chosen = self._leading(predictions, new)
-            del predictions  # its graph
-            self._check(read.rows(chosen))
-            self._checked |= {(name, several) for name in new}
-            predictions = self._run(read)
-        if not self._is_like_alone(read, predictions):
-            logits = predictions.logits.detach()
-            del predictions
-            if not mostly_agree(logits, plain_logits(self._model, read)):
-                self._give_up_selection()
-            predictions = self._run(read)
-        if misplaced := self._misplaced(predictions) - self._slow:
-            del predictions
-            self._slow |= misplaced
-            self._switch_on(self._slow)
-            predictions = self._run(read)
-        return predictions
-
-    def squared_norms(
-        self, predictions: Predictions, cotangent: torch.Tensor, *, separate: bool = False, keep: bool = True
-    ) -> SquaredNorms:
-        """Return the squared norms for a cotangent (m, V) on the logits.
-
-        Norms that are NaN or infinite are returned as they are.
-        """
-        cotangent = cotangent.to(predictions.logits)
-        intermediates = intermediates_of(predictions)
-        keep = keep or bool(self._slow)
-        result = self._collect(predictions, cotangent, intermediates, separate=separate, keep=keep)
-        norms = result.norms.cpu()
-        self._fill_slow(norms, predictions, cotangent)
-        hidden = result.kept.pop(HIDDEN, None)
-        if predictions.decoder is not None and hidden is None:
-            hidden = cotangent @ predictions.decoder.weight.to(cotangent)
-        return SquaredNorms(norms, hidden, [result.kept[index] for index in sorted(result.kept)])
 
     # --- checks against plain passes, on the first batches and on later ones ---
 
@@ -794,6 +643,127 @@ class GhostNorms(Passes):
         sizes = norms[:, [self.names.index(name) for name in names]].sum(dim=1)
         predicts = torch.bincount(predictions.rows, minlength=len(sizes)).cpu() > 0
         return sizes.where(predicts, -1.0).topk(min(_FEWEST_CHECKED, len(sizes))).indices.sort().values
+
+
+def _separates_positions(predictions: Predictions) -> bool:
+    """Whether the last position's logits depend on no selected output at another position."""
+    uses = [use for use in predictions.capture.uses if use.selected]
+    logits = predictions.logits
+    if not uses or not logits.requires_grad:
+        return True
+    cotangent = torch.zeros_like(logits)
+    cotangent[-1] = torch.randn(logits.shape[1:], generator=seeds.generator(0, "check of the rules")).to(logits)
+    cotangents = torch.autograd.grad(logits, [use.edge for use in uses], cotangent, allow_unused=True)
+    last = len(logits) - 1
+    for use, values in zip(uses, cotangents, strict=True):
+        if values is not None:
+            sequence_ids = (
+                torch.arange(last + 1, device=values.device) if use.sequence_ids is None else use.sequence_ids
+            )
+            if bool(values.reshape(len(sequence_ids), -1)[sequence_ids != last].any()):
+                return False
+    return True
+
+
+@torch.no_grad()
+def agree(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two results are the same but for rounding."""
+    if first.shape != second.shape:
+        return False
+    tolerance = min(1e3 * torch.finfo(first.dtype).eps, 0.05)
+    parts = zip(torch.split(first.reshape(-1), _PART), torch.split(second.reshape(-1), _PART), strict=True)
+    far = torch.stack([torch.stack([(a - b).abs_().max(), b.abs().max()]) for a, b in parts]).amax(dim=0)
+    return bool(far[0] <= tolerance * far[1])
+
+
+def mostly_agree(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether rows (m, V) are the same; in half precision, where rounding may choose another expert, most of them."""
+    tolerance = min(1e3 * torch.finfo(first.dtype).eps, 0.05)
+    off = (first - second).abs().amax(dim=1) > tolerance * second.abs().max()
+    allowed = 0.1 if first.dtype in (torch.float16, torch.bfloat16) else 0.0
+    return bool(off.double().mean() <= allowed)
+
+
+# --- one backward pass to activations: it collects the factors of every parameter's gradient --------------------------
+
+
+def intermediates_of(predictions: Predictions) -> list[GradientEdge]:
+    """Return the first outputs with parameters behind where positions were selected, at most 3.
+
+    They are (m, n) with n the width that most such outputs have, that of the model. The cotangent of each at a
+    position depends on the logits' cotangent at this position alone.
+    """
+    m, capture = len(predictions.rows), predictions.capture
+    uses = [use for use in capture.before_last_linear if use.selected and use.shape[:-1].numel() == m]
+    widths = Counter(use.shape[-1] for use in uses)
+    widest = [use for use in uses if widths[use.shape[-1]] == max(widths.values())]
+    return [use.edge for use in widest[:NUM_INTERMEDIATES]]
+
+
+def tail_cotangents(
+    predictions: Predictions, intermediate: GradientEdge, cotangent: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cotangents (m, d) of the decoder's input and of an intermediate, by a backward pass of the tail
+    alone.
+    """
+    assert predictions.hidden_states is not None
+    ends = [get_gradient_edge(predictions.hidden_states), intermediate]
+    cotangents = torch.autograd.grad(predictions.logits, ends, cotangent.to(predictions.logits), retain_graph=True)
+    hidden, outer = (values.reshape(len(predictions.rows), -1) for values in cotangents)
+    return hidden, outer
+
+
+class Collector:
+    """Collects the factors of a backward pass; a parameter's norm is taken as soon as all its uses are there."""
+
+    def __init__(
+        self, capture: Capture, columns: ParameterColumns, num_sequences: int, device: torch.device, *, separate: bool
+    ) -> None:
+        self._separate = separate
+        self.norms = torch.zeros(num_sequences, len(columns), dtype=torch.float64, device=device)
+        self.kept: dict[int, torch.Tensor] = {}  # cotangents (m, d)
+        self.reached: set[str] = set()
+        self._columns = columns
+        self._missing = Counter(name for use in capture.uses for name in use.contributions)
+        self._waiting: dict[str, list[factors.Factor]] = {}
+
+    def receiver(self, use: ParameterUse) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
+        """Return what takes the cotangent of a use, once; after that it no longer holds the activations."""
+        waiting = [use]
+
+        @torch.no_grad()
+        def receive(cotangents: tuple[torch.Tensor | None, ...]) -> None:
+            taken = waiting.pop()
+            cotangent = cotangents[taken.edge.output_nr]
+            for name, contribution in taken.contributions.items():
+                self._missing[name] -= 1
+                if cotangent is not None:
+                    self._waiting.setdefault(name, []).append(contribution(cotangent.reshape(taken.shape)))
+                if self._missing[name] == 0:
+                    self._take(name)
+
+        return receive
+
+    def keep(self, index: int, number: int, cotangents: tuple[torch.Tensor | None, ...]) -> None:
+        """Keep the cotangent of the decoder's input, or of an intermediate."""
+        cotangent = cotangents[number]
+        if cotangent is not None:
+            self.kept[index] = cotangent.reshape(-1, cotangent.shape[-1])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Take the norms of parameters with uses that the logits do not depend on."""
+        for name in list(self._waiting):
+            self._take(name)
+
+    def _take(self, name: str) -> None:
+        parts = self._waiting.pop(name, None)
+        if parts:
+            self.reached.add(name)
+            norms = factors.squared_norms(
+                parts, len(self.norms), separate=self._separate, blocks=self._columns.parameter_blocks.get(name)
+            )
+            self.norms[:, self._columns.of[name]] = norms.view(len(norms), -1)
 
 
 def _used_in(capture: Capture) -> set[str]:
