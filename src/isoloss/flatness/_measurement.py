@@ -38,9 +38,8 @@ from isoloss.flatness._parameters import (
 )
 from isoloss.memory import keep_freed
 from isoloss.model_checks import architecture, device_of, is_causal, plainly, refuse_dropout, unwrapped
-from isoloss.statistics.column_ratios import ColumnRatios
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.ratio_estimator import AuxiliaryMeans, ClusteredRatio, ClusteredRatioEstimator
+from isoloss.statistics.ratio_estimator import AuxiliaryMeans, ClusteredRatio, ClusteredRatioEstimator, ColumnRatios
 from isoloss.text.clusters import Blocks, SequenceClusters, equal_blocks
 
 UNIT = "nats per predicted token"

@@ -36,9 +36,8 @@ from isoloss.flatness.fisher import ExactLabels
 from isoloss.flatness.minimal_trace import MinimalTraceEstimator, minimal_trace
 from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, unwrapped
-from isoloss.statistics.column_ratios import Weighted
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator
+from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator, Weighted
 from isoloss.text.clusters import Blocks
 
 Model = nn.Module | Callable[[], nn.Module]

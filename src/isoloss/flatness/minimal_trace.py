@@ -32,8 +32,8 @@ from isoloss.flatness._rescaling.solve import Bounds, CrossFit, cross_fit, minim
 from isoloss.flatness._rescaling.symmetries import Granularity, rescalings_of
 from isoloss.memory import physical_memory
 from isoloss.model_checks import device_of
-from isoloss.statistics.column_ratios import FOLDS, ColumnRatios, Weighted
 from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.ratio_estimator import FOLDS, ColumnRatios, Weighted
 
 Rescaling = Literal["minimal"]
 
