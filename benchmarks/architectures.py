@@ -39,7 +39,7 @@ from isoloss.evaluation.context import ModelInfo, data_context  # noqa: E402
 from isoloss.evaluation.reading import ReadingConfig  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
 from isoloss.flatness import fisher_trace  # noqa: E402
-from isoloss.flatness.engine import control_variates  # noqa: E402
+from isoloss.flatness._ghost import controls  # noqa: E402
 from isoloss.loading import load_model, quiet  # noqa: E402
 from isoloss.seeds import generator  # noqa: E402
 
@@ -128,9 +128,9 @@ def orthogonal_signs(rows: int) -> Iterator[int]:
     matrix = torch.ones(1, 1)
     while len(matrix) < rows:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    drawn = control_variates.packed_probes
+    drawn = controls.packed_probes
 
-    def packed(streams: control_variates.Streams, device: torch.device, seed: int, *, copies: int = 1) -> torch.Tensor:
+    def packed(streams: controls.Streams, device: torch.device, seed: int, *, copies: int = 1) -> torch.Tensor:
         if streams[0][1][0] != "probes":
             return drawn(streams, device, seed, copies=copies)
         octets = []
@@ -140,11 +140,11 @@ def orthogonal_signs(rows: int) -> Iterator[int]:
             octets.append((bits.view(-1, 8) << torch.arange(8)).sum(dim=1).to(torch.uint8))
         return torch.cat(octets).expand(copies, -1)
 
-    control_variates.packed_probes = packed  # type: ignore[assignment]
+    controls.packed_probes = packed  # type: ignore[assignment]
     try:
         yield len(matrix)
     finally:
-        control_variates.packed_probes = drawn
+        controls.packed_probes = drawn
 
 
 class _Narrowest(TorchDispatchMode):

@@ -29,8 +29,8 @@ from torch import nn  # noqa: E402
 
 from isoloss.files import write_text  # noqa: E402
 from isoloss.flatness import fisher_trace  # noqa: E402
-from isoloss.flatness.engine import slice_rules, vjp_rules  # noqa: E402
-from isoloss.flatness.engine.layouts import Layout  # noqa: E402
+from isoloss.flatness._ghost import rules  # noqa: E402
+from isoloss.flatness._ghost.layouts import Layout  # noqa: E402
 from isoloss.seeds import derive, generator  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -101,7 +101,7 @@ def plain_pass(model: nn.Module, batch: dict[str, torch.Tensor], *, causal: bool
 
 def without_rules(run: Callable[[], Any]) -> Any:
     """Run with neither the rules of slices nor the layout with the time first."""
-    rules = {name: rule for name, rule in vjp_rules._BY_NAME.items() if name not in slice_rules.RULES}
+    without_slices = {name: rule for name, rule in rules._BY_NAME.items() if name not in rules.RULES}
     tokens = Layout.tokens
 
     def batch_first(self: Layout, values: torch.Tensor, trailing: int) -> torch.Tensor | None:
@@ -109,7 +109,7 @@ def without_rules(run: Callable[[], Any]) -> Any:
         known = ((self.num_sequences,), (self.num_sequences * self.length,))
         return tokens(self, values, trailing) if self.selected is not None or tuple(rows) in known else None
 
-    with mock.patch.object(vjp_rules, "_BY_NAME", rules), mock.patch.object(Layout, "tokens", batch_first):
+    with mock.patch.object(rules, "_BY_NAME", without_slices), mock.patch.object(Layout, "tokens", batch_first):
         return run()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from workloads import MASK, Batch, Workload
 
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness._ghost.engine import GhostNorms
 from isoloss.flatness.fisher import fisher_trace
 from isoloss.text.masking import IGNORED
 
@@ -210,7 +210,7 @@ def exact_trace(workload: Workload, batch: Batch) -> float:
     The sum over labels c of p_c ||J^T (e_c - p)||^2, position after position.
     """
     total = 0.0
-    with Predictor(workload.model, causal=workload.causal) as predictor:
+    with GhostNorms(workload.model, causal=workload.causal) as predictor:
         predictions = predictor.forward(batch)
         p = predictions.logits.detach().softmax(dim=-1)
         each = len(p) // predictions.num_sequences  # the same number of positions in every sequence

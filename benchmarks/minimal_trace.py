@@ -29,8 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from workloads import Batch, Workload, workloads  # noqa: E402
 
 from isoloss.files import write_text  # noqa: E402
-from isoloss.flatness import fisher_trace  # noqa: E402
-from isoloss.flatness.rescaling import minimal, rescalings_of  # noqa: E402
+from isoloss.flatness import fisher_trace, minimal_trace, rescalings_of  # noqa: E402
 from isoloss.seeds import derive  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -41,10 +40,10 @@ BATCH = 64
 LARGE, EVERY = 20_000, 4  # a granularity of more parts takes part in each fourth round only
 # what is timed by itself, by its column; none of them calls another
 ONCE = {
-    "rules": (minimal.MinimalTraceEstimator, "__init__"),
-    "program": (minimal.MinimalTraceEstimator, "finish"),
-    "check": (minimal, "check"),
-    "loss change": (minimal.MinimalTraceEstimator, "_loss"),
+    "rules": (minimal_trace.MinimalTraceEstimator, "__init__"),
+    "program": (minimal_trace.MinimalTraceEstimator, "finish"),
+    "check": (minimal_trace, "check_rescaling"),
+    "loss change": (minimal_trace.MinimalTraceEstimator, "_loss"),
 }
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness._ghost.engine import GhostNorms
 from isoloss.loading import load_model
 from isoloss.lstm import LSTMConfig, LSTMForMaskedLM, LSTMModel
 
@@ -220,7 +220,7 @@ def test_the_trace_knows_an_exact_rule_for_every_parameter(directions):
     model, batch = tiny(num_directions=directions), predicting_batch()
     assert list(fisher_trace(model, [batch]).details["parameters_by_autograd"]) == []
     cotangent = torch.randn(5, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    with Predictor(model, causal=False) as predictor:
+    with GhostNorms(model, causal=False) as predictor:
         norms = predictor.squared_norms(predictor.forward(batch), cotangent).by_parameter
         assert predictor.slow_parameters == predictor.unreached == ()
     named = dict(model.named_parameters())

@@ -97,6 +97,16 @@ def architecture(model: nn.Module) -> nn.Module:
     return base() if callable(base) else model
 
 
+def input_embeddings(model: nn.Module) -> torch.Tensor | None:
+    """Return a Hugging Face model's input embeddings (V, d), detached; None where it has none to ask for."""
+    holder: Any = unwrapped(model)
+    try:
+        weight = getattr(holder.get_input_embeddings(), "weight", None)
+    except (AttributeError, NotImplementedError):
+        return None
+    return weight.detach() if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
+
+
 def virtual_tokens(model: nn.Module) -> int:
     """Return how many positions a model puts before the tokens that it is given: those of PEFT's prompt tuning."""
     config: Any = getattr(unwrapped(model), "active_peft_config", None)

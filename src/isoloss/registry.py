@@ -303,8 +303,8 @@ STUDIES = Registry(
 RESCALINGS = Registry(
     "family of rescalings",
     "rescalings",
-    _entries("isoloss.flatness.rescaling.families", builtin_components.RESCALING_FAMILIES),
-    Form("", "a function like those of `isoloss.flatness.rescaling.families`, by the `model_type` of a config"),
+    _entries("isoloss.flatness._rescaling.families", builtin_components.RESCALING_FAMILIES),
+    Form("", "a function like those of `isoloss.flatness._rescaling.families`, by the `model_type` of a config"),
 )
 
 

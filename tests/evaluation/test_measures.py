@@ -1,7 +1,6 @@
 """Every registered measure, found by name: its settings, its error, and that it is what the library function gives."""
 
 import dataclasses
-import inspect
 import json
 import re
 import shutil
@@ -19,9 +18,8 @@ from isoloss.evaluation.evaluator import evaluate
 from isoloss.evaluation.measures.base import Measure, MeasureResult, make_measure, name_fields, settings_of
 from isoloss.evaluation.measures.flatness import FlatnessMeasure
 from isoloss.evaluation.reading import ReadingConfig
-from isoloss.flatness import fisher_trace
-from isoloss.flatness.engine import accumulation
-from isoloss.flatness.rescaling import rescaled_at_random
+from isoloss.flatness import _measurement, fisher_trace
+from isoloss.flatness._rescaling.apply import rescaled_at_random
 from isoloss.languages.api import Language
 from isoloss.languages.config import PCFGConfig
 from isoloss.loading import load_model
@@ -139,16 +137,10 @@ def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_fun
         mask_id=9,
         masking=ObjectiveConfig(masking="fraction"),
     )
-    function = getattr(isoloss.flatness, measure.calls)
-    taken = inspect.signature(function).parameters
-    given = {key: value for key, value in measure.options().items() if value is not None}
-    if hasattr(measure, "sharpness_batch_size"):
-        inputs = inputs.cut(measure.sharpness_batch_size)
-    if "auxiliary_sample" in taken:
-        given["auxiliary_sample"] = inputs.auxiliary_sample
+    given = {"auxiliary_sample": inputs.auxiliary_sample} if "auxiliary_sample" in measure.takes else {}
     if name == "rescaling-control":  # both traces, of another model
         loaded = dataclasses.replace(loaded, model=rescaled_at_random(loaded.model, seed=measure.seed))
-        minimal = fisher_trace(loaded.model, inputs.batches, **given)
+        minimal = fisher_trace(loaded.model, inputs.batches, rescaling="minimal", seed=measure.seed, **given)
         found = {key: estimate["value"] for key, estimate in model["estimates"][asked].items()}
         plain = pytest.approx(minimal.details["trace"], rel=0.05)
         assert found == {
@@ -156,7 +148,8 @@ def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_fun
             "minimal-trace-rescaled-at-random": pytest.approx(minimal.value, rel=1e-4),
         }
         return
-    expected = measure.estimates(function(loaded.model, *([inputs.batches] if "batches" in taken else []), **given))
+    batches = measure.cut(inputs).batches if hasattr(measure, "cut") else ()
+    expected = measure(loaded.model, batches, **given)
     for key, estimate in expected.items():
         found = model["estimates"][asked][key]
         assert (found["value"], found["stderr"]) == pytest.approx((estimate.value, estimate.stderr), rel=1e-4)
@@ -198,7 +191,7 @@ def context_of(checkpoints, **more):
 
 @pytest.mark.parametrize("dies_at", [3, 8])
 def test_the_control_goes_on_from_either_of_its_two_measurements(checkpoints, dies_at, tmp_path, monkeypatch):
-    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
     measure, calls = make_measure("rescaling-control"), []
     model = load_model(checkpoints / "a", device="cpu").model
     straight = measure.run(model, context_of(checkpoints)).estimates
@@ -232,9 +225,14 @@ def test_progress_counts_to_as_many_probes_as_may_be_taken(checkpoints):
 
 
 def test_every_function_of_flatness_that_returns_an_estimate_has_a_measure():
-    called = {MEASURES.load(name).calls for name in FLATNESS}
-    functions = {name for name in dir(isoloss.flatness) if inspect.isfunction(getattr(isoloss.flatness, name))}
-    assert functions - {"compare", "evaluating"} == called
+    functions = {
+        name
+        for name in dir(isoloss.flatness)
+        if "Estimate" in str(getattr(getattr(isoloss.flatness, name), "__annotations__", {}).get("return", ""))
+    }
+    calls = [vars(MEASURES.load(name)).get("__call__") for name in FLATNESS]
+    called = {name for call in calls if call is not None for name in call.__code__.co_names}
+    assert functions <= called, functions - called
 
 
 def test_a_measure_of_ones_own_is_found_by_its_pattern(checkpoints, monkeypatch):

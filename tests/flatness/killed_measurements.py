@@ -12,7 +12,7 @@ import torch
 from dense_curvature import batch_of, bert
 
 from isoloss import flatness
-from isoloss.flatness.engine import accumulation
+from isoloss.flatness import _measurement
 
 
 def of_documents(measure, model, batches, **options):
@@ -72,7 +72,7 @@ def resumed(name, path):
 
 
 if __name__ == "__main__":
-    accumulation._EVERY_SECONDS = 0.0
+    _measurement._EVERY_SECONDS = 0.0
     for name in MEASURES:
         for step, ending in ((killed, signal.SIGKILL), (resumed, 0)):
             if (process := os.fork()) == 0:

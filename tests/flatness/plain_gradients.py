@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import transformers
 
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness._ghost.engine import GhostNorms
 
 VOCAB = 40
 _ENCODER = {
@@ -102,7 +102,7 @@ def reference(model, batch, cotangent, *, causal):
 def measure(model, batch, *, causal, seed=5):
     """Names, norms by sequence and parameter, those of the reference, and the predictor."""
     flags = {name: value.requires_grad for name, value in model.named_parameters()}
-    with Predictor(model, causal=causal) as predictor:
+    with GhostNorms(model, causal=causal) as predictor:
         predictions = predictor.forward(batch)
         cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(seed))
         norms = predictor.squared_norms(predictions, cotangent.to(predictions.logits.dtype))

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from isoloss.flatness.engine import control_variates
+from isoloss.flatness._ghost import controls
 
 
 def bert(
@@ -141,7 +141,7 @@ def patch_probes(monkeypatch, chosen):
     def signs(streams, device, seed, *, copies=1):
         return packed([chosen[0][:count] for count, _ in streams], copies)
 
-    monkeypatch.setattr(control_variates, "packed_probes", signs)
+    monkeypatch.setattr(controls, "packed_probes", signs)
 
 
 def failing(batches, after):

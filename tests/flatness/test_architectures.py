@@ -10,8 +10,8 @@ from tiny_models import VARIANTS, Architecture, architectures
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.engine import control_variates
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness._ghost import controls
+from isoloss.flatness._ghost.engine import GhostNorms
 
 KNOWN = {architecture.name: architecture for architecture in architectures()}
 
@@ -52,14 +52,14 @@ def test_a_reformer_says_that_it_has_no_gradient():
 
 
 def test_it_sees_a_share_that_is_wrong(monkeypatch):
-    norms = Predictor.squared_norms
+    norms = GhostNorms.squared_norms
 
     def wrong(self, *args, **options):
         found = norms(self, *args, **options)
         found.by_parameter[:, 3] *= 1 + 1e-7
         return found
 
-    monkeypatch.setattr(Predictor, "squared_norms", wrong)
+    monkeypatch.setattr(GhostNorms, "squared_norms", wrong)
     result = check(tiny_models.build(KNOWN["BertForMaskedLM"]), causal=False)
     assert result["outcome"] == "wrong"
     assert len(result["wrong"]) == 1
@@ -69,7 +69,7 @@ def test_a_crash_is_no_refusal(monkeypatch):
     def crash(self, *args, **options):
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(Predictor, "squared_norms", crash)
+    monkeypatch.setattr(GhostNorms, "squared_norms", crash)
     result = check(tiny_models.build(KNOWN["BertForMaskedLM"]), causal=False)
     assert (result["outcome"], result["message"]) == ("failed", "RuntimeError: out of order")
 
@@ -81,11 +81,11 @@ def test_orthogonal_signs_give_the_trace_of_every_sequence():
         total = torch.zeros(2, dtype=torch.float64)
         for probe in range(number):
             streams = [(len(matrix), ("probes", place, probe)) for place, matrix in enumerate(matrices)]
-            octets = control_variates.packed_probes(streams, torch.device("cpu"), 0)[0]
-            signs = control_variates.unpacked_probes(octets, [26, 13]).double().split([26, 13])
+            octets = controls.packed_probes(streams, torch.device("cpu"), 0)[0]
+            signs = controls.unpacked_probes(octets, [26, 13]).double().split([26, 13])
             total += torch.stack([v @ matrix @ v for v, matrix in zip(signs, matrices, strict=True)]) / number
     torch.testing.assert_close(total, torch.stack([matrix.trace() for matrix in matrices]))
-    assert control_variates.packed_probes.__module__ == "isoloss.flatness.engine.control_variates"
+    assert controls.packed_probes.__module__ == "isoloss.flatness._ghost.controls"
 
 
 def test_the_enumeration_is_what_random_signs_estimate():

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from isoloss.errors import IsolossError
-from isoloss.flatness import fisher_trace
+from isoloss.flatness import _measurement, fisher_trace
+from isoloss.flatness._ghost import auxiliary
+from isoloss.flatness._ghost.auxiliary import AuxiliarySample, Bigrams, _Tokens
 from isoloss.flatness.comparing import compare
-from isoloss.flatness.engine import accumulation, auxiliary_sample
-from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample, Bigrams, _Tokens
 from isoloss.seeds import generator
 
 VOCAB, LENGTH, TOPICS = 24, 8, 4
@@ -194,7 +194,7 @@ def test_features_have_the_mean_and_the_error_that_they_say(within, by_document)
 def test_pairs_of_a_large_vocabulary_share_counts(monkeypatch):
     ids = torch.randint(6, (300, 10), generator=generator(0, "ids"))
     whole, few = Bigrams(6), None
-    monkeypatch.setattr(auxiliary_sample, "_MOST", 7)
+    monkeypatch.setattr(auxiliary, "_MOST", 7)
     few = Bigrams(6)
     for table in (whole, few):
         table.add(ids, None, None)
@@ -401,7 +401,7 @@ def test_the_first_model_decides_for_all(names, used):
 
 
 def test_a_resume_file_knows_its_auxiliary_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
     model, path = Topical(), tmp_path / "record"
     batches, pool = cut(topical(300, "measured"), [100, 100, 100]), [topical(3000, "pool")]
     straight = fisher_trace(model, batches, causal=False, auxiliary_sample=pool)

@@ -7,8 +7,8 @@ import torch
 from plain_gradients import packed
 from torch.nn import functional as F
 
-from isoloss.flatness.engine import control_variates
-from isoloss.flatness.engine.capture import Decoder
+from isoloss.flatness._ghost import controls
+from isoloss.flatness._ghost.capture import Decoder
 
 
 def softmax(m, vocab, seed=0):
@@ -26,24 +26,24 @@ def cotangents_of_all_signs(monkeypatch, root_p, counts):
         def signs(streams, *_, left=left):
             return packed(left.split([count for count, _ in streams]))
 
-        monkeypatch.setattr(control_variates, "packed_probes", signs)
-        found.append(control_variates.exact_labels_(root_p.clone(), counts, range(len(counts)), seed=0, probe=0))
+        monkeypatch.setattr(controls, "packed_probes", signs)
+        found.append(controls.exact_labels_(root_p.clone(), counts, range(len(counts)), seed=0, probe=0))
     return torch.stack(found)
 
 
 def test_roots_of_probabilities(monkeypatch):
-    monkeypatch.setattr(control_variates, "_CHUNK", {"cpu": 8})  # several parts
+    monkeypatch.setattr(controls, "_CHUNK", {"cpu": 8})  # several parts
     logits, p = softmax(5, 4)
-    torch.testing.assert_close(control_variates.root_probabilities(logits), p.sqrt())
-    assert control_variates.root_probabilities(logits.bfloat16()).dtype == torch.float32
+    torch.testing.assert_close(controls.root_probabilities(logits), p.sqrt())
+    assert controls.root_probabilities(logits.bfloat16()).dtype == torch.float32
     unchanged = logits.clone()
-    control_variates.root_probabilities(logits)
+    controls.root_probabilities(logits)
     assert torch.equal(logits, unchanged)
 
 
 def test_the_covariance_is_the_fishers(monkeypatch):
     """E[u_r u_s^T] is diag(p) - p p^T at one position and 0 between two."""
-    monkeypatch.setattr(control_variates, "_CHUNK", {"cpu": 4})
+    monkeypatch.setattr(controls, "_CHUNK", {"cpu": 4})
     _, p = softmax(3, 4)
     u = cotangents_of_all_signs(monkeypatch, p.sqrt(), torch.tensor([1, 2])).flatten(1)
     expected = torch.block_diag(*(row.diag() - torch.outer(row, row) for row in p))
@@ -54,30 +54,30 @@ def test_the_covariance_is_the_fishers(monkeypatch):
 def test_observed_cotangents_are_signed_residuals(monkeypatch):
     _, p = softmax(3, 4)
     targets = torch.tensor([2, 0, 3])
-    monkeypatch.setattr(control_variates, "packed_probes", lambda *_: packed(torch.tensor([1, 1, -1]).split([1, 2])))
-    found = control_variates.given_labels_(p.sqrt(), targets, torch.tensor([1, 2]), range(2), seed=0)
+    monkeypatch.setattr(controls, "packed_probes", lambda *_: packed(torch.tensor([1, 1, -1]).split([1, 2])))
+    found = controls.given_labels_(p.sqrt(), targets, torch.tensor([1, 2]), range(2), seed=0)
     residual = p - F.one_hot(targets, 4)
     torch.testing.assert_close(found, residual * torch.tensor([[1], [1], [-1]]))
 
 
 def test_signs_are_a_function_of_the_sequence_and_the_probe():
     cpu = torch.device("cpu")
-    first = control_variates.rademacher((50, 40), cpu, 3, "probes", 7, 0)
-    assert torch.equal(first, control_variates.rademacher((50, 40), cpu, 3, "probes", 7, 0))
+    first = controls.rademacher((50, 40), cpu, 3, "probes", 7, 0)
+    assert torch.equal(first, controls.rademacher((50, 40), cpu, 3, "probes", 7, 0))
     assert set(first.unique().tolist()) == {-1, 1}
     assert abs(float(first.double().mean())) < 4 / 2000**0.5
     for other in ((4, "probes", 7, 0), (3, "probes", 8, 0), (3, "probes", 7, 1), (3, "tail", 7, 0)):
-        assert not torch.equal(first, control_variates.rademacher((50, 40), cpu, *other))
+        assert not torch.equal(first, controls.rademacher((50, 40), cpu, *other))
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 2], [8, 8]])
 def test_signs_of_several_streams_are_each_streams_own_end_to_end(counts):
     cpu = torch.device("cpu")
     streams = [(count, ("s", number)) for number, count in enumerate(counts)]
-    found = control_variates.unpacked_probes(control_variates.packed_probes(streams, cpu, 5)[0], counts)
-    own = [control_variates.rademacher((count,), cpu, 5, "s", number) for number, count in enumerate(counts)]
+    found = controls.unpacked_probes(controls.packed_probes(streams, cpu, 5)[0], counts)
+    own = [controls.rademacher((count,), cpu, 5, "s", number) for number, count in enumerate(counts)]
     assert torch.equal(found, torch.cat(own))
-    several = control_variates.packed_probes(streams, cpu, 5, copies=3)
+    several = controls.packed_probes(streams, cpu, 5, copies=3)
     assert len({tuple(row.tolist()) for row in several}) == len(several) == 3
 
 
@@ -85,10 +85,10 @@ def test_signs_of_several_streams_are_each_streams_own_end_to_end(counts):
 def test_cotangents_do_not_depend_on_how_many_are_made_at_a_time(chunk, monkeypatch):
     _, p = softmax(7, 5)
     counts = torch.tensor([2, 0, 1, 4])
-    expected = control_variates.exact_labels_(p.sqrt(), counts, range(3, 7), seed=2, probe=1)
-    monkeypatch.setattr(control_variates, "_CHUNK", {"cpu": chunk})
-    assert torch.equal(control_variates.exact_labels_(p.sqrt(), counts, range(3, 7), seed=2, probe=1), expected)
-    alone = control_variates.exact_labels_(p.sqrt()[3:], torch.tensor([4]), range(6, 7), seed=2, probe=1)
+    expected = controls.exact_labels_(p.sqrt(), counts, range(3, 7), seed=2, probe=1)
+    monkeypatch.setattr(controls, "_CHUNK", {"cpu": chunk})
+    assert torch.equal(controls.exact_labels_(p.sqrt(), counts, range(3, 7), seed=2, probe=1), expected)
+    alone = controls.exact_labels_(p.sqrt()[3:], torch.tensor([4]), range(6, 7), seed=2, probe=1)
     torch.testing.assert_close(alone, expected[3:])
 
 
@@ -97,9 +97,9 @@ def test_means_over_labels_do_not_depend_on_the_blocks(chunk, rows, monkeypatch)
     """The blocks divide the 7 positions and 12 ids, or do not."""
     _, p = softmax(7, 12)
     weight = torch.randn(12, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    monkeypatch.setattr(control_variates, "_CHUNK", {"cpu": chunk})
-    monkeypatch.setattr(control_variates, "_ROWS", rows)
-    above, below = control_variates.label_means(p.sqrt(), weight)
+    monkeypatch.setattr(controls, "_CHUNK", {"cpu": chunk})
+    monkeypatch.setattr(controls, "_ROWS", rows)
+    above, below = controls.label_means(p.sqrt(), weight)
     for position, of_labels in enumerate(p):
         residuals = [of_labels - F.one_hot(torch.tensor(label), 12) for label in range(12)]
         own = sum(q * residual.square().sum() for q, residual in zip(of_labels, residuals, strict=True))
@@ -107,8 +107,8 @@ def test_means_over_labels_do_not_depend_on_the_blocks(chunk, rows, monkeypatch)
         torch.testing.assert_close(above[position], own, rtol=1e-12, atol=0)
         torch.testing.assert_close(below[position], passed, rtol=1e-12, atol=0)
     half = weight.bfloat16()
-    narrow = control_variates.label_means(p.sqrt(), half)
-    torch.testing.assert_close(narrow, control_variates.label_means(p.sqrt(), half.double()), rtol=1e-12, atol=0)
+    narrow = controls.label_means(p.sqrt(), half)
+    torch.testing.assert_close(narrow, controls.label_means(p.sqrt(), half.double()), rtol=1e-12, atol=0)
 
 
 def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatch):
@@ -120,13 +120,13 @@ def test_controls_have_mean_zero_over_all_signs_and_are_what_they_say(monkeypatc
     )  # of two intermediates, other at each position
     decoder = Decoder(weight, weight[:, 0])
     rows = torch.tensor([0, 0, 2])  # the second sequence predicts nothing
-    controls = control_variates.Controls(p.sqrt(), hidden, decoder, rows, 3)
+    variates = controls.Controls(p.sqrt(), hidden, decoder, rows, 3)
     u = cotangents_of_all_signs(monkeypatch, p.sqrt(), torch.tensor([2, 0, 1]))
     intermediates = torch.einsum("arv,srvw->asrw", u, tails)
 
     def centered(place, *others):
-        further = [(intermediates[o, 0], controls.squares(u[o], u[o] @ weight)) for o in others]
-        return controls.centered(u[place], u[place] @ weight, list(intermediates[place]), further)
+        further = [(intermediates[o, 0], variates.squares(u[o], u[o] @ weight)) for o in others]
+        return variates.centered(u[place], u[place] @ weight, list(intermediates[place]), further)
 
     # the square of the first intermediate has a mean over draws of both its own and other signs
     found = torch.stack([centered(place, len(u) - 1 - place, place ^ 1234) for place in range(len(u))])

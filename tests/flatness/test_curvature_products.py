@@ -8,7 +8,7 @@ from dense_curvature import MODELS, batch_of, bert, dense, flat, on_vector, wind
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.curvature_products import MeanLoss
+from isoloss.flatness._curvature import MeanLoss
 
 
 @pytest.mark.parametrize("name", MODELS)

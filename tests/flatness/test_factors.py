@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isoloss.flatness.engine import factors
-from isoloss.flatness.engine.factors import Dense, Outer, SelectedRows, Sliced, lookups, squared_norms
-from isoloss.flatness.engine.splits import Split
+from isoloss.flatness._ghost import factors
+from isoloss.flatness._ghost.factors import Dense, Outer, SelectedRows, Sliced, lookups, squared_norms
+from isoloss.flatness._parameters import ParameterBlocks
 
 
 def formed(factor, num_sequences, shape):
@@ -157,7 +157,7 @@ def groups_of(number, kind, generator):
 
 def by_part(squares, split):
     """(B, parts) of squares (B, a, b), entry by entry."""
-    parts = torch.zeros(len(squares), split.num_parts, dtype=torch.float64)
+    parts = torch.zeros(len(squares), split.num_blocks, dtype=torch.float64)
     for i, row in enumerate(split.rows.tolist()):
         for j, column in enumerate(split.columns.tolist()):
             parts[:, row * split.num_columns + column] += squares[:, i, j]
@@ -180,11 +180,11 @@ KINDS = st.sampled_from(["none", "each", "blocks", "mixed"])
 def test_parts_of_matrices(kinds, counts, length, shape, axes, limit, seed):
     generator = torch.Generator().manual_seed(seed)
     made = drawn(kinds, counts, length, shape, generator)
-    split = Split(*(groups_of(number, kind, generator) for number, kind in zip(shape, axes, strict=True)))
+    split = ParameterBlocks(*(groups_of(number, kind, generator) for number, kind in zip(shape, axes, strict=True)))
     expected = by_part(sum(formed(factor, len(counts), shape) for factor in made).square(), split)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(factors, "_LIMIT", limit)
-        found = squared_norms(made, len(counts), split=split)
+        found = squared_norms(made, len(counts), blocks=split)
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
         if kinds.count("rows") == 1 and "tokens" not in kinds:  # each selected position by itself
             matrix = next(factor for factor in made if factor.selected is not None)
@@ -192,7 +192,7 @@ def test_parts_of_matrices(kinds, counts, length, shape, axes, limit, seed):
             for row, left, right in zip(matrix.selected.rows.tolist(), matrix.left, matrix.right, strict=True):
                 own[row] += by_part((left[:, None] * right)[None].square(), split)[0]
             expected += own - by_part(formed(matrix, len(counts), shape).square(), split)
-            found = squared_norms(made, len(counts), separate=True, split=split)
+            found = squared_norms(made, len(counts), separate=True, blocks=split)
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -208,7 +208,7 @@ def test_parts_of_what_is_used_by_element(counts, shape, axes, uses, limit):
     generator = torch.Generator().manual_seed(0)
     places = SelectedRows.of(torch.arange(max(counts)) < torch.tensor(counts)[:, None])
     a, b, width = shape[0], shape[-1] if len(shape) > 1 else 1, torch.Size(shape).numel()
-    split = Split(groups_of(a, axes[0], generator), groups_of(b, axes[1], generator))
+    split = ParameterBlocks(groups_of(a, axes[0], generator), groups_of(b, axes[1], generator))
     split.check("scale", torch.Size(shape))
     made = []
     for gathered in uses:
@@ -223,10 +223,10 @@ def test_parts_of_what_is_used_by_element(counts, shape, axes, uses, limit):
     expected = parts(sum(formed(factor, len(counts), (width,)) for factor in made))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(factors, "_LIMIT", limit)
-        torch.testing.assert_close(squared_norms(made, len(counts), split=split), expected, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(squared_norms(made, len(counts), blocks=split), expected, rtol=1e-11, atol=1e-11)
     if uses == [True]:
         each = torch.zeros_like(expected).index_add_(0, places.rows, parts(made[0].values))
-        torch.testing.assert_close(squared_norms(made, len(counts), separate=True, split=split), each)
+        torch.testing.assert_close(squared_norms(made, len(counts), separate=True, blocks=split), each)
 
 
 @pytest.mark.parametrize("axes", [("each", "none"), ("none", "blocks"), ("blocks", "each")])
@@ -235,9 +235,9 @@ def test_parts_of_long_narrow_factors_are_close_in_float32(axes):
     left, right = (torch.randn((2, 3000, width), generator=generator) + 1 for width in (90, 70))
     for length in (20, 3000):  # by the products of tokens, and by the gradient itself
         factor = Outer(left[:, :length], right[:, :length])
-        split = Split(groups_of(90, axes[0], generator), groups_of(70, axes[1], generator))
+        split = ParameterBlocks(groups_of(90, axes[0], generator), groups_of(70, axes[1], generator))
         squares = (factor.left.double().mT @ factor.right.double()).square()
-        torch.testing.assert_close(squared_norms([factor], 2, split=split), by_part(squares, split), rtol=2e-5, atol=0)
+        torch.testing.assert_close(squared_norms([factor], 2, blocks=split), by_part(squares, split), rtol=2e-5, atol=0)
 
 
 def sliced(owners, slots, shape, generator, selected=None):
@@ -262,14 +262,14 @@ def test_rows_of_a_slice_and_a_sequence_add_before_they_are_squared(rows, cut, s
     made = [sliced(*zip(*part, strict=True), shape, generator) for part in parts]
     gradients = torch.zeros(3, *shape, dtype=torch.float64)
     for factor in made:
-        for left, right, slot, owner in zip(factor.left, factor.right, factor.slots, factor.owners, strict=True):
+        for left, right, slot, owner in zip(factor.left, factor.right, factor.slots, factor.sequence_ids, strict=True):
             gradients[owner, slot] += left[:, None] * right
-    split = Split(torch.tensor([0, 1, 1, 2]), torch.zeros(shape[2], dtype=torch.int64)) if is_split else None
+    split = ParameterBlocks(torch.tensor([0, 1, 1, 2]), torch.zeros(shape[2], dtype=torch.int64)) if is_split else None
     expected = gradients.square().flatten(1)
     expected = expected.sum(dim=1) if split is None else split.sums(expected)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(factors, "_LIMIT", limit)
-        torch.testing.assert_close(squared_norms(made, 3, split=split), expected, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(squared_norms(made, 3, blocks=split), expected, rtol=1e-11, atol=1e-11)
 
 
 def test_with_separate_the_rows_of_a_slice_and_a_position_add_and_positions_are_squared_one_by_one():
@@ -277,7 +277,7 @@ def test_with_separate_the_rows_of_a_slice_and_a_position_add_and_positions_are_
     places = SelectedRows.of(torch.tensor([[True, True], [False, True]]))
     factor = sliced([0, 1, 0, 2, 0], [1, 1, 1, 0, 0], (2, 3, 4), generator, places)
     gradients = torch.zeros(3, 2, 3, 4, dtype=torch.float64)
-    for left, right, slot, owner in zip(factor.left, factor.right, factor.slots, factor.owners, strict=True):
+    for left, right, slot, owner in zip(factor.left, factor.right, factor.slots, factor.sequence_ids, strict=True):
         gradients[owner, slot] += left[:, None] * right
     own = gradients.square().sum(dim=(1, 2, 3))
     expected = torch.stack([own[0] + own[1], own[2]])

@@ -7,8 +7,8 @@ import pytest
 import torch
 from small_models import MODELS, Windows, bert, cut, exact, failing, gpt2, patch_probes, rows
 
-from isoloss.flatness import fisher, fisher_trace
-from isoloss.flatness.engine import accumulation, control_variates, passes, splits
+from isoloss.flatness import _measurement, _parameters, fisher, fisher_trace
+from isoloss.flatness._ghost import controls, engine
 
 # --- exactness -------------------------------------------------------------------------------------------------------
 
@@ -41,10 +41,10 @@ def test_the_trace_does_not_depend_on_the_blocks_of_the_vocabulary(chunk, positi
     """The blocks divide the 14 positions and 10 ids, or do not."""
     model, batches = gpt2(10), cut(rows(8, 8, 10, predicted=(range(8),)), [2, 2, 2, 2])
     expected = fisher_trace(model, batches, causal=True)
-    for module in (passes, splits):
+    for module in (engine, _parameters):
         monkeypatch.setattr(module, "_PART", chunk)
-    monkeypatch.setattr(control_variates, "_CHUNK", {"cpu": chunk})
-    monkeypatch.setattr(control_variates, "_ROWS", positions)
+    monkeypatch.setattr(controls, "_CHUNK", {"cpu": chunk})
+    monkeypatch.setattr(controls, "_ROWS", positions)
     found = fisher_trace(model, batches, causal=True)
     assert found.value == pytest.approx(expected.value, rel=1e-11)
     assert found.stderr == pytest.approx(expected.stderr, rel=1e-9)
@@ -187,14 +187,14 @@ def test_further_probes_of_the_last_layer_take_noise_away_and_leave_the_mean(opt
 
 
 def test_no_signs_are_drawn_twice(monkeypatch):
-    draw, names, octets = control_variates.packed_probes, [], []
+    draw, names, octets = controls.packed_probes, [], []
 
     def signs(streams, device, seed, **options):
         names.extend(name for _, name in streams)
         octets.extend(draw(streams, device, seed, **options))
         return draw(streams, device, seed, **options)
 
-    monkeypatch.setattr(control_variates, "packed_probes", signs)
+    monkeypatch.setattr(controls, "packed_probes", signs)
     model, batch = bert(70, layers=4, size=16), rows(6, 16, 70)
     assert fisher_trace(model, [batch], num_probes=2).details["tail_probes"] == 4
     assert len(set(names)) == len(names) == 6 * 2 * 2
@@ -202,7 +202,7 @@ def test_no_signs_are_drawn_twice(monkeypatch):
 
 
 def test_a_resumed_measurement_keeps_the_number_of_further_probes(tmp_path, monkeypatch):
-    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
     model = bert(7, layers=3, dtype=torch.float32)
     # the second batch predicts so much that alone it would have no further probes
     batches = [rows(40, 16, 7), rows(8, 16, 7, predicted=((1, 2, 4, 5, 7, 9),))]

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from isoloss.errors import IsolossError
-from isoloss.flatness import InterruptedEstimate, empirical_fisher_trace, fisher_trace
-from isoloss.flatness.engine import accumulation, control_variates
+from isoloss.flatness import InterruptedEstimate, _measurement, empirical_fisher_trace, fisher_trace
+from isoloss.flatness._ghost import controls
 from isoloss.model_checks import is_causal
 from isoloss.statistics.estimate import Estimate
 
@@ -207,7 +207,7 @@ def test_it_stops_at_a_look_where_the_error_is_small_enough():
 
 
 def test_it_goes_on_from_its_record_to_the_same_value(tmp_path, monkeypatch):
-    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
     model, batch = bert(7, dtype=torch.float32), rows(80, 4, 7)
     batches, path = cut(batch, [16] * 5), tmp_path / "trace.safetensors"
     straight = fisher_trace(model, batches, seed=4)
@@ -223,7 +223,7 @@ def test_it_goes_on_from_its_record_to_the_same_value(tmp_path, monkeypatch):
 
 
 def test_a_record_of_something_else_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
     model, batches, path = bert(7), cut(rows(8, 4, 7), [4, 4]), tmp_path / "trace.safetensors"
     with pytest.raises(RuntimeError):
         fisher_trace(model, failing(batches, 1), resume=path)
@@ -313,7 +313,7 @@ def test_two_processes_have_the_estimate_over_all_sequences(tmp_path, monkeypatc
     assert (first.value, first.stderr, first.by_parameter) == (second.value, second.stderr, second.by_parameter)
     assert (first.samples, first.num_predictions, first.details["processes"]) == (80, 80, 2)
     # the same in one process, whose second half has the places of a second process's sequences
-    draw = control_variates.packed_probes
+    draw = controls.packed_probes
 
     def signs(streams, device, seed, **options):
         moved = [
@@ -322,7 +322,7 @@ def test_two_processes_have_the_estimate_over_all_sequences(tmp_path, monkeypatc
         ]
         return draw(moved, device, seed, **options)
 
-    monkeypatch.setattr(control_variates, "packed_probes", signs)
+    monkeypatch.setattr(controls, "packed_probes", signs)
     alone = fisher_trace(bert(7), cut({**rows(80, 4, 7), "documents": torch.arange(80)}, [40, 40]), seed=3)
     assert first.value == pytest.approx(alone.value, rel=1e-12)
     assert first.stderr == pytest.approx(alone.stderr, rel=1e-12)

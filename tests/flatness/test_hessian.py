@@ -10,7 +10,7 @@ from dense_curvature import VOCAB, batch_of, bert, dense, flat, gpt2, on_vector,
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace, hessian_trace
-from isoloss.flatness.engine import control_variates
+from isoloss.flatness._ghost import controls
 
 
 def named(model, *endings):
@@ -24,9 +24,9 @@ def test_the_residual_is_exact_over_all_signs(make, causal, ending, monkeypatch)
     model, batches = make(), [batch_of(3, seed=1), batch_of(2, seed=2)]
     parameters = dict(itertools.islice(named(model, ending).items(), 1))
     hessian, gauss_newton = dense(model, batches, causal=causal, parameters=parameters)
-    drawn, chosen = control_variates.rademacher, []
+    drawn, chosen = controls.rademacher, []
     monkeypatch.setattr(
-        control_variates,
+        controls,
         "rademacher",
         lambda shape, device, seed, *names: chosen[0] if names[0] == "residual" else drawn(shape, device, seed, *names),
     )

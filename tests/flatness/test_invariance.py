@@ -25,7 +25,8 @@ from isoloss.flatness import (
     sam_sharpness,
     squared_parameter_norm,
 )
-from isoloss.flatness.rescaling import rescaled, rescalings_of
+from isoloss.flatness._rescaling.apply import rescaled
+from isoloss.flatness._rescaling.symmetries import rescalings_of
 from isoloss.registry import MEASURES
 
 HEADS, SIZE, INNER = 2, 2, 5

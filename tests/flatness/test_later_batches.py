@@ -10,7 +10,7 @@ from transformers import DebertaV2Config, DebertaV2ForMaskedLM, MixtralConfig, M
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness._ghost.engine import GhostNorms
 
 VOCAB, LENGTH, WIDTH = 11, 6, 8
 SPECIAL = VOCAB - 1
@@ -71,7 +71,7 @@ def by_autograd(model, batch, cotangent):
 
 
 def assert_right(model, batches):
-    with Predictor(model, causal=False) as predictor:
+    with GhostNorms(model, causal=False) as predictor:
         for number, batch in enumerate(batches):
             predictions = predictor.forward(batch)
             generator = torch.Generator().manual_seed(number)

@@ -8,7 +8,7 @@ import torch
 from plain_gradients import VOCAB, assert_norms, batch_of, build, make, measure
 from torch import nn
 
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness._ghost.engine import GhostNorms
 
 # peft asks transformers by a name that it is about to drop
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -96,7 +96,7 @@ def test_leaves_of_a_model_are_left_to_it():
         seen.append(output.requires_grad_())
 
     model.get_input_embeddings().register_forward_hook(hook)
-    with Predictor(model, causal=True) as predictor:
+    with GhostNorms(model, causal=True) as predictor:
         predictions = predictor.forward(batch_of())
         predictor.squared_norms(predictions, torch.ones_like(predictions.logits))
     assert len(seen) > 1

@@ -11,11 +11,10 @@ from rescaling_programs import Clusters, pre_norm, program_of
 from tiny_language import Pool, inputs, trained
 
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.rescaling.crossfit import cross_fit
-from isoloss.flatness.rescaling.program import minimize
-from isoloss.statistics.column_ratios import FOLDS
+from isoloss.flatness._rescaling.solve import cross_fit, minimize
 from isoloss.statistics.estimate import student95
 from isoloss.statistics.paired import paired_difference
+from isoloss.statistics.ratio_estimator import FOLDS
 
 HEAVY, BY_PART = {"common": 0.5, "group": 0.3, "own": 1.0}, {"common": 0.05, "group": 0.1, "own": 1.0}
 

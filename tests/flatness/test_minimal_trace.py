@@ -15,11 +15,11 @@ from transformers import DistilBertConfig, DistilBertForMaskedLM, LlamaForCausal
 
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.flatness import FlatnessCallback, compare, fisher_trace
-from isoloss.flatness.engine import accumulation
-from isoloss.flatness.engine.measurement import measure
+from isoloss.flatness import FlatnessCallback, _measurement, compare, fisher_trace
+from isoloss.flatness._measurement import measure
+from isoloss.flatness._rescaling.apply import rescaled, rescaled_at_random
+from isoloss.flatness._rescaling.symmetries import rescalings_of
 from isoloss.flatness.fisher import ExactLabels
-from isoloss.flatness.rescaling import rescaled, rescaled_at_random, rescalings_of
 from isoloss.statistics.paired import paired_difference
 
 FAMILY = {family.name: family for family in FAMILIES}
@@ -109,7 +109,7 @@ def test_its_parts_add_up_and_are_those_of_the_rescaled_model():
     details = minimal.details
     factors = np.array(list(details["log_factors"].values()))
     other = with_values(model, rescaled(model, rescalings_of(model), factors))
-    plain = measure(ExactLabels, other, batches, {}, num_probes=1, seed=0, splits={})
+    plain = measure(ExactLabels, other, batches, {}, num_probes=1, seed=0, parameter_blocks={})
     scale = minimal.value / details["in_sample"]
     for parts, others in ((minimal.by_parameter, plain.by_parameter), (minimal.by_layer, plain.by_layer)):
         assert sum(parts.values()) == pytest.approx(minimal.value, rel=1e-12)
@@ -155,7 +155,11 @@ def test_a_direction_without_a_minimum_has_a_gauge():
     found = rescalings_of(model)
     values = rescaled(model, found, np.array(list(details["log_factors"].values())))
     column = found.actions[:, [found.names.index("residual stream")]].toarray()[:, 0]
-    names = [n for n in found.parameters for _ in range(found.splits[n].num_parts if n in found.splits else 1)]
+    names = [
+        n
+        for n in found.parameters
+        for _ in range(found.parameter_blocks[n].num_blocks if n in found.parameter_blocks else 1)
+    ]
     written = [names[row] for row in np.flatnonzero(column > 0)]
     logs = [float(values[name].square().mean().log()) / 2 * values[name].numel() for name in written]
     assert sum(logs) / sum(values[name].numel() for name in written) == pytest.approx(0, abs=1e-6)
@@ -198,7 +202,7 @@ def test_models_are_compared_by_it():
 
 
 def test_it_resumes_from_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
     model = made("gpt2")
     batches, path = batches_of(model, number=80), tmp_path / "half"
     straight = fisher_trace(model, batches, rescaling="minimal")
@@ -209,7 +213,7 @@ def test_it_resumes_from_a_file(tmp_path, monkeypatch):
 
     with pytest.raises(RuntimeError, match="went down"):
         fisher_trace(model, failing(), rescaling="minimal", resume=path)
-    with pytest.raises(IsolossError, match="resume file of another measurement: it differs in splits"):
+    with pytest.raises(IsolossError, match="resume file of another measurement: it differs in parameter blocks"):
         fisher_trace(model, batches, resume=path)
     found = fisher_trace(model, batches, rescaling="minimal", resume=path)
     assert found == straight.__class__(**{**vars(straight), "seconds": found.seconds})
@@ -248,7 +252,7 @@ def test_frozen_parameters_that_take_up_factors_are_told():
 
 
 def test_many_factors_are_told(monkeypatch):
-    monkeypatch.setattr("isoloss.flatness.rescaling.minimal._SLOW", 10)
+    monkeypatch.setattr("isoloss.flatness.minimal_trace._SLOW", 10)
     model = made("bert")
     with pytest.warns(IsolossWarning, match="granularity 'channel' gives BertForMaskedLM .* factors"):
         fisher_trace(model, batches_of(model), rescaling="minimal", granularity="channel")

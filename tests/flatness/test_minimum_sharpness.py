@@ -16,9 +16,9 @@ import torch
 from dense_curvature import dense_gauss_newton, dense_hessian
 from torch import nn
 
-from isoloss.flatness.rescaling import rescaled, rescalings_of
-from isoloss.flatness.rescaling.application import part_sizes
-from isoloss.flatness.rescaling.program import minimize
+from isoloss.flatness._rescaling.apply import block_sizes, rescaled
+from isoloss.flatness._rescaling.solve import minimize
+from isoloss.flatness._rescaling.symmetries import rescalings_of
 from isoloss.registry import RESCALINGS
 
 INPUTS, HIDDEN, CLASSES, POINTS = 4, (5, 3), 3, 12
@@ -81,14 +81,14 @@ def parts(model, found):
     diagonal = dense_gauss_newton(model, [batch()], causal=False).diagonal()
     sizes, sums = [value.numel() for value in model.parameters()], []
     for name, values in zip(dict(model.named_parameters()), diagonal.split(sizes), strict=True):
-        split = found.splits.get(name)
+        split = found.parameter_blocks.get(name)
         sums.append(values.sum()[None] if split is None else split.sums(values[None])[0])
     return torch.cat(sums).numpy()
 
 
 def minimum(model, shares, found):
     """The minimum over rescalings, and its log-factors."""
-    sizes, log_rms = part_sizes(model, found)
+    sizes, log_rms = block_sizes(model, found)
     smallest = minimize(shares, found.actions, log_rms=log_rms, sizes=sizes, writers=found.writers)
     assert not smallest.gauged
     return smallest.value, smallest.z

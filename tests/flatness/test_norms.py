@@ -18,7 +18,7 @@ from isoloss.flatness import (
     squared_parameter_norm,
     weighted_fisher_trace,
 )
-from isoloss.flatness.engine import control_variates
+from isoloss.flatness._ghost import controls
 
 CASES = [(bert, False), (lambda: bert(tied=False), False), (lambda: bert(attention="sdpa"), False), (gpt2, True)]
 
@@ -90,7 +90,7 @@ def test_the_weighted_trace_is_exact_over_all_signs(make, causal, monkeypatch):
     fisher = dense_gauss_newton(model, [batch], causal=causal)
     weighted = flat(dict(model.named_parameters())).square() * fisher.diagonal()
     chosen = []
-    monkeypatch.setattr(control_variates, "packed_probes", lambda streams, *_: packed([chosen[0]] * len(streams)))
+    monkeypatch.setattr(controls, "packed_probes", lambda streams, *_: packed([chosen[0]] * len(streams)))
     values, splits = [], []
     for signs in itertools.product((-1, 1), repeat=VOCAB):
         chosen[:] = [torch.tensor(signs)]

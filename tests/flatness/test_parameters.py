@@ -20,8 +20,8 @@ from isoloss.flatness import (
     squared_parameter_norm,
     weighted_fisher_trace,
 )
+from isoloss.flatness._parameters import embeddings, quantized_weights
 from isoloss.flatness.comparing import compare
-from isoloss.flatness.engine.parameters import embeddings, quantized_weights
 
 BY_GRADIENT = {
     "fisher": fisher_trace,

@@ -10,14 +10,12 @@ from plain_gradients import ARCHITECTURES, DEBERTA, assert_norms, batch_of, buil
 from small_models import bert, cut, failing, gpt2, llama, rows
 
 from isoloss.errors import IsolossError
-from isoloss.flatness import fisher_trace, hessian_trace, weighted_fisher_trace
+from isoloss.flatness import _measurement, fisher_trace, hessian_trace, weighted_fisher_trace
+from isoloss.flatness._ghost.auxiliary import AuxiliarySample
+from isoloss.flatness._ghost.engine import GhostNorms
+from isoloss.flatness._measurement import InterruptedEstimate, Measurement, StopCriteria, measure
+from isoloss.flatness._parameters import ParameterBlocks, ParameterColumns
 from isoloss.flatness.comparing import WithLoss
-from isoloss.flatness.engine import accumulation
-from isoloss.flatness.engine.accumulation import InterruptedEstimate, Stopping
-from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
-from isoloss.flatness.engine.measurement import Measurement, measure
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
-from isoloss.flatness.engine.splits import Columns, Split
 from isoloss.flatness.fisher import ExactLabels, SampledLabels
 from isoloss.flatness.hessian import _PublishedCode, _WithResidual
 from isoloss.flatness.norms import _Weighted
@@ -45,7 +43,7 @@ def splits_of(parameters, start=0):
     for number, (name, parameter) in enumerate(parameters.items(), start=start):
         kinds = OPTIONS[number % len(OPTIONS)]
         a, b = parameter.shape[0], parameter.shape[-1] if parameter.ndim > 1 else 1
-        splits[name] = Split(groups_of(a, kinds[0]), groups_of(b, kinds[1]))
+        splits[name] = ParameterBlocks(groups_of(a, kinds[0]), groups_of(b, kinds[1]))
     return splits
 
 
@@ -95,10 +93,10 @@ MODELS |= {"llama": (lambda: llama(40), True), "lstm": (lstm, False), "deberta":
 
 @pytest.mark.parametrize("size", [1, 5, 6, 100])
 def test_squares_are_summed_whatever_the_blocks(size, monkeypatch):
-    monkeypatch.setattr("isoloss.flatness.engine.splits._PART", size)
+    monkeypatch.setattr("isoloss.flatness._parameters._PART", size)
     values = torch.randn(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    halves = Split(torch.tensor([0, 0, 1, 1, 1]), torch.zeros(6, dtype=torch.int64))
-    columns = Columns({"split": values, "whole": values}, {"split": halves})
+    halves = ParameterBlocks(torch.tensor([0, 0, 1, 1, 1]), torch.zeros(6, dtype=torch.int64))
+    columns = ParameterColumns({"split": values, "whole": values}, {"split": halves})
     expected = torch.stack([values[:2].square().sum(), values[2:].square().sum()])
     torch.testing.assert_close(columns.squares("split", values), expected)
     torch.testing.assert_close(columns.squares("whole", values.T), expected.sum()[None])
@@ -112,7 +110,7 @@ def test_every_part_has_the_norm_of_its_entries(name):
     batch = batch_of(vocab=12 if name == "lstm" else 40)
     for start in range(0, len(OPTIONS), 3):
         splits = splits_of(dict(model.named_parameters()), start)
-        with Predictor(model, causal=causal, splits=splits) as predictor:
+        with GhostNorms(model, causal=causal, parameter_blocks=splits) as predictor:
             predictions = predictor.forward(batch)
             cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(5)).double()
             found = predictor.squared_norms(predictions, cotangent).by_parameter
@@ -131,7 +129,7 @@ def test_single_positions_are_parts_of_the_exact_expectation(name):
     batch["labels"][:, :2] = -100
     batch["labels"][:, 2] = batch["input_ids"][:, 2]
     splits = splits_of(dict(model.named_parameters()), 1)
-    with Predictor(model, causal=causal, splits=splits) as predictor:
+    with GhostNorms(model, causal=causal, parameter_blocks=splits) as predictor:
         predictions = predictor.forward(batch)
         cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(5)).double()
         found = predictor.squared_norms(predictions, cotangent, separate=True).by_parameter
@@ -148,9 +146,9 @@ def stream(sequences=80, vocab=7, size=16, **options):
 
 def measured(model, batches, splits, kind=ExactLabels, *, stopping=None, resume=None, progress=None, **options):
     """The measurement and its estimate."""
-    source = kind(model, num_probes=1, seed=4, splits=splits, **options)
+    source = kind(model, num_probes=1, seed=4, parameter_blocks=splits, **options)
     made = Measurement(source)
-    return made, made.measure(batches, stopping or Stopping(), resume=resume, progress=progress)
+    return made, made.measure(batches, stopping or StopCriteria(), resume=resume, progress=progress)
 
 
 def assert_like_plain(found, plain, rtol=1e-9):
@@ -178,8 +176,8 @@ def test_parts_add_up_to_the_plain_estimate(made):
     start = 0
     for name in plain.by_parameter:
         own = torch.zeros(len(columns.ratios))
-        own[start : start + splits[name].num_parts] = 1
-        start += splits[name].num_parts
+        own[start : start + splits[name].num_blocks] = 1
+        start += splits[name].num_blocks
         expected = plain.by_parameter[name], plain.by_parameter_stderr[name]
         assert columns.weighted(own)[:2] == pytest.approx(expected, rel=1e-8, abs=1e-12 * plain.value)
     assert columns.a.shape == (80, start) == (found.samples, len(columns.ratios))
@@ -189,7 +187,7 @@ def test_without_splits_the_kept_rows_change_nothing():
     model, batches = bert(7), stream()
     plain = fisher_trace(model, batches, seed=4)
     one_each = {
-        name: Split(groups_of(len(p), "whole"), groups_of(p.shape[-1] if p.ndim > 1 else 1, "whole"))
+        name: ParameterBlocks(groups_of(len(p), "whole"), groups_of(p.shape[-1] if p.ndim > 1 else 1, "whole"))
         for name, p in model.named_parameters()
     }
     for splits in ({}, one_each):
@@ -204,7 +202,11 @@ def test_a_part_that_is_rescaled_has_the_trace_of_the_rescaled_model():
     names = [f"bert.encoder.layer.0.attention.{part}" for part in ("self.value.weight", "self.value.bias")]
     names.append("bert.encoder.layer.0.attention.output.dense.weight")
     heads, whole = torch.arange(8) // 4, torch.zeros(8, dtype=torch.int64)
-    splits = {names[0]: Split(heads, whole), names[1]: Split(heads, whole[:1]), names[2]: Split(whole, heads)}
+    splits = {
+        names[0]: ParameterBlocks(heads, whole),
+        names[1]: ParameterBlocks(heads, whole[:1]),
+        names[2]: ParameterBlocks(whole, heads),
+    }
     of_parts, _ = measured(model, batches, splits)
     scale = torch.tensor([3.0, 0.5], dtype=torch.float64)
     weights = torch.ones(len(of_parts.columns().ratios), dtype=torch.float64)
@@ -244,9 +246,9 @@ def test_other_measures_have_parts(kind, plain, options):
     name = "bert.encoder.layer.0.intermediate.dense.weight"
     span = of_parts._source.columns.of[name]
     one = splits[name]
-    for part in (0, one.num_parts - 1):  # a part and the rest are another split
+    for part in (0, one.num_blocks - 1):  # a part and the rest are another split
         rows_of, columns_of = one.rows == part // one.num_columns, one.columns == part % one.num_columns
-        other, _ = measured(model, batches, {name: Split((~rows_of).long(), (~columns_of).long())}, kind)
+        other, _ = measured(model, batches, {name: ParameterBlocks((~rows_of).long(), (~columns_of).long())}, kind)
         at = other._source.columns.of[name].start
         torch.testing.assert_close(columns.ratios[span.start + part], other.columns().ratios[at], rtol=1e-9, atol=0)
 
@@ -262,7 +264,9 @@ def test_a_finish_makes_the_estimate_the_limit_and_the_interruption(monkeypatch)
         return types.SimpleNamespace(value=value, stderr=stderr * 1e-6, whole=estimate)
 
     def run_it(**options):
-        return measure(ExactLabels, model, batches, options, num_probes=1, seed=4, splits=splits, finish=finish)
+        return measure(
+            ExactLabels, model, batches, options, num_probes=1, seed=4, parameter_blocks=splits, finish=finish
+        )
 
     found = run_it()
     assert found.value == pytest.approx(2 * found.whole.value, rel=1e-12)
@@ -284,11 +288,11 @@ def test_models_that_are_compared_have_parts_with_their_loss_and_an_auxiliary_sa
     sample = AuxiliarySample.read(model, stream(1280, size=80, seed=1))
     made = []
     for given in (None, splits):
-        source = WithLoss(model, num_probes=1, seed=4, splits=given)
+        source = WithLoss(model, num_probes=1, seed=4, parameter_blocks=given)
         source.separate = False
         made.append((Measurement(source, auxiliary_sample=sample), source))
     (plain, _), (of_parts, source) = made
-    expected, found = (one.measure(batches, Stopping()) for one, _ in made)
+    expected, found = (one.measure(batches, StopCriteria()) for one, _ in made)
     assert expected.details["auxiliary_bigrams"]
     assert_like_plain(found, expected)
     columns, result = of_parts.columns(), plain.result()
@@ -296,14 +300,14 @@ def test_models_that_are_compared_have_parts_with_their_loss_and_an_auxiliary_sa
     assert everything[:2] == pytest.approx((expected.value, expected.stderr), rel=1e-9)
     torch.testing.assert_close(everything.influence, result.influence, rtol=1e-6, atol=1e-6 * result.value)
     others = [name not in found.details["embeddings"] for name in found.by_parameter]
-    rest = columns.weighted(torch.tensor(others)[source.columns.owners])
+    rest = columns.weighted(torch.tensor(others)[source.columns.parameter_ids])
     assert rest[:2] == pytest.approx((result.part, result.part_stderr), rel=1e-9)
     torch.testing.assert_close(rest.influence, result.part_influence, rtol=1e-6, atol=1e-6 * result.value)
     assert source.loss(None).samples == 320
 
 
 def test_a_resumed_measurement_has_the_same_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
     model, batches, path = bert(7, dtype=torch.float32), stream(), tmp_path / "parts"
     for number, batch in enumerate(batches):
         batch["documents"] = 6 * number + torch.arange(16) // 3
@@ -312,7 +316,7 @@ def test_a_resumed_measurement_has_the_same_parts(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="went down"):
         measured(model, failing(batches, 3), splits, resume=path)
     for others in (None, {}, splits_of(dict(model.named_parameters()), 1)):
-        with pytest.raises(IsolossError, match="another measurement: it differs in splits"):
+        with pytest.raises(IsolossError, match="another measurement: it differs in parameter blocks"):
             measured(model, batches, others, resume=path)
     resumed, found = measured(model, batches, splits, resume=path)
     assert (found.value, found.stderr, found.by_parameter) == (expected.value, expected.stderr, expected.by_parameter)
@@ -338,8 +342,8 @@ def test_the_parts_of_processes_join(monkeypatch):
     halves = []
     for rank, part in enumerate((batches[:2], batches[2:])):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        made = Measurement(ExactLabels(model, num_probes=1, seed=4, splits=splits), distributed=True)
-        found = made.measure(part, Stopping())
+        made = Measurement(ExactLabels(model, num_probes=1, seed=4, parameter_blocks=splits), distributed=True)
+        found = made.measure(part, StopCriteria())
         halves.append(made)
     both = halves[1].columns()
     assert (found.samples, found.details["processes"], len(both.a)) == (80, 2, 80)
@@ -353,13 +357,13 @@ def test_splits_that_do_not_fit_are_refused():
     model, whole = bert(7), torch.zeros(8, dtype=torch.int64)
     name = "bert.encoder.layer.0.attention.self.query.weight"
     with pytest.raises(IsolossError, match=r"split of .*query.weight is of \(8, 1\) rows and columns; .* \(8, 8\)"):
-        measured(model, stream(), {name: Split(torch.arange(8), whole[:1])})
+        measured(model, stream(), {name: ParameterBlocks(torch.arange(8), whole[:1])})
     with pytest.raises(IsolossError, match="other is split, but it is not one of the 42 measured parameters"):
-        measured(model, stream(), {"other": Split(whole, whole)})
+        measured(model, stream(), {"other": ParameterBlocks(whole, whole)})
     with pytest.raises(IsolossError, match=r"the groups of the rows of a split are \[0, 2\]; they count from 0"):
-        Split(torch.tensor([0, 2, 2]), whole)
+        ParameterBlocks(torch.tensor([0, 2, 2]), whole)
     with pytest.raises(IsolossError, match=r"columns of a split are torch\.float32 of shape"):
-        Split(whole, torch.zeros(3))
+        ParameterBlocks(whole, torch.zeros(3))
 
 
 def test_a_gradient_that_is_not_finite_is_named_by_its_parameter(monkeypatch):

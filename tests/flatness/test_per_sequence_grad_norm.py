@@ -8,8 +8,8 @@ import torch
 from plain_gradients import ARCHITECTURES, DEBERTA, VOCAB, assert_norms, batch_of, build, make, measure, reference
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.factors import Dense, Outer
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness._ghost.engine import GhostNorms
+from isoloss.flatness._ghost.factors import Dense, Outer
 
 # where positions are selected: in the last of two layers, at what comes after its attention
 _GATHERED = {
@@ -96,7 +96,7 @@ def test_only_the_parameters_asked_for():
     _, _, predictor, _ = measure(model, batch, causal=False)
     assert "bert.embeddings.position_embeddings.weight" not in predictor.names
     wanted = {name: value for name, value in model.named_parameters() if "layer.1" in name}
-    with Predictor(model, causal=False, parameters=wanted) as predictor:
+    with GhostNorms(model, causal=False, parameters=wanted) as predictor:
         predictions = predictor.forward(batch)
         found = predictor.squared_norms(predictions, torch.ones_like(predictions.logits)).by_parameter
     assert_norms(found, expected[:, [names.index(name) for name in wanted]], rtol=1e-10)
@@ -106,7 +106,7 @@ def test_the_model_is_left_as_found_even_after_an_error():
     model = build("gpt2")
     flags = [value.requires_grad for value in model.parameters()]
     broken = batch_of() | {"input_ids": torch.full((5, 7), VOCAB)}
-    with pytest.raises(IsolossError, match="the model knows ids 0 to"), Predictor(model, causal=True) as predictor:  # noqa: PT012
+    with pytest.raises(IsolossError, match="the model knows ids 0 to"), GhostNorms(model, causal=True) as predictor:  # noqa: PT012
         predictor.forward(batch_of())
         assert not any(value.requires_grad for value in model.parameters())
         predictor.forward(broken)
@@ -118,7 +118,7 @@ def test_the_model_is_left_as_found_even_after_an_error():
 
 def test_nothing_outlives_its_use():
     model = build("bert")
-    with Predictor(model, causal=False) as predictor:
+    with GhostNorms(model, causal=False) as predictor:
         predictions = predictor.forward(batch_of())
         for _ in range(2):
             predictor.squared_norms(predictions, torch.ones_like(predictions.logits))

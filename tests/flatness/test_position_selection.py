@@ -14,8 +14,8 @@ from small_models import exact
 from torch import nn
 
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.engine import control_variates, passes
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness._ghost import controls, engine
+from isoloss.flatness._ghost.engine import GhostNorms
 
 VOCAB = 4
 
@@ -41,7 +41,7 @@ def all_signs(monkeypatch):
     def signs(streams, device, seed, *, copies=1):
         return packed([vectors(count)[name[-1]] for count, name in streams], copies)
 
-    monkeypatch.setattr(control_variates, "packed_probes", signs)
+    monkeypatch.setattr(controls, "packed_probes", signs)
 
 
 def assert_exact(model, batch, *, causal, vocab=VOCAB, rtol=1e-9, reference=None):
@@ -243,29 +243,29 @@ class Veiled(nn.Module):
 def test_a_wrong_place_is_seen_in_gradients_of_all_positions(all_signs, monkeypatch):
     """No search can see it by the values, and no gradient that is taken behind the place."""
     model, selected = Veiled().double(), []
-    check = Predictor._check
-    monkeypatch.setattr(Predictor, "_check", lambda self, b: (selected.append(str(self.selection)), check(self, b)))
+    check = GhostNorms._check
+    monkeypatch.setattr(GhostNorms, "_check", lambda self, b: (selected.append(str(self.selection)), check(self, b)))
     assert assert_exact(model, sentences(False), causal=False) == ("after the head", [])
     assert selected == ["before mix"]  # what the search takes it for
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, 100])
 def test_results_are_compared_whatever_the_blocks(size, monkeypatch):
-    monkeypatch.setattr(passes, "_PART", size)
+    monkeypatch.setattr(engine, "_PART", size)
     first = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for place in range(20):
         for change, is_same in ((0.0, True), (1e-14, True), (1e-3, False), (math.nan, False)):
             second = first.clone()
             second.view(-1)[place] += change
-            assert passes.agree(first, second) is passes.agree(second, first) is is_same
-    assert not passes.agree(first, first[:, :4])
+            assert engine.agree(first, second) is engine.agree(second, first) is is_same
+    assert not engine.agree(first, first[:, :4])
 
 
 def test_the_search_leaves_weights_and_random_state_as_they_are():
     model = zero(build("gpt2"), ZEROED["attention"])
     weights = {name: (value, value.clone(), value._version) for name, value in model.named_parameters()}
     state = torch.get_rng_state()
-    with Predictor(model, causal=True) as predictor:
+    with GhostNorms(model, causal=True) as predictor:
         predictor.forward(batch_of())
         assert str(predictor.selection) == "before transformer.h.1.attn.c_proj"
     assert torch.equal(torch.get_rng_state(), state)
@@ -290,7 +290,7 @@ class Drawing(nn.Module):
 
 
 def test_a_model_that_draws_random_numbers_is_checked_on_the_same_ones():
-    with Predictor(Drawing().double().eval(), causal=False) as predictor:
+    with GhostNorms(Drawing().double().eval(), causal=False) as predictor:
         predictor.forward(batch_of(vocab=VOCAB))
     assert str(predictor.selection) == "before mix"
     assert predictor.slow_parameters == ()
@@ -317,9 +317,9 @@ def test_a_parameter_that_a_later_batch_reaches_is_checked_on_a_sequence_that_re
     tokens[:, 0] = 2
     tokens[10, 0] = 3
     checked = []
-    check = Predictor._check
-    monkeypatch.setattr(Predictor, "_check", lambda self, b: (checked.append(b.inputs["input_ids"]), check(self, b)))
-    with Predictor(Choosing().double(), causal=False) as predictor:
+    check = GhostNorms._check
+    monkeypatch.setattr(GhostNorms, "_check", lambda self, b: (checked.append(b.inputs["input_ids"]), check(self, b)))
+    with GhostNorms(Choosing().double(), causal=False) as predictor:
         predictor.forward({"input_ids": tokens[:4], "labels": tokens[:4]})
         predictor.forward({"input_ids": tokens[4:], "labels": tokens[4:]})
         predictor.forward({"input_ids": tokens[4:], "labels": tokens[4:]})

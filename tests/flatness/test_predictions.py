@@ -11,10 +11,9 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.engine import factors
-from isoloss.flatness.engine.capture import PositionSelection
-from isoloss.flatness.engine.passes import intermediates_of, tail_cotangents
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness._ghost import factors
+from isoloss.flatness._ghost.capture import PositionSelection
+from isoloss.flatness._ghost.engine import GhostNorms, intermediates_of, tail_cotangents
 
 
 class Mixing(nn.Module):
@@ -77,7 +76,7 @@ def test_decoder_hidden_states_and_their_cotangent(name):
     causal = ARCHITECTURES[name][3]
     model = build(name, dtype=torch.float32)
     batch = batch_of()
-    with Predictor(model, causal=causal) as predictor:
+    with GhostNorms(model, causal=causal) as predictor:
         predictions = predictor.forward(batch)
         cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(0))
         norms = predictor.squared_norms(predictions, cotangent)
@@ -94,7 +93,7 @@ def test_decoder_hidden_states_and_their_cotangent(name):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_stations_cotangent_at_a_position_depends_on_the_logits_there_alone(name):
     causal = ARCHITECTURES[name][3]
-    with Predictor(build(name), causal=causal) as predictor:
+    with GhostNorms(build(name), causal=causal) as predictor:
         predictions = predictor.forward(batch_of(every=True))
         intermediates = intermediates_of(predictions)
         cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(0)).double()
@@ -129,7 +128,7 @@ def test_a_stations_cotangent_at_a_position_depends_on_the_logits_there_alone(na
 def test_the_stations_are_outputs_behind_the_last_attention(name, modules):
     causal = ARCHITECTURES[name][3]
     model, batch, outputs = build(name), batch_of(), {}
-    with Predictor(model, causal=causal) as predictor:
+    with GhostNorms(model, causal=causal) as predictor:
         predictions = predictor.forward(batch)
         cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(0)).double()
         found = predictor.squared_norms(predictions, cotangent).intermediate_cotangents
@@ -158,7 +157,7 @@ def test_attention_is_never_behind_the_place_whatever_the_batch_and_the_weights(
     model = model.to(dtype)
     model.set_attn_implementation(kernel)
     tokens = torch.randint(2, VOCAB, (sequences, 8), generator=torch.Generator().manual_seed(3))
-    with Predictor(model, causal=causal) as predictor:
+    with GhostNorms(model, causal=causal) as predictor:
         predictor.forward({"input_ids": tokens, "labels": tokens})
     last = {"gpt2": "h.1.attn.c_proj", "llama": "layers.1.self_attn.o_proj", "bert": "layer.1.attention.output.dense"}
     assert str(predictor.selection).endswith(last[name])
@@ -177,7 +176,7 @@ def test_positions_of_very_short_sequences(length):
 def test_another_place_is_found_where_the_last_one_no_longer_fits():
     model = build("bert")
     batch = batch_of()
-    with Predictor(model, causal=False) as predictor:
+    with GhostNorms(model, causal=False) as predictor:
         predictor.forward(batch)
     model.bert.encoder.layer = model.bert.encoder.layer[:1]
     norms, expected, predictor, _ = measure(model, batch, causal=False)
@@ -212,7 +211,7 @@ def test_no_buffer_is_as_large_as_the_logits(name, every, tied, monkeypatch):
     causal, vocab = ARCHITECTURES[name][3], 20_000
     model = build(name, vocab=vocab, tied=tied, dtype=torch.float32)
     batch = batch_of(sequences=8, length=12, vocab=vocab, every=every)
-    with Predictor(model, causal=causal) as predictor:
+    with GhostNorms(model, causal=causal) as predictor:
         predictor.forward(batch)  # the check of the rules
         with Allocations(len(predictor.forward(batch).rows) * vocab * 3 // 4) as forward:
             predictions = predictor.forward(batch)
@@ -244,7 +243,7 @@ def test_no_buffer_is_as_large_as_the_logits(name, every, tied, monkeypatch):
 )
 def test_bad_input_is_one_clear_error(model, batch, message):
     made = model()
-    with pytest.raises(IsolossError, match=message), Predictor(made, causal=False) as predictor:
+    with pytest.raises(IsolossError, match=message), GhostNorms(made, causal=False) as predictor:
         predictor.forward(batch())
 
 
@@ -253,14 +252,14 @@ def test_logits_that_are_not_finite_are_refused(value):
     model = build("bert")
     with torch.no_grad():
         model.cls.predictions.decoder.bias[3] = value
-    with pytest.raises(IsolossError, match="NaN or infinite"), Predictor(model, causal=False) as predictor:
+    with pytest.raises(IsolossError, match="NaN or infinite"), GhostNorms(model, causal=False) as predictor:
         predictor.forward(batch_of())
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
 def test_token_ids_may_be_of_any_integer_type(dtype):
     model, batch = build("bert"), batch_of()
-    with Predictor(model, causal=False) as predictor:
+    with GhostNorms(model, causal=False) as predictor:
         expected = predictor.forward(batch).logits
         assert torch.equal(predictor.forward(batch | {"input_ids": batch["input_ids"].to(dtype)}).logits, expected)
 
@@ -285,7 +284,7 @@ def test_a_model_whose_parameters_do_not_reach_the_logits():
         def forward(self, input_ids, attention_mask=None):
             return CausalLMOutput(logits=torch.zeros(*input_ids.shape, VOCAB))
 
-    with pytest.raises(IsolossError, match="reaches its logits"), Predictor(Constant(), causal=False) as predictor:
+    with pytest.raises(IsolossError, match="reaches its logits"), GhostNorms(Constant(), causal=False) as predictor:
         predictor.forward(batch_of())
 
 
@@ -298,7 +297,7 @@ def shapes_of_tensors():
 def test_logits_live_no_longer_than_the_predictions(early):
     """They are the largest buffer: none waits for the garbage collector, and none of all positions is kept."""
     model, batch = build("gpt2", vocab=31), batch_of(sequences=3, vocab=31, causal=True, every=True)
-    with Predictor(model, causal=True) as predictor:
+    with GhostNorms(model, causal=True) as predictor:
         predictor.forward(batch)
         assert predictor.selection.is_early
         if not early:

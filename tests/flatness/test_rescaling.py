@@ -16,7 +16,8 @@ from transformers import BertForPreTraining, DistilBertConfig, DistilBertForMask
 
 from isoloss import register_rescalings
 from isoloss.errors import IsolossError
-from isoloss.flatness.rescaling import Signals, check, part_sizes, rescaled, rescalings_of
+from isoloss.flatness._rescaling.apply import block_sizes, check_rescaling, rescaled
+from isoloss.flatness._rescaling.symmetries import Signals, rescalings_of
 from isoloss.registry import RESCALINGS, Registry
 
 FAMILY = {family.name: family for family in FAMILIES}
@@ -30,7 +31,9 @@ def signals_of(**parameters):
 def row_names(found):
     """The parameter of each row."""
     return [
-        name for name in found.parameters for _ in range(found.splits[name].num_parts if name in found.splits else 1)
+        name
+        for name in found.parameters
+        for _ in range(found.parameter_blocks[name].num_blocks if name in found.parameter_blocks else 1)
     ]
 
 
@@ -118,9 +121,9 @@ def test_names_are_all_different(family):
 def test_slices_of_a_fused_map_are_parts():
     model = FAMILY["gpt_neox"].build(tied=True)
     found = rescalings_of(model)
-    split = found.splits["gpt_neox.layers.0.attention.query_key_value.weight"]
+    split = found.parameter_blocks["gpt_neox.layers.0.attention.query_key_value.weight"]
     assert split.rows.tolist() == [part for _ in range(4) for part in (0, 1, 2) for _ in range(4)]
-    assert (split.columns.tolist(), split.num_parts) == ([0] * 16, 3)
+    assert (split.columns.tolist(), split.num_blocks) == ([0] * 16, 3)
 
 
 def test_a_rescaled_model_by_hand():
@@ -144,7 +147,7 @@ def test_the_check_sees_every_exponent_that_is_wrong():
     for row, generator in zip(*found.actions.nonzero(), strict=True):
         wrong = found.actions.tolil()
         wrong[row, generator] *= -1
-        if check(model, replace(found, actions=wrong.tocsr()), INPUTS) < 1e-6:
+        if check_rescaling(model, replace(found, actions=wrong.tocsr()), INPUTS) < 1e-6:
             unseen.append(found.parameters[row])
     assert unseen == ["bert.encoder.layer.0.attention.self.key.bias"]  # it adds the same to all scores of a query
 
@@ -165,12 +168,12 @@ def test_sizes_of_parts():
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.zero_()
     found = rescalings_of(model, granularity="neuron")
-    sizes, log_rms = part_sizes(model, found)
+    sizes, log_rms = block_sizes(model, found)
     row = 0
     for name in found.parameters:
         gain = model.get_parameter(name).detach() + ("norm" in name)
-        split = found.splits.get(name)
-        for part in range(split.num_parts if split else 1):
+        split = found.parameter_blocks.get(name)
+        for part in range(split.num_blocks if split else 1):
             entries = gain
             if split:
                 entries = gain[split.rows == part // split.num_columns][:, split.columns == part % split.num_columns]
@@ -189,7 +192,7 @@ def test_parameters_that_are_not_measured_are_rescaled_too(granularity):
     found = rescalings_of(model, granularity=granularity, parameters=chosen)
     assert found.names == whole.names
     assert found.measured == found.parameters[: len(chosen)] == tuple(chosen)
-    assert found.measured_splits.keys() == chosen.keys() & whole.splits.keys()
+    assert found.measured_blocks.keys() == chosen.keys() & whole.parameter_blocks.keys()
     kept = [number for number, name in enumerate(row_names(whole)) if name in chosen]
     np.testing.assert_array_equal(found.exponents.toarray(), whole.exponents.toarray()[kept])
     z = np.random.default_rng(0).normal(size=len(found.names))
@@ -211,11 +214,11 @@ def test_a_wrapped_model():
     for wrapped in (torch.compile(model), nn.DataParallel(model)):
         again = rescalings_of(wrapped)
         assert (again.names, again.parameters) == (found.names, found.parameters)
-        assert check(wrapped, again, INPUTS) < 1e-12
+        assert check_rescaling(wrapped, again, INPUTS) < 1e-12
         assert rescaled(wrapped, again, z).keys() == expected.keys()
     model.transformer.h[0] = torch.compile(model.transformer.h[0])
     assert rescalings_of(model).parameters == found.parameters
-    assert check(model, found, INPUTS) < 1e-12
+    assert check_rescaling(model, found, INPUTS) < 1e-12
     assert "transformer.h.0._orig_mod.ln_1.weight" in rescaled(model, found, z)
 
 
@@ -224,7 +227,7 @@ def test_the_model_is_left_as_found():
     state = {name: value.clone() for name, value in model.state_dict().items()}
     eps = [getattr(module, "variance_epsilon", None) for module in model.modules()]
     found = rescalings_of(model)
-    assert check(model, found, INPUTS) < 1e-12  # the check is in float64 whatever the model's type
+    assert check_rescaling(model, found, INPUTS) < 1e-12  # the check is in float64 whatever the model's type
     new = rescaled(model, found, np.ones(len(found.names)))
     assert {value.dtype for value in new.values()} == {torch.bfloat16}
     assert [getattr(module, "variance_epsilon", None) for module in model.modules()] == eps
@@ -238,7 +241,7 @@ def test_padding_with_an_embedding_of_zeros():
     with torch.no_grad():
         model.model.embed_tokens.weight[0] = 0
     batch = {"input_ids": tokens() * mask, "attention_mask": mask, "labels": tokens(), "documents": torch.arange(4)}
-    assert check(model, rescalings_of(model), batch) < 1e-12
+    assert check_rescaling(model, rescalings_of(model), batch) < 1e-12
 
 
 def test_a_family_of_ones_own(monkeypatch):
@@ -256,7 +259,7 @@ def test_a_family_of_ones_own(monkeypatch):
     found = rescalings_of(model)
     assert len(found.names) == 10
     assert found.features.nnz == 1
-    assert check(model, found, INPUTS) < 1e-12
+    assert check_rescaling(model, found, INPUTS) < 1e-12
     assert isinstance(RESCALINGS, Registry)
 
 
@@ -303,7 +306,7 @@ def test_other_errors():
     with pytest.raises(IsolossError, match=r"BertForMaskedLM has no parameter model.decoder.embed_tokens.weight"):
         rescaled(FAMILY["bert"].build(tied=True), found, np.zeros(11))
     with pytest.raises(IsolossError, match="dropout"):
-        check(model.train(), found, INPUTS)
+        check_rescaling(model.train(), found, INPUTS)
 
 
 def test_quantized_layers():

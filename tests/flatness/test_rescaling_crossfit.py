@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from rescaling_programs import Clusters, coupled
 
-from isoloss.flatness.rescaling.crossfit import cross_fit
-from isoloss.flatness.rescaling.program import minimize
+from isoloss.flatness._rescaling.solve import cross_fit, minimize
 
 FOLDS = 8
 

@@ -7,8 +7,8 @@ from rescaling_models import FAMILIES, LAYERS, VOCABULARY, tokens
 from torch import nn
 from torch.func import functional_call
 
-from isoloss.flatness.rescaling import Signals, check, rescaled, rescalings_of
-from isoloss.flatness.rescaling.application import without_rounding
+from isoloss.flatness._rescaling.apply import check_rescaling, rescaled, without_rounding
+from isoloss.flatness._rescaling.symmetries import Signals, rescalings_of
 from isoloss.registry import RESCALINGS
 
 GRANULARITIES = ("tensor", "head", "channel", "neuron")
@@ -53,13 +53,13 @@ def test_logits_stay_and_squared_gradients_go_with_the_inverse_square(family, ti
     before = gradients(model, inputs, 2)
     for granularity in GRANULARITIES:
         found = rescalings_of(model, granularity=granularity)
-        assert check(model, found, inputs) < 1e-12
+        assert check_rescaling(model, found, inputs) < 1e-12
         z = np.random.default_rng(0).uniform(-np.log(10), np.log(10), len(found.names))
         after = gradients(model, inputs, 2, rescaled(model, found, z))
         row = 0
         for name in found.parameters:
-            split = found.splits.get(name)
-            for part in range(1 if split is None else split.num_parts):
+            split = found.parameter_blocks.get(name)
+            for part in range(1 if split is None else split.num_blocks):
                 mask = torch.ones_like(before[name][0], dtype=torch.bool)
                 if split is not None:
                     i, j = divmod(part, split.num_columns)

@@ -11,8 +11,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from isoloss.errors import IsolossError
-from isoloss.flatness import compare, fisher_trace
-from isoloss.flatness.rescaling import check, generators, minimal, rescalings_of
+from isoloss.flatness import compare, fisher_trace, minimal_trace
+from isoloss.flatness._rescaling import symmetries
+from isoloss.flatness._rescaling.apply import check_rescaling
+from isoloss.flatness._rescaling.symmetries import rescalings_of
 
 FAMILY = {family.name: family for family in FAMILIES}
 NARROW_ONLY = "narrow only"
@@ -48,10 +50,10 @@ def batch_of(number=48):
 def test_logits_are_checked_with_any_kernel_and_narrow_weights(name, kernel):
     model, batch = made(name, kernel), batch_of(2)
     found = rescalings_of(model)
-    assert check(model, found, batch) < 1e-12
+    assert check_rescaling(model, found, batch) < 1e-12
     actions = found.actions.tolil()
     actions[np.argmax(np.abs(actions.toarray()[:, 0])), 0] += 1
-    assert check(model, dataclasses.replace(found, actions=actions.tocsr()), batch) > 1e-3
+    assert check_rescaling(model, dataclasses.replace(found, actions=actions.tocsr()), batch) > 1e-3
     assert model.config._attn_implementation == kernel
     assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
 
@@ -71,7 +73,7 @@ def test_the_rounding_of_narrow_weights_is_not_taken_for_the_eps_of_norms(name, 
 
 
 def test_a_large_model_with_narrow_weights_is_not_checked(monkeypatch):
-    monkeypatch.setattr(minimal, "_LARGEST_CHECKED", 100)
+    monkeypatch.setattr(minimal_trace, "_LARGEST_CHECKED", 100)
     found = fisher_trace(made("bert", "sdpa"), [batch_of()], rescaling="minimal").details
     assert (
         found["loss_change_by_eps"]
@@ -87,7 +89,9 @@ def test_a_large_model_with_narrow_weights_is_not_checked(monkeypatch):
 def test_parts_that_would_not_fit_into_memory_are_refused(monkeypatch):
     model, batches = FAMILY["bert"].build(tied=True), [batch_of(), batch_of()]
     parts = rescalings_of(model, granularity="channel").exponents.shape[0]
-    monkeypatch.setattr(minimal, "physical_memory", lambda: parts * (minimal._BYTES_OF_A_PART + 8.0 * 96) - 1)
+    monkeypatch.setattr(
+        minimal_trace, "physical_memory", lambda: parts * (minimal_trace._BYTES_OF_A_PART + 8.0 * 96) - 1
+    )
     told = f"granularity 'channel' makes {parts} parts of this model, whose sums over 96 sequences take at least .* GiB"
     with pytest.raises(IsolossError, match=told):
         fisher_trace(model, batches, rescaling="minimal", granularity="channel")
@@ -102,8 +106,8 @@ def test_parts_that_would_not_fit_into_memory_are_refused(monkeypatch):
 def test_more_parts_than_can_be_listed_are_refused(monkeypatch):
     model = FAMILY["gpt2"].build(tied=True)
     found = rescalings_of(model, granularity="channel").exponents.shape[0]
-    monkeypatch.setattr(generators, "_MOST_PARTS", found)
+    monkeypatch.setattr(symmetries, "_MOST_PARTS", found)
     assert len(rescalings_of(model, granularity="channel").names) > 0
-    monkeypatch.setattr(generators, "_MOST_PARTS", found - 1)
+    monkeypatch.setattr(symmetries, "_MOST_PARTS", found - 1)
     with pytest.raises(IsolossError, match=f"the model has {found:,} parts to rescale, and {found - 1:,} at most"):
         rescalings_of(model, granularity="channel")

@@ -8,8 +8,8 @@ import torch
 from rescaling_programs import pre_norm, program_of, rescaled, writers_of
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.rescaling import newton
-from isoloss.flatness.rescaling.program import minimize, responses
+from isoloss.flatness._rescaling import solve
+from isoloss.flatness._rescaling.solve import minimize, responses
 
 
 def simple(shares, exponents, log_rms=None, sizes=None, **more):
@@ -352,8 +352,8 @@ def test_all_solvers_agree(solver, monkeypatch):
     shares, program, _ = program_of(pre_norm(3, neurons=20))
     expected = minimize(shares, **program)
     small, dense = {"dense": (10**9, 0), "dense curvature": (0, 0), "sparse": (0, 1)}[solver]
-    monkeypatch.setattr(newton, "_SMALL", small)
-    monkeypatch.setattr(newton, "_DENSE", dense)
+    monkeypatch.setattr(solve, "_SMALL", small)
+    monkeypatch.setattr(solve, "_DENSE", dense)
     found = minimize(shares, **program)
     assert found.value == pytest.approx(expected.value, rel=1e-12)
     assert found.infimum == pytest.approx(expected.infimum, rel=1e-12)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness._ghost.engine import GhostNorms
 
 V3 = {**DEBERTA, "pooler_hidden_size": 16, "position_buckets": 4, "norm_rel_ebd": "layer_norm", "share_att_key": True}
 CONFIGS = {
@@ -51,7 +51,7 @@ def test_as_many_sequences_as_heads_or_positions(sequences, length):
 def test_batches_of_other_sizes():
     model, found = deberta(), []
     batches = [batch_of(sequences=sequences, length=8, seed=sequences) for sequences in (5, 2, 1, 8)]
-    with Predictor(model, causal=False) as predictor:
+    with GhostNorms(model, causal=False) as predictor:
         for batch in batches:
             predictions = predictor.forward(batch)
             cotangent = torch.ones_like(predictions.logits)

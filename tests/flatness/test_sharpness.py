@@ -10,7 +10,7 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness import noise_sharpness, sam_sharpness
-from isoloss.flatness.engine.curvature_products import MeanLoss
+from isoloss.flatness._curvature import MeanLoss
 from isoloss.flatness.sharpness import weights_restored
 from isoloss.statistics.ratio import crossed_ratio
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 
-from isoloss.flatness.engine import origins
-from isoloss.flatness.engine.layouts import Layout
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness._ghost import capture
+from isoloss.flatness._ghost.engine import GhostNorms
+from isoloss.flatness._ghost.layouts import Layout
 
 KNOWN = {architecture.name: architecture for architecture in architectures()}
 MODELS = [
@@ -101,7 +101,7 @@ def test_a_later_batch_in_which_rows_are_moved_by_an_unknown_function():
     model = Routed("an unknown function before the map").double()
     first, later = batch_of(every=True), batch_of(every=True, seed=1)
     first["input_ids"] = first["input_ids"] // 3 * 3  # one expert: the rows stay in order
-    with Predictor(model, causal=False) as predictor:
+    with GhostNorms(model, causal=False) as predictor:
         predictor.forward(first)
         assert predictor.slow_parameters == ()
         predictor.forward(later)
@@ -137,7 +137,7 @@ def test_owners_go_where_values_go():
     """The owners of what comes out are the marks that go in, for all ways of moving values that are followed."""
     marks = torch.arange(4.0).repeat_interleave(3)[:, None].expand(12, 4).clone().requires_grad_()
     index = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    followed, layout = origins.Origins(), Layout(4, 3)
+    followed, layout = capture.SequenceIds(), Layout(4, 3)
 
     def step(function, *args, **kwargs):
         output = function(*args, **kwargs)

@@ -9,8 +9,8 @@ from dense_curvature import batch_of, bert, dense_gauss_newton, dense_hessian, g
 from isoloss import seeds
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import largest_eigenvalues, spectral_density
-from isoloss.flatness.engine import control_variates
-from isoloss.flatness.engine.curvature_products import Lanczos
+from isoloss.flatness._ghost import controls
+from isoloss.flatness.spectrum import Lanczos
 
 
 def matrix_of(model, batches, matrix, *, causal=False):
@@ -132,9 +132,7 @@ def test_low_moments_are_those_of_the_probes_exactly(matrix):
     model, batches = bert(), [batch_of(6)]
     truth = matrix_of(model, batches, matrix)
     spectrum = spectral_density(model, batches, matrix=matrix, num_probes=5, num_steps=4, seed=2)
-    z = torch.stack(
-        [control_variates.rademacher((len(truth),), torch.device("cpu"), 2, "spectrum", r) for r in range(5)]
-    )
+    z = torch.stack([controls.rademacher((len(truth),), torch.device("cpu"), 2, "spectrum", r) for r in range(5)])
     z = z.double()
     for power, sums in ((1, (z * (z @ truth)).sum(1)), (2, (z @ truth).square().sum(1))):
         moment = spectrum.moment(power)

@@ -19,6 +19,7 @@ from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import (
     InterruptedEstimate,
     Options,
+    _measurement,
     empirical_fisher_trace,
     fisher_rao_norm,
     fisher_trace,
@@ -30,8 +31,7 @@ from isoloss.flatness import (
     spectral_density,
     weighted_fisher_trace,
 )
-from isoloss.flatness.engine import accumulation
-from isoloss.flatness.engine.curvature_products import MeanLoss
+from isoloss.flatness._curvature import MeanLoss
 from isoloss.statistics.paired import paired_difference, paired_log_ratio
 
 STREAMS = {
@@ -70,7 +70,7 @@ def of_influence(estimate):
 
 @pytest.fixture
 def _writes_always(monkeypatch):
-    monkeypatch.setattr(accumulation, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
 
 
 # --- streams of batches ----------------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def test_seconds_end_a_spectrum_within_a_probe_which_is_left_out(monkeypatch):
         now[0] += 1.0
         return product(loss, vector)
 
-    monkeypatch.setattr(accumulation.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(_measurement.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(MeanLoss, "gauss_newton_product", slow)
     short = spectral_density(windows(), stream(2, 6), causal=False, num_steps=5, seconds=13.0)
     assert (short.nodes.shape, short.details["ended"], short.seconds, now[0]) == ((2, 5), "seconds", 13.0, 13.0)
@@ -376,7 +376,7 @@ def test_seconds_end_a_spectrum_within_a_probe_which_is_left_out(monkeypatch):
 
 def test_the_time_is_that_of_everything(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(accumulation.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(_measurement.time, "perf_counter", lambda: now[0])
 
     def slowly(method):
         def slow(loss, *arguments):

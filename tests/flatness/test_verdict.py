@@ -11,8 +11,8 @@ from transformers.utils import ModelOutput
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import compare
+from isoloss.flatness._rescaling.apply import rescaled_at_random
 from isoloss.flatness.differences import Measured, comparison_of
-from isoloss.flatness.rescaling import rescaled_at_random
 from isoloss.flatness.verdict import verdict
 from isoloss.statistics.estimate import Estimate
 

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
+from isoloss.flatness._ghost.engine import GhostNorms
 
 
 class Recurrent(nn.Module):
@@ -47,7 +47,7 @@ def test_norms_of_an_lstm(tied, options):
 
 
 class Odd(nn.Module):
-    """Uses of parameters that common models lack; `kind` says which."""
+    """RuleContext of parameters that common models lack; `kind` says which."""
 
     def __init__(self, kind):
         super().__init__()
@@ -146,7 +146,7 @@ def test_a_parameter_that_a_later_batch_reaches_first_is_checked(known):
     model = Late().double()
     first, later = batch_of(vocab=39), batch_of()
     later["input_ids"][0, 0] = 39
-    with Predictor(model, causal=False) as predictor:
+    with GhostNorms(model, causal=False) as predictor:
         predictor.forward(first)
         assert predictor.slow_parameters == ()
         assert predictor.unreached == ("late.weight", "late.bias")
@@ -163,5 +163,5 @@ def test_embeddings_whose_gradient_is_no_derivative_are_refused(options):
     model = Odd("scalar")
     model.embed = nn.Embedding(VOCAB, 8, **options)
     [(name, value)] = options.items()
-    with pytest.raises(IsolossError, match=f"{name}={value}"), Predictor(model, causal=False) as predictor:
+    with pytest.raises(IsolossError, match=f"{name}={value}"), GhostNorms(model, causal=False) as predictor:
         predictor.forward(batch_of())

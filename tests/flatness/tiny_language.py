@@ -13,15 +13,13 @@ from torch import nn
 from torch.func import functional_call
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from isoloss.flatness.engine.accumulation import UNIT, Stopping
-from isoloss.flatness.engine.measurement import Measurement, layer_of
-from isoloss.flatness.engine.parameters import embeddings
-from isoloss.flatness.engine.splits import Columns
+from isoloss.flatness._measurement import UNIT, Measurement, StopCriteria, layer_of
+from isoloss.flatness._parameters import ParameterColumns, embeddings
+from isoloss.flatness._rescaling.apply import block_sizes
+from isoloss.flatness._rescaling.solve import minimize
+from isoloss.flatness._rescaling.symmetries import rescalings_of
 from isoloss.flatness.fisher import ExactLabels
-from isoloss.flatness.rescaling.application import part_sizes
-from isoloss.flatness.rescaling.generators import rescalings_of
-from isoloss.flatness.rescaling.minimal import MinimalTraceEstimator
-from isoloss.flatness.rescaling.program import minimize
+from isoloss.flatness.minimal_trace import MinimalTraceEstimator
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator
 
@@ -100,9 +98,9 @@ class Pool:
         chunks = np.array_split(drawn, -(-number // 4096))
         stream = [{name: value[some] for name, value in batch.items()} for some in chunks]
         minimal = MinimalTraceEstimator(model, granularity=granularity)
-        source = ExactLabels(model, num_probes=1, seed=seed, splits=minimal.splits)
+        source = ExactLabels(model, num_probes=1, seed=seed, parameter_blocks=minimal.parameter_blocks)
         measurement = Measurement(source)
-        measurement.measure(stream, Stopping())
+        measurement.measure(stream, StopCriteria())
         state = measurement.state()[1]
         rows = state["0.rows"]
         controls = rows[:, -source.num_controls :]
@@ -134,11 +132,11 @@ class Pool:
     def truths(self):
         """The true values, by what is estimated."""
         found = rescalings_of(self.model, granularity=self.granularity)
-        sizes, log_rms = part_sizes(self.model, found)
+        sizes, log_rms = block_sizes(self.model, found)
         shares = np.pad(self.shares, (0, len(sizes) - len(self.shares)))
         solve = functools.partial(minimize, shares, found.actions, log_rms=log_rms, sizes=sizes, writers=found.writers)
         least, parts = solve(), {}
-        owners = Columns(dict(self.model.named_parameters()), found.measured_splits).owners
+        owners = ParameterColumns(dict(self.model.named_parameters()), found.measured_blocks).parameter_ids
         embedded = embeddings(self.model, dict(self.model.named_parameters()))
         for share, weight, owner in zip(self.shares, least.weights, owners, strict=False):
             name = found.measured[owner]

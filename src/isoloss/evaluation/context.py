@@ -16,10 +16,10 @@ from isoloss.evaluation.measures.base import weights_digest
 from isoloss.evaluation.reading import ReadingConfig
 from isoloss.evaluation.truth import Truth, truth
 from isoloss.flatness.comparing import Outline
-from isoloss.flatness.engine.auxiliary_sample import input_embeddings
 from isoloss.languages.api import Language, Sentences
 from isoloss.languages.enumeration import all_sentences, why_not_enumerable
 from isoloss.loading import Kind, LoadedModel
+from isoloss.model_checks import input_embeddings
 from isoloss.model_checks import max_length as most_positions
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.seeds import generator

@@ -205,7 +205,7 @@ def measure_flatness(
         if reason := measure.why_not_applicable(context):
             raise IsolossError(f"{name} cannot be measured: {reason}")
     results = FlatnessResults(estimates={model: {} for model in models})
-    traces = {name: measure for name, measure in made.items() if len(models) > 1 and is_compared(measure)}
+    traces = {name: measure for name, measure in made.items() if len(models) > 1 and measure.is_compared}
     for name, measure in made.items():
         if name not in traces:
             _measure_each(results, models, name, measure, context, progress)
@@ -216,12 +216,6 @@ def measure_flatness(
         if results.interrupted is not None:
             break
     return results
-
-
-def is_compared(measure: FlatnessMeasure) -> bool:
-    """Return whether `isoloss.flatness.compare` takes this measure of several models."""
-    own = isinstance(measure, Trace) and type(measure) in (Trace, MinimalTrace)  # of the model itself, not expanded
-    return own and measure.options()["method"] == "ghost"
 
 
 def _compare_traces(

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from isoloss import lazy
 
 if TYPE_CHECKING:
+    from isoloss.flatness._measurement import InterruptedEstimate, Options
+    from isoloss.flatness._rescaling.apply import check_rescaling, rescaled, rescaled_at_random
+    from isoloss.flatness._rescaling.symmetries import Rescalings, Signals, rescalings_of
     from isoloss.flatness.comparing import compare
-    from isoloss.flatness.engine.accumulation import InterruptedEstimate, Options
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
     from isoloss.flatness.hessian import hessian_trace
     from isoloss.flatness.norms import (
@@ -25,7 +27,10 @@ __all__ = [
     "FlatnessCallback",
     "InterruptedEstimate",
     "Options",
+    "Rescalings",
+    "Signals",
     "SpectralDensity",
+    "check_rescaling",
     "compare",
     "empirical_fisher_trace",
     "evaluating",
@@ -35,6 +40,9 @@ __all__ = [
     "largest_eigenvalues",
     "noise_sharpness",
     "relative_flatness",
+    "rescaled",
+    "rescaled_at_random",
+    "rescalings_of",
     "sam_sharpness",
     "spectral_density",
     "squared_parameter_norm",
@@ -43,7 +51,9 @@ __all__ = [
 
 _MODULES = {
     "comparing": ("compare",),
-    "engine.accumulation": ("InterruptedEstimate", "Options"),
+    "_measurement": ("InterruptedEstimate", "Options"),
+    "_rescaling.apply": ("check_rescaling", "rescaled", "rescaled_at_random"),
+    "_rescaling.symmetries": ("Rescalings", "Signals", "rescalings_of"),
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
     "hessian": ("hessian_trace",),
     "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),

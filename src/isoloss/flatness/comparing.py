@@ -19,19 +19,25 @@ import torch
 from torch import nn
 
 from isoloss.errors import IsolossError, require
+from isoloss.flatness._batches import CheckedBatch
+from isoloss.flatness._ghost.auxiliary import AuxiliarySample
+from isoloss.flatness._ghost.engine import Predictions
+from isoloss.flatness._measurement import (
+    UNIT,
+    BatchSums,
+    InterruptedEstimate,
+    Measurement,
+    StopCriteria,
+    weights_digest,
+)
+from isoloss.flatness._rescaling.symmetries import Granularity
 from isoloss.flatness.differences import Comparison, Measured, comparison_of, warn_unlike
-from isoloss.flatness.engine.accumulation import UNIT, InterruptedEstimate, Stopping, weights_digest
-from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
-from isoloss.flatness.engine.measurement import Measurement, Terms
-from isoloss.flatness.engine.predictions import CheckedBatch, Predictions
 from isoloss.flatness.fisher import ExactLabels
-from isoloss.flatness.rescaling.generators import Granularity
-from isoloss.flatness.rescaling.minimal import MinimalTraceEstimator, minimal_trace
+from isoloss.flatness.minimal_trace import MinimalTraceEstimator, minimal_trace
 from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, unwrapped
-from isoloss.statistics.column_ratios import Weighted
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator
+from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator, Weighted
 from isoloss.text.clusters import Blocks
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -162,7 +168,7 @@ def compare(
         >>> comparison.verdict().flattest
     """
     named = _named(models)
-    stopping = Stopping(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
+    stopping = StopCriteria(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
         batches = list(batches)
     first: Outline | None = None
@@ -199,7 +205,7 @@ def compare(
                 num_probes=1 if num_probes is None else num_probes,
                 seed=seed,
                 causal=outline.causal,
-                splits=None if estimator is None else estimator.splits,
+                parameter_blocks=None if estimator is None else estimator.parameter_blocks,
             )
             source.controls, source.separate = controls, not one_estimator
             if auxiliary_sample is not None and sample is None:
@@ -237,7 +243,7 @@ def compare(
         if not done and sample is not None:
             sample = dataclasses.replace(sample, number=sum(result.auxiliary_controls))
         if not done and (rtol is not None or seconds is not None):
-            stopping = Stopping(num_sequences=trace.details["sequences"])
+            stopping = StopCriteria(num_sequences=trace.details["sequences"])
         if one_estimator and not done:
             controls = torch.cat(source.own_controls)
         done.append(one)
@@ -303,7 +309,7 @@ class WithLoss(ExactLabels):
         self._positions: list[torch.Tensor] = []
         self._clusters: list[torch.Tensor] = []
 
-    def measure(self, batch: CheckedBatch) -> Terms:
+    def measure(self, batch: CheckedBatch) -> BatchSums:
         """Measure a batch, with the given control variates where there are any."""
         terms = super().measure(batch)
         self.own_controls.append(terms.controls)

@@ -24,7 +24,7 @@ class Measured:
     Attributes:
         name: What it is called.
         trace: The trace of its Fisher; in the comparison of the minimal traces, the minimal one.
-        without_embeddings: The part of it that is not the embeddings', see `isoloss.flatness.engine.parameters`.
+        without_embeddings: The part of it that is not the embeddings', see `isoloss.flatness._parameters`.
         loss: Its cross-entropy on the same predicted positions.
         weights: The SHA-256 of its parameters, which identifies copies.
         architecture: The SHA-256 of its layers, their shapes and its activations; empty: not known.

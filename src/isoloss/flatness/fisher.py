@@ -14,16 +14,14 @@ from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine import control_variates
-from isoloss.flatness.engine.accumulation import Options, takes_options
-from isoloss.flatness.engine.auxiliary_sample import AuxiliarySample
-from isoloss.flatness.engine.curvature_products import predicted_logits
-from isoloss.flatness.engine.measurement import Source, Terms, measure
-from isoloss.flatness.engine.passes import intermediates_of, tail_cotangents
-from isoloss.flatness.engine.per_sequence_grad_norm import Predictor
-from isoloss.flatness.engine.predictions import CheckedBatch, Predictions
-from isoloss.flatness.rescaling.generators import Granularity
-from isoloss.flatness.rescaling.minimal import Rescaling, minimal_trace
+from isoloss.flatness._batches import CheckedBatch
+from isoloss.flatness._curvature import predicted_logits
+from isoloss.flatness._ghost import controls
+from isoloss.flatness._ghost.auxiliary import AuxiliarySample
+from isoloss.flatness._ghost.engine import GhostNorms, Predictions, intermediates_of, tail_cotangents
+from isoloss.flatness._measurement import BatchSums, Estimator, Options, measure, takes_options
+from isoloss.flatness._rescaling.symmetries import Granularity
+from isoloss.flatness.minimal_trace import Rescaling, minimal_trace
 from isoloss.model_checks import plainly
 from isoloss.statistics.estimate import Estimate
 
@@ -59,10 +57,10 @@ def fisher_trace(
     cotangent u = S v has `E[u u^T] = diag(p) - p p^T`, so that `E||J^T u||^2 = Tr(J^T (diag(p) - p p^T) J)` is the sum
     over labels exactly. One backward pass, to activations only, serves a batch: the squared norm of each sequence's
     gradient follows from the inputs and output cotangents of the layers
-    (`isoloss.flatness.engine.per_sequence_grad_norm`), and no gradient is formed. Several predicted positions of a
+    (`isoloss.flatness._ghost.engine`), and no gradient is formed. Several predicted positions of a
     sequence have independent v, so that their cross terms vanish on average. Control variates with known means take
     much of the probes' noise away, that of the cross terms included
-    (`isoloss.flatness.engine.control_variates.Controls`), with cross-fitted coefficients
+    (`isoloss.flatness._ghost.controls.Controls`), with cross-fitted coefficients
     (`isoloss.statistics.ratio_estimator.ClusteredRatioEstimator`). Only first derivatives are taken, so every attention
     kernel does.
 
@@ -73,7 +71,7 @@ def fisher_trace(
 
     Some parameters of a transformer can be multiplied by a factor and others divided by it without changing the
     function, and the trace changes. `rescaling="minimal"` minimizes it over these exact rescalings (see
-    `isoloss.flatness.rescaling`): with t_p the contribution of part p and E the integer exponents,
+    `isoloss.flatness.rescalings_of`): with t_p the contribution of part p and E the integer exponents,
     `min_z sum_p t_p exp(-2 (E z)_p)`. The value is the mean of the in-sample minimum, too small on average, and a
     cross-fitted one, too large. The details have both, the plain `trace`, the minimum over the rescalings that keep
     the model's features, and the log-factors.
@@ -95,7 +93,7 @@ def fisher_trace(
         auxiliary_sample: Many more sequences from the same distribution, to make the error smaller: batches of
             `input_ids` and, where the measured batches have them, `labels`, `attention_mask` and `documents`. The
             measured sequences may be among them. Only their tokens are read; the part of the error that tokens explain
-            is then that of the auxiliary sample (`isoloss.flatness.engine.auxiliary_sample.AuxiliarySample`). Give at
+            is then that of the auxiliary sample (`isoloss.flatness._ghost.auxiliary.AuxiliarySample`). Give at
             least twice as many sequences as are measured; each control takes 16 measured clusters. The details'
             `auxiliary_bigrams` and `auxiliary_directions` say what was used: nothing where the error is smaller
             without. None: there is none.
@@ -103,7 +101,7 @@ def fisher_trace(
             own; every process gets the estimate over all of them.
         rescaling: `"minimal"`: the minimum over exact rescalings; None: the trace at the given weights.
         granularity: What has a factor of its own in a rescaling: `"tensor"`, `"head"`, `"channel"` or `"neuron"`, see
-            `isoloss.flatness.rescaling.rescalings_of`. Each of the K parts takes 8 bytes for each cluster and about
+            `isoloss.flatness.rescalings_of`. Each of the K parts takes 8 bytes for each cluster and about
             4,000 more; `rescalings_of(...).exponents.shape[0]` is K.
         options: As follows, with whatever is left out None.
 
@@ -163,7 +161,9 @@ def fisher_trace(
             yield batch
 
     stream = batches if isinstance(batches, Mapping) else noted()  # a single batch is refused
-    found = measure(kind, model, stream, options, splits=minimal.splits, finish=minimal.finish, **given)
+    found = measure(
+        kind, model, stream, options, parameter_blocks=minimal.parameter_blocks, finish=minimal.finish, **given
+    )
     return minimal.checked(found, first[0])
 
 
@@ -202,12 +202,14 @@ def empirical_fisher_trace(
     return measure(GivenLabels, model, batches, options, num_probes=1, seed=seed, distributed=distributed)
 
 
-class _PerSequence(Source):
+class _PerSequence(Estimator):
     """Squared norms from one backward pass to activations, for cotangents that a subclass puts on the logits."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._predictor = Predictor(model, causal=self.causal, parameters=self.parameters, splits=self.splits)
+        self._predictor = GhostNorms(
+            model, causal=self.causal, parameters=self.parameters, parameter_blocks=self.parameter_blocks
+        )
 
     def __enter__(self) -> Self:
         self._predictor.__enter__()
@@ -217,13 +219,13 @@ class _PerSequence(Source):
         """Leave the model as found."""
         self._predictor.__exit__(*error)
 
-    def measure(self, batch: CheckedBatch) -> Terms:
+    def measure(self, batch: CheckedBatch) -> BatchSums:
         """Measure a batch; the mean over probes."""
         number = len(batch.clusters)
         square_norms = torch.zeros(number, len(self.columns), dtype=torch.float64)
         controls = torch.zeros(number, self.num_controls, dtype=torch.float64)
         if not batch.checked.predicts:
-            return Terms(square_norms, torch.zeros(number, dtype=torch.int64), controls)
+            return BatchSums(square_norms, torch.zeros(number, dtype=torch.int64), controls)
         predictions = self._predictor.forward(batch.checked)
         positions = torch.bincount(predictions.rows, minlength=number)
         for probe in self.probes():
@@ -232,7 +234,7 @@ class _PerSequence(Source):
             square_norms += norms / self.num_probes
             if centered is not None:
                 controls += centered.cpu() / self.num_probes
-        return Terms(square_norms, positions.cpu(), controls)
+        return BatchSums(square_norms, positions.cpu(), controls)
 
     def details(self) -> dict[str, Any]:
         """Return where positions were selected, and which parameters took another path."""
@@ -256,12 +258,12 @@ class ExactLabels(_PerSequence):
     """The exact expectation over labels: cotangents S v, with control variates.
 
     Attributes:
-        separate: Whether positions are squared one by one where that has less noise (`Predictor.squared_norms`).
+        separate: Whether positions are squared one by one where that has less noise (`GhostNorms.squared_norms`).
     """
 
     method = "Fisher, exact expectation over labels"
     separate = True
-    num_controls = control_variates.NUM_CONTROLS
+    num_controls = controls.NUM_CONTROLS
 
     def details(self) -> dict[str, Any]:
         """Return what every source does, and the further probes of the last layer."""
@@ -270,27 +272,27 @@ class ExactLabels(_PerSequence):
     def _probe(
         self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        cotangent, controls = control_variates.root_probabilities(predictions.logits), None
+        cotangent, variates = controls.root_probabilities(predictions.logits), None
         if predictions.hidden is not None and predictions.decoder is not None:
-            controls = control_variates.Controls(
+            variates = controls.Controls(
                 cotangent, predictions.hidden, predictions.decoder, predictions.rows, len(positions)
             )
-        others = [] if controls is None else self._tail(predictions, controls, positions, first, probe)
+        others = [] if variates is None else self._tail(predictions, variates, positions, first, probe)
         indices = range(first, first + len(positions))
-        control_variates.exact_labels_(cotangent, positions, indices, seed=self.seed, probe=probe)
+        controls.exact_labels_(cotangent, positions, indices, seed=self.seed, probe=probe)
         norms = self._predictor.squared_norms(
             predictions, cotangent.to(predictions.logits.dtype), separate=self.separate, keep=keep
         )
-        if controls is None or norms.hidden_cotangent is None:
+        if variates is None or norms.hidden_cotangent is None:
             return norms.by_parameter, None
-        return norms.by_parameter, controls.centered(
+        return norms.by_parameter, variates.centered(
             cotangent, norms.hidden_cotangent, norms.intermediate_cotangents, others
         )
 
     def _tail(
         self,
         predictions: Predictions,
-        controls: control_variates.Controls,
+        variates: controls.Controls,
         positions: torch.Tensor,
         first: int,
         probe: int,
@@ -301,12 +303,12 @@ class ExactLabels(_PerSequence):
         if not number or not intermediates:
             return []
         logits, indices = predictions.logits, range(first, first + len(positions))
-        streams = control_variates.streams_of(positions, logits.shape[1], indices, "tail", probe)
+        streams = controls.streams_of(positions, logits.shape[1], indices, "tail", probe)
         results = []
-        for octets in control_variates.packed_probes(streams, logits.device, self.seed, copies=number):
-            cotangent = control_variates.with_probe_(control_variates.root_probabilities(logits), positions, octets)
+        for octets in controls.packed_probes(streams, logits.device, self.seed, copies=number):
+            cotangent = controls.with_probe_(controls.root_probabilities(logits), positions, octets)
             hidden, intermediate = tail_cotangents(predictions, intermediates[0], cotangent)
-            results.append((intermediate, controls.squares(cotangent, hidden)))
+            results.append((intermediate, variates.squares(cotangent, hidden)))
         return results
 
 
@@ -318,15 +320,15 @@ class GivenLabels(_PerSequence):
     def _probe(
         self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        cotangent = control_variates.root_probabilities(predictions.logits)
+        cotangent = controls.root_probabilities(predictions.logits)
         indices = range(first, first + len(positions))
-        control_variates.given_labels_(cotangent, predictions.targets, positions, indices, seed=self.seed)
+        controls.given_labels_(cotangent, predictions.targets, positions, indices, seed=self.seed)
         return self._predictor.squared_norms(
             predictions, cotangent.to(predictions.logits.dtype), separate=True, keep=keep
         ).by_parameter, None
 
 
-class SampledLabels(Source):
+class SampledLabels(Estimator):
     """The paper's estimator as appendix B.1 states it: the slow reference implementation.
 
     The squared norms of grad log f(x)_y, averaged over labels y that are drawn from f(x): each sequence has a forward
@@ -335,7 +337,7 @@ class SampledLabels(Source):
 
     method = "Fisher, sampled labels"
 
-    def measure(self, batch: CheckedBatch) -> Terms:
+    def measure(self, batch: CheckedBatch) -> BatchSums:
         """Measure a batch, a sequence at a time."""
         predicted = batch.checked.predicted
         norms = torch.zeros(len(predicted), len(self.columns), dtype=torch.float64)
@@ -352,7 +354,7 @@ class SampledLabels(Source):
                             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
                             sums = self.columns.sums(name, wide.square()).cpu().double()
                             norms[row, self.columns.of[name]] += sums / self.num_probes
-        return Terms(norms, predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
+        return BatchSums(norms, predicted.sum(dim=1).cpu(), torch.zeros(len(norms), 0))
 
 
 _METHODS: dict[str, tuple[type[ExactLabels | SampledLabels], int]] = {  # and the default number of probes

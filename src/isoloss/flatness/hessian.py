@@ -14,17 +14,11 @@ from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine import control_variates
-from isoloss.flatness.engine.accumulation import Options, takes_options
-from isoloss.flatness.engine.curvature_products import (
-    MeanLoss,
-    hessian_vector_product,
-    predicted_logits,
-    second_derivatives,
-)
-from isoloss.flatness.engine.measurement import Source, Terms, measure
-from isoloss.flatness.engine.parameters import requiring_gradients
-from isoloss.flatness.engine.predictions import CheckedBatch
+from isoloss.flatness._batches import CheckedBatch
+from isoloss.flatness._curvature import MeanLoss, hessian_vector_product, predicted_logits, second_derivatives
+from isoloss.flatness._ghost import controls
+from isoloss.flatness._measurement import BatchSums, Estimator, Options, measure, takes_options
+from isoloss.flatness._parameters import requiring_gradients
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.model_checks import device_of, plainly
 from isoloss.statistics.estimate import Estimate
@@ -96,7 +90,7 @@ class _WithResidual(ExactLabels):
     method = "Hessian, Fisher and residual"
     parts = ("fisher", "residual")
 
-    def measure(self, batch: CheckedBatch) -> Terms:
+    def measure(self, batch: CheckedBatch) -> BatchSums:
         """Measure a batch."""
         terms = super().measure(batch)
         with requiring_gradients(self.parameters):
@@ -123,7 +117,7 @@ class _WithResidual(ExactLabels):
                 for probe in self.probes():
                     names = (self.seed, "residual", group, probe)
                     z = [
-                        control_variates.rademacher(leaf.shape, leaf.device, *names, number).to(leaf.dtype)
+                        controls.rademacher(leaf.shape, leaf.device, *names, number).to(leaf.dtype)
                         for number, leaf in enumerate(leaves)
                     ]
                     products = hessian_vector_product(gradients, leaves, z)
@@ -135,7 +129,7 @@ class _WithResidual(ExactLabels):
         return values
 
 
-class _PublishedCode(Source):
+class _PublishedCode(Estimator):
     """What the paper's published code does: one probe per batch."""
 
     method = "Hessian, the published code"
@@ -149,10 +143,10 @@ class _PublishedCode(Source):
         }
         self._left_out = [name for name in every if name not in self.parameters]
 
-    def measure(self, batch: CheckedBatch) -> Terms:
+    def measure(self, batch: CheckedBatch) -> BatchSums:
         """Measure a batch: one row, none where it predicts nothing."""
         if not batch.checked.predicts:
-            return Terms(torch.zeros(0, len(self.columns)), torch.zeros(0), torch.zeros(0, 0))
+            return BatchSums(torch.zeros(0, len(self.columns)), torch.zeros(0), torch.zeros(0, 0))
         loss = MeanLoss(self.model, [batch], causal=self.causal, parameters=self.parameters)
         generator = seeds.generator(self.seed, "authors", batch.number)
         z = torch.randn(loss.num_parameters, generator=generator, dtype=loss.dtype).to(device_of(self.model))
@@ -160,7 +154,7 @@ class _PublishedCode(Source):
         parts = torch.split(along, [parameter.numel() for parameter in self.parameters.values()])
         values = torch.cat([self.columns.sums(*part) for part in zip(self.parameters, parts, strict=True)]).cpu()
         # the mean over batches whatever their size, as the published code takes it
-        return Terms(values[None], torch.ones(1), torch.zeros(1, 0))
+        return BatchSums(values[None], torch.ones(1), torch.zeros(1, 0))
 
     def details(self) -> dict[str, Any]:
         """Return which parameters are left out, and what the error is over."""

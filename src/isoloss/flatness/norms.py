@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine import control_variates
-from isoloss.flatness.engine.accumulation import Options, takes_options
-from isoloss.flatness.engine.capture import Capture, PositionSelection
-from isoloss.flatness.engine.curvature_products import predicted_logits, prediction_variances
-from isoloss.flatness.engine.measurement import Source, Terms, measure
-from isoloss.flatness.engine.parameters import counted_parameters
-from isoloss.flatness.engine.predictions import Batch, CheckedBatch, predict
+from isoloss.flatness._batches import Batch, CheckedBatch
+from isoloss.flatness._curvature import predicted_logits, prediction_variances
+from isoloss.flatness._ghost import controls
+from isoloss.flatness._ghost.capture import Capture, PositionSelection
+from isoloss.flatness._ghost.engine import predict
+from isoloss.flatness._measurement import BatchSums, Estimator, Options, measure, takes_options
+from isoloss.flatness._parameters import counted_parameters
 from isoloss.statistics.estimate import Estimate
 
 _POSITIONS = 256  # whose predictions are in float64 together
@@ -127,7 +127,7 @@ def relative_flatness(
     return measure(_RelativeFlatness, model, batches, options)
 
 
-class _ByPosition(Source):
+class _ByPosition(Estimator):
     """A number for each predicted position, exact for its inputs, summed over positions."""
 
     by_parameter = False
@@ -136,13 +136,13 @@ class _ByPosition(Source):
     def values(self, batch: Batch) -> torch.Tensor:
         """Return (m,) float64 on the CPU."""
 
-    def measure(self, batch: CheckedBatch) -> Terms:
+    def measure(self, batch: CheckedBatch) -> BatchSums:
         """Measure a batch."""
         checked = batch.checked
         sums = torch.zeros(len(checked.predicted), dtype=torch.float64)
         if checked.predicts:
             sums.index_add_(0, checked.predicted.nonzero()[:, 0].cpu(), self.values(checked))
-        return Terms(sums[:, None], checked.predicted.sum(dim=1).cpu(), torch.zeros(len(sums), 0))
+        return BatchSums(sums[:, None], checked.predicted.sum(dim=1).cpu(), torch.zeros(len(sums), 0))
 
     def details(self) -> dict[str, Any]:
         """Return what the error is over."""
@@ -223,19 +223,19 @@ def weighted_fisher_trace(
     return measure(_Weighted, model, batches, options, num_probes=num_probes, seed=seed)
 
 
-class _Weighted(Source):
+class _Weighted(Estimator):
     """Squared gradients times squared parameters, a sequence at a time."""
 
     method = "Fisher weighted by squared parameters, exact expectation over labels"
 
-    def measure(self, batch: CheckedBatch) -> Terms:
+    def measure(self, batch: CheckedBatch) -> BatchSums:
         """Measure a batch, a sequence at a time; the mean over probes."""
         positions = batch.checked.predicted.sum(dim=1).cpu()
         values = torch.zeros(len(positions), len(self.columns), dtype=torch.float64)
         for row in positions.nonzero()[:, 0].tolist():
             one = batch.checked.rows(torch.tensor([row]))
             values[row] = self._sequence(one, positions[row : row + 1], batch.first + row)
-        return Terms(values, positions, torch.zeros(len(values), 0))
+        return BatchSums(values, positions, torch.zeros(len(values), 0))
 
     def details(self) -> dict[str, Any]:
         """Return what the error is over, and which parameters had no gradient."""
@@ -246,8 +246,8 @@ class _Weighted(Source):
         total = torch.zeros(len(self.columns), dtype=torch.float64)
         logits = predicted_logits(self.model, batch)
         for probe in self.probes():
-            cotangent = control_variates.root_probabilities(logits)
-            control_variates.exact_labels_(cotangent, count, range(index, index + 1), seed=self.seed, probe=probe)
+            cotangent = controls.root_probabilities(logits)
+            controls.exact_labels_(cotangent, count, range(index, index + 1), seed=self.seed, probe=probe)
             for name, gradient in self.gradients(logits, cotangent.to(logits.dtype)):
                 squares = (self.parameters[name].detach() * gradient).double().square()
                 total[self.columns.of[name]] += self.columns.sums(name, squares).cpu() / self.num_probes

@@ -17,10 +17,18 @@ from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.accumulation import UNIT, Options, Probes, Stopping, takes_options
-from isoloss.flatness.engine.curvature_products import MeanLoss
-from isoloss.flatness.engine.measurement import Source, Terms, measure
-from isoloss.flatness.engine.predictions import CheckedBatch
+from isoloss.flatness._batches import CheckedBatch
+from isoloss.flatness._curvature import MeanLoss
+from isoloss.flatness._measurement import (
+    UNIT,
+    BatchSums,
+    Estimator,
+    Options,
+    Probes,
+    StopCriteria,
+    measure,
+    takes_options,
+)
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import crossed_ratio
@@ -80,7 +88,7 @@ def sam_sharpness(
     return measure(_Sam, model, batches, options, rho=rho, num_steps=num_steps, adaptive=adaptive)
 
 
-class _Sam(Source):
+class _Sam(Estimator):
     """The rise of each batch's loss."""
 
     by_parameter = False
@@ -92,15 +100,15 @@ class _Sam(Source):
         self.method = f"{kind}, {num_steps} ascent step{'s' * (num_steps > 1)}"
         self._rho, self._num_steps, self._adaptive = rho, num_steps, adaptive
 
-    def measure(self, batch: CheckedBatch) -> Terms:
+    def measure(self, batch: CheckedBatch) -> BatchSums:
         """Measure a batch: one row, none where it predicts nothing."""
         if not batch.checked.predicts:
-            return Terms(torch.zeros(0, 1), torch.zeros(0), torch.zeros(0, 0))
+            return BatchSums(torch.zeros(0, 1), torch.zeros(0), torch.zeros(0, 0))
         loss = MeanLoss(self.model, [batch], causal=self.causal, parameters=self.parameters)
         for name, choose in (("smallest batch", min), ("largest batch", max)):
             self.choices[name] = choose(self.choices.get(name, loss.num_sequences), loss.num_sequences)
         rise = _rise(loss, self._rho, self._num_steps, adaptive=self._adaptive)
-        return Terms(torch.tensor([[rise]], dtype=torch.float64), torch.ones(1), torch.zeros(1, 0))
+        return BatchSums(torch.tensor([[rise]], dtype=torch.float64), torch.ones(1), torch.zeros(1, 0))
 
     def identity(self) -> dict[str, Any]:
         """Return what the rise depends on."""
@@ -177,7 +185,7 @@ def noise_sharpness(
         (64, 'rtol', True)
     """
     _check_size("relative_std", relative_std)
-    stopping = Stopping.of(options)
+    stopping = StopCriteria.of(options)
     most = stopping.number_of_probes(num_probes, _PROBES)
     loss = MeanLoss.of(model, batches, options)
     positions = loss.positions()

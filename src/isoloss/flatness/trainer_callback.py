@@ -12,10 +12,10 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.accumulation import Stopping
+from isoloss.flatness._measurement import StopCriteria
+from isoloss.flatness._rescaling.symmetries import Granularity
 from isoloss.flatness.fisher import fisher_trace
-from isoloss.flatness.rescaling.generators import Granularity
-from isoloss.flatness.rescaling.minimal import Rescaling
+from isoloss.flatness.minimal_trace import Rescaling
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
 
@@ -93,7 +93,7 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
             raise IsolossError(f"every is {every}; it is a number of steps, at least 1")
         if isinstance(batches, Mapping):
             raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
-        Stopping(rtol=rtol)  # refuses a value out of range here, and not after the first steps
+        StopCriteria(rtol=rtol)  # refuses a value out of range here, and not after the first steps
         if rescaling not in (None, "minimal"):
             raise IsolossError(f"rescaling is {rescaling!r}; it is 'minimal' or None")
         self.every, self.rtol, self.seed, self.log = every, rtol, seed, log

@@ -1,12 +1,11 @@
-"""Measures of flatness: what `isoloss.flatness` exports, each as a dataclass of its settings.
+"""Measures of flatness: the functions of `isoloss.flatness`, each with its settings as a dataclass that is called.
 
-A setting that is None stands for the default of the function that is called.
+The functions are imported when a measure is taken, because settings and their help must not load torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -26,23 +25,10 @@ from isoloss.registry import MEASURES
 if TYPE_CHECKING:
     from isoloss.evaluation.context import MeasureContext
     from isoloss.statistics.estimate import Estimate
+    from isoloss.text.inputs import Inputs
     from isoloss.text.masking import Batch
 
 Matrix = Literal["gauss-newton", "hessian"]
-
-_ARGUMENTS = {  # of the functions, by setting
-    "num_probes": "num_probes",
-    "trace_method": "method",
-    "hessian_method": "method",
-    "hessian_group_size": "group_size",
-    "sharpness_rho": "rho",
-    "sharpness_steps": "num_steps",
-    "adaptive": "adaptive",
-    "noise_relative_std": "relative_std",
-    "curvature_matrix": "matrix",
-    "num_eigenvalues": "num_eigenvalues",
-    "spectrum_steps": "num_steps",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,32 +36,26 @@ class FlatnessMeasure(Measure):
     """A measure of flatness, which every language model has; `isoloss flatness` takes it too."""
 
     name: ClassVar[str]  # what its estimate is called
-    # the function of `isoloss.flatness` that measures; a measure of one's own overrides `function` instead
-    calls: ClassVar[str]
+    # which options of `isoloss.flatness.Options`, and `auxiliary_sample`, it takes
+    takes: ClassVar[tuple[str, ...]] = ("causal", "num_sequences", "rtol", "seconds", "resume", "progress")
 
-    def function(self) -> Callable[..., Any]:
-        """Return what measures: a function of a model, batches, and keyword arguments."""
-        import isoloss.flatness
+    def __call__(self, model: Any, batches: Any, **options: Any) -> Mapping[str, Estimate]:
+        """Return the estimates, by name, of a model on batches; `options` are among `takes`."""
+        raise NotImplementedError
 
-        measuring: Callable[..., Any] = getattr(isoloss.flatness, self.calls)
-        return measuring
-
-    def options(self) -> dict[str, Any]:
-        """Return the arguments that are settings of this measure alone; None stands for the function's default."""
-        return {argument: getattr(self, name) for name, argument in _ARGUMENTS.items() if hasattr(self, name)}
-
-    def estimates(self, result: Any) -> dict[str, Estimate]:
-        """Return the estimates in what the function returned."""
-        return {self.name: result}
+    @property
+    def is_compared(self) -> bool:
+        """Whether `isoloss.flatness.compare` takes it of several models."""
+        return False
 
     def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
         """Return what `progress` counts to at most, given the number of sequences, and what it counts."""
         return num_sequences, "sequences"
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
-        """Return which of `rtol`, `seconds` and `resume` are set although the function has no use for them."""
+        """Return which of `rtol`, `seconds` and `resume` are set although the measure has no use for them."""
         given = [name for name in ("rtol", "seconds", "resume") if getattr(context, name) is not None]
-        unused = [name for name in given if name not in inspect.signature(self.function()).parameters]
+        unused = [name for name in given if name not in self.takes]
         return f"it takes no {' and no '.join(unused)}" if unused else None
 
 
@@ -93,20 +73,22 @@ class SquaredNorm(FlatnessMeasure):
     """Sum of the squared parameters: exact."""
 
     name: ClassVar[str] = "squared-norm"
-    calls: ClassVar[str] = "squared_parameter_norm"
+    takes: ClassVar[tuple[str, ...]] = ()
+
+    def __call__(self, model: Any, batches: Any = (), **options: Any) -> dict[str, Estimate]:
+        """Return the norm; it needs no inputs."""
+        from isoloss.flatness import squared_parameter_norm
+
+        return {self.name: squared_parameter_norm(model)}
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
-        """Return the norm; it needs no inputs."""
-        return MeasureResult(estimates=self.estimates(self.function()(model)))
+        """Return the norm."""
+        return MeasureResult(estimates=self(model))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledFlatness(FlatnessMeasure, SeededMeasure):
-    """A measure of flatness on inputs.
-
-    Its function takes `options` and those of `seed`, `causal`, `num_sequences`, `rtol`, `seconds`, `resume`, `progress`
-    and `auxiliary_sample` that are among its parameters.
-    """
+    """A measure of flatness on inputs."""
 
     num_sequences: int = setting(512, minimum=2)
     """Sequences that flatness is measured on, at most."""
@@ -114,13 +96,7 @@ class SampledFlatness(FlatnessMeasure, SeededMeasure):
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Measure on the inputs of the context."""
         inputs = context.inputs(self.num_sequences, self.seed)
-        estimates = self.estimates(self._call(model, inputs, context))
-        return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=digest_batches(inputs.batches))
-
-    def _call(self, model: Any, inputs: Any, context: MeasureContext) -> Any:
-        function = self.function()
-        arguments = {
-            "seed": self.seed,
+        given = {
             "causal": context.is_causal,
             "num_sequences": context.num_sequences,
             "rtol": context.rtol,
@@ -129,9 +105,13 @@ class SampledFlatness(FlatnessMeasure, SeededMeasure):
             "progress": context.progress,
             "auxiliary_sample": inputs.auxiliary_sample if context.has_embeddings else None,
         }
-        taken = inspect.signature(function).parameters
-        given = {**{name: value for name, value in arguments.items() if name in taken}, **self.options()}
-        return function(model, inputs.batches, **{name: value for name, value in given.items() if value is not None})
+        options = {name: value for name, value in given.items() if name in self.takes and value is not None}
+        estimates = self(model, self.cut(inputs).batches, **options)
+        return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=digest_batches(inputs.batches))
+
+    def cut(self, inputs: Inputs) -> Inputs:
+        """Return the inputs in batches of the size that the value depends on; as they are where it depends on none."""
+        return inputs
 
     def continued(self, context: MeasureContext, first: Estimate) -> tuple[Self, MeasureContext]:
         """Return how other models are measured after a first one whose measurement `rtol` or `seconds` ended.
@@ -159,7 +139,22 @@ class Trace(_Probed):
     """One backward pass per batch with the exact expectation over labels (ghost), or the paper's estimator: one
     backward pass for each of 50 sampled labels."""
     name: ClassVar[str] = "trace"
-    calls: ClassVar[str] = "fisher_trace"
+    takes: ClassVar[tuple[str, ...]] = (*FlatnessMeasure.takes, "auxiliary_sample")
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether `isoloss.flatness.compare` takes it of several models: not by the paper's sampled labels."""
+        return self.trace_method == "ghost"
+
+    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
+        """Return the estimate, by name."""
+        from isoloss.flatness import fisher_trace
+
+        return {
+            self.name: fisher_trace(
+                model, batches, method=self.trace_method, num_probes=self.num_probes, seed=self.seed, **options
+            )
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +166,10 @@ class MinimalTrace(Trace):
     hidden units (ReLU or gated)."""
     name: ClassVar[str] = "minimal-trace"
 
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of the minimum, with those of the trace."""
-        return {**super().options(), "rescaling": "minimal", "granularity": self.rescaling_granularity}
+    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
+        """Return the estimate, by name."""
+        rescaling: dict[str, Any] = {"rescaling": "minimal", "granularity": self.rescaling_granularity}
+        return super().__call__(model, batches, **rescaling, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +178,14 @@ class RescalingControl(MinimalTrace):
 
     name: ClassVar[str] = "rescaling-control"
 
+    @property
+    def is_compared(self) -> bool:
+        """False: what is compared are the models as they are."""
+        return False
+
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Measure a random rescaling of the model."""
-        from isoloss.flatness.rescaling import rescaled_at_random
+        from isoloss.flatness import rescaled_at_random
 
         other = rescaled_at_random(model, granularity=self.rescaling_granularity, seed=self.seed)
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(Trace)}
@@ -208,6 +209,11 @@ class _Expansion:
     """Layers of the larger architecture; default: those of the size."""
     expanded_heads: int | None = setting(None, minimum=1, omit_default=True)
     """Heads per layer of the larger architecture; default: those of the size."""
+
+    @property
+    def is_compared(self) -> bool:
+        """False: each model is made larger first."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +241,12 @@ class EmpiricalFisher(SampledFlatness):
     """Trace of the empirical Fisher: squared gradients at the given labels."""
 
     name: ClassVar[str] = "empirical-fisher"
-    calls: ClassVar[str] = "empirical_fisher_trace"
+
+    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
+        """Return the estimate, by name."""
+        from isoloss.flatness import empirical_fisher_trace
+
+        return {self.name: empirical_fisher_trace(model, batches, seed=self.seed, **options)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +254,13 @@ class WeightedTrace(_Probed):
     """Trace of the Fisher, each parameter counted by its square: rescaling a unit does not change it."""
 
     name: ClassVar[str] = "weighted-trace"
-    calls: ClassVar[str] = "weighted_fisher_trace"
+
+    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
+        """Return the estimate, by name."""
+        from isoloss.flatness import weighted_fisher_trace
+
+        num_probes = self.num_probes or 1
+        return {self.name: weighted_fisher_trace(model, batches, num_probes=num_probes, seed=self.seed, **options)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,11 +273,25 @@ class HessianTrace(_Probed):
     hessian_group_size: int = setting(8, minimum=1)
     """hessian-trace: sequences that share a random vector for the residual; of the published code, a batch."""
     name: ClassVar[str] = "hessian-trace"
-    calls: ClassVar[str] = "hessian_trace"
 
-    def _call(self, model: Any, inputs: Any, context: MeasureContext) -> Any:
-        by_batch = self.hessian_method == "published-code"  # its probes and its error are those of batches
-        return super()._call(model, inputs.cut(self.hessian_group_size) if by_batch else inputs, context)
+    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
+        """Return the estimate, by name."""
+        from isoloss.flatness import hessian_trace
+
+        estimate = hessian_trace(
+            model,
+            batches,
+            method=self.hessian_method,
+            num_probes=self.num_probes or 1,
+            seed=self.seed,
+            group_size=self.hessian_group_size,
+            **options,
+        )
+        return {self.name: estimate}
+
+    def cut(self, inputs: Inputs) -> Inputs:
+        """Return the inputs; for the published code, whose probes and error are those of batches, in batches."""
+        return inputs.cut(self.hessian_group_size) if self.hessian_method == "published-code" else inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +299,12 @@ class FisherRao(SampledFlatness):
     """Squared Fisher-Rao norm of the parameters: rescaling a unit does not change it."""
 
     name: ClassVar[str] = "fisher-rao"
-    calls: ClassVar[str] = "fisher_rao_norm"
+
+    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
+        """Return the estimate, by name."""
+        from isoloss.flatness import fisher_rao_norm
+
+        return {self.name: fisher_rao_norm(model, batches, **options)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +312,12 @@ class RelativeFlatness(SampledFlatness):
     """Relative flatness of the last linear map, from its weight, its inputs and the predictions."""
 
     name: ClassVar[str] = "relative-flatness"
-    calls: ClassVar[str] = "relative_flatness"
+
+    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
+        """Return the estimate, by name."""
+        from isoloss.flatness import relative_flatness
+
+        return {self.name: relative_flatness(model, batches, **options)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,10 +333,17 @@ class SAMSharpness(SampledFlatness):
     depends on it."""
     adaptive: ClassVar[bool] = False
     name: ClassVar[str] = "sam-sharpness"
-    calls: ClassVar[str] = "sam_sharpness"
 
-    def _call(self, model: Any, inputs: Any, context: MeasureContext) -> Any:
-        return super()._call(model, inputs.cut(self.sharpness_batch_size), context)
+    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
+        """Return the estimate, by name."""
+        from isoloss.flatness import sam_sharpness
+
+        ball: dict[str, Any] = {"rho": self.sharpness_rho, "num_steps": self.sharpness_steps, "adaptive": self.adaptive}
+        return {self.name: sam_sharpness(model, batches, **ball, **options)}
+
+    def cut(self, inputs: Inputs) -> Inputs:
+        """Return the inputs in batches, each of which has its own worst direction."""
+        return inputs.cut(self.sharpness_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,9 +362,9 @@ class _OverProbes(_Probed):
 
     def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
         """Return the number of probes."""
-        from isoloss.flatness.engine.accumulation import Stopping
+        from isoloss.flatness._measurement import StopCriteria
 
-        stopping = Stopping(rtol=context.rtol, seconds=context.seconds)
+        stopping = StopCriteria(rtol=context.rtol, seconds=context.seconds)
         return stopping.number_of_probes(self.num_probes, self.default_probes), "probes"
 
     def continued(self, context: MeasureContext, first: Estimate) -> tuple[Self, MeasureContext]:
@@ -332,7 +380,17 @@ class NoiseSharpness(_OverProbes):
     """noise-sharpness: standard deviation of the noise on a parameter tensor, relative to its root mean square."""
     name: ClassVar[str] = "noise-sharpness"
     default_probes: ClassVar[int] = 16
-    calls: ClassVar[str] = "noise_sharpness"
+
+    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
+        """Return the estimate, by name."""
+        from isoloss.flatness import noise_sharpness
+
+        noise: dict[str, Any] = {
+            "relative_std": self.noise_relative_std,
+            "num_probes": self.num_probes,
+            "seed": self.seed,
+        }
+        return {self.name: noise_sharpness(model, batches, **noise, **options)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +407,18 @@ class LargestEigenvalue(_Spectral):
     num_eigenvalues: int = setting(1, minimum=1)
     """largest-eigenvalue: number of eigenvalues."""
     name: ClassVar[str] = "largest-eigenvalue"
-    calls: ClassVar[str] = "largest_eigenvalues"
+
+    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
+        """Return the eigenvalues by their rank."""
+        from isoloss.flatness import largest_eigenvalues
+
+        wanted: dict[str, Any] = {
+            "matrix": self.curvature_matrix,
+            "num_eigenvalues": self.num_eigenvalues,
+            "seed": self.seed,
+        }
+        found = largest_eigenvalues(model, batches, **wanted, **options)
+        return {self.name if i == 0 else f"{self.name}-{i + 1}": estimate for i, estimate in enumerate(found)}
 
     def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
         """Return the most products with the matrix that are taken."""
@@ -358,10 +427,6 @@ class LargestEigenvalue(_Spectral):
     def continued(self, context: MeasureContext, first: Estimate) -> tuple[Self, MeasureContext]:
         """Return the same tolerance and time for all: `rtol` is of the residual, and all sequences are taken anyway."""
         return self, context
-
-    def estimates(self, result: Any) -> dict[str, Estimate]:
-        """Return the eigenvalues by their rank."""
-        return {self.name if i == 0 else f"{self.name}-{i + 1}": estimate for i, estimate in enumerate(result)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,10 +437,13 @@ class SpectralDensity(_Spectral, _OverProbes):
     """spectral-density: steps of Lanczos' method for each probe."""
     name: ClassVar[str] = "spectral-density"
     default_probes: ClassVar[int] = 8
-    calls: ClassVar[str] = "spectral_density"
 
-    def estimates(self, result: Any) -> dict[str, Estimate]:
+    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
         """Return the first two moments; the details of the first hold nodes and weights of each probe's quadrature."""
+        from isoloss.flatness import spectral_density
+
+        wanted: dict[str, Any] = {"matrix": self.curvature_matrix, "num_steps": self.spectrum_steps, "seed": self.seed}
+        result = spectral_density(model, batches, num_probes=self.num_probes, **wanted, **options)
         first, second = result.moment(1), result.moment(2)
         quadrature = {"nodes": result.nodes.tolist(), "weights": result.weights.tolist()}
         return {

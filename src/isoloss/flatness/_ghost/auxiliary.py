@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from isoloss.errors import IsolossError
-from isoloss.model_checks import architecture, unwrapped
+from isoloss.model_checks import architecture, input_embeddings
 from isoloss.text.clusters import SequenceClusters, mixed, sequence_hashes
 from isoloss.text.masking import IGNORED
 
@@ -177,16 +177,6 @@ class AuxiliarySample:
         """Return what tells it from another one."""
         variances = [float(f"{variance:.6g}") for variance in self.covariance.diagonal().tolist()]
         return f"{self.num_sequences} sequences, variances {variances}"
-
-
-def input_embeddings(model: nn.Module) -> torch.Tensor | None:
-    """Return a Hugging Face model's input embeddings (V, d), detached; None where it has none to ask for."""
-    holder: Any = unwrapped(model)
-    try:
-        weight = getattr(holder.get_input_embeddings(), "weight", None)
-    except (AttributeError, NotImplementedError):
-        return None
-    return weight.detach() if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
 
 
 @dataclass(frozen=True)

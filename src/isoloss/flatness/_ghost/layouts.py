@@ -6,17 +6,17 @@ Shapes: B sequences, T tokens in each, m selected rows, n rows of an activation 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from isoloss.flatness.engine.factors import Factor, SelectedRows
+from isoloss.flatness._ghost.factors import Factor, SelectedRows
 
 
 @dataclass(frozen=True)
-class Handle:
+class TrackedParameter:
     """A tensor that is a parameter, or one cast, transposed or shifted by a constant, or slices of one."""
 
     name: str  # the parameter's name
@@ -48,7 +48,7 @@ class Layout:
             return values.transpose(0, 1).reshape(self.num_sequences, -1, *rest)
         return None
 
-    def owners(self, values: torch.Tensor) -> torch.Tensor | None:
+    def sequence_ids(self, values: torch.Tensor) -> torch.Tensor | None:
         """Return an index in the shape of the values, expanded: the selected row that each belongs to or, before rows
         are selected, the sequence. None: the shape does not say.
         """
@@ -63,15 +63,15 @@ class Layout:
         index = torch.arange(shape[axis], device=values.device) // (shape[axis] // number)
         return index.view(-1, *[1] * (values.ndim - axis - 1)).expand(shape)
 
-    def sequences(self, owners: torch.Tensor) -> torch.Tensor:
-        """Return the sequences of what `owners` are."""
-        return owners if self.selected is None else self.selected.rows[owners]
+    def sequences(self, sequence_ids: torch.Tensor) -> torch.Tensor:
+        """Return the sequences of what `sequence_ids` are."""
+        return sequence_ids if self.selected is None else self.selected.rows[sequence_ids]
 
-    def gathered(self, owners: torch.Tensor) -> Gathered:
-        """Return how the tokens lie in an activation whose rows belong to these owners (n,)."""
-        sequences = self.sequences(owners)
+    def gathered(self, sequence_ids: torch.Tensor) -> Gathered:
+        """Return how the tokens lie in an activation whose rows belong to these sequence_ids (n,)."""
+        sequences = self.sequences(sequence_ids)
         order = sequences.argsort(stable=True)
-        once = self.selected is not None and self.selected.apart and int(torch.bincount(owners).max()) < 2
+        once = self.selected is not None and self.selected.apart and int(torch.bincount(sequence_ids).max()) < 2
         places = SelectedRows.sorted(sequences[order], self.num_sequences, apart=once)
         return Gathered(self.num_sequences, self.length, places, order=order)
 
@@ -104,20 +104,20 @@ class Result:
     output: Any  # the function's result
     # by parameter; empty where `alias` says that the result is the parameter again
     contributions: dict[str, Contribution]
-    alias: Handle | None = None  # the parameter that the result stands for
+    alias: TrackedParameter | None = None  # the parameter that the result stands for
 
 
-class Uses(Protocol):
+class RuleContext(Protocol):
     """What a rule may ask: which tensors are parameters, how the tokens lie, and to apply a function with its rule."""
 
     layout: Layout  # how the tokens lie at this point
 
-    def handle(self, value: Any) -> Handle | None:
+    def tracked(self, value: Any) -> TrackedParameter | None:
         """Return the parameter that a tensor is, if it is one that is measured."""
         ...
 
-    def origins(self, value: torch.Tensor) -> torch.Tensor | None:
-        """Return the owners of an activation's values, in its shape, as `Layout.owners`; None: they are not known."""
+    def sequence_ids(self, value: torch.Tensor) -> torch.Tensor | None:
+        """Return whose an activation's values are, in its shape, as `Layout.sequence_ids`; None: not known."""
         ...
 
     def layout_of(self, value: torch.Tensor, shape: torch.Size, trailing: int) -> Layout:
@@ -130,3 +130,20 @@ class Uses(Protocol):
 
 
 Rule = Callable[..., Result | None]  # None: the call is not one that the rule knows
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a torch function, of what gives a property that of the property."""
+    name: str = getattr(function, "__name__", "")
+    return getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else name
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, Mapping):
+        yield from tensors_in(tuple(value.values()))

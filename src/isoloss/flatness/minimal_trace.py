@@ -18,18 +18,22 @@ from numpy.typing import NDArray
 from torch import nn
 
 from isoloss.errors import IsolossError, warn
-from isoloss.flatness.engine.measurement import layer_of
-from isoloss.flatness.engine.parameters import counted_parameters, embeddings
-from isoloss.flatness.engine.splits import Columns, Split
-from isoloss.flatness.rescaling.application import check, logits_of, model_inputs, part_sizes, rescaled_values, widened
-from isoloss.flatness.rescaling.crossfit import CrossFit, cross_fit
-from isoloss.flatness.rescaling.generators import Granularity, rescalings_of
-from isoloss.flatness.rescaling.newton import Bounds
-from isoloss.flatness.rescaling.program import minimize, responses
+from isoloss.flatness._measurement import layer_of
+from isoloss.flatness._parameters import ParameterBlocks, ParameterColumns, counted_parameters, embeddings
+from isoloss.flatness._rescaling.apply import (
+    block_sizes,
+    check_rescaling,
+    logits_of,
+    model_inputs,
+    rescaled_values,
+    widened,
+)
+from isoloss.flatness._rescaling.solve import Bounds, CrossFit, cross_fit, minimize, responses
+from isoloss.flatness._rescaling.symmetries import Granularity, rescalings_of
 from isoloss.memory import physical_memory
 from isoloss.model_checks import device_of
-from isoloss.statistics.column_ratios import FOLDS, ColumnRatios, Weighted
 from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.ratio_estimator import FOLDS, ColumnRatios, Weighted
 
 Rescaling = Literal["minimal"]
 
@@ -50,7 +54,7 @@ class MinimalTraceEstimator:
     """Makes the minimal trace of one model from a measurement of its parts.
 
     Attributes:
-        splits: The parts that are to be measured, by parameter.
+        parameter_blocks: The parts that are to be measured, by parameter.
     """
 
     def __init__(
@@ -63,11 +67,11 @@ class MinimalTraceEstimator:
     ) -> None:
         self._model, self._granularity = model, granularity
         self._rescalings = rescalings_of(model, granularity=granularity, parameters=parameters)
-        self.splits: dict[str, Split] = self._rescalings.measured_splits
+        self.parameter_blocks: dict[str, ParameterBlocks] = self._rescalings.measured_blocks
         measured = counted_parameters(model, parameters)
         self._names = list(measured)
-        self._owners = Columns(measured, self.splits).owners
-        _refuse_too_many(len(self._owners), sequences, granularity)
+        self._parameter_ids = ParameterColumns(measured, self.parameter_blocks).parameter_ids
+        _check_memory(len(self._parameter_ids), sequences, granularity)
         if len(self._rescalings.names) > _SLOW:
             warn(
                 f"granularity {granularity!r} gives {type(model).__name__} {len(self._rescalings.names):,} factors: "
@@ -75,15 +79,15 @@ class MinimalTraceEstimator:
             )
         embedded = embeddings(model, measured)
         self._is_other = torch.tensor([float(name not in embedded) for name in measured], dtype=torch.float64)
-        sizes, log_rms = part_sizes(model, self._rescalings)
-        self._program = functools.partial(
+        sizes, log_rms = block_sizes(model, self._rescalings)
+        self._convex_program = functools.partial(
             minimize,
             exponents=self._rescalings.actions,
             log_rms=log_rms,
             sizes=sizes,
             writers=self._rescalings.writers,
         )
-        self._others = len(sizes) - len(self._owners)  # L
+        self._others = len(sizes) - len(self._parameter_ids)  # L
         if self._others:
             warn(
                 f"rescalings also multiply parameters of {type(model).__name__} that are not measured, frozen ones for "
@@ -110,7 +114,7 @@ class MinimalTraceEstimator:
         z = _log_factors(estimate)
         off, is_large = None, sum(parameter.numel() for parameter in self._model.parameters()) > _LARGEST_CHECKED
         if len(z) and not is_large:
-            off = check(self._model, self._rescalings, _head(batch, _CHECKED), z)
+            off = check_rescaling(self._model, self._rescalings, _head(batch, _CHECKED), z)
             if not off <= (_ROUNDING if device_of(self._model).type != "mps" else _ROUNDING_OF_FLOAT32):  # NaN too
                 raise IsolossError(
                     f"rescaling {type(self._model).__name__} changes log-probabilities by {off:.1g} nats: the "
@@ -171,13 +175,15 @@ class MinimalTraceEstimator:
 
     def _fit(self, columns: ColumnRatios, *, keep_features: bool = False, bound: float | None = None) -> CrossFit:
         """Return the minimum over all rescalings, or over those that keep the features."""
-        program: Any = self._program
+        convex_program: Any = self._convex_program
         if keep_features:
-            program = functools.partial(program, equalities=self._rescalings.features)
-        program = functools.partial(program, bounds=self._bounds(bound))
+            convex_program = functools.partial(convex_program, equalities=self._rescalings.features)
+        convex_program = functools.partial(convex_program, bounds=self._bounds(bound))
         without = np.stack([columns.shares_without(fold).numpy() for fold in range(FOLDS)])
         others = ((0, 0), (0, self._others))
-        return cross_fit(program, np.pad(columns.fold_sums().numpy(), others), np.pad(without, others), columns.total)
+        return cross_fit(
+            convex_program, np.pad(columns.fold_sums().numpy(), others), np.pad(without, others), columns.total
+        )
 
     def _bounds(self, bound: float | None) -> Bounds | None:
         if bound is None:
@@ -187,22 +193,22 @@ class MinimalTraceEstimator:
 
     def _influences(self, fit: CrossFit, columns: ColumnRatios, bound: float | None) -> torch.Tensor:
         """Return (N + r, P) the influences of the parameters' parts of the minimum, which add up to its own."""
-        number, rows = len(self._owners), np.arange(len(self._owners))
+        number, rows = len(self._parameter_ids), np.arange(len(self._parameter_ids))
         terms = fit.minimum.weights[:number] * columns.ratios.numpy()
         shape = number + self._others, len(self._names)
-        by_parameter = scipy.sparse.csr_array((terms, (rows, self._owners.numpy())), shape)
+        by_parameter = scipy.sparse.csr_array((terms, (rows, self._parameter_ids.numpy())), shape)
         moved = responses(fit.minimum, self._rescalings.actions, by_parameter, self._bounds(bound))
         weights = torch.from_numpy(fit.weights[:, :number])
         along = 2.0 * self._rescalings.exponents, torch.from_numpy(moved)
-        return columns.influences(weights, self._owners, len(self._names), along)
+        return columns.influences(weights, self._parameter_ids, len(self._names), along)
 
     def _estimate(self, plain: Estimate, columns: ColumnRatios, *, bound: float | None = None) -> Estimate:
         fit = self._fit(columns, bound=bound)
         kept = self._fit(columns, keep_features=True, bound=bound) if self._rescalings.features.shape[0] else fit
-        found, number = fit.minimum, len(self._owners)
+        found, number = fit.minimum, len(self._parameter_ids)
         scale = fit.value / fit.in_sample  # parts add up to the value
         terms = torch.from_numpy(scale * found.weights[:number]) * columns.ratios
-        parts = torch.zeros(len(self._names), dtype=torch.float64).index_add_(0, self._owners, terms)
+        parts = torch.zeros(len(self._names), dtype=torch.float64).index_add_(0, self._parameter_ids, terms)
         influences = self._influences(fit, columns, bound)
         stderrs = _stderr(influences, plain.samples)
         layers = list(dict.fromkeys(map(layer_of, self._names)))
@@ -244,8 +250,8 @@ class MinimalTraceEstimator:
 
     def _vanishing(self, parts: NDArray[np.bool_]) -> list[str]:
         """Return the names of the parameters with a part that vanishes."""
-        owners = self._owners[torch.from_numpy(parts[: len(self._owners)])]
-        return [self._names[number] for number in sorted(set(owners.tolist()))]
+        parameter_ids = self._parameter_ids[torch.from_numpy(parts[: len(self._parameter_ids)])]
+        return [self._names[number] for number in sorted(set(parameter_ids.tolist()))]
 
     @torch.no_grad()
     def _loss(self, batch: Mapping[str, Any], z: NDArray[np.float64] | None) -> float:
@@ -293,7 +299,7 @@ def minimal_trace(
     return MinimalTraceEstimator(model, granularity=granularity, parameters=parameters, sequences=sequences)
 
 
-def _refuse_too_many(parts: int, sequences: int, granularity: str) -> None:
+def _check_memory(parts: int, sequences: int, granularity: str) -> None:
     """Refuse a measurement whose sums would not fit into memory."""
     needed, there_is = parts * (_BYTES_OF_A_PART + 8 * sequences), physical_memory()
     if needed > there_is:

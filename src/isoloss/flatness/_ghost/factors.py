@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isoloss.flatness.engine.splits import Split
+from isoloss.flatness._parameters import ParameterBlocks
 
 # elements of a temporary buffer; a single sequence that needs more gets more
 _LIMIT = 1 << 21
@@ -89,12 +89,12 @@ class Sliced:
     left: torch.Tensor  # (n, a)
     right: torch.Tensor  # (n, b)
     slots: torch.Tensor  # (n,) the slice of each row
-    owners: torch.Tensor  # (n,) the sequence of each row or, with `selected`, the selected row
+    sequence_ids: torch.Tensor  # (n,) the sequence of each row or, with `selected`, the selected row
     selected: SelectedRows | None = None  # the sequences of selected rows
 
     def sequences(self) -> torch.Tensor:
         """Return (n,): the sequence of each row."""
-        return self.owners if self.selected is None else self.selected.rows[self.owners]
+        return self.sequence_ids if self.selected is None else self.selected.rows[self.sequence_ids]
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ def lookups(values: torch.Tensor, slots: torch.Tensor, sequences: torch.Tensor, 
 
 
 def squared_norms(
-    factors: Sequence[Factor], num_sequences: int, *, separate: bool = False, split: Split | None = None
+    factors: Sequence[Factor], num_sequences: int, *, separate: bool = False, blocks: ParameterBlocks | None = None
 ) -> torch.Tensor:
     """Return (B,) float64: for each sequence the squared norm of the sum of the factors of one parameter.
 
-    With a `split` of the parameter, return (B, num_parts): the squared norm of each part of the sum.
+    With a `blocks` of the parameter, return (B, num_blocks): the squared norm of each part of the sum.
 
     Several factors are several uses of the parameter in one forward pass: their gradients add before they are squared.
 
@@ -143,22 +143,22 @@ def squared_norms(
     if sliced:
         if len(sliced) < len(factors):
             raise TypeError("a parameter is used by slices and as a whole")
-        return _sliced_norms(sliced, num_sequences, split, separate=separate)
+        return _sliced_norms(sliced, num_sequences, blocks, separate=separate)
     whole: list[Outer | Dense] = [*dense, *outer]
     if separate and len(whole) == 1 and _is_apart(whole[0]):
-        return _separate_norms(whole[0], num_sequences, split)
+        return _separate_norms(whole[0], num_sequences, blocks)
     if len(dense) == 1 and dense[0].selected is not None:
-        return _ragged_norms(dense[0].values, dense[0].selected, num_sequences, split)
+        return _ragged_norms(dense[0].values, dense[0].selected, num_sequences, blocks)
     if dense:
         total = torch.stack([_summed(factor, num_sequences) for factor in dense]).sum(dim=0)
-        return _sums(total.square(), split)
+        return _sums(total.square(), blocks)
     matrices = [factor for factor in outer if not factor.is_index]
-    if not matrices and split is None and any(factor.selected is not None for factor in outer):
+    if not matrices and blocks is None and any(factor.selected is not None for factor in outer):
         return _lookup_norms(outer, num_sequences)
     if separate and len(matrices) == 1 and _is_apart(matrices[0]):
-        own = _separate_norms(matrices[0], num_sequences, split)
-        return own + _outer_norms(outer, num_sequences, split, without_matrices=True)
-    return _outer_norms(outer, num_sequences, split)
+        own = _separate_norms(matrices[0], num_sequences, blocks)
+        return own + _outer_norms(outer, num_sequences, blocks, without_matrices=True)
+    return _outer_norms(outer, num_sequences, blocks)
 
 
 def _is_apart(factor: Outer | Dense) -> bool:
@@ -166,22 +166,24 @@ def _is_apart(factor: Outer | Dense) -> bool:
     return factor.selected is not None and factor.selected.apart
 
 
-def _sums(values: torch.Tensor, split: Split | None) -> torch.Tensor:
-    """Return (c,) or (c, num_parts) float64: the sums of values (c, n) of the parameter's n elements."""
-    return values.sum(dim=1, dtype=torch.float64) if split is None else split.sums(values)
+def _sums(values: torch.Tensor, blocks: ParameterBlocks | None) -> torch.Tensor:
+    """Return (c,) or (c, num_blocks) float64: the sums of values (c, n) of the parameter's n elements."""
+    return values.sum(dim=1, dtype=torch.float64) if blocks is None else blocks.sums(values)
 
 
-def _separate_norms(factor: Outer | Dense, num_sequences: int, split: Split | None) -> torch.Tensor:
+def _separate_norms(factor: Outer | Dense, num_sequences: int, blocks: ParameterBlocks | None) -> torch.Tensor:
     """Return the sums over each sequence's selected rows of the squared norms of their own gradients or its parts."""
     selected = factor.selected
     assert selected is not None
-    if split is None:
+    if blocks is None:
         return _by_sequence(_squares(factor), selected, num_sequences)
     if isinstance(factor, Dense):
-        return split.sums(_by_sequence(factor.values.double().square(), selected, num_sequences))
-    left = _length_squares(factor.left) if split.num_rows == 1 else split.row_sums(_wide(factor.left).square(), 1)
-    right = _length_squares(factor.right) if split.num_columns == 1 else split.column_sums(_wide(factor.right).square())
-    norms = left.new_zeros(num_sequences, split.num_parts)
+        return blocks.sums(_by_sequence(factor.values.double().square(), selected, num_sequences))
+    left = _length_squares(factor.left) if blocks.num_rows == 1 else blocks.row_sums(_wide(factor.left).square(), 1)
+    right = (
+        _length_squares(factor.right) if blocks.num_columns == 1 else blocks.column_sums(_wide(factor.right).square())
+    )
+    norms = left.new_zeros(num_sequences, blocks.num_blocks)
     for start, stop in _chunks(num_sequences, max(selected.counts) * (left.shape[1] + right.shape[1])):
         if max(selected.counts[start:stop]):
             parts = selected.padded(left, start, stop).mT @ selected.padded(right, start, stop)
@@ -217,18 +219,18 @@ def _summed(factor: Dense, num_sequences: int) -> torch.Tensor:
 
 
 def _ragged_norms(
-    values: torch.Tensor, selected: SelectedRows, num_sequences: int, split: Split | None
+    values: torch.Tensor, selected: SelectedRows, num_sequences: int, blocks: ParameterBlocks | None
 ) -> torch.Tensor:
-    norms = _zeros(num_sequences, split, values.device)
+    norms = _zeros(num_sequences, blocks, values.device)
     for start, stop in _chunks(num_sequences, max(selected.counts) * values.shape[1]):
         if max(selected.counts[start:stop]):
             total = _wide(selected.padded(values, start, stop)).sum(dim=1)
-            norms[start:stop] = _sums(total.square(), split)
+            norms[start:stop] = _sums(total.square(), blocks)
     return norms
 
 
-def _zeros(num_sequences: int, split: Split | None, device: torch.device) -> torch.Tensor:
-    shape = (num_sequences,) if split is None else (num_sequences, split.num_parts)
+def _zeros(num_sequences: int, blocks: ParameterBlocks | None, device: torch.device) -> torch.Tensor:
+    shape = (num_sequences,) if blocks is None else (num_sequences, blocks.num_blocks)
     return torch.zeros(shape, dtype=torch.float64, device=device)
 
 
@@ -239,18 +241,18 @@ def _chunks(num_sequences: int, size: int) -> list[tuple[int, int]]:
 
 
 def _outer_norms(
-    factors: Sequence[Outer], num_sequences: int, split: Split | None, *, without_matrices: bool = False
+    factors: Sequence[Outer], num_sequences: int, blocks: ParameterBlocks | None, *, without_matrices: bool = False
 ) -> torch.Tensor:
     """Return the squared norms of the sums, or these minus those of the factors that are no lookups."""
-    norms = _zeros(num_sequences, split, factors[0].right.device)
+    norms = _zeros(num_sequences, blocks, factors[0].right.device)
     dense = [factor for factor in factors if not factor.is_index]
     tokens = sum(f.left.shape[1] if f.selected is None else max(f.selected.counts) for f in dense)
     a, b = (dense[0].left.shape[-1], dense[0].right.shape[-1]) if dense else (0, 0)
     direct = bool(dense) and a * b < tokens * (a + b)
     size = max(sum(f.size() for f in factors), a * b if direct else tokens * tokens)
-    if split is not None:
-        a, b = len(split.rows), len(split.columns)
-        direct |= split.num_rows > 1 and (split.num_columns > 1 or len(dense) < len(factors))
+    if blocks is not None:
+        a, b = len(blocks.rows), len(blocks.columns)
+        direct |= blocks.num_rows > 1 and (blocks.num_columns > 1 or len(dense) < len(factors))
         longest = max(f.left.shape[1] if f.selected is None else max(f.selected.counts) for f in factors)
         size = max(size, a * b if direct else len(factors) * longest * max(a, b))
     for start, stop in _chunks(num_sequences, size):
@@ -261,10 +263,10 @@ def _outer_norms(
         ]
         matrices = _joined([(left, right) for is_index, left, right in parts if not is_index])
         lookups = _joined([(left, right) for is_index, left, right in parts if is_index])
-        if split is not None:
+        if blocks is not None:
             if parts:
                 norms_of = _formed_part_norms if direct else _part_norms
-                norms[start:stop] = norms_of(matrices, lookups, split, without_matrices=without_matrices)
+                norms[start:stop] = norms_of(matrices, lookups, blocks, without_matrices=without_matrices)
             continue
         total = torch.zeros(stop - start, dtype=torch.float64, device=norms.device)
         if matrices is not None and not without_matrices:
@@ -281,7 +283,7 @@ def _outer_norms(
 
 
 def _sliced_norms(
-    factors: Sequence[Sliced], num_sequences: int, split: Split | None, *, separate: bool
+    factors: Sequence[Sliced], num_sequences: int, blocks: ParameterBlocks | None, *, separate: bool
 ) -> torch.Tensor:
     """Return the squared norms of sums over slices. The rows of one sequence and slice make a group with a norm of its
     own; with `separate` those of one selected row and slice.
@@ -289,8 +291,8 @@ def _sliced_norms(
     separate = separate and all(factor.selected is not None and factor.selected.apart for factor in factors)
     left, right = (torch.cat(parts) for parts in zip(*((f.left, f.right) for f in factors), strict=True))
     slots, sequences = torch.cat([f.slots for f in factors]), torch.cat([f.sequences() for f in factors])
-    units = torch.cat([f.owners for f in factors]) if separate else sequences
-    norms = _zeros(num_sequences, split, right.device)
+    units = torch.cat([f.sequence_ids for f in factors]) if separate else sequences
+    norms = _zeros(num_sequences, blocks, right.device)
     if not len(slots):
         return norms
     size = int(slots.max()) + 1
@@ -300,14 +302,14 @@ def _sliced_norms(
     order = groups.argsort(stable=True)
     outer = Outer(left[order], right[order], SelectedRows.sorted(groups[order], len(keys), apart=False))
     of_groups = torch.empty_like(keys).scatter_(0, groups, sequences)
-    if split is None:
+    if blocks is None:
         return norms.index_add_(0, of_groups, _outer_norms([outer], len(keys), None))
-    squares = _zeros(num_sequences, None, right.device)[:, None, None].repeat(1, len(split.rows), right.shape[1])
+    squares = _zeros(num_sequences, None, right.device)[:, None, None].repeat(1, len(blocks.rows), right.shape[1])
     for start, stop in _chunks(len(keys), max(left.shape[1] * right.shape[1], outer.size())):
         lefts, rights = outer.part(start, stop)
         places = (of_groups[start:stop], keys[by_size[start:stop]] % size)
         squares.index_put_(places, (lefts.mT @ rights).square_().sum(dim=1, dtype=torch.float64), accumulate=True)
-    return split.sums(squares.flatten(1))
+    return blocks.sums(squares.flatten(1))
 
 
 def _lookup_norms(factors: Sequence[Outer], num_sequences: int) -> torch.Tensor:
@@ -348,13 +350,15 @@ def _direct(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 _Pair = tuple[torch.Tensor, torch.Tensor]  # left (c, S, a) or (c, S), and right (c, S, b)
 
 
-def _part_norms(matrices: _Pair | None, lookups: _Pair | None, split: Split, *, without_matrices: bool) -> torch.Tensor:
-    """Return (c, num_parts) where only rows or only columns are split, and rows only without lookups.
+def _part_norms(
+    matrices: _Pair | None, lookups: _Pair | None, blocks: ParameterBlocks, *, without_matrices: bool
+) -> torch.Tensor:
+    """Return (c, num_blocks) where only rows or only columns are blocks, and rows only without lookups.
 
     The squared norms of the columns of L^T R are diag(R^T (L L^T) R) = sum_s R * (L L^T R), which takes as much as
     L L^T and R R^T for the norm of the whole.
     """
-    by_rows = split.num_rows > 1
+    by_rows = blocks.num_rows > 1
     terms = []
     if matrices is not None and not without_matrices:
         left, right = matrices[::-1] if by_rows else matrices
@@ -366,7 +370,7 @@ def _part_norms(matrices: _Pair | None, lookups: _Pair | None, split: Split, *, 
         index = lookups[0][:, None, :].expand(-1, matrices[0].shape[1], -1)
         terms.append(2 * _along(matrices[0].gather(2, index).mT @ matrices[1], lookups[1]))
     entries = torch.stack(terms).sum(dim=0)
-    norms = split.row_sums(entries, 1) if by_rows else split.column_sums(entries)
+    norms = blocks.row_sums(entries, 1) if by_rows else blocks.column_sums(entries)
     return norms if without_matrices else norms.clamp_min_(0.0)
 
 
@@ -379,15 +383,15 @@ def _along(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _formed_part_norms(
-    matrices: _Pair | None, lookups: _Pair | None, split: Split, *, without_matrices: bool
+    matrices: _Pair | None, lookups: _Pair | None, blocks: ParameterBlocks, *, without_matrices: bool
 ) -> torch.Tensor:
-    """Return (c, num_parts) of any split, by forming the gradients (c, a, b)."""
+    """Return (c, num_blocks) of any blocks, by forming the gradients (c, a, b)."""
     given = matrices or lookups
     assert given is not None
-    number, a, b = len(given[1]), len(split.rows), len(split.columns)
+    number, a, b = len(given[1]), len(blocks.rows), len(blocks.columns)
     gradients = given[1].new_zeros(number, a, b) if matrices is None else matrices[0].mT @ matrices[1]
-    own = split.sums(gradients.square().flatten(1)) if without_matrices else 0.0
+    own = blocks.sums(gradients.square().flatten(1)) if without_matrices else 0.0
     if lookups is not None:
         rows = lookups[0] + a * torch.arange(number, device=gradients.device)[:, None]
         gradients.view(-1, b).index_add_(0, rows.flatten(), lookups[1].reshape(-1, b))
-    return split.sums(gradients.square_().flatten(1)) - own
+    return blocks.sums(gradients.square_().flatten(1)) - own

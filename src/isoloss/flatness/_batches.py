@@ -5,25 +5,18 @@ Shapes: B sequences, T positions, m predicted positions in all, d the width of t
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import Node
 
 from isoloss.errors import IsolossError
-from isoloss.flatness.engine.capture import Capture, Decoder, PositionSelection, selected_at
 from isoloss.model_checks import (
     NOTHING_PREDICTED,
-    architecture,
     device_of,
-    max_length,
-    plainly,
     unwrapped,
     virtual_tokens,
 )
@@ -211,140 +204,3 @@ def read_batches(
         except IsolossError as error:
             raise IsolossError(f"batch {number}: {error}") from error
         yield CheckedBatch(given=batch, checked=checked, number=number, first=first, clusters=numbers, after=position)
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """What a model predicts for a batch, with the graph of the forward pass: drop it before the next one."""
-
-    logits: torch.Tensor  # (m, V) with their graph, in the model's dtype
-    rows: torch.Tensor  # (m,) the sequence of each predicted position, ascending
-    targets: torch.Tensor  # (m,) the labels there
-    num_sequences: int  # B, those that predict nothing included
-    # (m, d) detached, the decoder's input; None where the logits are no linear map's output
-    hidden: torch.Tensor | None
-    decoder: Decoder | None  # the linear map; None together with `hidden`
-    capture: Capture  # what the forward pass did with the parameters
-    # `hidden` with its graph as the decoder got it, (1, m, d); None where it got all positions
-    hidden_states: torch.Tensor | None
-
-    @cached_property
-    def leaves(self) -> list[torch.Tensor]:
-        """All leaves of the logits' graph: a backward pass to these comes through every node that has a gradient.
-
-        Some are the model's own: a forward pass may call `requires_grad_` on what it computed.
-        """
-        leaves: list[torch.Tensor] = []
-        known: set[Node | None] = {None}
-        waiting = [self.logits.grad_fn]
-        while waiting:
-            if (node := waiting.pop()) in known:
-                continue
-            known.add(node)
-            assert node is not None
-            if node.name() == "torch::autograd::AccumulateGrad":
-                leaves.append(node.variable)  # type: ignore[attr-defined]
-            waiting.extend(below for below, _ in node.next_functions)
-        return leaves
-
-
-def predict(model: nn.Module, batch: Batch, capture: Capture, selection: PositionSelection) -> Predictions | None:
-    """Run the model once under a capture, which knows the weight of `selection`."""
-    with plainly(model) as plain:
-        return _predict(plain, batch, capture, selection)
-
-
-def plain_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the logits (m, V) of a model that is run as it is, without gradients."""
-    with plainly(model) as plain, torch.no_grad():
-        logits: torch.Tensor = plain(**_arguments(plain, batch)).logits
-        return logits[batch.predicted]
-
-
-def _arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    inputs = dict(batch.inputs)
-    if "use_cache" not in inputs and "use_cache" in inspect.signature(architecture(model).forward).parameters:
-        inputs["use_cache"] = False  # a cache copies keys and values
-    return inputs
-
-
-def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: PositionSelection) -> Predictions | None:
-    inputs = _arguments(model, batch)
-    try:
-        with capture, selected_at(model, selection.call, capture):
-            output = model(**inputs)
-    except NotImplementedError as error:
-        if "FlexAttention" in str(error):
-            raise IsolossError(
-                f"flex_attention has no gradient on the device {batch.predicted.device.type}: call "
-                'model.set_attn_implementation("sdpa") before measuring'
-            ) from error
-        raise
-    except (IndexError, RuntimeError) as error:
-        longest = None if selection.is_early else max_length(model)  # where early, all positions may be needed
-        if longest is not None and batch.predicted.shape[1] > longest:
-            raise IsolossError(
-                f"sequences have {batch.predicted.shape[1]} positions; the model takes at most {longest}"
-            ) from error
-        raise
-    logits = getattr(output, "logits", None)
-    if selection.is_early and not capture.has_selected:
-        return None
-    shape = (1, len(batch.targets)) if capture.has_selected else tuple(batch.predicted.shape)
-    _check_logits(model, logits, shape, batch)
-    assert logits is not None
-    capture.lose_shared(logits)
-    last_linear = capture.decoder(logits)
-    if capture.has_selected:
-        selected = logits.view(logits.shape[1:]) if logits.is_contiguous() else logits[0]
-    else:
-        selected = logits[batch.predicted]
-    rows = batch.predicted.nonzero()[:, 0]
-    if capture.unknown is None:
-        _check_finite(selected, rows)
-    states = hidden = decoder = None
-    if last_linear is not None:
-        states, decoder = last_linear
-        hidden = states.reshape(-1, states.shape[-1]) if capture.has_selected else states[batch.predicted]
-    return Predictions(
-        logits=selected,
-        rows=rows,
-        targets=batch.targets,
-        num_sequences=len(batch.predicted),
-        hidden=None if hidden is None else hidden.detach(),
-        decoder=decoder,
-        capture=capture,
-        hidden_states=states if capture.has_selected else None,
-    )
-
-
-def _check_logits(model: nn.Module, logits: Any, shape: tuple[int, ...], batch: Batch) -> None:
-    name = type(model).__name__
-    if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
-        raise IsolossError(
-            f"{name} gives no logits of shape (sequences, positions, vocabulary): is it a language model?"
-        )
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    vocabulary = getattr(text, "vocab_size", logits.shape[-1])
-    if logits.shape[-1] != vocabulary:
-        raise IsolossError(
-            f"{name} gives {logits.shape[-1]} logits a position for a vocabulary of {vocabulary}: has it an LM head?"
-        )
-    if batch.predicts and int(batch.targets.max()) >= vocabulary:
-        raise IsolossError(f"a label is {int(batch.targets.max())}; the model predicts ids 0 to {vocabulary - 1}")
-    if tuple(logits.shape[:2]) != shape:
-        raise IsolossError(f"labels of shape {tuple(batch.predicted.shape)} do not fit logits of {tuple(logits.shape)}")
-
-
-def _check_finite(logits: torch.Tensor, rows: torch.Tensor) -> None:
-    """Refuse NaN and infinite logits; by sums, which need no copy of the logits.
-
-    Some models mark what they never predict by the smallest number that there is, and the sum of two is infinite.
-    """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    finite = logits.detach().sum(dim=1, dtype=wide).isfinite()
-    if not bool(finite.all()):
-        finite[~finite] = logits.detach()[~finite].isfinite().all(dim=1)
-    if not bool(finite.all()):
-        raise IsolossError(f"the model's logits are NaN or infinite (sequence {int(rows[~finite][0])} of the batch)")

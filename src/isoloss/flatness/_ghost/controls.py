@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from isoloss import seeds
-from isoloss.flatness.engine.capture import Decoder
+from isoloss.flatness._ghost.capture import Decoder
 
 NUM_INTERMEDIATES = 3  # whose cotangents are controls, at most
 NUM_CONTROLS = 3 + 2 + NUM_INTERMEDIATES + 1 + 3  # squares, products, the first intermediate's square, further probes'
@@ -215,7 +215,7 @@ def _squared_norms(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split (m, V) so that each part has few enough numbers."""
+    """ParameterBlocks (m, V) so that each part has few enough numbers."""
     return torch.split(rows, max(1, _limit(rows) // max(1, rows.shape[1])))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from isoloss.flatness.rescaling.signals import Signal, Signals
+from isoloss.flatness._rescaling.symmetries import Signal, Signals
 
 _STREAM, _FINAL = "residual stream", "final norm"
 _ATTENTION, _FEED_FORWARD = "attention input norm", "feed-forward input norm"

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.flatness.rescaling.generators import Granularity, Rescalings, rescalings_of
+from isoloss.flatness._rescaling.symmetries import Granularity, Rescalings, rescalings_of
 from isoloss.model_checks import architecture, device_of, plainly, refuse_dropout, unwrapped
 
 _LARGEST_FACTOR = 10.0  # of a check, which has no eps
@@ -42,7 +42,7 @@ def rescaled(model: nn.Module, rescalings: Rescalings, z: ArrayLike) -> dict[str
         IsolossError: z has another shape or is not finite, or the model lacks one of the parameters.
 
     Example:
-        >>> from isoloss.flatness.rescaling import rescalings_of
+        >>> from isoloss.flatness import rescalings_of
         >>> found = rescalings_of(model)
         >>> new = rescaled(model, found, np.full(len(found.names), np.log(2)))
         >>> old = model.bert.embeddings.word_embeddings.weight
@@ -69,7 +69,7 @@ def rescaled_values(
 
 
 @torch.no_grad()
-def part_sizes(model: nn.Module, rescalings: Rescalings) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def block_sizes(model: nn.Module, rescalings: Rescalings) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return how many entries each part has, and the logarithm of their root mean square, gains without their offset.
 
     Both are (K + L,), as the rows of `rescalings.actions`; where all entries are 0 the logarithm is minus infinity.
@@ -87,7 +87,7 @@ def part_sizes(model: nn.Module, rescalings: Rescalings) -> tuple[NDArray[np.flo
 
 
 @torch.no_grad()
-def check(
+def check_rescaling(
     model: nn.Module, rescalings: Rescalings, batch: Mapping[str, Any], z: ArrayLike | None = None, *, seed: int = 0
 ) -> float:
     """Return the largest change that a rescaling makes to a log-probability of a token, in nats.
@@ -108,8 +108,8 @@ def check(
         IsolossError: Dropout is on, or z has another shape.
 
     Example:
-        >>> from isoloss.flatness.rescaling import rescalings_of
-        >>> check(model, rescalings_of(model, granularity="channel"), batches[0]) < 1e-12
+        >>> from isoloss.flatness import rescalings_of
+        >>> check_rescaling(model, rescalings_of(model, granularity="channel"), batches[0]) < 1e-12
         True
     """
     refuse_dropout(model)
@@ -264,10 +264,10 @@ def _parts(model: nn.Module, rescalings: Rescalings) -> Iterator[tuple[str, floa
     for key in rescalings.parameters:
         if key not in found:
             raise IsolossError(f"{type(network).__name__} has no parameter {key}, which is to be rescaled")
-        value, split = found[key], rescalings.splits.get(key)
+        value, split = found[key], rescalings.parameter_blocks.get(key)
         parts, number = np.zeros((1,) * value.ndim, dtype=np.int64), 1
         if split is not None:
             table = split.rows[:, None] * split.num_columns + split.columns
-            parts, number = (table if value.ndim > 1 else table[:, 0]).numpy(), split.num_parts
+            parts, number = (table if value.ndim > 1 else table[:, 0]).numpy(), split.num_blocks
         yield names[id(value)], rescalings.offsets.get(key, 0.0), slice(first, first + number), parts
         first += number

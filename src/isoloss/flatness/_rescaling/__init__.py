@@ -1,0 +1,1 @@
+"""What may be rescaled in a model without changing what it computes; private to `isoloss.flatness`."""

@@ -1,1 +1,0 @@
-"""How flatness is computed: per-sequence gradient norms, control variates, curvature products; internal."""
