@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from blocks import PAGES, ROOT, blocks_of
+
 from forking import Commands
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
