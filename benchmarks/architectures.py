@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from isoloss.cli.main import main as isoloss  # noqa: E402
 from isoloss.errors import IsolossError  # noqa: E402
 from isoloss.evaluation.context import ModelInfo, data_context  # noqa: E402
-from isoloss.evaluation.reading import ReadingConfig  # noqa: E402
+from isoloss.evaluation.input_config import InputConfig  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
 from isoloss.flatness import fisher_trace  # noqa: E402
 from isoloss.flatness._ghost import controls  # noqa: E402
@@ -220,9 +220,9 @@ def check_command_line(architecture: Architecture, dtype: torch.dtype) -> dict[s
         np.save(data, tokens.numpy())
         name = str(dtype).removeprefix("torch.")
         words = ["--num-probes", str(num_probes), "--dtype", name, "--threads", "1"]
-        reading = ReadingConfig(mask_id=None if architecture.causal else VOCABULARY - 1)
-        if reading.mask_id is not None:
-            words += ["--mask-id", str(reading.mask_id)]
+        config = InputConfig(mask_id=None if architecture.causal else VOCABULARY - 1)
+        if config.mask_id is not None:
+            words += ["--mask-id", str(config.mask_id)]
         try:
             with quiet():
                 model.save_pretrained(folder)
@@ -234,7 +234,7 @@ def check_command_line(architecture: Architecture, dtype: torch.dtype) -> dict[s
             info = ModelInfo.of(load_model(folder, dtype=dtype, device="cpu"))
         except Exception as error:
             return {"outcome": "failed", "message": _first_line(error)}
-        inputs = data_context(data, [info], reading, shuffled=False).inputs(512, 0)
+        inputs = data_context(data, [info], config, shuffled=False).inputs(512, 0)
         expected = sum(exact_trace(model, inputs.batches, causal=info.outline.causal).values())
         found = json.loads(out.getvalue())["models"][0]["estimates"]["trace"]["trace"]["value"]
     if abs(found - expected) > max(tolerance for tolerance, _ in TOLERANCES.values()) * expected:

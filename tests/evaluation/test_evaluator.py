@@ -12,8 +12,8 @@ from isoloss.errors import IsolossError
 from isoloss.evaluation import loss
 from isoloss.evaluation.context import language_inputs
 from isoloss.evaluation.evaluator import Evaluator, pending
+from isoloss.evaluation.exact_targets import exact_targets as make_targets
 from isoloss.evaluation.measures.base import settings_of
-from isoloss.evaluation.truth import truth as make_truth
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.comparing import compare as compare_traces
 from isoloss.languages.config import PRESETS, CorpusConfig
@@ -77,9 +77,9 @@ def moved(run, measure, key):
 
 @pytest.mark.parametrize("key", ["kl", "loss"])
 def test_the_paired_error_of_the_loss_is_that_of_the_sentences(run, models, language, key):
-    truth = make_truth(language, num_sentences=200, objective=CONFIG.objective, seed=7)
-    later, earlier = (loss.kl_values(models[step], truth) for step in (60, 30))
-    expected = paired_difference(*(loss.pretraining_loss(models[step], truth)[key] for step in (60, 30)))
+    targets = make_targets(language, num_sentences=200, objective=CONFIG.objective, seed=7)
+    later, earlier = (loss.kl_values(models[step], targets) for step in (60, 30))
+    expected = paired_difference(*(loss.pretraining_loss(models[step], targets)[key] for step in (60, 30)))
     found = moved(run, "loss", key)
     assert found.value == pytest.approx(expected.value, rel=1e-9)
     assert found.stderr == pytest.approx(expected.stderr, rel=1e-5)

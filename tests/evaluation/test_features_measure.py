@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import evaluate
-from isoloss.evaluation.reading import ReadingConfig
+from isoloss.evaluation.input_config import InputConfig
 from isoloss.languages.config import CorpusConfig, DyckConfig
 from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
@@ -125,12 +125,12 @@ def test_text_is_read_with_nothing_masked(tmp_path, monkeypatch, vocab, words):
     # the same ids as a file: masked for the loss, and not for features
     ids = language.held_out(40).tokens
     np.save(tmp_path / "ids.npy", ids.numpy())
-    reading = ReadingConfig(mask_id=language.mask_id)
+    inputs = InputConfig(mask_id=language.mask_id)
     (evaluation,) = evaluate(
         str(run.checkpoint(30)),
         "features",
         data=tmp_path / "ids.npy",
-        reading=reading,
+        inputs=inputs,
         settings=SETTINGS,
         output=tmp_path / "out",
         device="cpu",

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.errors import IsolossError
+from isoloss.evaluation import exact_targets as module
 from isoloss.evaluation import loss
-from isoloss.evaluation import truth as truths
 from isoloss.languages.api import ExactLanguage, Language, Sentences
 from isoloss.languages.config import HMMConfig, PCFGConfig
 from isoloss.run_config import ObjectiveConfig
@@ -155,8 +155,8 @@ def population(model):
     return entropy, kl
 
 
-def make_truth(n=600, seed=0):
-    return truths.truth(Chain(), num_sentences=n, objective=ONE, seed=seed)
+def make_targets(n=600, seed=0):
+    return module.exact_targets(Chain(), num_sentences=n, objective=ONE, seed=seed)
 
 
 # --- exact languages -------------------------------------------------------------------------------------------------
@@ -169,22 +169,24 @@ def test_the_chain_is_an_exact_language():
 
 @pytest.mark.parametrize("wrap", [lambda model: model, Plain], ids=["bert", "any module"])
 def test_values_are_exact_sentence_by_sentence(wrap):
-    model, truth = bert(), make_truth(120)
-    values = loss.kl_values(wrap(model), truth, batch_size=50)
+    model, targets = bert(), make_targets(120)
+    values = loss.kl_values(wrap(model), targets, batch_size=50)
     assert values.dtype == torch.float64
-    for i in range(len(truth)):
-        t = int((truth.batch["labels"][i] != -100).nonzero()[0])
-        tokens = torch.where(truth.batch["labels"][i] == -100, truth.batch["input_ids"][i], truth.batch["labels"][i])
-        length = int(truth.batch["attention_mask"][i].sum())
+    for i in range(len(targets)):
+        t = int((targets.batch["labels"][i] != -100).nonzero()[0])
+        tokens = torch.where(
+            targets.batch["labels"][i] == -100, targets.batch["input_ids"][i], targets.batch["labels"][i]
+        )
+        length = int(targets.batch["attention_mask"][i].sum())
         entropy, kl = per_sentence(model, tuple(tokens[:length].tolist()), t)
-        assert float(truth.entropy[i]) == pytest.approx(entropy, rel=1e-12, abs=1e-14)
+        assert float(targets.entropy[i]) == pytest.approx(entropy, rel=1e-12, abs=1e-14)
         assert float(values[i]) == pytest.approx(kl, rel=1e-10)
 
 
 def test_estimates_agree_with_the_enumerated_expectation():
     model = bert()
     entropy, kl = population(model)
-    found = loss.pretraining_loss(model, make_truth(4000, seed=3))
+    found = loss.pretraining_loss(model, make_targets(4000, seed=3))
     assert list(found) == ["entropy", "kl", "loss"]
     for name, expected in (("entropy", entropy), ("kl", kl), ("loss", entropy + kl)):
         estimate = found[name]
@@ -197,9 +199,9 @@ def test_estimates_agree_with_the_enumerated_expectation():
 
 
 def test_errors_and_subsets_are_those_of_the_values():
-    model, truth = bert(), make_truth(500)
-    values = loss.kl_values(model, truth)
-    found = loss.pretraining_loss(model, truth)["kl"]
+    model, targets = bert(), make_targets(500)
+    values = loss.kl_values(model, targets)
+    found = loss.pretraining_loss(model, targets)["kl"]
     assert found.value == pytest.approx(float(values.mean()), rel=1e-13)
     assert found.stderr == pytest.approx(float(values.std()) / math.sqrt(500), rel=1e-12)
     assert found.details["subset_std"] == pytest.approx(float(values.view(5, 100).mean(dim=1).std()), rel=1e-12)
@@ -217,7 +219,7 @@ def test_intervals_cover_the_expectation():
     expected = sum(population(model))
     covered = []
     for seed in range(200):
-        low, high = loss.pretraining_loss(model, make_truth(60, seed=seed))["loss"].ci95
+        low, high = loss.pretraining_loss(model, make_targets(60, seed=seed))["loss"].ci95
         covered.append(low < expected < high)
     assert 0.90 <= sum(covered) / 200 <= 0.99  # binomial standard deviation 1.5 points
 
@@ -235,21 +237,21 @@ def test_a_model_that_knows_the_truth_has_no_kl():
                 logits[i, x.index(4), :3] = p.log().clamp_min(-1e4)
             return type("Output", (), {"logits": logits})
 
-    found = loss.pretraining_loss(Oracle(), make_truth(40))
+    found = loss.pretraining_loss(Oracle(), make_targets(40))
     assert abs(found["kl"].value) < 1e-14
     assert found["loss"].value == pytest.approx(found["entropy"].value, rel=1e-14)
 
 
 def test_mass_on_special_tokens_is_part_of_the_kl():
-    model, truth = bert(), make_truth(30)
-    before = loss.kl_values(model, truth)
+    model, targets = bert(), make_targets(30)
+    before = loss.kl_values(model, targets)
     with torch.no_grad():
         model.cls.predictions.bias[4] += 3.0
-    assert bool((loss.kl_values(model, truth) > before).all())
+    assert bool((loss.kl_values(model, targets) > before).all())
 
 
 def test_the_truth_is_a_function_of_its_arguments():
-    first, again, other = make_truth(), make_truth(), make_truth(seed=1)
+    first, again, other = make_targets(), make_targets(), make_targets(seed=1)
     assert all(torch.equal(first.batch[name], again.batch[name]) for name in first.batch)
     assert torch.equal(first.log_conditionals(), again.log_conditionals())
     assert not torch.equal(first.batch["labels"], other.batch["labels"])
@@ -259,19 +261,19 @@ def test_the_truth_is_a_function_of_its_arguments():
 
 @pytest.mark.parametrize("batch_size", [64, 7, 1000])
 def test_truth_and_values_do_not_depend_on_the_parts(batch_size, monkeypatch):
-    model, kept = bert(), make_truth()
+    model, kept = bert(), make_targets()
     values = loss.kl_values(model, kept)
-    monkeypatch.setattr(truths, "_KEPT_BYTES", 0)
-    monkeypatch.setattr(truths, "_PART_BYTES", 5 * 8 * 3)
-    monkeypatch.setattr(truths, "_PART", 150)
+    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(module, "_PART_BYTES", 5 * 8 * 3)
+    monkeypatch.setattr(module, "_PART", 150)
     monkeypatch.setattr(loss, "ROWS", 5)
-    monkeypatch.setattr(truths, "ROWS", 5)
-    truth = make_truth()
-    assert truth.kept is None
-    torch.testing.assert_close(truth.entropy, kept.entropy, rtol=1e-14, atol=1e-15)
-    assert torch.equal(truth.log_conditionals(), kept.log_conditionals())
+    monkeypatch.setattr(module, "ROWS", 5)
+    targets = make_targets()
+    assert targets.kept is None
+    torch.testing.assert_close(targets.entropy, kept.entropy, rtol=1e-14, atol=1e-15)
+    assert torch.equal(targets.log_conditionals(), kept.log_conditionals())
     done = []
-    found = loss.kl_values(model, truth, batch_size=batch_size, progress=done.append)
+    found = loss.kl_values(model, targets, batch_size=batch_size, progress=done.append)
     torch.testing.assert_close(found, values, rtol=1e-12, atol=1e-14)
     assert done == sorted(done)
     assert done[-1] == 600
@@ -279,19 +281,19 @@ def test_truth_and_values_do_not_depend_on_the_parts(batch_size, monkeypatch):
 
 @pytest.mark.parametrize(("part_bytes", "held"), [(100 * 24, 96), (10, 32), (1000 * 24, 992)])
 def test_whole_batches_of_bounded_size_are_held(part_bytes, held, monkeypatch):
-    monkeypatch.setattr(truths, "_PART_BYTES", part_bytes)
-    assert make_truth().held_at_once(32) == held  # 24 bytes a sentence
+    monkeypatch.setattr(module, "_PART_BYTES", part_bytes)
+    assert make_targets().held_at_once(32) == held  # 24 bytes a sentence
 
 
 def test_float32_models_agree_to_their_precision():
-    truth = make_truth()
-    wide, narrow = loss.kl_values(bert(), truth), loss.kl_values(bert(dtype=torch.float32), truth)
+    targets = make_targets()
+    wide, narrow = loss.kl_values(bert(), targets), loss.kl_values(bert(dtype=torch.float32), targets)
     torch.testing.assert_close(wide, narrow, rtol=1e-4, atol=1e-5)
 
 
 def test_progress_counts_sentences():
     done = []
-    loss.kl_values(bert(), make_truth(25), batch_size=10, progress=done.append)
+    loss.kl_values(bert(), make_targets(25), batch_size=10, progress=done.append)
     assert done == [10, 20, 25]
 
 
@@ -341,21 +343,21 @@ def test_several_masked_tokens_are_predicted_from_the_visible_ones(name, kept, m
     language, probability = MANY[name]
     model = bert()
     if not kept:
-        monkeypatch.setattr(truths, "_KEPT_BYTES", 0)
-        monkeypatch.setattr(truths, "_PART_BYTES", 700)
-    truth = truths.truth(language, num_sentences=60, objective=FRACTION, seed=2)
-    assert (truth.kept is not None) == kept
-    log_conditionals = truth.log_conditionals()
-    hidden = truth.batch["labels"] != -100
-    assert torch.equal(truth.counts, hidden.sum(dim=1))
-    assert truth.counts.max() >= 3
-    tokens = torch.where(hidden, truth.batch["labels"], truth.batch["input_ids"])
+        monkeypatch.setattr(module, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(module, "_PART_BYTES", 700)
+    targets = module.exact_targets(language, num_sentences=60, objective=FRACTION, seed=2)
+    assert (targets.kept is not None) == kept
+    log_conditionals = targets.log_conditionals()
+    hidden = targets.batch["labels"] != -100
+    assert torch.equal(targets.counts, hidden.sum(dim=1))
+    assert targets.counts.max() >= 3
+    tokens = torch.where(hidden, targets.batch["labels"], targets.batch["input_ids"])
     with torch.no_grad():
-        logits = model(input_ids=truth.batch["input_ids"], attention_mask=truth.batch["attention_mask"]).logits
+        logits = model(input_ids=targets.batch["input_ids"], attention_mask=targets.batch["attention_mask"]).logits
     log_q = logits.log_softmax(dim=-1)
-    values = loss.kl_values(model, truth, batch_size=13)
+    values = loss.kl_values(model, targets, batch_size=13)
     done = 0
-    for i, m in enumerate(truth.batch["attention_mask"].sum(dim=1).tolist()):
+    for i, m in enumerate(targets.batch["attention_mask"].sum(dim=1).tolist()):
         entropy = kl = 0.0
         for t in hidden[i].nonzero()[:, 0].tolist():
             p = given_visible(probability, tokens[i, :m].tolist(), hidden[i, :m].tolist(), t)
@@ -363,26 +365,26 @@ def test_several_masked_tokens_are_predicted_from_the_visible_ones(name, kept, m
             entropy -= float(torch.special.xlogy(p, p).sum())
             kl += float((torch.special.xlogy(p, p) - p * log_q[i, t, :3]).sum())
             done += 1
-        assert float(truth.entropy[i]) == pytest.approx(entropy, rel=1e-10, abs=1e-13)
+        assert float(targets.entropy[i]) == pytest.approx(entropy, rel=1e-10, abs=1e-13)
         assert float(values[i]) == pytest.approx(kl, rel=1e-9)
     assert done == len(log_conditionals)
-    ends = truth.counts.cumsum(dim=0).tolist()
-    assert torch.equal(truth.log_conditionals(7, 31), log_conditionals[ends[6] : ends[30]])
-    found = loss.pretraining_loss(model, truth)
-    for key, sums in (("entropy", truth.entropy), ("kl", values), ("loss", truth.entropy + values)):
-        value = float(sums.sum() / truth.counts.sum())
+    ends = targets.counts.cumsum(dim=0).tolist()
+    assert torch.equal(targets.log_conditionals(7, 31), log_conditionals[ends[6] : ends[30]])
+    found = loss.pretraining_loss(model, targets)
+    for key, sums in (("entropy", targets.entropy), ("kl", values), ("loss", targets.entropy + values)):
+        value = float(sums.sum() / targets.counts.sum())
         assert found[key].value == pytest.approx(value, rel=1e-12)
-        assert found[key].stderr == pytest.approx(leave_one_out_error(sums, truth.counts), rel=1e-10)
-        assert (found[key].samples, found[key].num_predictions) == (60, int(truth.counts.sum()))
+        assert found[key].stderr == pytest.approx(leave_one_out_error(sums, targets.counts), rel=1e-10)
+        assert (found[key].samples, found[key].num_predictions) == (60, int(targets.counts.sum()))
         assert (found[key].details["masking"], found[key].details["fraction"]) == ("fraction", 0.4)
 
 
 def test_one_masked_token_is_predicted_as_among_all_positions():
-    truth = truths.truth(PARSED, num_sentences=2000, objective=ONE, seed=1)
-    hidden = truth.batch["labels"] != -100
-    tokens = torch.where(hidden, truth.batch["labels"], truth.batch["input_ids"])
-    everywhere = PARSED.log_conditionals(tokens, truth.batch["attention_mask"].sum(dim=1))
-    torch.testing.assert_close(truth.log_conditionals(), everywhere[hidden], rtol=1e-13, atol=1e-13)
+    targets = module.exact_targets(PARSED, num_sentences=2000, objective=ONE, seed=1)
+    hidden = targets.batch["labels"] != -100
+    tokens = torch.where(hidden, targets.batch["labels"], targets.batch["input_ids"])
+    everywhere = PARSED.log_conditionals(tokens, targets.batch["attention_mask"].sum(dim=1))
+    torch.testing.assert_close(targets.log_conditionals(), everywhere[hidden], rtol=1e-13, atol=1e-13)
 
 
 # --- differences -----------------------------------------------------------------------------------------------------
@@ -393,9 +395,9 @@ def test_a_paired_difference_is_exact_and_sharper():
     with torch.no_grad():
         second.cls.predictions.bias[1] += 0.1
     expected = population(first)[1] - population(second)[1]
-    truth = make_truth(3000, seed=5)
-    a, b = loss.kl_values(first, truth), loss.kl_values(second, truth)
-    found = paired_difference(*(loss.pretraining_loss(model, truth)["kl"] for model in (first, second)))
+    targets = make_targets(3000, seed=5)
+    a, b = loss.kl_values(first, targets), loss.kl_values(second, targets)
+    found = paired_difference(*(loss.pretraining_loss(model, targets)["kl"] for model in (first, second)))
     assert abs(found.value - expected) < 4 * found.stderr
     assert found.stderr == pytest.approx(float((a - b).std()) / math.sqrt(3000), rel=1e-9)
     alone = math.hypot(*(float(v.std()) / math.sqrt(3000) for v in (a, b)))
@@ -483,27 +485,27 @@ def test_held_out_loss_of_an_exact_language_agrees_with_its_exact_loss():
         (Chain(), ONE, 9, "num_sentences is 9; an error bar needs at least 10"),
     ],
 )
-def test_truths_that_cannot_be_had_are_refused(language, objective, n, sentence):
+def test_exact_targets_that_cannot_be_had_are_refused(language, objective, n, sentence):
     with pytest.raises(IsolossError, match=sentence):
-        truths.truth(language, num_sentences=n, objective=objective, seed=0)
+        module.exact_targets(language, num_sentences=n, objective=objective, seed=0)
 
 
 def test_models_that_cannot_be_measured_are_refused():
-    truth = make_truth(20)
+    targets = make_targets(20)
     with pytest.raises(IsolossError, match=r"call model\.eval\(\)"):
-        loss.pretraining_loss(bert(dropout=0.1).train(), truth)
+        loss.pretraining_loss(bert(dropout=0.1).train(), targets)
     with pytest.raises(IsolossError, match="batch_size is 0; it must be at least 1"):
-        loss.pretraining_loss(bert(), truth, batch_size=0)
+        loss.pretraining_loss(bert(), targets, batch_size=0)
     broken = bert()
     with torch.no_grad():
         broken.cls.predictions.bias[0] = math.nan
     with pytest.raises(IsolossError, match="logits are NaN or infinite in sentences 0 to 19"):
-        loss.pretraining_loss(broken, truth)
+        loss.pretraining_loss(broken, targets)
     small = bert()
     small.resize_token_embeddings(5)
     small.cls.predictions.decoder = nn.Linear(8, 2).double()
     with pytest.raises(IsolossError, match="the model knows 2 ids and the language has 3 tokens"):
-        loss.pretraining_loss(small, truth)
+        loss.pretraining_loss(small, targets)
     with pytest.raises(IsolossError, match="token 2 is not among the 2 ids of the model"):
         loss.held_out_loss(small, Corpus(), num_sequences=50, objective=ONE, seed=0)
 

@@ -11,9 +11,9 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import Evaluator, evaluate, pending
+from isoloss.evaluation.exact_targets import exact_targets
+from isoloss.evaluation.input_config import InputConfig
 from isoloss.evaluation.loss import pretraining_loss
-from isoloss.evaluation.reading import ReadingConfig
-from isoloss.evaluation.truth import truth
 from isoloss.languages.config import BracketsConfig, HMMConfig, PCFGConfig
 from isoloss.languages.hmm.language import HMM
 from isoloss.loading import load_model
@@ -93,7 +93,7 @@ def slow_loss(model, language):
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_the_loss_is_the_sum_over_all_sentences_and_positions(name):
     language = LANGUAGES[name]
-    model, whole = model_of(language), truth(language, num_sentences="all", objective=ONE, seed=0)
+    model, whole = model_of(language), exact_targets(language, num_sentences="all", objective=ONE, seed=0)
     entropy, kl = slow_loss(model, language)
     assert kl > 0.01
     wide = pretraining_loss(model, whole, batch_size=50)
@@ -105,7 +105,7 @@ def test_the_loss_is_the_sum_over_all_sentences_and_positions(name):
 
 def test_the_sum_is_told_to_be_exact():
     language = LANGUAGES["grammar"]
-    whole = truth(language, num_sentences="all", objective=ONE, seed=0)
+    whole = exact_targets(language, num_sentences="all", objective=ONE, seed=0)
     found = pretraining_loss(model_of(language), whole)
     assert list(found) == ["entropy", "kl", "loss"]
     for name, estimate in found.items():
@@ -124,8 +124,8 @@ def test_the_sum_is_told_to_be_exact():
 def test_drawn_sentences_have_it_as_their_mean():
     language = LANGUAGES["grammar"]
     model = model_of(language)
-    exact = pretraining_loss(model, truth(language, num_sentences="all", objective=ONE, seed=0))
-    drawn = pretraining_loss(model, truth(language, num_sentences=20_000, objective=ONE, seed=1))
+    exact = pretraining_loss(model, exact_targets(language, num_sentences="all", objective=ONE, seed=0))
+    drawn = pretraining_loss(model, exact_targets(language, num_sentences=20_000, objective=ONE, seed=1))
     for name, estimate in drawn.items():
         assert estimate.stderr < 0.01
         assert abs(estimate.value - exact[name].value) < 4 * estimate.stderr
@@ -216,15 +216,15 @@ def test_other_probabilities_are_other_inputs(run):
 )
 def test_what_cannot_be_summed_is_refused(config, objective, num, sentence):
     with pytest.raises(IsolossError) as refused:
-        truth(config.build(), num_sentences=num, objective=objective, seed=0)
+        exact_targets(config.build(), num_sentences=num, objective=objective, seed=0)
     assert sentence in str(refused.value)
 
 
 def test_a_loss_without_exact_probabilities_is_no_sum(run, tmp_path):
     np.save(tmp_path / "ids.npy", np.zeros((20, 4), dtype=np.int64))
-    reading = ReadingConfig(mask_id=4)
+    inputs = InputConfig(mask_id=4)
     with pytest.raises(IsolossError, match="text has no exact probabilities to sum over: give a number of sentences"):
-        evaluate(run.checkpoint(20), "loss", data=tmp_path / "ids.npy", reading=reading, settings=ALL)
+        evaluate(run.checkpoint(20), "loss", data=tmp_path / "ids.npy", inputs=inputs, settings=ALL)
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
@@ -236,10 +236,10 @@ def test_a_million_sentences_agree_with_the_sum(tmp_path):
     language, trained = config.build(), Run(tmp_path / "run")
     train(trained, replace(CONFIG, language=config, steps=400, batch_size=128, checkpoints=()), language)
     model = load_model(trained.checkpoint(400), device="cpu").model
-    exact = pretraining_loss(model, truth(language, num_sentences="all", objective=ONE, seed=0))["kl"]
-    drawn = pretraining_loss(model, truth(language, num_sentences=1_000_000, objective=ONE, seed=1), batch_size=4096)[
-        "kl"
-    ]
+    exact = pretraining_loss(model, exact_targets(language, num_sentences="all", objective=ONE, seed=0))["kl"]
+    drawn = pretraining_loss(
+        model, exact_targets(language, num_sentences=1_000_000, objective=ONE, seed=1), batch_size=4096
+    )["kl"]
     print(f"\nall {exact.num_predictions:,} masked sentences: KL {exact}")
     print(f"1,000,000 drawn sentences: KL {drawn}; five subsets of 200,000: ± {drawn.details['subset_std']:.1g}")
     assert exact.value > 0.005

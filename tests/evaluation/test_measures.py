@@ -15,9 +15,9 @@ from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.evaluation.context import MeasureContext
 from isoloss.evaluation.evaluator import evaluate
+from isoloss.evaluation.input_config import InputConfig
 from isoloss.evaluation.measures.base import Measure, MeasureResult, make_measure, name_fields, settings_of
 from isoloss.evaluation.measures.flatness import FlatnessMeasure
-from isoloss.evaluation.reading import ReadingConfig
 from isoloss.flatness import _measurement, fisher_trace
 from isoloss.flatness._rescaling.apply import rescaled_at_random
 from isoloss.languages.api import Language
@@ -295,14 +295,12 @@ def test_mistakes_are_told_before_anything_is_loaded():
 
 def test_what_does_not_apply_is_refused_where_it_was_asked_for(checkpoints):
     with pytest.raises(IsolossError, match="tasks are those of a language, and none is given"):
-        evaluate(checkpoints / "a", ["probe-root"], data=checkpoints / "ids.npy", reading=ReadingConfig(mask_id=9))
+        evaluate(checkpoints / "a", ["probe-root"], data=checkpoints / "ids.npy", inputs=InputConfig(mask_id=9))
 
 
 def test_sentences_of_a_language_are_masked_as_asked(checkpoints):
-    def masked(**reading):
-        found = evaluate(
-            checkpoints / "a", ["loss"], language=LANGUAGE, settings=SMALL, reading=ReadingConfig(**reading)
-        )
+    def masked(**inputs):
+        found = evaluate(checkpoints / "a", ["loss"], language=LANGUAGE, settings=SMALL, inputs=InputConfig(**inputs))
         return found[0].estimates["loss"].num_predictions
 
     assert masked() == masked(masking="one") == 40  # one token of each sentence
@@ -369,8 +367,8 @@ def test_a_rule_that_a_measure_has_no_use_for_is_refused(checkpoints):
 
 
 def test_the_loss_on_token_ids_is_their_cross_entropy(checkpoints):
-    reading = ReadingConfig(mask_id=9)
-    (found,) = evaluate(checkpoints / "a", ["loss"], data=checkpoints / "ids.npy", reading=reading)
+    inputs = InputConfig(mask_id=9)
+    (found,) = evaluate(checkpoints / "a", ["loss"], data=checkpoints / "ids.npy", inputs=inputs)
     loaded = load_model(checkpoints / "a", device="cpu")
     masking = ObjectiveConfig(masking="fraction")
     options = {"checkpoint": loaded.name, "config": loaded.model.config, "kind": "masked", "mask_id": 9}

@@ -9,8 +9,8 @@ import torch
 from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import Evaluator
+from isoloss.evaluation.exact_targets import exact_targets
 from isoloss.evaluation.pretraining import _VALIDATION_SEED, Monitor, pretrain
-from isoloss.evaluation.truth import truth
 from isoloss.languages.config import LAPTOP_PCFG, BracketsConfig, PCFGConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.runs import Run
@@ -172,7 +172,7 @@ def test_a_stage_ends_where_the_kl_on_its_own_sentences_is_low_enough(tmp_path):
     drawn = [
         {
             tuple(row)
-            for row in truth(language, num_sentences=256, objective=config.objective, seed=seed)
+            for row in exact_targets(language, num_sentences=256, objective=config.objective, seed=seed)
             .batch["input_ids"]
             .tolist()
         }

@@ -8,8 +8,8 @@ import torch
 from isoloss import config as configs
 from isoloss import evaluate, finetune, languages, linear_probe, make_task, pretrain
 from isoloss.errors import IsolossError
+from isoloss.evaluation.exact_targets import truth, why_no_truth
 from isoloss.evaluation.loss import pretraining_loss
-from isoloss.evaluation.truth import truth, why_no_truth
 from isoloss.languages.config import BracketsConfig, DyckConfig, FileConfig, FramedConfig, HMMConfig, PCFGConfig
 from isoloss.languages.enumeration import all_sentences, masked_sentences, why_not_enumerable
 from isoloss.languages.framed import Framed

@@ -13,7 +13,7 @@ from toy_language import PairLanguage
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
-from isoloss.evaluation.truth import truth
+from isoloss.evaluation.exact_targets import exact_targets
 from isoloss.languages.config import BracketsConfig, CorpusConfig, HMMConfig, PCFGConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, StageConfig, TrainConfig
 from isoloss.runs import Run
@@ -174,7 +174,7 @@ def test_evaluations_draw_other_sentences():
     config = PCFGConfig(seed=4)
     language = config.build()
     seen = sentences(drawn(language, TrainConfig(language=config, num_sentences=2000, batch_size=2000), [1]))
-    measured = truth(language, num_sentences=2000, objective=ObjectiveConfig(), seed=0).batch
+    measured = exact_targets(language, num_sentences=2000, objective=ObjectiveConfig(), seed=0).batch
     tokens = torch.where(measured["labels"] == IGNORED, measured["input_ids"], measured["labels"])
     shared = len(set(seen) & set(map(tuple, tokens.tolist())))
     independent = len(set(seen) & set(map(tuple, language.sample(2000).tokens.tolist())))

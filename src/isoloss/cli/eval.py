@@ -11,7 +11,7 @@ import tyro
 from isoloss.cli import common
 from isoloss.cli.arguments import given
 from isoloss.cli.options import measure_configs, refuse_left_out, select, with_options
-from isoloss.evaluation.reading import ReadingConfig
+from isoloss.evaluation.input_config import InputConfig
 from isoloss.presets import load_preset
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    cls = with_options(Args, reading=[ReadingConfig], settings=measure_configs())
+    cls = with_options(Args, inputs=[InputConfig], settings=measure_configs())
     args: Any = common.parse(cls, "eval", arguments, examples=EXAMPLES)
     refuse_left_out(args.measures or ())
     settings = vars(args.settings)
@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> int:
             args.measures,
             data=args.data,
             language=args.language,
-            reading=select(args.reading, ReadingConfig),
+            inputs=select(args.inputs, InputConfig),
             steps=args.steps,
             settings=settings,
             output=args.output,

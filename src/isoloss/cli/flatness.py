@@ -16,8 +16,8 @@ from isoloss import early_checks, files, interrupts
 from isoloss.cli import common, flatness_output
 from isoloss.cli.options import measure_configs, refuse_left_out, select, with_options
 from isoloss.errors import IsolossError
+from isoloss.evaluation.input_config import InputConfig, common_run_config
 from isoloss.evaluation.measures.flatness import FlatnessMeasure, flatness_measure
-from isoloss.evaluation.reading import ReadingConfig, common_run_config
 from isoloss.runs import refuse_run, refuse_twice
 from isoloss.statistics.checking import positive
 from isoloss.statistics.equivalence import SAME_LOSS_NATS
@@ -102,7 +102,7 @@ class Args:
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     own = [config for config in measure_configs() if issubclass(config, FlatnessMeasure)]
-    cls = with_options(Args, reading=[ReadingConfig], settings=own)
+    cls = with_options(Args, inputs=[InputConfig], settings=own)
     args: Any = common.parse(cls, "flatness", arguments, examples=EXAMPLES)
     where_known = not (args.measures or args.control)
     if where_known:
@@ -179,8 +179,8 @@ def _check(args: Any, settings: Mapping[str, Any]) -> None:
     positive("--same-loss-nats", args.same_loss_nats)
     for measure in args.measures:
         flatness_measure(measure, settings)
-    reading = select(args.reading, ReadingConfig)
-    reading.check()
+    inputs = select(args.inputs, InputConfig)
+    inputs.check()
     configs.check(args)
     for name in args.models:
         refuse_run(Path(name), "and flatness is measured of a checkpoint")
@@ -190,7 +190,7 @@ def _check(args: Any, settings: Mapping[str, Any]) -> None:
         hub_datasets.check_data(args.data)
     else:
         common_run_config(args.models)
-        reading.check_run(args.models[0])
+        inputs.check_run(args.models[0])
     early_checks.check_device(args.device)
     if args.figure is not None and (len(args.models) == 1 or "trace" not in args.measures):
         raise IsolossError("--figure shows the traces of several models beside each other: name more, or leave it out")
@@ -221,13 +221,13 @@ def _model(args: Any, name: str) -> Any:
 def _context(args: Any, models: list[ModelInfo]) -> MeasureContext:
     from isoloss.evaluation import context as contexts
 
-    reading = select(args.reading, ReadingConfig)
+    inputs = select(args.inputs, InputConfig)
     shuffled = _is_shuffled(args)
     if args.data is not None:
-        context = contexts.data_context(args.data, models, reading, shuffled=shuffled)
+        context = contexts.data_context(args.data, models, inputs, shuffled=shuffled)
     else:
         config = common_run_config(args.models)
-        context = contexts.language_context(config.language, config.objective, models, reading, shuffled=shuffled)
+        context = contexts.language_context(config.language, config.objective, models, inputs, shuffled=shuffled)
     context.rtol, context.seconds, context.resume = args.rtol, args.seconds, args.resume
     return context
 

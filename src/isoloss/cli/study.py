@@ -14,7 +14,7 @@ import tyro
 from isoloss import files, interrupts
 from isoloss.cli import common
 from isoloss.errors import IsolossError
-from isoloss.evaluation.given import Given
+from isoloss.evaluation.external import ExternalCheckpoint
 from isoloss.registry import EXECUTORS
 from isoloss.runs import Run
 from isoloss.studies.leases import EXPIRY_SECONDS
@@ -174,9 +174,9 @@ def _run(args: Args, folder: StudyFolder) -> int:
     folder.exists()  # refuses a folder that is not this study's before anything is written
     execute: Executor = EXECUTORS.load(args.executor)
     options = _options(args, folder)
-    if args.storage and any(isinstance(one.config, Given) for one in folder.scale.experiments.values()):
+    if args.storage and any(isinstance(one.config, ExternalCheckpoint) for one in folder.scale.experiments.values()):
         raise IsolossError(
-            "given checkpoints are not sent through a --storage: run this study where all nodes share its folder"
+            "external checkpoints are not sent through a --storage: run this study where all nodes share its folder"
         )
     if args.archive is not None:
         from isoloss.studies.archive import check, restore

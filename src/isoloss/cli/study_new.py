@@ -32,17 +32,18 @@ def run(dropout, seed):
     return Experiment(config=config, measurements=(MEASURED,), group=f"dropout {{dropout}}")
 
 
-# A model trained elsewhere: Experiment(config=isoloss.studies.Given(checkpoint="FOLDER", data="text.txt"), ...)
+# A model trained elsewhere: Experiment(config=ExternalCheckpoint(checkpoint="FOLDER", data="text.txt"), ...),
+# with isoloss.studies.ExternalCheckpoint
 RUNS = {{f"dropout-{{rate}}-seed-{{seed}}": run(rate, seed) for rate in (0.0, 0.2) for seed in (1, 2)}}
 
 # Claims, written before the runs: Study(claims=..., contrasts=...); docs/studies.md has an example
 STUDY = Study(name="{name}", scales={{"laptop": Scale(description="a minute", experiments=RUNS)}})
 '''
 
-_GIVEN = '''\
+_EXTERNAL = '''\
 """{name}: how flat are these checkpoints, and what is their loss?"""
 
-from isoloss.studies import Experiment, Given, Measurement, Scale, Study
+from isoloss.studies import Experiment, ExternalCheckpoint, Measurement, Scale, Study
 
 DATA = {data}
 CHECKPOINTS = {{  # what each is called in tables: its folder, or its name on the Hugging Face hub
@@ -50,7 +51,7 @@ CHECKPOINTS = {{  # what each is called in tables: its folder, or its name on th
 }}
 MEASURED = Measurement(measures=("loss", "trace", "minimal-trace"))  # isoloss ls measures
 RUNS = {{
-    name: Experiment(config=Given(checkpoint=checkpoint, data=DATA), measurements=(MEASURED,))
+    name: Experiment(config=ExternalCheckpoint(checkpoint=checkpoint, data=DATA), measurements=(MEASURED,))
     for name, checkpoint in CHECKPOINTS.items()
 }}
 
@@ -94,7 +95,7 @@ def _given(name: str, checkpoints: Sequence[str], data: Path) -> str:
         if plain in called or not plain:
             plain = f"{plain or 'checkpoint'}-{len(called) + 1}"
         called[plain] = checkpoint
-    return _GIVEN.format(
+    return _EXTERNAL.format(
         name=name,
         data=_quoted(str(data)),
         checkpoints="\n".join(f"    {_quoted(key)}: {_quoted(value)}," for key, value in called.items()),

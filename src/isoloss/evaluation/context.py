@@ -1,4 +1,4 @@
-"""What measures are made on: inputs, the truth and tasks, made once for all models and measures that share them."""
+"""What measures are made on: inputs, exact targets and tasks, made once for all models and measures that share them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
+from isoloss.evaluation.exact_targets import ExactTargets, exact_targets
+from isoloss.evaluation.input_config import InputConfig
 from isoloss.evaluation.measures.base import weights_digest
-from isoloss.evaluation.reading import ReadingConfig
-from isoloss.evaluation.truth import Truth, truth
 from isoloss.flatness.comparing import Outline
 from isoloss.languages.api import Language, Sentences
 from isoloss.languages.enumeration import all_sentences, why_not_enumerable
@@ -76,11 +76,11 @@ class MeasureContext:
         tokens = torch.where(labels == IGNORED, whole["input_ids"], labels)
         return Sentences(tokens, whole["attention_mask"].sum(dim=1))
 
-    def truth(self, num_sentences: int | Literal["all"], seed: int) -> Truth:
-        """Return masked sentences of the language and their exact conditionals (`isoloss.evaluation.truth.truth`)."""
+    def exact_targets(self, num_sentences: int | Literal["all"], seed: int) -> ExactTargets:
+        """Return masked sentences of the language and their exact conditionals."""
         return self._once(
-            ("truth", num_sentences, seed),
-            lambda: truth(self.language, num_sentences=num_sentences, objective=self.objective, seed=seed),
+            ("exact targets", num_sentences, seed),
+            lambda: exact_targets(self.language, num_sentences=num_sentences, objective=self.objective, seed=seed),
         )
 
     def tokenizer(self) -> Any:
@@ -181,7 +181,7 @@ class ModelInfo:
         return cls(loaded.name, loaded.architecture, outline, config, longest, has_embeddings)
 
 
-def data_context(data: Path, models: Sequence[ModelInfo], config: ReadingConfig, *, shuffled: bool) -> MeasureContext:
+def data_context(data: Path, models: Sequence[ModelInfo], config: InputConfig, *, shuffled: bool) -> MeasureContext:
     """Return the context of measuring models on text or token ids, which must mean the same to all of
     them.
     """
@@ -224,7 +224,7 @@ def language_context(
     language: LanguageConfig,
     objective: ObjectiveConfig,
     models: Sequence[ModelInfo],
-    config: ReadingConfig,
+    config: InputConfig,
     *,
     shuffled: bool,
 ) -> MeasureContext:
@@ -255,7 +255,7 @@ def run_context(config: TrainConfig) -> MeasureContext:
     )
 
 
-def _fitting(inputs: Inputs, models: Sequence[ModelInfo], config: ReadingConfig, order: int | None) -> Inputs:
+def _fitting(inputs: Inputs, models: Sequence[ModelInfo], config: InputConfig, order: int | None) -> Inputs:
     """Return inputs in batches that fit all models, in random order where there is a seed of it."""
     size = config.batch_size or min(inputs.fitting_batch_size(model.config) for model in models)
     return (inputs if order is None else inputs.shuffled(order)).cut(size)

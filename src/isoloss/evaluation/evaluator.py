@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from isoloss import config as configs
 from isoloss import early_checks, files
 from isoloss.errors import IsolossError, warn
-from isoloss.evaluation.given import GivenRun
+from isoloss.evaluation.external import ExternalRun
+from isoloss.evaluation.input_config import InputConfig
 from isoloss.evaluation.measures.base import MeasureResult, make_measure, settings_of, weights_digest
-from isoloss.evaluation.reading import ReadingConfig
 from isoloss.evaluation.results import Evaluations
 from isoloss.registry import MEASURES
 from isoloss.run_config import ObjectiveConfig
@@ -41,7 +41,7 @@ def evaluate(
     data: str | Path | None = None,
     language: Any = None,
     objective: ObjectiveConfig | None = None,
-    reading: ReadingConfig | None = None,
+    inputs: InputConfig | None = None,
     steps: int | Sequence[int] = (),
     settings: Settings | None = None,
     output: str | Path | None = None,
@@ -62,7 +62,7 @@ def evaluate(
         language: A language's name or path (see `isoloss.languages.resolve`), or its config.
         objective: What is predicted of the sentences of `language`; None: one masked token, or next tokens, as the
             model is.
-        reading: How `data` is read.
+        inputs: How `data` is read.
         steps: Of runs, the step or steps to measure; none: all that have a checkpoint.
         settings: How much is measured and how, by the names of the measures' fields, e.g. `{"loss_sentences": 1000}`.
         output: For `data` or a `language`: a folder for the files that a run has in its `evaluations`.
@@ -112,15 +112,15 @@ def evaluate(
                 f"{given} is for data or a language: a run is measured on its own language, as it was trained, and in "
                 "float32"
             )
-        (reading or ReadingConfig()).check_run(str(names[0]), "batch_size")
+        (inputs or InputConfig()).check_run(str(names[0]), "batch_size")
         parts = [(str(name), *_checkpoints_of(Path(name), steps)) for name in names]
         return _evaluate_runs(parts, measures, settings, device, progress)
     if steps:
         raise IsolossError("steps are those of a run that is measured on its own language: name checkpoints instead")
     if data is not None and language is not None:
         raise IsolossError("data and a language are given: a model is measured on one of the two")
-    reading = reading or ReadingConfig()
-    reading.check()
+    inputs = inputs or InputConfig()
+    inputs.check()
     checkpoints = [str(name) for name in names]
     refuse_twice(checkpoints)
     for name in checkpoints:
@@ -151,10 +151,10 @@ def evaluate(
     }
     infos = [contexts.ModelInfo.of(load_model(name, **options)) for name in checkpoints]
     if data is not None:
-        context = contexts.data_context(Path(data), infos, reading, shuffled=False)
+        context = contexts.data_context(Path(data), infos, inputs, shuffled=False)
     else:
-        objective = objective or reading.objective(infos[0].name, is_causal=infos[0].outline.causal, default="one")
-        context = contexts.language_context(language, objective, infos, reading, shuffled=False)
+        objective = objective or inputs.objective(infos[0].name, is_causal=infos[0].outline.causal, default="one")
+        context = contexts.language_context(language, objective, infos, inputs, shuffled=False)
     chosen = _applying(measures, settings, context, ", ".join(checkpoints))
     done: list[tuple[str, Evaluation]] = []
     for name in checkpoints:
@@ -204,7 +204,7 @@ def pending(run: Run, measures: Sequence[str], steps: Sequence[int], settings: S
 
 
 class Evaluator:
-    """Makes evaluations of one run; what its checkpoints share (the truth, the tasks, the inputs) is made once."""
+    """Makes evaluations of one run; what its checkpoints share (exact targets, tasks, inputs) is made once."""
 
     def __init__(
         self, run: Run, settings: Settings | None = None, *, device: str = "cpu", context: MeasureContext | None = None
@@ -214,7 +214,7 @@ class Evaluator:
 
         self.run, self.settings, self.device = run, settings or {}, resolve_device(device)
         if context is None:
-            context = run.context(self.device) if isinstance(run, GivenRun) else run_context(run.config)
+            context = run.context(self.device) if isinstance(run, ExternalRun) else run_context(run.config)
         self.context = context
         self._loaded: tuple[int, Any] | None = None
 
@@ -280,9 +280,9 @@ def _applying(
 def _checkpoints_of(path: Path, steps: Sequence[int]) -> tuple[Run, Sequence[int]]:
     """Return the run that a path names, or one of whose checkpoints it names, and the steps to measure."""
     run = Run(path)
-    given = GivenRun(path)
-    if given.exists:
-        return given, tuple(steps) or (0,)
+    external = ExternalRun(path)
+    if external.exists:
+        return external, tuple(steps) or (0,)
     if run.exists:
         if chosen := tuple(steps) or tuple(run.steps()):
             return run, chosen
@@ -313,7 +313,7 @@ def _evaluate_runs(
     for name, run, pairs in todo:
         if not pairs:
             continue
-        shared: Any = run.path if isinstance(run, GivenRun) else (run.config.language, run.config.objective)
+        shared: Any = run.path if isinstance(run, ExternalRun) else (run.config.language, run.config.objective)
         evaluator = Evaluator(run, settings, device=device, context=contexts.get(shared))
         contexts[shared] = evaluator.context
         wanted = dict.fromkeys(measure for _, measure in pairs)

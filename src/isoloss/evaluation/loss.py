@@ -16,7 +16,7 @@ from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.evaluation.truth import ROWS, SUBSETS, Truth, by_sentence, probabilities
+from isoloss.evaluation.exact_targets import ROWS, SUBSETS, ExactTargets, by_sentence, probabilities
 from isoloss.languages.api import Language
 from isoloss.model_checks import device_of, refuse_dropout
 from isoloss.models.make import predicted_logits
@@ -33,7 +33,7 @@ UNIT = "nats per predicted token"
 
 
 def kl_values(
-    model: nn.Module, truth: Truth, *, batch_size: int = 256, progress: Callable[[int], None] | None = None
+    model: nn.Module, targets: ExactTargets, *, batch_size: int = 256, progress: Callable[[int], None] | None = None
 ) -> torch.Tensor:
     """Return (n,) float64: KL(p || q) = sum_c p_c (log p_c - log q_c) in nats, summed over a sentence's masked tokens.
 
@@ -43,15 +43,15 @@ def kl_values(
     Raises:
         IsolossError: Dropout is on, the model knows fewer ids than the language, or its logits are not finite.
     """
-    ends = truth.counts.cumsum(dim=0)
+    ends = targets.counts.cumsum(dim=0)
     values = torch.empty(int(ends[-1]), dtype=torch.float64)
     done, upto = 0, 0
     held = values[:0]  # conditionals of the masked positions up to `upto`
-    at_once = truth.held_at_once(max(1, batch_size))
-    for log_q in _log_predictions(model, truth.batch, batch_size=batch_size):
+    at_once = targets.held_at_once(max(1, batch_size))
+    for log_q in _log_predictions(model, targets.batch, batch_size=batch_size):
         if done == upto:
             first = int(torch.searchsorted(ends, done, right=True))
-            held = truth.log_conditionals(first, first + at_once)
+            held = targets.log_conditionals(first, first + at_once)
             upto += len(held)
         log_p = held[len(held) - (upto - done) :][: len(log_q)]
         if log_q.shape[1] < log_p.shape[1]:
@@ -61,46 +61,46 @@ def kl_values(
         done += len(log_q)
         if progress is not None:
             progress(int(torch.searchsorted(ends, done, right=True)))
-    return by_sentence(values, truth.batch["labels"] != IGNORED)
+    return by_sentence(values, targets.batch["labels"] != IGNORED)
 
 
 def pretraining_loss(
-    model: nn.Module, truth: Truth, *, batch_size: int = 256, progress: Callable[[int], None] | None = None
+    model: nn.Module, targets: ExactTargets, *, batch_size: int = 256, progress: Callable[[int], None] | None = None
 ) -> dict[str, Estimate]:
     """Return `entropy`, `kl` and `loss` = entropy + KL: the model's cross-entropy against the truth (paper, A.5, A.7).
 
     In nats per predicted token; all predicted tokens weigh the same, and errors are over sentences. `details` holds
     `subset_std`, the standard deviation over five subsets as the paper prints it, and their `subset_size`. `kl` and
-    `loss` have influences (`entropy` says nothing of the model), for the paired difference of two models on one truth
-    (`isoloss.statistics.paired.paired_difference`), whose error is far smaller than these errors combined.
+    `loss` have influences (`entropy` says nothing of the model), for the paired difference of two models on the same
+    targets (`isoloss.statistics.paired.paired_difference`), whose error is far smaller than these errors combined.
 
-    If the truth has all masked sentences, the three are exact sums: their error is 0, and they have no subsets and no
+    If the targets are all masked sentences, the three are exact sums: their error is 0, and they have no subsets and no
     influences.
 
     Arguments and errors are those of `kl_values`.
     """
     started = time.perf_counter()
-    kl = kl_values(model, truth, batch_size=batch_size, progress=progress)
-    details = {**_details(model), **_predicted(truth.objective)}
-    sums = {"entropy": truth.entropy, "kl": kl, "loss": truth.entropy + kl}
+    kl = kl_values(model, targets, batch_size=batch_size, progress=progress)
+    details = {**_details(model), **_predicted(targets.objective)}
+    sums = {"entropy": targets.entropy, "kl": kl, "loss": targets.entropy + kl}
     seconds = time.perf_counter() - started
-    if truth.weights is not None:
+    if targets.weights is not None:
         return {
             name: Estimate(
-                value=float(truth.weights @ values),
+                value=float(targets.weights @ values),
                 stderr=0.0,
                 samples=0,
                 unit=UNIT,
-                num_predictions=len(truth),
-                method=f"exact conditionals, {name}: a sum over all {len(truth):,} masked sentences",
+                num_predictions=len(targets),
+                method=f"exact conditionals, {name}: a sum over all {len(targets):,} masked sentences",
                 seconds=seconds,
                 details=details,
             )
             for name, values in sums.items()
         }
-    details["seed"] = truth.seed
+    details["seed"] = targets.seed
     estimates = {
-        name: _estimate(values, truth.counts, method=f"exact conditionals, {name}", details=details, seconds=seconds)
+        name: _estimate(values, targets.counts, method=f"exact conditionals, {name}", details=details, seconds=seconds)
         for name, values in sums.items()
     }
     return {**estimates, "entropy": dataclasses.replace(estimates["entropy"], influence=None)}

@@ -25,7 +25,7 @@ from isoloss.training.throughput import Progress
 from isoloss.training.trainer import train
 
 if TYPE_CHECKING:
-    from isoloss.evaluation.truth import Truth
+    from isoloss.evaluation.exact_targets import ExactTargets
 
 _SEED = 0  # of what is measured on during training: the same for all runs
 _VALIDATION_SEED = derive(_SEED, "validation")  # of what decides where a stage ends, which no evaluation is made on
@@ -158,13 +158,13 @@ class Monitor:
 
     def __init__(self, language: Language, config: TrainConfig) -> None:
         from isoloss.evaluation.context import language_inputs
-        from isoloss.evaluation.truth import truth
+        from isoloss.evaluation.exact_targets import exact_targets
 
         self._language, self._objective, self._n = language, config.objective, config.measure_sentences
         self._batches = language_inputs(language, config.objective, num_sequences=self._n, seed=_SEED).batches
-        self._truth = None
+        self._targets = None
         if language.is_exact and config.objective.kind == "masked":
-            self._truth = truth(language, num_sentences=self._n, objective=config.objective, seed=_SEED)
+            self._targets = exact_targets(language, num_sentences=self._n, objective=config.objective, seed=_SEED)
 
     def __call__(self, model: Any) -> dict[str, float]:
         """Return the values by name, of a model in eval mode."""
@@ -172,8 +172,8 @@ class Monitor:
         from isoloss.flatness import fisher_trace
 
         estimates = {}
-        if self._truth is not None:
-            estimates["kl"] = loss.pretraining_loss(model, self._truth)["kl"]
+        if self._targets is not None:
+            estimates["kl"] = loss.pretraining_loss(model, self._targets)["kl"]
         elif self._language.num_held_out:
             estimates["held_out"] = loss.held_out_loss(
                 model, self._language, num_sequences=self._n, objective=self._objective, seed=_SEED
@@ -198,11 +198,11 @@ class Validation:
     """
 
     def __init__(self, language: Language, config: TrainConfig) -> None:
-        from isoloss.evaluation.truth import why_no_truth
+        from isoloss.evaluation.exact_targets import why_no_exact_targets
 
         self._language, self._objective, self._n = language, config.objective, config.measure_sentences
         for number, stage in enumerate(config.stages):
-            reason = stage.target_kl and why_no_truth(
+            reason = stage.target_kl and why_no_exact_targets(
                 language, num_sentences=self._n, objective=self._objective, seed=_VALIDATION_SEED
             )
             if reason:
@@ -213,16 +213,16 @@ class Validation:
         from isoloss.evaluation import loss
 
         if what == "kl":
-            estimate = loss.pretraining_loss(model, self._truth)["kl"]
+            estimate = loss.pretraining_loss(model, self._targets)["kl"]
         else:
             estimate = loss.text_loss(model, self._batches, objective=self._objective, seed=_VALIDATION_SEED)["loss"]
         return {f"validation_{what}_nats": estimate.value, f"validation_{what}_stderr": estimate.stderr}
 
     @functools.cached_property
-    def _truth(self) -> Truth:
-        from isoloss.evaluation.truth import truth
+    def _targets(self) -> ExactTargets:
+        from isoloss.evaluation.exact_targets import exact_targets
 
-        return truth(self._language, num_sentences=self._n, objective=self._objective, seed=_VALIDATION_SEED)
+        return exact_targets(self._language, num_sentences=self._n, objective=self._objective, seed=_VALIDATION_SEED)
 
     @functools.cached_property
     def _batches(self) -> Sequence[Mapping[str, torch.Tensor]]:

@@ -19,12 +19,12 @@ A study is a Python file that defines a `Study`:
 a function `study()` that returns it.
 """
 
-from isoloss.evaluation.given import Given
+from isoloss.evaluation.external import ExternalCheckpoint
 from isoloss.lazy import exports
 from isoloss.studies.spec import Experiment, Measurement, Scale, Study, load_study
 
-__all__ = ["Claim", "Contrast", "Experiment", "Given", "Measurement", "PageParts", "Resources", "Results", "Scale",
-           "Study", "StudyFolder", "SummaryTable", "load_study"]  # fmt: skip
+__all__ = ["Claim", "Contrast", "Experiment", "ExternalCheckpoint", "Measurement", "PageParts", "Resources", "Results",
+           "Scale", "Study", "StudyFolder", "SummaryTable", "load_study"]  # fmt: skip
 
 _EXPORTS = {
     "Claim": "isoloss.studies.claims",

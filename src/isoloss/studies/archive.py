@@ -18,7 +18,7 @@ from pathlib import Path
 
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.evaluation.given import RECORD
+from isoloss.evaluation.external import RECORD
 from isoloss.runs import ARCHIVED, Run
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.growing import complete_blocks

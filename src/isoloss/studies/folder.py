@@ -13,7 +13,7 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import pending
-from isoloss.evaluation.given import RECORD, Given, GivenRun
+from isoloss.evaluation.external import RECORD, ExternalCheckpoint, ExternalRun
 from isoloss.evaluation.measures.base import settings_of
 from isoloss.runs import Run
 from isoloss.studies.answers import answer_all, check_measures
@@ -129,7 +129,7 @@ class StudyFolder:
             )
         for name, experiment in self.scale.experiments.items():
             configs.check(experiment.config)
-            if isinstance(experiment.config, Given):
+            if isinstance(experiment.config, ExternalCheckpoint):
                 experiment.config.check()
             elif any(stage.target for stage in experiment.config.stages):
                 raise IsolossError(
@@ -160,9 +160,9 @@ class StudyFolder:
         """
         claims, is_new = self.claims_file(), not self.exists()
         for name, experiment in self.scale.experiments.items():
-            if isinstance(experiment.config, Given):  # again, as its folder may have moved
-                given = configs.to_dict(experiment.config.absolute())
-                files.write_json(self.path / "runs" / name / RECORD, given)
+            if isinstance(experiment.config, ExternalCheckpoint):  # again, as its folder may have moved
+                external = configs.to_dict(experiment.config.absolute())
+                files.write_json(self.path / "runs" / name / RECORD, external)
         if not is_new:
             return
         for name, experiment in self.scale.experiments.items():
@@ -190,7 +190,9 @@ class StudyFolder:
                     done=functools.partial(_is_measured, run, experiment, part),
                     has_files=functools.partial(_has_evaluations, run, experiment, part),
                     progress=functools.partial(_measuring_progress, run, experiment, part),
-                    after=() if isinstance(experiment.config, Given) else (_training_unit(name, experiment),),
+                    after=()
+                    if isinstance(experiment.config, ExternalCheckpoint)
+                    else (_training_unit(name, experiment),),
                     seconds=part.expected.seconds if part.expected else MEASURING_SECONDS * len(experiment.steps(part)),
                     expected=part.expected,
                     needs=part.needs,
@@ -227,9 +229,9 @@ class StudyFolder:
                     f"the run {name} has other needs than those before it in the stack {experiment.stack}: the runs of "
                     "a stack are trained by one unit and have the same"
                 )
-            if isinstance(experiment.config, Given):
+            if isinstance(experiment.config, ExternalCheckpoint):
                 if experiment.after or experiment.stack:
-                    raise IsolossError(f"the checkpoint {name} is given and not trained: leave out after and stack")
+                    raise IsolossError(f"the checkpoint {name} is external and not trained: leave out after and stack")
                 continue
             if experiment.stack and not experiment.config.stacked:
                 raise IsolossError(
@@ -245,7 +247,7 @@ class StudyFolder:
         """Return the units that train runs; runs of one stack have one unit, in the block of the first of them."""
         experiments, together = self.scale.experiments, dict[str, dict[str, Experiment]]()
         for name, experiment in experiments.items():
-            if isinstance(experiment.config, Given):
+            if isinstance(experiment.config, ExternalCheckpoint):
                 continue
             together.setdefault(_training_unit(name, experiment), {})[name] = experiment
         units = []
@@ -391,7 +393,7 @@ def _training_seconds(experiment: Experiment) -> float:
     if experiment.expected is not None:
         return experiment.expected.seconds
     config = experiment.config
-    if isinstance(config, Given):
+    if isinstance(config, ExternalCheckpoint):
         return 0.0
     seconds = STEP_SECONDS * config.steps * math.sqrt(config.batch_size)
     return float(seconds / STACKED if config.stacked else seconds)
@@ -403,7 +405,7 @@ def _training_unit(name: str, experiment: Experiment) -> str:
 
 
 def _is_trained(run: Run, experiment: Experiment) -> bool:
-    if isinstance(run, GivenRun):
+    if isinstance(run, ExternalRun):
         return run.exists and run.complete
     return run.complete and run.record["fingerprint"] == experiment.fingerprint
 
@@ -439,7 +441,7 @@ def _has_evaluations(run: Run, experiment: Experiment, part: Measurement) -> boo
 
 
 def _measuring_progress(run: Run, experiment: Experiment, part: Measurement, _: Callable[[Path], Path]) -> str:
-    if not _is_trained(run, experiment):  # nor is a given checkpoint known before it was loaded
+    if not _is_trained(run, experiment):  # nor is an external checkpoint known before it was loaded
         return ""
     present = [step for step in experiment.steps(part) if step in run.steps()]
     total = len(experiment.steps(part)) * len(part.measures)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.evaluation.given import Given
+from isoloss.evaluation.external import ExternalCheckpoint
 from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
 from isoloss.report.html import Cell, ClaimSection, Figure, Finding, Page, Table, checkpoint_table, render
@@ -110,17 +110,17 @@ def without_folders(value: Any) -> Any:
 
 
 def _inputs(results: Results) -> dict[str, str]:
-    """Return the languages that runs were trained on, and the given checkpoints with what they were measured on."""
-    languages, given = dict[str, None](), list[str]()
+    """Return the languages that runs were trained on, and the external checkpoints with what they were measured on."""
+    languages, external = dict[str, None](), list[str]()
     for name, experiment in results.experiments.items():
         config = experiment.config
-        if isinstance(config, Given):
+        if isinstance(config, ExternalCheckpoint):
             record = results.run(name).result()
             what = f"{record['architecture']}, weights SHA-256 {record['weights'][:12]}"
-            given.append(f"{name}: {config.name} ({what}), measured on {config.inputs}")
+            external.append(f"{name}: {config.name} ({what}), measured on {config.measured_on}")
         if config.language is not None:
             languages[words(config.language)] = None
-    lines = {"Language": "; ".join(languages), "Given checkpoints": "; ".join(given)}
+    lines = {"Language": "; ".join(languages), "External checkpoints": "; ".join(external)}
     return {key: text for key, text in lines.items() if text}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss.errors import IsolossError, did_you_mean
-from isoloss.evaluation.given import Given, GivenRun
+from isoloss.evaluation.external import ExternalCheckpoint, ExternalRun
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate, number
 from isoloss.studies.claims import Answer, ClaimResult, ClaimsFile
@@ -182,7 +182,7 @@ def _of_blocks(scale: AnyScale, blocks: Collection[int] | None) -> Mapping[str, 
 def run_of(folder: Path, name: str, experiment: Experiment) -> Run:
     """Return the run called `name` of the study in `folder`."""
     path = folder / "runs" / name
-    return GivenRun(path) if isinstance(experiment.config, Given) else Run(path)
+    return ExternalRun(path) if isinstance(experiment.config, ExternalCheckpoint) else Run(path)
 
 
 def _add(checkpoint: dict[str, Measured], measure: str, estimates: Mapping[str, Measured]) -> None:

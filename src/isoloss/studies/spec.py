@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
-from isoloss.evaluation.given import Given
+from isoloss.evaluation.external import ExternalCheckpoint
 from isoloss.files import nearest
 from isoloss.registry import STUDIES
 from isoloss.run_config import TrainConfig
@@ -63,7 +63,7 @@ class Experiment:
     """A pre-training run, or a checkpoint that was trained elsewhere, and what is measured of it.
 
     Attributes:
-        config: What is trained; or the checkpoint that is given (`isoloss.studies.Given`), which has only step 0.
+        config: What is trained; or an `isoloss.studies.ExternalCheckpoint`, which has only step 0.
         measurements: What is measured, a unit of work each.
         after: The runs of the study that must be trained before it.
         group: What the run is called in figures and tables, the same for all seeds of one setting; empty: its name.
@@ -76,7 +76,7 @@ class Experiment:
         expected: What training is expected to take; None: a rough guess of the time. Not for a run in a stack.
     """
 
-    config: TrainConfig | Given
+    config: TrainConfig | ExternalCheckpoint
     measurements: tuple[Measurement, ...]
     after: tuple[str, ...] = ()
     group: str = ""
@@ -89,24 +89,26 @@ class Experiment:
     @property
     def kept_steps(self) -> tuple[int, ...]:
         """The steps whose checkpoint the run keeps, in order."""
-        if isinstance(self.config, Given):
+        if isinstance(self.config, ExternalCheckpoint):
             return (0,)
         return tuple(sorted({*self.config.checkpoints, *self.config.stage_ends()}))
 
     @property
     def last_step(self) -> int:
-        """The last step of training; 0 of a given checkpoint."""
-        return 0 if isinstance(self.config, Given) else self.config.steps
+        """The last step of training; 0 of an external checkpoint."""
+        return 0 if isinstance(self.config, ExternalCheckpoint) else self.config.steps
 
     @property
     def size(self) -> str:
         """The name of the model's size, if it has one."""
-        return "given" if isinstance(self.config, Given) else self.config.model.size or "free shape"
+        return "external" if isinstance(self.config, ExternalCheckpoint) else self.config.model.size or "free shape"
 
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits over all that decides the results of its config."""
-        return self.config.fingerprint if isinstance(self.config, Given) else configs.fingerprint(self.config)
+        return (
+            self.config.fingerprint if isinstance(self.config, ExternalCheckpoint) else configs.fingerprint(self.config)
+        )
 
     def steps(self, measurement: Measurement) -> tuple[int, ...]:
         """The steps at which a measurement is made."""

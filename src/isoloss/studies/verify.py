@@ -10,7 +10,7 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import Evaluator, pending
-from isoloss.evaluation.given import GivenRun
+from isoloss.evaluation.external import ExternalRun
 from isoloss.runs import ARCHIVED, Run
 from isoloss.studies.spec import Experiment
 
@@ -38,8 +38,8 @@ def _verify(
     if not run.exists:
         yield f"{run.name}: run.json", "it has not been made yet"
         return
-    if isinstance(run, GivenRun):
-        yield from _verify_given(run, measures, settings)
+    if isinstance(run, ExternalRun):
+        yield from _verify_external(run, measures, settings)
         return
     try:
         differing = configs.differences(run.config, experiment.config)
@@ -68,9 +68,9 @@ def _verify(
     yield from _verify_evaluations(run, measures, present, settings, again=not missing)
 
 
-def _verify_given(run: GivenRun, measures: Sequence[str], settings: Mapping[str, Any]) -> Iterator[Check]:
+def _verify_external(run: ExternalRun, measures: Sequence[str], settings: Mapping[str, Any]) -> Iterator[Check]:
     if run.is_missing:
-        yield f"{run.name}: checkpoint", f"{run.given.checkpoint} is not there"
+        yield f"{run.name}: checkpoint", f"{run.external.checkpoint} is not there"
     elif not run.complete:
         yield f"{run.name}: checkpoint", "not measured yet"
     else:

@@ -24,14 +24,14 @@ class Loss(SeededMeasure):
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return why the loss cannot be known: an exact language gives no conditionals under this objective."""
-        from isoloss.evaluation.truth import why_no_truth
+        from isoloss.evaluation.exact_targets import why_no_exact_targets
 
-        if not self._has_truth(context):
+        if not self._has_exact_targets(context):
             if self.loss_sentences != "all":
                 return None
             what = "text" if context.language is None else type(context.language).__name__
             return f"{what} has no exact probabilities to sum over: give a number of sentences"
-        return why_no_truth(
+        return why_no_exact_targets(
             context.language, num_sentences=self.loss_sentences, objective=context.objective, seed=self.seed
         )
 
@@ -40,11 +40,11 @@ class Loss(SeededMeasure):
         from isoloss.evaluation import loss
 
         objective, num, seed = context.objective, self.loss_sentences, self.seed
-        if self._has_truth(context):
-            truth = context.truth(num, seed)
-            estimates = loss.pretraining_loss(model, truth, progress=context.progress)
-            weights = () if truth.weights is None else (truth.weights,)
-            inputs = digest(*truth.batch.values(), *weights)
+        if self._has_exact_targets(context):
+            targets = context.exact_targets(num, seed)
+            estimates = loss.pretraining_loss(model, targets, progress=context.progress)
+            weights = () if targets.weights is None else (targets.weights,)
+            inputs = digest(*targets.batch.values(), *weights)
             return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=inputs)
         if num == "all":
             raise IsolossError(self.why_not_applicable(context))
@@ -67,7 +67,7 @@ class Loss(SeededMeasure):
             )
         return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=inputs)
 
-    def _has_truth(self, context: MeasureContext) -> bool:
+    def _has_exact_targets(self, context: MeasureContext) -> bool:
         """Whether the loss is against true conditionals, not a cross-entropy."""
         language = context.language
         return language is not None and not language.num_held_out and language.is_exact

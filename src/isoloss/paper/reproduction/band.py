@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from isoloss.evaluation.given import Given
+from isoloss.evaluation.external import ExternalCheckpoint
 from isoloss.paper.reproduction.dataset import Dataset, Replicate
 from isoloss.paper.reproduction.reading import mean, replicates
 from isoloss.statistics.estimate import Estimate
@@ -118,7 +118,11 @@ def by_replicate(
     every, middle = models(results, dataset), control(results, dataset)
 
     def is_wanted(experiment: Experiment, like: Experiment) -> bool:
-        kinds = [each.config.model.architecture for each in (experiment, like) if not isinstance(each.config, Given)]
+        kinds = [
+            each.config.model.architecture
+            for each in (experiment, like)
+            if not isinstance(each.config, ExternalCheckpoint)
+        ]
         return size is None or (experiment.size == size and len(set(kinds)) == 1)
 
     for one in replicates(results, dataset):

@@ -19,7 +19,7 @@ _FOR_TEXT = ("column", "split", "tokenizer", "length", "mask_id")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadingConfig:
+class InputConfig:
     """How text or token ids become inputs."""
 
     column: str | None = setting(None, omit_default=True)

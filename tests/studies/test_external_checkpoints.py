@@ -27,8 +27,8 @@ from isoloss import config as configs
 from isoloss import evaluate
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
-from isoloss.evaluation.given import Given
-from isoloss.evaluation.reading import ReadingConfig
+from isoloss.evaluation.external import ExternalCheckpoint
+from isoloss.evaluation.input_config import InputConfig
 from isoloss.languages.config import PCFGConfig
 from isoloss.studies.comparison import difference
 from isoloss.studies.folder import StudyFolder
@@ -38,13 +38,13 @@ from studies_in_process import call
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(27))]
 FILE = '''"""Three checkpoints, measured on one text."""
 
-from isoloss.studies import Experiment, Given, Measurement, Scale, Study
+from isoloss.studies import Experiment, ExternalCheckpoint, Measurement, Scale, Study
 
 MEASURED = Measurement(
     measures=("loss", "trace", "minimal-trace"), settings={"loss_sentences": 16, "num_sequences": 16}
 )
 RUNS = {
-    name: Experiment(config=Given(checkpoint=f"models/{name}", data="text.txt"), measurements=(MEASURED,))
+    name: Experiment(config=ExternalCheckpoint(checkpoint=f"models/{name}", data="text.txt"), measurements=(MEASURED,))
     for name in ("bert", "opt", "gpt2")
 }
 STUDY = Study(name="three", scales={"all": Scale(description="seconds", experiments=RUNS)})
@@ -173,7 +173,7 @@ def main_study(*words):
         ("models/{name}", "./models/no-{name}", "there is no checkpoint ./models/no-bert: it is not a folder"),
         ('data="text.txt"', 'data="test.txt"', "there is no data test.txt; did you mean text.txt"),
         (', data="text.txt"', "", "neither data nor a language"),
-        ("measurements=", 'after=("opt",), measurements=', "given and not trained: leave out after and stack"),
+        ("measurements=", 'after=("opt",), measurements=', "external and not trained: leave out after and stack"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(study, old, new, message):
@@ -196,9 +196,9 @@ def test_a_plan_needs_neither_a_folder_nor_a_checkpoint_of_the_hub(study, capsys
 
 def test_a_language_or_data():
     language = PCFGConfig(levels=2)
-    assert Given(checkpoint="a", language=language).inputs == "pcfg"
+    assert ExternalCheckpoint(checkpoint="a", language=language).measured_on == "pcfg"
     with pytest.raises(IsolossError, match="both data and a language"):
-        Given(checkpoint="a", language=language, data="text.txt")
+        ExternalCheckpoint(checkpoint="a", language=language, data="text.txt")
 
 
 def test_a_dataset_is_known_by_its_texts_wherever_it_lies(tmp_path, monkeypatch):
@@ -207,15 +207,15 @@ def test_a_dataset_is_known_by_its_texts_wherever_it_lies(tmp_path, monkeypatch)
         datasets.Dataset.from_dict({"body": texts, "id": ["1", "2"]}).save_to_disk(folder)
 
     def given(folder, column="body"):
-        return Given(checkpoint="a", data=f"hf:{folder}", reading=ReadingConfig(column=column))
+        return ExternalCheckpoint(checkpoint="a", data=f"hf:{folder}", inputs=InputConfig(column=column))
 
     assert given("one").absolute().data == f"hf:{tmp_path / 'one'}"
     assert given("one").fingerprint == given("two").fingerprint == given("one").absolute().fingerprint
     assert len({given("one").fingerprint, given("three").fingerprint, given("one", "id").fingerprint}) == 3
-    assert Given(checkpoint="a", data="python:docs").absolute().data == "python:docs"
+    assert ExternalCheckpoint(checkpoint="a", data="python:docs").absolute().data == "python:docs"
     (tmp_path / "text.txt").write_text("text")
-    plain = Given(checkpoint="a", data="text.txt")
-    assert "column" not in configs.identity(plain)["reading"]  # what was measured before stays measured
+    plain = ExternalCheckpoint(checkpoint="a", data="text.txt")
+    assert "column" not in configs.identity(plain)["inputs"]  # what was measured before stays measured
 
 
 def test_a_checkpoint_is_measured_on_a_language_with_its_probes(study, capsys):
@@ -229,7 +229,7 @@ def test_a_checkpoint_is_measured_on_a_language_with_its_probes(study, capsys):
     assert set(StudyFolder(load_study(study), Path("out")).results().at("bert")) >= {"kl", "trace", "probe-root"}
 
 
-def test_new_writes_a_study_that_compares_given_checkpoints(study, capsys):
+def test_new_writes_a_study_that_compares_external_checkpoints(study, capsys):
     data = ("--data", "text.txt")
     call(capsys, "new", "mine", "--checkpoints", "models/opt", "models/gpt2", *data)
     assert len(Path("mine.py").read_text().splitlines()) <= 30

@@ -1,6 +1,6 @@
 """A checkpoint that was trained elsewhere, and the folder in which its evaluations are kept.
 
-given.json         a `Given`: the checkpoint, and what it is measured on
+external.json      an `ExternalCheckpoint`: the checkpoint, and what it is measured on
 result.json        written once the checkpoint was loaded: its size, architecture and weights, and the versions
 evaluations/       as those of a run, at step 0
 log.jsonl          as that of a run
@@ -20,19 +20,19 @@ from isoloss import files
 from isoloss.config import LanguageConfig
 from isoloss.early_checks import check_checkpoint
 from isoloss.errors import IsolossError
-from isoloss.evaluation.reading import ReadingConfig
+from isoloss.evaluation.input_config import InputConfig
 from isoloss.runs import Run, commit, versions
 from isoloss.text import documents, hub_datasets
 
 if TYPE_CHECKING:
     from isoloss.evaluation.context import MeasureContext
 
-RECORD = "given.json"
+RECORD = "external.json"
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # of a repository on the hub: no pickles
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class ExternalCheckpoint:
     """A checkpoint that was trained elsewhere, and what it is measured on: text, token ids or a language.
 
     Attributes:
@@ -41,30 +41,30 @@ class Given:
         data: Text (.txt, .jsonl, a folder or a dataset hf:NAME), read with the checkpoint's own tokenizer, or token
             ids (.npy).
         language: Instead of `data`: the language on whose sentences it is measured.
-        reading: How `data` becomes inputs, and what is masked.
+        inputs: How `data` becomes inputs, and what is masked.
 
     Raises:
         IsolossError: Both `data` and a `language` are given, or neither.
 
     Example:
-        >>> Given(checkpoint="EleutherAI/pythia-14m", data="text.txt").inputs
+        >>> ExternalCheckpoint(checkpoint="EleutherAI/pythia-14m", data="text.txt").measured_on
         'text.txt'
     """
 
     checkpoint: str
     data: str = ""
     language: LanguageConfig | None = None
-    reading: ReadingConfig = field(default=ReadingConfig())
+    inputs: InputConfig = field(default=InputConfig())
 
     def __post_init__(self) -> None:
         if bool(self.data) == (self.language is not None):
-            given = "both data and a language" if self.data else "neither data nor a language"
+            both_or_neither = "both data and a language" if self.data else "neither data nor a language"
             raise IsolossError(
-                f"the checkpoint {self.checkpoint} has {given} to be measured on: give it one of the two"
+                f"the checkpoint {self.checkpoint} has {both_or_neither} to be measured on: give it one of the two"
             )
 
     @property
-    def inputs(self) -> str:
+    def measured_on(self) -> str:
         """What it is measured on, in a word."""
         return Path(self.data).name if self.language is None else self.language.kind
 
@@ -78,12 +78,12 @@ class Given:
     def fingerprint(self) -> str:
         """16 hexadecimal digits over all that decides its evaluations except its weights; the data by its content."""
         if hub_datasets.is_dataset(self.data):
-            reading = self.reading
-            (source,) = documents.open_sources([self.data], column=reading.column or "text", split=reading.split)
+            inputs = self.inputs
+            (source,) = documents.open_sources([self.data], column=inputs.column or "text", split=inputs.split)
             return configs.fingerprint(replace(self, data=source.content(None)))
         return configs.fingerprint(replace(self, data=self.data and _digest(_files(Path(self.data)))))
 
-    def absolute(self) -> Given:
+    def absolute(self) -> ExternalCheckpoint:
         """The same with absolute paths."""
         folder = Path(self.checkpoint).expanduser()
         checkpoint = str(folder.absolute()) if folder.is_dir() else self.checkpoint
@@ -130,18 +130,18 @@ class Given:
 
 
 @dataclass(frozen=True, repr=False)
-class GivenRun(Run):
-    """The folder of a given checkpoint: a run without training, whose only checkpoint, at step 0, is elsewhere."""
+class ExternalRun(Run):
+    """The folder of an external checkpoint: a run without training, whose only checkpoint, at step 0, is elsewhere."""
 
     @property
     def exists(self) -> bool:
-        """Whether the folder is that of a given checkpoint."""
+        """Whether the folder is that of an external checkpoint."""
         return (self.path / RECORD).is_file()
 
     @property
-    def given(self) -> Given:
+    def external(self) -> ExternalCheckpoint:
         """The checkpoint, with absolute paths."""
-        return configs.from_dict(Given, files.read_json(self.path / RECORD))
+        return configs.from_dict(ExternalCheckpoint, files.read_json(self.path / RECORD))
 
     @property
     def record(self) -> dict[str, Any]:
@@ -154,13 +154,13 @@ class GivenRun(Run):
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint, which must be there."""
-        return self.given.folder()
+        return self.external.folder()
 
     @property
     def is_missing(self) -> bool:
         """Whether the checkpoint is no longer there."""
         try:
-            return not self.given.folder().is_dir()
+            return not self.external.folder().is_dir()
         except IsolossError:
             return True
 
@@ -180,8 +180,8 @@ class GivenRun(Run):
         from isoloss.evaluation import context as contexts
         from isoloss.loading import load_model
 
-        given = self.given
-        loaded = load_model(given.folder(download=True), device=device)
+        external = self.external
+        loaded = load_model(external.folder(download=True), device=device)
         weights = self.weights(0)
         if not self.complete or self.result()["weights"] != weights:
             files.write_json(
@@ -195,10 +195,10 @@ class GivenRun(Run):
                 },
             )
         info = contexts.ModelInfo.of(loaded)
-        if given.language is None:
-            return contexts.data_context(Path(given.data), [info], given.reading, shuffled=False)
-        objective = given.reading.objective(info.name, is_causal=info.outline.causal, default="one")
-        return contexts.language_context(given.language, objective, [info], given.reading, shuffled=False)
+        if external.language is None:
+            return contexts.data_context(Path(external.data), [info], external.inputs, shuffled=False)
+        objective = external.inputs.objective(info.name, is_causal=info.outline.causal, default="one")
+        return contexts.language_context(external.language, objective, [info], external.inputs, shuffled=False)
 
 
 def _files(path: Path) -> list[Path]:

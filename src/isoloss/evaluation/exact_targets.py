@@ -25,13 +25,13 @@ SUBSETS = 5  # of the paper's deviation, appendix A.5
 ROWS = 512  # predicted tokens whose log-probabilities over the vocabulary are held in float64 at a time
 
 _IMPOSSIBLE = math.log(torch.finfo(torch.float32).tiny)  # that of float64 is further down still
-_KEPT_BYTES = 1 << 29  # of a truth's conditionals: more are computed anew for each model
+_KEPT_BYTES = 1 << 29  # of the conditionals: more are computed anew for each model
 _PART_BYTES = 1 << 26  # of conditionals that are held at a time where they are not kept
 _PART = 1 << 17  # sentences handed to a language at a time, at most
 
 
 @dataclass(frozen=True)
-class Truth:
+class ExactTargets:
     """Masked sentences of an exact language, sampled or all of them, and what a perfect model would predict.
 
     A function of the language, the number of sentences, the objective and the seed alone: made once, it serves every
@@ -71,10 +71,10 @@ class Truth:
         return batch_size * max(1, int(_PART_BYTES / batch_bytes))
 
 
-def why_no_truth(
+def why_no_exact_targets(
     language: Language, *, num_sentences: int | Literal["all"], objective: ObjectiveConfig, seed: int
 ) -> str | None:
-    """Return why what `truth` returns cannot be had, or None where it can; draws no sentence."""
+    """Return why what `exact_targets` returns cannot be had, or None where it can; draws no sentence."""
     if not language.is_exact:
         return f"{type(language).__name__} has no exact conditionals: the measure loss is a cross-entropy of it"
     if objective.kind == "causal":
@@ -108,7 +108,9 @@ def why_no_truth(
     return None
 
 
-def truth(language: Language, *, num_sentences: int | Literal["all"], objective: ObjectiveConfig, seed: int) -> Truth:
+def exact_targets(
+    language: Language, *, num_sentences: int | Literal["all"], objective: ObjectiveConfig, seed: int
+) -> ExactTargets:
     """Draw sentences, mask tokens of each and compute the exact conditionals there (paper, A.5 and A.7).
 
     With `num_sentences="all"` nothing is drawn: it takes every distinct sentence with one masked token, weighted by its
@@ -126,7 +128,7 @@ def truth(language: Language, *, num_sentences: int | Literal["all"], objective:
         raise IsolossError(f"num_sentences is {num_sentences!r}; it must be a whole number or all")
     if num_sentences != "all" and num_sentences < 2 * SUBSETS:
         raise IsolossError(f"num_sentences is {num_sentences}; an error bar needs at least {2 * SUBSETS}")
-    if reason := why_no_truth(language, num_sentences=num_sentences, objective=objective, seed=seed):
+    if reason := why_no_exact_targets(language, num_sentences=num_sentences, objective=objective, seed=seed):
         raise IsolossError(reason)
     weights = None
     if num_sentences == "all":
@@ -154,7 +156,7 @@ def truth(language: Language, *, num_sentences: int | Literal["all"], objective:
         run_in_threads(compute, ((first,) for first in range(0, total, ROWS)), kept.device)
     else:
         _fill(entropy, language.conditional_entropy, batch, objective)
-    return Truth(
+    return ExactTargets(
         language=language,
         batch=batch,
         entropy=by_sentence(entropy, chosen),
