@@ -8,7 +8,7 @@ import isoloss
 from isoloss.errors import IsolossError
 from isoloss.flatness import hessian_trace, largest_eigenvalues
 from isoloss.run_config import TrainConfig
-from isoloss.transfer.linear_probing import LinearProbeConfig
+from isoloss.transfer.probe import LinearProbeConfig
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from isoloss.studies.reading import read_study
     from isoloss.transfer.comparing import compare_accuracy
     from isoloss.transfer.finetuning import finetune
-    from isoloss.transfer.linear_probing import linear_probe
+    from isoloss.transfer.probe import linear_probe
     from isoloss.transfer.tasks import make_task
 
     __version__: str
@@ -70,7 +70,7 @@ _load = lazy.exports(
         "evaluate": "isoloss.evaluation.evaluator",
         "finetune": "isoloss.transfer.finetuning",
         "fisher_trace": "isoloss.flatness.fisher",
-        "linear_probe": "isoloss.transfer.linear_probing",
+        "linear_probe": "isoloss.transfer.probe",
         "load_language": "isoloss.languages.resolving",
         "load_model": "isoloss.loading",
         "make_task": "isoloss.transfer.tasks",

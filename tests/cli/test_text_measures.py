@@ -200,7 +200,7 @@ def test_few_shot_and_projected_probes_and_those_of_the_tokens(capsys, folder, r
 
     convex = ("--num-train", "all", "--num-test", "all", "--probe-solver", "convex")
     tokens = found(capsys, run, "one-hot-sst2", task, *convex)["estimates"]["accuracy"]
-    from isoloss.transfer.linear_probing import fit_linear_probe
+    from isoloss.transfer.probe import fit_linear_probe
 
     tokenizer = load_tokenizer(str(folder / "vocab.txt"))
     data = make_text_task(registered_text_task("sst2", str(task)), tokenizer, max_length=12)

@@ -27,7 +27,7 @@ from isoloss.studies.comparison import difference, measured, ratio
 from isoloss.text.masking import IGNORED
 from isoloss.training.trainer import train
 from isoloss.transfer.comparing import paired_difference as accuracy_difference
-from isoloss.transfer.linear_probing import linear_probe, lookup_probe
+from isoloss.transfer.probe import linear_probe, lookup_probe
 from isoloss.transfer.tasks import make_task
 
 CONFIG = TrainConfig(

@@ -11,7 +11,7 @@ import pytest
 from isoloss.languages.config import PRESETS
 from isoloss.languages.hmm.language import HMM
 from isoloss.languages.pcfg.language import PCFG
-from isoloss.transfer.linear_probing import lookup_probe
+from isoloss.transfer.probe import lookup_probe
 from isoloss.transfer.tasks import make_task
 
 Floats = npt.NDArray[np.float64]

@@ -16,7 +16,7 @@ from isoloss.languages.brackets import Brackets
 from isoloss.languages.config import HMMConfig, PCFGConfig
 from isoloss.languages.pcfg.language import PCFG
 from isoloss.registry import TASKS, Entry
-from isoloss.transfer.linear_probing import lookup_probe
+from isoloss.transfer.probe import lookup_probe
 from isoloss.transfer.tasks import TaskData, majority_rate, make_task
 
 # ambiguous, of mixed lengths, with a chain of unary rules, and with prefixes that no symbol yields (any that ends in d)

@@ -81,7 +81,7 @@ def _measure(args: TransferArgs, config: Any, subject: Subject, tasks: Tasks) ->
 
     label = f"{args.task}: {subject.name}"
     if args.method == "lookup":
-        from isoloss.transfer.linear_probing import lookup_probe
+        from isoloss.transfer.probe import lookup_probe
 
         task = tasks.of(subject, None)
         with common.Progress(label, 1, "probes"):
@@ -95,7 +95,7 @@ def _measure(args: TransferArgs, config: Any, subject: Subject, tasks: Tasks) ->
     )
     task = tasks.of(subject, loaded)
     if args.method == "probe":
-        from isoloss.transfer.linear_probing import linear_probe
+        from isoloss.transfer.probe import linear_probe
 
         with common.Progress(label, 1, "probes"):
             return task, linear_probe(loaded.model, task, config)

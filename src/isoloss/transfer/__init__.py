@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from isoloss.transfer.comparing import compare_accuracy
     from isoloss.transfer.config import FinetuneConfig, LinearProbeConfig
     from isoloss.transfer.finetuning import finetune
-    from isoloss.transfer.linear_probing import linear_probe, lookup_probe
+    from isoloss.transfer.probe import linear_probe, lookup_probe
     from isoloss.transfer.results import TransferResult
     from isoloss.transfer.similarity import effective_dimension, gram_matrix, linear_cka
     from isoloss.transfer.tasks import TaskData, make_task
@@ -37,7 +37,7 @@ __getattr__, __dir__ = lazy.exports(
     {
         **dict.fromkeys(("FinetuneConfig", "LinearProbeConfig"), "isoloss.transfer.config"),
         **dict.fromkeys(("TaskData", "make_task"), "isoloss.transfer.tasks"),
-        **dict.fromkeys(("linear_probe", "lookup_probe"), "isoloss.transfer.linear_probing"),
+        **dict.fromkeys(("linear_probe", "lookup_probe"), "isoloss.transfer.probe"),
         **dict.fromkeys(("effective_dimension", "gram_matrix", "linear_cka"), "isoloss.transfer.similarity"),
         "TransferResult": "isoloss.transfer.results",
         "compare_accuracy": "isoloss.transfer.comparing",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from isoloss.evaluation.context import MeasureContext
     from isoloss.languages.api import Sentences
     from isoloss.statistics.estimate import Estimate
-    from isoloss.transfer.draws import Fitted
+    from isoloss.transfer.probe import Fitted
     from isoloss.transfer.results import TransferResult
     from isoloss.transfer.tasks import TaskData
     from isoloss.transfer.text_sources import TextTask
@@ -90,12 +90,12 @@ class _ProbeMeasure(TaskMeasure):
         return context.features(model, self._features, model, context, sentences)
 
     def _fit(self, train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, classes: int) -> Fitted:
-        from isoloss.transfer.draws import over_draws
+        from isoloss.transfer.probe import over_draws
 
         return over_draws(train_x, train_y, test_x, self._classifier(), classes=classes, draws=self._draws)
 
     def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
-        from isoloss.transfer.linear_probing import probe_method
+        from isoloss.transfer.probe import probe_method
         from isoloss.transfer.results import score
 
         began = time.perf_counter()
@@ -114,7 +114,7 @@ class _ProbeMeasure(TaskMeasure):
         return dataclasses.replace(result, accuracy=dataclasses.replace(result.accuracy, details=told))
 
     def _exact(self, model: Any, context: MeasureContext, data: WholeTask) -> Estimate:
-        from isoloss.transfer.linear_probing import probe_method
+        from isoloss.transfer.probe import probe_method
         from isoloss.transfer.whole_language import overlap
 
         began = time.perf_counter()
@@ -175,7 +175,7 @@ class Probe(_ProbeMeasure, Trained):
 
     def _one(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
         """Return the result of one draw, whose features may be larger than memory."""
-        from isoloss.transfer.linear_probing import linear_probe
+        from isoloss.transfer.probe import linear_probe
 
         return linear_probe(model, self._read(data, context), **dataclasses.asdict(self._classifier()))
 
@@ -205,7 +205,7 @@ class Projected(_ProbeMeasure, Trained):
         return self.num_train, None
 
     def _fit(self, train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, classes: int) -> Fitted:
-        from isoloss.transfer.draws import over_projections
+        from isoloss.transfer.probe import over_projections
 
         sizes = {"classes": classes, "width": self.width, "projections": self._draws, "seed": self.seed}
         return over_projections(train_x, train_y, test_x, self._classifier(), **sizes)
@@ -236,7 +236,7 @@ class Lookup(Probe):
         return context.features(None, self._table(context), context.language, sentences)
 
     def _one(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
-        from isoloss.transfer.linear_probing import language_probe
+        from isoloss.transfer.probe import language_probe
 
         return language_probe(self._table(context), context.language, data, self._classifier())
 

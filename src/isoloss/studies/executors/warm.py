@@ -53,8 +53,7 @@ PRELOADED = (
     "isoloss.models.stacked_kernels",
     "isoloss.training.stack",
     "isoloss.training.trainer",
-    "isoloss.transfer.draws",
-    "isoloss.transfer.linear_probing",
+    "isoloss.transfer.probe",
     "isoloss.transfer.whole_language",
     "transformers.models.bert.modeling_bert",
 )

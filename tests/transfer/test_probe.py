@@ -17,9 +17,8 @@ from isoloss.models.architectures import BERT
 from isoloss.run_config import ModelConfig
 from isoloss.transfer.config import ClassifierConfig, Solver
 from isoloss.transfer.features import extract
-from isoloss.transfer.fits.convex import fit
-from isoloss.transfer.fits.probe import _folds, fit_probe
-from isoloss.transfer.linear_probing import fit_linear_probe, linear_probe
+from isoloss.transfer.logistic_regression import fit
+from isoloss.transfer.probe import _folds, fit_linear_probe, fit_probe, linear_probe
 from isoloss.transfer.results import TransferResult
 from isoloss.transfer.stored_features import store
 from isoloss.transfer.tasks import make_task
@@ -334,7 +333,7 @@ def test_several_strengths_are_chosen_from_by_held_out_accuracy() -> None:
         for k in range(5):
             kept, out = folds != k, folds == k
             found = fit(train_x[kept], train_y[kept], classes=4, regularization=[strength * float(scale)])
-            right += int((found.predict(train_x[out])[0, 0] == train_y[out]).sum())
+            right += int((found.predict(train_x[out])[0] == train_y[out]).sum())
         accuracies.append(right / int((folds >= 0).sum()))
     assert len(set(accuracies)) > 1
     details = result.accuracy.details
