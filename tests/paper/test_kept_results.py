@@ -1,6 +1,5 @@
 """The results in the repository: those of the present design and claims, and what the README says of them."""
 
-import csv
 import re
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from isoloss.paper.same_loss.study import STUDY
 from isoloss.statistics.estimate import number
 from isoloss.studies import archive
 from isoloss.studies.folder import StudyFolder
+from isoloss.studies.reading import read_study
 from isoloss.studies.repetition import compare
 
 ROOT = Path(__file__).parents[2]
@@ -41,8 +41,7 @@ def test_results_are_of_the_present_design_and_claims(name, study, offset):
     runs = study.scale(provenance["scale"], seed_offset=offset).experiments.keys()
     assert provenance["runs"].keys() == runs
     assert provenance["claims_sha256"] == (study.claims and files.sha256(study.claims))
-    with (RESULTS / name / "values.csv").open() as file:
-        assert {row["run"] for row in csv.DictReader(file)} == runs
+    assert set(read_study(RESULTS / name).values["run"]) == runs
 
 
 def test_the_two_draws_share_no_grammar():
