@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 PRELOADED = [
-    *("altair", "datasets", "rich.progress", "tokenizers", "torch", "tyro"),
+    *("datasets", "rich.progress", "tokenizers", "torch", "tyro"),
     *("transformers.models.auto.modeling_auto", "transformers.models.bert.modeling_bert"),
     *("transformers.models.opt.modeling_opt", "transformers.trainer"),
     *("isoloss.evaluation.evaluator", "isoloss.languages.pcfg.numba_kernels", "isoloss.models.fused_kernels"),

@@ -1,9 +1,18 @@
 """What a chart of `isoloss.report.panels` draws, read from its Vega-Lite specification."""
 
+import altair
+from altair.utils.schemapi import validate_jsonschema
+
+
+def check(chart):
+    """Compare a chart with the schema of Vega-Lite, which altair brings."""
+    assert chart["$schema"] == altair.SCHEMA_URL
+    validate_jsonschema(chart, altair.load_schema())
+
 
 def panels(chart):
     """For each panel its encodings by layer: `points` (rows by series), `curves`, and the axes `x` and `y`."""
-    spec = chart.to_dict()
+    spec = chart
     read = []
     for panel in spec["concat"]:
         layers = [layer for layer in panel["layer"] if "color" not in layer["mark"]]  # without the thin line

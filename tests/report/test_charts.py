@@ -3,6 +3,7 @@ import re
 
 import polars as pl
 import pytest
+from panel_rows import check
 
 from isoloss.errors import IsolossError
 from isoloss.report import charts, data
@@ -14,16 +15,20 @@ PAIR = ((KL, ROOT), (TRACE, ROOT))
 
 def draw(name, table, **settings):
     if name == "scatter":
-        return charts.scatter(table, PAIR, **settings).to_dict()
-    return getattr(charts, name)(table, (KL, TRACE, ROOT), **settings).to_dict()
+        return charts.scatter(table, PAIR, **settings)
+    return getattr(charts, name)(table, (KL, TRACE, ROOT), **settings)
 
 
 def rows(spec, panel, layer=-1):
-    part = spec["concat"][panel]
-    return spec["datasets"][(part["layer"][layer].get("data") or part["data"])["name"]]
+    return spec["datasets"][spec["concat"][panel]["layer"][layer]["data"]["name"]]
 
 
 CHARTS = pytest.mark.parametrize("name", ["scatter", "curves", "sizes"])
+
+
+@pytest.mark.parametrize("name", ["scatter", "curves", "sizes", "magnified"])
+def test_charts_are_vega_lite(table, name):
+    check(magnified(table) if name == "magnified" else draw(name, table))
 
 
 @CHARTS
@@ -59,7 +64,7 @@ def test_one_selection_is_shared_by_all_panels(table, name):
 
 
 def test_panels_of_one_vertical_measure_share_and_name_it_once(table):
-    spec = charts.scatter(table, ((KL, TRACE), (TRACE, ROOT), (KL, ROOT))).to_dict()
+    spec = charts.scatter(table, ((KL, TRACE), (TRACE, ROOT), (KL, ROOT)))
     up = [panel["layer"][-1]["encoding"]["y"] for panel in spec["concat"]]
     assert [y["title"] for y in up] == [TRACE.axis_title, ROOT.axis_title, None]
     assert [y["scale"]["type"] for y in up] == ["log", "linear", "linear"]
@@ -137,7 +142,7 @@ def marks(panel, kind):
 
 
 def test_magnified_panels_show_the_checkpoints_in_the_band_alone(table):
-    spec = magnified(table).to_dict()
+    spec = magnified(table)
     assert len(spec["concat"]) == 6  # two measures: all, then the band against the KL and against the trace
     assert [len(rows(spec, panel)) for panel in range(3)] == [table.height, 3, 3]
     in_band = table.filter(pl.col("kl").is_between(*BAND))
@@ -149,9 +154,9 @@ def test_magnified_panels_show_the_checkpoints_in_the_band_alone(table):
 
 
 def test_the_rectangle_is_what_the_panel_beside_it_shows(table):
-    everything, near, *_ = magnified(table).to_dict()["concat"]
+    everything, near, *_ = magnified(table)["concat"]
     (rectangle,) = marks(everything, "rect")
-    (corners,) = magnified(table).to_dict()["datasets"][rectangle["data"]["name"]]
+    (corners,) = magnified(table)["datasets"][rectangle["data"]["name"]]
     axes = near["layer"][-1]["encoding"]
     assert axes["x"]["scale"]["domain"] == [corners["x"], corners["x2"]] == list(BAND)
     assert axes["y"]["scale"]["domain"] == [corners["y"], corners["y2"]]
@@ -161,14 +166,14 @@ def test_the_rectangle_is_what_the_panel_beside_it_shows(table):
 
 
 def test_a_band_ends_at_the_axis_where_it_reaches_beyond(table):
-    everything, near, *_ = magnified(table, band=(-1.0, 1.0)).to_dict()["concat"]
+    everything, near, *_ = magnified(table, band=(-1.0, 1.0))["concat"]
     domains = [panel["layer"][-1]["encoding"]["x"]["scale"]["domain"] for panel in (everything, near)]
     assert domains[0] == domains[1]
     assert 0 < domains[0][0] < table.get_column("kl").min()
 
 
 def test_baselines_are_lines_among_all_checkpoints(table):
-    spec = magnified(table).to_dict()
+    spec = magnified(table)
     everything, near, _, other, *_ = spec["concat"]
     (lines,) = (layer for layer in marks(everything, "rule") if "strokeDash" in layer["encoding"])
     drawn = spec["datasets"][lines["data"]["name"]]

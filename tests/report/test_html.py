@@ -161,7 +161,7 @@ def test_the_specs_in_the_page_are_the_charts(document, table):
     specs = [a for a in reader.all("script") if a.get("class") == "spec"]
     assert [a["data-chart"] for a in specs] == ["chart-1", "chart-2"]
     assert [a["id"] for a in reader.all("div") if a.get("class") == "chart"] == ["chart-1", "chart-2"]
-    chart = charts.scatter(table, ((KL, accuracy("root")), (TRACE, accuracy("root")))).to_dict()
+    chart = charts.scatter(table, ((KL, accuracy("root")), (TRACE, accuracy("root"))))
     datasets = chart["datasets"]
     spec = json.loads(re.search(r'<script type="application/json" class="spec"[^>]*>(.*?)</script>', document)[1])
     assert spec == chart | {"datasets": list(datasets)}

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from panel_rows import check
 
 from isoloss.errors import IsolossError
 from isoloss.report.intervals import Interval, IntervalPanel, intervals
@@ -21,12 +22,16 @@ PANELS = [
 
 
 def values(spec, layer):
-    """The rows of a layer, which altair keeps once for the whole chart."""
+    """The rows of a layer, which are kept once for the whole chart."""
     return spec["datasets"][layer["data"]["name"]]
 
 
+def test_it_is_vega_lite():
+    check(intervals(PANELS, ["b", "a"], note="95 %"))
+
+
 def test_every_interval_is_drawn_in_its_row_and_panel():
-    spec = intervals(PANELS, ["b", "a"], note="95 %").to_dict()
+    spec = intervals(PANELS, ["b", "a"], note="95 %")
     assert [len(panel["layer"]) for panel in spec["concat"]] == [3, 3]
     for panel, given in zip(spec["concat"], PANELS, strict=True):
         reference, lines, points = panel["layer"]
@@ -44,16 +49,16 @@ def test_every_interval_is_drawn_in_its_row_and_panel():
 
 
 def test_only_the_first_panel_names_the_rows_and_one_series_has_no_legend():
-    panels = intervals(PANELS, ["a", "b"], note="").to_dict()["concat"]
+    panels = intervals(PANELS, ["a", "b"], note="")["concat"]
     assert [panel["layer"][2]["encoding"]["y"]["axis"]["labels"] for panel in panels] == [True, False]
-    alone = intervals(PANELS[:1], ["a", "b"], note="").to_dict()["concat"][0]["layer"][2]["encoding"]["color"]
+    alone = intervals(PANELS[:1], ["a", "b"], note="")["concat"][0]["layer"][2]["encoding"]["color"]
     assert alone["legend"] is None
 
 
 @pytest.mark.parametrize(("claimed", "low", "high"), [((0.5, None), 0.5, None), ((None, -0.5), None, -0.5)])
 def test_the_range_that_is_claimed_is_shaded_to_the_end_of_the_axis(claimed, low, high):
     panel = dataclasses.replace(PANELS[0], claimed=claimed)
-    spec = intervals([panel], ["a", "b"], note="", size=(300, 60)).to_dict()
+    spec = intervals([panel], ["a", "b"], note="", size=(300, 60))
     area, *_, points = spec["concat"][0]["layer"]
     axis = points["encoding"]["x"]["scale"]["domain"]
     shaded = {"value": axis[0] if low is None else low, "high": axis[1] if high is None else high}

@@ -1,7 +1,7 @@
 """The figures of the theory's programs: what stands where."""
 
 import pytest
-from panel_rows import panels, xy
+from panel_rows import check, panels, xy
 
 from isoloss.paper.theory import bartlett
 from isoloss.paper.theory.bracket_language import study
@@ -19,6 +19,7 @@ def scale(panel, axis):
 def test_the_gap_over_the_kl(tmp_path):
     result = bartlett.study(length=2, directions=2)
     chart = bartlett_gap(result)
+    check(chart)
     (panel,) = panels(chart)
     softmax, other = ([row for row in result.rows if row.model == name and row.radius > 0] for name in panel["points"])
     first, second = panel["points"].values()

@@ -29,9 +29,8 @@ from isoloss.early_checks import check_threads
 from isoloss.errors import IsolossError, printable
 
 if TYPE_CHECKING:
-    from altair import ConcatChart
-
     from isoloss.paper.theory.statements import Statement
+    from isoloss.report.charts import Spec
     from isoloss.runs import Run
 
 T = TypeVar("T")
@@ -91,7 +90,7 @@ def check_figure(file: Path | None) -> None:
     files.check_writable(file.parent)
 
 
-def save_figure(file: Path, figure: ConcatChart) -> None:
+def save_figure(file: Path, figure: Spec) -> None:
     """Write a figure to its file, and say so."""
     from isoloss.report.save import save
 

@@ -14,10 +14,9 @@ from isoloss.paper.theory.bracket_language.settings import Settings as BracketsS
 from isoloss.statistics.estimate import rounded
 
 if TYPE_CHECKING:
-    from altair import ConcatChart
-
     from isoloss.paper.theory.sgd_flow.study import Result, Settings
     from isoloss.paper.theory.statements import Statement
+    from isoloss.report.charts import Spec
 
 HELP = """\
 usage: isoloss theory STATEMENT [...]        isoloss theory STATEMENT --help tells more
@@ -54,7 +53,7 @@ class Report:
     statements: Sequence[Statement]
     document: dict[str, Any]  # beside settings and statements
     tables: Sequence[Table]
-    figure: Callable[[], ConcatChart]
+    figure: Callable[[], Spec]
     heading: str = ""  # before the tables
     note: str = ""  # after them
 

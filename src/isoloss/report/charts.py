@@ -1,4 +1,7 @@
-"""Charts of evaluated checkpoints, as Altair (Vega-Lite) specifications: panels beside each other with shared legends.
+"""Charts of evaluated checkpoints, as Vega-Lite specifications: panels beside each other with shared legends.
+
+A specification is a dictionary. Altair's classes, which write the same, copy a whole chart at each step: that took four
+fifths of the time of a page.
 
 Pointing at a checkpoint shows its numbers and brings its run forward in every panel; a click on it or on a legend entry
 keeps it in front (shift-click adds, double-click clears). The page sets the parameter `marked` to the checkpoints that
@@ -10,15 +13,19 @@ be drawn; colors and markers are those of this table unless a style gives them.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import altair as alt
 import polars as pl
 
 from isoloss.errors import IsolossError
 from isoloss.report import data
 from isoloss.report.data import Column, Style
+
+Spec = dict[str, Any]  # a Vega-Lite specification, or a part of one
+VERSION = "6.4"  # of Vega-Lite, as vl-convert names it
 
 INTERVALS = ": 95 % confidence intervals"
 BARS = f"Bars{INTERVALS}"
@@ -32,9 +39,7 @@ _OF_POINTS = ("hovered", "picked_run")  # selections that are made at points, no
 INK = "currentColor"  # the page's ink, on light and on dark paper
 
 
-def scatter(
-    table: pl.DataFrame, axes: Sequence[tuple[Column, Column]], *, style: Style | None = None
-) -> alt.ConcatChart:
+def scatter(table: pl.DataFrame, axes: Sequence[tuple[Column, Column]], *, style: Style | None = None) -> Spec:
     """Two measures of every checkpoint against each other, a panel for each pair of (horizontal, vertical).
 
     Bars are 95 % confidence intervals; a faint line joins a run's checkpoints in the order of steps. Panels of one
@@ -45,8 +50,8 @@ def scatter(
     for across, up in axes:
         rows, own = data.panel(drawing.frame, across, up)
         _, ends = data.panel(drawing.frame, up)
-        x, y = _measured(alt.X, across, own[across]), _measured(alt.Y, up, ends[up], titled=up != left)
-        panels.append(_layered(*drawing.against(rows, (x, across), (y, up))))
+        x, y = _measured(across, own[across]), _measured(up, ends[up], titled=up != left)
+        panels.append({"layer": drawing.against(rows, (x, across), (y, up))})
         left = up
     words = " and ".join(f"{up.title} against {across.title}" for across, up in axes)
     return _side_by_side(panels, drawing.pick, words, note=BARS)
@@ -61,7 +66,7 @@ def magnified(
     band: tuple[float, float],
     baselines: Mapping[str, Mapping[str, float]] | None = None,
     style: Style | None = None,
-) -> alt.ConcatChart:
+) -> Spec:
     """Measures of all checkpoints against their loss, and of those of about one loss once more, magnified.
 
     For each vertical measure a panel of all checkpoints, with a rectangle around those in the band; then, of these
@@ -99,85 +104,109 @@ def magnified(
         _, near_ends = data.panel(inside, loss, up)
         full = data.ends([*ends[up], *(line["y"] for line in lines)], log=up.log) if lines else ends[up]
         left, right = max(band[0], ends[loss][0]), min(band[1], ends[loss][1])  # a band may reach 0 or beyond the axis
-        x, y = _measured(alt.X, loss, ends[loss]), _measured(alt.Y, up, full)
+        x, y = _measured(loss, ends[loss]), _measured(up, full)
         corners = {"x": left, "x2": right, "y": near_ends[up][0], "y2": near_ends[up][1]}
-        rectangle = alt.Chart(alt.InlineData(values=[corners])).mark_rect(
-            color=INK, fillOpacity=0.08, stroke=INK, strokeWidth=RULE
-        )
         everything = [
-            rectangle.encode(x=of_field(x, "x"), x2="x2", y=of_field(y, "y"), y2="y2"),
+            layer(
+                [corners],
+                {"type": "rect", "color": INK, "fillOpacity": 0.08, "stroke": INK, "strokeWidth": RULE},
+                x={**x, "field": "x"},
+                x2={"field": "x2"},
+                y={**y, "field": "y"},
+                y2={"field": "y2"},
+            ),
             *drawing.against(rows, (x, loss), (y, up)),
         ]
         if lines:
-            everything.insert(-1, _baselines(lines, names, of_field(y, "y")))
-        panels.append(_layered(*everything).properties(title="All models"))
-        y = _measured(alt.Y, up, near_ends[up])
+            everything.insert(-1, _baselines(lines, names, {**y, "field": "y"}))
+        panels.append({"layer": everything, "title": "All models"})
+        y = _measured(up, near_ends[up])
         for across in (loss, *others):
             rows, own = data.panel(inside, across, up)
-            x = _measured(alt.X, across, (left, right) if across == loss else own[across])
-            panel = _layered(*drawing.against(rows, (x, across), (y, up), clip=True))
-            panels.append(panel.properties(title="Models in the rectangle"))
+            x = _measured(across, (left, right) if across == loss else own[across])
+            layers = drawing.against(rows, (x, across), (y, up), clip=True)
+            panels.append({"layer": layers, "title": "Models in the rectangle"})
     words = f"{', '.join(up.title for up in ups)} against {', '.join(across.title for across in (loss, *others))}"
     return _side_by_side(panels, drawing.pick, words, note=BARS, together=2 + len(others))
 
 
-def _baselines(lines: Sequence[Mapping[str, Any]], names: list[str], y: alt.Y) -> alt.Chart:
+def _baselines(lines: Sequence[Mapping[str, Any]], names: list[str], y: Spec) -> Spec:
     """Return horizontal lines with a legend of their patterns."""
-    scale = alt.Scale(domain=names, range=[list(dash) for dash in DASHES[: len(names)]])
-    legend = alt.Legend(symbolSize=484)  # 22 pixels long, which show the whole pattern
-    done: alt.Chart = (
-        alt.Chart(alt.InlineData(values=list(lines)))
-        .mark_rule(color=INK, strokeWidth=RULE)
-        .encode(
-            y,
-            strokeDash=alt.StrokeDash(field="name", type="nominal", title="Baseline", scale=scale, legend=legend),
-            tooltip=[alt.Tooltip("name:N", title="Baseline"), alt.Tooltip("y:Q", title=str(y.title), format=".2f")],
-        )
+    scale = {"domain": names, "range": [list(dash) for dash in DASHES[: len(names)]]}
+    legend = {"symbolSize": 484}  # 22 pixels long, which show the whole pattern
+    return layer(
+        lines,
+        {"type": "rule", "color": INK, "strokeWidth": RULE},
+        y=y,
+        strokeDash=nominal("name", title="Baseline", scale=scale, legend=legend),
+        tooltip=[
+            nominal("name", title="Baseline"),
+            {"field": "y", "type": "quantitative", "title": str(y["title"]), "format": ".2f"},
+        ],
     )
-    return done
 
 
-def curves(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None = None) -> alt.ConcatChart:
+def curves(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None = None) -> Spec:
     """Each measure over the steps of pre-training, a line per run, with bands of 95 % confidence."""
     drawing = _Drawing(table, shown, style)
     last = max(1, *drawing.frame.get_column("step").to_list())
-    x = axis(alt.X, "step", "Step", [0.0, last * (1 + data.PADDING / 2)], format=",d")
+    x = axis("step", "Step", [0.0, last * (1 + data.PADDING / 2)], format=",d")
     panels = []
     for column in shown:
-        rows, ends = data.panel(drawing.frame, column)
-        y = _measured(alt.Y, column, ends[column])
-        interval = {"y": of_field(y, f"{column.field}_low"), "y2": f"{column.field}_high"}
-        base = drawing.base(rows).encode(x, detail="run:N")
+        frame, ends = data.panel(drawing.frame, column)
+        rows = frame.to_dicts()
+        y = _measured(column, ends[column])
+        interval = {"y": {**y, "field": f"{column.field}_low"}, "y2": {"field": f"{column.field}_high"}}
+        common = {"x": x, "detail": nominal("run"), "color": drawing.color}
+        opacity = drawing.pick.opacity
         panels.append(
-            _layered(
-                base.mark_area().encode(**interval, opacity=drawing.pick.opacity(0.2, whole_run=True)),
-                base.mark_rule(strokeWidth=RULE).encode(**interval),
-                base.mark_line(strokeWidth=LINE).encode(y, opacity=drawing.pick.opacity(whole_run=True)),
-                drawing.points(base).encode(y),
-            )
+            {
+                "layer": [
+                    layer(rows, {"type": "area"}, **common, **interval, opacity=opacity(0.2, whole_run=True)),
+                    layer(rows, {"type": "rule", "strokeWidth": RULE}, **common, **interval, opacity=opacity()),
+                    layer(rows, {"type": "line", "strokeWidth": LINE}, **common, y=y, opacity=opacity(whole_run=True)),
+                    drawing.points(rows, **common, y=y),
+                ]
+            }
         )
     words = f"{', '.join(m.title for m in shown)} over the steps of pre-training"
     return _side_by_side(panels, drawing.pick, words, note=f"Bars and bands{INTERVALS}")
 
 
-def sizes(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None = None) -> alt.ConcatChart:
+def sizes(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None = None) -> Spec:
     """Each measure against the number of parameters, with 95 % error bars and a line through each group's means."""
     drawing = _Drawing(table, shown, style)
     counts = drawing.frame.get_column("parameters").to_list()
-    x = axis(alt.X, "parameters", "Parameters", [min(counts) / 1.3, max(counts) * 1.3], log=True, format="~s")
+    x = axis("parameters", "Parameters", [min(counts) / 1.3, max(counts) * 1.3], log=True, format="~s")
     panels = []
     for column in shown:
-        rows, ends = data.panel(drawing.frame, column)
-        y = _measured(alt.Y, column, ends[column])
-        base = drawing.base(rows).encode(x)
-        means = alt.Chart(_values(data.size_means(rows, column))).mark_line(strokeWidth=1.5, opacity=0.6)
-        bars = base.mark_rule(strokeWidth=RULE)
+        frame, ends = data.panel(drawing.frame, column)
+        rows = frame.to_dicts()
+        y = _measured(column, ends[column])
+        bars = {"y": {**y, "field": f"{column.field}_low"}, "y2": {"field": f"{column.field}_high"}}
+        line = {"type": "line", "strokeWidth": 1.5, "opacity": 0.6}
         panels.append(
-            _layered(
-                means.encode(x, y, detail="group:N", color=drawing.color),
-                bars.encode(y=of_field(y, f"{column.field}_low"), y2=f"{column.field}_high"),
-                drawing.points(base).encode(y),
-            )
+            {
+                "layer": [
+                    layer(
+                        data.size_means(frame, column).to_dicts(),
+                        line,
+                        x=x,
+                        y=y,
+                        detail=nominal("group"),
+                        color=drawing.color,
+                    ),
+                    layer(
+                        rows,
+                        {"type": "rule", "strokeWidth": RULE},
+                        x=x,
+                        **bars,
+                        color=drawing.color,
+                        opacity=drawing.pick.opacity(),
+                    ),
+                    drawing.points(rows, x=x, y=y),
+                ]
+            }
         )
     words = f"{', '.join(m.title for m in shown)} against the number of parameters"
     return _side_by_side(panels, drawing.pick, words, note=f"{BARS}; lines: means of a group")
@@ -193,57 +222,62 @@ class _Drawing:
         self.frame = data.prepare(table, everything)
         self.pick = _Pick(style)
         self._point = POINT if self.frame.height <= MANY else POINT / 3
-        self.color = _legend(alt.Color, "group", style.colors)
-        self._shape = _legend(alt.Shape, "size", style.markers) if len(style.markers) > 1 else None
+        self.color = _legend("group", style.colors)
+        self._shape = _legend("size", style.markers) if len(style.markers) > 1 else None
         self._tooltip = [
-            alt.Tooltip("run:N", title="Run"),
-            alt.Tooltip("group:N", title="Group"),
-            alt.Tooltip("size:N", title="Size"),
-            alt.Tooltip("parameters:Q", title="Parameters", format=",d"),
-            alt.Tooltip("step:Q", title="Step", format=",d"),
-            *(alt.Tooltip(field=f"{m.field}_text", type="nominal", title=m.axis_title) for m in everything),
+            *(nominal(name, title=name.capitalize()) for name in ("run", "group", "size")),
+            *(
+                {"field": name, "type": "quantitative", "title": name.capitalize(), "format": ",d"}
+                for name in ("parameters", "step")
+            ),
+            *(nominal(f"{m.field}_text", title=m.axis_title) for m in everything),
         ]
-
-    def base(self, rows: pl.DataFrame) -> alt.Chart:
-        """Return a chart of rows without marks."""
-        base: alt.Chart = alt.Chart(_values(rows)).encode(color=self.color, opacity=self.pick.opacity())
-        return base
 
     def against(
         self,
-        rows: pl.DataFrame,
-        horizontal: tuple[alt.X, Column],
-        vertical: tuple[alt.Y, Column],
+        frame: pl.DataFrame,
+        horizontal: tuple[Spec, Column],
+        vertical: tuple[Spec, Column],
         *,
         clip: bool = False,
-    ) -> list[alt.Chart]:
+    ) -> list[Spec]:
         """Return lines, bars and points of two measures against each other; with `clip`, bars end at the axes' ends."""
         (x, across), (y, up) = horizontal, vertical
-        base = self.base(rows)
-        line = base.mark_line(strokeWidth=1, clip=clip)
-        bars = base.mark_rule(strokeWidth=RULE, clip=clip)
+        rows = frame.to_dicts()
+        bars = {"type": "rule", "strokeWidth": RULE, "clip": clip}
+        shown = {"color": self.color, "opacity": self.pick.opacity()}
         return [
-            line.encode(
-                x, y, opacity=self.pick.opacity(0.35, whole_run=True), detail="run:N", order=alt.Order("step:Q")
+            layer(
+                rows,
+                {"type": "line", "strokeWidth": 1, "clip": clip},
+                x=x,
+                y=y,
+                color=self.color,
+                opacity=self.pick.opacity(0.35, whole_run=True),
+                detail=nominal("run"),
+                order={"field": "step", "type": "quantitative"},
             ),
-            bars.encode(x, y=of_field(y, f"{up.field}_low"), y2=f"{up.field}_high"),
-            bars.encode(y, x=of_field(x, f"{across.field}_low"), x2=f"{across.field}_high"),
-            self.points(base).encode(x, y),
+            layer(rows, bars, x=x, y={**y, "field": f"{up.field}_low"}, y2={"field": f"{up.field}_high"}, **shown),
+            layer(
+                rows, bars, y=y, x={**x, "field": f"{across.field}_low"}, x2={"field": f"{across.field}_high"}, **shown
+            ),
+            self.points(rows, x=x, y=y),
         ]
 
-    def points(self, base: alt.Chart) -> alt.Chart:
+    def points(self, rows: Sequence[Mapping[str, Any]], **channels: Any) -> Spec:
         """Return a marker for each checkpoint."""
-        points: alt.Chart = base.mark_point(filled=True, size=self._point, cursor="pointer").encode(
-            tooltip=self._tooltip, **({} if self._shape is None else {"shape": self._shape})
+        shape = {} if self._shape is None else {"shape": self._shape}
+        return layer(
+            rows,
+            {"type": "point", "filled": True, "size": self._point, "cursor": "pointer"},
+            **{"color": self.color, "opacity": self.pick.opacity(), "tooltip": self._tooltip, **shape, **channels},
         )
-        points.name = "points"
-        return points
 
 
-def _legend(channel: Any, field: str, values: Mapping[str, str]) -> Any:
-    """Return the channel of colors or shapes: which of them stands for which value of a column."""
-    scale = alt.Scale(domain=list(values), range=list(values.values()))
-    return channel(field=field, type="nominal", title=field.capitalize(), scale=scale)
+def _legend(field: str, values: Mapping[str, str]) -> Spec:
+    """Return a channel of colors or shapes: which of them stands for which value of a column."""
+    scale = {"domain": list(values), "range": list(values.values())}
+    return nominal(field, title=field.capitalize(), scale=scale)
 
 
 class _Pick:
@@ -255,35 +289,39 @@ class _Pick:
 
     def __init__(self, style: Style) -> None:
         legends = ["group", "size"] if len(style.markers) > 1 else ["group"]
-        self._selections = {
-            "hovered": alt.PointSelectionConfig("point", fields=["run"], on="pointerover", clear="pointerout")
+        point = {"type": "point", "fields": ["run"]}
+        self._selections: dict[str, Spec] = {
+            "hovered": {**point, "on": "pointerover", "clear": "pointerout"},
+            "picked_run": {**point, "on": "click", "clear": "dblclick"},
+            **{f"picked_{field}": {"type": "point", "fields": [field]} for field in legends},
         }
-        self._selections["picked_run"] = alt.PointSelectionConfig("point", fields=["run"], on="click", clear="dblclick")
-        self._selections |= {f"picked_{f}": alt.PointSelectionConfig("point", fields=[f]) for f in legends}
 
-    def opacity(self, opacity: float = 1.0, *, whole_run: bool = False) -> alt.OpacityValue:
+    def opacity(self, opacity: float = 1.0, *, whole_run: bool = False) -> Spec:
         """The opacity of a mark of a checkpoint, or of one of a whole run: `opacity` while it is in front."""
         key = "datum.run + '@'" if whole_run else "datum.run + '@' + datum.step"
         front = {"and": [*({"param": name} for name in self._selections), f"!marked || marked[{key}]"]}
-        return alt.OpacityValue(_DIMMED * opacity, condition={"test": front, "value": opacity})
+        return {"value": _DIMMED * opacity, "condition": {"test": front, "value": opacity}}
 
-    def params(self, views: list[str]) -> list[alt.TopLevelSelectionParameter | alt.VariableParameter]:
+    def params(self, views: list[str]) -> list[Spec]:
         """The selections, made in the views of these names and shared by all panels, and `marked`."""
         selections = [
-            alt.TopLevelSelectionParameter(
-                name=name, select=select, views=views, bind=alt.Undefined if name in _OF_POINTS else "legend"
-            )
+            {"name": name, "select": select, "views": views, **({} if name in _OF_POINTS else {"bind": "legend"})}
             for name, select in self._selections.items()
         ]
-        return [*selections, alt.VariableParameter(name="marked", value=None)]
+        return [*selections, {"name": "marked", "value": None}]
 
 
-def _values(rows: pl.DataFrame) -> alt.InlineData:
-    return alt.InlineData(values=rows.to_dicts())
+def layer(rows: Sequence[Mapping[str, Any]], mark: Spec, **channels: Any) -> Spec:
+    """Return marks of rows, each with its channels; `concat` gives equal rows of several layers one name."""
+    return {"data": {"values": rows}, "mark": mark, "encoding": channels}
+
+
+def nominal(field: str, **more: Any) -> Spec:
+    """Return a channel of names."""
+    return {"field": field, "type": "nominal", **more}
 
 
 def axis(
-    channel: Any,
     field: str,
     title: str | None,
     ends: Sequence[float],
@@ -291,49 +329,34 @@ def axis(
     log: bool = False,
     ticks: Sequence[float] = (),
     **shown: Any,
-) -> Any:
+) -> Spec:
     """Return a channel of numbers."""
     ticks = list(ticks) or (data.log_ticks(ends) if log else [])
-    marks: dict[str, Any] = {"values": ticks} if ticks else {"tickCount": 5}
+    marks: Spec = {"values": ticks} if ticks else {"tickCount": 5}
     if log:
         marks["format"] = "~e" if ends[0] < 1e-4 or ends[1] > 1e6 else "~g"
-    return channel(
-        field=field,
-        type="quantitative",
-        title=title,
-        scale=alt.Scale(type="log" if log else "linear", domain=list(ends), nice=False),
-        axis=alt.Axis(labelOverlap="greedy", labelSeparation=6, **{**marks, **shown}),
-    )
+    return {
+        "field": field,
+        "type": "quantitative",
+        "title": title,
+        "scale": {"type": "log" if log else "linear", "domain": list(ends), "nice": False},
+        "axis": {"labelOverlap": "greedy", "labelSeparation": 6, **marks, **shown},
+    }
 
 
-def of_field(channel: Any, field: str) -> Any:
-    """Return the same axis for another field."""
-    other = channel.copy()
-    other.field = field
-    return other
+def _measured(column: Column, ends: tuple[float, float], *, titled: bool = True) -> Spec:
+    return axis(column.field, column.axis_title if titled else None, ends, log=column.log)
 
 
-def _measured(channel: Any, column: Column, ends: tuple[float, float], *, titled: bool = True) -> Any:
-    return axis(channel, column.field, column.axis_title if titled else None, ends, log=column.log)
-
-
-def _layered(*layers: alt.Chart) -> alt.LayerChart:
-    return alt.LayerChart(layer=list(layers))
-
-
-def _side_by_side(
-    panels: list[alt.LayerChart], pick: _Pick, description: str, *, note: str, together: int = 1
-) -> alt.ConcatChart:
+def _side_by_side(panels: list[Spec], pick: _Pick, description: str, *, note: str, together: int = 1) -> Spec:
     """Panels in a row; the page sets their width and, where it is narrow, puts them below each other."""
-    chart = concat(panels, note, together=together)
-    # the last layer of each panel holds its points; altair may have renamed it
-    chart.params = pick.params([panel.layer[-1].name for panel in chart.concat])
-    return chart.properties(description=description)
+    views = [f"points_{number}" for number in range(len(panels))]
+    for panel, view in zip(panels, views, strict=True):
+        panel["layer"][-1]["name"] = view  # the selections are made at points
+    return {**concat(panels, note, together=together), "params": pick.params(views), "description": description}
 
 
-def concat(
-    panels: Sequence[alt.LayerChart], note: str, size: tuple[int, int] = SIZE, *, together: int = 1
-) -> alt.ConcatChart:
+def concat(panels: Sequence[Spec], note: str, size: tuple[int, int] = SIZE, *, together: int = 1) -> Spec:
     """Return panels in a row, in the page's colors.
 
     Args:
@@ -343,45 +366,50 @@ def concat(
         together: Where panels do not fit into one row, each run of this many takes full rows.
     """
     width, height = size
-    chart = alt.concat(*(p.properties(width=width, height=height) for p in panels), columns=len(panels), spacing=24)
-    done: alt.ConcatChart = chart.properties(
-        background="transparent", config=_config(), usermeta={"note": note, "together": together}
-    )
-    return done
+    datasets: dict[str, Sequence[Mapping[str, Any]]] = {}
+    named = []
+    for panel in panels:
+        layers = []
+        for one in panel["layer"]:
+            rows = one["data"]["values"]
+            name = f"data-{hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]}"
+            datasets[name] = rows
+            layers.append({**one, "data": {"name": name}})
+        named.append({**panel, "layer": layers, "width": width, "height": height})
+    return {
+        "$schema": f"https://vega.github.io/schema/vega-lite/v{VERSION}.1.json",
+        "concat": named,
+        "columns": len(panels),
+        "spacing": 24,
+        "datasets": datasets,
+        "background": "transparent",
+        "config": _CONFIG,
+        "usermeta": {"note": note, "together": together},
+    }
 
 
-def _config() -> alt.Config:
-    axes = alt.AxisConfig(
-        labelColor=INK,
-        titleColor=INK,
-        domainColor=INK,
-        tickColor=INK,
-        gridColor=INK,
-        gridOpacity=0.1,
-        domainOpacity=0.4,
-        tickOpacity=0.4,
-        labelFontSize=12,
-        titleFontSize=13,
-        titleFontWeight="normal",
-        titlePadding=8,
-    )
-    legend = alt.LegendConfig(
-        labelColor=INK,
-        titleColor=INK,
-        orient="top",
-        labelFontSize=13,
-        titleFontSize=13,
-        symbolSize=90,
-        labelLimit=320,
-        symbolOpacity=1,
-        symbolBaseFillColor=INK,
-        symbolBaseStrokeColor=INK,
-        padding=8,  # keeps the legends away from each other
-    )
-    return alt.Config(
-        axis=axes,
-        legend=legend,
-        title=alt.TitleConfig(color=INK, fontSize=13, fontWeight="normal"),
-        view=alt.ViewConfig(stroke=None),
-        font="system-ui, sans-serif",
-    )
+_CONFIG: Spec = {
+    "axis": {
+        **dict.fromkeys(("labelColor", "titleColor", "domainColor", "tickColor", "gridColor"), INK),
+        "gridOpacity": 0.1,
+        "domainOpacity": 0.4,
+        "tickOpacity": 0.4,
+        "labelFontSize": 12,
+        "titleFontSize": 13,
+        "titleFontWeight": "normal",
+        "titlePadding": 8,
+    },
+    "legend": {
+        **dict.fromkeys(("labelColor", "titleColor", "symbolBaseFillColor", "symbolBaseStrokeColor"), INK),
+        "orient": "top",
+        "labelFontSize": 13,
+        "titleFontSize": 13,
+        "symbolSize": 90,
+        "labelLimit": 320,
+        "symbolOpacity": 1,
+        "padding": 8,  # keeps the legends away from each other
+    },
+    "title": {"color": INK, "fontSize": 13, "fontWeight": "normal"},
+    "view": {"stroke": None},
+    "font": "system-ui, sans-serif",
+}

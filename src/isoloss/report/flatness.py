@@ -5,10 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-import altair as alt
-
 from isoloss.flatness.differences import Comparison
-from isoloss.report.charts import BARS
+from isoloss.report.charts import BARS, Spec
 from isoloss.report.data import COLORS, MARKERS, TRACE
 from isoloss.report.panels import Axis, Panel, Series, draw
 from isoloss.statistics.estimate import Estimate
@@ -18,7 +16,7 @@ _NAME = 50  # letters of a name on a line, such as fit the figure
 _WIDE = 4.0  # ratio of the largest trace to the smallest, from which the axis is logarithmic
 
 
-def trace_against_loss(comparison: Comparison, names: Mapping[str, str] | None = None) -> alt.ConcatChart:
+def trace_against_loss(comparison: Comparison, names: Mapping[str, str] | None = None) -> Spec:
     """Draw each model as a point: its loss to the right, its trace upwards; bars are 95 % intervals.
 
     Where the traces lie far apart their axis is logarithmic. `isoloss.report.save.save` writes the chart to a file.

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import altair as alt
 import jinja2
 import polars as pl
 from markupsafe import Markup
 
 from isoloss.errors import IsolossError
 from isoloss.report import data, save
+from isoloss.report.charts import VERSION, Spec
 from isoloss.report.data import Column
 
 # the class and the sign of each verdict: the sign and the words carry it, not the color
@@ -45,7 +45,7 @@ class Figure:
 
     name: str  # of its files: `figures/NAME.pdf` and `.png` beside the page, and those that the page saves
     title: str  # heading
-    chart: alt.ConcatChart  # the interactive chart
+    chart: Spec  # the interactive chart
     caption: str  # what is seen
     formats: tuple[str, ...] = ("pdf", "png")  # of its files
 
@@ -59,7 +59,7 @@ class Figure:
 class SmallFigure:
     """A chart without interaction, drawn into the page as it is."""
 
-    chart: alt.ConcatChart  # the chart
+    chart: Spec  # the chart
     description: str  # the same in words, for who cannot see it
 
 
@@ -167,11 +167,11 @@ def render(page: Page) -> str:
                     f"a table of {len(table.columns)} columns has a row of {len(row)} cells: {row[0].text!r}"
                 )
     template = _environment().get_template("page.html.j2")
-    specs = [figure.chart.to_dict(validate=False) for figure in page.figures]
-    datasets = {name: rows for spec in specs for name, rows in spec.get("datasets", {}).items()}
+    specs = [figure.chart for figure in page.figures]
+    datasets = {name: rows for spec in specs for name, rows in spec["datasets"].items()}
     return template.render(
         page=page,
-        specs=[spec | {"datasets": list(spec.get("datasets", {}))} for spec in specs],
+        specs=[spec | {"datasets": list(spec["datasets"])} for spec in specs],
         datasets={name: _by_column(rows) for name, rows in datasets.items()},
         configs=_by_line(page.configs),
         verdicts=_counts(page.claims),
@@ -224,7 +224,7 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _image(chart: alt.ConcatChart) -> str:
+def _image(chart: Spec) -> str:
     """Return a chart as the address of an image that is inside the address."""
     return "data:image/png;base64," + base64.b64encode(save.png(chart, IMAGE_PIXELS_PER_INCH)).decode()
 
@@ -247,8 +247,7 @@ def _vega() -> Markup:
     """Vega, Vega-Lite and Vega-Embed as one script, of the versions that the charts are written for."""
     import vl_convert
 
-    major, minor, _ = alt.SCHEMA_VERSION.removeprefix("v").split(".")
-    script: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", f"{major}.{minor}")
+    script: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", VERSION)
     if "</script" in script.lower() or "<!--" in script:
         raise IsolossError("this version of vl-convert cannot be put inside a page: its script holds a script tag")
     return Markup(script)  # noqa: S704 - checked just above

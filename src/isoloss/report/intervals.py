@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import altair as alt
 
 from isoloss.errors import IsolossError
 from isoloss.report import charts, data
+from isoloss.report.charts import Spec, layer, nominal
 
 CLAIMED = data.COLORS[2]  # of the range that a claim states
 
@@ -56,7 +54,7 @@ class IntervalPanel:
 
 def intervals(
     panels: Sequence[IntervalPanel], rows: Sequence[str], *, note: str, size: tuple[int, int] = charts.SIZE
-) -> alt.ConcatChart:
+) -> Spec:
     """Return panels beside each other, with the same rows in the order given.
 
     Args:
@@ -71,16 +69,13 @@ def intervals(
     series = list(dict.fromkeys(each.series for panel in panels for each in panel.intervals))
     if len(series) > len(data.COLORS):
         raise IsolossError(f"there are {len(series)} series and {len(data.COLORS)} colors: show fewer")
-    scale = alt.Scale(domain=series, range=list(data.COLORS[: len(series)]))
-    legend = alt.Undefined if len(series) > 1 else None
-    color = alt.Color(field="series", type="nominal", title=None, scale=scale, legend=legend)
+    scale = {"domain": series, "range": list(data.COLORS[: len(series)])}
+    color = nominal("series", title=None, scale=scale, **({} if len(series) > 1 else {"legend": None}))
     drawn = [_panel(panel, rows, series, color, named=panel is panels[0]) for panel in panels]
     return charts.concat(drawn, note, size)
 
 
-def _panel(
-    panel: IntervalPanel, rows: Sequence[str], series: list[str], color: alt.Color, *, named: bool
-) -> alt.LayerChart:
+def _panel(panel: IntervalPanel, rows: Sequence[str], series: list[str], color: Spec, *, named: bool) -> Spec:
     """Return the chart of one quantity; only the first of a row of panels names the rows."""
     if not panel.intervals:
         raise IsolossError(f"the panel {panel.title!r} has no interval")
@@ -89,33 +84,29 @@ def _panel(
     edges = [end for end in panel.claimed or () if end is not None]
     shown = [panel.reference, *edges, *(end for each in panel.intervals for end in (each.low, each.high))]
     ends = data.ends(shown, log=panel.log)
-    base = alt.Chart(alt.InlineData(values=[vars(each) for each in panel.intervals]))
-    axis: dict[str, Any] = {"labelLimit": 320, "ticks": False, "domain": False, "labels": named}
-    y = alt.Y(
-        field="row",
-        type="nominal",
+    y = nominal(
+        "row",
         title=None,
         sort=list(rows),
-        axis=alt.Axis(**axis),
-        scale=alt.Scale(domain=list(rows)),
+        axis={"labelLimit": 320, "ticks": False, "domain": False, "labels": named},
+        scale={"domain": list(rows)},
     )
-    offset = alt.YOffset(field="series", type="nominal", sort=series)
-    x = charts.axis(alt.X, "value", panel.title, ends, log=panel.log)
-    reference = alt.Chart(alt.InlineData(values=[{"value": panel.reference}])).mark_rule(
-        color=charts.INK, strokeDash=[4, 4], opacity=0.5
-    )
-    claimed = []
+    x = charts.axis("value", panel.title, ends, log=panel.log)
+    reference = {"type": "rule", "color": charts.INK, "strokeDash": [4, 4], "opacity": 0.5}
+    layers = [layer([{"value": panel.reference}], reference, x=x)]
     if panel.claimed is not None:
         low, high = (end if given is None else given for end, given in zip(ends, panel.claimed, strict=True))
-        area = alt.Chart(alt.InlineData(values=[{"value": low, "high": high}])).mark_rect(color=CLAIMED, opacity=0.16)
-        claimed = [area.encode(x, x2="high:Q")]
-    return alt.LayerChart(
-        layer=[
-            *claimed,
-            reference.encode(x),
-            base.mark_rule(strokeWidth=charts.LINE).encode(y, offset, color, x=charts.of_field(x, "low"), x2="high:Q"),
-            base.mark_point(filled=True, size=charts.POINT, opacity=1).encode(
-                x, y, offset, color, tooltip=[alt.Tooltip("row:N"), alt.Tooltip("series:N"), alt.Tooltip("text:N")]
-            ),
+        area = {"type": "rect", "color": CLAIMED, "opacity": 0.16}
+        layers.insert(0, layer([{"value": low, "high": high}], area, x=x, x2={"field": "high"}))
+    drawn = [vars(each) for each in panel.intervals]
+    placed = {"y": y, "yOffset": nominal("series", sort=series), "color": color}
+    lines = {"x": {**x, "field": "low"}, "x2": {"field": "high"}}
+    point = {"type": "point", "filled": True, "size": charts.POINT, "opacity": 1}
+    texts = [nominal(name) for name in ("row", "series", "text")]
+    return {
+        "layer": [
+            *layers,
+            layer(drawn, {"type": "rule", "strokeWidth": charts.LINE}, **placed, **lines),
+            layer(drawn, point, x=x, **placed, tooltip=texts),
         ]
-    )
+    }

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import altair as alt
-
 from isoloss.report import charts, data
+from isoloss.report.charts import Spec, layer, nominal
 
 INK = "#444444"  # of what is no series of its own, e.g. a control
 
@@ -46,48 +45,45 @@ class Panel:
     rule: float | None = None  # A thin horizontal line at this value
 
 
-def draw(panels: Sequence[Panel], *, note: str) -> alt.ConcatChart:
+def draw(panels: Sequence[Panel], *, note: str) -> Spec:
     """Return panels beside each other; a series without points has a line as its legend's symbol."""
     chart = charts.concat([_panel(panel) for panel in panels], note)
-    done: alt.ConcatChart = chart.resolve_scale(color="independent", shape="independent")
-    return done
+    return {**chart, "resolve": {"scale": {"color": "independent", "shape": "independent"}}}
 
 
-def _panel(panel: Panel) -> alt.LayerChart:
+def _panel(panel: Panel) -> Spec:
     points = [row for series in panel.series for row in _points(series)]
     curves = [{"name": series.name, "x": x, "y": y} for series in panel.series for x, y in series.curve]
     drawn = [*points, *curves, *([] if panel.rule is None else [{"y": panel.rule}])]
-    x, x_ends = _channel(alt.X, "x", panel.x, drawn)
-    y, y_ends = _channel(alt.Y, "y", panel.y, drawn)
+    x, x_ends = _channel("x", panel.x, drawn)
+    y, y_ends = _channel("y", panel.y, drawn)
     for row in points:  # a bar that reaches 0 on a logarithmic axis runs to the end of the axis
         for name, axis, ends in (("x", panel.x, x_ends), ("y", panel.y, y_ends)):
             if axis.log and row[f"{name}_low"] <= 0:
                 row[f"{name}_low"] = ends[0]
     names = [series.name for series in panel.series]
-    legend = alt.Legend(title=None, labelExpr="split(datum.label, '\\n')")
-    color = alt.Color("name:N", legend=legend, scale=alt.Scale(domain=names, range=[s.color for s in panel.series]))
+    legend = {"title": None, "labelExpr": "split(datum.label, '\\n')"}
+    color = nominal("name", legend=legend, scale={"domain": names, "range": [s.color for s in panel.series]})
     markers = [series.marker if series.points else "stroke" for series in panel.series]
-    shape = alt.Shape("name:N", legend=legend, scale=alt.Scale(domain=names, range=markers))
-    base = alt.Chart(alt.InlineData(values=points)).encode(color=color)
+    shape = nominal("name", legend=legend, scale={"domain": names, "range": markers})
+    bar = {"type": "rule", "strokeWidth": charts.RULE}
+    point = {"type": "point", "filled": False, "fill": "white", "opacity": 1, "size": charts.POINT, "strokeWidth": 1.6}
     layers = [
-        alt.Chart(alt.InlineData(values=curves))
-        .mark_line(strokeWidth=charts.LINE)
-        .encode(x, y, color=color, order="x:Q"),
-        base.mark_rule(strokeWidth=charts.RULE).encode(x, y=charts.of_field(y, "y_low"), y2="y_high"),
-        base.mark_rule(strokeWidth=charts.RULE).encode(y, x=charts.of_field(x, "x_low"), x2="x_high"),
-        base.mark_point(filled=False, fill="white", opacity=1, size=charts.POINT, strokeWidth=1.6).encode(
-            x, y, shape=shape
+        layer(
+            curves,
+            {"type": "line", "strokeWidth": charts.LINE},
+            x=x,
+            y=y,
+            color=color,
+            order={"field": "x", "type": "quantitative"},
         ),
+        layer(points, bar, x=x, y={**y, "field": "y_low"}, y2={"field": "y_high"}, color=color),
+        layer(points, bar, y=y, x={**x, "field": "x_low"}, x2={"field": "x_high"}, color=color),
+        layer(points, point, x=x, y=y, color=color, shape=shape),
     ]
     if panel.rule is not None:
-        line = (
-            alt.Chart(alt.InlineData(values=[{"y": panel.rule}]))
-            .mark_rule(color=INK, strokeWidth=charts.RULE)
-            .encode(y)
-        )
-        layers.insert(0, line)
-    done: alt.LayerChart = alt.LayerChart(layer=layers)
-    return done.properties(title=panel.title) if panel.title else done
+        layers.insert(0, layer([{"y": panel.rule}], {**bar, "color": INK}, y=y))
+    return {"layer": layers, **({"title": panel.title} if panel.title else {})}
 
 
 def _points(series: Series) -> list[dict[str, Any]]:
@@ -100,8 +96,8 @@ def _points(series: Series) -> list[dict[str, Any]]:
     return rows
 
 
-def _channel(channel: Any, name: str, axis: Axis, rows: Sequence[Mapping[str, Any]]) -> tuple[Any, tuple[float, float]]:
+def _channel(name: str, axis: Axis, rows: Sequence[Mapping[str, Any]]) -> tuple[Spec, tuple[float, float]]:
     """Return an encoding whose axis holds all points, bars and curves with a little room, and the ends of the axis."""
     values = [row[key] for row in rows for key in (name, f"{name}_low", f"{name}_high") if key in row]
     ends = data.ends([value for value in values if value > 0] if axis.log else values, log=axis.log)
-    return charts.axis(channel, name, axis.title, ends, log=axis.log, ticks=axis.ticks), ends
+    return charts.axis(name, axis.title, ends, log=axis.log, ticks=axis.ticks), ends

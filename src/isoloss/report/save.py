@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import altair as alt
-
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.report import data
+from isoloss.report.charts import VERSION, Spec
 
 PANEL = (172, 138)  # width and height of a panel in points, without axes
 AXES = 56  # points that the axis of a panel takes
@@ -21,7 +20,7 @@ _LETTER = 4.7  # points of a letter of a legend, on average
 _SYMBOL = 26  # points that an entry of a legend takes beside its letters
 
 
-def save(chart: alt.ConcatChart, file: Path) -> None:
+def save(chart: Spec, file: Path) -> None:
     """Write a chart to a `.png`, `.svg` or `.pdf` file, whole or not at all.
 
     It is drawn at the size of a paper: letters of 8 points, up to three panels of 2.4 by 1.9 inches in a row, a legend
@@ -36,7 +35,7 @@ def save(chart: alt.ConcatChart, file: Path) -> None:
     """
     import vl_convert
 
-    given: dict[str, Any] = {"vl_spec": printed(chart), "vl_version": _version()}
+    given: dict[str, Any] = {"vl_spec": printed(chart), "vl_version": VERSION}
     match file.suffix.lower():
         case ".png":
             written = png(chart)
@@ -52,30 +51,24 @@ def save(chart: alt.ConcatChart, file: Path) -> None:
     files.write_bytes(file, written)
 
 
-def png(chart: alt.ConcatChart, pixels_per_inch: int = PIXELS_PER_INCH) -> bytes:
+def png(chart: Spec, pixels_per_inch: int = PIXELS_PER_INCH) -> bytes:
     """Return a chart as a PNG image, at the size of a paper."""
     import vl_convert
 
-    image: bytes = vl_convert.vegalite_to_png(printed(chart), _version(), ppi=pixels_per_inch)
+    image: bytes = vl_convert.vegalite_to_png(printed(chart), VERSION, ppi=pixels_per_inch)
     return image
 
 
-def inline_svg(chart: alt.ConcatChart) -> str:
+def inline_svg(chart: Spec) -> str:
     """Return a chart as an `<svg>` element for a page, in the page's ink and at the size of a screen."""
     import vl_convert
 
-    svg: str = vl_convert.vegalite_to_svg(chart.to_dict(validate=False), _version())
+    svg: str = vl_convert.vegalite_to_svg(chart, VERSION)
     return svg
 
 
-def _version() -> Any:  # for vl-convert, one of some literals
-    major, minor, _ = alt.SCHEMA_VERSION.removeprefix("v").split(".")
-    return f"{major}.{minor}"
-
-
-def printed(chart: alt.ConcatChart) -> dict[str, Any]:
+def printed(spec: Spec) -> Spec:
     """Return the Vega-Lite specification of a chart in the size, the letters and the ink of a paper."""
-    spec: dict[str, Any] = chart.to_dict(validate=False)  # takes seconds; the tests validate
     has_own_legends = "resolve" in spec  # each panel has a legend, or all share one
     columns = data.columns(len(spec["concat"]), together=spec["usermeta"]["together"])
     entries = _legend_entries(spec)
@@ -112,7 +105,7 @@ def printed(chart: alt.ConcatChart) -> dict[str, Any]:
     }
 
 
-def _thinned(panel: dict[str, Any]) -> dict[str, Any]:
+def _thinned(panel: Spec) -> Spec:
     """Return a panel with markers and strokes for a paper."""
     factors = {"size": _THIN**2, "strokeWidth": _THIN}
     layers = [

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import altair as alt
-
 from isoloss.paper.theory import bartlett
 from isoloss.paper.theory.bracket_language import study
 from isoloss.paper.theory.bracket_language.heads import sign_missing
 from isoloss.paper.theory.sgd_flow.study import Result, Settings
+from isoloss.report.charts import Spec
 from isoloss.report.data import COLORS, MARKERS
 from isoloss.report.panels import INK, Axis, Panel, Series, draw
 
@@ -20,7 +19,7 @@ _BARS = "Bars: standard errors"
 _TIME = Axis(title="Time K = steps × η²")
 
 
-def bartlett_gap(result: bartlett.Result) -> alt.ConcatChart:
+def bartlett_gap(result: bartlett.Result) -> Spec:
     """Draw the relative gap of each model against the KL, both axes logarithmic; bars are standard errors.
 
     The minimizers themselves, whose KL is 0, are left out. The gray line has the slope of a square root.
@@ -41,7 +40,7 @@ def bartlett_gap(result: bartlett.Result) -> alt.ConcatChart:
     return draw([panel], note=_BARS)
 
 
-def sgd_and_flow(results: Sequence[tuple[Settings, Result]]) -> alt.ConcatChart:
+def sgd_and_flow(results: Sequence[tuple[Settings, Result]]) -> Spec:
     """Draw traces over time, a row per model: each batch size at the smallest step size, and errors at each step size.
 
     Lines are the flow, points are SGD with its standard errors, crosses the control without label noise.
@@ -94,7 +93,7 @@ def _step_errors(settings: Settings, result: Result) -> Panel:
     return Panel(x=_TIME, y=y, series=series, title=settings.model.name, rule=0.0)
 
 
-def bracket_solutions(result: study.Result) -> alt.ConcatChart:
+def bracket_solutions(result: study.Result) -> Spec:
     """Draw the descents on the trace, how often heads fail, and the random features that a loss needs.
 
     Bars are standard errors. In the middle the lines are the probabilities that a training set lacks a sign, the gray
