@@ -25,7 +25,10 @@ MATVECS = 9  # of Hutch++
 POOL = 16  # sequences that are read for each one that is measured
 POOLED = f"{OURS}, {POOL} more sequences read for each"
 _POOL_BATCH = 512
-PEER_BATCH = 16  # sequences
+BATCHES_OF = ", batches of "
+# Sequences of a peer's call. A call draws its signs once, so that small batches spread less for the time they take,
+# until what each call costs by itself weighs more. Where that is depends on the model: the tables show the best.
+PEER_BATCHES = (1, 4, 16)
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,21 @@ def _plus_plus(run: Callable[..., Call]) -> Callable[[Workload, list[Batch], int
     return lambda workload, batches, seed: run(workload, batches, seed, matvecs=MATVECS)
 
 
+def plain_loop(workload: Workload, batches: list[Batch], seed: int) -> Call:
+    """Run what one writes without a library: one backward pass for a batch, to labels that the model draws.
+
+    Their gradients at the positions are independent and have mean zero, so that the squared norm of their sum has the
+    mean of the sum of the squared norms.
+    """
+    (batch,) = batches
+    logits = _Logits(workload)(batch["input_ids"])
+    labels = torch.multinomial(logits.softmax(dim=-1), 1, generator=torch.Generator().manual_seed(seed))
+    nn.functional.cross_entropy(logits, labels[:, 0], reduction="sum").backward()
+    value = sum(float(p.grad.square().sum()) for p in workload.model.parameters() if p.grad is not None)
+    workload.model.zero_grad()
+    return Call(value / len(labels))
+
+
 def training_pass(workload: Workload, batches: list[Batch], seed: int = 0) -> Call:
     """Run an ordinary forward and backward pass to all parameters: the floor."""
     for batch in batches:
@@ -178,8 +196,8 @@ def training_pass(workload: Workload, batches: list[Batch], seed: int = 0) -> Ca
 def contenders(*, causal: bool) -> tuple[list[Contender], list[str]]:
     """Return the estimators that can run, ours and the paper's first, and the names of the peers that are missing.
 
-    Peers get a fresh small batch with each probe: many probes of one large batch, as they are mostly used, would need
-    more time.
+    A peer gets a fresh batch with each probe, of each of the sizes: many probes of one large batch, as they are mostly
+    used, would need more time.
     """
     found = [
         Contender(OURS, FISHER, 256 if causal else 512, True, ours),
@@ -190,17 +208,21 @@ def contenders(*, causal: bool) -> tuple[list[Contender], list[str]]:
     share = 1 / 12 if causal else 1 / 3  # at all positions a call takes minutes
     found.append(Contender(name, FISHER, 4 if causal else 16, True, paper(MANY_LABELS), share, one_by_one=True))
     products = f"Hutch++, {MATVECS} products"
-    peers: list[tuple[str, str, str, Callable[[Workload, list[Batch], int], Call]]] = [
-        ("curvlinops", "GGN, Hutchinson", FISHER, curvlinops),
-        ("curvlinops", f"GGN, {products}", FISHER, _plus_plus(curvlinops)),
-        ("hessian-eigenthings", "GGN, Hutchinson", FISHER, eigenthings),
-        ("hessian-eigenthings", f"GGN, {products}", FISHER, _plus_plus(eigenthings)),
-        ("PyHessian", "Hutchinson", HESSIAN, pyhessian),
-    ]
-    for peer, way, quantity, run in peers:
-        if installed(peer) and not (causal and "++" in way):  # too dear at all positions
-            share = 1 / 3 if "++" in way else 6.0  # one call is one draw, so that their spread takes many
-            found.append(Contender(f"{peer}, {way}", quantity, PEER_BATCH, False, run, share))
+    ways: list[tuple[str, str, Callable[[Workload, list[Batch], int], Call]]] = [("a plain loop", FISHER, plain_loop)]
+    if installed("curvlinops"):
+        ways += [("curvlinops, GGN, Hutchinson", FISHER, curvlinops)]
+        ways += [(f"curvlinops, GGN, {products}", FISHER, _plus_plus(curvlinops))]
+    if installed("hessian-eigenthings"):
+        ways += [("hessian-eigenthings, GGN, Hutchinson", FISHER, eigenthings)]
+        ways += [(f"hessian-eigenthings, GGN, {products}", FISHER, _plus_plus(eigenthings))]
+    if installed("PyHessian"):
+        ways += [("PyHessian, Hutchinson", HESSIAN, pyhessian)]
+    for way, quantity, run in ways:
+        if causal and "++" in way:
+            continue  # too dear at all positions
+        share = 1 / 3 if "++" in way else 6.0  # one call is one draw, so that the spread takes many
+        for size in PEER_BATCHES:
+            found.append(Contender(f"{way}{BATCHES_OF}{size}", quantity, size, False, run, share))
     return found, [peer for peer in PEERS if not installed(peer)]
 
 

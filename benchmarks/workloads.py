@@ -1,15 +1,18 @@
-"""Two small language models, briefly trained on sequences with topics, and fresh sequences for them.
+"""Small language models and fresh sequences for them: two briefly trained on sequences with topics, one really trained.
 
 Shapes: n sequences, T positions, V vocabulary.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from isoloss.seeds import derive, generator
 from isoloss.text.masking import IGNORED
@@ -127,9 +130,47 @@ class Workload:
         }
 
 
+_DATA = Path(os.environ.get("ISOLOSS_DATA", Path(__file__).parents[2] / "shared" / "data"))
+_STORIES = _DATA / "stories260K" / "hf"
+
+
+class Stories(Workload):
+    """stories260K, a Llama trained for 100,000 steps; its sequences are drawn from those that it generates itself."""
+
+    def _build(self) -> nn.Module:
+        # the peers differentiate twice or forward, which only the eager kernel allows
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(_STORIES, attn_implementation="eager")
+        return model.eval()
+
+    @cached_property
+    @torch.no_grad()
+    def _generated(self) -> torch.Tensor:
+        draws, cache = generator(0, "stories"), None
+        tokens = torch.full((4096, 1), self.model.config.bos_token_id)
+        while tokens.shape[1] < self.length:
+            output = self.model(input_ids=tokens[:, -1:], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            p = output.logits[:, -1].softmax(dim=-1)
+            tokens = torch.cat([tokens, torch.multinomial(p, 1, generator=draws)], dim=1)
+        return tokens
+
+    def batch(self, n: int, draws: torch.Generator, *, length: int | None = None) -> Batch:
+        """Return n of the generated sequences, or their beginnings: `input_ids` and `labels`, (n, T)."""
+        chosen = torch.randint(len(self._generated), (n,), generator=draws)
+        tokens = self._generated[chosen, :length]
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    def train(self, steps: int, *, size: int = 32) -> None:
+        """Leave the model as it is."""
+
+
 def workloads() -> dict[str, Workload]:
-    """Return the two models, untrained, by name."""
-    return {
+    """Return the models by name: two untrained ones, and stories260K where it is."""
+    found = {
         "bert": Workload("BERT, 4 layers, d 128, V 205, 32 tokens, one mask", causal=False, vocab_size=205, length=32),
         "gpt2": Workload("GPT-2, 4 layers, d 128, V 1000, 64 tokens", causal=True, vocab_size=1000, length=64),
     }
+    if _STORIES.is_dir():
+        name = "stories260K, a Llama trained on stories: 5 layers, d 64, V 512, 64 tokens"
+        found["stories"] = Stories(name, causal=True, vocab_size=512, length=64)
+    return found
