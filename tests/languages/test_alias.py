@@ -10,6 +10,9 @@ import torch
 from numba import njit
 
 from isoloss.languages import alias_sampling
+from isoloss.languages.config import HMMConfig
+from isoloss.languages.pcfg.language import PCFG
+from isoloss.seeds import generator
 
 
 @njit
@@ -132,3 +135,23 @@ def test_sentences_depend_on_seed_and_index_alone():
         assert not torch.equal(other[index], few[index])
     assert len(torch.unique(one[0][:1000], dim=0)) > 900
     assert alias_sampling.draw_chains(*tables, numbers=np.arange(0), length=5, seed=7)[0].shape == (0, 5)
+
+
+def test_uniform_numbers_are_the_words_of_philox():
+    numbers = np.array([3, 2**60, 0])
+    blocks = [words(np.uint64(9), np.uint64(number), np.uint64(block)) for number in numbers for block in (0, 1)]
+    wanted = (np.array(blocks, np.uint64).reshape(3, 8)[:, :7] >> np.uint64(11)).astype(np.float64) / 2.0**53
+    assert np.array_equal(alias_sampling.uniforms(9, numbers, 7).numpy(), wanted)
+    assert alias_sampling.uniforms(9, numbers, 0).shape == (3, 0)
+
+
+@pytest.mark.gpu
+def test_cuda_has_the_same_sentences():
+    rules = "S A 0.4\nS S A 0.6\nA x 0.5\nA S B 0.3\nA y 0.2\nB x 1"
+    grammar = PCFG.from_text(rules, max_length=20)
+    for language, options in ((grammar, {}), (grammar, {"length": 6}), (HMMConfig().build(), {})):
+        moved = language.to("cuda")
+        one, other = (x.sample(2000, generator=generator(1, "x"), latent=True, **options) for x in (language, moved))
+        for part, again in zip(one, other, strict=True):
+            assert again.device.type == "cuda"
+            assert torch.equal(again.cpu(), part)

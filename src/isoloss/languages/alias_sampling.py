@@ -1,8 +1,8 @@
 """Drawing from many discrete distributions: alias tables, and random numbers that are a function of their coordinates.
 
 Every number is keyed by (seed, sentence, position in the sentence), so what is drawn depends on neither threads nor
-chunks nor batch size. The loops are compiled by numba, which loads with this module; `vectorized_sampler` makes the
-same draws in torch.
+chunks nor batch size. The loops are compiled by numba, which loads with this module. Languages on a GPU draw here too,
+so that their sentences are the same.
 """
 
 from __future__ import annotations

@@ -159,18 +159,14 @@ class HMM(ExactLanguage):
 
     def _drawn(self, sentences: int | torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and states of the first n sentences of a seed, or of those with the given numbers."""
-        from isoloss.languages import alias_sampling, vectorized_sampler
+        from isoloss.languages import alias_sampling
 
         numbers = torch.arange(sentences) if isinstance(sentences, int) else sentences
         if not self._alias:
             self._alias += map(alias_sampling.alias_tables, (self.initial[None], self.transition, self.emission))
-        if self.device.type == "cuda":
-            tables = [vectorized_sampler.to_device(table, self.device) for table in self._alias]
-            tokens, states = vectorized_sampler.chains(*tables, numbers=numbers, length=self.max_length, seed=seed)
-        else:
-            tokens, states = alias_sampling.draw_chains(
-                *self._alias, numbers=numbers.cpu().numpy(), length=self.max_length, seed=seed
-            )
+        tokens, states = alias_sampling.draw_chains(
+            *self._alias, numbers=numbers.cpu().numpy(), length=self.max_length, seed=seed
+        )
         return tokens.to(self.device), states.to(self.device)
 
     def describe_latent(self, sentences: Sentences) -> list[list[str]]:

@@ -202,8 +202,7 @@ class PCFG(ExactLanguage):
         self, sentences: int | torch.Tensor, seed: int, *, length: int | None = None, trees: bool = False
     ) -> Sentences:
         """Return the first n sentences of a seed, or those with the given numbers, on the language's device."""
-        device = self.device if self.device.type == "cuda" else torch.device("cpu")
-        tokens, lengths, nodes = self._sampler(sentences, seed, length=length, trees=trees, device=device)
+        tokens, lengths, nodes = self._sampler(sentences, seed, length=length, trees=trees)
         latent = None if nodes is None else nodes.to(self.device)
         return Sentences(tokens.to(self.device), lengths.to(self.device), latent)
 

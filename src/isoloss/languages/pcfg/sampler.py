@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,6 @@ class Sampler:
         self._grammar, self._max_length = grammar, max_length
         self._bounded = bool(longest_yields(grammar, max_length + 1)[0] <= max_length)
         self._chains = _chains(grammar)
-        self._on_device: dict[tuple[torch.device, bool], Rewrites] = {}
 
     def __call__(
         self,
@@ -51,14 +50,12 @@ class Sampler:
         *,
         length: int | None = None,
         trees: bool = False,
-        device: torch.device | None = None,
     ) -> Sentences:
         """Return independent sentences, the first n or those of (n,) numbers, with their trees where `trees` is set.
 
-        They are drawn on `device`, by compiled loops on a CPU and by torch elsewhere. A `length` that no sentence has
-        is an `IsolossError`.
+        A `length` that no sentence has is an `IsolossError`.
         """
-        from isoloss.languages import alias_sampling, vectorized_sampler
+        from isoloss.languages import alias_sampling
 
         refined = length is not None or not self._bounded
         rewrites = self._refined if refined else self._free
@@ -67,15 +64,17 @@ class Sampler:
         longest = self._max_length if length is None else length
         most_nodes = (2 * longest - 1) * (len(self._chains) + 1)
         root = length if length is not None else len(rewrites.tables.offsets) - 2 if refined else 0
-        given: dict[str, Any] = {"seed": seed, "root": root, "longest": longest, "trees": trees}
-        given["pad"] = len(self._grammar.vocabulary)
         numbers = torch.arange(sentences) if isinstance(sentences, int) else sentences
-        if device is None or device.type == "cpu":
-            own = numbers.cpu().numpy()
-            return alias_sampling.draw_derivations(rewrites, numbers=own, most_nodes=most_nodes, **given)
-        if (device, refined) not in self._on_device:
-            self._on_device[device, refined] = vectorized_sampler.to_device(rewrites, device)
-        return vectorized_sampler.derivations(self._on_device[device, refined], numbers=numbers, **given)
+        return alias_sampling.draw_derivations(
+            rewrites,
+            numbers=numbers.cpu().numpy(),
+            seed=seed,
+            root=root,
+            longest=longest,
+            most_nodes=most_nodes,
+            pad=len(self._grammar.vocabulary),
+            trees=trees,
+        )
 
     def _check(self, length: int | None) -> None:
         """Complain of a length that no sentence has; of None, where none is probable enough to be computed with."""

@@ -45,7 +45,6 @@ PRELOADED = (
     "isoloss.languages.hmm.language",
     "isoloss.languages.pcfg.language",
     "isoloss.languages.pcfg.numba_kernels",
-    "isoloss.languages.vectorized_sampler",
     "isoloss.models.architectures",
     "isoloss.models.bert",
     "isoloss.models.expansion",
