@@ -63,7 +63,7 @@ RESULTS = {  # what the public functions take and return
     "isoloss.loading": "LoadedModel",
     "isoloss.transfer.tasks": "TaskData",
     "isoloss.transfer.results": "TransferResult",
-    "isoloss.transfer.comparing": "AccuracyComparison",
+    "isoloss.transfer.compare": "AccuracyComparison",
 }
 
 

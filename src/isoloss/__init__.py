@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from isoloss.statistics.estimate import Estimate
     from isoloss.studies.reading import read_study
-    from isoloss.transfer.comparing import compare_accuracy
+    from isoloss.transfer.compare import compare_accuracy
     from isoloss.transfer.finetuning import finetune
     from isoloss.transfer.probe import linear_probe
     from isoloss.transfer.tasks import make_task
@@ -66,7 +66,7 @@ _load = lazy.exports(
     {
         "Estimate": "isoloss.statistics.estimate",
         "compare": "isoloss.flatness.comparing",
-        "compare_accuracy": "isoloss.transfer.comparing",
+        "compare_accuracy": "isoloss.transfer.compare",
         "evaluate": "isoloss.evaluation.evaluator",
         "finetune": "isoloss.transfer.finetuning",
         "fisher_trace": "isoloss.flatness.fisher",

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.cli.main import main
 from isoloss.text.tokenizers import load_tokenizer
-from isoloss.transfer.comparing import paired_difference
+from isoloss.transfer.compare import paired_difference
 from isoloss.transfer.results import TransferResult
 
 SMALL = ("--num-train", "120", "--num-test", "80", "--epochs", "2", "--seeds", "2", "--threads", "1")

@@ -26,7 +26,7 @@ from isoloss.statistics.paired import paired_difference
 from isoloss.studies.comparison import difference, measured, ratio
 from isoloss.text.masking import IGNORED
 from isoloss.training.trainer import train
-from isoloss.transfer.comparing import paired_difference as accuracy_difference
+from isoloss.transfer.compare import paired_difference as accuracy_difference
 from isoloss.transfer.probe import linear_probe, lookup_probe
 from isoloss.transfer.tasks import make_task
 

@@ -15,8 +15,7 @@ from isoloss.errors import IsolossError
 from isoloss.languages.api import Sentences
 from isoloss.languages.config import PCFGConfig
 from isoloss.languages.pcfg.language import PCFG
-from isoloss.transfer.features import extract, lookup_features
-from isoloss.transfer.stored_features import StoredFeatures, store
+from isoloss.transfer.features import StoredFeatures, extract, lookup_features, store
 
 SHAPE = {
     "vocab_size": 20,

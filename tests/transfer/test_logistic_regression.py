@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 from isoloss import load_language, seeds
 from isoloss.errors import IsolossError
-from isoloss.transfer.features import lookup_features
+from isoloss.transfer.features import lookup_features, store
 from isoloss.transfer.logistic_regression import fit
-from isoloss.transfer.stored_features import store
 from isoloss.transfer.tasks import make_task
 
 

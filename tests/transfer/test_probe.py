@@ -16,11 +16,10 @@ from isoloss.languages.pcfg.language import PCFG
 from isoloss.models.architectures import BERT
 from isoloss.run_config import ModelConfig
 from isoloss.transfer.config import ClassifierConfig, Solver
-from isoloss.transfer.features import extract
+from isoloss.transfer.features import extract, store
 from isoloss.transfer.logistic_regression import fit
 from isoloss.transfer.probe import _folds, fit_linear_probe, fit_probe, linear_probe
 from isoloss.transfer.results import TransferResult
-from isoloss.transfer.stored_features import store
 from isoloss.transfer.tasks import make_task
 
 

@@ -14,7 +14,7 @@ from isoloss.cli.transfer_inputs import Args, Subject, Tasks, TransferArgs, chec
 from isoloss.statistics.tables import short_names
 
 if TYPE_CHECKING:
-    from isoloss.transfer.comparing import AccuracyComparison
+    from isoloss.transfer.compare import AccuracyComparison
     from isoloss.transfer.results import TransferResult
     from isoloss.transfer.tasks import TaskData
 
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     common.use_threads(args.threads)
     tasks = Tasks(args, models)
     from isoloss.training.trainer import Interrupted
-    from isoloss.transfer.comparing import compare_accuracy
+    from isoloss.transfer.compare import compare_accuracy
 
     results: dict[str, tuple[TaskData, TransferResult]] = {}
     for subject in models:
@@ -110,7 +110,7 @@ def _measure(args: TransferArgs, config: Any, subject: Subject, tasks: Tasks) ->
 
 
 def _print_differences(compared: AccuracyComparison) -> None:
-    from isoloss.transfer.comparing import DIFFERENCE_COLUMNS
+    from isoloss.transfer.compare import DIFFERENCE_COLUMNS
 
     short = short_names(list(compared.results))
     rows = [pair.row(short[pair.first], short[pair.second]) for pair in compared.pairs]

@@ -26,10 +26,9 @@ from isoloss.seeds import generator
 from isoloss.text.inputs import Inputs, check_model, make_inputs, read_inputs
 from isoloss.text.masking import IGNORED, objective_batch
 from isoloss.text.tokenizers import load_tokenizer
-from isoloss.transfer.tasks import TaskData, make_task
+from isoloss.transfer.tasks import TaskData, WholeTask, make_task, whole_task
 from isoloss.transfer.text_sources import TextTask
 from isoloss.transfer.text_tasks import TextExamples, as_read_by, read_examples
-from isoloss.transfer.whole_language import WholeTask, whole_task
 
 T = TypeVar("T")
 
@@ -123,7 +122,7 @@ class MeasureContext:
         )
 
     def whole_task(self, name: str, *, num_train: int, seed: int) -> WholeTask:
-        """Return a downstream task on all sentences (`isoloss.transfer.whole_language.whole_task`)."""
+        """Return a downstream task on all sentences (`isoloss.transfer.tasks.whole_task`)."""
         return self._once(
             ("whole task", name, num_train, seed),
             lambda: whole_task(self.language, name, self.all_sentences(), num_train=num_train, seed=seed),

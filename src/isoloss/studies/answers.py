@@ -218,7 +218,7 @@ def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
         return "not paired, because the archive does not keep per-example values"
     if not first.is_accuracy:
         return f"paired over {len(first.examples['influence']):,} sentences"
-    from isoloss.transfer.comparing import mcnemar
+    from isoloss.transfer.compare import mcnemar
 
     probes, examples = first.examples["predictions"].shape
     test = mcnemar(second.votes, first.votes)

@@ -82,7 +82,7 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
 
     Of runs from an archive, which has left the examples out, the squared error is the sum of the two squared errors.
     Differences of accuracies are in percentage points; on sampled test examples, with the error of
-    `isoloss.transfer.comparing.paired_difference` over examples and probes. Otherwise the squared error is the sum of
+    `isoloss.transfer.compare.paired_difference` over examples and probes. Otherwise the squared error is the sum of
     (psi_i - factor psi'_i)^2 over n (n - 1), where psi_i and psi'_i are the influences of example i (or, for an
     accuracy over all sentences, of draw i) on later and earlier. The difference of exact values is exact.
 
@@ -102,7 +102,7 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
     if of_accuracy and factor != 1:
         raise IsolossError(f"an accuracy is compared as it is, not with a factor of {factor:g}")
     if later.is_accuracy:
-        from isoloss.transfer.comparing import paired_difference
+        from isoloss.transfer.compare import paired_difference
 
         return _in_points(paired_difference(later.correct, earlier.correct))
     value = later.estimate.value - factor * earlier.estimate.value

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from isoloss import lazy
 
 if TYPE_CHECKING:
-    from isoloss.transfer.comparing import compare_accuracy
+    from isoloss.transfer.compare import compare_accuracy
     from isoloss.transfer.config import FinetuneConfig, LinearProbeConfig
     from isoloss.transfer.finetuning import finetune
     from isoloss.transfer.probe import linear_probe, lookup_probe
@@ -40,7 +40,7 @@ __getattr__, __dir__ = lazy.exports(
         **dict.fromkeys(("linear_probe", "lookup_probe"), "isoloss.transfer.probe"),
         **dict.fromkeys(("effective_dimension", "gram_matrix", "linear_cka"), "isoloss.transfer.similarity"),
         "TransferResult": "isoloss.transfer.results",
-        "compare_accuracy": "isoloss.transfer.comparing",
+        "compare_accuracy": "isoloss.transfer.compare",
         "finetune": "isoloss.transfer.finetuning",
         "make_text_task": "isoloss.transfer.text_tasks",
     },

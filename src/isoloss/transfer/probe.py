@@ -22,9 +22,8 @@ from isoloss.languages.api import ExactLanguage, Language, Sentences
 from isoloss.statistics.estimate import Estimate
 from isoloss.transfer import logistic_regression
 from isoloss.transfer.config import ClassifierConfig, LinearProbeConfig
-from isoloss.transfer.features import extract, lookup_features, projection_matrix
+from isoloss.transfer.features import StoredFeatures, extract, lookup_features, projection_matrix, rows_at_once
 from isoloss.transfer.results import TransferResult, absent_classes, check_labels, score
-from isoloss.transfer.stored_features import StoredFeatures, rows_at_once
 from isoloss.transfer.tasks import TaskData
 
 MEMORY_BYTES = 2**31  # of the features of a split that stay in memory

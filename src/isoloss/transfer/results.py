@@ -158,7 +158,7 @@ class TransferResult:
 
     @property
     def correct(self) -> torch.Tensor:
-        """(S, n) bool, whether a prediction is the label; `isoloss.transfer.comparing` compares those of two models."""
+        """(S, n) bool, whether a prediction is the label; `isoloss.transfer.compare` compares those of two models."""
         return self.predictions == self.labels
 
     @property

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from isoloss.evaluation.context import MeasureContext
     from isoloss.statistics.estimate import Estimate
     from isoloss.transfer.results import TransferResult
-    from isoloss.transfer.tasks import TaskData
+    from isoloss.transfer.tasks import TaskData, WholeTask
     from isoloss.transfer.text_tasks import TextExamples
-    from isoloss.transfer.whole_language import WholeTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ class TaskMeasure(SeededMeasure):
 
         Tested on all sentences, it comes instead with the influence of each draw, projection or seed.
         """
-        from isoloss.transfer.whole_language import WholeTask
+        from isoloss.transfer.tasks import WholeTask
 
         if (source := self._source) is not None:
             return self._run_on_text(model, context, self._examples(source, context))

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from isoloss.statistics.estimate import Estimate
     from isoloss.transfer.probe import Fitted
     from isoloss.transfer.results import TransferResult
-    from isoloss.transfer.tasks import TaskData
+    from isoloss.transfer.tasks import TaskData, WholeTask
     from isoloss.transfer.text_sources import TextTask
     from isoloss.transfer.text_tasks import TextExamples
-    from isoloss.transfer.whole_language import WholeTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ class _ProbeMeasure(TaskMeasure):
 
     def _fitted(self, model: Any, context: MeasureContext, data: TaskData | WholeTask) -> Fitted:
         """Return the predictions of each probe, and how they were fitted."""
-        from isoloss.transfer.whole_language import WholeTask
+        from isoloss.transfer.tasks import WholeTask
 
         if isinstance(data, WholeTask):
             test = self._all_features(model, context, data.task.test)
@@ -115,14 +114,14 @@ class _ProbeMeasure(TaskMeasure):
 
     def _exact(self, model: Any, context: MeasureContext, data: WholeTask) -> Estimate:
         from isoloss.transfer.probe import probe_method
-        from isoloss.transfer.whole_language import overlap
+        from isoloss.transfer.tasks import weighted_overlap
 
         began = time.perf_counter()
         config = self._classifier()
         predictions, details = self._fitted(model, context, data)
         over = self.over if config.solver == "convex" else "seeds"
         rows = data.train_rows.chunk(self._draws if over == "draws" else 1)
-        shared = sum(overlap(data.probabilities, part) for part in rows) / len(rows)
+        shared = sum(weighted_overlap(data.probabilities, part) for part in rows) / len(rows)
         return data.estimate(
             predictions,
             method=probe_method(config),

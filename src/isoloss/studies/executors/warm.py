@@ -53,7 +53,7 @@ PRELOADED = (
     "isoloss.training.stack",
     "isoloss.training.trainer",
     "isoloss.transfer.probe",
-    "isoloss.transfer.whole_language",
+    "isoloss.transfer.tasks",
     "transformers.models.bert.modeling_bert",
 )
 EXIT_WITH_STDIN = {"ISOLOSS_EXIT_WITH_STDIN": "1"}  # in the environment of every command

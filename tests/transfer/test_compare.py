@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.transfer.comparing import bootstrap95, compare_accuracy, mcnemar, paired_difference
+from isoloss.transfer.compare import bootstrap95, compare_accuracy, mcnemar, paired_difference
 from isoloss.transfer.results import score
 
 
