@@ -8,7 +8,7 @@ import torch
 from isoloss import config as configs
 from isoloss import evaluate, finetune, languages, linear_probe, make_task, pretrain
 from isoloss.errors import IsolossError
-from isoloss.evaluation.exact_targets import truth, why_no_truth
+from isoloss.evaluation.exact_targets import exact_targets, why_no_exact_targets
 from isoloss.evaluation.loss import pretraining_loss
 from isoloss.languages.config import BracketsConfig, DyckConfig, FileConfig, FramedConfig, HMMConfig, PCFGConfig
 from isoloss.languages.enumeration import all_sentences, masked_sentences, why_not_enumerable
@@ -125,9 +125,9 @@ def test_the_loss_over_all_sentences(framed):
             parameter += 0.2 * torch.randn(
                 parameter.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
             )
-    whole = truth(framed, num_sentences="all", objective=objective, seed=0)
+    whole = exact_targets(framed, num_sentences="all", objective=objective, seed=0)
     found = pretraining_loss(model, whole)
-    inner = truth(framed.inner, num_sentences="all", objective=objective, seed=0)
+    inner = exact_targets(framed.inner, num_sentences="all", objective=objective, seed=0)
     wanted = float(inner.weights @ inner.entropy)
     assert found["entropy"].value == pytest.approx(wanted, rel=1e-10, abs=1e-12)
     kl = 0.0
@@ -158,7 +158,7 @@ def test_only_inner_tokens_are_predicted(framed, objective):
     following = predict_next(sentences, framed)
     assert torch.equal(following["input_ids"], sentences.tokens)
     assert int(following["labels"].max()) < framed.inner.vocab_size
-    measured = truth(framed, num_sentences=50, objective=objective, seed=0)
+    measured = exact_targets(framed, num_sentences=50, objective=objective, seed=0)
     assert int(measured.batch["labels"].max()) < framed.inner.vocab_size
     config = TrainConfig(language=framed.config, num_sentences=20, masked_copies=2, objective=objective, batch_size=40)
     inputs, _ = training_batch(framed, config, 1, torch.device("cpu"))
@@ -243,8 +243,8 @@ def test_a_language_with_few_exact_masks_is_refused_by_its_inner_tokens(monkeypa
     monkeypatch.setattr(type(language.inner), "max_masked", property(lambda self: 2))
     assert language.max_masked == 2
     every = ObjectiveConfig(masking="fraction", fraction=1.0)
-    assert "masks up to 6" in why_no_truth(language, num_sentences=20, objective=every, seed=0)
-    assert why_no_truth(language, num_sentences=20, objective=ObjectiveConfig(), seed=0) is None
+    assert "masks up to 6" in why_no_exact_targets(language, num_sentences=20, objective=every, seed=0)
+    assert why_no_exact_targets(language, num_sentences=20, objective=ObjectiveConfig(), seed=0) is None
     assert why_not_enumerable(language) is None
 
 
