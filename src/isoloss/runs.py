@@ -9,7 +9,6 @@ evaluations/<measure>@step-N.safetensors   what each example adds to it, for the
 evaluations/ema/                      the same of the averaged weights
 log.jsonl                             timing and resumes; no result depends on it
 result.json                           written last: the run is complete
-archived.json                         only in a run that comes from an archive, without checkpoints
 """
 
 from __future__ import annotations
@@ -34,9 +33,6 @@ from isoloss.errors import IsolossError, warn
 from isoloss.run_config import TrainConfig
 from isoloss.statistics.estimate import Estimate
 
-ARCHIVED = (
-    "archived.json"  # in a run without checkpoints from an archive (isoloss.studies.archive): the SHA-256 of its files
-)
 AVERAGE = "ema"  # the folder of what belongs to the averaged weights
 _STEP = re.compile(r"step-(\d+)$")
 _OLD_SETTINGS = {"flatness_sentences": "num_sequences"}  # what evaluations that were written before call a setting
@@ -221,11 +217,6 @@ class Run:
         resumed = [*resumed, {"step": step, "versions": now[0], "threads": threads}]
         files.write_json(self.path / "run.json", {**record, "resumed_with": resumed})
 
-    @property
-    def is_archived(self) -> bool:
-        """Whether it comes from an archive: a complete run whose checkpoints are not there."""
-        return (self.path / ARCHIVED).is_file()
-
     def result(self) -> dict[str, Any]:
         """Return the content of result.json; an error if training has not ended."""
         if not self.complete:
@@ -261,9 +252,7 @@ class Run:
         return folder / AVERAGE if self.is_average else folder
 
     def weights(self, step: int) -> str:
-        """The SHA-256 of the weights at `step`; the checkpoint must be there, unless the run is from an archive."""
-        if self.is_archived and (recorded := self.result()["checkpoints"].get(str(step))) is not None:
-            return str(recorded)
+        """The SHA-256 of the weights at `step`; the checkpoint must be there."""
         path = self.checkpoint(step) / "model.safetensors"
         if not path.is_file():
             have = ", ".join(map(str, self.steps())) or "none"
@@ -322,9 +311,7 @@ class Run:
     def has_examples(self, evaluation: Evaluation) -> bool:
         """Whether the file of an evaluation's examples is there, and is the one that was written with it."""
         path = self.evaluation_path(evaluation.measure, evaluation.step).with_suffix(".safetensors")
-        if not path.is_file():
-            return self.is_archived  # which does not hold those of most measures
-        return files.sha256(path) == evaluation.examples
+        return path.is_file() and files.sha256(path) == evaluation.examples
 
     def examples(self, evaluation: Evaluation) -> dict[str, Any]:
         """Return what each example adds to an evaluation, as numpy arrays by name.
@@ -332,8 +319,7 @@ class Run:
         `<estimate>.influence`, (n,): for each of n independent examples its part of the error, such that the squared
         standard error is the sum of the squares over n (n - 1). For an accuracy instead `<estimate>.predictions`,
         (S, n), the class that each of S probes gives to each of n test examples, and `<estimate>.labels`, (n,). For the
-        effective dimension also `<estimate>.gram`, the upper triangle of the Gram matrix of the features. Empty where
-        an archive has left them out.
+        effective dimension also `<estimate>.gram`, the upper triangle of the Gram matrix of the features.
 
         Raises:
             IsolossError: The file is not there, or is not the one that was written with the evaluation.
@@ -342,8 +328,6 @@ class Run:
         if not self.has_examples(evaluation):
             what = "is not the file that was written with" if path.is_file() else "is missing beside"
             raise IsolossError(f"{path} {what} {path.stem}.json: measure the checkpoint again")
-        if not path.is_file():
-            return {}
         from safetensors.numpy import load
 
         return dict(load(path.read_bytes()))

@@ -11,8 +11,6 @@ from isoloss.paper.same_loss import pilot
 from isoloss.paper.same_loss.pilot_study import STUDY as PILOT
 from isoloss.paper.same_loss.study import STUDY
 from isoloss.statistics.estimate import number
-from isoloss.studies import archive
-from isoloss.studies.folder import StudyFolder
 from isoloss.studies.reading import read_study
 from isoloss.studies.repetition import compare
 
@@ -72,10 +70,3 @@ def test_the_numbers_of_the_evening_are_those_of_its_tables(file, start, end):
     tables = [path.read_text() for path in (RESULTS / "paper" / "tables").glob("*.md")]
     assert given
     assert given <= {found.lstrip("+") for table in tables for found in numbers.findall(table)}
-
-
-def test_the_archive_of_evening_is_of_the_present_plan(tmp_path):
-    folder = StudyFolder(PAPER, tmp_path / "study", "evening")
-    kept = {int(path.name[6:9]) for path in archive.blocks(RESULTS / "evening")}
-    expected = {name for name, experiment in folder.scale.experiments.items() if experiment.block in kept}
-    assert {name for name, _ in archive._wanted(folder, RESULTS / "evening")} == expected

@@ -385,21 +385,6 @@ def test_a_trajectory_against_itself_has_no_difference():
     assert control["trace"].estimate.value == treated["trace"].estimate.value == 30.0
 
 
-def test_archived_and_fresh_polishes_are_interpolated_together():
-    fresh = {"kl": measured(0.1), "trace": measured(10.0, [1.0, -1.0])}
-    archived = {
-        "kl": measured(0.4),
-        "trace": dataclasses.replace(measured(20.0, [1.0, -1.0]), examples={}, is_archived=True),
-    }
-    treated = {"kl": measured(0.2), "trace": measured(12.0, [0.5, -0.5])}
-    for controls in ([fresh, archived], [archived, fresh]):
-        control, same = at_same_loss(controls, treated)
-        assert control["trace"].estimate.value == pytest.approx(15.0)
-        found = difference(same["trace"], control["trace"])
-        assert found.value == pytest.approx(-3.0)
-        assert found.stderr == pytest.approx(math.hypot(0.5, 1.0))
-
-
 def test_the_error_of_the_interpolation_is_that_of_a_polish_between_two_others():
     """The middle polish has the KL half way in the logarithm, and a trace that is 2 above the straight line."""
     near = {

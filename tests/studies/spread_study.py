@@ -1,4 +1,4 @@
-"""A study of one run that two processes train, on one machine or on two."""
+"""A study of one run that two processes train."""
 
 STUDY = """
 from isoloss.languages.config import PCFGConfig
@@ -9,14 +9,13 @@ language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_s
 model = ModelConfig(size="d16", dropout=0.0)
 config = TrainConfig(language=language, model=model, steps={steps}, batch_size=8, checkpoints=(3,))
 measured = Measurement(measures=("loss",), settings={{"loss_sentences": 16}})
-run = Experiment(config=config, measurements=(measured,), needs=Resources(processes=2, nodes={nodes}))
+run = Experiment(config=config, measurements=(measured,), needs=Resources(processes=2))
 STUDY = Study(name="spread", scales={{"tiny": Scale(description="seconds", experiments={{"run": run}})}})
 """
 
 
-def write(folder, *, nodes, steps=30):
-    """Write the study's file for two processes on so many nodes; return it."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write(folder, *, steps):
+    """Write the study's file; return it."""
     file = folder / "spread.py"
-    file.write_text(STUDY.format(nodes=nodes, steps=steps))
+    file.write_text(STUDY.format(steps=steps))
     return file

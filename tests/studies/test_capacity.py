@@ -1,6 +1,5 @@
 """Cores, memory and GPUs: what fits, which GPU a unit gets, and what can never fit."""
 
-import socket
 import sys
 
 import pytest
@@ -35,29 +34,12 @@ def test_cores_memory_and_processes_count():
     assert not capacity.fits(Resources(memory=11.0))
 
 
-def test_a_unit_on_several_nodes_takes_its_part_of_each():
-    capacity = Capacity(cores=4, gpus={"0": 1.0, "1": 1.0}, memory=10.0, nodes=2)
-    assert not capacity.fits(Resources(processes=3, nodes=3))
-    wide = Resources(cores=2, processes=4, nodes=2, gpus=1, memory=4.0)
-    assert capacity.take(wide) == ("0", "1")
-    assert capacity == Capacity(cores=0, gpus={"0": 0.0, "1": 0.0}, memory=6.0, nodes=2)
-    capacity.give_back(wide, ("0", "1"))
-    assert capacity == Capacity(cores=4, gpus={"0": 1.0, "1": 1.0}, memory=10.0, nodes=2)
-
-
-def test_nodes_of_a_slurm_job(monkeypatch):
-    assert Capacity.of_machine(1).nodes == 1
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
-    assert Capacity.of_machine(1).nodes == 3
-
-
 @pytest.mark.parametrize(
     ("needs", "words"),
     [
         ({"cores": 3}, r"large needs 3 cores, 0 GPUs, 0 GiB of memory; there are 2 cores, 1 GPU, 8 GiB of memory"),
         ({"gpus": 2}, "large needs 1 core, 2 GPUs"),
         ({"memory": 9}, "large needs 1 core, 0 GPUs, 9 GiB of memory"),
-        ({"processes": 2, "nodes": 2}, "large needs 1 core, 0 GPUs, 0 GiB of memory on each of 2 nodes; there are"),
     ],
 )
 def test_what_can_never_fit_is_refused(needs, words):
@@ -72,8 +54,6 @@ def test_what_can_never_fit_is_refused(needs, words):
         ({"cores": 0}, "cores of a unit of work is 0; it must be at least 1"),
         ({"gpus": -0.5}, "gpus of a unit of work is -0.5; it must be at least 0"),
         ({"cores": 1.5}, "cores of a unit of work is 1.5; it must be a whole number"),
-        ({"nodes": 0}, "nodes of a unit of work is 0; it must be at least 1"),
-        ({"processes": 3, "nodes": 2}, "3 processes on 2 nodes; all nodes need the same number"),
         ({"gpus": 1.5}, "gpus of a unit of work is 1.5; above 1 it must be a whole number"),
         ({"gpus": 0.5, "processes": 2}, "gpus of a unit of work with 2 processes is 0.5; each needs a whole GPU"),
         ({"memory": float("nan")}, "memory of a unit of work is nan"),
@@ -91,26 +71,11 @@ def test_gpus_are_those_that_the_environment_names(monkeypatch):
     assert visible_gpus() == ()
 
 
-def test_a_command_on_several_nodes_is_started_by_torchrun_on_each():
-    needs = Resources(processes=8, nodes=2)
-    on_second = command(["train", "a"], needs, node=1, meeting_point="10.0.0.1:99")
-    launcher = "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 99"
-    assert on_second == [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *launcher.split(),
-        "-m",
-        "isoloss",
-        "train",
-        "a",
-    ]
-    by_slurm = command(["train", "a"], needs)
-    assert by_slurm[: by_slurm.index(sys.executable)] == (
-        ["srun", "--overlap", "--kill-on-bad-exit", "--nodes", "2", "--ntasks", "2"]
-    )
-    endpoint = by_slurm[by_slurm.index("--rdzv-endpoint") + 1]
-    assert endpoint.partition(":")[0] == socket.gethostname()
+def test_a_command_of_several_processes_is_started_by_torchrun():
+    assert command(["train", "a"], Resources()) == [sys.executable, "-m", "isoloss", "train", "a"]
+    torchrun = "torch.distributed.run --standalone --nproc-per-node 8"
+    expected = [sys.executable, "-m", *torchrun.split(), "-m", "isoloss", "train", "a"]
+    assert command(["train", "a"], Resources(processes=8)) == expected
 
 
 def test_measuring_takes_one_process():

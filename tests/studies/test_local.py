@@ -126,7 +126,7 @@ def test_workers_end_with_the_engine(tmp_path, number):
 
 @pytest.mark.slow
 def test_a_unit_of_two_processes_is_stopped_and_goes_on_with_the_same_bytes(tmp_path):
-    file = spread_study.write(tmp_path, nodes=1, steps=200)
+    file = spread_study.write(tmp_path, steps=200)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = longer_study.command(file, tmp_path / "stopped")
     driver = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -10,7 +10,6 @@ import time
 
 import psutil
 import pytest
-import spread_study
 from longer_study import command, contents, ends, num_training
 
 from isoloss.errors import IsolossError
@@ -91,111 +90,11 @@ def test_a_cluster_is_started_where_none_is_named_and_units_save_when_it_is_stop
     assert any(len(steps) > 1 and steps[1] > 0 for steps in starts(out).values())
 
 
-@pytest.fixture
-def apart(tmp_path):
-    """A head without cores and two nodes of one core, each with a folder for temporary files of its own."""
-    from ray.cluster_utils import Cluster
-
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    made.workers = []
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        made.workers.append(made.add_node(num_cpus=1, env_vars={"TMPDIR": str(tmp_path / name)}))
-    made.wait_for_nodes()
-    yield made
-    made.shutdown()
-
-
-def pushed(storage):
-    """The names of the attempts at training that have a checkpoint in the storage."""
-    manifests = (storage / "attempts").glob("train*.json")
-    return [path.stem for path in manifests if "/checkpoints/step-" in path.read_text()]
-
-
-def run_of(name):
-    """The run that an attempt trains, by the attempt's name."""
-    return name.removeprefix("train-").rpartition(".")[0]
-
-
 def starts(out):
     """The steps at which training was begun or resumed, by run."""
     logs = {path.parent.name: path.read_text().splitlines() for path in (out / "runs").glob("*/log.jsonl")}
     lines = {run: [json.loads(line) for line in log] for run, log in logs.items()}
     return {run: [line["step"] for line in log if line["event"] == "start"] for run, log in lines.items()}
-
-
-def check(out, expected, tmp_path):
-    """Compare with what the local executor makes; the commands have seen nothing but their scratch folders."""
-    assert contents(out) == contents(expected)
-    assert not list((tmp_path / "storage/attempts").iterdir())
-    for log in (out / "logs").iterdir():
-        assert str(out) not in log.read_text()
-    ended = [path.stem for path in (out / "leases").glob("*.done")]
-    for name in ended:
-        assert f"{tmp_path}/o" in (out / "logs" / f"{name}.log").read_text()  # `one` or `other`
-    assert len(ended) == len(list((expected / "leases").glob("*.done")))
-
-
-def test_nodes_that_do_not_see_the_folder_give_the_same_bytes_when_one_dies(carried_out, tmp_path, apart):
-    file, expected = carried_out
-    out, storage = tmp_path / "out", tmp_path / "storage"
-    driver = start(file, out, "--address", apart.address, "--storage", storage)
-    wait_for(lambda: pushed(storage))
-    name = pushed(storage)[0]
-    dying = next(node for node in ("one", "other") if list((tmp_path / node).glob(f"*/*/attempts/{name}")))
-    kill_node(apart, ("one", "other").index(dying), tmp_path / dying)
-    said = driver.communicate(timeout=400)[0]
-    assert driver.returncode == 0, said
-    assert "lost, " in said, said
-    check(out, expected, tmp_path)
-    first, *rest = starts(out)[run_of(name)]
-    assert first == 0
-    assert len(rest) == 1
-    assert rest[0] > 0
-
-
-@pytest.mark.slow
-def test_the_work_of_nodes_outlives_drivers_that_are_stopped_or_killed(carried_out, tmp_path, apart):
-    file, expected = carried_out
-    out, storage = tmp_path / "out", tmp_path / "storage"
-    options = ("--address", apart.address, "--storage", storage)
-    driver = start(file, out, *options)
-    wait_for(lambda: pushed(storage))
-    safe = pushed(storage)
-    driver.kill()
-    driver.communicate()
-    driver = start(file, out, *options)
-    logs = "o*/*/*/attempts/train*.2-*/runs/.*.attempt-2/log.jsonl"
-    wait_for(lambda: any(path.read_text().count("start") > 1 for path in tmp_path.glob(logs)))  # it has resumed
-    driver.send_signal(signal.SIGTERM)
-    said = driver.communicate(timeout=30)[0]  # less than the commands are given to save
-    assert driver.returncode == 143, said
-    assert f"--address {apart.address} --storage {storage}" in said
-    driver = start(file, out, *options)
-    said = driver.communicate(timeout=400)[0]
-    assert driver.returncode == 0, said
-    check(out, expected, tmp_path)
-    assert any(len(steps) > 1 for steps in starts(out).values())
-    assert all(starts(out)[run_of(name)].count(0) == 1 for name in safe)
-
-
-@pytest.mark.slow
-def test_two_nodes_train_together_and_one_of_them_dies(tmp_path, cluster):
-    steps = 400
-    out, expected = tmp_path / "out", tmp_path / "expected"
-    one_machine = command(spread_study.write(tmp_path / "one", nodes=1, steps=steps), expected)
-    subprocess.run(one_machine, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    driver = start(spread_study.write(tmp_path / "two", nodes=2, steps=steps), out, "--address", cluster.address)
-    wait_for(lambda: num_training(out))
-    kill_node(cluster, 0, tmp_path)
-    cluster.add_node(num_cpus=1)
-    said = driver.communicate(timeout=1200)[0]
-    assert driver.returncode == 0, said
-    assert contents(out) == contents(expected)
-    found = ends(out)
-    assert found.pop("stopped", 0) + found.pop("failed", 0) >= 1
-    assert found == {"done": 2}
-    assert (out / "logs" / "train-run.1.node-1.log").is_file()
 
 
 def test_a_unit_is_not_queued_behind_others():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ import tyro
 from isoloss import files, interrupts
 from isoloss.cli import common
 from isoloss.errors import IsolossError
-from isoloss.evaluation.external import ExternalCheckpoint
 from isoloss.registry import EXECUTORS
 from isoloss.runs import Run
 from isoloss.studies.leases import EXPIRY_SECONDS
@@ -36,12 +34,11 @@ EXAMPLES = [
     ("isoloss study run algorithms --seed-offset 1", "a repetition with other seeds, in a folder of its own"),
     ("isoloss study export algorithms --output results/a", "the results of a finished study, in one small folder"),
     ("isoloss study compare results/a results/b", "compare a study with its repetition"),
-    ("isoloss study archive algorithms --output kept", "the results so far, for study run --archive kept"),
 ]
 
 WORK_OPTIONS = {"--workers", "--retries", "--fail-fast", "--expiry"}  # options of work
-RUN_OPTIONS = WORK_OPTIONS | {"--executor", "--submit", "--address", "--storage"}
-Action = Literal["new", "plan", "run", "work", "status", "report", "verify", "export", "compare", "archive"]
+RUN_OPTIONS = WORK_OPTIONS | {"--executor", "--submit", "--address"}
+Action = Literal["new", "plan", "run", "work", "status", "report", "verify", "export", "compare"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Args:
     action: tyro.conf.Positional[Action]
     """new: write NAME.py, a study to start from; plan: list the units; run: run them; work: help another process run
     them; status: show progress; report: write the page; verify: check the files; export: write the results to --output;
-    compare: compare two exports; archive: write the complete blocks to --output, without checkpoints."""
+    compare: compare two exports."""
     name: tyro.conf.Positional[str]
     """The study (isoloss ls studies) or the path of a Python file that defines one, which is code and is run; for
     compare: an exported folder. For new: what the study is to be called."""
@@ -68,12 +65,9 @@ class Args:
     data: Path | None = None
     """For new, with --checkpoints: text (.txt, .jsonl or a folder) or token ids (.npy) that they are measured on."""
     output: Path | None = None
-    """For export and archive: folder for the results. An earlier one of the same study is replaced."""
+    """For export: folder for the results. An earlier one of the same study is replaced."""
     formats: tuple[Literal["csv", "parquet", "markdown", "latex"], ...] = ("csv", "parquet", "markdown", "latex")
     """For export: which files of values (csv, parquet) and of tables (markdown, latex) to write; default: all."""
-    archive: Path | None = None
-    """For run: start from the results in this folder, which study archive has written; what they cover counts as
-    done."""
     workers: int = 2
     """Cores that units may use at the same time; most units use one. For the executor slurm: number of workers."""
     executor: str = "local"
@@ -84,9 +78,6 @@ class Args:
     """Start no further units once one has failed."""
     address: str = ""
     """For the executor ray: address of a cluster, such as auto; default: start one on this machine."""
-    storage: str = ""
-    """For the executor ray, when the nodes do not share the folder: a path that all of them can read and write, such as
-    s3://BUCKET/FOLDER, through which files are exchanged."""
     submit: tuple[str, ...] = ()
     """For the executor slurm: parameters of submitit as NAME=VALUE, such as timeout_min=600 slurm_partition=gpu."""
     expiry: float = EXPIRY_SECONDS
@@ -121,8 +112,6 @@ def main(arguments: list[str]) -> int:
     path = args.folder or Path("runs") / f"{study.name}-{scale}{seeds}"
     if args.executor != Args.executor:  # commands may start in another folder or on another machine
         path = path.absolute()
-        if args.storage and "://" not in args.storage:
-            args = dataclasses.replace(args, storage=str(Path(args.storage).absolute()))
     folder = StudyFolder(study, path, scale, args.seed_offset)
     if args.action in ("plan", "status"):
         from isoloss.cli import study_progress
@@ -130,7 +119,7 @@ def main(arguments: list[str]) -> int:
         start = _run_command(args, folder)
         return study_progress.show(folder, args.action, start, args.workers, watch=args.watch, as_json=args.json)
     actions = {"run": _run, "work": _work, "report": _report, "verify": _verify}
-    return {**actions, "export": _export, "archive": _archive}[args.action](args, folder)
+    return {**actions, "export": _export}[args.action](args, folder)
 
 
 def _check_options(args: Args, arguments: list[str]) -> None:
@@ -147,17 +136,13 @@ def _check_options(args: Args, arguments: list[str]) -> None:
             raise IsolossError(f"{option} is for study run, not for study {args.action}")
         if args.action != "status" and option == "--watch":
             raise IsolossError(f"--watch is for study status, not for study {args.action}")
-        if args.action not in ("export", "archive") and option == "--output":
-            raise IsolossError(
-                f"--output is for study export and study archive: study {args.action} writes into the study's folder"
-            )
+        if args.action != "export" and option == "--output":
+            raise IsolossError(f"--output is for study export: study {args.action} writes into the study's folder")
         if args.action != "export" and option == "--formats":
             raise IsolossError(f"--formats is for study export, not for study {args.action}")
-        if args.action != "run" and option == "--archive":
-            raise IsolossError(f"--archive is for study run, not for study {args.action}")
     if args.workers < 1:
         raise IsolossError(f"--workers is {args.workers}; it must be at least 1")
-    for option, executor in (("submit", "slurm"), ("address", "ray"), ("storage", "ray")):
+    for option, executor in (("submit", "slurm"), ("address", "ray")):
         if getattr(args, option) and args.executor != executor:
             raise IsolossError(f"--{option} is for --executor {executor}; the executor is {args.executor}")
     if args.other is not None and args.action != "compare":
@@ -174,19 +159,8 @@ def _run(args: Args, folder: StudyFolder) -> int:
     folder.exists()  # refuses a folder that is not this study's before anything is written
     execute: Executor = EXECUTORS.load(args.executor)
     options = _options(args, folder)
-    if args.storage and any(isinstance(one.config, ExternalCheckpoint) for one in folder.scale.experiments.values()):
-        raise IsolossError(
-            "external checkpoints are not sent through a --storage: run this study where all nodes share its folder"
-        )
-    if args.archive is not None:
-        from isoloss.studies.archive import check, restore
-
-        check(folder, args.archive)
     with files.lock(folder.path, wait=True):
         folder.write_plan()
-        if args.archive is not None:
-            restored = restore(folder, args.archive)
-            common.note(f"{len(restored)} runs restored from {args.archive}, without checkpoints")
         units = folder.plan()
         adopt(units)
     if args.executor == "local" and args.workers > (os.cpu_count() or 1):
@@ -231,7 +205,6 @@ def _options(args: Args, folder: StudyFolder) -> Options:
         worker_arguments=tuple(work),
         submit_parameters=pairs,
         address=args.address,
-        storage=args.storage,
     )
 
 
@@ -257,7 +230,7 @@ def _work(args: Args, folder: StudyFolder) -> int:
 
 def _run_command(args: Args, folder: StudyFolder) -> str:
     words: list[object] = ["study", "run", args.name, *folder.options, "--folder", folder.path]
-    for option in ("executor", "address", "storage", "retries", "expiry"):
+    for option in ("executor", "address", "retries", "expiry"):
         if (value := getattr(args, option)) != getattr(Args, option):
             words += [f"--{option}", value]
     words += ["--fail-fast"] if args.fail_fast else []
@@ -285,23 +258,6 @@ def _export(args: Args, folder: StudyFolder) -> int:
         raise _unfinished(args, folder)
     with files.lock(folder.path):
         return study_results.export(folder, args.output, args.formats, as_json=args.json)
-
-
-def _archive(args: Args, folder: StudyFolder) -> int:
-    from isoloss.studies.archive import archive
-
-    if args.output is None:
-        raise IsolossError("--output is required for study archive: the folder for the results")
-    if not folder.exists():
-        raise IsolossError(f"{folder.path} holds no study yet: {_run_command(args, folder)} starts one")
-    with files.lock(folder.path):
-        written = archive(folder, args.output)
-    if args.json:
-        common.emit_json({"archive": str(args.output), "written": [path.name for path in written]})
-    else:
-        names = ", ".join(path.name for path in written)
-        common.say(f"wrote {names} to {args.output}" if names else f"{args.output} has all complete blocks already")
-    return 0
 
 
 def _progress(folder: StudyFolder) -> tuple[list[str], tuple[int, ...]]:

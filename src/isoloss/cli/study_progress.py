@@ -94,7 +94,6 @@ def _print_plan(
     folder: StudyFolder, states: Sequence[UnitStatus], needed: Sequence[Estimate], left: Remaining, workers: int
 ) -> None:
     needs = {
-        "nodes": [str(status.unit.needs.nodes) for status in states],
         "cores": [str(status.unit.needs.all_cores) for status in states],
         "GPUs": [f"{status.unit.needs.all_gpus:g}" for status in states],
         "reserved (GiB)": [f"{status.unit.needs.memory:g}" for status in states],
@@ -103,7 +102,7 @@ def _print_plan(
         "disk (MiB)": [_mib(estimate.disk) for estimate in needed],
     }
     # most plans have one-core units only: these columns would be the same in every row
-    usual = {"nodes": {"1"}, "cores": {"1"}, "GPUs": {"0"}, "reserved (GiB)": {"0"}}
+    usual = {"cores": {"1"}, "GPUs": {"0"}, "reserved (GiB)": {"0"}}
     shown = [(name, words) for name, words in needs.items() if set(words) - usual.get(name, {"", _mib(0)})]
     rows = [
         (

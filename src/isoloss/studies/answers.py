@@ -214,8 +214,6 @@ def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
     if measured.is_exact:
         return "both exact: the verdict is on these two models, not on others that are trained alike"
     first, second = (checkpoint[key] for checkpoint in pairs[0])
-    if first.is_archived or second.is_archived:
-        return "not paired, because the archive does not keep per-example values"
     if not first.is_accuracy:
         return f"paired over {len(first.examples['influence']):,} sentences"
     from isoloss.transfer.compare import mcnemar

@@ -17,13 +17,12 @@ _ROUNDING = 1e-9  # so that three thirds of a GPU fit into one
 
 @dataclass
 class Capacity:
-    """What is free on a machine, or on each of several machines of which each unit uses the same part.
+    """What is free on a machine.
 
     Attributes:
         cores: CPU cores.
         gpus: Free fraction of each GPU, by its name in `CUDA_VISIBLE_DEVICES`.
         memory: Memory in GiB.
-        nodes: Number of machines.
 
     Example:
         >>> capacity = Capacity(cores=4, gpus={"0": 1.0}, memory=8.0)
@@ -34,12 +33,11 @@ class Capacity:
     cores: int
     gpus: dict[str, float] = field(default_factory=dict)
     memory: float = 0.0
-    nodes: int = 1
 
     @classmethod
     def of_machine(cls, cores: int) -> Capacity:
-        """Return a capacity of this many cores, all GPUs and memory of this machine, and the nodes of its Slurm job."""
-        return cls(cores, dict.fromkeys(visible_gpus(), 1.0), _memory(), int(os.environ.get("SLURM_JOB_NUM_NODES", 1)))
+        """Return a capacity of this many cores, all GPUs and memory of this machine."""
+        return cls(cores, dict.fromkeys(visible_gpus(), 1.0), _memory())
 
     def check(self, units: Sequence[Unit]) -> None:
         """Refuse a unit that does not fit even if nothing else runs. Call it before the first `take`.
@@ -49,26 +47,19 @@ class Capacity:
         """
         for unit in units:
             if not self.fits(unit.needs):
-                each = unit.needs.on_each_node
+                needs = unit.needs
                 raise IsolossError(
-                    f"{unit.name} needs {_words(each.all_cores, each.all_gpus, each.memory, unit.needs.nodes)}; there "
-                    f"are {_words(self.cores, len(self.gpus), self.memory, self.nodes)} (--workers is the number of "
-                    "cores)"
+                    f"{unit.name} needs {_words(needs.all_cores, needs.all_gpus, needs.memory)}; there are "
+                    f"{_words(self.cores, len(self.gpus), self.memory)} (--workers is the number of cores)"
                 )
 
     def fits(self, needs: Resources) -> bool:
         """Whether a unit with these needs could start now."""
-        each = needs.on_each_node
-        return (
-            needs.nodes <= self.nodes
-            and each.all_cores <= self.cores
-            and each.memory <= self.memory
-            and self._choose(each) is not None
-        )
+        return needs.all_cores <= self.cores and needs.memory <= self.memory and self._choose(needs) is not None
 
     def take(self, needs: Resources) -> tuple[str, ...] | None:
-        """Reserve what a unit needs, and return the GPUs that it gets on each machine; None: it does not fit now."""
-        chosen = self._choose(needs.on_each_node)
+        """Reserve what a unit needs, and return the GPUs that it gets; None: it does not fit now."""
+        chosen = self._choose(needs)
         if chosen is None or not self.fits(needs):
             return None
         self._change(needs, chosen, -1)
@@ -79,7 +70,7 @@ class Capacity:
         self._change(needs, gpus, 1)
 
     def _change(self, needs: Resources, gpus: Sequence[str], sign: int) -> None:
-        self.cores += sign * needs.on_each_node.all_cores
+        self.cores += sign * needs.all_cores
         self.memory += sign * needs.memory
         for gpu in gpus:
             self.gpus[gpu] += sign * min(needs.gpus, 1.0)
@@ -114,6 +105,6 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(str(i) for i, line in enumerate(line for line in listed.splitlines() if line.startswith("GPU ")))
 
 
-def _words(cores: int, gpus: float, memory: float, nodes: int) -> str:
+def _words(cores: int, gpus: float, memory: float) -> str:
     parts = [f"{cores} cores" if cores != 1 else "1 core", f"{gpus:g} GPUs" if gpus != 1 else "1 GPU"]
-    return ", ".join([*parts, f"{memory:.3g} GiB of memory"]) + (f" on each of {nodes} nodes" if nodes > 1 else "")
+    return ", ".join([*parts, f"{memory:.3g} GiB of memory"])

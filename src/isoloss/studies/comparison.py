@@ -28,7 +28,6 @@ class Measured:
     settings: Mapping[str, Any]  # of the measure. Estimates with the same inputs and settings can be paired
     # `influence`, or `predictions` and `labels`, and `gram` of features; see `isoloss.runs.Run.examples`
     examples: Mapping[str, np.ndarray[Any, Any]] = field(compare=False)
-    is_archived: bool = False  # whether an archive has left the examples out
     weights: str = ""  # the SHA-256 of the checkpoint's weights; empty: not known
 
     @property
@@ -70,7 +69,6 @@ def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
             inputs=evaluation.inputs,
             settings=evaluation.settings,
             examples={k.removeprefix(f"{name}."): v for k, v in arrays.items() if k.startswith(f"{name}.")},
-            is_archived=run.is_archived and not arrays,
             weights=evaluation.weights,
         )
         for name, estimate in evaluation.estimates.items()
@@ -80,7 +78,6 @@ def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
 def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Estimate:
     """Return later - factor * earlier, with the error of the difference on the same examples.
 
-    Of runs from an archive, which has left the examples out, the squared error is the sum of the two squared errors.
     Differences of accuracies are in percentage points; on sampled test examples, with the error of
     `isoloss.transfer.compare.paired_difference` over examples and probes. Otherwise the squared error is the sum of
     (psi_i - factor psi'_i)^2 over n (n - 1), where psi_i and psi'_i are the influences of example i (or, for an
@@ -91,8 +88,6 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
     """
     same_inputs = (later.inputs, later.settings) == (earlier.inputs, earlier.settings)
     is_exact = later.estimate.is_exact and earlier.estimate.is_exact
-    if same_inputs and not is_exact and (later.is_archived or earlier.is_archived):
-        return _unpaired(later.estimate, earlier.estimate, factor)
     if not same_inputs or later.examples.keys() != earlier.examples.keys() or not (later.examples or is_exact):
         raise IsolossError(
             "two evaluations were not made on the same examples under the same settings, so their difference has "
@@ -113,18 +108,6 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
 def _in_points(found: Estimate) -> Estimate:
     """Return a difference of accuracies in percentage points."""
     return dataclasses.replace(found, value=100 * found.value, stderr=100 * found.stderr, unit="percentage points")
-
-
-def _unpaired(later: Estimate, earlier: Estimate, factor: float) -> Estimate:
-    """Return later - factor * earlier, with the error that it would have if the two were independent."""
-    found = dataclasses.replace(
-        later,
-        value=later.value - factor * earlier.value,
-        stderr=math.hypot(later.stderr, factor * earlier.stderr),
-        method="difference without pairing: the examples were not archived",
-        influence=None,
-    )
-    return _in_points(found) if later.unit == "accuracy" else found
 
 
 def ratio(later: Measured, earlier: Measured) -> Estimate:

@@ -428,7 +428,7 @@ def _is_measured(run: Run, experiment: Experiment, part: Measurement) -> bool:
     if not _is_trained(run, experiment):
         return False
     steps = experiment.steps(part)
-    if (missing := sorted(set(steps).difference(run.steps()))) and not run.is_archived:
+    if missing := sorted(set(steps).difference(run.steps())):
         raise IsolossError(
             f"{run.path} is complete but has no checkpoint at step {missing[0]}: delete the folder to train it again"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -33,8 +32,6 @@ class Options:
             same plan.
         submit_parameters: Parameters of the cluster, by name.
         address: Address of a cluster; empty: one is started on this machine.
-        storage: Path or URL, as fsspec takes it, through which files are exchanged with the nodes of a cluster; empty:
-            all nodes share the study's folder.
 
     Raises:
         IsolossError: A number is out of range.
@@ -47,7 +44,6 @@ class Options:
     worker_arguments: tuple[str, ...] = ()
     submit_parameters: Mapping[str, str | int | float] = field(default_factory=dict)
     address: str = ""
-    storage: str = ""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -79,7 +75,7 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """The whole command, for a unit that runs on one node or in a Slurm job."""
+        """The whole command."""
         return command(self.arguments, self.unit.needs)
 
     @property
@@ -108,36 +104,12 @@ class Job:
         return time.monotonic() - self.start
 
 
-def command(arguments: Sequence[str], needs: Resources, *, node: int = 0, meeting_point: str = "") -> list[str]:
-    """Return the command that runs `isoloss` with these arguments, under torchrun if it has several processes.
-
-    Args:
-        arguments: Arguments of the `isoloss` command.
-        needs: What the command needs.
-        node: With several nodes: the number of the one that runs this command.
-        meeting_point: HOST:PORT at which the other nodes reach node 0. Empty: this machine is node 0, and `srun` starts
-            the command on all nodes of its Slurm job.
-    """
+def command(arguments: Sequence[str], needs: Resources) -> list[str]:
+    """Return the command that runs `isoloss` with these arguments, under torchrun if it has several processes."""
     if needs.processes == 1:
         return [sys.executable, "-m", "isoloss", *arguments]
-    prefix, nodes = tuple[str, ...](), str(needs.nodes)
-    if needs.nodes == 1:
-        group: tuple[str, ...] = ("--standalone",)
-    elif meeting_point:
-        host, _, port = meeting_point.rpartition(":")
-        group = ("--nnodes", nodes, "--node-rank", str(node), "--master-addr", host, "--master-port", port)
-    else:
-        prefix = ("srun", "--overlap", "--kill-on-bad-exit", "--nodes", nodes, "--ntasks", nodes)
-        group = ("--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", free_port(socket.gethostname()))
-    group = ("--nproc-per-node", str(needs.on_each_node.processes), *group)
-    return [*prefix, sys.executable, "-m", "torch.distributed.run", *group, "-m", "isoloss", *arguments]
-
-
-def free_port(host: str) -> str:
-    """Return HOST:PORT of an unused port of this machine, whose name or address for others is `host`."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return f"{host}:{free.getsockname()[1]}"
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(needs.processes))
+    return [sys.executable, "-m", *torchrun, "-m", "isoloss", *arguments]
 
 
 def last_line(log: Path) -> str:

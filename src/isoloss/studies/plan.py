@@ -7,7 +7,7 @@ import heapq
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from operator import itemgetter
 from pathlib import Path
@@ -25,30 +25,28 @@ class Resources:
         cores: CPU cores of each process, at least 1; the process computes with as many threads.
         gpus: GPUs of each process: a whole number, or a fraction below 1 to let several units share one. A unit with
             GPUs trains and measures on `cuda`, any other on `cpu`.
-        memory: Memory in GiB on each machine; 0: unknown, so none is reserved.
+        memory: Memory in GiB; 0: unknown, so none is reserved.
         processes: Number of processes, started by torchrun.
-        nodes: Number of machines, among which the processes are divided evenly.
 
     Raises:
         IsolossError: A number is out of range.
 
     Example:
         >>> Resources(cores=2, gpus=0.25)
-        Resources(cores=2, gpus=0.25, memory=0.0, processes=1, nodes=1)
+        Resources(cores=2, gpus=0.25, memory=0.0, processes=1)
     """
 
     cores: int = 1
     gpus: float = 0.0
     memory: float = 0.0
     processes: int = 1
-    nodes: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("cores", 1), ("processes", 1), ("nodes", 1), ("gpus", 0), ("memory", 0)):
+        for name, least in (("cores", 1), ("processes", 1), ("gpus", 0), ("memory", 0)):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= least):
                 raise IsolossError(f"{name} of a unit of work is {value}; it must be at least {least}")
-            if name in ("cores", "processes", "nodes") and value != int(value):
+            if name in ("cores", "processes") and value != int(value):
                 raise IsolossError(f"{name} of a unit of work is {value}; it must be a whole number")
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise IsolossError(f"gpus of a unit of work is {self.gpus}; above 1 it must be a whole number")
@@ -56,16 +54,6 @@ class Resources:
             raise IsolossError(
                 f"gpus of a unit of work with {self.processes} processes is {self.gpus}; each needs a whole GPU"
             )
-
-        if self.processes % self.nodes:
-            raise IsolossError(
-                f"a unit of work has {self.processes} processes on {self.nodes} nodes; all nodes need the same number"
-            )
-
-    @property
-    def on_each_node(self) -> Resources:
-        """What the unit needs on each of its machines."""
-        return replace(self, processes=self.processes // self.nodes, nodes=1)
 
     @property
     def all_cores(self) -> int:

@@ -11,7 +11,7 @@ from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.registry import STUDIES
 from isoloss.studies.provenance import provenance
-from isoloss.studies.results import ARCHIVE_FILES, COLUMNS, tables_in
+from isoloss.studies.results import COLUMNS, tables_in
 from isoloss.studies.spec import Study, load_study
 
 if TYPE_CHECKING:
@@ -103,10 +103,6 @@ def read_study(path: str | Path, study: str | Path | Study | None = None) -> Stu
     if (folder / PROVENANCE).is_file():
         documents = (files.read_json(folder / name) for name in (SUMMARY, PROVENANCE))
         return _frames(_values(folder), *documents)
-    if any(folder.glob(ARCHIVE_FILES)):
-        raise IsolossError(
-            f"{folder} is an archive: isoloss study run STUDY --archive {folder} makes a study's folder from it"
-        )
     if not (folder / "study.json").is_file():
         raise IsolossError(
             f"{folder} is no study's folder and no export of one: it has neither study.json nor {PROVENANCE}"

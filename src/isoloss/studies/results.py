@@ -25,7 +25,6 @@ UNITS = {"nats per predicted token": "nats/token", "accuracy": "accuracy, %", "p
 
 COLUMNS: dict[str, Any] = {"run": str, "group": str, "block": int, "size": str, "step": int, "estimate": str,
                            "value": float, "standard error": float, "unit": str}  # of `Results.values`  # fmt: skip
-ARCHIVE_FILES = "block-*.tar.xz"  # of `isoloss study archive`
 
 
 @dataclass(frozen=True)

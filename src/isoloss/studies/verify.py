@@ -7,15 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from isoloss import config as configs
-from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import Evaluator, pending
 from isoloss.evaluation.external import ExternalRun
-from isoloss.runs import ARCHIVED, Run
+from isoloss.runs import Run
 from isoloss.studies.spec import Experiment
 
 Check = tuple[str, str | None]  # what was checked, and what is wrong with it, if anything
-UNCHECKED = "from an archive without checkpoints: weights not checked, nothing measured again"
 
 
 def verify_run(
@@ -55,9 +53,6 @@ def _verify(
     if not run.complete:
         yield f"{run.name}: training", "not complete"
         return
-    if run.is_archived:
-        yield from _verify_archived(run, measures, steps, settings)
-        return
     recorded = run.result()["checkpoints"]
     missing = [step for step in steps if step not in run.steps()]
     yield f"{run.name}: checkpoints", f"none at steps {missing}" if missing else None
@@ -89,19 +84,6 @@ def _verify_evaluations(
     yield f"{run.name}: evaluations", f"{wrong}: {', '.join(todo)}" if todo else None
     if again and not todo:
         yield from _measured_again(run, measures, steps[-1], settings)
-
-
-def _verify_archived(
-    run: Run, measures: Sequence[str], steps: Sequence[int], settings: Mapping[str, Any]
-) -> Iterator[Check]:
-    """Check what can be checked of a run without checkpoints."""
-    sums: Mapping[str, str] = files.read_json(run.path / ARCHIVED)["files"]
-    paths = {name: run.path / name for name in sums}
-    changed = [name for name, path in paths.items() if not path.is_file() or files.sha256(path) != sums[name]]
-    yield f"{run.name}: files from the archive", f"missing or changed: {', '.join(changed)}" if changed else None
-    todo = [f"{measure} at step {step}" for step, measure in pending(run, measures, steps, settings)]
-    yield f"{run.name}: evaluations", f"not in the archive: {', '.join(todo)}" if todo else None
-    yield f"{run.name}: {UNCHECKED}", None
 
 
 def _measured_again(run: Run, measures: Sequence[str], step: int, settings: Mapping[str, Any]) -> Iterator[Check]:

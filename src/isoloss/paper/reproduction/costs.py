@@ -103,7 +103,7 @@ def training(config: TrainConfig, tokens: Tokens, needs: Resources, *, kept: int
     model, parameters = config.model, num_parameters(config.model, tokens)
     passes = 1.2 if config.algorithm.kind == "adversarial" else 1.0  # SAM takes a pass for each half of the batch
     flops = 3 * _forward_flops(model, tokens) * config.batch_size * config.steps * passes
-    micro = micro_batch_size(model, tokens, config.batch_size, needs.processes * needs.nodes)
+    micro = micro_batch_size(model, tokens, config.batch_size, needs.processes)
     return Expected(
         seconds=max(flops / flops_per_second(model, needs), config.steps * STEP_SECONDS),
         memory=round(4 * parameters + 4 * 2**30),

@@ -356,7 +356,7 @@ class _Runs:
         dataset, model = self.dataset, config.model
         steps, needs, expected = tuple(dict.fromkeys(steps)), self._needs(model, training=True), None
         if dataset.tokens is not None:
-            processes = needs.processes * needs.nodes
+            processes = needs.processes
             micro = costs.micro_batch_size(model, dataset.tokens, config.batch_size, processes)
             config = dataclasses.replace(config, micro_batch_size=micro if micro * processes < config.batch_size else 0)
             expected = costs.training(config, dataset.tokens, needs, kept=len({*config.checkpoints, config.steps}))

@@ -87,8 +87,6 @@ def _mixed(first: Measured, second: Measured, fraction: float) -> Measured:
         value=mix(first.estimate.value, second.estimate.value),
         stderr=mix(first.estimate.stderr, second.estimate.stderr),
     )
-    if first.is_archived or second.is_archived:
-        return dataclasses.replace(first, estimate=estimate, examples={}, is_archived=True)
     examples = {name: mix(values, second.examples[name]) for name, values in first.examples.items()}
     return dataclasses.replace(first, estimate=estimate, examples=examples)
 

@@ -16,7 +16,7 @@ from isoloss.training.algorithms.config import AdversarialConfig, SAMConfig
 
 OFFSET = 1000  # added to the seeds of languages per seed offset
 HEAD_WIDTH = 8  # of all sizes that are small, so that one can be expanded into another
-FEATURE_SENTENCES = 64  # whose features are compared by CKA: an archive keeps their Gram matrices, 8 KB each
+FEATURE_SENTENCES = 64  # whose features are compared by CKA: their Gram matrices take 8 KB each
 # flatness by every measure that is one number
 FLATNESS = (
     *("trace", "minimal-trace", "empirical-fisher", "hessian-trace", "weighted-trace", "fisher-rao"),

@@ -1,8 +1,7 @@
 """The Ray executor: each job is a Ray task, on a cluster or on this machine.
 
 This process, the driver, holds the leases. If a node dies, only its jobs are affected: they resume from their files on
-other nodes. All nodes share the study's folder, or get their files through a storage
-(`isoloss.studies.executors.scratch`).
+other nodes. All nodes share the study's folder.
 """
 
 from __future__ import annotations
@@ -17,29 +16,26 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from isoloss import files, usage
+from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.studies.capacity import Capacity
 from isoloss.studies.executors import warm
-from isoloss.studies.executors.scratch import CONFIGS, Driver, Scratch, ScratchJob
-from isoloss.studies.job import Job, Options, command, free_port
+from isoloss.studies.job import Job, Options, command
 from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Resources
-from isoloss.studies.storage import Storage
 
 POLL_SECONDS = 0.1
 PROGRESS_SECONDS = 60.0  # between two progress messages
 SIZE_SECONDS = 5.0  # between two looks at the cluster's size
 GRACE_SECONDS = 60.0  # for commands to save after an interrupt
-STOP_SECONDS = 180.0  # for tasks to end after an interrupt: their commands save, then a node may push files
+STOP_SECONDS = 180.0  # for tasks to end after an interrupt: their commands save
 CONNECTING_SECONDS = 10.0
 _ROUNDING = 1e-9  # thirds of a GPU add up to one
-FOLDER_NOT_FOUND = 69  # status of a task whose node cannot see the folder or the storage: EX_UNAVAILABLE
+FOLDER_NOT_FOUND = 69  # status of a task whose node cannot see the folder: EX_UNAVAILABLE
 
 
 def run(jobs: Jobs, options: Options) -> None:
@@ -49,17 +45,15 @@ def run(jobs: Jobs, options: Options) -> None:
         jobs: The jobs.
         options: At most `workers` cores are used at a time. `address` is the address of a cluster, such as `auto`,
             which may grow and shrink meanwhile; without one, a cluster is started on this machine and ends with the
-            study. With `storage`, the nodes need not share the study's folder.
+            study.
 
     Raises:
-        IsolossError: Ray is missing, there is no cluster at that address, the storage cannot be used, or a node cannot
-            see the folder or the storage.
+        IsolossError: Ray is missing, there is no cluster at that address, or a node cannot see the folder.
         KeyboardInterrupt: Passed on after the commands have saved.
     """
     todo = [unit for unit in jobs.units if not jobs.is_done(unit)]
     if not todo:
         return
-    driver = Driver(options.storage, jobs) if options.storage else None
     jobs.say(f"connecting to {options.address}" if options.address else "starting Ray on this machine")
     ray = _connect(options)
     try:
@@ -73,7 +67,7 @@ def run(jobs: Jobs, options: Options) -> None:
             f"{len(todo)} of {len(jobs.units)} units to do on {nodes} with {size['cores']:.0f} cores, using at most "
             f"{options.workers} at a time; their output is in {jobs.logs}"
         )
-        _carry_out_all(ray, jobs, driver)
+        _carry_out_all(ray, jobs)
     finally:
         ray.shutdown()
 
@@ -105,17 +99,8 @@ def _connect(options: Options) -> Any:
     return ray
 
 
-@dataclass(frozen=True)
-class _Task:
-    """A submitted job: a Ray task for each of its nodes; a placement group puts these tasks on different nodes."""
-
-    job: Job
-    references: tuple[Any, ...]
-    group: Any = None
-
-
-def _carry_out_all(ray: Any, jobs: Jobs, driver: Driver | None) -> None:
-    running: list[_Task] = []
+def _carry_out_all(ray: Any, jobs: Jobs) -> None:
+    running: dict[Any, Job] = {}  # by the reference of its Ray task
     size, last_look = _size(ray), time.monotonic()
     last_message = time.monotonic()
     try:
@@ -123,46 +108,36 @@ def _carry_out_all(ray: Any, jobs: Jobs, driver: Driver | None) -> None:
             if time.monotonic() - last_look > SIZE_SECONDS:
                 size, last_look = _size(ray), time.monotonic()
             fits = functools.partial(_fits, size, jobs.options)
-            while job := jobs.take(functools.partial(fits, [task.job.unit.needs for task in running])):
-                try:
-                    sent = None if driver is None else driver.send(job)
-                except IsolossError as error:
-                    _note(job, error)
-                    jobs.finish(job, 1)
-                    continue
-                running.append(_submit(ray, job, sent))
+            while job := jobs.take(functools.partial(fits, [job.unit.needs for job in running.values()])):
+                running[_submit(job)] = job
             jobs.report_done()
             if not running:
                 time.sleep(POLL_SECONDS)
                 continue
-            references = [reference for task in running for reference in task.references]
-            ray.wait(references, timeout=POLL_SECONDS)  # returns when one has ended
-            ended = set(ray.wait(references, num_returns=len(references), timeout=0)[0])
-            for task in running[:]:
-                if not ended.isdisjoint(task.references):
-                    running.remove(task)
-                    status, was_stopped = _end(ray, task, jobs, driver)
-                    jobs.finish(task.job, status, stopped=was_stopped)
-                elif task.job in jobs.taken_over:
-                    for reference in task.references:
-                        ray.cancel(reference, force=True)
+            ray.wait(list(running), timeout=POLL_SECONDS)  # returns when one has ended
+            for reference in ray.wait(list(running), num_returns=len(running), timeout=0)[0]:
+                job = running.pop(reference)
+                status, was_stopped = _status(ray, reference, job, jobs)
+                jobs.finish(job, status, stopped=was_stopped)
+            for reference, job in running.items():
+                if job in jobs.taken_over:
+                    ray.cancel(reference, force=True)
             if time.monotonic() - last_message > PROGRESS_SECONDS:
                 last_message = time.monotonic()
                 jobs.say(
                     f"{jobs.num_done} of {len(jobs.units)} units done, {len(running)} running or waiting for a node"
                 )
     except BaseException:
-        references = [reference for task in running for reference in task.references]
-        if references:
+        if running:
             jobs.say("stopping when the running units have saved")
-        for reference in references:
+        for reference in running:
             ray.cancel(reference)  # raises KeyboardInterrupt in the task, which lets its command save
-        if references:
-            late = ray.wait(references, num_returns=len(references), timeout=STOP_SECONDS)[1]
+        if running:
+            late = ray.wait(list(running), num_returns=len(running), timeout=STOP_SECONDS)[1]
             if late:
                 jobs.say(f"{len(late)} tasks have not ended after {STOP_SECONDS:.0f} s; what they saved last is kept")
-        for task in running:
-            jobs.finish(task.job, _end(ray, task, jobs, driver)[0], stopped=True)
+        for reference, job in running.items():
+            jobs.finish(job, _status(ray, reference, job, jobs)[0], stopped=True)
         raise
 
 
@@ -191,80 +166,24 @@ def _fits(size: Mapping[str, float], options: Options, running: Sequence[Resourc
 
 
 def _amounts(needs: Resources) -> dict[str, float]:
-    return {"cores": needs.all_cores, "gpus": needs.all_gpus, "memory": needs.memory * needs.nodes}
+    return {"cores": needs.all_cores, "gpus": needs.all_gpus, "memory": needs.memory}
 
 
-def _submit(ray: Any, job: Job, sent: ScratchJob | None) -> _Task:
-    """Submit a job, as one Ray task on each of its nodes."""
-    needs, each = job.unit.needs, job.unit.needs.on_each_node
-    wanted: dict[str, Any] = {"num_cpus": each.all_cores, "num_gpus": each.all_gpus}
-    if each.memory:
-        wanted["memory"] = int(each.memory * 2**30)
-    wanted["name"] = job.unit.name
-    task = _remote(carry_out if sent is None else carry_out_in_scratch)
-    if sent is not None:
-        rest = job.log, job.environment, sent
-        return _Task(job, (task.options(**wanted).remote(job.arguments, needs, *rest),))
-    if needs.nodes == 1:
-        return _Task(job, (task.options(**wanted).remote(job.arguments, needs, job.log.absolute(), job.environment),))
-    bundle = {"CPU": each.all_cores, "GPU": each.all_gpus, "memory": wanted.get("memory", 0)}
-    group = ray.util.placement_group(
-        [{name: amount for name, amount in bundle.items() if amount}] * needs.nodes, strategy="STRICT_SPREAD"
-    )
-    strategies = [
-        ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
-        for i in range(needs.nodes)
-    ]
-    # all of the job's tasks wait for the meeting point, that of the first node too
-    meeting_point = _remote(_free_port).options(num_cpus=0, scheduling_strategy=strategies[0]).remote()
-    return _Task(
-        job,
-        tuple(
-            task.options(**wanted, scheduling_strategy=strategy).remote(
-                job.arguments, needs, log.absolute(), job.environment, node, meeting_point
-            )
-            for node, (strategy, log) in enumerate(zip(strategies, _logs(job), strict=True))
-        ),
-        group,
-    )
+def _submit(job: Job) -> Any:
+    """Submit a job as a Ray task, and return its reference."""
+    needs = job.unit.needs
+    wanted: dict[str, Any] = {"num_cpus": needs.all_cores, "num_gpus": needs.all_gpus, "name": job.unit.name}
+    if needs.memory:
+        wanted["memory"] = int(needs.memory * 2**30)
+    return _task().options(**wanted).remote(job.arguments, needs, job.log.absolute(), job.environment)
 
 
 @functools.cache
-def _remote(function: Callable[..., Any]) -> Any:
-    """Return a function as a Ray task, made only once: the cluster gets a copy of it each time it is made."""
+def _task() -> Any:
+    """Return `carry_out` as a Ray task, made only once: the cluster gets a copy of it each time it is made."""
     import ray
 
-    return ray.remote(max_retries=0)(function)
-
-
-def _logs(job: Job) -> list[Path]:
-    """Return a log for each of a job's nodes; that of the first node, written by rank 0, is the job's log."""
-    return [job.log, *(job.log.with_suffix(f".node-{i}.log") for i in range(1, job.unit.needs.nodes))]
-
-
-def _end(ray: Any, task: _Task, jobs: Jobs, driver: Driver | None) -> tuple[int, bool]:
-    """End a task when one of its parts has ended; return what `_status` returns for the first part that failed."""
-    failure = None
-    if driver is not None:
-        try:
-            driver.receive(task.job)  # before anything is added to the job's log, which this replaces
-        except IsolossError as error:
-            failure = error
-    ready, others = ray.wait(list(task.references), num_returns=len(task.references), timeout=0)
-    results = [_status(ray, reference, task.job, jobs) for reference in ready]
-    if others and all(result == (0, False) for result in results):
-        others = ray.wait(others, num_returns=len(others), timeout=GRACE_SECONDS)[1]
-    for reference in others:  # they would wait forever for the part that was lost
-        ray.cancel(reference, force=True)
-    left = [reference for reference in task.references if reference not in ready]
-    results += [_status(ray, reference, task.job, jobs, GRACE_SECONDS) for reference in left]
-    if task.group is not None:
-        ray.util.remove_placement_group(task.group)
-    status, was_stopped = next((result for result in results if result != (0, False)), (0, False))
-    if failure is None:
-        return status, was_stopped
-    _note(task.job, failure)
-    return status or 1, was_stopped
+    return ray.remote(max_retries=0)(carry_out)
 
 
 def _note(job: Job, error: Exception) -> None:
@@ -291,47 +210,11 @@ def _status(ray: Any, reference: Any, job: Job, jobs: Jobs, timeout: float = 0.0
         jobs.say(f"{job.unit.name}: lost, {type(error).__name__}")
         return -signal.SIGTERM, True
     if status == FOLDER_NOT_FOUND:
-        if where := jobs.options.storage:
-            raise IsolossError(f"a node of the cluster cannot see what this machine has stored in {where}")
-        raise IsolossError(
-            f"a node of the cluster cannot see {jobs.logs.parent}: put the study on shared storage, or give --storage"
-        )
+        raise IsolossError(f"a node of the cluster cannot see {jobs.logs.parent}: put the study on shared storage")
     return status, False
 
 
-def carry_out_in_scratch(
-    arguments: tuple[str, ...], needs: Resources, log: Path, environment: Mapping[str, str], scratch_job: ScratchJob
-) -> int:
-    """Run an `isoloss` command on a node that does not share the study's folder.
-
-    Args:
-        arguments: As for `carry_out`, with the paths on the driver's machine.
-        needs: As for `carry_out`.
-        log: Path of the log on the driver's machine.
-        environment: As for `carry_out`.
-        scratch_job: Where the command's files come from and go to.
-    """
-    storage = Storage(scratch_job.url)
-    if storage.manifest(CONFIGS) is None:
-        return FOLDER_NOT_FOUND
-    scratch = Scratch(scratch_job, storage)
-    logs = scratch.folder / "logs"
-    rest = {**environment, usage.USAGE: str(logs / Path(environment[usage.USAGE]).name)}
-    rest.pop(files.LEASE)  # the file is not here, nor needed: when files come back, the driver checks that it holds it
-    with scratch.open():
-        words = tuple(scratch.path(word) for word in arguments)
-        return carry_out(words, needs, logs / log.name, rest, meanwhile=scratch.push_if_new)
-
-
-def carry_out(
-    arguments: tuple[str, ...],
-    needs: Resources,
-    log: Path,
-    environment: Mapping[str, str],
-    node: int = 0,
-    meeting_point: str = "",
-    meanwhile: Callable[[], None] = lambda: None,
-) -> int:
+def carry_out(arguments: tuple[str, ...], needs: Resources, log: Path, environment: Mapping[str, str]) -> int:
     """Run an `isoloss` command on a node and return its exit status; on an interrupt, the command saves first.
 
     Args:
@@ -339,9 +222,6 @@ def carry_out(
         needs: What the command needs; Ray has placed it accordingly.
         log: File for its output, in the shared folder.
         environment: Further environment variables.
-        node: For a command on several nodes: the number of this one.
-        meeting_point: HOST:PORT of node 0.
-        meanwhile: Called repeatedly while the command runs.
     """
     lease = environment.get(files.LEASE)
     if lease is not None and not Path(lease).is_file():
@@ -354,7 +234,7 @@ def carry_out(
     else:
         with log.open("wb") as file:
             process = subprocess.Popen(
-                command(arguments, needs, node=node, meeting_point=meeting_point),
+                command(arguments, needs),
                 stdin=subprocess.PIPE,  # never written to: its closing tells the command that the task is gone
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -365,7 +245,6 @@ def carry_out(
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=POLL_SECONDS)  # returns when it ends
-            meanwhile()
     except BaseException:
         process.send_signal(signal.SIGTERM)  # Ray's processes start others with SIGINT blocked
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -374,13 +253,6 @@ def carry_out(
             process.kill()
         raise
     return int(process.returncode)
-
-
-def _free_port() -> str:
-    """Return HOST:PORT of a free port on the node that runs this function."""
-    import ray
-
-    return free_port(ray.util.get_node_ip_address())
 
 
 @functools.cache

@@ -7,7 +7,6 @@ know which units depend on which. Before its time limit, a worker lets its units
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -41,9 +40,7 @@ class Worker:
     arguments: tuple[str, ...]
 
     def __call__(self) -> int:
-        """Run the command on the first node; when the job is interrupted, the command saves first."""
-        if os.environ.get("SLURM_PROCID", "0") != "0":  # the worker on the first node starts what runs here
-            return 0
+        """Run the command; when the job is interrupted, the command saves first."""
         process = subprocess.Popen([sys.executable, "-m", "isoloss", *self.arguments])
         try:
             return process.wait()
@@ -67,7 +64,7 @@ def run(jobs: Jobs, options: Options) -> None:
 
     Args:
         jobs: The jobs; this process takes none of them.
-        options: `workers` is the number of Slurm jobs, each with enough nodes, cores and GPUs for the largest unit;
+        options: `workers` is the number of Slurm jobs, each with enough cores and GPUs for the largest unit;
             `worker_arguments` is what each runs; `submit_parameters` are those of submitit's
             `AutoExecutor.update_parameters`, and `cluster`: `slurm`, or `local` to try it on this machine.
 
@@ -122,11 +119,11 @@ def _executor(jobs: Jobs, options: Options, folder: Path) -> tuple[Any, int]:
         raise IsolossError(
             "this machine has no sbatch to submit Slurm jobs; to try the executor here, give --submit cluster=local"
         )
-    needs = [unit.needs.on_each_node for unit in jobs.units]
+    needs = [unit.needs for unit in jobs.units]
     parameters: dict[str, Any] = {
         "name": "isoloss",
         "timeout_min": 60,
-        "nodes": max(unit.needs.nodes for unit in jobs.units),
+        "nodes": 1,
         "tasks_per_node": 1,
         "cpus_per_task": max(each.all_cores for each in needs),
         "gpus_per_node": math.ceil(max(each.all_gpus for each in needs)),
