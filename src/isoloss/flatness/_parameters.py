@@ -255,7 +255,7 @@ class ParameterColumns:
         return values.new_zeros(len(values), len(self.of)).index_add_(1, self.parameter_ids.to(values.device), values)
 
     def digest(self) -> str:
-        """Return what tells these parameter_blocks from others."""
+        """Return what tells these blocks from others."""
         content = hashlib.sha256()
         for name, columns in self.of.items():
             if name in self.parameter_blocks:

@@ -215,7 +215,7 @@ def _squared_norms(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """ParameterBlocks (m, V) so that each part has few enough numbers."""
+    """Split rows (m, V) so that each part has few enough numbers."""
     return torch.split(rows, max(1, _limit(rows) // max(1, rows.shape[1])))
 
 

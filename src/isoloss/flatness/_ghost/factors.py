@@ -121,7 +121,7 @@ def squared_norms(
 ) -> torch.Tensor:
     """Return (B,) float64: for each sequence the squared norm of the sum of the factors of one parameter.
 
-    With a `blocks` of the parameter, return (B, num_blocks): the squared norm of each part of the sum.
+    With `blocks`, return (B, num_blocks): the squared norm of each part of the sum.
 
     Several factors are several uses of the parameter in one forward pass: their gradients add before they are squared.
 

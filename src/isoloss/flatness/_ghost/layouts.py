@@ -64,11 +64,11 @@ class Layout:
         return index.view(-1, *[1] * (values.ndim - axis - 1)).expand(shape)
 
     def sequences(self, sequence_ids: torch.Tensor) -> torch.Tensor:
-        """Return the sequences of what `sequence_ids` are."""
+        """Return the sequence of each id."""
         return sequence_ids if self.selected is None else self.selected.rows[sequence_ids]
 
     def gathered(self, sequence_ids: torch.Tensor) -> Gathered:
-        """Return how the tokens lie in an activation whose rows belong to these sequence_ids (n,)."""
+        """Return how the tokens lie in an activation whose rows have these ids (n,), one for each."""
         sequences = self.sequences(sequence_ids)
         order = sequences.argsort(stable=True)
         once = self.selected is not None and self.selected.apart and int(torch.bincount(sequence_ids).max()) < 2
