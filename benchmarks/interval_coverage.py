@@ -97,10 +97,11 @@ def measured(models: Mapping[str, GPT2LMHeadModel], batch: Mapping[str, torch.Te
     step = TrainerState(global_step=1, is_world_process_zero=True)
     callback.on_step_end(TrainingArguments("unused"), step, TrainerControl(), model=models["b"])
     comparison = compare(models, [batch])
-    first, pair = comparison.models[0], comparison.pair("a", "b")
-    found = (first.trace, callback.traces[1], first.loss, pair.trace, pair.loss)
+    first = comparison.models["a"]
+    differences = (comparison.difference(name, "a", "b") for name in ("trace", "loss"))
+    found = (first["trace"], callback.traces[1], first["loss"], *differences)
     values = {name: (e.value, *e.ci95, e.num_predictions) for name, e in zip(QUANTITIES, found, strict=True)}
-    return {"values": values, "over": first.trace.details["clusters"]}
+    return {"values": values, "over": first["trace"].details["clusters"]}
 
 
 def covered(replicates: list[dict[str, Any]], quantity: str) -> list[bool]:

@@ -57,7 +57,7 @@ def write_cli_reference() -> None:
 PACKAGES = ["statistics", "text", "languages", "flatness", "models", "training", "transfer", "evaluation"]
 PACKAGES += ["studies", "report", "paper", "ground"]
 RESULTS = {  # what the public functions take and return
-    "isoloss.flatness.differences": "Comparison",
+    "isoloss.flatness.comparison": "TraceComparison",
     "isoloss.runs": "Run",
     "isoloss.evaluation.results": "Evaluations",
     "isoloss.loading": "LoadedModel",

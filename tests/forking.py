@@ -21,7 +21,7 @@ PRELOADED = [
     *("transformers.models.opt.modeling_opt", "transformers.trainer"),
     *("isoloss.evaluation.evaluator", "isoloss.languages.pcfg.numba_kernels", "isoloss.models.fused_kernels"),
     *(
-        "isoloss.flatness.comparing",
+        "isoloss.flatness.comparison",
         "isoloss.evaluation.pretraining",
         "isoloss.report.flatness",
         "isoloss.transfer.finetuning",

@@ -13,7 +13,7 @@ from isoloss import lazy
 if TYPE_CHECKING:
     from isoloss.evaluation.evaluator import evaluate
     from isoloss.evaluation.pretraining import pretrain, pretrain_together
-    from isoloss.flatness.comparing import compare
+    from isoloss.flatness.comparison import compare
     from isoloss.flatness.fisher import fisher_trace
     from isoloss.languages.resolving import load_language
     from isoloss.loading import load_model
@@ -65,7 +65,7 @@ _load = lazy.exports(
     __name__,
     {
         "Estimate": "isoloss.statistics.estimate",
-        "compare": "isoloss.flatness.comparing",
+        "compare": "isoloss.flatness.comparison",
         "compare_accuracy": "isoloss.transfer.compare",
         "evaluate": "isoloss.evaluation.evaluator",
         "finetune": "isoloss.transfer.finetuning",

@@ -15,14 +15,14 @@ from isoloss.evaluation.evaluator import Evaluator, pending
 from isoloss.evaluation.exact_targets import exact_targets as make_targets
 from isoloss.evaluation.measures.base import settings_of
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.comparing import compare as compare_traces
+from isoloss.flatness.comparison import compare as compare_traces
 from isoloss.languages.config import PRESETS, CorpusConfig
 from isoloss.loading import load_model
 from isoloss.models.expansion import expand
 from isoloss.models.sizes import SIZES
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
-from isoloss.statistics.paired import paired_difference
+from isoloss.statistics.comparison import paired_difference
 from isoloss.studies.comparison import difference, measured, ratio
 from isoloss.text.masking import IGNORED
 from isoloss.training.trainer import train
@@ -90,13 +90,15 @@ def test_the_paired_error_of_the_loss_is_that_of_the_sentences(run, models, lang
 
 def test_the_paired_error_of_the_trace_is_that_of_a_comparison_of_the_models(run, models):
     batches = language_inputs(CONFIG.language.build(), CONFIG.objective, num_sequences=96, seed=7).batches
-    expected = compare_traces({"later": models[60], "earlier": models[30]}, batches, seed=7).pair("later", "earlier")
+    expected = compare_traces({"later": models[60], "earlier": models[30]}, batches, seed=7)
     found = moved(run, "trace", "trace")
-    assert found.value == pytest.approx(expected.trace.value, rel=1e-9)
-    assert found.stderr == pytest.approx(expected.trace.stderr, rel=1e-5)
+    difference = expected.difference("trace", "later", "earlier")
+    assert found.value == pytest.approx(difference.value, rel=1e-9)
+    assert found.stderr == pytest.approx(difference.stderr, rel=1e-5)
     times = ratio(measured(run, "trace", 60)["trace"], measured(run, "trace", 30)["trace"])
-    assert times.value == pytest.approx(expected.ratio)
-    assert times.stderr == pytest.approx(expected.ratio * expected.log_ratio.stderr, rel=1e-5)
+    logarithm = expected.log_ratio("trace", "later", "earlier")
+    assert times.value == pytest.approx(math.exp(logarithm.value))
+    assert times.stderr == pytest.approx(times.value * logarithm.stderr, rel=1e-5)
 
 
 def test_the_trace_is_that_of_fisher_trace(run, models):

@@ -16,8 +16,8 @@ from isoloss.languages.api import ExactLanguage, Language, Sentences
 from isoloss.languages.config import HMMConfig, PCFGConfig
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
+from isoloss.statistics.comparison import paired_difference
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.paired import paired_difference
 from isoloss.text.masking import mask
 from known_estimates import leave_one_out_error
 

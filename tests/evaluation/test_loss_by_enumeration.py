@@ -20,8 +20,8 @@ from isoloss.loading import load_model
 from isoloss.models.make import make_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
+from isoloss.statistics.comparison import paired_difference
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.paired import paired_difference
 from isoloss.studies.answers import answer
 from isoloss.studies.claims import Claim, Contrast
 from isoloss.studies.comparison import difference, measured, ratio

@@ -17,7 +17,7 @@ from isoloss.errors import IsolossError
 from isoloss.flatness import _measurement, fisher_trace
 from isoloss.flatness._ghost import auxiliary
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample, Bigrams, _Tokens
-from isoloss.flatness.comparing import compare
+from isoloss.flatness.comparison import compare
 from isoloss.seeds import generator
 
 VOCAB, LENGTH, TOPICS = 24, 8, 4
@@ -370,9 +370,9 @@ def test_models_share_an_auxiliary_sample_in_a_comparison():
         found = compare(
             {"a": first, "b": second}, [batch], seed=repetition, num_probes=8, auxiliary_sample=pool, causal=False
         )
-        pairs.append(found.pair("a", "b").trace)
-        own.append(found.models[1].trace)
-        assert [m.trace.details["auxiliary_directions"] for m in found.models] == [8, 8]
+        pairs.append(found.difference("trace", "a", "b"))
+        own.append(found.models["b"]["trace"])
+        assert [trace.details["auxiliary_directions"] for trace in found.of("trace").values()] == [8, 8]
     alone = measure(second, batch, seed=39, auxiliary_sample=AuxiliarySample.read(first, pool))
     assert (own[-1].value, own[-1].stderr) == pytest.approx((alone.value, alone.stderr), rel=1e-12)
     error = math.sqrt(np.mean([pair.stderr**2 for pair in pairs]))
@@ -383,8 +383,8 @@ def test_models_share_an_auxiliary_sample_in_a_comparison():
     assert len(influence) > n == 256
     assert float((influence**2).sum() / (n * (n - 1))) ** 0.5 == pytest.approx(own[0].stderr, rel=1e-12)
     same = compare({"a": first, "b": first}, [batch], auxiliary_sample=pool, causal=False)
-    assert (same.pair("a", "b").trace.value, same.pair("a", "b").trace.stderr) == (0.0, 0.0)
-    assert [m.probability_of_smallest for m in same.models] == [0.5, 0.5]
+    assert same.ratio("trace", "a", "b") == (1.0, (1.0, 1.0))
+    assert same.probability_of_smallest("trace") == {"a": 0.5, "b": 0.5}
 
 
 @pytest.mark.parametrize(("names", "used"), [(("untold", "topical"), 0), (("topical", "untold"), 8)])
@@ -392,7 +392,7 @@ def test_the_first_model_decides_for_all(names, used):
     models = {"untold": Untold(), "topical": Topical()}
     batch, pool = topical(300, "measured"), [topical(3000, "pool")]
     found = compare({name: models[name] for name in names}, [batch], num_probes=8, auxiliary_sample=pool, causal=False)
-    assert [model.trace.details["auxiliary_directions"] for model in found.models] == [used, used]
+    assert [trace.details["auxiliary_directions"] for trace in found.of("trace").values()] == [used, used]
     alone = measure(models[names[1]], batch, auxiliary_sample=pool).details["auxiliary_directions"]
     assert alone == 8 - used
 

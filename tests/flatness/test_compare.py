@@ -15,16 +15,15 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.flatness import comparing, fisher_trace
-from isoloss.flatness.comparing import InterruptedComparison, Outline
-from isoloss.flatness.differences import Comparison
-from isoloss.statistics.estimate import rounded
+from isoloss.flatness import comparison, fisher_trace
+from isoloss.flatness.comparison import InterruptedComparison, Outline
+from isoloss.statistics.estimate import Estimate, rounded
 from isoloss.statistics.ratio_estimator import ClusteredRatio
 from known_estimates import leave_one_out_error
 
 VOCAB = 5
 
-compare = functools.partial(comparing.compare, minimal=False)  # of the plain traces
+compare = functools.partial(comparison.compare, minimal=False)  # of the plain traces
 
 
 def bert(seed=0, *, size=8, vocab=VOCAB):
@@ -82,10 +81,11 @@ def test_an_input_that_makes_up_most_of_an_error_is_told(monkeypatch):
     assert found.warning == ""
     influence = np.zeros(400)
     influence[3] = 5.0
-    (pair,) = found.pairs
-    odd = dataclasses.replace(pair, trace=dataclasses.replace(pair.trace, influence=influence))
-    assert dataclasses.replace(found, pairs=(odd,)).warning.startswith(
-        "one of the sequences makes up 100 % of the squared error of the difference in trace of a and b"
+    odd = dict(found.models["a"])  # beside the rest of the error, which is much the same for both
+    odd["trace"] = dataclasses.replace(odd["trace"], influence=found.models["b"]["trace"].influence + influence)
+    assert re.match(
+        "one of the sequences makes up 100 % of the squared error of the difference in trace of a and b",
+        dataclasses.replace(found, models=found.models | {"a": odd}).warning,
     )
     monkeypatch.setattr(ClusteredRatio, "leading", 0.92)
     assert "makes up 92 % of the squared error of the trace of a" in str(compare(models, batches))
@@ -99,15 +99,14 @@ def test_each_trace_is_what_the_model_alone_gets_and_each_loss_the_cross_entropy
     batches = inputs(40, batch_size=16)
     with pytest.warns(IsolossWarning, match="a and wide have different parameters"):
         found = compare(models, batches, seed=3, num_probes=2)
-    for measured in found.models:
-        alone = fisher_trace(models[measured.name], batches, seed=3, num_probes=2)
-        assert (measured.trace.value, measured.trace.stderr) == (alone.value, alone.stderr)
-        nats, counts = exact_loss(models[measured.name], batches)
-        loss = nats.sum() / counts.sum()
-        assert measured.loss.value == pytest.approx(loss, rel=1e-12)
-        assert measured.loss.stderr == pytest.approx(leave_one_out_error(nats, counts))
-        assert measured.loss.num_predictions == measured.trace.num_predictions == counts.sum()
-    assert [(pair.first, pair.second) for pair in found.pairs] == [("a", "b"), ("a", "wide"), ("b", "wide")]
+    for name, measured in found.models.items():
+        trace, loss = measured["trace"], measured["loss"]
+        alone = fisher_trace(models[name], batches, seed=3, num_probes=2)
+        assert (trace.value, trace.stderr) == (alone.value, alone.stderr)
+        nats, counts = exact_loss(models[name], batches)
+        assert loss.value == pytest.approx(nats.sum() / counts.sum(), rel=1e-12)
+        assert loss.stderr == pytest.approx(leave_one_out_error(nats, counts))
+        assert loss.num_predictions == trace.num_predictions == counts.sum()
 
 
 @pytest.mark.parametrize("minimal", [False, True])
@@ -130,20 +129,20 @@ def test_causal_models_are_scored_on_the_next_token():
     found = compare({"gpt2": model}, [{"input_ids": ids, "labels": ids}])
     with torch.no_grad():
         expected = model(ids, labels=ids).loss
-    assert found.models[0].loss.value == pytest.approx(float(expected), rel=1e-6)
-    assert found.models[0].probability_of_smallest == 1
-    assert found.pairs == ()
+    assert found.models["gpt2"]["loss"].value == pytest.approx(float(expected), rel=1e-6)
+    assert found.probability_of_smallest("trace") == {"gpt2": 1}
+    assert len(found.tables()) == 1
 
 
 def test_documents_are_the_clusters_of_losses_too():
     documents = torch.arange(60) // 3
     batches = inputs(60, batch_size=16, documents=documents)
     model = bert()
-    found = compare({"a": model, "b": bert(1)}, batches).models[0]
-    assert found.trace.samples == found.loss.samples == 20
+    found = compare({"a": model, "b": bert(1)}, batches).models["a"]
+    assert found["trace"].samples == found["loss"].samples == 20
     nats, counts = exact_loss(model, batches)
     nats, counts = nats.reshape(20, 3).sum(1), counts.reshape(20, 3).sum(1)
-    assert found.loss.stderr == pytest.approx(leave_one_out_error(nats, counts))
+    assert found["loss"].stderr == pytest.approx(leave_one_out_error(nats, counts))
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
@@ -152,11 +151,12 @@ def test_documents_are_the_clusters_of_losses_too():
 def test_a_model_differs_from_itself_by_nothing():
     model = bert()
     found = compare({"a": model, "b": copy.deepcopy(model), "c": copy.deepcopy(model)}, inputs(40))
-    for pair in found.pairs:
-        assert (pair.trace.value, pair.trace.stderr) == (0, 0)
-        assert (pair.loss.value, pair.loss.stderr) == (0, 0)
-        assert (pair.ratio, pair.ratio_ci95) == (1, (1, 1))
-    assert [measured.probability_of_smallest for measured in found.models] == pytest.approx([1 / 3] * 3)
+    for pair in (("a", "b"), ("a", "c"), ("b", "c")):
+        for name in found.names:
+            difference = found.difference(name, *pair)
+            assert (difference.value, difference.stderr) == (0, 0)
+        assert found.ratio("trace", *pair) == (1, (1, 1))
+    assert list(found.probability_of_smallest("trace").values()) == pytest.approx([1 / 3] * 3)
 
 
 def test_paired_errors_agree_with_repetitions_and_are_far_below_unpaired_ones():
@@ -166,12 +166,16 @@ def test_paired_errors_agree_with_repetitions_and_are_far_below_unpaired_ones():
     repetitions = 60
     for seed in range(repetitions):
         found = compare({"a": a, "b": b}, inputs(64, seed + 1), seed=seed)
-        pair = found.pairs[0]
-        traces.append(pair.trace.value)
-        losses.append(pair.loss.value)
-        ratios.append(pair.log_ratio.value)
-        told.append((pair.trace.stderr, pair.loss.stderr, pair.log_ratio.stderr))
-        unpaired.append(math.hypot(*(measured.trace.stderr for measured in found.models)))
+        trace, loss, ratio = pair = (
+            found.difference("trace", "a", "b"),
+            found.difference("loss", "a", "b"),
+            found.log_ratio("trace", "a", "b"),
+        )
+        traces.append(trace.value)
+        losses.append(loss.value)
+        ratios.append(ratio.value)
+        told.append([each.stderr for each in pair])
+        unpaired.append(math.hypot(*(each.stderr for each in found.of("trace").values())))
     told = np.sqrt((np.array(told) ** 2).mean(axis=0))
     # the deviation of a standard deviation over n repetitions is about its share 1 / sqrt(2 n): 9 %, and tails
     for values, error in zip((traces, losses, ratios), told, strict=True):
@@ -192,10 +196,10 @@ def test_intervals_of_the_difference_cover_the_truth():
     for repetition in range(400):
         chosen = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(repetition))
         batch = {name: value[chosen] for name, value in population.items()}
-        pair = compare({"a": a, "b": b}, [batch], seed=repetition).pairs[0]
-        low, high = pair.trace.ci95
+        found = compare({"a": a, "b": b}, [batch], seed=repetition)
+        low, high = found.difference("trace", "a", "b").ci95
         covered[0] += low < truth < high
-        low, high = pair.ratio_ci95
+        _, (low, high) = found.ratio("trace", "a", "b")
         covered[1] += low < true_ratio < high
     # 95 % nominal; the binomial standard deviation over 400 repetitions is 1.1 points
     assert covered.min() / 400 >= 0.92
@@ -236,7 +240,7 @@ def test_one_estimator_is_right_for_models_that_are_not_alike():
     values = []
     for seed in range(16):
         found = compare(models, batches, seed=seed, one_estimator=True)
-        values.append([measured.trace.value for measured in found.models])
+        values.append([trace.value for trace in found.of("trace").values()])
     values = np.array(values)
     errors = values.std(axis=0, ddof=1) / math.sqrt(len(values))
     for value, error, model in zip(values.mean(axis=0), errors, models.values(), strict=True):
@@ -253,11 +257,13 @@ def test_the_ranking_starts_with_the_flattest():
         for parameter in sharp.parameters():
             parameter *= 1.5
     found = compare({"sharp": sharp, "flat": bert()}, inputs(64))
-    assert found.ranking == ("flat", "sharp")
-    assert found.models[1].probability_of_smallest > 0.99
-    assert found.pair("flat", "sharp") is found.pairs[0]
-    with pytest.raises(IsolossError, match="no pair of flat and round; the models are sharp, flat"):
-        found.pair("flat", "round")
+    assert found.ranking("trace") == ("flat", "sharp")
+    assert found.probability_of_smallest("trace")["flat"] > 0.99
+    assert found.difference("trace", "flat", "sharp").value < 0 < found.difference("trace", "sharp", "flat").value
+    with pytest.raises(IsolossError, match="there is no model round; the models are sharp, flat"):
+        found.difference("trace", "flat", "round")
+    with pytest.raises(IsolossError, match="no estimate kl; the estimates are trace, without_embeddings, loss"):
+        found.ratio("kl", "flat", "sharp")
 
 
 def test_it_prints_as_one_line_and_as_tables():
@@ -266,24 +272,29 @@ def test_it_prints_as_one_line_and_as_tables():
         for parameter in sharp.parameters():
             parameter *= 1.5
     found = compare({"sharp": sharp, "flat": bert()}, inputs(64))
-    assert repr(found) == "Comparison(2 models; flattest: no verdict)"
+    assert repr(found) == "TraceComparison(2 models; flattest: no verdict)"
     lines = str(found).splitlines()
     starts = [line.split()[0] for line in lines if line]
     assert starts[:8] == ["model", "flat", "sharp", "paired", "sharp", "trace", "without", "nats"]
-    pair = found.pair("sharp", "flat")
+    of_loss, of_trace = (found.difference(name, "sharp", "flat") for name in ("loss", "trace"))
     loss, trace = (line for line in lines if re.match(r"(sharp minus flat|\s+)\s+(loss|trace) ", line))
-    assert rounded(pair.loss.value, pair.loss.stderr) in loss
-    assert rounded(pair.trace.value, pair.trace.stderr) in trace
-    assert trace.endswith("{:#.4g} to {:#.4g}".format(*pair.ratio_ci95))
+    assert rounded(of_loss.value, of_loss.stderr) in loss
+    assert rounded(of_trace.value, of_trace.stderr) in trace
+    assert trace.endswith("{:#.4g} to {:#.4g}".format(*found.ratio("trace", "sharp", "flat")[1]))
     turned = compare({"flat": bert(), "sharp": sharp}, inputs(64))
     assert str(turned) == str(found)
     assert found._repr_html_().count("<tr>") == 7
 
 
-def test_a_comparison_survives_json():
-    found = comparing.compare({"a": bert(), "b": bert(1)}, inputs(20))
-    assert found.minimal is not None
-    assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+def test_a_comparison_is_json():
+    found = comparison.compare({"a": bert(), "b": bert(1)}, inputs(20))
+    document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert Estimate.from_dict(document["models"]["b"]["minimal-trace"]) == found.models["b"]["minimal-trace"]
+    pairs = {pair["estimate"]: pair for pair in document["pairs"]}
+    assert set(pairs) == set(found.names)
+    difference = found.difference("minimal-trace", "a", "b")
+    assert Estimate.from_dict(pairs["minimal-trace"]["difference"]) == difference
+    assert document["ranking"]["trace"] == list(found.ranking("trace"))
 
 
 # --- loading, stopping, interruptions --------------------------------------------------------------------------------
@@ -303,7 +314,7 @@ def test_loaded_models_are_dropped_before_the_next():
 
     found = compare({"a": loader(0), "b": loader(1), "c": loader(2)}, inputs(20))
     assert len(alive) == 3
-    assert found.models[1].trace.value == fisher_trace(bert(1), inputs(20)).value
+    assert found.models["b"]["trace"].value == fisher_trace(bert(1), inputs(20)).value
 
 
 def test_checkpoints_are_loaded_by_name(tmp_path):
@@ -311,9 +322,9 @@ def test_checkpoints_are_loaded_by_name(tmp_path):
     for seed, name in enumerate(names):
         bert(seed).float().save_pretrained(name)
     found = compare(names, inputs(20))
-    assert [measured.name for measured in found.models] == names
+    assert list(found.models) == names
     expected = fisher_trace(bert(1).float(), inputs(20)).value
-    assert found.models[1].trace.value == pytest.approx(expected, rel=1e-6)
+    assert found.models[names[1]]["trace"].value == pytest.approx(expected, rel=1e-6)
     with pytest.raises(IsolossError, match="named twice"):
         compare([names[0], names[0]], inputs(20))
 
@@ -325,10 +336,10 @@ def test_the_first_model_decides_where_a_tolerance_stops_all():
     found = compare(models, iter(batches), rtol=0.1)
     assert alone.details["ended"] == "rtol"
     assert alone.details["sequences"] < 512
-    assert [measured.trace.details["sequences"] for measured in found.models] == [alone.details["sequences"]] * 2
-    assert found.models[0].loss.samples == alone.samples
+    assert [trace.details["sequences"] for trace in found.of("trace").values()] == [alone.details["sequences"]] * 2
+    assert found.models["a"]["loss"].samples == alone.samples
     few = compare(models, batches, num_sequences=20)
-    assert [measured.loss.samples for measured in few.models] == [20, 20]
+    assert [loss.samples for loss in few.of("loss").values()] == [20, 20]
 
 
 def test_progress_names_the_model():
@@ -351,8 +362,9 @@ def test_an_interruption_keeps_what_is_done():
 
     with pytest.raises(InterruptedComparison) as caught:
         compare(models, batches, progress=stop_at("c", 16))
-    assert [measured.name for measured in caught.value.complete.models] == ["a", "b"]
-    assert caught.value.complete.pairs[0] == compare({"a": bert(), "b": bert(1)}, batches).pairs[0]
+    assert list(caught.value.complete.models) == ["a", "b"]
+    alone = compare({"a": bert(), "b": bert(1)}, batches)
+    assert caught.value.complete.difference("trace", "a", "b") == alone.difference("trace", "a", "b")
     assert caught.value.name == "c"
     assert caught.value.partial.value == fisher_trace(bert(2), batches[:2]).value
     with pytest.raises(InterruptedComparison) as caught:

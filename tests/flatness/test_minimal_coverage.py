@@ -12,8 +12,8 @@ from tiny_language import Pool, inputs, trained
 
 from isoloss.flatness import fisher_trace
 from isoloss.flatness._rescaling.solve import cross_fit, minimize
+from isoloss.statistics.comparison import paired_difference
 from isoloss.statistics.estimate import student95
-from isoloss.statistics.paired import paired_difference
 from isoloss.statistics.ratio_estimator import FOLDS
 
 HEAVY, BY_PART = {"common": 0.5, "group": 0.3, "own": 1.0}, {"common": 0.05, "group": 0.1, "own": 1.0}

@@ -20,7 +20,7 @@ from isoloss.flatness._measurement import measure
 from isoloss.flatness._rescaling.apply import rescaled, rescaled_at_random
 from isoloss.flatness._rescaling.symmetries import rescalings_of
 from isoloss.flatness.fisher import ExactLabels
-from isoloss.statistics.paired import paired_difference
+from isoloss.statistics.comparison import paired_difference
 
 FAMILY = {family.name: family for family in FAMILIES}
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -188,15 +188,16 @@ def test_models_are_compared_by_it():
         model, {"bert.encoder.layer.0.output.dense.weight": 1.3 * model.bert.encoder.layer[0].output.dense.weight}
     )
     models = {"a": model, "rescaled": randomly(model, seed=2), "other": other}
-    comparison = compare(models, batches_of(model), minimal=True).minimal
-    same, others = comparison.pair("a", "rescaled"), comparison.pair("a", "other")
-    assert abs(same.trace.value) < 1e-5 * comparison.models[0].trace.value
-    assert same.trace.stderr < 1e-4 * comparison.models[0].trace.stderr
-    assert abs(same.without_embeddings.value) < 1e-5 * comparison.models[0].without_embeddings.value
+    comparison = compare(models, batches_of(model), minimal=True)
+    least, rest = (comparison.models["a"][name] for name in ("minimal-trace", "minimal_without_embeddings"))
+    same = comparison.difference("minimal-trace", "a", "rescaled")
+    assert abs(same.value) < 1e-5 * least.value
+    assert same.stderr < 1e-4 * least.stderr
+    assert abs(comparison.difference("minimal_without_embeddings", "a", "rescaled").value) < 1e-5 * rest.value
     a, b = (fisher_trace(each, batches_of(model), rescaling="minimal") for each in (model, other))
-    assert others.trace.value == pytest.approx(a.value - b.value)
-    assert others.trace.stderr == pytest.approx(paired_difference(a, b).stderr, rel=1e-6)
-    rest = comparison.models[0].without_embeddings
+    others = comparison.difference("minimal-trace", "a", "other")
+    assert others.value == pytest.approx(a.value - b.value)
+    assert others.stderr == pytest.approx(paired_difference(a, b).stderr, rel=1e-6)
     assert rest.value == pytest.approx(a.details["without_embeddings"])
     assert rest.stderr == pytest.approx(a.details["without_embeddings_stderr"])
 

@@ -21,7 +21,7 @@ from isoloss.flatness import (
     weighted_fisher_trace,
 )
 from isoloss.flatness._parameters import embeddings, quantized_weights
-from isoloss.flatness.comparing import compare
+from isoloss.flatness.comparison import compare
 
 BY_GRADIENT = {
     "fisher": fisher_trace,
@@ -113,8 +113,10 @@ def test_a_comparison_pairs_what_is_left_without_embeddings():
         others = {name: value for name, value in named.items() if name not in embeddings(model, named)}
         measured.append(fisher_trace(model, inputs, causal=False, parameters=others))
     a, b = measured
-    assert [model.without_embeddings.value for model in found.models] == pytest.approx([a.value, b.value], rel=1e-9)
-    pair = found.pair("a", "b").without_embeddings
+    assert [part.value for part in found.of("without_embeddings").values()] == pytest.approx(
+        [a.value, b.value], rel=1e-9
+    )
+    pair = found.difference("without_embeddings", "a", "b")
     n = a.samples
     expected = float(((a.influence - b.influence) ** 2).sum() / (n * (n - 1))) ** 0.5
     assert (pair.value, pair.stderr) == pytest.approx((a.value - b.value, expected), rel=1e-8)

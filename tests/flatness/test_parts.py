@@ -15,7 +15,7 @@ from isoloss.flatness._ghost.auxiliary import AuxiliarySample
 from isoloss.flatness._ghost.engine import GhostNorms
 from isoloss.flatness._measurement import InterruptedEstimate, Measurement, StopCriteria, measure
 from isoloss.flatness._parameters import ParameterBlocks, ParameterColumns
-from isoloss.flatness.comparing import WithLoss
+from isoloss.flatness.comparison import WithLoss
 from isoloss.flatness.fisher import ExactLabels, SampledLabels
 from isoloss.flatness.hessian import _PublishedCode, _WithResidual
 from isoloss.flatness.norms import _Weighted

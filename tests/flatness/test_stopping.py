@@ -32,7 +32,7 @@ from isoloss.flatness import (
     weighted_fisher_trace,
 )
 from isoloss.flatness._curvature import MeanLoss
-from isoloss.statistics.paired import paired_difference, paired_log_ratio
+from isoloss.statistics.comparison import paired_difference, paired_log_ratio
 
 STREAMS = {
     "fisher": fisher_trace,

@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 from isoloss.errors import IsolossError
 from isoloss.flatness import compare
 from isoloss.flatness._rescaling.apply import rescaled_at_random
-from isoloss.flatness.differences import Measured, comparison_of
+from isoloss.flatness.comparison import TraceComparison
 from isoloss.flatness.verdict import verdict
 from isoloss.statistics.estimate import Estimate
 
@@ -38,16 +38,17 @@ def estimate(value, error, draws, **details):
 
 def compared(models, **of_minimal):
     """The comparison of models, each with its trace and minimal trace (None: not measured), loss and weights."""
-    plain, minimal = [], []
+    found = {}
     for name, (trace, least, loss, weights) in models.items():
         seed = 10 * int(weights)
-        rest, of_loss = estimate(trace / 2, 0.1, seed), estimate(loss, 0.001, seed + 3)
-        own = estimate(trace, 0.1, seed + 1)
-        plain.append(Measured(name=name, trace=own, without_embeddings=rest, loss=of_loss, weights=weights))
+        rest = estimate(trace / 2, 0.1, seed)
+        found[name] = {"trace": estimate(trace, 0.1, seed + 1), "without_embeddings": rest}
+        found[name]["loss"] = estimate(loss, 0.001, seed + 3)
         if least is not None:
-            own = estimate(least, 0.1, seed + 2, **of_minimal)
-            minimal.append(Measured(name=name, trace=own, without_embeddings=rest, loss=of_loss, weights=weights))
-    return comparison_of(plain, minimal or None)
+            found[name]["minimal-trace"] = estimate(least, 0.1, seed + 2, **of_minimal)
+            found[name]["minimal_without_embeddings"] = rest
+    weights = {name: model[-1] for name, model in models.items()}
+    return TraceComparison(found, weights=weights, architectures=dict.fromkeys(models, ""))
 
 
 def test_a_model_is_the_flattest_where_both_measures_say_so_at_the_same_loss():
@@ -61,11 +62,11 @@ def test_a_model_is_the_flattest_where_both_measures_say_so_at_the_same_loss():
 
 def test_an_input_that_makes_up_much_of_an_error_gives_no_verdict():
     comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.0, "2")})
-    trace = comparison.models[0].trace
+    trace = comparison.models["a"]["trace"]
     influence = np.full(N, 0.1)
     influence[7] = 9
-    rare = dataclasses.replace(comparison.models[0], trace=dataclasses.replace(trace, influence=influence))
-    found = verdict(dataclasses.replace(comparison, models=(rare, *comparison.models[1:])))
+    rare = comparison.models["a"] | {"trace": dataclasses.replace(trace, influence=influence)}
+    found = verdict(dataclasses.replace(comparison, models=comparison.models | {"a": rare}))
     assert (found.flattest, found.reasons) == (None, ("rare",))
     assert "one of the samples makes up" in str(found)
 
@@ -130,14 +131,14 @@ def test_a_minimum_that_eps_bounds_gives_no_verdict():
 
 def test_minimal_traces_by_different_conventions_give_no_verdict():
     comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.0, "2")})
-    comparison.minimal.models[1].trace.details["gauged"].append("residual stream")
+    comparison.models["b"]["minimal-trace"].details["gauged"].append("residual stream")
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("gauges",))
 
 
 def test_other_parameters_give_no_verdict_whatever_the_numbers():
     comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 3.0, "2")})
-    comparison.models[1].trace.by_parameter["v"] = 0.0
+    comparison.models["b"]["trace"].by_parameter["v"] = 0.0
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("parameters",))
     assert "a and b have different parameters" in str(found)
@@ -180,8 +181,7 @@ def batches():
 
 def test_a_rescaled_model_is_said_to_be_the_same_function(model, batches):
     comparison = compare({"it": model, "rescaled": rescaled_at_random(model, granularity="tensor", seed=0)}, batches)
-    it, rescaled = comparison.models
-    assert not 0.9 < it.trace.value / rescaled.trace.value < 1.1
+    assert not 0.9 < comparison.ratio("trace", "it", "rescaled")[0] < 1.1
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("function",))
     assert "it and rescaled have the same loss on every input: one function, different weights." in str(comparison)
@@ -198,13 +198,12 @@ def test_a_rescaling_does_not_make_a_model_the_flattest(model):
     batches = [{"input_ids": ids, "labels": ids}]
     torch.manual_seed(1)
     models = {"a": model, "b": LlamaForCausalLM(model.config).double().eval()}
-    flatter, sharper = compare(models, batches).minimal.ranking
+    flatter, sharper = compare(models, batches).ranking("minimal-trace")
     models[flatter] = rescaled_at_random(models[flatter], granularity="tensor", seed=0)
     comparison = compare(models, batches)
-    assert comparison.ranking == (sharper, flatter)
-    chances = {one.name: one.probability_of_smallest for one in comparison.models}
-    assert chances[sharper] > 0.99
-    assert comparison.minimal.ranking == (flatter, sharper)
+    assert comparison.ranking("trace") == (sharper, flatter)
+    assert comparison.probability_of_smallest("trace")[sharper] > 0.99
+    assert comparison.ranking("minimal-trace") == (flatter, sharper)
     found = comparison.verdict(same_loss=1)
     assert (found.flattest, found.reasons) == (None, ("disagree",))
 
@@ -222,7 +221,7 @@ def test_a_model_without_known_rescalings_is_compared_without_a_verdict(batches)
 
     models = {"a": Bigram(0).eval(), "b": Bigram(1).eval()}
     comparison = compare(models, batches, causal=True)
-    assert comparison.minimal is None
+    assert comparison.traces == ("trace",)
     assert comparison.verdict().reasons[0] == "no minimal trace"
     assert f"is missing: {comparison.no_minimal}" in str(comparison)
     with pytest.raises(IsolossError, match=r"^a: "):

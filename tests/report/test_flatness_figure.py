@@ -3,7 +3,7 @@
 import pytest
 from panel_rows import panels, xy
 
-from isoloss.flatness.differences import Comparison, Measured
+from isoloss.flatness.comparison import TraceComparison
 from isoloss.report.flatness import trace_against_loss
 from isoloss.report.save import PANEL, printed, save
 from isoloss.statistics.estimate import Estimate
@@ -16,18 +16,10 @@ def estimate(value, stderr):
 
 
 def comparison(*traces):
-    models = tuple(
-        Measured(
-            name=f"m{i}",
-            trace=estimate(trace, 0.5),
-            without_embeddings=estimate(trace / 2, 0.5),
-            loss=estimate(2.0 + i, 0.1),
-            weights=f"w{i}",
-            probability_of_smallest=1 / len(traces),
-        )
-        for i, trace in enumerate(traces)
-    )
-    return Comparison(models=models, pairs=())
+    models = {
+        f"m{i}": {"trace": estimate(trace, 0.5), "loss": estimate(2.0 + i, 0.1)} for i, trace in enumerate(traces)
+    }
+    return TraceComparison(models, weights={}, architectures={})
 
 
 def test_each_model_is_a_point_with_its_intervals():
@@ -51,7 +43,7 @@ def test_it_says_what_its_bars_are(count):
 @pytest.mark.parametrize("folders", ["runs/first", "runs/" + 8 * "a-name-as-long-as-some-are/"])
 def test_long_names_stay_in_the_figure(folders, tmp_path):
     few = comparison(10.0, 12.0, 14.0, 15.0)
-    names = {model.name: f"{folders}/{model.name}/checkpoints/step-16000" for model in few.models}
+    names = {model: f"{folders}/{model}/checkpoints/step-16000" for model in few.models}
     chart = trace_against_loss(few, names)
     lines = [name.split("\n") for name in panels(chart)[0]["names"]]
     assert ["".join(parts) for parts in lines] == list(names.values())

@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from isoloss.errors import IsolossError
+from isoloss.statistics.comparison import paired_difference
 from isoloss.statistics.granulated import granulated_kendall
-from isoloss.statistics.paired import paired_difference
 
 
 def grid(arms=3, sizes=2, seeds=5):

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.paired import (
+from isoloss.statistics.comparison import (
     paired_difference,
     paired_log_ratio,
     probabilities_of_smallest,
     probability_above_zero,
 )
+from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import ratio, ratio_estimate
 
 

@@ -7,8 +7,8 @@ import torch
 from scipy.special import stdtrit
 
 from isoloss.errors import IsolossError
+from isoloss.statistics.comparison import paired_difference
 from isoloss.statistics.estimate import Z95
-from isoloss.statistics.paired import paired_difference
 from isoloss.statistics.ratio import ratio, ratio_estimate, subset_deviation
 
 

@@ -148,8 +148,8 @@ def main(arguments: list[str]) -> int:
             _say_how_to_go_on(args, arguments)
             raise
     if results.compared is not None:
-        names = short_names([model.name for model in results.compared.models])
-        helps = flatness_output.what_helps(args, inputs, results.compared.models[0].trace)
+        names = short_names(list(results.compared.models))
+        helps = flatness_output.what_helps(args, inputs, next(iter(results.compared.of("trace").values())))
         judged = verdict(results.compared, same_loss=args.same_loss_nats, names=names, more=helps)
         if args.figure is not None:
             from isoloss.report.flatness import trace_against_loss
@@ -247,7 +247,7 @@ def _say_how_to_go_on(args: Any, arguments: list[str]) -> None:
 
 
 def _print(args: Any, results: FlatnessResults, inputs: Inputs, *, is_random: bool) -> None:
-    from isoloss.evaluation.flatness import label
+    from isoloss.statistics.comparison import label
 
     if results.interrupted is not None:
         measure, model, partial_estimate = results.interrupted
@@ -274,10 +274,10 @@ def _print(args: Any, results: FlatnessResults, inputs: Inputs, *, is_random: bo
         for model, by_measure in results.estimates.items():
             for name, estimate in by_measure.get(measure, {}).items():
                 if len(args.models) == 1:
-                    common.say(f"{label(measure, name, by_measure[measure])}: {estimate}")
+                    common.say(f"{label(measure, name, tuple(by_measure[measure]))}: {estimate}")
                     flatness_output.print_details(args, estimate, inputs)
                 elif (args.by_layer or args.by_parameter) and estimate.by_parameter:
-                    common.say(f"\n{label(measure, name, by_measure[measure])} of {model}: {estimate}")
+                    common.say(f"\n{label(measure, name, tuple(by_measure[measure]))} of {model}: {estimate}")
                     flatness_output.print_parts(args, estimate)
     if args.control:
         common.say("")

@@ -11,7 +11,7 @@ from isoloss.statistics.estimate import Estimate, interval, rarity, rounded, sam
 from isoloss.statistics.tables import short_names
 
 if TYPE_CHECKING:
-    from isoloss.flatness.differences import Comparison
+    from isoloss.flatness.comparison import TraceComparison
     from isoloss.text.inputs import Inputs
 
 _LARGEST = 3  # parts that are printed in any case
@@ -169,10 +169,10 @@ def _part(value: float, error: float | None) -> str:
 # --- several models --------------------------------------------------------------------------------------------------
 
 
-def print_comparison(args: Any, comparison: Comparison, inputs: Inputs) -> None:
+def print_comparison(args: Any, comparison: TraceComparison, inputs: Inputs) -> None:
     """Print the models, their differences where there are several, and what they rest on."""
-    trace = comparison.models[0].trace
-    names = short_names([model.name for model in comparison.models])
+    trace = next(iter(comparison.of("trace").values()))
+    names = short_names(list(comparison.models))
     title = f"Fisher, {trace.unit}; P: the probability of being the smallest"
     for header, rows, left in comparison.tables(names):
         common.print_table(title, header, rows, left=left)
@@ -186,10 +186,10 @@ def print_comparison(args: Any, comparison: Comparison, inputs: Inputs) -> None:
         common.say_wrapped(f"{comparison.warning}; it takes {what_helps(args, inputs, trace)}")
     for line in (*skipped(trace), *adjustment(trace)):
         common.say_wrapped(line)
-    for model in comparison.minimal.models if comparison.minimal is not None else ():
-        details = model.trace.details
-        for line in conventions(model.trace) if details["gauged"] or details["log_factor_bound"] is not None else ():
-            common.say_wrapped(f"{names[model.name]}: {line}")
+    for model, least in comparison.of("minimal-trace").items() if "minimal-trace" in comparison.traces else ():
+        details = least.details
+        for line in conventions(least) if details["gauged"] or details["log_factor_bound"] is not None else ():
+            common.say_wrapped(f"{names[model]}: {line}")
 
 
 def skipped(trace: Estimate) -> Iterator[str]:

@@ -15,7 +15,7 @@ from isoloss.errors import IsolossError, warn
 from isoloss.evaluation.exact_targets import ExactTargets, exact_targets
 from isoloss.evaluation.input_config import InputConfig
 from isoloss.evaluation.measures.base import weights_digest
-from isoloss.flatness.comparing import Outline
+from isoloss.flatness.comparison import Outline
 from isoloss.languages.api import Language, Sentences
 from isoloss.languages.enumeration import all_sentences, why_not_enumerable
 from isoloss.loading import Kind, LoadedModel

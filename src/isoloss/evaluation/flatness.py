@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,118 +19,12 @@ from isoloss.evaluation.measures.flatness import (
     flatness_measure,
 )
 from isoloss.flatness import InterruptedEstimate
-from isoloss.flatness.comparing import InterruptedComparison, compare
-from isoloss.flatness.differences import Comparison, as_json_types, warn_unlike
-from isoloss.statistics.estimate import Estimate, interval, number, samples_of
-from isoloss.statistics.paired import paired_difference, paired_log_ratio, probabilities_of_smallest
-from isoloss.statistics.tables import probability, short_names, text_table
+from isoloss.flatness.comparison import InterruptedComparison, TraceComparison, compare, warn_unlike
+from isoloss.statistics.comparison import Comparison, Estimates
+from isoloss.statistics.estimate import Estimate
 
 Models = Mapping[str, Callable[[], Any]]  # what loads each model, by its name
-Estimates = Mapping[str, Estimate]
 Progress = Callable[[str, str, int], None]  # measure, model, and how many of its sequences are done
-
-
-@dataclass(frozen=True, kw_only=True)
-class EstimatePair:
-    """The difference of an estimate between two models, paired by sample."""
-
-    first: str  # a model's name
-    second: str  # the other's
-    estimate: str  # which estimate of the measure
-    difference: Estimate  # the first minus the second
-    log_ratio: Estimate | None  # the logarithm of their ratio; None where one is not above 0
-
-    @classmethod
-    def of(cls, name: str, first: tuple[str, Estimate], second: tuple[str, Estimate]) -> EstimatePair:
-        """Return the difference of two estimates with influences on the same samples."""
-        (a, one), (b, two) = first, second
-        ratio = paired_log_ratio(one, two) if min(one.value, two.value) > 0 else None
-        return cls(first=a, second=b, estimate=name, difference=paired_difference(one, two), log_ratio=ratio)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class MeasureComparison:
-    """One measure of several models on the same inputs; it prints as a table."""
-
-    measure: str  # the measure
-    models: Mapping[str, Estimates]  # the estimates of each model, by their names
-    pairs: tuple[EstimatePair, ...]  # each two models, for each estimate that can be paired; none of an exact one
-    # of each estimate that can be paired, the probability of each model to have the smallest
-    probability_of_smallest: Mapping[str, Mapping[str, float]]
-
-    @property
-    def ranking(self) -> dict[str, tuple[str, ...]]:
-        """By estimate, the models' names, that of the smallest value first."""
-        first = next(iter(self.models.values()))
-        return {name: tuple(sorted(self.models, key=lambda model: self.models[model][name].value)) for name in first}
-
-    @classmethod
-    def of(cls, measure: str, models: Mapping[str, Estimates]) -> MeasureComparison:
-        """Return the comparison of models that were measured on the same inputs."""
-        first = next(iter(models.values()))
-        paired = [name for name in first if all(estimates[name].influence is not None for estimates in models.values())]
-        return cls(
-            measure=measure,
-            models=models,
-            pairs=tuple(
-                EstimatePair.of(name, (a, models[a][name]), (b, models[b][name]))
-                for name in paired
-                for a, b in itertools.combinations(models, 2)
-            ),
-            probability_of_smallest={name: _chances(name, models) for name in paired},
-        )
-
-    def __repr__(self) -> str:
-        return f"MeasureComparison({self.measure} of {', '.join(self.models)})"
-
-    def __str__(self) -> str:
-        blocks = []
-        short = short_names(list(self.models))
-        first = next(iter(self.models.values()))
-        for name, estimate in first.items():
-            chances = self.probability_of_smallest.get(name, {})
-            rows = [
-                [short[model], number(estimates[name]), *([probability(chances[model])] if chances else [])]
-                for model, estimates in self.models.items()
-            ]
-            header = [label(self.measure, name, first), "value", *(["probability of smallest"] if chances else [])]
-            blocks.append(f"in {estimate.unit}\n{text_table(header, rows)}")
-            pairs = [
-                [f"{short[pair.first]} minus {short[pair.second]}", number(pair.difference), interval(pair.difference)]
-                for pair in self.pairs
-                if pair.estimate == name
-            ]
-            if pairs:
-                blocks.append(
-                    text_table([f"difference, paired over {samples_of(estimate)}", "value", "95 % interval"], pairs)
-                )
-        return "\n\n".join(blocks)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return pairs, rankings and probabilities as JSON types."""
-        return {
-            "pairs": [as_json_types(pair) for pair in self.pairs],
-            "ranking": {name: list(models) for name, models in self.ranking.items()},
-            "probability_of_smallest": {name: dict(each) for name, each in self.probability_of_smallest.items()},
-        }
-
-
-def label(measure: str, name: str, estimates: Estimates) -> str:
-    """Return what an estimate is called beside those of other measures.
-
-    Example:
-        >>> label("spectral-density", "trace", {"trace": 9.1, "squared-frobenius-norm": 3.5})
-        'spectral-density, trace'
-        >>> label("trace-in-d64-paper", "trace", {"trace": 9.1})
-        'trace-in-d64-paper'
-    """
-    return measure if name == measure or len(estimates) == 1 else f"{measure}, {name}"
-
-
-def _chances(name: str, models: Mapping[str, Estimates]) -> dict[str, float]:
-    """Return for each model the probability that it has the smallest of its estimates of this name."""
-    chances = probabilities_of_smallest([estimates[name] for estimates in models.values()])
-    return dict(zip(models, chances, strict=True))
 
 
 @dataclass(kw_only=True)
@@ -139,10 +32,9 @@ class FlatnessResults:
     """What was measured of which model, and how they compare."""
 
     estimates: dict[str, dict[str, Estimates]] = field(default_factory=dict)  # by model and measure
-    comparisons: dict[str, MeasureComparison] = field(default_factory=dict)  # of several models, by measure
-    compared: Comparison | None = (
-        None  # the traces of several models, and their minimal traces where these were asked for
-    )
+    comparisons: dict[str, Comparison] = field(default_factory=dict)  # of several models, by measure
+    # the traces of several models, and their minimal traces where these were asked for
+    compared: TraceComparison | None = None
     # after Ctrl-C, the measure and the model that were in work, and the estimate so far, if there is one with an error;
     # None: nothing was interrupted
     interrupted: tuple[str, str, Estimate | None] | None = None
@@ -160,18 +52,13 @@ class FlatnessResults:
             for model, measures in self.estimates.items()
             if measures
         ]
-        comparisons = {measure: comparison.to_dict() for measure, comparison in self.comparisons.items()}
-        for measure, compared in ({} if self.compared is None else self.compared.by_measure).items():
-            comparisons[measure.replace(" ", "-")] = {  # the models' estimates are above
-                "pairs": [as_json_types(pair) for pair in compared.pairs],
-                "ranking": list(compared.ranking),
-                "probability_of_smallest": {model.name: model.probability_of_smallest for model in compared.models},
-            }
+        comparisons = self.comparisons | ({} if self.compared is None else self.compared.by_measure)
         partial = None
         if self.interrupted is not None:
             measure, model, estimate = self.interrupted
             partial = {"measure": measure, "model": model, "estimate": estimate and estimate.to_dict()}
-        return {"models": models, "comparisons": comparisons, "interrupted": partial}
+        compared = {measure: comparison.to_dict() for measure, comparison in comparisons.items()}
+        return {"models": models, "comparisons": compared, "interrupted": partial}
 
 
 def measure_flatness(
@@ -246,11 +133,9 @@ def _compare_traces(
         )
     except InterruptedComparison as stop:
         results.compared, results.interrupted = stop.complete, ("trace", stop.name, stop.partial)
-    for label, comparison in ({} if results.compared is None else results.compared.by_measure).items():
-        own = label.replace(" ", "-")  # the measure's name
-        for model in comparison.models:
-            rest, loss = model.without_embeddings, model.loss
-            results.estimates[model.name][own] = {own: model.trace, "without_embeddings": rest, "loss": loss}
+    for own, comparison in ({} if results.compared is None else results.compared.by_measure).items():
+        for model, estimates in comparison.models.items():
+            results.estimates[model][own] = estimates
 
 
 def _measure_each(
@@ -282,4 +167,4 @@ def _measure_each(
     if len(done) > 1:
         if isinstance(measure, Trace):
             warn_unlike({model: next(iter(estimates.values())) for model, estimates in done.items()})
-        results.comparisons[name] = MeasureComparison.of(name, done)
+        results.comparisons[name] = Comparison(done, name)

@@ -72,7 +72,7 @@ def pretraining_loss(
     In nats per predicted token; all predicted tokens weigh the same, and errors are over sentences. `details` holds
     `subset_std`, the standard deviation over five subsets as the paper prints it, and their `subset_size`. `kl` and
     `loss` have influences (`entropy` says nothing of the model), for the paired difference of two models on the same
-    targets (`isoloss.statistics.paired.paired_difference`), whose error is far smaller than these errors combined.
+    targets (`isoloss.statistics.comparison.paired_difference`), whose error is far smaller than these errors combined.
 
     If the targets are all masked sentences, the three are exact sums: their error is 0, and they have no subsets and no
     influences.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from isoloss.flatness._measurement import InterruptedEstimate, Options
     from isoloss.flatness._rescaling.apply import check_rescaling, rescaled, rescaled_at_random
     from isoloss.flatness._rescaling.symmetries import Rescalings, Signals, rescalings_of
-    from isoloss.flatness.comparing import compare
+    from isoloss.flatness.comparison import compare
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
     from isoloss.flatness.hessian import hessian_trace
     from isoloss.flatness.norms import (
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "comparing": ("compare",),
+    "comparison": ("compare",),
     "_measurement": ("InterruptedEstimate", "Options"),
     "_rescaling.apply": ("check_rescaling", "rescaled", "rescaled_at_random"),
     "_rescaling.symmetries": ("Rescalings", "Signals", "rescalings_of"),

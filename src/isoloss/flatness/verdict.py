@@ -16,7 +16,7 @@ from isoloss.statistics.estimate import Estimate, rounded
 from isoloss.statistics.tables import probability
 
 if TYPE_CHECKING:
-    from isoloss.flatness.differences import Comparison, Pair
+    from isoloss.flatness.comparison import TraceComparison
 
 Reason = Literal[
     "weights", "function", "parameters", "loss", "no minimal trace", "bounded", "gauges", "rare", "open", "disagree"
@@ -49,7 +49,7 @@ class Verdict:
 
 
 def verdict(
-    comparison: Comparison,
+    comparison: TraceComparison,
     *,
     same_loss: float = SAME_LOSS_NATS,
     names: Mapping[str, str] | None = None,
@@ -77,13 +77,13 @@ def verdict(
         >>> print(compare({"a": model, "b": model}, [{"input_ids": ids, "labels": ids}]).verdict())
         a and b have identical weights. There is nothing to compare.
     """
-    names = names or {model.name: model.name for model in comparison.models}
-    weights = {model.name: model.weights for model in comparison.models}
+    names = names or {model: model for model in comparison.models}
+    weights = comparison.weights
     originals: dict[str, str] = {}  # the first model that is the same as a model, or itself
     told: dict[Reason, list[str]] = {"weights": [], "function": []}
     for name in weights:
         known = (other for other in originals.values() if other != name)
-        other = next((one for one in known if _is_one_function(comparison.pair(one, name))), name)
+        other = next((one for one in known if _is_rounding(comparison.difference("loss", one, name))), name)
         originals[name] = other
         if other != name:  # the same weights alone would not do: another config makes another function of them
             reason: Reason = "weights" if weights[other] == weights[name] else "function"
@@ -98,10 +98,14 @@ def verdict(
         reasons = tuple(reason for reason, pairs in told.items() if pairs)
         return Verdict(flattest=None, reasons=reasons, text=" ".join([*same, "There is nothing to compare."]))
 
-    best = {measure: originals[each.ranking[0]] for measure, each in comparison.by_measure.items()}
+    best = {trace: originals[comparison.ranking(trace)[0]] for trace in comparison.traces}
     chances = {
-        measure: sum(model.probability_of_smallest for model in each.models if originals[model.name] == best[measure])
-        for measure, each in comparison.by_measure.items()
+        trace: sum(
+            chance
+            for model, chance in comparison.probability_of_smallest(trace).items()
+            if originals[model] == best[trace]
+        )
+        for trace in comparison.traces
     }
     found = dict(_reasons(comparison, originals, best, chances, names, same_loss, more))
     if found:
@@ -109,14 +113,14 @@ def verdict(
         return Verdict(flattest=None, reasons=tuple(found), text=" ".join([*same, *text]))
     sentence = (
         f"{names[best['trace']]} is the flattest: it has the smallest trace (probability "
-        f"{probability(chances['trace'])}) and the smallest minimal trace ({probability(chances['minimal trace'])}), "
+        f"{probability(chances['trace'])}) and the smallest minimal trace ({probability(chances['minimal-trace'])}), "
         f"at the same loss as the other{'s' * (number > 2)} within ± {same_loss:g} nats."
     )
     return Verdict(flattest=best["trace"], reasons=(), text=" ".join([*same, sentence]))
 
 
 def _reasons(
-    comparison: Comparison,
+    comparison: TraceComparison,
     originals: Mapping[str, str],
     best: Mapping[str, str],
     chances: Mapping[str, float],
@@ -125,26 +129,30 @@ def _reasons(
     more: str,
 ) -> Iterator[tuple[Reason, str]]:
     """Yield why the best models by measure, with these probabilities, are not called the flattest, and in words."""
-    if (two := unlike({model.name: model.trace for model in comparison.models})) is not None:
+    if (two := unlike(comparison.of("trace"))) is not None:
         one, other = (names[name] for name in two)
         yield "parameters", f"{one} and {other} have different parameters, and a trace is a sum over them."
         return
     first, *rest = comparison.models
-    if (other_one := next((model for model in rest if model.architecture != first.architecture), None)) is not None:
+    architectures = comparison.architectures
+    if (another := next((model for model in rest if architectures[model] != architectures[first]), None)) is not None:
         yield (
             "parameters",
-            f"{names[first.name]} and {names[other_one.name]} have different architectures: their layers differ in "
-            "shape, activation or heads.",
+            f"{names[first]} and {names[another]} have different architectures: their layers differ in shape, "
+            "activation or heads.",
         )
         return
-    smallest = [f"the smallest {measure} (probability {probability(chance)})" for measure, chance in chances.items()]
+    smallest = [
+        f"the smallest {trace.replace('-', ' ')} (probability {probability(chance)})"
+        for trace, chance in chances.items()
+    ]
     if len(set(best.values())) == 1:
         said = f"{names[best['trace']]} has {_listed(smallest)}"
     else:
         said = _listed([f"{names[name]} has {what}" for name, what in zip(best.values(), smallest, strict=True)])
-    minima = [] if comparison.minimal is None else comparison.minimal.models
-    bounded = [names[model.name] for model in minima if model.trace.details["log_factor_bound"] is not None]
-    if comparison.minimal is None:
+    minima = comparison.of("minimal-trace") if "minimal-trace" in comparison.traces else {}
+    bounded = [names[model] for model, least in minima.items() if least.details["log_factor_bound"] is not None]
+    if not minima:
         why = comparison.no_minimal or "it was not measured"
         yield (
             "no minimal trace",
@@ -157,16 +165,16 @@ def _reasons(
             f"{said}, but for {_listed(bounded)} the eps of norms limits the rescaling, so the minimal trace still "
             "depends on the scale of the weights.",
         )
-    elif len({tuple(model.trace.details["gauged"]) for model in minima}) > 1:
+    elif len({tuple(least.details["gauged"]) for least in minima.values()}) > 1:
         yield "gauges", f"{said}, but their minimal traces are fixed by different conventions (gauges)."
     elif min(chances.values()) < _SURE:
         yield "open", f"{said}: it takes {more} to tell."
-    elif best["trace"] != best["minimal trace"]:
+    elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
     elif comparison.warning:
         yield "rare", f"{said}, but {comparison.warning}."
     others = [name for name in originals if originals[name] == name != best["trace"]]
-    differences = {name: comparison.pair(name, best["trace"]).turned(name).loss for name in others}
+    differences = {name: comparison.difference("loss", name, best["trace"]) for name in others}
     apart = {name: each for name, each in differences.items() if not equivalence(each, same_loss).shown}
     if apart:
         losses = [f"{names[name]} {rounded(each.value, each.stderr)}" for name, each in apart.items()]
@@ -200,9 +208,9 @@ def _next(reasons: Mapping[Reason, str]) -> str:
     return f"Next: {', '.join(steps[:-1])}{', or ' * (len(steps) > 1)}{steps[-1]}."
 
 
-def _is_one_function(pair: Pair) -> bool:
-    """Whether two models differ in loss by rounding alone, on every input."""
-    return pair.loss.value**2 + pair.loss.samples * pair.loss.stderr**2 < _SAME_NATS**2
+def _is_rounding(loss: Estimate) -> bool:
+    """Whether a difference in loss is one of rounding alone, on every input: then the models are one function."""
+    return loss.value**2 + loss.samples * loss.stderr**2 < _SAME_NATS**2
 
 
 def _listed(parts: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from isoloss.flatness.differences import Comparison
+from isoloss.flatness.comparison import TraceComparison
 from isoloss.report.charts import BARS, Spec
 from isoloss.report.data import COLORS, MARKERS, TRACE
 from isoloss.report.panels import Axis, Panel, Series, draw
@@ -16,23 +16,23 @@ _NAME = 50  # letters of a name on a line, such as fit the figure
 _WIDE = 4.0  # ratio of the largest trace to the smallest, from which the axis is logarithmic
 
 
-def trace_against_loss(comparison: Comparison, names: Mapping[str, str] | None = None) -> Spec:
+def trace_against_loss(comparison: TraceComparison, names: Mapping[str, str] | None = None) -> Spec:
     """Draw each model as a point: its loss to the right, its trace upwards; bars are 95 % intervals.
 
     Where the traces lie far apart their axis is logarithmic. `isoloss.report.save.save` writes the chart to a file.
     """
-    labels = {model.name: model.name for model in comparison.models} | dict(names or {})
-    traces = [model.trace.value for model in comparison.models]
+    labels = {model: model for model in comparison.models} | dict(names or {})
+    traces = [trace.value for trace in comparison.of("trace").values()]
     series = [
         Series(
-            name=textwrap.fill(labels[model.name], _NAME),
+            name=textwrap.fill(labels[model], _NAME),
             color=_COLORS[index % len(_COLORS)],
             marker=MARKERS[index // len(_COLORS) % len(MARKERS)],
-            points=[(model.loss.value, model.trace.value)],
-            errors=[_half(model.trace)],
-            x_errors=[_half(model.loss)],
+            points=[(own["loss"].value, own["trace"].value)],
+            errors=[_half(own["trace"])],
+            x_errors=[_half(own["loss"])],
         )
-        for index, model in enumerate(comparison.models)
+        for index, (model, own) in enumerate(comparison.models.items())
     ]
     x = Axis(title="Loss (nats per token)")
     y = Axis(title=TRACE.axis_title, log=max(traces) > _WIDE * min(traces))

@@ -50,7 +50,7 @@ class Estimate:
         influence: (n,) float64, n at least `samples`: what each sample adds to the error, and behind the samples what
             else does, such as the means of an auxiliary sample. `stderr` squared is the sum of the squares over
             `samples * (samples - 1)`, and two estimates on the same samples have a paired difference
-            (`isoloss.statistics.paired.paired_difference`). None where it is not known. It is not part of `to_dict`
+            (`isoloss.statistics.comparison.paired_difference`). None where it is not known. It is not part of `to_dict`
             and does not count for `==`.
 
     Example:

@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from isoloss.errors import IsolossError
 from isoloss.statistics.checking import column, labels
 from isoloss.statistics.clusters import cluster_mean
+from isoloss.statistics.comparison import paired_difference
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.paired import paired_difference
 
 
 def slope_within(outcomes: ArrayLike, losses: ArrayLike, clusters: Sequence[Any], *, unit: str) -> Estimate:

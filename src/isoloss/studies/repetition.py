@@ -10,9 +10,9 @@ from typing import Any
 
 from isoloss import files
 from isoloss.errors import IsolossError
+from isoloss.statistics.comparison import independent_difference
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.independent import IndependentDifference, independent_difference
-from isoloss.statistics.multiple import holm
+from isoloss.statistics.multiple import holm, p_value
 from isoloss.studies.comparison import OVER_SEEDS
 from isoloss.studies.reading import PROVENANCE, SUMMARY
 from isoloss.studies.results import tables_in
@@ -37,7 +37,7 @@ class Repeated:
     name: tuple[str, ...]
     first: Estimate | None
     second: Estimate | None
-    difference: IndependentDifference | None = None
+    difference: Estimate | None = None
     p_holm: float | None = None
     verdicts: tuple[str, str] | None = None
 
@@ -68,7 +68,7 @@ class Repeated:
                 "unit": d.unit,
                 "freedom": d.freedom if d.stderr > 0 else None,
                 "ci95": list(d.ci95),
-                "p": d.p_value,
+                "p": p_value(d),
                 "p_holm": self.p_holm,
             },
             "verdicts": self.verdicts and list(self.verdicts),
@@ -139,7 +139,7 @@ def compare(first: Path, second: Path) -> Repetition:
         None if each.first is None or each.second is None else independent_difference(each.second, each.first)
         for each in numbers
     ]
-    by_place = {str(i): d.p_value for i, d in enumerate(different) if d is not None}
+    by_place = {str(i): p_value(d) for i, d in enumerate(different) if d is not None}
     adjusted = holm(by_place) if by_place else {}
     return Repetition(
         study=ours["study"],

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isoloss.flatness.comparing import compare
+from isoloss.flatness.comparison import compare
 from isoloss.model_checks import device_of
 from isoloss.models.expansion import Expanded, Part
 from isoloss.paper.theory.statements import Statement
@@ -113,9 +113,9 @@ def judge_expansion(
         minimal=False,
         progress=None if progress is None else lambda name, done: progress(passes[name] * total + done),
     )
-    before, after = (model.trace for model in traces.models)
+    before, after = (traces.models[name]["trace"] for name in ("small", "large"))
     rows = contributions(small, expanded, before.by_parameter or {}, after.by_parameter or {})
-    decrease = traces.pair("small", "large").trace
+    decrease = traces.difference("trace", "small", "large")
     dtype = next(small.parameters()).dtype
     return Result(
         differences=differ,

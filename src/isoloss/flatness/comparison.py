@@ -1,5 +1,8 @@
 """Several models on the same inputs with the same random signs: paired differences of their flatness and loss.
 
+A model's estimates are `trace`, `without_embeddings` (the part of the trace that is not the embeddings') and `loss`;
+where the minimal trace was measured, also `minimal-trace` and `minimal_without_embeddings`.
+
 Shapes: m predicted positions, V vocabulary, N clusters.
 """
 
@@ -9,6 +12,8 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import html
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isoloss.errors import IsolossError, require
+from isoloss.errors import IsolossError, require, warn
 from isoloss.flatness._batches import CheckedBatch
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample
 from isoloss.flatness._ghost.engine import Predictions
@@ -31,18 +36,142 @@ from isoloss.flatness._measurement import (
     weights_digest,
 )
 from isoloss.flatness._rescaling.symmetries import Granularity
-from isoloss.flatness.differences import Comparison, Measured, comparison_of, warn_unlike
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.flatness.minimal_trace import MinimalTraceEstimator, minimal_trace
+from isoloss.flatness.verdict import Verdict, unlike, verdict
 from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, unwrapped
-from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.comparison import Comparison
+from isoloss.statistics.equivalence import SAME_LOSS_NATS
+from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, samples_of
 from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator, Weighted
+from isoloss.statistics.tables import probability, text_table
 from isoloss.text.clusters import Blocks
 
 Model = nn.Module | Callable[[], nn.Module]
 
 _CHUNK = 1 << 22  # logits widened at a time
+_OF_TRACE = ("trace", "without_embeddings", "loss")
+_OF_MINIMAL = {  # what each is called in `by_measure`
+    "minimal-trace": "minimal-trace",
+    "minimal_without_embeddings": "without_embeddings",
+    "loss": "loss",
+}
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class TraceComparison(Comparison):
+    """The result of `isoloss.flatness.compare`: it prints as tables with a verdict.
+
+    Attributes:
+        weights: The SHA-256 of each model's parameters, which identifies copies.
+        architectures: The SHA-256 of each model's layers, their shapes and its activations.
+        no_minimal: Why the minimal traces were not measured, though they were asked for.
+    """
+
+    weights: Mapping[str, str]
+    architectures: Mapping[str, str]
+    no_minimal: str = ""
+
+    @property
+    def traces(self) -> tuple[str, ...]:
+        """Which traces were measured: `trace` and, where the rescalings of all models are known, `minimal-trace`."""
+        return tuple(name for name in ("trace", "minimal-trace") if name in self.names)
+
+    @property
+    def by_measure(self) -> dict[str, Comparison]:
+        """What the measures `trace` and `minimal-trace` find of each model by itself, for each that was measured."""
+        found = {"trace": Comparison({m: {n: e[n] for n in _OF_TRACE} for m, e in self.models.items()}, "trace")}
+        if "minimal-trace" in self.names:
+            least = {m: {own: e[n] for n, own in _OF_MINIMAL.items()} for m, e in self.models.items()}
+            found["minimal-trace"] = Comparison(least, "minimal-trace")
+        return found
+
+    @property
+    def warning(self) -> str:
+        """That one input makes up much of the error of a trace or of a difference of two; empty where none does."""
+        estimates: dict[str, Estimate] = {}
+        for name in self.traces:
+            words = name.replace("-", " ")
+            estimates |= {f"the {words} of {model}": estimate for model, estimate in self.of(name).items()}
+            for first, second in itertools.combinations(self.models, 2):
+                difference = self.difference(name, first, second)
+                estimates[f"the difference in {words} of {first} and {second}"] = difference
+        return rarity(estimates)
+
+    def verdict(self, *, same_loss: float = SAME_LOSS_NATS) -> Verdict:
+        """Return which model is the flattest, or why that cannot be said (`isoloss.flatness.verdict`).
+
+        Args:
+            same_loss: Margin in nats per predicted token within which two losses count as the same.
+        """
+        return verdict(self, same_loss=same_loss)
+
+    def __repr__(self) -> str:
+        return f"TraceComparison({len(self.models)} models; flattest: {self.verdict().flattest or 'no verdict'})"
+
+    def __str__(self) -> str:
+        tables = [text_table(header, rows, left=left) for header, rows, left in self.tables()]
+        trace = next(iter(self.of("trace").values()))
+        over = f"{trace.unit}; ± is the standard error over {samples_of(trace)}"
+        verdict = str(self.verdict()) if len(self.models) > 1 else ""
+        return "\n\n".join(filter(None, [*tables, over, self.warning, verdict]))
+
+    def _repr_html_(self) -> str:
+        tables = "".join(html_table(rows, header) for header, rows, _ in self.tables())
+        return f"{tables}<p>{html.escape(str(self.verdict()))}</p>" if len(self.models) > 1 else tables
+
+    def tables(self, names: Mapping[str, str] | None = None) -> list[tuple[list[str], list[list[str]], int]]:
+        """Return the table of the models and that of the differences: header, rows, and how many columns are text.
+
+        Args:
+            names: What the models are called there; None: their names.
+        """
+        names = names or {model: model for model in self.models}
+        split = any(trace.details["embeddings"] for trace in self.of("trace").values())
+        shown = ["loss", "trace", *["without_embeddings"] * split, *self.traces[1:]]
+        words = {name: name.replace("_", " ").replace("-", " ") for name in shown}
+        rows = []
+        for model in self.ranking("trace"):
+            own = self.models[model]
+            chances = [probability(self.probability_of_smallest(name)[model]) for name in self.traces]
+            size = f"{own['trace'].details['num_parameters']:,}"
+            rows.append([names[model], size, *(number(own[name]) for name in shown), *chances])
+        header = ["model", "parameters", *words.values(), *(f"P(smallest {words[name]})" for name in self.traces)]
+        models = header, rows, 1
+        best, *others = self.ranking("trace")
+        if not others:
+            return [models]
+        rows = []
+        for model in others:
+            title = f"{names[model]} minus {names[best]}"
+            for name in shown:
+                difference, of, ends = self.difference(name, model, best), "", ""
+                if name in self.traces:
+                    times, (low, high) = self.ratio(name, model, best)
+                    of, ends = f"{times:#.4g}", f"{low:#.4g} to {high:#.4g}"
+                rows.append([title, words[name], number(difference), interval(difference), of, ends])
+                title = ""
+        return [models, (["", "paired by input", "difference", "95 % interval", "ratio", "95 % interval"], rows, 2)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the models' estimates, their differences, rankings and probabilities as JSON types."""
+        models = {model: {name: e.to_dict() for name, e in own.items()} for model, own in self.models.items()}
+        about = {
+            "weights": dict(self.weights),
+            "architectures": dict(self.architectures),
+            "no_minimal": self.no_minimal,
+        }
+        return {"models": models, **super().to_dict(), **about}
+
+
+def warn_unlike(traces: Mapping[str, Estimate]) -> None:
+    """Warn where traces, by model, are sums over different parameters."""
+    if (two := unlike(traces)) is not None:
+        warn(
+            f"{two[0]} and {two[1]} have different parameters, and a trace is a sum over them, so the values are not "
+            "comparable: expand both into one architecture first, as isoloss expand does for BERT, RoBERTa and OPT"
+        )
 
 
 class InterruptedComparison(KeyboardInterrupt):
@@ -54,7 +183,7 @@ class InterruptedComparison(KeyboardInterrupt):
         partial: Its trace so far; None where there was no error bar yet.
     """
 
-    def __init__(self, complete: Comparison | None, name: str, partial: Estimate | None) -> None:
+    def __init__(self, complete: TraceComparison | None, name: str, partial: Estimate | None) -> None:
         super().__init__(f"interrupted while {name} was measured")
         self.complete, self.name, self.partial = complete, name, partial
 
@@ -105,15 +234,15 @@ def compare(
     minimal: bool | None = None,
     granularity: Granularity = "tensor",
     progress: Callable[[str, int], None] | None = None,
-) -> Comparison:
+) -> TraceComparison:
     """Compare the flatness of models, each measured on the same inputs with the same random probes.
 
     The trace can be changed by rescaling the weights, which changes no function; the minimal trace cannot. So both are
-    measured, in one pass, and `Comparison.verdict` calls a model the flattest only if they agree.
+    measured, in one pass, and `TraceComparison.verdict` calls a model the flattest only if they agree.
 
     An input that is hard for one model, or a draw of probes that is too large, is much the same for a similar model, so
     the difference of two traces is known far better than either trace. The errors are those of paired differences
-    (`isoloss.statistics.paired`), and so is the probability of being the flattest.
+    (`isoloss.statistics.comparison`), and so is the probability of being the flattest.
 
     Args:
         models: By name, language models, functions that load them, or checkpoints; or checkpoints alone. What is loaded
@@ -145,6 +274,7 @@ def compare(
         InterruptedComparison: Ctrl-C; it carries what is complete, and the trace of the model in work so far.
 
     Example:
+        >>> import math
         >>> import torch
         >>> from isoloss import compare
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -157,12 +287,12 @@ def compare(
         >>> input_ids = torch.randint(0, 8, (64, 4))
         >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
         >>> comparison = compare(models, [{"input_ids": input_ids, "labels": labels}])
-        >>> chances = [model.probability_of_smallest for model in comparison.models]
-        >>> [model.name for model in comparison.models], sum(chances)
-        (['a', 'b'], 1.0)
-        >>> difference = comparison.pair("a", "b").trace
-        >>> round(difference.value - (comparison.models[0].trace.value - comparison.models[1].trace.value), 9)
-        0.0
+        >>> sum(comparison.probability_of_smallest("trace").values())
+        1.0
+        >>> a, b = (comparison.models[name]["trace"] for name in "ab")
+        >>> difference = comparison.difference("trace", "a", "b")
+        >>> round(difference.value - (a.value - b.value), 9), difference.stderr < math.hypot(a.stderr, b.stderr)
+        (0.0, True)
         >>> print(str(comparison).splitlines()[0].split()[:5])
         ['model', 'parameters', 'loss', 'trace', 'without']
         >>> comparison.verdict().flattest
@@ -174,15 +304,20 @@ def compare(
     first: Outline | None = None
     sample: AuxiliarySample | None = None
     controls: torch.Tensor | None = None
-    done: list[Measured] = []
-    minima: list[Measured] | None = None if minimal is False else []
-    no_minimal = ""
+    done: dict[str, dict[str, Estimate]] = {}
+    weights, architectures = dict[str, str](), dict[str, str]()
+    has_minimal, no_minimal = minimal is not False, ""
 
-    def without_minima(error: IsolossError) -> None:
-        nonlocal minima, no_minimal
+    def so_far() -> TraceComparison:
+        names = [*_OF_TRACE, *(_OF_MINIMAL if has_minimal else ())]
+        models = {model: {name: estimates[name] for name in names} for model, estimates in done.items()}
+        return TraceComparison(models, weights=weights, architectures=architectures, no_minimal=no_minimal)
+
+    def without_minimal(error: IsolossError) -> None:
+        nonlocal has_minimal, no_minimal
         if minimal:
             raise error
-        minima, no_minimal = None, str(error)
+        has_minimal, no_minimal = False, str(error)
 
     for name, given in named.items():
         step = None if progress is None else functools.partial(progress, name)
@@ -193,13 +328,13 @@ def compare(
             first = first or outline
             first.check(outline)
             estimator: MinimalTraceEstimator | None = None
-            if minima is not None:
+            if has_minimal:
                 try:
                     with _naming(name):
                         sequences = stopping.num_sequences
                         estimator = minimal_trace(model, "minimal", granularity, None, batches, sequences)
                 except IsolossError as error:
-                    without_minima(error)
+                    without_minimal(error)
             source = WithLoss(
                 model,
                 num_probes=1 if num_probes is None else num_probes,
@@ -215,42 +350,34 @@ def compare(
                 trace = _above_zero(measurement.measure(batches, stopping, progress=step))
             result = measurement.result()
             rest = Weighted(result.part, result.part_stderr, result.part_influence)
-            one = Measured(
-                name=name,
-                trace=trace,
-                without_embeddings=_without_embeddings(trace, rest),
-                loss=source.loss(measurement.blocks()),
-                weights=weights_digest(model),
-                architecture=_architecture(model),
-            )
-            if estimator is not None and minima is not None:
+            loss = source.loss(measurement.blocks())
+            estimates = {"trace": trace, "without_embeddings": _without_embeddings(trace, rest), "loss": loss}
+            if estimator is not None:
                 try:
                     with _naming(name):
                         least = estimator.finish(trace, measurement.columns())
                         least = _above_zero(estimator.checked(least, next(iter(batches))))
                     part = _without_embeddings(least, estimator.without_embeddings(least))
-                    minima.append(dataclasses.replace(one, trace=least, without_embeddings=part))
+                    estimates |= {"minimal-trace": least, "minimal_without_embeddings": part}
                 except IsolossError as error:
-                    without_minima(error)
+                    without_minimal(error)
         except InterruptedEstimate as stop:
-            complete = comparison_of(done, minima, no_minimal) if done else None
-            raise InterruptedComparison(complete, name, stop.partial) from stop
+            raise InterruptedComparison(so_far() if done else None, name, stop.partial) from stop
         except KeyboardInterrupt as stop:
             if not done:
                 raise
-            minima = None if minima is None else minima[: len(done)]
-            raise InterruptedComparison(comparison_of(done, minima, no_minimal), name, None) from stop
+            raise InterruptedComparison(so_far(), name, None) from stop
         if not done and sample is not None:
             sample = dataclasses.replace(sample, number=sum(result.auxiliary_controls))
         if not done and (rtol is not None or seconds is not None):
             stopping = StopCriteria(num_sequences=trace.details["sequences"])
         if one_estimator and not done:
             controls = torch.cat(source.own_controls)
-        done.append(one)
+        done[name], weights[name], architectures[name] = estimates, weights_digest(model), _architecture(model)
         del model, source, measurement, estimator  # so that two models are never held
     if not one_estimator:
-        warn_unlike({one.name: one.trace for one in done})
-    return comparison_of(done, minima, no_minimal)
+        warn_unlike({name: estimates["trace"] for name, estimates in done.items()})
+    return so_far()
 
 
 @contextlib.contextmanager

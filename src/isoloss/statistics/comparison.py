@@ -1,0 +1,343 @@
+"""Differences between estimates: on the same samples, where what they have in common cancels, or on independent ones.
+
+Shapes: n samples, and behind them what else the estimates have in common (see `Estimate.influence`); L estimates.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.statistics.estimate import Estimate, interval, number, samples_of
+from isoloss.statistics.tables import probability, short_names, text_table
+
+Estimates = Mapping[str, Estimate]
+
+_DRAWS = 200_000  # for the probability of being the smallest, which is then within 0.003
+_TIE = 1e-9  # of a value: differences below it are rounding
+_ROUNDING = 1e-9  # of a squared error
+
+
+def paired_difference(first: Estimate, second: Estimate, *, unit: str | None = None) -> Estimate:
+    """Return the first value minus the second, with the error of the differences within each sample.
+
+    With psi_i and psi'_i the influences of sample i, the squared error is the sum of (psi_i - psi'_i)^2 over n (n - 1),
+    plus what the influences leave unexplained of either squared error. The interval is Student's t with the
+    `freedom` of the first estimate, which is that of the second. The difference of two exact values is exact.
+
+    Args:
+        first: An estimate with an influence, or an exact one.
+        second: Another one on the same samples, in the same order.
+        unit: Of the difference; None: of the first.
+
+    Raises:
+        IsolossError: An estimate has no influence, or they are not of the same samples.
+
+    Example:
+        >>> from isoloss.statistics.ratio import ratio_estimate
+        >>> a, b = (ratio_estimate(x, unit="nats", method="loss") for x in ([1.5, 2.5, 4.0], [1.0, 2.0, 3.0]))
+        >>> print(paired_difference(a, b))
+        0.67 ± 0.17 nats
+    """
+    value = first.value - second.value
+    if first.is_exact and second.is_exact:
+        return Estimate(
+            value=value,
+            stderr=0.0,
+            samples=0,
+            unit=unit or first.unit,
+            num_predictions=first.num_predictions,
+            method="difference of two exact values",
+        )
+    one, two = _influences([first, second])
+    return _paired(value, one - two, (1.0, 1.0), first, second, unit or first.unit)
+
+
+def paired_log_ratio(first: Estimate, second: Estimate) -> Estimate:
+    """Return the logarithm of the first value over the second, by the delta method on psi_i / R - psi'_i / R'.
+
+    Arguments and errors are those of `paired_difference`.
+
+    Raises:
+        IsolossError: A value is not above 0.
+    """
+    for estimate in (first, second):
+        if estimate.value <= 0:
+            raise IsolossError(f"a value is {estimate.value:.3g}, which has no ratio to another; take more inputs")
+    one, two = _influences([first, second])
+    value = math.log(first.value) - math.log(second.value)
+    scales = 1 / first.value, 1 / second.value
+    return _paired(value, one / first.value - two / second.value, scales, first, second, "logarithm of a ratio")
+
+
+def independent_difference(second: Estimate, first: Estimate) -> Estimate:
+    """Return second - first, which have no sample in common, with the standard error sqrt(a^2 + b^2) of their errors.
+
+    The degrees of freedom are those of Welch (1938) and Satterthwaite (1946), (a^2 + b^2)^2 / (a^4 / f_a + b^4 / f_b),
+    with f the `freedom` of each. For two means of independent samples it is Welch's t test. Accuracies become
+    percentage points.
+
+    Raises:
+        IsolossError: The units differ, or an estimate with an error has fewer than 2 samples.
+
+    Example:
+        >>> known = {"unit": "nats", "num_predictions": 9, "method": "mean over seeds"}
+        >>> a = Estimate(value=1.0, stderr=0.3, samples=3, **known)
+        >>> b = Estimate(value=2.0, stderr=0.4, samples=3, **known)
+        >>> d = independent_difference(b, a)
+        >>> print(d, round(d.freedom, 2))
+        1.00 ± 0.50 nats 3.71
+    """
+    if first.unit != second.unit:
+        raise IsolossError(f"a difference needs two estimates of one unit, not {second.unit!r} and {first.unit!r}")
+    sampled = [estimate for estimate in (first, second) if estimate.stderr > 0]
+    for estimate in sampled:
+        if estimate.samples < 2:
+            raise IsolossError(f"an error needs at least 2 independent samples, not {estimate.samples}")
+    scale, unit = (100, "percentage points") if first.unit == "accuracy" else (1, first.unit)
+    total = math.fsum(estimate.stderr**2 for estimate in sampled)
+    parts = sum((estimate.stderr**2 / total) ** 2 / estimate.freedom for estimate in sampled)
+    return Estimate(
+        value=scale * (second.value - first.value),
+        stderr=scale * math.sqrt(total),
+        samples=sum(estimate.samples for estimate in sampled),
+        effective_samples=1 + 1 / parts if sampled else None,
+        unit=unit,
+        num_predictions=first.num_predictions + second.num_predictions,
+        method="independent difference",
+    )
+
+
+def probability_above_zero(difference: Estimate) -> float:
+    """Return the probability that the true value is above 0; 1/2 for an exact 0.
+
+    By Student's t with the difference's `freedom`, as the interval: it is 0.975 where that ends at 0.
+
+    Example:
+        >>> d = Estimate(value=2.306, stderr=1.0, samples=9, unit="nats", num_predictions=9, method="paired difference")
+        >>> round(probability_above_zero(d), 3)
+        0.975
+    """
+    from scipy.special import stdtr
+
+    if difference.stderr == 0:
+        return 0.5 + 0.5 * ((difference.value > 0) - (difference.value < 0))
+    return float(stdtr(difference.freedom, difference.value / difference.stderr))
+
+
+def probabilities_of_smallest(estimates: Sequence[Estimate]) -> list[float]:
+    """Return for each of L estimates on the same samples the probability that its true value is the smallest.
+
+    That of the smallest of L numbers with a joint Student's t distribution of their `freedom`, with the estimates as
+    means and the influences' covariance: in closed form for two, from 200,000 draws for more.
+    """
+    if len(estimates) == 1:
+        return [1.0]
+    if len(estimates) == 2:
+        first = probability_above_zero(paired_difference(estimates[1], estimates[0]))
+        return [first, 1 - first]
+    n, freedom = estimates[0].samples, estimates[0].freedom
+    influences = torch.stack(_influences(estimates))
+    root = torch.linalg.qr(influences.T / math.sqrt(n * (n - 1)), mode="r").R  # R^T R is the covariance
+    generator = seeds.generator(0, "flattest")
+    normals = torch.randn(_DRAWS, len(root), generator=generator, dtype=torch.float64)
+    chi_squared = 2 * torch._standard_gamma(torch.full((_DRAWS, 1), freedom / 2, dtype=torch.float64), generator)
+    drawn = torch.tensor([estimate.value for estimate in estimates], dtype=torch.float64)
+    drawn = drawn + normals @ root * (freedom / chi_squared).sqrt()
+    least = drawn.min(dim=1, keepdim=True).values
+    smallest = (drawn <= least + _TIE * least.abs()).double()  # equal ones count in parts
+    chances: list[float] = (smallest / smallest.sum(dim=1, keepdim=True)).mean(dim=0).tolist()
+    return chances
+
+
+def _influences(estimates: Sequence[Estimate]) -> list[torch.Tensor]:
+    """Return the influences (n,) of estimates on the same samples."""
+    influences = []
+    for estimate in estimates:
+        if estimate.influence is None:
+            raise IsolossError(f"{estimate.method}: the influence of each sample is not known, so it cannot be paired")
+        influences.append(torch.from_numpy(estimate.influence))
+    sizes = {(estimate.samples, len(influence)) for estimate, influence in zip(estimates, influences, strict=True)}
+    if len(sizes) > 1:
+        numbers = " and ".join(str(estimate.samples) for estimate in estimates)
+        raise IsolossError(f"a paired difference needs the same samples on both sides, not {numbers}")
+    return influences
+
+
+def _paired(
+    value: float,
+    influence: torch.Tensor,
+    scales: tuple[float, float],
+    first: Estimate,
+    second: Estimate,
+    unit: str,
+) -> Estimate:
+    n = first.samples
+    rest = sum((scale**2) * _unexplained(each) for scale, each in zip(scales, (first, second), strict=True))
+    return Estimate(
+        value=value,
+        stderr=math.sqrt(float(influence.square().sum()) / (n * (n - 1)) + rest),
+        samples=n,
+        unit=unit,
+        num_predictions=first.num_predictions,
+        num_probes=first.num_probes,
+        method="paired difference",
+        effective_samples=first.effective_samples,
+        influence=influence.numpy(),
+    )
+
+
+def _unexplained(estimate: Estimate) -> float:
+    """Return what of the squared error is not in the influence, such as the residual of an eigenvalue."""
+    assert estimate.influence is not None
+    n, square = estimate.samples, estimate.stderr**2
+    rest = square - float(torch.from_numpy(estimate.influence).square().sum()) / (n * (n - 1))
+    return rest if rest > _ROUNDING * square else 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Models with estimates of the same names on the same inputs: paired differences, rankings and chances.
+
+    Attributes:
+        models: The estimates of each model, by name.
+        measure: What measured them; it heads the printed table.
+
+    Example:
+        >>> from isoloss.statistics.ratio import ratio_estimate
+        >>> draws = {"a": [1.5, 2.5, 4.0], "b": [1.0, 2.0, 3.0]}
+        >>> models = {name: {"loss": ratio_estimate(x, unit="nats", method="loss")} for name, x in draws.items()}
+        >>> comparison = Comparison(models)
+        >>> print(comparison.difference("loss", "a", "b"))
+        0.67 ± 0.17 nats
+        >>> comparison.ranking("loss")
+        ('b', 'a')
+    """
+
+    models: Mapping[str, Estimates]
+    measure: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The estimates' names."""
+        return tuple(next(iter(self.models.values())))
+
+    @property
+    def paired(self) -> tuple[str, ...]:
+        """The names of the estimates that have differences: those of which the influence of each sample is known."""
+        return tuple(name for name in self.names if all(e.influence is not None for e in self.of(name).values()))
+
+    def of(self, name: str) -> dict[str, Estimate]:
+        """Return the estimate called `name` of each model."""
+        return {model: estimates[name] for model, estimates in self.models.items()}
+
+    def difference(self, name: str, first: str, second: str) -> Estimate:
+        """Return the estimate called `name` of the first model minus that of the second, paired (`paired_difference`).
+
+        Raises:
+            IsolossError: There is no such model or estimate, or it is not known what each sample adds to it.
+        """
+        return paired_difference(self._estimate(first, name), self._estimate(second, name))
+
+    def log_ratio(self, name: str, first: str, second: str) -> Estimate | None:
+        """Return the logarithm of the ratio of two models' estimates, paired; None where one is not above 0."""
+        one, other = self._estimate(first, name), self._estimate(second, name)
+        return paired_log_ratio(one, other) if min(one.value, other.value) > 0 else None
+
+    def ratio(self, name: str, first: str, second: str) -> tuple[float, tuple[float, float]]:
+        """Return the ratio of two models' estimates and its 95 % interval, that of the logarithm carried over.
+
+        Raises:
+            IsolossError: As for `difference`, or a value is not above 0.
+        """
+        logarithm = paired_log_ratio(self._estimate(first, name), self._estimate(second, name))
+        low, high = logarithm.ci95
+        return math.exp(logarithm.value), (math.exp(low), math.exp(high))
+
+    def ranking(self, name: str) -> tuple[str, ...]:
+        """Return the models' names, that of the smallest value first."""
+        values = self.of(name)
+        return tuple(sorted(values, key=lambda model: values[model].value))
+
+    def probability_of_smallest(self, name: str) -> Mapping[str, float]:
+        """Return for each model the probability that its true value is the smallest (`probabilities_of_smallest`)."""
+        if name not in self._chances:
+            chances = probabilities_of_smallest(list(self.of(name).values()))
+            self._chances[name] = dict(zip(self.models, chances, strict=True))
+        return self._chances[name]
+
+    @functools.cached_property
+    def _chances(self) -> dict[str, Mapping[str, float]]:  # of three models and more they are drawn, so they are kept
+        return {}
+
+    def _estimate(self, model: str, name: str) -> Estimate:
+        for kind, wanted, known in (("model", model, tuple(self.models)), ("estimate", name, self.names)):
+            if wanted not in known:
+                raise IsolossError(f"there is no {kind} {wanted}; the {kind}s are {', '.join(known)}")
+        return self.models[model][name]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.names)} of {', '.join(self.models)})"
+
+    def __str__(self) -> str:
+        blocks, short = [], short_names(list(self.models))
+        for name in self.names:
+            estimates = self.of(name)
+            chances = self.probability_of_smallest(name) if name in self.paired else {}
+            rows = [
+                [short[model], number(estimate), *([probability(chances[model])] if chances else [])]
+                for model, estimate in estimates.items()
+            ]
+            header = [
+                label(self.measure or name, name, self.names),
+                "value",
+                *(["probability of smallest"] if chances else []),
+            ]
+            first = next(iter(estimates.values()))
+            blocks.append(f"in {first.unit}\n{text_table(header, rows)}")
+            if chances:
+                differences = [
+                    [f"{short[a]} minus {short[b]}", number(difference), interval(difference)]
+                    for a, b in itertools.combinations(self.models, 2)
+                    for difference in [self.difference(name, a, b)]
+                ]
+                header = [f"difference, paired over {samples_of(first)}", "value", "95 % interval"]
+                blocks.append(text_table(header, differences))
+        return "\n\n".join(blocks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return differences, rankings and probabilities as JSON types, without the models' estimates."""
+        return {
+            "pairs": [
+                {
+                    **{"first": first, "second": second, "estimate": name},
+                    "difference": self.difference(name, first, second).to_dict(),
+                    "log_ratio": None if ratio is None else ratio.to_dict(),
+                }
+                for name in self.paired
+                for first, second in itertools.combinations(self.models, 2)
+                for ratio in [self.log_ratio(name, first, second)]
+            ],
+            "ranking": {name: list(self.ranking(name)) for name in self.names},
+            "probability_of_smallest": {name: dict(self.probability_of_smallest(name)) for name in self.paired},
+        }
+
+
+def label(measure: str, name: str, names: Sequence[str]) -> str:
+    """Return what an estimate is called beside those of other measures.
+
+    Example:
+        >>> label("spectral-density", "trace", ("trace", "squared-frobenius-norm"))
+        'spectral-density, trace'
+        >>> label("trace-in-d64-paper", "trace", ("trace",))
+        'trace-in-d64-paper'
+    """
+    return measure if name == measure or len(names) == 1 else f"{measure}, {name}"
