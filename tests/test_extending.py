@@ -78,7 +78,7 @@ def test_the_algorithm_changed_the_training(isoloss, folder):
 
 
 def test_options_of_components_are_options_of_the_commands(isoloss):
-    assert "--gradient-noise-variance" in isoloss("train", "--help").stdout
+    assert "--gradient-noise-variance" in isoloss("train", "--help-all").stdout
     assert "--top1-sequences" in isoloss("eval", "--help").stdout
     wrong = isoloss(
         "train",

@@ -9,7 +9,7 @@ import pytest
 from isoloss import config as configs
 from isoloss import languages
 from isoloss.cli.main import main
-from isoloss.cli.transfer_inputs import Args, method_config
+from isoloss.cli.transfer import Args, method_config
 from isoloss.errors import IsolossError
 from isoloss.evaluation.measures.base import make_measure
 from isoloss.flatness import fisher
@@ -191,9 +191,9 @@ def test_a_preset_and_a_whole_config_are_refused(capsys, tmp_path):
 
 def test_transfer_and_evaluation(capsys, tmp_path, monkeypatch):
     def method(*words):
-        from isoloss.cli import common
+        from isoloss.cli import options
 
-        return method_config(common.parse(Args, "transfer", ["runs/a", "--task", "B", *words], examples=[]))
+        return method_config(options.parse(Args, "transfer", ["runs/a", "--task", "B", *words], examples=[]))
 
     assert method("--preset", "paper") == PRESETS["paper"].probe
     assert method("--preset", "paper", "--epochs", "3") == dataclasses.replace(PRESETS["paper"].probe, epochs=3)

@@ -605,9 +605,9 @@ def test_an_interruption_says_which_command_goes_on(subcommand, small_run, capsy
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    import isoloss.cli.common as shared
+    from isoloss.cli import options
 
-    monkeypatch.setattr(shared, "parse", stop)
+    monkeypatch.setattr(options, "parse", stop)
     assert main([subcommand, str(small_run)]) == 130
     err = capsys.readouterr().err
     assert "To go on:" in err

@@ -1,9 +1,8 @@
-"""What subcommands share: arguments from a dataclass, one JSON document or readable text, and progress on stderr."""
+"""What subcommands share: one JSON document or readable text on stdout, and progress on stderr."""
 
 from __future__ import annotations
 
 import codecs
-import inspect
 import json
 import re
 import shlex
@@ -13,7 +12,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -24,7 +23,6 @@ from rich.table import Table
 from rich.text import Text
 
 from isoloss import files
-from isoloss.cli.arguments import read
 from isoloss.early_checks import check_threads
 from isoloss.errors import IsolossError, printable
 
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
     from isoloss.report.charts import Spec
     from isoloss.runs import Run
 
-T = TypeVar("T")
-
 WIDEST = 100  # columns of a line of prose; a narrower terminal decides
 ROOMY = 100  # columns of a terminal below which progress has no bar
 NARROW = 80  # and below which it leaves out what follows a comma
@@ -42,34 +38,6 @@ FIGURES = (".png", ".svg", ".pdf")
 LEAST_TEXT = 24  # columns in which the text of a table may fold, so that its columns stay side by side
 GAP = 2  # columns between those of a table
 LINE_EVERY_SECONDS = 30.0  # how often progress writes a line where there is no terminal
-
-
-def parse(cls: type[T], subcommand: str, arguments: Sequence[str], *, examples: Iterable[tuple[str, str]]) -> T:
-    """Return `cls` filled from the command line; `--help` opens with the examples.
-
-    The docstring of `cls` says what the subcommand does, and those of its fields are the help.
-
-    Raises:
-        IsolossError: The command line is not one of the subcommand's.
-    """
-    import tyro
-
-    from isoloss.cli.options import as_told
-
-    lines = "\n".join(f"  {command}\n      {text}" for command, text in examples)
-    values: Any = tyro.cli(
-        as_told(cls),
-        prog=f"isoloss {subcommand}",
-        args=read(cls, subcommand, arguments),
-        description=f"{inspect.cleandoc(cls.__doc__ or '')}\n\nexamples:\n{lines}",
-        config=(
-            tyro.conf.FlagCreatePairsOff,
-            tyro.conf.AvoidSubcommands,
-            tyro.conf.DisallowNone,
-            tyro.conf.PositionalMetavarFromFieldName,
-        ),
-    )
-    return cls(**vars(values))
 
 
 def use_threads(threads: int) -> None:

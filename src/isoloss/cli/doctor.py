@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from isoloss.cli import common
+from isoloss.cli import common, options
 from isoloss.runs import commit, versions
 
 EXAMPLES = [("isoloss doctor", "versions, devices, threads, kernels and optional parts")]
@@ -32,7 +32,7 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    args = common.parse(Args, "doctor", arguments, examples=EXAMPLES)
+    args = options.parse(Args, "doctor", arguments, examples=EXAMPLES)
     document = _findings()
     if args.json:
         common.emit_json(document)

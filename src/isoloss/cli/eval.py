@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from isoloss.cli import common
-from isoloss.cli.arguments import given
-from isoloss.cli.options import measure_configs, refuse_left_out, select, with_options
+from isoloss.cli import common, options
 from isoloss.evaluation.input_config import InputConfig
 from isoloss.presets import load_preset
+from isoloss.registry import MEASURES
 
 if TYPE_CHECKING:
     from isoloss.evaluation.results import Evaluations
@@ -80,14 +79,9 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    cls = with_options(Args, inputs=[InputConfig], settings=measure_configs())
-    args: Any = common.parse(cls, "eval", arguments, examples=EXAMPLES)
-    refuse_left_out(args.measures or ())
-    settings = vars(args.settings)
-    if args.preset is not None:
-        names = given(cls, "eval", arguments)
-        preset = load_preset(args.preset).measures
-        settings = settings | {name: value for name, value in preset.items() if name not in names}
+    cls = options.with_measures(Args, MEASURES.loaded())
+    args: Any = options.parse(cls, "eval", arguments, examples=EXAMPLES)
+    preset = {} if args.preset is None else load_preset(args.preset).measures
     common.use_threads(args.threads)
     from isoloss.evaluation.evaluator import evaluate
 
@@ -103,9 +97,9 @@ def main(arguments: list[str]) -> int:
             args.measures,
             data=args.data,
             language=args.language,
-            inputs=select(args.inputs, InputConfig),
+            inputs=InputConfig(**args.inputs),
             steps=args.steps,
-            settings=settings,
+            settings={**preset, **args.measure},
             output=args.output,
             device=args.device,
             dtype=args.dtype,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from isoloss import files
-from isoloss.cli import common
+from isoloss.cli import common, options
 from isoloss.errors import IsolossError
 from isoloss.models.sizes import reshaped, shape
 from isoloss.runs import Run, checkpoint_of
@@ -89,7 +89,7 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    args = common.parse(Args, "expand", arguments, examples=EXAMPLES)
+    args = options.parse(Args, "expand", arguments, examples=EXAMPLES)
     if args.num_sequences < 2:
         raise IsolossError(f"--num-sequences is {args.num_sequences}; an error bar needs at least 2")
     into = reshaped(shape(args.into), layers=args.layers, width=args.width, heads=args.heads, ffn=args.ffn)

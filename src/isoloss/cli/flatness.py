@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,11 +12,11 @@ import tyro
 
 from isoloss import config as configs
 from isoloss import early_checks, files, interrupts
-from isoloss.cli import common, flatness_output
-from isoloss.cli.options import measure_configs, refuse_left_out, select, with_options
+from isoloss.cli import common, flatness_output, options
 from isoloss.errors import IsolossError
 from isoloss.evaluation.input_config import InputConfig, common_run_config
 from isoloss.evaluation.measures.flatness import FlatnessMeasure, flatness_measure
+from isoloss.registry import MEASURES
 from isoloss.runs import refuse_run, refuse_twice
 from isoloss.statistics.checking import positive
 from isoloss.statistics.equivalence import SAME_LOSS_NATS
@@ -101,19 +100,18 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    own = [config for config in measure_configs() if issubclass(config, FlatnessMeasure)]
-    cls = with_options(Args, inputs=[InputConfig], settings=own)
-    args: Any = common.parse(cls, "flatness", arguments, examples=EXAMPLES)
+    known = {name: measure for name, measure in MEASURES.loaded().items() if issubclass(measure, FlatnessMeasure)}
+    cls = options.with_measures(Args, known)
+    args: Any = options.parse(cls, "flatness", arguments, examples=EXAMPLES)
+    trace: Any = flatness_measure("trace", args.measure)  # whose settings for the inputs are those of all
     where_known = not (args.measures or args.control)
     if where_known:
-        several = len(args.models) > 1 and args.settings.trace_method == "ghost"
+        several = len(args.models) > 1 and trace.trace_method == "ghost"
         args = dataclasses.replace(args, measures=("trace", *["minimal-trace"] * several))
     if args.control:
         added = [name for name in ("trace", "minimal-trace", "rescaling-control") if name not in args.measures]
         args = dataclasses.replace(args, measures=(*args.measures, *added))
-    settings = vars(args.settings)
-    refuse_left_out(args.measures)
-    _check(args, settings)
+    _check(args)
     common.use_threads(args.threads)
     from isoloss.evaluation.context import ModelInfo
     from isoloss.evaluation.flatness import measure_flatness
@@ -121,7 +119,7 @@ def main(arguments: list[str]) -> int:
 
     models = [ModelInfo.of(_load(args, name)) for name in args.models]
     context = _context(args, models)
-    inputs = context.inputs(args.settings.num_sequences, args.settings.seed)
+    inputs = context.inputs(trace.num_sequences, trace.seed)
     for model in models:
         kernel = model.config._attn_implementation
         common.note(f"{model.name}: {model.architecture}, {model.kind}, attention {kernel}; {inputs.description}")
@@ -132,7 +130,7 @@ def main(arguments: list[str]) -> int:
             nonlocal current
             if current != (measure, model):
                 current = measure, model
-                bar.begin(measure, *flatness_measure(measure, settings).amount(inputs.num_sequences, context))
+                bar.begin(measure, *flatness_measure(measure, args.measure).amount(inputs.num_sequences, context))
             bar(done, model)
 
         try:
@@ -140,7 +138,7 @@ def main(arguments: list[str]) -> int:
                 {name: partial(_model, args, name) for name in args.models},
                 args.measures,
                 context,
-                settings=settings,
+                settings=args.measure,
                 where_known=where_known,
                 progress=show,
             )
@@ -172,14 +170,14 @@ def main(arguments: list[str]) -> int:
     return 0 if results.interrupted is None else interrupts.status()
 
 
-def _check(args: Any, settings: Mapping[str, Any]) -> None:
+def _check(args: Any) -> None:
     """Refuse what needs neither a model nor torch to be seen as wrong."""
     if not args.models:
         raise IsolossError("no checkpoint is named: give a folder, or a name on the Hugging Face hub")
     positive("--same-loss-nats", args.same_loss_nats)
     for measure in args.measures:
-        flatness_measure(measure, settings)
-    inputs = select(args.inputs, InputConfig)
+        flatness_measure(measure, args.measure)
+    inputs = InputConfig(**args.inputs)
     inputs.check()
     configs.check(args)
     for name in args.models:
@@ -221,7 +219,7 @@ def _model(args: Any, name: str) -> Any:
 def _context(args: Any, models: list[ModelInfo]) -> MeasureContext:
     from isoloss.evaluation import context as contexts
 
-    inputs = select(args.inputs, InputConfig)
+    inputs = InputConfig(**args.inputs)
     shuffled = _is_shuffled(args)
     if args.data is not None:
         context = contexts.data_context(args.data, models, inputs, shuffled=shuffled)

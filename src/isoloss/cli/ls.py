@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
-from isoloss.cli import common
+from isoloss.cli import common, options
 from isoloss.errors import IsolossError
 from isoloss.languages.config import PRESETS as LANGUAGE_PRESETS
 from isoloss.presets import PRESETS
@@ -72,7 +72,7 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    args = common.parse(Args, "ls", arguments, examples=EXAMPLES)
+    args = options.parse(Args, "ls", arguments, examples=EXAMPLES)
     lists: dict[str, Callable[[], list[Row]]] = {
         "languages": _languages,
         "models": _models,

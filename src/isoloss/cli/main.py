@@ -89,6 +89,8 @@ def main(arguments: list[str]) -> int:
     try:
         with _warnings_as_lines(subcommand):
             return int(importlib.import_module(f"isoloss.cli.{subcommand}").main(rest))
+    except SystemExit as end:  # of tyro, which has printed the help, or what is wrong with the command line
+        return int(end.code or 0)
     except IsolossError as error:
         _tell(f"isoloss {subcommand}: {error}")
         return TEMPORARY_FAILURE if _is_temporary(error) else 2

@@ -1,26 +1,75 @@
-"""Options from configs: command-line dataclasses that are made, at run time, from the configs of what is registered.
-
-tyro turns a dataclass into options; here such dataclasses come from the configs themselves, so that a default, a choice
-or a line of help stands in one place. A nested dataclass that is marked `tyro.conf.OmitArgPrefixes` is a group of
-`--help` with flat names.
-"""
+"""Command lines by tyro: options from configs, whole numbers as 1e4, and help that opens with examples."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import docstring_parser
 import tyro
+from tyro.constructors import (
+    MISSING_NONPROP,
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+    UnsupportedTypeAnnotationError,
+)
 
-from isoloss.errors import IsolossError, warn
+from isoloss.evaluation.input_config import InputConfig
 from isoloss.evaluation.measures.base import name_fields
-from isoloss.registry import MEASURES
 
 T = TypeVar("T")
+Sources = Mapping[str, tuple[str, Mapping[str, type]]]
+HELP = ("-h", "--help")
+HELP_ALL = "--help-all"
+_MOST_DIGITS = 18
+
+
+def parse(
+    cls: type[T],
+    command: str,
+    arguments: Sequence[str],
+    *,
+    examples: Iterable[tuple[str, str]],
+    common: Collection[str] = (),
+) -> T:
+    """Return `cls` filled from the command line; `--help` opens with the examples.
+
+    The docstring of `cls` says what the command does, and those of its fields are the help. What is wrong with a
+    command line is told by tyro, which exits with status 2.
+
+    Args:
+        cls: A dataclass, or a union of dataclasses: one for each subcommand.
+        command: The words before the arguments, without `isoloss`.
+        arguments: The command line.
+        examples: Commands, and what each is for.
+        common: The fields that `--help` shows where `--help-all` shows all; empty: all.
+    """
+    description = inspect.cleandoc(cls.__doc__ or "") if dataclasses.is_dataclass(cls) else ""
+    lines = "\n".join(f"  {line}\n      {text}" for line, text in examples)
+    if common:
+        lines += f"\n\nisoloss {command} {HELP_ALL} shows all options."
+    shows_all = not common or HELP_ALL in arguments or not set(HELP) & set(arguments)
+    return tyro.cli(
+        cls,
+        prog=f"isoloss {command}",
+        args=["--help" if word == HELP_ALL else word for word in arguments],
+        description=f"{description}\n\nexamples:\n{lines}".strip(),
+        config=(
+            tyro.conf.FlagCreatePairsOff,
+            tyro.conf.HelptextFromCommentsOff,
+            tyro.conf.OmitArgPrefixes,
+            tyro.conf.PositionalMetavarFromFieldName,
+        ),
+        registry=_registry(None if shows_all else common),
+    )
 
 
 def option_name(field: str) -> str:
@@ -33,261 +82,238 @@ def option_name(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
+# --- options from configs --------------------------------------------------------------------------------------------
+
+
+class Options(dict[str, Any]):
+    """The options that were given, by name: what was not given is left to the config, or to a preset.
+
+    A subclass says which options there are, and its docstring stands above them in the help.
+    """
+
+    sources: ClassVar[Sources] = {}
+    names_configs: ClassVar[bool] = False  # whether the help says which configs an option is of
+
+
+def sources_of(
+    configs: Mapping[str, type], *, exclude: Collection[str] = (), prefixed: bool = False
+) -> dict[str, tuple[str, dict[str, type]]]:
+    """Return an option for each field of configs, once each: by its name, the field and the configs that have it.
+
+    Args:
+        configs: Dataclasses whose fields have defaults, by the word for each in the help.
+        exclude: Fields that are no options.
+        prefixed: Whether each option begins with the word for its config.
+    """
+    sources: dict[str, tuple[str, dict[str, type]]] = {}
+    for word, config in configs.items():
+        for field in dataclasses.fields(config):
+            if field.name not in exclude:
+                name = f"{word.replace('-', '_')}_{field.name}" if prefixed else field.name
+                sources.setdefault(name, (field.name, {}))[1][word] = config
+    return sources
+
+
+class _Inputs(Options):
+    """How text or token ids become inputs."""
+
+    sources = sources_of({"inputs": InputConfig})
+
+
+def with_measures(cls: type, measures: Mapping[str, type]) -> type:
+    """Return a command's arguments with a group `inputs` of `InputConfig`, and a group `measure` of measures' settings.
+
+    A setting that the name of a measure gives is no option.
+    """
+    named = {field for measure in measures for field in name_fields(measure)}
+    about = {"sources": sources_of(measures, exclude=named), "__doc__": "Settings of the measures that have them."}
+    groups: dict[str, type] = {"inputs": _Inputs, "measure": type("_Measure", (Options,), about)}
+    made = dataclasses.make_dataclass(
+        cls.__name__,
+        [(name, group, dataclasses.field(default_factory=group)) for name, group in groups.items()],
+        bases=(cls,),
+        frozen=True,
+        kw_only=True,
+    )
+    made.__doc__ = cls.__doc__
+    return made
+
+
 @functools.cache
-def help_texts(config: type) -> Mapping[str, str]:
-    """Return the docstring of each field of a config, those that it inherits too."""
+def _texts(config: type) -> Mapping[str, str]:
+    """The docstring of each field of a config, inherited ones too: read for help alone, as it takes a second."""
+    import docstring_parser
+
     texts: dict[str, str] = {}
     for cls in reversed(config.__mro__[:-1]):
-        parsed = docstring_parser.parse_from_object(cls).params
-        texts |= {param.arg_name: " ".join((param.description or "").split()) for param in parsed}
+        for param in docstring_parser.parse_from_object(cls).params:
+            texts[param.arg_name] = " ".join((param.description or "").split())
     return texts
 
 
-def options_of(name: str, *configs: type, exclude: Iterable[str] = ()) -> type:
-    """Return a dataclass with the fields of configs, once each, with their defaults and help, but for those excluded.
-
-    All fields have defaults, and a field that several configs have is the same in all. The help of a field whose
-    default is None or empty says itself what that stands for.
-
-    Example:
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class Probe:
-        ...     epochs: int = 100
-        >>> options_of("Options", Probe)().epochs
-        100
-    """
-    fields: dict[str, tuple[str, Any, dataclasses.Field[Any]]] = {}
-    for config in configs:
-        hints = get_type_hints(config, include_extras=True)
-        for field in dataclasses.fields(config):
-            if field.name in exclude:
-                continue
-            text = help_texts(config).get(field.name, "")
-            told = tyro.conf.arg(
-                help=text,
-                help_behavior_hint="" if _default(field) in (None, (), "") else None,
-                metavar=_metavar(hints[field.name]),
-            )
-            marks = (told, *_switch(_default(field)))
-            hint = Annotated.__class_getitem__((hints[field.name], *marks))  # type: ignore[attr-defined]
-            fields[field.name] = field.name, hint, dataclasses.field(default=_default(field), metadata=field.metadata)
-    return dataclasses.make_dataclass(name, list(fields.values()), frozen=True, kw_only=True)
-
-
-def unset(name: str, configs: Mapping[str, type]) -> Any:
-    """Return the annotation of an option that is None unless given: what any of the components takes in this field.
-
-    Its help has the text and the default of each component, by `configs`, once where they are the same.
-    """
-    hints = [get_type_hints(config, include_extras=True)[name] for config in configs.values()]
-    if get_origin(hints[0]) is Literal:
-        choices = dict.fromkeys(choice for hint in hints for choice in get_args(hint))
-        hints[0] = Literal.__getitem__(tuple(choices))
-    defaults = {
-        kind: _default(field)
-        for kind, config in configs.items()
-        for field in dataclasses.fields(config)
-        if field.name == name
-    }
-    told = {kind: "" if value is None else _told(value) for kind, value in defaults.items()}
-    texts = {kind: " ".join(help_texts(config).get(name, "").split()) for kind, config in configs.items()}
-    hint = f"(default: {_by_component(told, ', ')})" if any(told.values()) else ""
-    mark = tyro.conf.arg(help=_by_component(texts, " "), help_behavior_hint=hint, metavar=_metavar(hints[0]))
-    switch = _switch(next(iter(defaults.values())))
-    return Annotated.__class_getitem__((hints[0] | None, mark, *switch))  # type: ignore[attr-defined]
-
-
-def _switch(default: Any) -> tuple[Any, ...]:
-    """Return the mark of an option `--name False`: a flag could only turn on what is on by default."""
-    return getattr(tyro.conf.FlagConversionOff[bool], "__metadata__", ()) if default is True else ()
-
-
-def _by_component(texts: Mapping[str, str], separator: str) -> str:
-    """Return the one text, or each with the components that it is of."""
-    kinds: dict[str, list[str]] = {}
-    for kind, text in texts.items():
-        kinds.setdefault(text, []).append(kind)
-    if len(kinds) == 1:
-        return next(iter(kinds))
-    return separator.join(f"{' and '.join(own)}: {text}" for text, own in kinds.items())
-
-
-def titled(options: type, title: str) -> Any:
-    """Return the annotation of a group of options that `--help` has under `TITLE options`."""
-    return Annotated.__class_getitem__((options, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title)))  # type: ignore[attr-defined]
-
-
-def group(name: str, members: Mapping[str, Any], title: str, text: str = "") -> tuple[str, Any, Any]:
-    """Return a field that is a group of options, each None unless given.
-
-    Args:
-        name: The field's name.
-        members: The options' annotations, by name.
-        title: What `--help` has it under.
-        text: What stands there above the options.
-    """
-    made: Any = dataclasses.make_dataclass(
-        name, [(*member, None) for member in members.items()], frozen=True, kw_only=True
-    )
-    made.__doc__ = text
-    return name, titled(made, title), dataclasses.field(default_factory=made)
-
-
-def component_options(name: str, configs: Mapping[str, type], *, option: str) -> type:
-    """Return a dataclass with an optional field `KIND_FIELD` for each field of the components' configs but their kind.
-
-    Its groups are the kinds, in the order of `configs`; `option` chooses one: `--algorithm`. `chosen` makes the config
-    of one component of it; an option that was not given is None.
-    """
-    groups = []
-    for kind, config in configs.items():
-        fields = [field.name for field in dataclasses.fields(config) if field.name != "kind"]
-        members = {f"{_identifier(kind)}_{field}": unset(field, {kind: config}) for field in fields}
-        if members:
-            text = (config.__doc__ or "").partition("\n")[0]
-            groups.append(group(_identifier(kind), members, f"{option} {kind}", text))
-    return dataclasses.make_dataclass(name, groups, frozen=True, kw_only=True)
-
-
-def chosen(options: Any, kind: str, config: type[T], *, option: str) -> T:
-    """Return the config of the component `kind` with what the command line gave of it.
-
-    `options` are of the class that `component_options` returned, and `option` chooses a component: `--algorithm`.
-
-    Raises:
-        IsolossError: An option of another component was given.
-    """
-    values: dict[str, Any] = {}
-    for part in dataclasses.fields(options):
-        own = part.name == _identifier(kind)
-        for name, value in vars(getattr(options, part.name)).items():
-            if value is not None and not own:
-                raise IsolossError(f"{option_name(name)} needs {option} {part.name.replace('_', '-')}")
-            if value is not None:
-                values[name.removeprefix(f"{part.name}_")] = value
-    return config(**values)
-
-
-def select(options: Any, config: type[T]) -> T:
-    """Return a config with the values that `options` has for its fields."""
-    return config(**{field.name: getattr(options, field.name) for field in dataclasses.fields(config)})  # type: ignore[arg-type]
-
-
-def as_told(cls: type[T]) -> type[T]:
-    """Return `cls` with its help as it is to be read: whole paragraphs, shapes without brackets in brackets.
-
-    There is no `(default: None)`, where the text says what None stands for. Of a required tuple, whose default tyro
-    shows as empty, it says that it is required.
-    """
-    hints = get_type_hints(cls, include_extras=True)
-    texts = help_texts(cls)  # type: ignore[arg-type]
-    annotations: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(get_args(hint)[0] if get_origin(hint) is Annotated else hint):
-            continue
-        marks: dict[str, Any] = {"metavar": _metavar(hint)}
-        if text := texts.get(field.name):
-            marks["help"] = text
-        if field.default is None or field.default == ():
-            marks["help_behavior_hint"] = ""
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            marks["help_behavior_hint"] = "(required)"
-            if _is_positional(hint) and marks["metavar"]:
-                marks["metavar"] = f"{field.name.upper()} ..."
-        given = {name: value for name, value in marks.items() if value is not None}
-        if given:
-            annotations[field.name] = Annotated.__class_getitem__((hint, tyro.conf.arg(**given)))  # type: ignore[attr-defined]
-    ranged = {
-        field.name: dataclasses.field(
-            default=field.default, default_factory=field.default_factory, metadata=field.metadata
-        )
-        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if field.metadata and field.name in annotations
-    }
-    subclass = type(cls.__name__, (cls,), {"__annotations__": annotations, "__doc__": cls.__doc__, **ranged})
-    return dataclasses.dataclass(frozen=True, kw_only=True)(subclass)
-
-
-def _is_positional(hint: Any) -> bool:
-    marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    return any(mark in getattr(tyro.conf.Positional[int], "__metadata__", ()) for mark in marks)
-
-
-def _metavar(hint: Any) -> str | None:
-    """Return how the help shows an option of any number of values, optional or not; None: of others."""
-    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    if get_origin(kind) in (Union, UnionType):
-        kind = next(part for part in get_args(kind) if part is not type(None))
-    if get_origin(kind) is not tuple or get_args(kind)[-1] is not Ellipsis:
-        return None
-    item = get_args(kind)[0]
-    word = f"{{{','.join(map(str, get_args(item)))}}}" if get_origin(item) is Literal else item.__name__.upper()
-    return f"{word} [{word} ...]"
-
-
-def with_options(cls: type[T], **groups: Iterable[type]) -> type[T]:
-    """Return `cls` with further fields, each a group of options.
-
-    Args:
-        cls: The dataclass of a subcommand's arguments.
-        groups: By the field's name, the configs whose fields are its options.
-    """
-    fields: list[Any] = []
-    excluded = {field for each in MEASURES for field in name_fields(each)}
-    for name, configs in groups.items():
-        options = options_of(name, *configs, exclude=excluded)
-        options.__doc__ = ""
-        title = {"settings": "measure"}.get(name, name)
-        fields.append((name, titled(options, title), dataclasses.field(default_factory=options)))
-    made: Any = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True, kw_only=True)
-    made.__doc__ = cls.__doc__
-    return made  # type: ignore[no-any-return]
-
-
-def measure_configs() -> list[type]:
-    """Return the classes of all registered measures; one that cannot have its options is left out, with a warning."""
-    problems = _problems()
-    for text in problems.values():
-        warn(f"left out: {text}")
-    return [config for name, config in MEASURES.loaded().items() if name not in problems]
-
-
-def refuse_left_out(measures: Iterable[str]) -> None:
-    """Refuse a measure that `measure_configs` left out."""
-    problems = _problems()
-    for name in measures:
-        if text := problems.get(MEASURES.match(name)[0]):
-            raise IsolossError(text)
-
-
-def _problems() -> dict[str, str]:
-    """Return, by the name of each measure that cannot have its options, why: an option has one default."""
-    problems: dict[str, str] = {}
-    known: dict[str, tuple[str, Any]] = {}
-    for name, config in MEASURES.loaded().items():
-        own = {f.name: _default(f) for f in dataclasses.fields(config) if f.name not in name_fields(name)}
-        for field, value in own.items():
-            if value is dataclasses.MISSING:
-                problems[name] = f"the measure {name} has no default for {field}, which is an option"
-            elif field in known and known[field][1] != value:
-                other, default = known[field]
-                problems[name] = (
-                    f"{field} is {value!r} by default in the measure {name} and {default!r} in {other}, and is one "
-                    "option: rename one of the two"
-                )
-        if name not in problems:
-            known = {field: (name, value) for field, value in own.items()} | known
-    return problems
-
-
-def _identifier(kind: str) -> str:
-    return kind.replace("-", "_")
+def _by_word(values: Mapping[str, str], separator: str, *, always: bool = False) -> str:
+    """Return the one value, or each with the words for the configs that it is of."""
+    words: dict[str, list[str]] = {}
+    for word, value in values.items():
+        words.setdefault(value, []).append(word)
+    if len(words) == 1 and not always:
+        return next(iter(words))
+    return separator.join(f"{' and '.join(own)}: {value}" for value, own in words.items())
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
-def _told(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _option(options: type[Options], name: str) -> StructFieldSpec:
+    """Return an option that is None unless given; a flag, which can only turn on, stands at False."""
+    field, configs = options.sources[name]
+    fields = {word: next(own for own in dataclasses.fields(cfg) if own.name == field) for word, cfg in configs.items()}
+    defaults = {word: _default(own) for word, own in fields.items()}
+    hints = [get_type_hints(config, include_extras=True)[field] for config in configs.values()]
+    hint, is_flag = hints[0], hints[0] is bool and not any(defaults.values())
+    if get_origin(hint) is Literal:
+        hint = Literal.__getitem__(tuple(dict.fromkeys(choice for one in hints for choice in get_args(one))))
+    shown = {
+        word: " ".join(map(str, value if isinstance(value, tuple) else (value,)))
+        for word, value in defaults.items()
+        if value not in (None, (), dataclasses.MISSING)
+    }
+    mark = tyro.conf.arg(help_behavior_hint=f"(default: {_by_word(shown, ', ')})" if shown else "")
+    everybody = {word for _, others in options.sources.values() for word in others}
+    is_told = options.names_configs and configs.keys() != everybody
+
+    def text() -> str:
+        return _by_word({word: _texts(cfg).get(field, "") for word, cfg in configs.items()}, " ", always=is_told)
+
+    return StructFieldSpec(
+        name=name,
+        type=_annotated(hint if is_flag else hint | None, mark),
+        default=False if is_flag else None,
+        helptext=text,
+    )
+
+
+def _argument(field: dataclasses.Field[Any], hint: Any, cls: Any, default: Any) -> StructFieldSpec:
+    """Return an argument of a command: no `(default: None)`, as the text says what None stands for."""
+    if default is MISSING_NONPROP and get_origin(_bare(hint)) is tuple:  # tyro would show it as optional
+        mark = tyro.conf.arg(metavar=f"{field.name.upper()} ...", help_behavior_hint="(required)")
+    else:
+        mark = tyro.conf.arg(help_behavior_hint="" if default in (None, ()) else None)
+    return StructFieldSpec(
+        name=field.name,
+        type=_annotated(hint, mark),
+        default=default,
+        helptext=lambda: _bare(hint).__doc__ if _is_group(hint) else _texts(cls).get(field.name),
+    )
+
+
+def _annotated(hint: Any, mark: object) -> Any:
+    return Annotated[hint, mark]
+
+
+def _bare(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _is_group(hint: Any) -> bool:
+    return isinstance(_bare(hint), type) and issubclass(_bare(hint), Options)
+
+
+# --- what tyro is told of types --------------------------------------------------------------------------------------
+
+
+def _registry(shown: Collection[str] | None) -> ConstructorRegistry:
+    """Return the rules by which tyro reads our types; `shown`: the only fields that are in the help."""
+    registry = ConstructorRegistry()
+    registry.primitive_rule(_whole_number)
+    registry.primitive_rule(_number_or_word)
+    registry.primitive_rule(_optional)
+    registry.struct_rule(functools.partial(_struct, shown))
+    return registry
+
+
+def _struct(shown: Collection[str] | None, info: StructTypeInfo) -> StructConstructorSpec | None:
+    cls: Any = info.type
+    make: Callable[..., Any] = cls
+    if isinstance(cls, type) and issubclass(cls, Options):
+        specs = [_option(cls, name) for name in cls.sources]
+        unset = {spec.name: spec.default for spec in specs}
+
+        def make(**values: Any) -> Any:
+            return cls({name: value for name, value in values.items() if value != unset[name]})
+
+    elif dataclasses.is_dataclass(cls):
+        hints, specs = get_type_hints(cls, include_extras=True), []
+        for field in dataclasses.fields(cls):
+            default = _default(field)
+            is_missing = default is dataclasses.MISSING or _is_group(hints[field.name])
+            specs.append(_argument(field, hints[field.name], cls, MISSING_NONPROP if is_missing else default))
+    else:
+        return None
+    if shown is not None:
+        for place, spec in enumerate(specs):
+            if spec.name not in shown and not _is_group(spec.type):
+                specs[place] = dataclasses.replace(spec, type=_annotated(spec.type, tyro.conf.Suppress))
+    return StructConstructorSpec(instantiate=make, fields=tuple(specs))
+
+
+def _whole_number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
+    """Whole numbers may be written as 10000, 10_000 or 1e4."""
+    if info.type is not int:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: _read_whole(words[0]),
+        is_instance=lambda value: isinstance(value, int) and not isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _read_whole(word: str) -> int:
+    try:
+        number = Decimal(word)
+        if number.is_finite() and number.adjusted() < _MOST_DIGITS and number == number.to_integral_value():
+            return int(number)
+    except InvalidOperation:
+        pass
+    raise ValueError(f"{word!r} is not a whole number, such as 1000 or 1e3")
+
+
+def _number_or_word(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int | str] | None:
+    """A whole number or one of some words, such as `all`: tyro's own message about neither fills ten lines."""
+    kinds = get_args(info.type) if get_origin(info.type) in (Union, UnionType) else ()
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    if int not in kinds or not words or len(kinds) > 2:
+        return None
+
+    def read(found: list[str]) -> int | str:
+        try:
+            return found[0] if found[0] in words else _read_whole(found[0])
+        except ValueError as error:
+            raise ValueError(f"{error}, and not {' or '.join(words)}") from error
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="|".join(["INT", *words]),
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, int) or value in words,
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | UnsupportedTypeAnnotationError | None:
+    """An option that may be left out is read as its type without None, so that help and messages list no None."""
+    kinds = get_args(info.type) if get_origin(info.type) in (Union, UnionType) else ()
+    if NoneType not in kinds:
+        return None
+    inner: Any = Union.__getitem__(tuple(kind for kind in kinds if kind is not NoneType))
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(inner, set(info.markers)))
+    if isinstance(spec, UnsupportedTypeAnnotationError):
+        return spec
+    return dataclasses.replace(
+        spec,
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: [] if value is None else spec.str_from_instance(value),
+    )

@@ -10,7 +10,7 @@ import tyro
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.cli import common
+from isoloss.cli import common, options
 from isoloss.errors import IsolossError
 from isoloss.languages.config import check_name
 
@@ -74,7 +74,7 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    args = common.parse(Args, "sample", arguments, examples=EXAMPLES)
+    args = options.parse(Args, "sample", arguments, examples=EXAMPLES)
     _check_numbers(args)
     from isoloss import languages, seeds
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import tyro
 
 from isoloss import config as configs
-from isoloss.cli import common
+from isoloss.cli import common, options
 from isoloss.evaluation.results import Evaluations
 from isoloss.runs import Evaluation, Run
 
@@ -27,7 +27,7 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    args = common.parse(Args, "show", arguments, examples=EXAMPLES)
+    args = options.parse(Args, "show", arguments, examples=EXAMPLES)
     run = Run(args.run)
     record, config, evaluations = run.record, run.config, run.evaluations()
     of_averages = run.averaged.evaluations()

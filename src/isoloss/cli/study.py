@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from isoloss import files, interrupts
-from isoloss.cli import common
+from isoloss.cli import common, options
 from isoloss.errors import IsolossError
 from isoloss.registry import EXECUTORS
 from isoloss.runs import Run
@@ -91,7 +91,7 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    args = common.parse(Args, "study", arguments, examples=EXAMPLES)
+    args = options.parse(Args, "study", arguments, examples=EXAMPLES)
     _check_options(args, arguments)
     if args.action == "compare":
         from isoloss.cli import study_results

@@ -9,7 +9,7 @@ from typing import Literal
 
 import tyro
 
-from isoloss.cli import common
+from isoloss.cli import common, options
 
 EXAMPLES = [("isoloss text python-docs text/", "Python's language reference, about 80 files of English prose")]
 
@@ -28,7 +28,7 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    args = common.parse(Args, "text", arguments, examples=EXAMPLES)
+    args = options.parse(Args, "text", arguments, examples=EXAMPLES)
     from isoloss.text.python_docs import write_python_docs
 
     number = write_python_docs(args.folder)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from isoloss.cli import common
+from isoloss.cli import common, options
 from isoloss.errors import IsolossError, did_you_mean
 from isoloss.paper.theory.bracket_language.settings import Settings as BracketsSettings
 from isoloss.statistics.estimate import rounded
@@ -285,7 +285,7 @@ def main(arguments: list[str]) -> int:
         meant = did_you_mean(name, STATEMENTS) or ";"
         raise IsolossError(f"there is no statement {name!r}{meant} the statements are {', '.join(STATEMENTS)}")
     cls, examples = STATEMENTS[name]
-    args = common.parse(cls, f"theory {name}", rest, examples=examples.items())
+    args = options.parse(cls, f"theory {name}", rest, examples=examples.items())
     common.check_figure(args.figure)
     common.use_threads(args.threads)
     report = args.report()

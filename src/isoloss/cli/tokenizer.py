@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from isoloss import files
-from isoloss.cli import common
+from isoloss.cli import common, options
 from isoloss.errors import IsolossError, warn
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    args = common.parse(Args, "tokenizer", arguments, examples=EXAMPLES)
+    args = options.parse(Args, "tokenizer", arguments, examples=EXAMPLES)
     if args.cased and args.kind == "bpe":
         raise IsolossError("--cased is for wordpiece: byte-level BPE keeps all characters as they are")
     files.check_writable(args.output.parent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,8 +14,8 @@ import tyro
 from isoloss import config as configs
 from isoloss import early_checks, files, interrupts, usage
 from isoloss.cli import common, options
-from isoloss.cli.arguments import given
-from isoloss.config import LanguageConfig
+from isoloss.cli.options import Options, option_name, sources_of
+from isoloss.config import AlgorithmConfig, LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.registry import ALGORITHMS, MODELS
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
@@ -55,13 +54,57 @@ EXAMPLES = [
     ),
 ]
 
-_PARTS = ("language", "model", "objective", "optimizer", "algorithm")
-_COMPONENTS = ALGORITHMS.loaded()
-_Model = options.options_of("Model", ModelConfig)
-_Masking = options.options_of("Masking", ObjectiveConfig, exclude=("kind",))
-_Optimization = options.options_of("Optimization", OptimizerConfig, exclude=("name",))
-_Training = options.options_of("Training", TrainConfig, exclude=(*_PARTS, "stages"))
-_Algorithms = options.component_options("Algorithms", _COMPONENTS, option="--algorithm")
+# what `--help` shows; `--help-all` shows the rest
+COMMON = (
+    "runs",
+    "config",
+    "language",
+    "tokenizer",
+    "preset",
+    "architecture",
+    "size",
+    "algorithm",
+    "steps",
+    "batch_size",
+    "learning_rate",
+    "checkpoints",
+    "seed",
+    "device",
+    "print_config",
+    "json",
+)
+
+_PARTS = ("language", "model", "objective", "optimizer", "algorithm", "stages")
+
+
+class _Model(Options):
+    """Architecture and shape."""
+
+    sources = sources_of({"model": ModelConfig})
+
+
+class _Masking(Options):
+    """What a masked model learns from."""
+
+    sources = sources_of({"masking": ObjectiveConfig}, exclude=["kind"])
+
+
+class _Optimization(Options):
+    """The optimizer's settings and schedule."""
+
+    sources = sources_of({"optimization": OptimizerConfig}, exclude=["name"])
+
+
+class _Training(Options):
+    """Steps, data, checkpoints, seed and device."""
+
+    sources = sources_of({"training": TrainConfig}, exclude=_PARTS)
+
+
+class _Algorithms(Options):
+    """Settings of training algorithms: the options of each begin with its name."""
+
+    sources = sources_of(ALGORITHMS.loaded(), exclude=["kind"], prefixed=True)
 
 
 @dataclass(frozen=True)
@@ -98,13 +141,11 @@ class Args:
     """Print the config as TOML, or with --json as JSON, and stop."""
     json: bool = False
     """Print one JSON document when done."""
-    model: tyro.conf.OmitArgPrefixes[_Model] = field(default_factory=_Model)  # type: ignore[valid-type]
-    masking: tyro.conf.OmitArgPrefixes[_Masking] = field(default_factory=_Masking)  # type: ignore[valid-type]
-    optimization: tyro.conf.OmitArgPrefixes[_Optimization] = field(  # type: ignore[valid-type]
-        default_factory=_Optimization
-    )
-    training: tyro.conf.OmitArgPrefixes[_Training] = field(default_factory=_Training)  # type: ignore[valid-type]
-    algorithms: options.titled(_Algorithms, "") = field(default_factory=_Algorithms)  # type: ignore[valid-type]
+    model: _Model = field(default_factory=_Model)
+    masking: _Masking = field(default_factory=_Masking)
+    optimization: _Optimization = field(default_factory=_Optimization)
+    training: _Training = field(default_factory=_Training)
+    algorithms: _Algorithms = field(default_factory=_Algorithms)
 
 
 def main(arguments: list[str]) -> int:
@@ -132,11 +173,11 @@ def _is_one_of_several() -> bool:
 
 
 def _main(arguments: list[str]) -> int:
-    args = common.parse(Args, "train", arguments, examples=EXAMPLES)
+    args = options.parse(Args, "train", arguments, examples=EXAMPLES, common=COMMON)
     if not args.runs:
         raise IsolossError("no run directory is named: isoloss train runs/first --language pcfg-laptop")
     refuse_twice(list(map(str, args.runs)))
-    runs, trained = [Run(path) for path in args.runs], _configs(args, given(Args, "train", arguments))
+    runs, trained = [Run(path) for path in args.runs], _configs(args)
     for run, config in zip(runs, trained, strict=True):
         configs.check(config)
         _check_machine(run, config)
@@ -233,13 +274,19 @@ def _language(config: LanguageConfig) -> Language:
         return config.build(lambda done, total: percent(100 * done // total))  # type: ignore[no-any-return]
 
 
-def _configs(args: Args, names: set[str]) -> list[TrainConfig]:
-    """Return the config of each run; `names` are the options that were given."""
+def _configs(args: Args) -> list[TrainConfig]:
+    """Return the config of each run."""
     if not args.config and args.language is not None:
-        return _by_seed(args, _from_options(args, names))
-    free = {f.name for f in dataclasses.fields(_Training) if f.metadata.get("exclude_from_fingerprint")}
-    changed = dict(_changed(args))
-    decisive = ", ".join(options.option_name(name) for name in changed if name not in free)
+        return _by_seed(args, _from_options(args))
+    free = {f.name for f in dataclasses.fields(TrainConfig) if f.metadata.get("exclude_from_fingerprint")}
+    groups: tuple[Options, ...] = (args.model, args.masking, args.optimization, args.training, args.algorithms)
+    changed: dict[str, Any] = {name: value for group in groups for name, value in group.items()}
+    no_settings = ("runs", "config", "print_config", "json")
+    for option in dataclasses.fields(args):
+        value = getattr(args, option.name)
+        if option.name not in no_settings and not isinstance(value, Options) and value != option.default:
+            changed[option.name] = value
+    decisive = ", ".join(option_name(name) for name in changed if name not in free)
     if args.config:
         if decisive:
             raise IsolossError(f"{args.config[0]} holds the whole config; leave out {decisive}")
@@ -269,27 +316,14 @@ def _by_seed(args: Args, config: TrainConfig) -> list[TrainConfig]:
     return [dataclasses.replace(config, seed=config.seed + number) for number in range(len(args.runs))]
 
 
-def _changed(options: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the options of the config that have another value than their default."""
-    for option in dataclasses.fields(options):
-        value = getattr(options, option.name)
-        if dataclasses.is_dataclass(value):
-            yield from _changed(value)
-        elif option.name not in ("runs", "config", "print_config", "json") and value != option.default:
-            yield option.name, value
-
-
-def _from_options(args: Args, names: set[str]) -> TrainConfig:
-    """Return the config that the options give; those not among `names` are the preset's, where there is one."""
+def _from_options(args: Args) -> TrainConfig:
+    """Return the config that the options give; what was not given is the preset's, where there is one."""
     from isoloss import languages, presets
 
-    def given_of(group: Any) -> dict[str, Any]:
-        return {name: value for name, value in vars(group).items() if name in names}
-
-    optimization, training = given_of(args.optimization), given_of(args.training)
-    if {"warmup_steps", "warmup_proportion"} <= names:
+    optimization: dict[str, Any] = dict(args.optimization)
+    if {"warmup_steps", "warmup_proportion"} <= optimization.keys():
         raise IsolossError("--warmup-steps and --warmup-proportion say the same: leave one out")
-    if "warmup_proportion" in names:
+    if "warmup_proportion" in optimization:
         optimization["warmup_steps"] = None  # of the preset
     preset = None if args.preset is None else presets.load_preset(args.preset)
     language = languages.resolve(
@@ -300,21 +334,31 @@ def _from_options(args: Args, names: set[str]) -> TrainConfig:
         split=args.split,
         max_documents=args.max_documents,
     )
-    own = {"architecture": preset.architecture, "dropout": preset.dropout} if preset else {}
-    model = ModelConfig(**{**own, **given_of(args.model)})
+    own: dict[str, Any] = {"architecture": preset.architecture, "dropout": preset.dropout} if preset else {}
+    model = ModelConfig(**{**own, **args.model})
     objective_kind = args.objective or MODELS.load(model.architecture).objective
     if preset:
-        data = {name: training[name] for name in ("num_sentences",) if name in names}
+        data = {name: args.training[name] for name in ("num_sentences",) if name in args.training}
         base = presets.train_config(preset, language, model, **data)
     else:
         base = TrainConfig(language=language, model=model, objective=ObjectiveConfig(kind=objective_kind))
     if args.frame is not None:
         base = dataclasses.replace(base, language=presets.framed(language) if args.frame == "cls-sep" else language)
-    algorithm = ALGORITHMS.load(args.algorithm)
     return dataclasses.replace(
         base,
-        objective=dataclasses.replace(base.objective, kind=objective_kind, **given_of(args.masking)),
+        objective=dataclasses.replace(base.objective, kind=objective_kind, **args.masking),
         optimizer=dataclasses.replace(base.optimizer, name=args.optimizer, **optimization),
-        algorithm=options.chosen(args.algorithms, args.algorithm, algorithm, option="--algorithm"),
-        **training,
+        algorithm=_algorithm(args),
+        **args.training,
     )
+
+
+def _algorithm(args: Args) -> AlgorithmConfig:
+    """Return the config of the algorithm with the options that begin with its name; those of others are refused."""
+    config, settings = ALGORITHMS.load(args.algorithm), {}
+    for name, value in args.algorithms.items():
+        field, (kind,) = args.algorithms.sources[name]
+        if kind != args.algorithm:
+            raise IsolossError(f"{option_name(name)} needs --algorithm {kind}")
+        settings[field] = value
+    return config(**settings)  # type: ignore[no-any-return]

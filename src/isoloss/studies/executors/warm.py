@@ -18,14 +18,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
 from isoloss.errors import IsolossError
-from isoloss.evaluation.measures.base import Measure
 from isoloss.studies.plan import Resources
 
 # what training and evaluation need. With one OpenMP thread, these imports start no threads; a fork of a process with
@@ -180,7 +179,6 @@ def serve(lifeline: int) -> NoReturn:
     """Fork a process for every command on standard input, until standard input is closed."""
     for name in PRELOADED:
         importlib.import_module(name)
-    _read_help_texts(Measure, importlib.import_module("isoloss.cli.options").help_texts)
     running: set[int] = set()
     buffer = b""
     while True:
@@ -200,14 +198,6 @@ def serve(lifeline: int) -> NoReturn:
             if ended:
                 running.remove(pid)
                 _say(ended=pid, status=os.waitstatus_to_exitcode(status))
-
-
-def _read_help_texts(config: type, read: Callable[[type], object]) -> None:
-    """Read the help texts of this type's settings now, as that would take each `isoloss eval` a second."""
-    subclasses: list[type] = config.__subclasses__()
-    for subclass in subclasses:
-        read(subclass)
-        _read_help_texts(subclass, read)
 
 
 def _become(arguments: Sequence[str], log: str, lifeline: int) -> None:
