@@ -617,7 +617,7 @@ def test_an_interruption_says_which_command_goes_on(subcommand, small_run, capsy
 def test_what_a_subcommand_has_no_use_for_is_refused(tmp_path, capsys):
     for action in ("verify", "report"):
         told = refusal(capsys, "study", action, "same-loss", "--workers", "3")
-        assert f"--workers is for study run, not for study {action}" in told
+        assert f"--workers (applied to isoloss study {action})" in told
 
 
 def test_a_tokenizer_that_is_smaller_than_asked_is_told(tmp_path, capsys):

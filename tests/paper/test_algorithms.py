@@ -306,7 +306,7 @@ def test_the_answer_opens_the_page_and_ends_what_is_printed(tmp_path, capsys):
     text = page.read_text()
     assert 0 < text.index("The adversary&#39;s task: shown, by 5 of 5 blocks.") < text.index("Key findings")
     assert 'class="warning"' not in text
-    command._emit_summary(command.Args("report", "algorithms"), folder, page)
+    command._emit_summary(folder, page, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [f"report: {page}", "The adversary's task: shown, by 5 of 5 blocks."]
     assert f"claims.toml, SHA-256 {folder.claims_file().sha256}" in lines

@@ -8,7 +8,6 @@ import shutil
 import pytest
 
 from isoloss.cli import study as command
-from isoloss.cli import study_progress
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.studies import page
@@ -353,7 +352,7 @@ def test_an_interrupted_report_says_how_to_go_on(capsys, file, tmp_path, here, m
 
 
 def test_watching_ends_when_all_is_done_or_nothing_can_go_on(capsys, file, tmp_path, here, monkeypatch):
-    monkeypatch.setattr(study_progress, "LINE_SECONDS", 0.01)
+    monkeypatch.setattr(command, "LINE_SECONDS", 0.01)
     where = ("--folder", tmp_path / "out")
     call(capsys, "run", file, *where, *here)
     assert call(capsys, "status", file, *where, "--watch") == "4 of 4 units done; about 0 s left\n"

@@ -166,10 +166,6 @@ def test_formats_are_chosen(capsys, file, finished, repeated, tmp_path):
         capsys, "export", file, "--folder", repeated, "--seed-offset", 1, "--output", tmp_path / "b", "--formats", "csv"
     )
     assert compare(tmp_path / "kept", tmp_path / "b").seed_offsets == (0, 1)
-    with pytest.raises(IsolossError, match="--formats is 'xlsx'; it must be csv, parquet, markdown or latex"):
-        call(capsys, "export", *where, "--formats", "csv", "xlsx")
-    with pytest.raises(IsolossError, match="--formats is for study export"):
-        call(capsys, "report", file, "--folder", finished, "--formats", "csv")
 
 
 # --- tables of text

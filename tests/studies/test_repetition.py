@@ -11,6 +11,7 @@ from scipy import stats
 
 from isoloss import config as configs
 from isoloss import files
+from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.runs import Run
@@ -314,20 +315,36 @@ def test_a_study_and_its_repetition(capsys, exports, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("compare", "a"), "compare takes two exports"),
-        (("compare", "a", "b", "--scale", "tiny"), "--scale is not for study compare"),
         (("compare", "no-such", "b"), "no-such is no export of a study: it has no provenance.json"),
-        (("report", "same-loss", "b"), "unexpected argument b: study report takes one study"),
-        (("run", "same-loss", "--output", "b"), "--output is for study export: study run writes"),
         (("plan", "same-loss", "--workers", "0"), "--workers is 0; it must be at least 1"),
         (("run", "same-loss", "--address", "auto"), "--address is for --executor ray; the executor is local"),
-        (("work", "same-loss", "--address", "auto"), "--address is for study run, not for study work"),
         (("run", "same-loss", "--submit", "a=1"), "--submit is for --executor slurm; the executor is local"),
         (("run", "same-loss", "--executor", "slurm", "--submit", "a"), "--submit takes NAME=VALUE"),
-        (("export", "same-loss", "--output", "b", "--workers=2"), "--workers is for study run, not for study export"),
     ],
 )
 def test_wrong_words_are_refused(capsys, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(IsolossError, match=message):
         call(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (("compare", "a"), ("Missing from isoloss study compare", "SECOND")),
+        (("compare", "a", "b", "--scale", "tiny"), ("--scale (applied to isoloss study compare)",)),
+        (("report", "same-loss", "b"), ("Unrecognized options: b",)),
+        (("run", "same-loss", "--output", "b"), ("--output (applied to isoloss study run)", "isoloss export --help")),
+        (("export", "same-loss"), ("Missing from isoloss study export", "--output PATH")),
+        (("export", "same-loss", "--output", "b", "--workers=2"), ("--workers=2 (applied to isoloss study export)",)),
+        (("work", "same-loss", "--address", "auto"), ("--address (applied to isoloss study work)",)),
+        (("report", "same-loss", "--formats", "csv"), ("--formats (applied to isoloss study report)",)),
+        (("export", "x", "--output", "b", "--formats", "xlsx"), ("choice 'xlsx'", "'csv', 'parquet', 'markdown'")),
+        (("verfy", "same-loss"), ("Unrecognized options: verfy", "subcommands: new, plan, run, work, status")),
+    ],
+)
+def test_each_subcommand_has_its_own_options(capsys, words, messages):
+    assert main(["study", *words]) == 2
+    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    for message in messages:
+        assert message in told

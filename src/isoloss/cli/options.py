@@ -72,6 +72,11 @@ def parse(
     )
 
 
+def subcommands(commands: Mapping[str, type]) -> Any:
+    """Return the union of the arguments of subcommands, as `parse` takes it."""
+    return Union.__getitem__(tuple(_annotated(cls, tyro.conf.subcommand(name)) for name, cls in commands.items()))
+
+
 def option_name(field: str) -> str:
     """Return how the command line calls a field.
 
@@ -177,7 +182,7 @@ def _option(options: type[Options], name: str) -> StructFieldSpec:
     shown = {
         word: " ".join(map(str, value if isinstance(value, tuple) else (value,)))
         for word, value in defaults.items()
-        if value not in (None, (), dataclasses.MISSING)
+        if value not in (None, (), "", dataclasses.MISSING)
     }
     mark = tyro.conf.arg(help_behavior_hint=f"(default: {_by_word(shown, ', ')})" if shown else "")
     everybody = {word for _, others in options.sources.values() for word in others}
@@ -199,7 +204,7 @@ def _argument(field: dataclasses.Field[Any], hint: Any, cls: Any, default: Any) 
     if default is MISSING_NONPROP and get_origin(_bare(hint)) is tuple:  # tyro would show it as optional
         mark = tyro.conf.arg(metavar=f"{field.name.upper()} ...", help_behavior_hint="(required)")
     else:
-        mark = tyro.conf.arg(help_behavior_hint="" if default in (None, ()) else None)
+        mark = tyro.conf.arg(help_behavior_hint="" if default in (None, (), "") else None)
     return StructFieldSpec(
         name=field.name,
         type=_annotated(hint, mark),
@@ -243,7 +248,7 @@ def _struct(shown: Collection[str] | None, info: StructTypeInfo) -> StructConstr
         def make(**values: Any) -> Any:
             return cls({name: value for name, value in values.items() if value != unset[name]})
 
-    elif dataclasses.is_dataclass(cls):
+    elif dataclasses.is_dataclass(cls) and cls.__module__.partition(".")[0] != "tyro":  # which wraps unions in its own
         hints, specs = get_type_hints(cls, include_extras=True), []
         for field in dataclasses.fields(cls):
             default = _default(field)

@@ -1,28 +1,38 @@
-"""`isoloss study`: plan, run, inspect, report or verify a whole study, export its results, and compare two exports."""
+"""`isoloss study`: begin, plan, run, inspect, report or verify a study; export its results, and compare two exports."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
-from collections.abc import Collection
+import re
+import sys
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
 from isoloss import files, interrupts
 from isoloss.cli import common, options
-from isoloss.errors import IsolossError
-from isoloss.registry import EXECUTORS
+from isoloss.errors import IsolossError, printable
+from isoloss.registry import EXECUTORS, STUDIES
 from isoloss.runs import Run
+from isoloss.statistics.estimate import number, rounded
 from isoloss.studies.leases import EXPIRY_SECONDS
+from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
     from isoloss.studies.claims import ClaimResult
+    from isoloss.studies.estimates import Estimate
     from isoloss.studies.folder import StudyFolder
     from isoloss.studies.job import Options
     from isoloss.studies.jobs import Executor
+    from isoloss.studies.repetition import Repeated
     from isoloss.studies.results import Summary
+    from isoloss.studies.status import Remaining, UnitStatus
 
 EXAMPLES = [
     ("isoloss study run same-loss --scale laptop", "everything, ending with a report; the same command resumes"),
@@ -36,228 +46,639 @@ EXAMPLES = [
     ("isoloss study compare results/a results/b", "compare a study with its repetition"),
 ]
 
-WORK_OPTIONS = {"--workers", "--retries", "--fail-fast", "--expiry"}  # options of work
-RUN_OPTIONS = WORK_OPTIONS | {"--executor", "--submit", "--address"}
-Action = Literal["new", "plan", "run", "work", "status", "report", "verify", "export", "compare"]
+WATCH_SECONDS = 2.0  # between two tables of `study status --watch` on a terminal
+LINE_SECONDS = 30.0  # between two lines elsewhere
+MIB = 2**20
+BEGUN = ("running", "failed", "interrupted")
 
 
-@dataclass(frozen=True)
-class Args:
-    """Begin, plan, run, inspect, report, verify, export or compare a study. Its whole state is in its folder."""
+# --- the subcommands -------------------------------------------------------------------------------------------------
 
-    action: tyro.conf.Positional[Action]
-    """new: write NAME.py, a study to start from; plan: list the units; run: run them; work: help another process run
-    them; status: show progress; report: write the page; verify: check the files; export: write the results to --output;
-    compare: compare two exports."""
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """A subcommand about one study, whose whole state is in its folder."""
+
     name: tyro.conf.Positional[str]
-    """The study (isoloss ls studies) or the path of a Python file that defines one, which is code and is run; for
-    compare: an exported folder. For new: what the study is to be called."""
-    other: tyro.conf.Positional[Path | None] = None
-    """For compare: the exported folder of the same study with other seeds."""
+    """The study (isoloss ls studies) or the path of a Python file that defines one, which is code and is run."""
     scale: str | None = None
     """Scale of the study (isoloss ls studies); default: the study's first scale."""
     seed_offset: int = 0
     """Repeat the study with different seeds: 1, 2, ...; 0 is the study itself."""
     folder: Path | None = None
     """Folder of the study; default: runs/NAME-SCALE, or runs/NAME-SCALE-seeds-N for a seed offset of N."""
-    checkpoints: tuple[str, ...] = ()
-    """For new: checkpoint folders, or names on the Hugging Face hub, that the study compares on --data."""
-    data: Path | None = None
-    """For new, with --checkpoints: text (.txt, .jsonl or a folder) or token ids (.npy) that they are measured on."""
-    output: Path | None = None
-    """For export: folder for the results. An earlier one of the same study is replaced."""
-    formats: tuple[Literal["csv", "parquet", "markdown", "latex"], ...] = ("csv", "parquet", "markdown", "latex")
-    """For export: which files of values (csv, parquet) and of tables (markdown, latex) to write; default: all."""
+    json: bool = False
+    """Print one JSON document."""
+
+    def study(self) -> StudyFolder:
+        """Return the study in its folder, which may not be there yet."""
+        if Run(Path(self.name)).exists:
+            told = common.command("show", self.name)
+            raise IsolossError(f"{self.name} is a run, not a study: {told} says what it holds")
+        from isoloss.studies.folder import StudyFolder
+        from isoloss.studies.spec import load_study
+
+        study = load_study(self.name)
+        scale = self.scale or next(iter(study.scales))
+        seeds = f"-seeds-{self.seed_offset}" if self.seed_offset else ""
+        path = self.folder or Path("runs") / f"{study.name}-{scale}{seeds}"
+        return StudyFolder(study, path, scale, self.seed_offset)
+
+    def run_command(self, folder: StudyFolder) -> str:
+        """Return the command that runs the study, or goes on with it."""
+        words: list[object] = ["study", "run", self.name, *folder.options, "--folder", folder.path]
+        own = {field.name: field.default for field in dataclasses.fields(self)}
+        for option in ("executor", "address", "retries", "expiry"):
+            if option in own and (value := getattr(self, option)) != own[option]:
+                words += [f"--{option}", value]
+        words += ["--fail-fast"] if getattr(self, "fail_fast", False) else []
+        words += ["--submit", *submit] if (submit := getattr(self, "submit", ())) else []
+        return common.command(*words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Working(_Command):
+    """A subcommand that carries out units."""
+
     workers: int = 2
     """Cores that units may use at the same time; most units use one. For the executor slurm: number of workers."""
-    executor: str = "local"
-    """What runs the units (isoloss ls executors)."""
     retries: int = 2
     """How many times to retry a unit that fails."""
     fail_fast: bool = False
     """Start no further units once one has failed."""
+    expiry: float = EXPIRY_SECONDS
+    """A process without a heartbeat for this many seconds is presumed dead, and others take over its units; give more
+    on a slow network file system."""
+
+    def executor_options(self, folder: StudyFolder, **more: Any) -> Options:
+        """Return the options of the executor, including the command that lets another process help."""
+        from isoloss.studies.job import Options
+
+        name = str(Path(self.name).absolute()) if self.name.endswith(".py") else self.name
+        work = ["study", "work", name, *folder.options, "--folder", str(folder.path.absolute())]
+        work += ["--retries", str(self.retries), "--expiry", str(self.expiry)]
+        work += ["--fail-fast"] if self.fail_fast else []
+        return Options(
+            workers=self.workers,
+            retries=self.retries,
+            keep_going=not self.fail_fast,
+            expiry=self.expiry,
+            worker_arguments=tuple(work),
+            **more,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run(_Working):
+    """Carry out what is left of a study, and write its report. The same command resumes."""
+
+    executor: str = "local"
+    """What runs the units (isoloss ls executors)."""
     address: str = ""
     """For the executor ray: address of a cluster, such as auto; default: start one on this machine."""
     submit: tuple[str, ...] = ()
     """For the executor slurm: parameters of submitit as NAME=VALUE, such as timeout_min=600 slurm_partition=gpu."""
-    expiry: float = EXPIRY_SECONDS
-    """A process without a heartbeat for this many seconds is presumed dead, and others take over its units; give more
-    on a slow network file system."""
+
+    def run(self) -> int:
+        from isoloss.studies.attempts import adopt
+        from isoloss.studies.growing import GrowingPage
+        from isoloss.studies.jobs import Jobs
+        from isoloss.studies.plan import in_order
+
+        for option, executor in (("submit", "slurm"), ("address", "ray")):
+            if getattr(self, option) and self.executor != executor:
+                raise IsolossError(f"--{option} is for --executor {executor}; the executor is {self.executor}")
+        folder = self.study()
+        if self.executor != "local":  # commands may start in another folder or on another machine
+            folder.path = folder.path.absolute()
+        folder.check()
+        folder.exists()  # refuses a folder that is not this study's before anything is written
+        execute: Executor = EXECUTORS.load(self.executor)
+        settings = self.executor_options(folder, address=self.address, submit_parameters=self._submit_parameters())
+        with files.lock(folder.path, wait=True):
+            folder.write_plan()
+            units = folder.plan()
+            adopt(units)
+        cores = os.cpu_count() or 1
+        if self.executor == "local" and self.workers > cores:
+            common.note(f"{self.workers} workers share {cores} cores: more workers than cores bring no speedup")
+        on_done = GrowingPage(folder, units, common.note)
+        jobs = Jobs(in_order(units), folder.path, settings, say=common.note, on_done=on_done)
+        todo = len(units) - jobs.num_done
+        try:
+            execute(jobs, settings)
+        except KeyboardInterrupt:
+            common.note("stopped; progress is saved. To resume:")
+            common.note(f"  {self.run_command(folder)} --workers {self.workers}")
+            return interrupts.status()
+        jobs.raise_failures()
+        if todo:
+            common.note(f"{todo} units done; writing the report")
+        else:
+            common.note(f"all {len(units)} units were already done")
+        with files.lock(folder.path, wait=True):
+            page = folder.report()
+        return _emit_summary(folder, page, as_json=self.json)
+
+    def _submit_parameters(self) -> dict[str, str | int | float]:
+        pairs = dict[str, str | int | float]()
+        for text in self.submit:
+            name, equals, value = text.partition("=")
+            if not (name and equals):
+                raise IsolossError(f"--submit takes NAME=VALUE, such as timeout_min=600, not {text!r}")
+            pairs[name] = int(value) if value.isdecimal() else value
+        return pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work(_Working):
+    """Help another process carry out a study, until no unit is left; that process writes the report."""
+
+    def run(self) -> int:
+        from isoloss.studies.executors import local
+        from isoloss.studies.jobs import Jobs
+        from isoloss.studies.plan import in_order
+
+        folder = self.study()
+        if not folder.exists():
+            raise IsolossError(f"{folder.path} holds no study yet: {self.run_command(folder)} starts one")
+        settings = self.executor_options(folder)
+        jobs = Jobs(in_order(folder.plan()), folder.path, settings, say=common.note)
+        try:
+            local.run(jobs, settings)
+        except KeyboardInterrupt:
+            common.note("stopped; progress is saved")
+            return interrupts.status()
+        jobs.raise_failures()
+        common.note(f"{jobs.num_run_here} units done by this process; none are left")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan(_Command):
+    """List the units of a study, and the time and memory that they need."""
+
+    workers: int = 2
+    """Number of workers that the expected time assumes."""
+
+    def run(self) -> int:
+        from isoloss.studies.status import remaining
+
+        if self.workers < 1:
+            raise IsolossError(f"--workers is {self.workers}; it must be at least 1")
+        folder = self.study()
+        folder.check()
+        folder.exists()  # refuses a folder that holds something else
+        states, needed = _states(folder)
+        left = remaining(states, self.workers)
+        if self.json:
+            common.emit_json(_document(folder, states, needed, left, self.workers))
+        else:
+            _print_plan(folder, states, needed, left, self.workers)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Status(_Command):
+    """Show which units are done, which are running and which have failed."""
+
     watch: bool = False
-    """For status: keep refreshing until all units are done."""
+    """Keep refreshing until all units are done."""
+
+    def run(self) -> int:
+        from isoloss.studies.status import remaining, statuses
+
+        folder = self.study()
+        if not folder.exists():
+            start, nearest = self.run_command(folder), files.nearest(folder.path)
+            raise IsolossError(f"{folder.path} holds no study: {start} starts one{nearest}")
+        if self.watch:
+            return _watch(folder, self.json)
+        if self.json:
+            states, needed = _states(folder)
+            common.emit_json(_document(folder, states, needed, remaining(states, 2), 2))
+        else:
+            _print_status(folder, statuses(folder.plan(), folder.path))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Report(_Command):
+    """Write the page of a study from the results that there are."""
+
+    def run(self) -> int:
+        folder = self.study()
+        folder.exists()  # or refuses
+        (missing, complete), first = _progress(folder), folder.study.first_page_blocks
+        if missing and (first is None or len(complete) < first):
+            raise _unfinished(self, folder)
+        with files.lock(folder.path):
+            page = folder.report(complete)
+        return _emit_summary(folder, page, complete, as_json=self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verify(_Command):
+    """Check every file of a study against what it was made from; the status is 1 where one is not what it should be."""
+
+    def run(self) -> int:
+        folder = self.study()
+        checks = []
+        for name, problem in folder.verify():
+            checks.append({"check": name, "problem": problem})
+            if not self.json:
+                common.say(f"{'ok  ' if problem is None else 'FAIL'}  {name}" + (f": {problem}" if problem else ""))
+        failed = sum(check["problem"] is not None for check in checks)
+        if self.json:
+            document = {"study": folder.study.name, "folder": str(folder.path), "failed": failed, "checks": checks}
+            common.emit_json(document)
+        else:
+            common.say(f"{len(checks)} checks, {failed} failed")
+        return 1 if failed else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Export(_Command):
+    """Write the results of a finished study into one small folder."""
+
+    output: Path
+    """Folder for the results. An earlier one of the same study is replaced."""
+    formats: tuple[Literal["csv", "parquet", "markdown", "latex"], ...] = ("csv", "parquet", "markdown", "latex")
+    """Which files of values (csv, parquet) and of tables (markdown, latex) to write; default: all."""
+
+    def run(self) -> int:
+        from isoloss.studies.export import export
+
+        folder = self.study()
+        folder.exists()  # or refuses
+        if _progress(folder)[0]:
+            raise _unfinished(self, folder)
+        with files.lock(folder.path):
+            export(folder, self.output, self.formats)
+        sizes = [path.stat().st_size for path in self.output.rglob("*") if path.is_file()]
+        if self.json:
+            common.emit_json({"output": str(self.output), "files": len(sizes), "bytes": sum(sizes)})
+        else:
+            common.say(f"{self.output}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compare:
+    """Compare two exports of a study with different seeds, number by number."""
+
+    first: tyro.conf.Positional[Path]
+    """An exported folder."""
+    second: tyro.conf.Positional[Path]
+    """The exported folder of the same study with other seeds."""
     json: bool = False
     """Print one JSON document."""
+
+    def run(self) -> int:
+        from isoloss.studies.repetition import compare
+
+        found = compare(self.first, self.second)
+        if self.json:
+            common.emit_json(found.to_dict())
+            return 0
+        a, b = found.seed_offsets
+        title = f"{found.study} at scale {found.scale}: A with seed offset {a}, B with {b}"
+        columns = ("what", "verdict of A", "verdict of B", "A", "B", "B − A", "95 % interval", "unit", "p (Holm)")
+        common.print_table(title, columns, [_row(each) for each in found.numbers], left=3)
+        common.say("")
+        common.say_wrapped(found.conclusion)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _New:
+    """Write NAME.py into the current folder: a study to start from."""
+
+    name: tyro.conf.Positional[str]
+    """What the study is to be called."""
+    checkpoints: tuple[str, ...] = ()
+    """Checkpoint folders, or names on the Hugging Face hub, that the study compares on --data."""
+    data: Path | None = None
+    """With --checkpoints: text (.txt, .jsonl or a folder) or token ids (.npy) that they are measured on."""
+    json: bool = False
+    """Print one JSON document."""
+
+    def run(self) -> int:
+        stem = self.name.removesuffix(".py")
+        if not re.fullmatch(r"[A-Za-z][\w-]*", stem, re.ASCII):
+            raise IsolossError(
+                f"the study's name is {self.name!r}; it must begin with a letter and have letters, digits, - and _"
+            )
+        if stem in STUDIES:
+            raise IsolossError(f"there is a study {stem} already (isoloss ls studies): choose another name")
+        if bool(self.checkpoints) != (self.data is not None):
+            missing = "--data, the text that they are measured on" if self.checkpoints else "--checkpoints"
+            raise IsolossError(f"--checkpoints and --data go together: add {missing}")
+        path = Path(f"{stem}.py")
+        if path.exists():
+            raise IsolossError(f"{path} is there already: choose another name")
+        text = (
+            _external_study(stem, self.checkpoints, self.data) if self.data is not None else _TRAINED.format(name=stem)
+        )
+        files.write_text(path, text)
+        if self.json:
+            common.emit_json({"file": str(path)})
+        else:
+            common.say(f"{path} written. To run it:")
+            common.say(f"  {common.command('study', 'run', path)}")
+        return 0
 
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    args = options.parse(Args, "study", arguments, examples=EXAMPLES)
-    _check_options(args, arguments)
-    if args.action == "compare":
-        from isoloss.cli import study_results
-
-        return study_results.compare(Path(args.name), args.other, as_json=args.json)
-    if args.action == "new":
-        from isoloss.cli import study_new
-
-        return study_new.write(args.name, args.checkpoints, args.data, as_json=args.json)
-    if Run(Path(args.name)).exists:
-        raise IsolossError(f"{args.name} is a run, not a study: {common.command('show', args.name)} says what it holds")
-    from isoloss.studies.folder import StudyFolder
-    from isoloss.studies.spec import load_study
-
-    study = load_study(args.name)
-    scale = args.scale or next(iter(study.scales))
-    seeds = f"-seeds-{args.seed_offset}" if args.seed_offset else ""
-    path = args.folder or Path("runs") / f"{study.name}-{scale}{seeds}"
-    if args.executor != Args.executor:  # commands may start in another folder or on another machine
-        path = path.absolute()
-    folder = StudyFolder(study, path, scale, args.seed_offset)
-    if args.action in ("plan", "status"):
-        from isoloss.cli import study_progress
-
-        start = _run_command(args, folder)
-        return study_progress.show(folder, args.action, start, args.workers, watch=args.watch, as_json=args.json)
-    actions = {"run": _run, "work": _work, "report": _report, "verify": _verify}
-    return {**actions, "export": _export}[args.action](args, folder)
+    actions = {
+        "new": _New,
+        "plan": _Plan,
+        "run": _Run,
+        "work": _Work,
+        "status": _Status,
+        "report": _Report,
+        "verify": _Verify,
+        "export": _Export,
+        "compare": _Compare,
+    }
+    return int(options.parse(options.subcommands(actions), "study", arguments, examples=EXAMPLES).run())
 
 
-def _check_options(args: Args, arguments: list[str]) -> None:
-    """Refuse options that the action does not use."""
-    for option in (word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")):
-        if args.action == "compare" and option != "--json":
-            raise IsolossError(f"{option} is not for study compare, which only reads two exports")
-        if args.action == "new" and option not in ("--checkpoints", "--data", "--json"):
-            raise IsolossError(f"{option} is not for study new, which only writes a file")
-        if args.action != "new" and option in ("--checkpoints", "--data"):
-            raise IsolossError(f"{option} is for study new, not for study {args.action}: it stands in the study's file")
-        takes = {"run": RUN_OPTIONS, "work": WORK_OPTIONS, "plan": {"--workers"}}
-        if option in RUN_OPTIONS - takes.get(args.action, set()):
-            raise IsolossError(f"{option} is for study run, not for study {args.action}")
-        if args.action != "status" and option == "--watch":
-            raise IsolossError(f"--watch is for study status, not for study {args.action}")
-        if args.action != "export" and option == "--output":
-            raise IsolossError(f"--output is for study export: study {args.action} writes into the study's folder")
-        if args.action != "export" and option == "--formats":
-            raise IsolossError(f"--formats is for study export, not for study {args.action}")
-    if args.workers < 1:
-        raise IsolossError(f"--workers is {args.workers}; it must be at least 1")
-    for option, executor in (("submit", "slurm"), ("address", "ray")):
-        if getattr(args, option) and args.executor != executor:
-            raise IsolossError(f"--{option} is for --executor {executor}; the executor is {args.executor}")
-    if args.other is not None and args.action != "compare":
-        raise IsolossError(f"unexpected argument {args.other}: study {args.action} takes one study")
+# --- a study to start from -------------------------------------------------------------------------------------------
 
 
-def _run(args: Args, folder: StudyFolder) -> int:
-    from isoloss.studies.attempts import adopt
-    from isoloss.studies.growing import GrowingPage
-    from isoloss.studies.jobs import Jobs
-    from isoloss.studies.plan import in_order
+_TRAINED = '''\
+"""{name}: does dropout change how flat a model is, and how well it transfers?"""
 
-    folder.check()
-    folder.exists()  # refuses a folder that is not this study's before anything is written
-    execute: Executor = EXECUTORS.load(args.executor)
-    options = _options(args, folder)
-    with files.lock(folder.path, wait=True):
-        folder.write_plan()
-        units = folder.plan()
-        adopt(units)
-    if args.executor == "local" and args.workers > (os.cpu_count() or 1):
-        common.note(f"{args.workers} workers share {os.cpu_count()} cores: more workers than cores bring no speedup")
-    jobs = Jobs(in_order(units), folder.path, options, say=common.note, on_done=GrowingPage(folder, units, common.note))
-    todo = len(units) - jobs.num_done
-    try:
-        execute(jobs, options)
-    except KeyboardInterrupt:
-        common.note("stopped; progress is saved. To resume:")
-        common.note(f"  {_run_command(args, folder)} --workers {args.workers}")
-        return interrupts.status()
-    jobs.raise_failures()
-    if todo:
-        common.note(f"{todo} units done; writing the report")
-    else:
-        common.note(f"all {len(units)} units were already done")
-    with files.lock(folder.path, wait=True):
-        page = folder.report()
-    return _emit_summary(args, folder, page)
+from isoloss.languages.config import PCFGConfig
+from isoloss.run_config import ModelConfig, TrainConfig
+from isoloss.studies import Experiment, Measurement, Scale, Study
+
+LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)  # isoloss ls languages
+MEASURED = Measurement(
+    measures=("loss", "trace", "minimal-trace", "probe-root"),  # isoloss ls measures
+    settings={{"loss_sentences": 256, "num_train": 256, "num_test": 256, "probe_seeds": 2}},
+)
 
 
-def _options(args: Args, folder: StudyFolder) -> Options:
-    """Return the options of the executor, including the command that lets another process help."""
-    from isoloss.studies.job import Options
+def run(dropout, seed):
+    model = ModelConfig(size="d16", dropout=dropout)  # isoloss ls models
+    config = TrainConfig(language=LANGUAGE, model=model, steps=400, batch_size=64, checkpoints=(200,), seed=seed)
+    return Experiment(config=config, measurements=(MEASURED,), group=f"dropout {{dropout}}")
 
-    name = str(Path(args.name).absolute()) if args.name.endswith(".py") else args.name
-    work = ["study", "work", name, *folder.options, "--folder", str(folder.path.absolute())]
-    work += ["--retries", str(args.retries), "--expiry", str(args.expiry)]
-    work += ["--fail-fast"] if args.fail_fast else []
-    pairs = dict[str, str | int | float]()
-    for text in args.submit:
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise IsolossError(f"--submit takes NAME=VALUE, such as timeout_min=600, not {text!r}")
-        pairs[name] = int(value) if value.isdecimal() else value
-    return Options(
-        workers=args.workers,
-        retries=args.retries,
-        keep_going=not args.fail_fast,
-        expiry=args.expiry,
-        worker_arguments=tuple(work),
-        submit_parameters=pairs,
-        address=args.address,
+
+# A model trained elsewhere: Experiment(config=ExternalCheckpoint(checkpoint="FOLDER", data="text.txt"), ...),
+# with isoloss.studies.ExternalCheckpoint
+RUNS = {{f"dropout-{{rate}}-seed-{{seed}}": run(rate, seed) for rate in (0.0, 0.2) for seed in (1, 2)}}
+
+# Claims, written before the runs: Study(claims=..., contrasts=...); docs/studies.md has an example
+STUDY = Study(name="{name}", scales={{"laptop": Scale(description="a minute", experiments=RUNS)}})
+'''
+
+_EXTERNAL = '''\
+"""{name}: how flat are these checkpoints, and what is their loss?"""
+
+from isoloss.studies import Experiment, ExternalCheckpoint, Measurement, Scale, Study
+
+DATA = {data}
+CHECKPOINTS = {{  # what each is called in tables: its folder, or its name on the Hugging Face hub
+{checkpoints}
+}}
+MEASURED = Measurement(measures=("loss", "trace", "minimal-trace"))  # isoloss ls measures
+RUNS = {{
+    name: Experiment(config=ExternalCheckpoint(checkpoint=checkpoint, data=DATA), measurements=(MEASURED,))
+    for name, checkpoint in CHECKPOINTS.items()
+}}
+
+# Claims, written before the runs: Study(claims=..., contrasts=...); docs/studies.md has an example
+STUDY = Study(name="{name}", scales={{"all": Scale(description="a minute for small models", experiments=RUNS)}})
+'''
+
+
+def _external_study(name: str, checkpoints: Sequence[str], data: Path) -> str:
+    if not (hub_datasets.is_dataset(data) or data.exists()):
+        raise IsolossError(f"there is no data {data}{files.nearest(data)}")
+    called: dict[str, str] = {}
+    for checkpoint in checkpoints:
+        folder = Path(checkpoint).expanduser()
+        plain = re.sub(r"[^\w.-]+", "-", folder.resolve().name if folder.is_dir() else checkpoint).strip("-.")
+        if plain in called or not plain:
+            plain = f"{plain or 'checkpoint'}-{len(called) + 1}"
+        called[plain] = checkpoint
+    return _EXTERNAL.format(
+        name=name,
+        data=_quoted(str(data)),
+        checkpoints="\n".join(f"    {_quoted(key)}: {_quoted(value)}," for key, value in called.items()),
     )
 
 
-def _work(args: Args, folder: StudyFolder) -> int:
-    """Carry out units of a study that another process runs, until none is left; the other process writes the report."""
-    from isoloss.studies.executors import local
-    from isoloss.studies.jobs import Jobs
-    from isoloss.studies.plan import in_order
-
-    if not folder.exists():
-        raise IsolossError(f"{folder.path} holds no study yet: {_run_command(args, folder)} starts one")
-    options = _options(args, folder)
-    jobs = Jobs(in_order(folder.plan()), folder.path, options, say=common.note)
-    try:
-        local.run(jobs, options)
-    except KeyboardInterrupt:
-        common.note("stopped; progress is saved")
-        return interrupts.status()
-    jobs.raise_failures()
-    common.note(f"{jobs.num_run_here} units done by this process; none are left")
-    return 0
+def _quoted(text: str) -> str:
+    """Return a Python string in double quotes."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _run_command(args: Args, folder: StudyFolder) -> str:
-    words: list[object] = ["study", "run", args.name, *folder.options, "--folder", folder.path]
-    for option in ("executor", "address", "retries", "expiry"):
-        if (value := getattr(args, option)) != getattr(Args, option):
-            words += [f"--{option}", value]
-    words += ["--fail-fast"] if args.fail_fast else []
-    words += ["--submit", *args.submit] if args.submit else []
-    return common.command(*words)
+# --- units, how far along each is, and the time that is left ---------------------------------------------------------
 
 
-def _report(args: Args, folder: StudyFolder) -> int:
-    folder.exists()  # or refuses
-    (missing, complete), first = _progress(folder), folder.study.first_page_blocks
-    if missing and (first is None or len(complete) < first):
-        raise _unfinished(args, folder)
-    with files.lock(folder.path):
-        page = folder.report(complete)
-    return _emit_summary(args, folder, page, complete)
+def _states(folder: StudyFolder) -> tuple[list[UnitStatus], list[Estimate]]:
+    """Return the status of each unit, with its expected seconds, and the estimates of what each needs."""
+    from isoloss.studies.estimates import estimates
+    from isoloss.studies.status import statuses
+
+    needed = estimates(folder.plan(), folder.path)
+    return statuses([estimate.unit for estimate in needed], folder.path), needed
 
 
-def _export(args: Args, folder: StudyFolder) -> int:
-    from isoloss.cli import study_results
+def _document(
+    folder: StudyFolder, states: Sequence[UnitStatus], needed: Sequence[Estimate], left: Remaining, workers: int
+) -> dict[str, object]:
+    rows = [
+        {
+            "unit": status.unit.name,
+            "state": status.state,
+            "progress": status.progress,
+            "host": status.host,
+            "since": status.since,
+            "attempts": status.attempts,
+            "last_line": status.last_line,
+            "after": list(status.unit.after),
+            "needs": dataclasses.asdict(status.unit.needs),
+            "expected_seconds": round(status.unit.seconds, 3),
+            "memory_bytes": estimate.memory,
+            "gpu_memory_bytes": estimate.gpu_memory,
+            "disk_bytes": estimate.disk,
+            "measured": estimate.is_measured,
+            "shown_in": list(status.unit.shown_in),
+            "arguments": list(status.unit.arguments),
+        }
+        for status, estimate in zip(states, needed, strict=True)
+    ]
+    return {
+        "study": folder.study.name,
+        "scale": folder.scale_name,
+        "folder": str(folder.path),
+        "workers": workers,
+        "remaining_seconds": {name: round(value, 1) for name, value in dataclasses.asdict(left).items()},
+        "units": rows,
+    }
 
-    if args.output is None:
-        raise IsolossError("--output is required for study export: the folder for the results")
-    folder.exists()  # or refuses
-    if _progress(folder)[0]:
-        raise _unfinished(args, folder)
-    with files.lock(folder.path):
-        return study_results.export(folder, args.output, args.formats, as_json=args.json)
+
+def _print_plan(
+    folder: StudyFolder, states: Sequence[UnitStatus], needed: Sequence[Estimate], left: Remaining, workers: int
+) -> None:
+    needs = {
+        "cores": [str(status.unit.needs.all_cores) for status in states],
+        "GPUs": [f"{status.unit.needs.all_gpus:g}" for status in states],
+        "reserved (GiB)": [f"{status.unit.needs.memory:g}" for status in states],
+        "memory (MiB)": [_mib(estimate.memory) for estimate in needed],
+        "GPU memory (MiB)": [_mib(estimate.gpu_memory) for estimate in needed],
+        "disk (MiB)": [_mib(estimate.disk) for estimate in needed],
+    }
+    # most plans have one-core units only: these columns would be the same in every row
+    usual = {"cores": {"1"}, "GPUs": {"0"}, "reserved (GiB)": {"0"}}
+    shown = [(name, words) for name, words in needs.items() if set(words) - usual.get(name, {"", _mib(0)})]
+    rows = [
+        (
+            status.unit.name,
+            ", ".join(filter(None, (status.state, status.progress))),
+            ", ".join(status.unit.after),
+            f"{status.unit.seconds:,.0f}",
+            *(words[i] for _, words in shown),
+        )
+        for i, status in enumerate(states)
+    ]
+    columns: tuple[str, ...] = ("unit", "state", "after", "seconds", *(name for name, _ in shown))
+    left_columns = 3
+    if any(status.unit.shown_in for status in states):  # of a study that says which figures its runs are for
+        columns, left_columns = ("unit", "shown in", *columns[1:]), 4
+        rows = [(row[0], ", ".join(status.unit.shown_in), *row[1:]) for status, row in zip(states, rows, strict=True)]
+    common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, rows, left=left_columns)
+    _say_done(folder, states)
+    measured = sum(estimate.is_measured for estimate in needed)
+    basis = f"from the {measured} units measured here" if measured else "a rough guess, as no unit is measured yet"
+    if all(status.state == "done" for status in states):
+        used = sum(status.unit.seconds * status.unit.needs.all_cores for status in states)
+        size = sum(estimate.disk or 0 for estimate in needed)
+        common.say_wrapped(f"All units are done: {_hours(used, 'core')} and {_mib(size)} MiB of disk space.")
+        return
+    common.say_wrapped(
+        f"Expected time for the rest ({basis}): {_duration(left.with_workers)} with {workers} workers; the longest "
+        f"chain of units takes {_duration(left.longest_chain)} with any number of workers. "
+        f"Cost: {_hours(left.core_seconds, 'core')}"
+        + (f" and {_hours(left.gpu_seconds, 'GPU')}." if left.gpu_seconds else ".")
+    )
+    if measured or all(estimate.disk is not None for estimate in needed):
+        sizes = [(estimate.disk, status.state == "done") for estimate, status in zip(needed, states, strict=True)]
+        to_come = sum(size for size, is_done in sizes if size and not is_done)
+        unknown = sum(size is None for size, _ in sizes)
+        common.say_wrapped(
+            f"Disk space: {_mib(sum(size for size, _ in sizes if size))} MiB, {_mib(to_come)} MiB of it not written yet"
+            + (f"; not known for {unknown} units." if unknown else ".")
+        )
+    else:
+        common.say_wrapped("Memory and disk space are estimated once a unit of each kind is done.")
+
+
+def _mib(amount: int | None) -> str:
+    """Return a number of bytes in MiB; empty if unknown."""
+    return "" if amount is None else f"{amount / MIB:,.0f}" if amount >= 10 * MIB else f"{amount / MIB:.2g}"
+
+
+def _hours(seconds: float, resource: str) -> str:
+    """Return a cost in words.
+
+    Example:
+        >>> _hours(1800, "core"), _hours(7200 * 100, "GPU")
+        ('0.5 core-hours', '200 GPU-hours')
+    """
+    hours = seconds / 3600
+    return f"{hours:,.0f} {resource}-hours" if hours >= 10 else f"{hours:.2g} {resource}-hours"
+
+
+def _print_status(folder: StudyFolder, states: Sequence[UnitStatus]) -> None:
+    rows = [
+        (
+            status.unit.name,
+            status.state,
+            status.progress or status.last_line,
+            status.host if status.state in BEGUN else "",
+            status.since.removesuffix("+00:00") if status.state in BEGUN else "",
+            str(status.attempts) if status.attempts > 1 else "",
+        )
+        for status in states
+    ]
+    columns = ("unit", "state", "progress", "host", "since (UTC)", "attempts")
+    common.print_table(str(folder.path), columns, rows, left=5)
+    _say_done(folder, states)
+
+
+def _say_done(folder: StudyFolder, states: Sequence[UnitStatus]) -> None:
+    common.say_wrapped(f"{_counts(states)} in {folder.path}; --json has the command of each")
+
+
+def _counts(states: Sequence[UnitStatus]) -> str:
+    count = {state: sum(status.state == state for status in states) for state in ("done", "running", "failed")}
+    more = "".join(f", {count[state]} {state}" for state in ("running", "failed") if count[state])
+    return f"{count['done']} of {len(states)} units done{more}"
+
+
+def _watch(folder: StudyFolder, as_json: bool) -> int:
+    """Show the running and failed units until all units are done, or those that failed for good hold up the rest."""
+    if as_json:
+        raise IsolossError("--json prints one document, but --watch keeps printing: give only one of them")
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+    from isoloss.studies.status import remaining
+
+    def line(states: Sequence[UnitStatus]) -> str:
+        left = remaining(states, max(1, sum(status.state == "running" for status in states)))
+        return f"{_counts(states)}; about {_duration(left.with_workers)} left"
+
+    def table(states: Sequence[UnitStatus]) -> Table:
+        shown = Table("unit", "state", "progress", "host", "since (UTC)", title=line(states))
+        for status in states:
+            if status.state in ("running", "failed"):
+                since = status.since.removesuffix("+00:00")
+                cells = (status.unit.name, status.state, status.progress or status.last_line, status.host, since)
+                shown.add_row(*(Text(printable(cell)) for cell in cells))
+        return shown
+
+    looks = 0  # one after the other in which nothing was running
+    with Live(auto_refresh=False) if sys.stdout.isatty() else contextlib.nullcontext() as live:
+        while True:
+            states, _ = _states(folder)
+            if live is None:
+                common.say(line(states))
+            else:
+                live.update(table(states), refresh=True)
+            if all(status.state == "done" for status in states):
+                return 0
+            looks = 0 if any(status.state == "running" for status in states) else looks + 1
+            given_up = [status.unit.name for status in states if status.is_given_up]
+            if given_up and looks > 1:  # between two units nothing runs for a moment, too
+                break
+            time.sleep(LINE_SECONDS if live is None else WATCH_SECONDS)
+    common.say_wrapped(f"Nothing is running, and what is left waits for failed units: {', '.join(given_up)}.")
+    return 1
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration in words.
+
+    Example:
+        >>> _duration(42), _duration(600), _duration(9000)
+        ('42 s', '10 min', '2 h 30 min')
+    """
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
 
 
 def _progress(folder: StudyFolder) -> tuple[list[str], tuple[int, ...]]:
@@ -269,19 +690,21 @@ def _progress(folder: StudyFolder) -> tuple[list[str], tuple[int, ...]]:
     return missing, complete_blocks(units, {unit.name for unit in units} - set(missing))
 
 
-def _unfinished(args: Args, folder: StudyFolder) -> IsolossError:
+def _unfinished(command: _Command, folder: StudyFolder) -> IsolossError:
     """Return the error for a study that does not have enough results yet."""
     missing, complete = _progress(folder)
     blocks = len({experiment.block for experiment in folder.scale.experiments.values()})
     count = f"{len(missing)} units are" if len(missing) > 1 else "1 unit is"
     done = f", and {len(complete)} of {blocks} blocks are complete" if blocks > 1 else ""
-    return IsolossError(f"{count} not done (first: {missing[0]}){done}; {_run_command(args, folder)} resumes the study")
+    return IsolossError(
+        f"{count} not done (first: {missing[0]}){done}; {command.run_command(folder)} resumes the study"
+    )
 
 
-def _emit_summary(args: Args, folder: StudyFolder, page: Path, complete: Collection[int] | None = None) -> int:
+def _emit_summary(folder: StudyFolder, page: Path, complete: Collection[int] | None = None, *, as_json: bool) -> int:
     results = folder.results(complete)
     summary = folder.summary(results)
-    if args.json:
+    if as_json:
         about = {"study": folder.study.name, "scale": folder.scale_name, "report": str(page)}
         blocks = {"blocks": results.blocks, "blocks_done": results.blocks_done}
         common.emit_json({**about, **blocks, **summary.to_dict()})
@@ -323,17 +746,14 @@ def _print_claim(result: ClaimResult) -> None:
     common.say("")
 
 
-def _verify(args: Args, folder: StudyFolder) -> int:
-    """Check the files; return status 1 if one of them is not what it should be."""
-    checks = []
-    for name, problem in folder.verify():
-        checks.append({"check": name, "problem": problem})
-        if not args.json:
-            common.say(f"{'ok  ' if problem is None else 'FAIL'}  {name}" + (f": {problem}" if problem else ""))
-    failed = sum(check["problem"] is not None for check in checks)
-    if args.json:
-        document = {"study": folder.study.name, "folder": str(folder.path), "failed": failed, "checks": checks}
-        common.emit_json(document)
-    else:
-        common.say(f"{len(checks)} checks, {failed} failed")
-    return 1 if failed else 0
+def _row(each: Repeated) -> tuple[str, ...]:
+    from isoloss.studies.results import UNITS
+
+    name = ", ".join(each.name)
+    verdicts = each.verdicts or ("", "")
+    numbers = tuple("" if one is None else number(one) for one in (each.first, each.second))
+    if (d := each.difference) is None or each.p_holm is None:
+        return name, *verdicts, *numbers, "", "", "", ""
+    low, high = (rounded(end, d.stderr).split(" ±")[0] for end in d.ci95)
+    difference = rounded(d.value, d.stderr)
+    return name, *verdicts, *numbers, difference, f"{low} to {high}", UNITS.get(d.unit, d.unit), f"{each.p_holm:.2g}"
