@@ -10,7 +10,7 @@ from plain_gradients import assert_norms, measure
 from test_position_selection import all_signs, assert_exact  # noqa: F401 (a fixture)
 from torch import nn
 
-from isoloss.cli import flatness_output
+from isoloss.cli import flatness as command
 from isoloss.errors import IsolossError
 from isoloss.flatness import (
     empirical_fisher_trace,
@@ -340,7 +340,7 @@ def test_one_sequence_with_labels_has_no_error_bar():
 
 def test_skipped_batches_are_in_what_is_printed():
     def line(*given):
-        return list(flatness_output.skipped(fisher_trace(gpt2(), given)))
+        return list(command._skipped(fisher_trace(gpt2(), given)))
 
     assert line(*batches()) == []
     assert line(*batches(), unlabeled()) == ["1 batch skipped: every label is -100"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
 from isoloss.cli import common, options
+from isoloss.cli.options import Loading
 from isoloss.evaluation.input_config import InputConfig
 from isoloss.presets import load_preset
 from isoloss.registry import MEASURES
@@ -63,18 +64,13 @@ class Args:
     """Measure on a language: a preset (isoloss ls languages) or a file."""
     output: Path | None = None
     """With --data or --language: a folder for the results, as files."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """With --data or --language: type of the weights."""
-    trust_remote_code: bool = False
-    """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
-    ignore_unexpected_weights: bool = False
-    """Leave out weights that the checkpoint has and the model of its config.json does not, such as biases."""
     threads: int = 0
     """CPU threads; 0: all cores."""
     json: bool = False
     """Print one JSON document."""
+    loading: Loading = field(default_factory=Loading)
 
 
 def main(arguments: list[str]) -> int:
@@ -101,10 +97,8 @@ def main(arguments: list[str]) -> int:
             steps=args.steps,
             settings={**preset, **args.measure},
             output=args.output,
-            device=args.device,
             dtype=args.dtype,
-            trust_remote_code=args.trust_remote_code,
-            ignore_unexpected_weights=args.ignore_unexpected_weights,
+            **vars(args.loading),
             progress=show,
         )
     if args.json:

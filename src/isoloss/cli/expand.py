@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +11,7 @@ import tyro
 
 from isoloss import files
 from isoloss.cli import common, options
+from isoloss.cli.options import Loading
 from isoloss.errors import IsolossError
 from isoloss.models.sizes import reshaped, shape
 from isoloss.runs import Run, checkpoint_of
@@ -73,18 +74,13 @@ class Args:
     """Sequences to measure on, at most; with --data, one token of each is masked for a masked model."""
     seed: int = 0
     """Decides inputs, masks and probes."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, mps."""
     threads: int = 0
     """CPU threads; 0: all cores."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the weights, also of those that are written."""
-    trust_remote_code: bool = False
-    """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
-    ignore_unexpected_weights: bool = False
-    """Leave out weights that the checkpoint has and the model of its config.json does not, such as biases."""
     json: bool = False
     """Print one JSON document."""
+    loading: Loading = field(default_factory=Loading)
 
 
 def main(arguments: list[str]) -> int:
@@ -103,14 +99,7 @@ def main(arguments: list[str]) -> int:
     from isoloss.paper.theory.expansion import judge_expansion
 
     name = _checkpoint(args.model)
-    dtype = getattr(torch, args.dtype)
-    loaded = load_model(
-        name,
-        device=args.device,
-        dtype=dtype,
-        trust_remote_code=args.trust_remote_code,
-        ignore_unexpected_weights=args.ignore_unexpected_weights,
-    )
+    loaded = load_model(name, dtype=getattr(torch, args.dtype), **vars(args.loading))
     check_fits(shape_of(loaded.model), into)
     inputs = _inputs(args, name, loaded)
     expanded = expand(loaded.model, into, embedding_scale=args.embedding_scale)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -117,6 +118,38 @@ def sources_of(
                 name = f"{word.replace('-', '_')}_{field.name}" if prefixed else field.name
                 sources.setdefault(name, (field.name, {}))[1][word] = config
     return sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How checkpoints are loaded."""
+
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    trust_remote_code: bool = False
+    """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
+    ignore_unexpected_weights: bool = False
+    """Leave out weights that the checkpoint has and the model of its config.json does not, such as biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TextConfig:
+    tokenizer: str | None = None
+    """For text: a Hugging Face folder or name, or a vocab.txt."""
+    length: int | None = None
+    """For text: tokens in a packed sequence. For a grammar file: the longest sentence. For a causal model: tokens."""
+    column: str | None = None
+    """For JSON lines and datasets: the field or column with the text; default: text."""
+    split: str | None = None
+    """For datasets; default: train."""
+    max_documents: int | None = None
+    """For text: how many documents are taken; default: all."""
+
+
+class LanguageOptions(Options):
+    """How a language that is text, a file or a causal model is read."""
+
+    sources = sources_of({"language": _TextConfig})
 
 
 class _Inputs(Options):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import tyro
 from isoloss import config as configs
 from isoloss import files
 from isoloss.cli import common, options
+from isoloss.cli.options import LanguageOptions
 from isoloss.errors import IsolossError
 from isoloss.languages.config import check_name
 
@@ -44,16 +45,6 @@ class Args:
     """Sentences to draw."""
     seed: int = 0
     """Decides the draw."""
-    tokenizer: str | None = None
-    """For text: a Hugging Face folder or name, or a vocab.txt."""
-    length: int | None = None
-    """For text: tokens in a packed sequence. For a grammar file: the longest sentence. For a causal model: tokens."""
-    column: str | None = None
-    """For JSON lines and datasets: the field or column with the text; default: text."""
-    split: str | None = None
-    """For datasets; default: train."""
-    max_documents: int | None = None
-    """For text: how many documents are taken; default: all."""
     tree: bool = False
     """For a grammar: also give the tree that each sentence was derived by, (SYMBOL child child) or (SYMBOL token)."""
     states: bool = False
@@ -70,6 +61,7 @@ class Args:
     """Let --save replace a file of another content."""
     json: bool = False
     """Print one JSON document."""
+    reading: LanguageOptions = field(default_factory=LanguageOptions)
 
 
 def main(arguments: list[str]) -> int:
@@ -78,8 +70,7 @@ def main(arguments: list[str]) -> int:
     _check_numbers(args)
     from isoloss import languages, seeds
 
-    of_text = ("tokenizer", "length", "column", "split", "max_documents")
-    config = languages.resolve(args.language, **{name: getattr(args, name) for name in of_text})
+    config = languages.resolve(args.language, **args.reading)
     language: Language = config.build()
     if language.is_exact and language.exact().has_slow_entropy and not language.exact().costs_forward_passes:
         common.note(f"{args.language} is {language.describe()}; drawing {args.num_sentences:,}")

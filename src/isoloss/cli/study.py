@@ -402,7 +402,7 @@ def main(arguments: list[str]) -> int:
         "export": _Export,
         "compare": _Compare,
     }
-    return int(options.parse(options.subcommands(actions), "study", arguments, examples=EXAMPLES).run())
+    return int(options.parse(options.subcommands(actions), "study", arguments or ["--help"], examples=EXAMPLES).run())
 
 
 # --- a study to start from -------------------------------------------------------------------------------------------

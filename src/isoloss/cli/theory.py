@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from isoloss.cli import common, options
-from isoloss.errors import IsolossError, did_you_mean
+from isoloss.errors import IsolossError
 from isoloss.paper.theory.bracket_language.settings import Settings as BracketsSettings
 from isoloss.statistics.estimate import rounded
 
@@ -18,23 +18,21 @@ if TYPE_CHECKING:
     from isoloss.paper.theory.statements import Statement
     from isoloss.report.charts import Spec
 
-HELP = """\
-usage: isoloss theory STATEMENT [...]        isoloss theory STATEMENT --help tells more
-
-The paper's statements as programs: a table, and a verdict on each statement.
-
-statements:
-  bartlett    the covariance of the gradient is the Hessian where the model is right (Lemma 3.2)
-  sgd-flow    SGD on the minimizers follows the flow that lowers the Hessian's trace (Theorem 3.3)
-  brackets    in a language of brackets the flattest solution is the one that transfers (Theorem 5.1)
-
-examples:
-  isoloss theory bartlett
-      both sides exactly, at minimizers and away from them
-  isoloss theory sgd-flow --figure flow.pdf
-      two models, three step sizes, three batch sizes, and a control without label noise
-  isoloss theory brackets
-      two solutions at zero loss, the flattest by descent, and what a head on each learns downstream"""
+EXAMPLES = [
+    ("isoloss theory bartlett", "both sides exactly, at minimizers and away from them"),
+    ("isoloss theory bartlett --length 6", "sentences of six brackets"),
+    (
+        "isoloss theory sgd-flow --figure flow.pdf",
+        "two models, three step sizes, three batch sizes, and a control without label noise",
+    ),
+    ("isoloss theory sgd-flow --model masked-lm", "the model whose flow has no closed form"),
+    ("isoloss theory sgd-flow --coefficient 0.5", "a coefficient that the simulation refutes"),
+    (
+        "isoloss theory brackets",
+        "two solutions at zero loss, the flattest by descent, and what a head on each learns downstream",
+    ),
+    ("isoloss theory brackets --lengths 6 --figure brackets.pdf", "the shortest sentences alone, and a figure"),
+]
 
 
 class Table(NamedTuple):
@@ -259,33 +257,10 @@ class BracketsArgs(CommonArgs, BracketsSettings):
         )
 
 
-STATEMENTS: dict[str, tuple[type[CommonArgs], dict[str, str]]] = {  # with the examples of --help
-    "bartlett": (BartlettArgs, {"isoloss theory bartlett --length 6": "sentences of six brackets"}),
-    "sgd-flow": (
-        FlowArgs,
-        {
-            "isoloss theory sgd-flow --model masked-lm": "the model whose flow has no closed form",
-            "isoloss theory sgd-flow --coefficient 0.5": "a coefficient that the simulation refutes",
-        },
-    ),
-    "brackets": (
-        BracketsArgs,
-        {"isoloss theory brackets --lengths 6 --figure brackets.pdf": "the shortest sentences alone, and a figure"},
-    ),
-}
-
-
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    if not arguments or arguments[0] in ("--help", "-h"):
-        common.say(HELP)
-        return 0
-    name, *rest = arguments
-    if name not in STATEMENTS:
-        meant = did_you_mean(name, STATEMENTS) or ";"
-        raise IsolossError(f"there is no statement {name!r}{meant} the statements are {', '.join(STATEMENTS)}")
-    cls, examples = STATEMENTS[name]
-    args = options.parse(cls, f"theory {name}", rest, examples=examples.items())
+    statements = options.subcommands({"bartlett": BartlettArgs, "sgd-flow": FlowArgs, "brackets": BracketsArgs})
+    args: CommonArgs = options.parse(statements, "theory", arguments or ["--help"], examples=EXAMPLES)
     common.check_figure(args.figure)
     common.use_threads(args.threads)
     report = args.report()
@@ -293,8 +268,8 @@ def main(arguments: list[str]) -> int:
         common.save_figure(args.figure, report.figure())
     if args.json:
         settings = {key: value for key, value in dataclasses.asdict(args).items() if key not in ("figure", "json")}
-        statements = [statement.to_dict() for statement in report.statements]
-        common.emit_json({"settings": settings, "statements": statements, **report.document})
+        judged = [statement.to_dict() for statement in report.statements]
+        common.emit_json({"settings": settings, "statements": judged, **report.document})
         return 0
     if report.heading:
         common.say(report.heading)

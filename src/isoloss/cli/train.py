@@ -14,7 +14,7 @@ import tyro
 from isoloss import config as configs
 from isoloss import early_checks, files, interrupts, usage
 from isoloss.cli import common, options
-from isoloss.cli.options import Options, option_name, sources_of
+from isoloss.cli.options import LanguageOptions, Options, option_name, sources_of
 from isoloss.config import AlgorithmConfig, LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.registry import ALGORITHMS, MODELS
@@ -122,16 +122,6 @@ class Args:
     """Settings of the paper (paper) or of its authors' published command (authors), for what no option gives."""
     frame: Literal["none", "cls-sep"] | None = None
     """Put [CLS] before and [SEP] after each sentence of a synthetic language; default: none, or the preset's."""
-    tokenizer: str | None = None
-    """For text: a Hugging Face folder or name, or a vocab.txt."""
-    length: int | None = None
-    """For text: tokens in a packed sequence. For a grammar file: the longest sentence."""
-    column: str | None = None
-    """For JSON lines and datasets: the field or column with the text; default: text."""
-    split: str | None = None
-    """For datasets; default: train."""
-    max_documents: int | None = None
-    """For text: how many documents are taken; default: all."""
     objective: Literal["masked", "causal"] | None = None
     """Predict masked tokens, or each token from those before it; default: what the architecture learns."""
     algorithm: Annotated[str, tyro.conf.arg(help=f"The training algorithm: {', '.join(ALGORITHMS)}.")] = "gradient"
@@ -141,6 +131,7 @@ class Args:
     """Print the config as TOML, or with --json as JSON, and stop."""
     json: bool = False
     """Print one JSON document when done."""
+    reading: LanguageOptions = field(default_factory=LanguageOptions)
     model: _Model = field(default_factory=_Model)
     masking: _Masking = field(default_factory=_Masking)
     optimization: _Optimization = field(default_factory=_Optimization)
@@ -279,12 +270,12 @@ def _configs(args: Args) -> list[TrainConfig]:
     if not args.config and args.language is not None:
         return _by_seed(args, _from_options(args))
     free = {f.name for f in dataclasses.fields(TrainConfig) if f.metadata.get("exclude_from_fingerprint")}
-    groups: tuple[Options, ...] = (args.model, args.masking, args.optimization, args.training, args.algorithms)
-    changed: dict[str, Any] = {name: value for group in groups for name, value in group.items()}
-    no_settings = ("runs", "config", "print_config", "json")
+    changed: dict[str, Any] = {}
     for option in dataclasses.fields(args):
         value = getattr(args, option.name)
-        if option.name not in no_settings and not isinstance(value, Options) and value != option.default:
+        if isinstance(value, Options):
+            changed |= value
+        elif option.name not in ("runs", "config", "print_config", "json") and value != option.default:
             changed[option.name] = value
     decisive = ", ".join(option_name(name) for name in changed if name not in free)
     if args.config:
@@ -326,14 +317,7 @@ def _from_options(args: Args) -> TrainConfig:
     if "warmup_proportion" in optimization:
         optimization["warmup_steps"] = None  # of the preset
     preset = None if args.preset is None else presets.load_preset(args.preset)
-    language = languages.resolve(
-        str(args.language),
-        tokenizer=args.tokenizer,
-        length=args.length,
-        column=args.column,
-        split=args.split,
-        max_documents=args.max_documents,
-    )
+    language = languages.resolve(str(args.language), **args.reading)
     own: dict[str, Any] = {"architecture": preset.architecture, "dropout": preset.dropout} if preset else {}
     model = ModelConfig(**{**own, **args.model})
     objective_kind = args.objective or MODELS.load(model.architecture).objective

@@ -13,7 +13,7 @@ import tyro
 
 from isoloss import early_checks, files, interrupts
 from isoloss.cli import common, options
-from isoloss.cli.options import Options, option_name, sources_of
+from isoloss.cli.options import Loading, Options, option_name, sources_of
 from isoloss.config import check, setting
 from isoloss.errors import IsolossError
 from isoloss.languages.config import LATENT
@@ -120,16 +120,11 @@ class Args:
     """Decides the examples and the classifiers."""
     output: Path | None = None
     """Folder for each model's result (.json), predictions (.jsonl) and, of fine-tuning, the state to resume from."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, mps."""
     threads: int = 0
     """CPU threads; 0: all cores."""
-    trust_remote_code: bool = False
-    """Run code that comes with the checkpoint. Only for checkpoints that you trust."""
-    ignore_unexpected_weights: bool = False
-    """Leave out weights that the checkpoint has and the model of its config.json does not, such as biases."""
     json: bool = False
     """Print one JSON document."""
+    loading: Loading = field(default_factory=Loading)
     sentences: SentenceOptions = field(default_factory=SentenceOptions)
     labeled_text: TextOptions = field(default_factory=TextOptions)
     classifier: _Method = field(default_factory=_Method)
@@ -192,12 +187,7 @@ def _measure(args: Args, config: Any, subject: Subject, tasks: Tasks) -> tuple[T
         with common.Progress(label, 1, "probes"):
             return task, lookup_probe(tasks.language, task, config)
     assert subject.checkpoint is not None  # it is no look-up table
-    loaded = load_model(
-        subject.checkpoint,
-        device=args.device,
-        trust_remote_code=args.trust_remote_code,
-        ignore_unexpected_weights=args.ignore_unexpected_weights,
-    )
+    loaded = load_model(subject.checkpoint, **vars(args.loading))
     task = tasks.of(subject, loaded)
     if args.method == "probe":
         from isoloss.transfer.probe import linear_probe
@@ -273,7 +263,7 @@ def check_args(args: Args, models: list[Subject]) -> None:
     check(args.sentences)
     check(args.labeled_text)
     check(args)
-    early_checks.check_device(args.device)
+    early_checks.check_device(args.loading.device)
     for subject in models:
         if subject.checkpoint is not None:
             early_checks.check_checkpoint(subject.checkpoint)
