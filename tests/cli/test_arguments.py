@@ -130,7 +130,6 @@ def test_a_path_with_a_typo_is_told_the_nearest(capsys, tmp_path, monkeypatch):
         ("expand", "runs/frist/checkpoints/step-100", "--into", "d32"): "runs/first/checkpoints/step-100",
         ("tokenizer", "bok.txt", "--output", "t"): "book.txt",
         ("study", "plan", "same-los"): "same-loss",
-        ("theory", "bracket"): "brackets",
     }
     for words, name in meant.items():
         assert f"did you mean {name}?" in refusal(capsys, *words, alone=True)
