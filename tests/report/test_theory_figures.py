@@ -3,12 +3,11 @@
 import pytest
 from panel_rows import check, panels, xy
 
-from isoloss.paper.theory import bartlett
-from isoloss.paper.theory.bracket_language import study
-from isoloss.paper.theory.bracket_language.heads import sign_missing
+from isoloss.paper.theory import bartlett, brackets
+from isoloss.paper.theory.brackets import sign_missing
 from isoloss.paper.theory.figures import bartlett_gap, bracket_solutions, sgd_and_flow
-from isoloss.paper.theory.sgd_flow.study import masked_lm, two_parameters
-from isoloss.paper.theory.sgd_flow.study import study as sgd_flow
+from isoloss.paper.theory.sgd_flow import masked_lm, two_parameters
+from isoloss.paper.theory.sgd_flow import study as sgd_flow
 from isoloss.report.save import printed, save
 
 
@@ -54,15 +53,15 @@ def test_sgd_beside_the_flow(tmp_path):
 
 
 def test_solutions_of_the_brackets(tmp_path):
-    result = study.study(study.Settings(lengths=(4, 6), steps=30, trials=50, samples=(1, 3), draws=2))
+    result = brackets.study(brackets.Settings(lengths=(4, 6), steps=30, trials=50, samples=(1, 3), draws=2))
     chart = bracket_solutions(result)
     left, middle, right = panels(chart)
     assert xy(left["curves"]["T = 6"]) == [[point.step, point.ratio] for point in result.paths[6]]
-    two = [row for row in result.heads if row.solution == study.TWO and row.length == 6 and row.failures > 0]
+    two = [row for row in result.heads if row.solution == brackets.TWO and row.length == 6 and row.failures > 0]
     assert xy(middle["points"]["T = 6"]) == [[row.samples, row.failures] for row in two]
     assert [row["y"] for row in middle["curves"]["T = 4"]] == [sign_missing(4, n) for n in (1, 2, 3)]
     assert xy(right["curves"]["predicted"]) == [[4, 32], [6, 132]]
-    assert xy(right["points"][f"loss {study.LOSSES[2]:g}"]) == [[4, 32], [6, 132]]
+    assert xy(right["points"][f"loss {brackets.LOSSES[2]:g}"]) == [[4, 32], [6, 132]]
     assert [scale(panel, "y") for panel in (left, middle, right)] == ["linear", "log", "log"]
     assert printed(chart)["title"]["text"].startswith("Bars: standard errors; colored lines in the middle: ")
     save(chart, tmp_path / "brackets.svg")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from isoloss.cli import common, options
 from isoloss.errors import IsolossError
-from isoloss.paper.theory.bracket_language.settings import Settings as BracketsSettings
+from isoloss.paper.theory.bracket_settings import Settings as BracketsSettings
 from isoloss.statistics.estimate import rounded
 
 if TYPE_CHECKING:
-    from isoloss.paper.theory.sgd_flow.study import Result, Settings
+    from isoloss.paper.theory.sgd_flow import Result, Settings
     from isoloss.paper.theory.statements import Statement
     from isoloss.report.charts import Spec
 
@@ -132,7 +132,7 @@ class FlowArgs(CommonArgs):
     def report(self) -> Report:
         """Run the program for each model."""
         from isoloss.paper.theory import figures
-        from isoloss.paper.theory.sgd_flow.study import study
+        from isoloss.paper.theory.sgd_flow import study
 
         results: list[tuple[Settings, Result]] = []
         for settings in self._settings():
@@ -157,7 +157,7 @@ class FlowArgs(CommonArgs):
         )
 
     def _settings(self) -> list[Settings]:
-        from isoloss.paper.theory.sgd_flow.study import masked_lm, two_parameters
+        from isoloss.paper.theory.sgd_flow import masked_lm, two_parameters
 
         own = {"probability": self.probability, "start": self.start}
         if self.model == "masked-lm" and own != {"probability": FlowArgs.probability, "start": FlowArgs.start}:
@@ -202,12 +202,10 @@ class BracketsArgs(CommonArgs, BracketsSettings):
 
     def report(self) -> Report:
         """Run the program."""
-        from isoloss.paper.theory import figures
-        from isoloss.paper.theory.bracket_language import study, verdicts
-        from isoloss.paper.theory.bracket_language.heads import ZERO
+        from isoloss.paper.theory import brackets, figures
 
         with common.Progress("brackets", self.num_steps, "steps") as progress:
-            result = study.study(self, progress=progress)
+            result = brackets.study(self, progress=progress)
         traces = [
             (
                 *(row.solution, row.length, row.width, f"{row.flatness.loss:.1e}", f"{row.flatness.trace:.4g}"),
@@ -220,7 +218,7 @@ class BracketsArgs(CommonArgs, BracketsSettings):
             (
                 *(row.solution, row.length, row.samples, rounded(100 * row.failures, 100 * row.failures_stderr)),
                 *(f"{100 * probability:.3g}" for probability in (row.claimed, row.expected)),
-                rounded(row.loss, row.loss_stderr) if row.loss > ZERO else f"{row.loss:.0e}",
+                rounded(row.loss, row.loss_stderr) if row.loss > brackets.ZERO else f"{row.loss:.0e}",
             )
             for row in result.heads
         ]
@@ -229,7 +227,7 @@ class BracketsArgs(CommonArgs, BracketsSettings):
             for row in result.widths
         ]
         return Report(
-            statements=verdicts.judge(result),
+            statements=brackets.judge(result),
             document=dataclasses.asdict(result),
             tables=[
                 Table(
@@ -239,14 +237,14 @@ class BracketsArgs(CommonArgs, BracketsSettings):
                     left=1,
                 ),
                 Table(
-                    f"Heads on n strings: fraction with a population loss above {ZERO:g} squared answers",
+                    f"Heads on n strings: fraction with a population loss above {brackets.ZERO:g} squared answers",
                     ("head on", "T", "n", "fail (%)", "2^-n (%)", "expect (%)", "mean loss"),
                     heads,
                     left=1,
                 ),
                 Table(
                     "Random features needed for a loss",
-                    ("T", "inputs", "predicted", *(f"loss {loss:g}" for loss in study.LOSSES)),
+                    ("T", "inputs", "predicted", *(f"loss {loss:g}" for loss in brackets.LOSSES)),
                     widths,
                 ),
             ],

@@ -8,8 +8,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages.brackets import Brackets
-from isoloss.paper.theory.bracket_language.attention import BracketAttention
-from isoloss.paper.theory.bracket_language.solutions import two_neurons
+from isoloss.paper.theory.brackets import BracketAttention, two_neurons
 from isoloss.seeds import generator
 
 

@@ -8,19 +8,17 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.paper.theory.bracket_language import heads, solutions, study
-from isoloss.paper.theory.bracket_language.attention import downstream_inputs, pretraining_inputs
-from isoloss.paper.theory.bracket_language.trace import flatness, squares
-from isoloss.paper.theory.bracket_language.verdicts import judge
+from isoloss.paper.theory import brackets
+from isoloss.paper.theory.brackets import downstream_inputs, flatness, judge, pretraining_inputs, squares
 
-SMALL = study.Settings(lengths=(4, 6), steps=900, trials=400, samples=(2, 4, 8), draws=2, seed=1)
+SMALL = brackets.Settings(lengths=(4, 6), steps=900, trials=400, samples=(2, 4, 8), draws=2, seed=1)
 NEGATIVE = {2, 7, 11, 15}  # statements of the paper as printed that are wrong: G.1, G.3, 5.1 and G.6
 
 
 @pytest.fixture(scope="module")
 def found():
     done = []
-    result = study.study(SMALL, progress=done.append)
+    result = brackets.study(SMALL, progress=done.append)
     assert done == list(range(1, SMALL.num_steps + 1))
     return result
 
@@ -33,25 +31,25 @@ def verdicts(result):
 def test_sign_missing_by_enumeration(length, samples):
     answers = downstream_inputs(length).y.tolist()
     missing = sum(max(chosen) <= 0 or min(chosen) >= 0 for chosen in itertools.product(answers, repeat=samples))
-    assert heads.sign_missing(length, samples) == pytest.approx(missing / len(answers) ** samples, rel=1e-12)
-    assert heads.sign_missing(length, samples) > 2.0**-samples
+    assert brackets.sign_missing(length, samples) == pytest.approx(missing / len(answers) ** samples, rel=1e-12)
+    assert brackets.sign_missing(length, samples) > 2.0**-samples
 
 
 @pytest.mark.parametrize("name", ["two", "kinks", "features", "start"])
 def test_heads_of_least_norm_by_the_pseudoinverse(name):
     length, inputs = 4, downstream_inputs(4)
     model = {
-        "two": lambda: solutions.two_neurons(length, 5),
-        "kinks": lambda: solutions.on_the_kink(length),
-        "features": lambda: solutions.random_features(pretraining_inputs(length), 40, seed=0),
-        "start": lambda: solutions.initial(length, 6, seed=0),
+        "two": lambda: brackets.two_neurons(length, 5),
+        "kinks": lambda: brackets.on_the_kink(length),
+        "features": lambda: brackets.random_features(pretraining_inputs(length), 40, seed=0),
+        "start": lambda: brackets.initial(length, 6, seed=0),
     }[name]()
     chosen = torch.randint(16, (20, 3), generator=torch.Generator().manual_seed(1))
-    got = heads.population_losses(heads.kernel(model, inputs), inputs.y, chosen)
+    got = brackets.population_losses(brackets.kernel(model, inputs), inputs.y, chosen)
     for row, loss in zip(chosen, got.tolist(), strict=True):
         columns = []
         for neuron in range(len(model.output)):
-            single = solutions.with_even_attention(
+            single = brackets.with_even_attention(
                 model.value.detach()[neuron : neuron + 1], torch.ones(1, dtype=torch.float64)
             )
             single.query.data, single.key.data = model.query.data, model.key.data
@@ -65,9 +63,9 @@ def test_a_feature_that_is_a_millionth_of_the_others_counts_as_none():
     generator = torch.Generator().manual_seed(0)
     features, answers = torch.randn(3, 16, generator=generator, dtype=torch.float64)[:2], torch.arange(16.0).double()
     chosen = torch.tensor([[0, 5, 9], [2, 3, 15]])
-    one = heads.population_losses(torch.outer(features[0], features[0]), answers, chosen)
+    one = brackets.population_losses(torch.outer(features[0], features[0]), answers, chosen)
     both = torch.outer(features[0], features[0]) + 1e-12 * torch.outer(features[1], features[1])
-    torch.testing.assert_close(heads.population_losses(both, answers, chosen), one, rtol=1e-5, atol=0)
+    torch.testing.assert_close(brackets.population_losses(both, answers, chosen), one, rtol=1e-5, atol=0)
     expected = []
     for row in chosen:
         head = features[0, row] @ answers[row] / features[0, row].square().sum()
@@ -77,31 +75,31 @@ def test_a_feature_that_is_a_millionth_of_the_others_counts_as_none():
 
 def test_blocks_of_training_sets_change_nothing(monkeypatch):
     inputs = downstream_inputs(4)
-    products = heads.kernel(solutions.two_neurons(4, 2), inputs)
+    products = brackets.kernel(brackets.two_neurons(4, 2), inputs)
     chosen = torch.randint(16, (20, 3), generator=torch.Generator().manual_seed(1))
-    whole = heads.population_losses(products, inputs.y, chosen)
-    monkeypatch.setattr(heads, "_BLOCK", 16 * 3 * 7)
-    torch.testing.assert_close(heads.population_losses(products, inputs.y, chosen), whole, rtol=1e-12, atol=1e-14)
+    whole = brackets.population_losses(products, inputs.y, chosen)
+    monkeypatch.setattr(brackets, "_HEAD_BLOCK", 16 * 3 * 7)
+    torch.testing.assert_close(brackets.population_losses(products, inputs.y, chosen), whole, rtol=1e-12, atol=1e-14)
 
 
 def test_two_neurons_fail_exactly_where_a_sign_is_missing():
     inputs = downstream_inputs(6)
     for samples in (1, 3, 6):
-        row = heads.try_heads({"two": solutions.two_neurons(6, 2)}, inputs, samples=samples, trials=500, seed=0)[0]
+        row = brackets.try_heads({"two": brackets.two_neurons(6, 2)}, inputs, samples=samples, trials=500, seed=0)[0]
         error = math.sqrt(row.expected * (1 - row.expected) / 500)
         assert abs(row.failures - row.expected) <= 4 * error
         assert row.worst_covered is None if samples == 1 else row.worst_covered < 1e-20
     # a set without a sign leaves that sign's half of E g*^2 = T
     chosen = torch.tensor([[int(inputs.y.argmax())] * 4, [int(inputs.y.argmin())] * 4])
-    losses = heads.population_losses(heads.kernel(solutions.two_neurons(6, 2), inputs), inputs.y, chosen)
+    losses = brackets.population_losses(brackets.kernel(brackets.two_neurons(6, 2), inputs), inputs.y, chosen)
     assert losses.tolist() == pytest.approx([3, 3], rel=1e-12)
 
 
 def test_heads_are_compared_on_the_same_training_sets():
     inputs = downstream_inputs(4)
-    models = {"two": solutions.two_neurons(4, 2), "kinks": solutions.on_the_kink(4)}
-    two, kinks = heads.try_heads(models, inputs, samples=3, trials=400, seed=0)
-    alone = heads.try_heads({"kinks": models["kinks"]}, inputs, samples=3, trials=400, seed=0)[0]
+    models = {"two": brackets.two_neurons(4, 2), "kinks": brackets.on_the_kink(4)}
+    two, kinks = brackets.try_heads(models, inputs, samples=3, trials=400, seed=0)
+    alone = brackets.try_heads({"kinks": models["kinks"]}, inputs, samples=3, trials=400, seed=0)[0]
     assert (two.excess, two.excess_stderr, alone.loss) == (0, 0, kinks.loss)
     assert kinks.excess == pytest.approx(kinks.loss - two.loss)
     assert 0 < kinks.excess_stderr < math.hypot(kinks.loss_stderr, two.loss_stderr)
@@ -109,12 +107,12 @@ def test_heads_are_compared_on_the_same_training_sets():
 
 def test_descent_moves_the_attention_too_and_ends_at_the_bound():
     inputs = pretraining_inputs(4)
-    model = solutions.initial(4, 8, seed=3)
+    model = brackets.initial(4, 8, seed=3)
     before = flatness(model, inputs)
     assert before.heads > 1
     assert before.loss > 0.5
     calls = []
-    path = solutions.descend(model, inputs, steps=900, progress=lambda: calls.append(1))
+    path = brackets.descend(model, inputs, steps=900, progress=lambda: calls.append(1))
     after = flatness(model, inputs)
     assert len(calls) == 900
     assert path[0].ratio == pytest.approx(before.ratio, rel=1e-9)
@@ -133,21 +131,21 @@ def test_everything_that_is_true_is_shown(found):
 
 def test_rows(found):
     names = [row.solution for row in found.solutions if row.length == 6]
-    assert names == [study.TWO] * 4 + [study.KINKS, study.FEATURES, study.BALANCED, study.DESCENT]
-    assert [row.solution for row in found.solutions if row.length == 4][-1] == study.FROM_FEATURES
+    assert names == [brackets.TWO] * 4 + [brackets.KINKS, brackets.FEATURES, brackets.BALANCED, brackets.DESCENT]
+    assert [row.solution for row in found.solutions if row.length == 4][-1] == brackets.FROM_FEATURES
     assert [(row.length, row.predicted, row.widths[-1]) for row in found.widths] == [(4, 32, 32), (6, 132, 132)]
     assert all(row.widths[0] < row.widths[1] <= row.widths[2] for row in found.widths)
     assert len(found.heads) == 2 * 4 * 3
-    two = next(row for row in found.solutions if row.solution == study.TWO and row.length == 6 and row.width == 2)
+    two = next(row for row in found.solutions if row.solution == brackets.TWO and row.length == 6 and row.width == 2)
     assert two.hessian == pytest.approx(2 / math.sqrt(6), rel=1e-10)
     assert two.off_axis < 1e-12
 
 
 def test_off_axis_is_the_weight_off_the_direction():
     value = torch.tensor([[2.0, 2, 2, 2, 0, 0, 0, 0], [1, -1, 0, 0, 0, 0, 0, 2]], dtype=torch.float64)
-    model = solutions.with_even_attention(value, torch.tensor([-3.0, 1.0], dtype=torch.float64))
-    assert study._off_axis(model, 8) == pytest.approx(math.sqrt(6) / (12 + math.sqrt(6)))
-    assert study._off_axis(model, 4) == pytest.approx(math.sqrt(2) / (12 + math.sqrt(2)))
+    model = brackets.with_even_attention(value, torch.tensor([-3.0, 1.0], dtype=torch.float64))
+    assert brackets._off_axis(model, 8) == pytest.approx(math.sqrt(6) / (12 + math.sqrt(6)))
+    assert brackets._off_axis(model, 4) == pytest.approx(math.sqrt(2) / (12 + math.sqrt(2)))
 
 
 def spoil(found, name, **changes):
@@ -171,15 +169,15 @@ def spoil_heads(found, name, samples, **changes):
 @pytest.mark.parametrize(
     ("name", "changes", "lost"),
     [
-        (study.FEATURES, {"loss": 1e-8}, {0}),
-        (study.TWO, {"hessian": 0.5}, {1}),
-        (study.TWO, {"trace": 1.1}, {1, 3}),
-        (study.BALANCED, {"trace": 0.03}, {3, 4}),
-        (study.DESCENT, {"trace": 0.127}, {5}),
-        (study.DESCENT, {"loss": 1e-8}, {5}),
-        (study.FROM_FEATURES, {"off_axis": 0.02}, {5}),
-        (study.TWO, {"balance": 1.001}, {6}),
-        (study.FEATURES, {"cancellation": 1.0}, {6}),
+        (brackets.FEATURES, {"loss": 1e-8}, {0}),
+        (brackets.TWO, {"hessian": 0.5}, {1}),
+        (brackets.TWO, {"trace": 1.1}, {1, 3}),
+        (brackets.BALANCED, {"trace": 0.03}, {3, 4}),
+        (brackets.DESCENT, {"trace": 0.127}, {5}),
+        (brackets.DESCENT, {"loss": 1e-8}, {5}),
+        (brackets.FROM_FEATURES, {"off_axis": 0.02}, {5}),
+        (brackets.TWO, {"balance": 1.001}, {6}),
+        (brackets.FEATURES, {"cancellation": 1.0}, {6}),
     ],
 )
 def test_a_spoiled_solution_is_not_shown(found, name, changes, lost):
@@ -190,8 +188,8 @@ def test_a_spoiled_solution_is_not_shown(found, name, changes, lost):
 def test_the_negative_verdicts_can_turn(found):
     tame = found
     for row in found.solutions:
-        if row.solution == study.KINKS:
-            tame = spoil(tame, study.KINKS, uneven=0.0)
+        if row.solution == brackets.KINKS:
+            tame = spoil(tame, brackets.KINKS, uneven=0.0)
     assert verdicts(tame)[7]
     few = dataclasses.replace(found, heads=tuple(dataclasses.replace(row, failures=row.claimed) for row in found.heads))
     assert verdicts(few)[11]
@@ -208,9 +206,9 @@ def test_the_negative_verdicts_can_turn(found):
 
 
 def test_heads_and_widths_that_are_not_shown(found):
-    assert not verdicts(spoil_heads(found, study.TWO, 8, worst_covered=1e-3))[10]
-    assert not verdicts(spoil_heads(found, study.TWO, 2, failures=0.5))[12]
-    assert not verdicts(spoil_heads(found, study.BALANCED, 8, excess=0.0))[13]
+    assert not verdicts(spoil_heads(found, brackets.TWO, 8, worst_covered=1e-3))[10]
+    assert not verdicts(spoil_heads(found, brackets.TWO, 2, failures=0.5))[12]
+    assert not verdicts(spoil_heads(found, brackets.BALANCED, 8, excess=0.0))[13]
     widths = (dataclasses.replace(found.widths[0], widths=(20.0, 30.0, 31.0)), *found.widths[1:])
     assert not verdicts(dataclasses.replace(found, widths=widths))[14]
     widths = (dataclasses.replace(found.widths[0], rank=7), *found.widths[1:])
@@ -220,8 +218,8 @@ def test_heads_and_widths_that_are_not_shown(found):
 
 def test_the_same_seed_gives_the_same_numbers(found):
     settings = dataclasses.replace(SMALL, lengths=(4,), steps=20, trials=30)
-    assert study.study(settings) == study.study(settings)
-    assert study.study(settings) != study.study(dataclasses.replace(settings, seed=2))
+    assert brackets.study(settings) == brackets.study(settings)
+    assert brackets.study(settings) != brackets.study(dataclasses.replace(settings, seed=2))
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,18 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.paper.theory.bracket_language import solutions
-from isoloss.paper.theory.bracket_language.attention import (
+from isoloss.paper.theory import brackets
+from isoloss.paper.theory.brackets import (
     BracketAttention,
+    attend,
+    bound,
     downstream_inputs,
+    flatness,
+    hessian_trace,
     num_inputs,
     pretraining_inputs,
+    squares,
 )
-from isoloss.paper.theory.bracket_language.trace import attend, bound, flatness, hessian_trace, squares
 
 
 def random_model(length, width=5, key_width=2, seed=0):
@@ -95,7 +99,7 @@ def test_factors_multiply_to_the_ratio_and_are_the_inequalities():
 def test_blocks_change_nothing(monkeypatch):
     model, inputs = random_model(4), pretraining_inputs(4)
     whole = flatness(model, inputs)
-    monkeypatch.setattr("isoloss.paper.theory.bracket_language.trace._BLOCK", 35)
+    monkeypatch.setattr("isoloss.paper.theory.brackets._TRACE_BLOCK", 35)
     parts = flatness(model, inputs)
     assert dataclasses.astuple(parts) == pytest.approx(dataclasses.astuple(whole), rel=1e-12)
 
@@ -103,7 +107,7 @@ def test_blocks_change_nothing(monkeypatch):
 @pytest.mark.parametrize("length", [4, 6, 8, 10])
 @pytest.mark.parametrize("width", [2, 3, 8])
 def test_two_neurons_reach_the_bound(length, width):
-    found = flatness(solutions.two_neurons(length, width), pretraining_inputs(length))
+    found = flatness(brackets.two_neurons(length, width), pretraining_inputs(length))
     assert found.loss < 1e-20
     assert found.trace == pytest.approx(4 / (width * math.sqrt(length)), rel=1e-12)
     assert found.bound == bound(length, width)
@@ -114,13 +118,13 @@ def test_two_neurons_reach_the_bound(length, width):
 
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.1, 2.0])
 def test_any_other_scale_of_the_two_neurons_is_sharper(factor):
-    inputs, model = pretraining_inputs(6), solutions.two_neurons(6, 2)
-    scaled = solutions.with_even_attention(model.value.detach() * factor, model.output.detach() / factor)
+    inputs, model = pretraining_inputs(6), brackets.two_neurons(6, 2)
+    scaled = brackets.with_even_attention(model.value.detach() * factor, model.output.detach() / factor)
     found = flatness(scaled, inputs)
     assert found.loss < 1e-20
     assert found.ratio == pytest.approx((factor**2 + factor**-2) / 2, rel=1e-12)
     assert found.balance == pytest.approx(found.ratio, rel=1e-12)
-    assert flatness(solutions.balanced(scaled, inputs), inputs).ratio == pytest.approx(1, rel=1e-12)
+    assert flatness(brackets.balanced(scaled, inputs), inputs).ratio == pytest.approx(1, rel=1e-12)
 
 
 def full_hessian_trace(model, inputs):
@@ -139,8 +143,8 @@ def full_hessian_trace(model, inputs):
 
 def test_the_trace_is_the_hessians_at_zero_loss_only():
     inputs = pretraining_inputs(4)
-    features = solutions.random_features(inputs, 40, seed=1)
-    for model in (features, solutions.two_neurons(4, 3)):
+    features = brackets.random_features(inputs, 40, seed=1)
+    for model in (features, brackets.two_neurons(4, 3)):
         found = flatness(model, inputs)
         assert found.loss < 1e-20
         assert found.trace == pytest.approx(full_hessian_trace(model, inputs), rel=1e-9)
@@ -152,7 +156,7 @@ def test_the_trace_is_the_hessians_at_zero_loss_only():
 
 @pytest.mark.parametrize("length", [4, 6, 8])
 def test_four_neurons_on_their_kinks(length):
-    inputs, model = pretraining_inputs(length), solutions.on_the_kink(length)
+    inputs, model = pretraining_inputs(length), brackets.on_the_kink(length)
     found = flatness(model, inputs)
     assert found.loss < 1e-20
     assert found.ratio == pytest.approx(1, rel=1e-12)
@@ -174,11 +178,11 @@ def test_four_neurons_on_their_kinks(length):
 
 def test_random_features_solve_it_from_the_predicted_width_on():
     inputs = pretraining_inputs(6)
-    width = solutions.full_width(6)
+    width = brackets.full_width(6)
     assert width == num_inputs(6) // 2 + 12
-    model = solutions.random_features(inputs, width, seed=2)
+    model = brackets.random_features(inputs, width, seed=2)
     assert flatness(model, inputs).loss < 1e-9
-    wide = solutions.random_features(inputs, 200, seed=2)
+    wide = brackets.random_features(inputs, 200, seed=2)
     found = flatness(wide, inputs)
     assert found.loss < 1e-20
     # least norm: by the normal equations of all inputs
@@ -187,14 +191,14 @@ def test_random_features_solve_it_from_the_predicted_width_on():
     torch.testing.assert_close(wide.output.detach(), expected, rtol=1e-6, atol=1e-6)
     assert abs(float(wide.value.detach().square().mean()) / 6 - 1) < 4 * math.sqrt(2 / wide.value.numel())
     with pytest.raises(IsolossError, match="the width is 131; random features fit every input of 6 from 132 on"):
-        solutions.random_features(inputs, 131, seed=2)
+        brackets.random_features(inputs, 131, seed=2)
 
 
 def test_losses_by_width_are_least_squares():
     inputs = pretraining_inputs(4)
-    losses = solutions.losses_by_width(inputs, seed=5)
-    assert len(losses) == solutions.full_width(4) + 1
-    value = solutions.random_features(inputs, solutions.full_width(4), seed=5).value.detach()
+    losses = brackets.losses_by_width(inputs, seed=5)
+    assert len(losses) == brackets.full_width(4) + 1
+    value = brackets.random_features(inputs, brackets.full_width(4), seed=5).value.detach()
     for width in (0, 1, 7, 20, 31):
         features = (inputs.z @ value[:width].T).relu()
         left = inputs.y - features @ torch.linalg.pinv(features) @ inputs.y
@@ -205,25 +209,25 @@ def test_losses_by_width_are_least_squares():
 
 def test_balancing_is_the_best_scaling_of_every_neuron():
     inputs = pretraining_inputs(4)
-    model = solutions.random_features(inputs, 40, seed=0)
-    better = solutions.balanced(model, inputs)
+    model = brackets.random_features(inputs, 40, seed=0)
+    better = brackets.balanced(model, inputs)
     torch.testing.assert_close(squares(better, inputs.z).outputs, inputs.y, rtol=0, atol=1e-9)
     least = flatness(better, inputs)
-    idle = solutions.two_neurons(4, 3)
-    assert torch.equal(solutions.balanced(idle, inputs).value[2], idle.value[2])
+    idle = brackets.two_neurons(4, 3)
+    assert torch.equal(brackets.balanced(idle, inputs).value[2], idle.value[2])
     assert least.trace < flatness(model, inputs).trace
     assert least.cancellation == pytest.approx(flatness(model, inputs).cancellation, rel=1e-9)
     generator = torch.Generator().manual_seed(0)
     for _ in range(5):
         scale = (0.1 * torch.randn(40, generator=generator, dtype=torch.float64)).exp()
-        other = solutions.with_even_attention(better.value.detach() * scale[:, None], better.output.detach() / scale)
+        other = brackets.with_even_attention(better.value.detach() * scale[:, None], better.output.detach() / scale)
         assert flatness(other, inputs).trace > least.trace
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_shifted_signs_give_every_basis_vector(k):
     """The proof of Lemma G.5: a row and its shift by k + 1 add up to twice a basis vector."""
-    matrix = solutions.shifted_signs(k)
+    matrix = brackets.shifted_signs(k)
     size = 2 * k + 1
     assert torch.equal(matrix[0], torch.tensor([1.0] * (k + 1) + [-1.0] * k, dtype=torch.float64))
     sums = torch.stack([matrix[i] + matrix[(i + k + 1) % size] for i in range(size)])

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from isoloss.errors import IsolossError
-from isoloss.paper.theory.sgd_flow.model import simulate, steps_until
-from isoloss.paper.theory.sgd_flow.study import extrapolated, masked_lm, study, two_parameters
-from isoloss.paper.theory.sgd_flow.verdicts import judge
+from isoloss.paper.theory.sgd_flow import extrapolated, judge, masked_lm, simulate, steps_until, study, two_parameters
 from isoloss.statistics.estimate import Estimate
 
 SMALL = two_parameters(trajectories=2048, batch_sizes=(1, 2), step_sizes=(0.1, 0.05, 0.025), times=(0.5, 2.0), seed=1)

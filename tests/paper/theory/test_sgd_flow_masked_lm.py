@@ -9,8 +9,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.paper.theory.bartlett import curvature
-from isoloss.paper.theory.sgd_flow.masked_lm import MaskedLM
-from isoloss.paper.theory.sgd_flow.model import simulate
+from isoloss.paper.theory.sgd_flow import MaskedLM, simulate
 
 SHAPES = [{"vocab": 3, "length": 2, "width": 8}, {"vocab": 2, "length": 3, "width": 12}]
 

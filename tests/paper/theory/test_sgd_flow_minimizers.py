@@ -5,11 +5,9 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
+from isoloss.paper.theory import sgd_flow as module
 from isoloss.paper.theory.bartlett import EnumerableModel, curvature, softmax_model
-from isoloss.paper.theory.sgd_flow import minimizers as module
-from isoloss.paper.theory.sgd_flow.masked_lm import MaskedLM
-from isoloss.paper.theory.sgd_flow.minimizers import Flow, Minimizers
-from isoloss.paper.theory.sgd_flow.two_parameters import TwoParameters
+from isoloss.paper.theory.sgd_flow import Flow, MaskedLM, Minimizers, TwoParameters
 
 PROBLEMS = [TwoParameters(p, start) for p in (0.7, 0.2) for start in (2.0, 0.4, -1.5)]
 

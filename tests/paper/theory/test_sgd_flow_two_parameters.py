@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.paper.theory.sgd_flow.model import simulate
-from isoloss.paper.theory.sgd_flow.two_parameters import TwoParameters
+from isoloss.paper.theory.sgd_flow import TwoParameters, simulate
 
 MODEL = TwoParameters(0.7, 2.0)
 

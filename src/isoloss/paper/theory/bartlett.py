@@ -233,7 +233,6 @@ def _row(name: str, radius: float, points: Sequence[Curvature]) -> Row:
 
 
 def _judge(name: str, paths: Sequence[Sequence[Curvature]]) -> list[Statement]:
-    """Return the statements on the minimizers and on the lines away from them."""
     minimizers = [path[0] for path in paths]
     worst = max(point.gap for point in minimizers)
     slope = max(point.gradient_norm for point in minimizers)

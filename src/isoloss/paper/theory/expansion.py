@@ -157,7 +157,6 @@ def contributions(
 
 
 def _logits_and_states(model: Any, batch: Batch) -> list[torch.Tensor]:
-    """Return the logits, the states before each layer and those after the last one."""
     device = device_of(model)
     inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask") if name in batch}
     output = model(**inputs, output_hidden_states=True)

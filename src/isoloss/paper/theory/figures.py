@@ -6,10 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from isoloss.paper.theory import bartlett
-from isoloss.paper.theory.bracket_language import study
-from isoloss.paper.theory.bracket_language.heads import sign_missing
-from isoloss.paper.theory.sgd_flow.study import Result, Settings
+from isoloss.paper.theory import bartlett, brackets
+from isoloss.paper.theory.sgd_flow import Result, Settings
 from isoloss.report.charts import Spec
 from isoloss.report.data import COLORS, MARKERS
 from isoloss.report.panels import INK, Axis, Panel, Series, draw
@@ -93,14 +91,14 @@ def _step_errors(settings: Settings, result: Result) -> Panel:
     return Panel(x=_TIME, y=y, series=series, title=settings.model.name, rule=0.0)
 
 
-def bracket_solutions(result: study.Result) -> Spec:
+def bracket_solutions(result: brackets.Result) -> Spec:
     """Draw the descents on the trace, how often heads fail, and the random features that a loss needs.
 
     Bars are standard errors. In the middle the lines are the probabilities that a training set lacks a sign, the gray
     one the theorem's 2^-n, and a point is missing where no head failed; on the right the line is the predicted width at
     loss 0.
     """
-    heads = [row for row in result.heads if row.solution == study.TWO]
+    heads = [row for row in result.heads if row.solution == brackets.TWO]
     sizes = sorted({row.samples for row in heads})
     line = range(sizes[0], sizes[-1] + 1)
     descents, failures = [], []
@@ -108,21 +106,21 @@ def bracket_solutions(result: study.Result) -> Spec:
         name, own = f"T = {length}", [row for row in heads if row.length == length and row.failures > 0]
         descents.append(_points(name, index, [], marked=False, curve=[(point.step, point.ratio) for point in path]))
         points = [(row.samples, row.failures, row.failures_stderr) for row in own]
-        curve = [(n, sign_missing(length, n)) for n in line]
+        curve = [(n, brackets.sign_missing(length, n)) for n in line]
         failures.append(_points(name, index, points, marked=False, curve=curve))
     failures.append(Series(name="2^-n", color=GRAY, curve=[(n, 0.5**n) for n in line]))
     predicted = [(row.length, float(row.predicted)) for row in result.widths]
     widths = [Series(name="predicted", color=GRAY, curve=predicted)]
-    for index, loss in enumerate(study.LOSSES):
+    for index, loss in enumerate(brackets.LOSSES):
         needed = [(row.length, row.widths[index], row.widths_stderr[index]) for row in result.widths]
         widths.append(_points(f"loss {loss:g}", index, needed))
     step, ratio = Axis(title="Step of the descent"), Axis(title="Trace of the Hessian / bound")
     strings = Axis(title="Strings in a training set, n", ticks=sizes)
     failing = Axis(title="Fraction of heads that fail", log=True)
-    brackets = Axis(title="Brackets in a sentence, T", ticks=[row.length for row in result.widths])
+    in_sentence = Axis(title="Brackets in a sentence, T", ticks=[row.length for row in result.widths])
     panels = [
         Panel(x=step, y=ratio, series=descents, rule=1.0),
         Panel(x=strings, y=failing, series=failures),
-        Panel(x=brackets, y=Axis(title="Random features", log=True), series=widths),
+        Panel(x=in_sentence, y=Axis(title="Random features", log=True), series=widths),
     ]
     return draw(panels, note=f"{_BARS}; colored lines in the middle: how probably a training set lacks a sign")

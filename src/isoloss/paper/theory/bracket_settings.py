@@ -14,7 +14,7 @@ _MAX_TABLE = 1 << 26  # numbers of the training sets of one size
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `isoloss.paper.theory.bracket_language.study.study` runs; checked where it is made."""
+    """What `isoloss.paper.theory.brackets.study` runs; checked where it is made."""
 
     lengths: tuple[int, ...] = (6, 8, 10)
     """Brackets in a sentence: of 4, 6, 8 and 10, increasing."""

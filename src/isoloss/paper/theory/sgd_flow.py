@@ -1,0 +1,889 @@
+"""Theorem 3.3: SGD from a minimizer against the flow -(1 / (4 B)) grad Tr along the minimizers.
+
+Shapes: n trajectories, P parameters, B examples a step. Of enumerable models: C contexts, V token ids; everything is
+summed over all contexts and ids, in float64.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from scipy.interpolate import CubicHermiteSpline
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.paper.theory.bartlett import EnumerableModel
+from isoloss.paper.theory.statements import Statement, counter
+from isoloss.statistics.estimate import Estimate, rounded
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+RANK_TOLERANCE = 1e-6  # singular values below this fraction of the largest are those of the null space
+RETRACTED = 1e-12  # root of the weighted square of the log-probabilities' errors on the minimizers
+TOLERANCE = 1e-9  # error of one step of the flow, as a fraction of the largest parameter
+LONGEST_STEP = 0.05  # of the flow: the cubics between its knots are then exact to about the same
+FLAT = 1e-3  # fraction of the trace that the flow takes off in a unit of time, below which it is nearly at rest
+_RETRACTIONS = 100  # steps that retraction may take
+LOGIT_KICK = 0.5  # of the logit: how far from the minimizers the control starts
+KICK = 0.3  # length of the random step off the minimizers from which the control starts
+EMBEDDING = 0.3  # standard deviation of the embedding that is drawn, before it is brought to the minimizers
+DECODER = 1.0  # the same of the decoder: far larger, so that the trace is far from its least
+_CONTROLS = 8  # starts of the control
+ERRORS = 3.0  # standard errors that a statistical figure may be off
+PRECISION = 0.1  # standard error of a coefficient, as a fraction of it, above which nothing can be concluded
+CONTROL_ALLOWED = 1e-3  # change of the control's trace, as a fraction of what label noise takes off it
+
+
+class Model(Protocol):
+    """A model whose loss has many minimizers, and one of them to start from."""
+
+    @property
+    def name(self) -> str:
+        """What it is."""
+
+    @property
+    def unit(self) -> str:
+        """The unit of the loss and of the trace of its Hessian."""
+
+    @property
+    def block(self) -> int:
+        """Trajectories that move together, so that they stay in the cache; part of what a seed stands for."""
+
+    @property
+    def minimizer(self) -> Array:
+        """(P,) where SGD and the flow start."""
+
+    @property
+    def beside(self) -> Array:
+        """(n, P) points off the minimizers, from which the control without label noise starts."""
+
+    def move(
+        self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
+    ) -> None:
+        """Take one step of SGD, in place, on fresh examples; with `exact` the exact conditionals replace the answers.
+
+        `theta` is (n, P), contiguous.
+        """
+
+    def trace(self, theta: Array) -> Array:
+        """Return the (n,) traces of the Hessian of the loss at (n, P) points, minimizers or not."""
+
+    def flow(self, time: float) -> Array:
+        """Return the (P,) point of the projected flow `-grad Tr` at a time; the theorem's flow runs 1/(4B) as fast."""
+
+    def reached(self, theta: Array) -> Estimate:
+        """Return the time at which the flow `-grad Tr` is where the (n, P) trajectories are."""
+
+
+def steps_until(time: float, step_size: float) -> int:
+    """Return K / eta^2, rounded to whole steps."""
+    return round(time / step_size**2)
+
+
+def simulate(
+    model: Model,
+    theta: Array,
+    *,
+    step_size: float,
+    times: Sequence[float],
+    generator: np.random.Generator,
+    batch_size: int = 1,
+    exact: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> list[Array]:
+    """Return the (n, P) parameters of independent trajectories of SGD at each time.
+
+    The loss is the population's: every example is fresh. `times` are K, increasing: K / eta^2 steps are taken.
+    `progress` is called with each number of further steps.
+    """
+    theta, points, done = theta.copy(), [], 0
+    for time in times:
+        until = steps_until(time, step_size)
+        for _ in range(until - done):
+            model.move(theta, step_size, batch_size=batch_size, generator=generator, exact=exact)
+        if progress is not None:
+            progress(until - done)
+        done = until
+        points.append(theta.copy())
+    return points
+
+
+def mean(values: Array, unit: str, method: str) -> Estimate:
+    """Return the mean of (n,) values, one for each trajectory, with its standard error."""
+    return Estimate(
+        value=float(values.mean()),
+        stderr=float(values.std(ddof=1) / math.sqrt(len(values))),
+        samples=len(values),
+        unit=unit,
+        num_predictions=len(values),
+        method=method,
+    )
+
+
+@dataclass(frozen=True)
+class Minimizers:
+    r"""The parameters whose predictions are the true conditionals q.
+
+    With A the `(nV, P)` matrix of the rows `sqrt(w(x) q(y|x)) grad log f(y|x)`, the Hessian of the loss at a minimizer
+    is `A^T A` (Lemma 3.2). So its trace is the sum of A's squares, its null space that of A, and a Gauss-Newton step on
+    the errors r of the log-probabilities, weighted alike, is `-A^+ r`.
+
+    Example:
+        >>> from isoloss.paper.theory.bartlett import softmax_model
+        >>> model = softmax_model(seed=0)
+        >>> minimizers = Minimizers(model, model.log_probs(model.teacher).exp())
+        >>> back = minimizers.retract(model.teacher + 0.1)
+        >>> bool((model.log_probs(back) - model.log_probs(model.teacher)).abs().max() < 1e-10)
+        True
+        >>> len(back) - len(minimizers.normals(back))  # dimensions of the manifold
+        12
+    """
+
+    model: EnumerableModel  # the model; its `teacher` plays no role
+    conditionals: torch.Tensor  # (n, V) q
+
+    def root(self, theta: torch.Tensor) -> torch.Tensor:
+        """Return A, (nV, P), at (P,) parameters."""
+        weights = self._root_weights
+        jacobian = torch.func.jacrev(lambda point: (weights * self.model.log_probs(point)).flatten())
+        rows: torch.Tensor = jacobian(theta)
+        return rows
+
+    def trace(self, theta: torch.Tensor) -> torch.Tensor:
+        """Return the trace of the Hessian at a minimizer, (), differentiable in theta."""
+        return self.root(theta).square().sum()
+
+    def normals(self, theta: torch.Tensor) -> torch.Tensor:
+        """Return an orthonormal basis, (M, P), of the space that the Hessian does not send to 0."""
+        _, sizes, rows = torch.linalg.svd(self.root(theta), full_matrices=False)
+        normals: torch.Tensor = rows[sizes > RANK_TOLERANCE * sizes[0]]
+        return normals
+
+    def project(self, theta: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        """Return the part of a (P,) vector in the null space of the Hessian at a minimizer: along the manifold."""
+        normals = self.normals(theta)
+        return vector - normals.T @ (normals @ vector)
+
+    def velocity(self, theta: torch.Tensor) -> torch.Tensor:
+        """Return the projected `-grad Tr`, (P,), at a minimizer."""
+        gradient: torch.Tensor = torch.func.grad(self.trace)(theta)
+        return -self.project(theta, gradient)
+
+    def retract(self, theta: torch.Tensor) -> torch.Tensor:
+        """Return a minimizer near (P,) parameters, by Gauss-Newton steps of length 1 at most.
+
+        Raises:
+            IsolossError: They lead to no minimizer.
+        """
+        weights, target = self._root_weights, self.conditionals.log()
+        for _ in range(_RETRACTIONS):
+            errors = (weights * (self.model.log_probs(theta) - target)).flatten()
+            if errors.norm() <= RETRACTED:
+                return theta
+            step = torch.linalg.pinv(self.root(theta), rtol=RANK_TOLERANCE) @ errors
+            theta = theta - step / max(1.0, float(step.norm()))
+        raise IsolossError(
+            f"{self.model.name}: Gauss-Newton steps lead to no minimizer; the error is {errors.norm():.1e}"
+        )
+
+    @property
+    def _root_weights(self) -> torch.Tensor:
+        return (self.model.weights[:, None] * self.conditionals).sqrt()
+
+
+class Flow:
+    """The projected flow `-grad Tr` along the minimizers, solved as far as it is asked for.
+
+    Classical Runge-Kutta steps, each with a retraction, of a length at which one step and two of half the length
+    agree. Between the knots the path is the cubic with the right ends and the right velocities there.
+    """
+
+    def __init__(self, minimizers: Minimizers, start: torch.Tensor) -> None:
+        """Start at a (P,) minimizer, where the flow's time is 0."""
+        self.minimizers = minimizers
+        self.rank = len(minimizers.normals(start))
+        self._step = LONGEST_STEP
+        self._times: list[float] = []
+        self._points: list[torch.Tensor] = []
+        self._velocities: list[torch.Tensor] = []
+        self._traces: list[float] = []
+        self._append(0.0, start)
+
+    def at(self, time: float) -> Array:
+        """Return the (P,) parameters at a time."""
+        while len(self._times) < 2 or self._times[-1] < time:
+            self._advance()
+        left = max(0, bisect.bisect_left(self._times, time) - 1)
+        ends = slice(left, left + 2)
+        points, velocities = ([x.numpy() for x in knots[ends]] for knots in (self._points, self._velocities))
+        return np.asarray(CubicHermiteSpline(self._times[ends], points, velocities)(time))
+
+    def time_of(self, trace: float) -> tuple[float, float]:
+        """Return the time at which the trace is this, and how much of the trace a unit of time takes off there.
+
+        A trace above the start's, or below what the flow can reach, is met by a straight line from the nearer end.
+        """
+        while len(self._times) < 2 or (self._traces[-1] > trace and self._fall(-1) > FLAT * self._traces[-1]):
+            self._advance()
+        if trace >= self._traces[0]:
+            return (self._traces[0] - trace) / self._fall(0), self._fall(0)
+        if trace <= self._traces[-1]:
+            return self._times[-1] + (self._traces[-1] - trace) / self._fall(-1), self._fall(-1)
+        right = bisect.bisect_left(self._traces, -trace, key=lambda value: -value)
+        ends = slice(right - 1, right + 1)
+        falls = [self._fall(right - 1), self._fall(right)]
+        # time over minus the trace: it increases too
+        curve = CubicHermiteSpline([-value for value in self._traces[ends]], self._times[ends], [1 / x for x in falls])
+        time = float(curve(-trace))
+        return time, float(np.interp(time, self._times[ends], falls))
+
+    def _fall(self, knot: int) -> float:
+        return float(self._velocities[knot].square().sum())
+
+    def _append(self, time: float, point: torch.Tensor) -> None:
+        rank = len(self.minimizers.normals(point))
+        if rank != self.rank:
+            raise IsolossError(
+                f"{self.minimizers.model.name}: the Hessian's rank is {self.rank} at the start and {rank} at time "
+                f"{time:g} of the flow: its minimizers are no manifold"
+            )
+        self._times.append(time)
+        self._points.append(point)
+        self._velocities.append(self.minimizers.velocity(point))
+        self._traces.append(float(self.minimizers.trace(point)))
+
+    def _advance(self) -> None:
+        point, velocity = self._points[-1], self._velocities[-1]
+        while True:
+            step = self._step
+            once = self._runge_kutta(point, velocity, step)
+            middle = self._runge_kutta(point, velocity, step / 2)
+            twice = self._runge_kutta(middle, self.minimizers.velocity(middle), step / 2)
+            error = float((twice - once).abs().max() / 15 / point.abs().max())  # of `twice`, whose order is 4
+            self._step = min(LONGEST_STEP, step * min(2.0, max(0.2, 0.9 * (TOLERANCE / max(error, 1e-30)) ** 0.2)))
+            if error <= TOLERANCE:
+                self._append(self._times[-1] + step, twice)
+                return
+
+    def _runge_kutta(self, point: torch.Tensor, velocity: torch.Tensor, step: float) -> torch.Tensor:
+        second = self.minimizers.velocity(point + step / 2 * velocity)
+        third = self.minimizers.velocity(point + step / 2 * second)
+        fourth = self.minimizers.velocity(point + step * third)
+        return self.minimizers.retract(point + step / 6 * (velocity + 2 * second + 2 * third + fourth))
+
+
+@dataclass(frozen=True)
+class TwoParameters:
+    r"""The loss `-p log s(ab) - (1 - p) log(1 - s(ab))`, s the logistic function, and a start on its minimizers.
+
+    With v = p (1 - p) the trace of the Hessian at a minimizer is `v (a^2 + b^2)`. Its gradient `2v (a, b)`, projected
+    on the tangent `(a, -b) / |(a, b)|`, moves `D = a^2 - b^2` at rate `-4 v D` under the flow `-grad Tr`.
+    As `(a^2 + b^2)^2 = D^2 + 4 (ab)^2`, the flow is closed: `D(t) = D(0) exp(-4 v t)` and
+    `Tr(t) = v sqrt(D(t)^2 + 4 logit(p)^2)`.
+
+    Example:
+        >>> model = TwoParameters(0.7, 2.0)
+        >>> start, later = model.flow(0.0), model.flow(1.0)
+        >>> [round(float(x), 4) for x in model.trace(np.stack([start, later]))]
+        [0.8777, 0.4966]
+        >>> round(float(later[0] * later[1] - model.logit), 12)
+        0.0
+    """
+
+    probability: float  # p, of the first answer
+    start: float  # a at the start; b is logit(p) / a
+
+    name = "two parameters"
+    unit = "nats per example"
+    block = 4096
+
+    def __post_init__(self) -> None:
+        if not 1e-6 <= self.probability <= 1 - 1e-6:
+            raise IsolossError(f"the probability is {self.probability}; it must lie between 1e-6 and 1 - 1e-6")
+        if not (math.isfinite(self.start) and self.start != 0):
+            raise IsolossError(f"the start is {self.start}; it must be a number other than 0")
+        square = self.start * self.start
+        if abs(square - abs(self.logit)) < 1e-3 * square:
+            raise IsolossError(
+                f"the start {self.start} is the flattest minimizer, where the flow rests: start elsewhere than at "
+                f"{math.sqrt(abs(self.logit)):.4g}"
+            )
+
+    @property
+    def logit(self) -> float:
+        """The logarithm of p / (1 - p): a * b at every minimizer."""
+        return math.log(self.probability / (1 - self.probability))
+
+    @property
+    def variance(self) -> float:
+        """The variance of one answer, v = p (1 - p)."""
+        return self.probability * (1 - self.probability)
+
+    @property
+    def minimizer(self) -> Array:
+        """(2,) a and b at the start."""
+        return np.array([self.start, self.logit / self.start])
+
+    @property
+    def beside(self) -> Array:
+        """(1, 2) the start, with its logit off by `LOGIT_KICK`."""
+        return np.array([[self.start, (self.logit + LOGIT_KICK) / self.start]])
+
+    def move(
+        self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
+    ) -> None:
+        """Step to `(a, b) - eta * (s(ab) - y) * (b, a)`, y the mean of `batch_size` answers; see `Model.move`."""
+        p = self.probability
+        answers: Array | float = p
+        if not exact:
+            # with u uniform, the number of first answers of B is the number of these bounds below u
+            ways = [math.comb(batch_size, k) * p**k * (1 - p) ** (batch_size - k) for k in range(batch_size)]
+            draws = generator.random(len(theta))
+            answers = sum((draws > bound for bound in np.cumsum(ways)), np.zeros(len(theta))) / batch_size
+        a, b = theta.T.copy()
+        slope = step_size * (1 / (1 + np.exp(-a * b)) - answers)
+        theta[:, 0] -= slope * b
+        theta[:, 1] -= slope * a
+
+    def trace(self, theta: Array) -> Array:
+        """Return `s(ab) (1 - s(ab)) (a^2 + b^2)` at (n, 2) points; see `Model.trace`."""
+        a, b = theta.T
+        s = 1 / (1 + np.exp(-a * b))
+        traces: Array = s * (1 - s) * (a * a + b * b)
+        return traces
+
+    def flow(self, time: float) -> Array:
+        """Return a and b of the flow `-grad Tr` at a time."""
+        a, b = (float(x) for x in self.minimizer)
+        difference = (a * a - b * b) * math.exp(-4 * self.variance * time)  # a power would raise where this is infinite
+        larger = math.sqrt((math.hypot(difference, 2 * self.logit) + abs(difference)) / 2)
+        smaller = abs(self.logit) / larger
+        sizes = (larger, smaller) if difference > 0 else (smaller, larger)
+        return np.copysign(sizes, (a, b))
+
+    def reached(self, theta: Array) -> Estimate:
+        """Return the mean of `-log(D / D(0)) / (4 v)` over (n, 2) points.
+
+        Gradient flow of the loss keeps D, so the oscillation around the minimizers does not matter.
+        """
+        a, b = self.minimizer
+        differences = theta[:, 0] ** 2 - theta[:, 1] ** 2
+        times = -np.log(differences / (a * a - b * b)) / (4 * self.variance)
+        return mean(times, "", "-log(D / D(0)) / (4v)")
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedLM:
+    r"""A language of V^T sentences and a masked language model with one hidden layer.
+
+    A sentence is drawn, and one of its positions, all equally likely, is masked. With x the sentence so masked, the
+    model's logits for the token there are `U tanh(sum_t E[t, x_t])`: E an embedding of each token and the mask at each
+    position, U a decoder. With d >= C every table of conditionals can be had, in many ways.
+
+    Example:
+        >>> model = MaskedLM.random(seed=0)
+        >>> model.joint.shape, len(model.minimizer), model.conditionals.shape
+        ((3, 3), 88, (6, 3))
+        >>> flow = np.stack([model.flow(0.0), model.flow(1.0)])
+        >>> bool(model.trace(flow)[1] < 0.6 * model.trace(flow)[0])
+        True
+    """
+
+    joint: Array  # (V,) * T probabilities of the sentences, all positive
+    width: int  # d
+    minimizer: Array  # (P,) parameters, R d of the embedding and then V d of the decoder: where SGD and the flow start
+
+    unit = "nats per predicted token"
+    block = 1024
+
+    @classmethod
+    def random(cls, *, seed: int, vocab: int = 3, length: int = 2, width: int = 8) -> MaskedLM:
+        """Return a model at a minimizer whose decoder is large: brought there from normal parameters.
+
+        `seed` decides these and the language, whose log-probabilities are standard normal up to a constant.
+
+        Raises:
+            IsolossError: The width is too small for the conditionals of every language.
+        """
+        contexts = length * vocab ** (length - 1)
+        if width < contexts:
+            raise IsolossError(
+                f"the width is {width}; to reach the truth in {contexts} contexts it must be at least {contexts}"
+            )
+        rng = np.random.default_rng(seeds.derive(seed, "sgd-flow", "masked-lm"))
+        joint = np.exp(rng.standard_normal((vocab,) * length))
+        embedding = EMBEDDING * rng.standard_normal(length * (vocab + 1) * width)
+        decoder = DECODER * rng.standard_normal(vocab * width)
+        model = cls(joint / joint.sum(), width, np.concatenate([embedding, decoder]))
+        return dataclasses.replace(model, minimizer=model.minimizers.retract(torch.tensor(model.minimizer)).numpy())
+
+    @property
+    def name(self) -> str:
+        """What it is."""
+        return f"masked LM, {len(self.minimizer)} parameters"
+
+    @functools.cached_property
+    def rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """(C, T): which row of the embedding each position of each context takes."""
+        vocab = self.joint.shape[0]
+        masked = [(*rest[:position], vocab, *rest[position:]) for position, rest in self._contexts()]
+        return np.asarray(np.array(masked) + np.arange(self.joint.ndim) * (vocab + 1))
+
+    @functools.cached_property
+    def weights(self) -> Array:
+        """(C,) probability of each context."""
+        return np.asarray(self._joint_by_context.sum(axis=1))
+
+    @functools.cached_property
+    def conditionals(self) -> Array:
+        """(C, V) the exact probability of each token in each context."""
+        return np.asarray(self._joint_by_context / self.weights[:, None])
+
+    @functools.cached_property
+    def minimizers(self) -> Minimizers:
+        """All minimizers of the loss."""
+        rows, width, vocab = torch.tensor(self.rows), self.width, self.joint.shape[0]
+
+        def log_probs(theta: torch.Tensor) -> torch.Tensor:
+            table = theta.view(-1, width)
+            hidden = torch.tanh(table[rows].sum(dim=1))
+            return (hidden @ table[-vocab:].T).log_softmax(dim=-1)
+
+        model = EnumerableModel(self.name, log_probs, torch.tensor(self.minimizer), torch.tensor(self.weights))
+        return Minimizers(model, torch.tensor(self.conditionals))
+
+    @property
+    def beside(self) -> Array:
+        """(n, P) the start, displaced by `KICK` in random directions."""
+        rng = np.random.default_rng(seeds.derive(0, "sgd-flow", "beside"))
+        draw = rng.standard_normal((_CONTROLS, len(self.minimizer)))
+        return np.asarray(self.minimizer + KICK * draw / np.linalg.norm(draw, axis=1, keepdims=True))
+
+    def move(
+        self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
+    ) -> None:
+        """Draw sentences and masks for every trajectory and step down the mean gradient; see `Model.move`."""
+        (n, parameters), vocab = theta.shape, self.joint.shape[0]
+        table = theta.reshape(-1, self.width)  # rows of all trajectories; a view
+        decoder = table.reshape(n, -1, self.width)[:, -vocab:]
+        outcomes = np.searchsorted(self._cumulative, generator.random((n, batch_size)), side="right")
+        contexts, answers = np.divmod(outcomes, vocab)
+        first = np.arange(0, n * parameters // self.width, parameters // self.width)
+        rows = [first[:, None] + row[contexts] for row in self.rows.T]
+        hidden = np.tanh(sum((table.take(row, axis=0) for row in rows[1:]), table.take(rows[0], axis=0)))
+        errors = _softmax(hidden @ decoder.transpose(0, 2, 1))
+        if exact:
+            errors -= self.conditionals[contexts]
+        else:
+            errors.reshape(-1)[np.arange(answers.size) * vocab + answers.reshape(-1)] -= 1
+        errors *= step_size / batch_size
+        back = (errors @ decoder) * (1 - hidden * hidden)
+        decoder -= errors.transpose(0, 2, 1) @ hidden
+        for row, example in itertools.product(rows, range(batch_size)):
+            table[row[:, example]] -= back[:, example]  # no row twice: each is of another trajectory
+
+    def trace(self, theta: Array) -> Array:
+        r"""Return the traces of the Hessian of the loss at (n, P) points, in closed form.
+
+        With f the predictions in a context, S their covariance, h the hidden units and `D = 1 - h^2`, the Gauss-Newton
+        part is `Tr(S) |h|^2 + T sum_i D_i^2 (U^T S U)_ii`. The rest comes from the second derivatives of the logits,
+        those of tanh: `-2 T sum_i h_i D_i (U^T (f - q))_i`. It is 0 at a minimizer.
+        """
+        (n, _), vocab, length = theta.shape, self.joint.shape[0], self.joint.ndim
+        table = theta.reshape(n, -1, self.width)
+        decoder = table[:, -vocab:]
+        hidden = np.tanh(sum((table[:, row] for row in self.rows.T[1:]), table[:, self.rows.T[0]]))
+        probs = _softmax(hidden @ decoder.transpose(0, 2, 1))
+        slopes, average = 1 - hidden**2, probs @ decoder
+        variance = probs @ decoder**2 - average**2
+        traces = (1 - (probs**2).sum(axis=-1)) * (hidden**2).sum(axis=-1)
+        traces += length * (slopes**2 * variance).sum(axis=-1)
+        traces -= 2 * length * (hidden * slopes * (average - self.conditionals @ decoder)).sum(axis=-1)
+        return np.asarray(traces @ self.weights)
+
+    def flow(self, time: float) -> Array:
+        """Return the (P,) point of the projected flow `-grad Tr` at a time, numerically."""
+        return self._flow.at(time)
+
+    def reached(self, theta: Array) -> Estimate:
+        """Return when the flow `-grad Tr` has the mean trace of (n, P) points."""
+        trace = mean(self.trace(theta), self.unit, "")
+        time, fall = self._flow.time_of(trace.value)
+        return dataclasses.replace(
+            trace, value=time, stderr=trace.stderr / fall, unit="", method="when the flow has the mean trace"
+        )
+
+    @functools.cached_property
+    def _flow(self) -> Flow:
+        return Flow(self.minimizers, torch.tensor(self.minimizer))
+
+    @functools.cached_property
+    def _joint_by_context(self) -> Array:
+        """(C, V): the probability that a context is drawn and that this token is the answer."""
+        axes = [np.moveaxis(self.joint, position, -1)[rest] for position, rest in self._contexts()]
+        return np.array(axes) / self.joint.ndim
+
+    @functools.cached_property
+    def _cumulative(self) -> Array:
+        """(C V,) the distribution function over contexts and answers."""
+        cumulative = np.cumsum(self._joint_by_context)
+        cumulative[-1] = 1.0  # which rounding may miss
+        return cumulative
+
+    def _contexts(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield where the mask is and the other tokens, for each context."""
+        vocab, length = self.joint.shape[0], self.joint.ndim
+        return itertools.product(range(length), itertools.product(range(vocab), repeat=length - 1))
+
+
+def _softmax(logits: Array) -> Array:
+    # over a short last axis: with that axis first, numpy reduces whole rows
+    shifted = np.ascontiguousarray(np.moveaxis(logits, -1, 0))
+    shifted -= shifted.max(axis=0)
+    np.exp(shifted, out=shifted)
+    shifted /= shifted.sum(axis=0)
+    return np.ascontiguousarray(np.moveaxis(shifted, 0, -1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """SGD with one step size and batch size at one time, against the flow."""
+
+    batch_size: int  # B
+    step_size: float  # eta; 0: the limit of small steps, extrapolated
+    time: float  # K, the number of steps times eta^2
+    trace: Estimate  # mean trace of the Hessian where SGD is, over the trajectories
+    flow_trace: float  # the flow's, with the coefficient that is checked
+    coefficient: Estimate  # of the flow that is where SGD is, times B
+    # mean squared distance of SGD's parameters from the flow's, as a fraction of the squared distance that the flow is
+    # from the start
+    distance: Estimate
+
+    @property
+    def error(self) -> float:
+        """Mean trace of SGD minus the flow's, as a fraction of the flow's."""
+        return self.trace.value / self.flow_trace - 1
+
+    @property
+    def error_percent(self) -> str:
+        """The same in percent, with its standard error."""
+        return f"{rounded(100 * self.error, 100 * self.trace.stderr / self.flow_trace)} %"
+
+
+def judge(
+    name: str,
+    rows: Sequence[Row],
+    limits: Sequence[Row],
+    control: Sequence[float],
+    *,
+    coefficient: float,
+    allowed: float,
+    start: float,
+) -> list[Statement]:
+    """Return the statements with their verdicts.
+
+    The rows come for each batch size, each step size from large to small, and each time; `limits` are the same at step
+    size 0, `control` the traces over time without label noise. `allowed` is the relative error of the mean trace at the
+    smallest step size, `start` the trace at the start.
+    """
+    single = [row for row in rows if row.batch_size == rows[0].batch_size]
+    by_step = [list(some) for _, some in itertools.groupby(single, key=lambda row: row.step_size)]
+    at_zero = [row for row in limits if row.batch_size == rows[0].batch_size]
+    last = {row.batch_size: row.coefficient for row in limits}  # the last time's, which come after the others
+    statements = [
+        _trace_statement(by_step[-1], coefficient, allowed),
+        _limit_statement(by_step, at_zero),
+        _coefficient(last, coefficient),
+        _batch_sizes(last, coefficient),
+        _parameters(by_step, at_zero),
+        _control_statement(control, start - by_step[-1][-1].trace.value),
+    ]
+    return [dataclasses.replace(statement, text=f"{name}: {statement.text}") for statement in statements]
+
+
+def _trace_statement(final: Sequence[Row], coefficient: float, allowed: float) -> Statement:
+    agrees = [
+        abs(row.trace.value - row.flow_trace) <= max(allowed * row.flow_trace, ERRORS * row.trace.stderr)
+        for row in final
+    ]
+    return Statement(
+        text=f"SGD's mean trace after K / eta^2 steps is near that of the flow -({coefficient:g} / B) grad Tr at time "
+        "K.",
+        evidence=f"at eta = {final[0].step_size:g} and B = {final[0].batch_size} it is off by {_errors(final)}; "
+        f"{100 * allowed:g} % or {ERRORS:g} standard errors allowed",
+        shown=all(agrees),
+    )
+
+
+def _limit_statement(by_step: Sequence[Sequence[Row]], at_zero: Sequence[Row]) -> Statement:
+    errors = [math.sqrt(math.fsum(row.error**2 for row in some) / len(some)) for some in by_step]
+    agrees = [abs(row.trace.value - row.flow_trace) <= ERRORS * row.trace.stderr for row in at_zero]
+    etas = [some[0].step_size for some in by_step]
+    return Statement(
+        text="the error of SGD's mean trace is one of the step size: it goes to 0 with it.",
+        evidence=f"root mean square over K: {_over_steps([f'{100 * error:.2f} %' for error in errors], etas)}; "
+        f"extrapolated to eta = 0: {_errors(at_zero)}; it must fall faster than the root of the step size, and be "
+        f"within {ERRORS:g} standard errors of 0 there",
+        shown=_falls(errors, etas) and all(agrees),
+    )
+
+
+def _coefficient(coefficients: dict[int, Estimate], wanted: float) -> Statement:
+    least = next(iter(coefficients))
+    return Statement(
+        text=f"the coefficient of the flow that SGD follows is -{wanted:g} / B.",
+        evidence=f"B = {least}: {_minus(coefficients[least])} times 1 / B, extrapolated to eta = 0; {ERRORS:g} "
+        f"standard errors allowed, the error at most {100 * PRECISION:g} %",
+        shown=_is_near(coefficients[least], wanted),
+    )
+
+
+def _batch_sizes(coefficients: dict[int, Estimate], wanted: float) -> Statement:
+    return Statement(
+        text="with B examples per step the flow is B times slower.",
+        evidence="coefficient times B: "
+        + ", ".join(f"{_minus(value)} (B = {size})" for size, value in coefficients.items())
+        + f"; {ERRORS:g} standard errors from {-wanted:g} allowed for each of at least 2, each error at most "
+        f"{100 * PRECISION:g} %",
+        shown=len(coefficients) > 1 and all(_is_near(value, wanted) for value in coefficients.values()),
+    )
+
+
+def _parameters(by_step: Sequence[Sequence[Row]], at_zero: Sequence[Row]) -> Statement:
+    last = [some[-1] for some in by_step]
+    values, etas = [row.distance.value for row in last], [row.step_size for row in last]
+    shown = [rounded(row.distance.value, row.distance.stderr) for row in last]
+    limit = at_zero[-1].distance
+    return Statement(
+        text="not only the trace: SGD's parameters themselves become those of the flow.",
+        evidence=f"mean squared distance over the squared distance of the flow from the start, at K = "
+        f"{last[-1].time:g}: {_over_steps(shown, etas)}; extrapolated to eta = 0: "
+        f"{rounded(limit.value, limit.stderr)}; it must fall faster than the "
+        f"root of the step size, and be within {ERRORS:g} standard errors of 0 there",
+        shown=_falls(values, etas) and abs(limit.value) <= ERRORS * limit.stderr,
+    )
+
+
+def _control_statement(control: Sequence[float], fall: float) -> Statement:
+    drift = max(abs(trace - control[0]) for trace in control) / abs(fall)
+    return Statement(
+        text="without label noise, with the exact conditionals as targets, nothing drifts along the minimizers.",
+        evidence=f"from off the minimizers it is back on them at a trace of {control[0]:.6g}, which then changes by "
+        f"{drift:.1e} of the {fall:.3g} that sampled answers take off in as long; {CONTROL_ALLOWED:.0e} allowed",
+        shown=fall > 0 and drift <= CONTROL_ALLOWED,
+    )
+
+
+def _falls(errors: Sequence[float], etas: Sequence[float]) -> bool:
+    pairs = itertools.pairwise(zip(errors, etas, strict=True))
+    return all(error < before * math.sqrt(eta / larger) for (before, larger), (error, eta) in pairs)
+
+
+def _is_near(estimate: Estimate, wanted: float) -> bool:
+    return abs(estimate.value - wanted) <= ERRORS * estimate.stderr and estimate.stderr <= PRECISION * wanted
+
+
+def _minus(estimate: Estimate) -> str:
+    return rounded(-estimate.value, estimate.stderr)
+
+
+def _errors(rows: Iterable[Row]) -> str:
+    return ", ".join(f"{row.error_percent} at K = {row.time:g}" for row in rows)
+
+
+def _over_steps(figures: Iterable[str], etas: Sequence[float]) -> str:
+    return ", ".join(f"{figure} at eta = {eta:g}" for figure, eta in zip(figures, etas, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `study` runs."""
+
+    model: Model
+    step_sizes: tuple[float, ...]  # at least 2, from large to small
+    times: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)  # increasing
+    batch_sizes: tuple[int, ...] = (1, 2, 4)  # increasing
+    trajectories: int  # for each step size and batch size, at least 2
+    coefficient: float = 0.25  # the one to check; that of the theorem, for one example a step
+    allowed: float  # relative error of the mean trace at the smallest step size that is allowed
+    seed: int = 0  # decides the examples that are drawn
+
+    def __post_init__(self) -> None:
+        etas, times, sizes = self.step_sizes, self.times, self.batch_sizes
+        if len(etas) < 2 or not all(x > y for x, y in itertools.pairwise(etas)) or not 0 < etas[-1] <= etas[0] < 1:
+            raise IsolossError(f"the step sizes are {_list(etas)}; give at least 2, from large to small, below 1")
+        if not times or not all(x < y for x, y in itertools.pairwise((0.0, *times))) or not math.isfinite(times[-1]):
+            raise IsolossError(f"the times are {_list(times)}; they must be positive and increase")
+        if times[0] < etas[0] ** 2:
+            raise IsolossError(f"the first time is {times[0]:g}, less than one step of size {etas[0]:g} takes")
+        if not sizes or not all(x < y for x, y in itertools.pairwise((0, *sizes))):
+            raise IsolossError(f"the batch sizes are {_list(sizes)}; they must be positive and increase")
+        if self.trajectories < 2:
+            raise IsolossError(f"trajectories is {self.trajectories}; a standard error needs at least 2")
+        if not (math.isfinite(self.coefficient) and self.coefficient > 0):
+            raise IsolossError(f"the coefficient is {self.coefficient}; it must be a positive number")
+        with np.errstate(over="ignore"):  # infinity is too steep as well
+            steepest = float(self.model.trace(self.model.minimizer[None])[0])
+        if etas[0] * steepest >= 1:
+            raise IsolossError(
+                f"{self.model.name}: the step size {etas[0]:g} is too large for a Hessian of trace {steepest:.3g}: it "
+                f"must be below {1 / steepest:.3g}"
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of blocks of trajectories that `study` takes, without the control."""
+        blocks = -(-self.trajectories // self.model.block)
+        return sum(steps_until(self.times[-1], eta) for eta in self.step_sizes) * len(self.batch_sizes) * blocks
+
+    def flow_trace(self, time: float, batch_size: int) -> float:
+        """Return the trace of the Hessian on the flow `-(coefficient / batch_size) grad Tr` at a time."""
+        point = self.model.flow(self.coefficient * time / batch_size)
+        return float(self.model.trace(point[None])[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The results of `study`."""
+
+    rows: tuple[Row, ...]  # one for each batch size, step size and time
+    limits: tuple[Row, ...]  # one for each batch size and time: what the rows say at step size 0
+    # mean trace where every step sees the exact conditionals: once it is back on the minimizers, and at each time from
+    # then on
+    control: tuple[float, ...]
+    statements: tuple[Statement, ...]  # the verdicts
+
+
+def two_parameters(*, probability: float = 0.7, start: float = 2.0, **changes: Any) -> Settings:
+    """Return the settings for `TwoParameters`; `changes` are other fields of `Settings` than the default ones."""
+    given = {"step_sizes": (0.1, 0.05, 0.025), "trajectories": 65536, "allowed": 0.01, **changes}
+    return Settings(model=TwoParameters(probability, start), **given)
+
+
+def masked_lm(*, seed: int = 0, **changes: Any) -> Settings:
+    """Return the settings for the masked language model of 88 parameters, which `seed` decides; see `MaskedLM`."""
+    given = {"step_sizes": (0.05, 0.025, 0.0125), "trajectories": 1024, "allowed": 0.05, **changes}
+    return Settings(model=MaskedLM.random(seed=seed), seed=seed, **given)
+
+
+def study(settings: Settings, *, progress: Callable[[int], None] | None = None) -> Result:
+    """Simulate every batch size and step size, go to step size 0, run the control, and judge.
+
+    `progress` is called with the number of steps that are done, of `settings.num_steps`.
+    """
+    count = counter(progress)
+    rows: list[Row] = []
+    limits: list[Row] = []
+    for batch_size in settings.batch_sizes:
+        by_step = [_rows(settings, batch_size, step_size, count) for step_size in settings.step_sizes]
+        rows += [row for some in by_step for row in some]
+        limits += [_limit(settings, same_time, time) for *same_time, time in zip(*by_step, settings.times, strict=True)]
+    control = _control(settings)
+    rule = {"coefficient": settings.coefficient, "allowed": settings.allowed, "start": settings.flow_trace(0.0, 1)}
+    statements = judge(settings.model.name, rows, limits, control, **rule)
+    return Result(rows=tuple(rows), limits=tuple(limits), control=control, statements=tuple(statements))
+
+
+def _rows(settings: Settings, batch_size: int, step_size: float, count: Callable[[int], None]) -> list[Row]:
+    model, rows, blocks = settings.model, [], []
+    for first in range(0, settings.trajectories, model.block):
+        n = min(model.block, settings.trajectories - first)
+        seed = seeds.derive(settings.seed, "sgd-flow", batch_size, repr(step_size), first)
+        blocks.append(
+            simulate(
+                model,
+                np.tile(model.minimizer, (n, 1)),
+                step_size=step_size,
+                times=settings.times,
+                batch_size=batch_size,
+                generator=np.random.default_rng(seed),
+                progress=count,
+            )
+        )
+    for time, parts in zip(settings.times, zip(*blocks, strict=True), strict=True):
+        theta = np.concatenate(parts)
+        elapsed = steps_until(time, step_size) * step_size**2
+        reached = model.reached(theta)
+        point = model.flow(settings.coefficient * elapsed / batch_size)
+        squares = ((theta - point) ** 2).sum(axis=1) / ((point - model.minimizer) ** 2).sum()
+        rows.append(
+            Row(
+                batch_size=batch_size,
+                step_size=step_size,
+                time=elapsed,
+                trace=mean(model.trace(theta), model.unit, "trace of the Hessian where SGD is"),
+                flow_trace=settings.flow_trace(elapsed, batch_size),
+                coefficient=_times(reached, batch_size / elapsed),
+                distance=mean(squares, "", "squared distance from the flow over the flow's from the start"),
+            )
+        )
+    return rows
+
+
+def _limit(settings: Settings, rows: Sequence[Row], time: float) -> Row:
+    """Return what the rows of all step sizes say at step size 0: by the polynomial through all of them.
+
+    The traces are extrapolated as fractions of the flow's, whose times differ where no whole number of steps fits.
+    """
+    flow_trace = settings.flow_trace(time, rows[0].batch_size)
+    fractions = extrapolated(settings.step_sizes, [_times(row.trace, 1 / row.flow_trace) for row in rows])
+    return Row(
+        batch_size=rows[0].batch_size,
+        step_size=0.0,
+        time=time,
+        trace=_times(fractions, flow_trace),
+        flow_trace=flow_trace,
+        coefficient=extrapolated(settings.step_sizes, [row.coefficient for row in rows]),
+        distance=extrapolated(settings.step_sizes, [row.distance for row in rows]),
+    )
+
+
+def extrapolated(step_sizes: Sequence[float], estimates: Sequence[Estimate]) -> Estimate:
+    """Return the value at step size 0 of the polynomial through estimates at some step sizes.
+
+    Example:
+        >>> at = lambda value: Estimate(value=value, stderr=0.1, samples=9, unit="", num_predictions=9, method="m")
+        >>> round(extrapolated([0.2, 0.1], [at(1.4), at(1.2)]).value, 9)
+        1.0
+    """
+    weights = [math.prod(other / (other - eta) for other in step_sizes if other != eta) for eta in step_sizes]
+    pairs = list(zip(weights, estimates, strict=True))
+    return dataclasses.replace(
+        estimates[0],
+        value=math.fsum(weight * estimate.value for weight, estimate in pairs),
+        stderr=math.hypot(*(weight * estimate.stderr for weight, estimate in pairs)),
+        method=f"{estimates[0].method}, extrapolated to step size 0",
+    )
+
+
+def _control(settings: Settings) -> tuple[float, ...]:
+    """Return the mean trace at each time without label noise, from points off the minimizers.
+
+    It is left for as long as the last time to come back to them, and only then does its time begin.
+    """
+    model, ahead = settings.model, settings.times[-1]
+    points = simulate(
+        model,
+        model.beside,
+        step_size=settings.step_sizes[-1],
+        times=[ahead + time for time in (0.0, *settings.times)],
+        generator=np.random.default_rng(seeds.derive(settings.seed, "sgd-flow", "control")),
+        exact=True,
+    )
+    return tuple(float(model.trace(theta).mean()) for theta in points)
+
+
+def _times(estimate: Estimate, factor: float) -> Estimate:
+    return dataclasses.replace(estimate, value=factor * estimate.value, stderr=abs(factor) * estimate.stderr)
+
+
+def _list(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values) or "none"
