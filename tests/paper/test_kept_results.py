@@ -8,7 +8,7 @@ import pytest
 from isoloss import files
 from isoloss.paper.reproduction.study import STUDY as PAPER
 from isoloss.paper.same_loss import pilot
-from isoloss.paper.same_loss.pilot_study import STUDY as PILOT
+from isoloss.paper.same_loss.pilot import STUDY as PILOT
 from isoloss.paper.same_loss.study import STUDY
 from isoloss.statistics.estimate import number
 from isoloss.studies.reading import read_study

@@ -11,9 +11,8 @@ from scipy import stats
 from isoloss.paper.reproduction import band, page, published
 from isoloss.paper.reproduction.answer import answer
 from isoloss.paper.reproduction.band import Model
-from isoloss.paper.reproduction.comparing import contrasts, measures
-from isoloss.paper.reproduction.reading import at_same_loss
-from isoloss.paper.reproduction.scales import EVENING, SMOKE, Scale
+from isoloss.paper.reproduction.compare import at_same_loss, contrasts, measures
+from isoloss.paper.reproduction.spec import EVENING, SMOKE, StudySize
 from isoloss.paper.reproduction.study import STUDY
 from isoloss.paper.reproduction.tables import _ranking, compared, tables
 from isoloss.statistics.estimate import Estimate
@@ -125,7 +124,7 @@ def known_results(near=NEAR, minimal=10.0, seeds=2):
     """Results with these models near the control's KL, on three grammars with two seeds."""
     languages = tuple(dataclasses.replace(SMOKE.datasets[0].languages[0], seed=seed) for seed in (300, 301, 302))
     dataset = dataclasses.replace(SMOKE.datasets[0], languages=languages, seeds=seeds, extra_measures=(), band=BAND)
-    scale = Scale(description="known", datasets=(dataset,))
+    scale = StudySize(description="known", datasets=(dataset,))
     checkpoints = {}
     for one in scale.datasets[0].replicates:
         for name, experiment in scale.experiments.items():
@@ -298,7 +297,7 @@ LOSSES = {  # by arm, at steps 20 and 40
 def known_text(losses=LOSSES):
     """Results on text with these losses; accuracies rise by 0.1 from step 20 to 40, and seed 1 has 0.02 more."""
     dataset = next(each for each in SMOKE.datasets if each.name == "text")
-    scale = Scale(description="known", datasets=(dataset,))
+    scale = StudySize(description="known", datasets=(dataset,))
     checkpoints = {}
     for one in dataset.replicates:
         for arm, values in losses.items():
@@ -492,7 +491,7 @@ def test_the_page_lists_what_most_checkpoints_of_a_language_have():
 
 def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():
     dataset = next(each for each in SMOKE.datasets if each.name == "text")
-    scale = Scale(description="known", datasets=(dataset,))
+    scale = StudySize(description="known", datasets=(dataset,))
     values = {"loss": 3.0, "trace": 20.0, "minimal-trace": 10.0}
     checkpoints = {
         (name, step): {

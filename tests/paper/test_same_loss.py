@@ -131,7 +131,7 @@ def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name):
 
 
 def test_no_grammar_is_the_pilots_and_no_two_units_share_a_seed():
-    from isoloss.paper.same_loss.pilot_study import SCALES as PILOTS
+    from isoloss.paper.same_loss.pilot import SCALES as PILOTS
 
     seeds = [config.seed for config in (e.config for e in SCALE.experiments.values())]
     languages = {e.config.language.seed for e in SCALE.experiments.values()}
@@ -194,7 +194,7 @@ def test_the_slopes_are_those_of_the_pilot():
 
 
 def test_the_margin_of_the_loss_is_worth_a_fifth_of_the_smallest_effect():
-    from isoloss.paper.same_loss.pilot_study import loss_margin
+    from isoloss.paper.same_loss.pilot import loss_margin
 
     file = read_claims(STUDY.claims)
     margin = loss_margin(pilot.slopes(SCALE.main_size)["probe-prefix-4"])

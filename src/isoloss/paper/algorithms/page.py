@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isoloss.paper.algorithms.study import ALGORITHMS, BASELINE, Scale, config_of, differences, means
+from isoloss.paper.algorithms.study import ALGORITHMS, BASELINE, StudySize, config_of, differences, means
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Style, accuracy
 from isoloss.report.html import Figure, Finding
@@ -60,7 +60,7 @@ def _figures(results: Results) -> list[Figure]:
     return drawings
 
 
-def _settings(scale: Scale) -> dict[str, str]:
+def _settings(scale: StudySize) -> dict[str, str]:
     adversary, sam, penalty = (
         config_of(scale, name, scale.units[0]).algorithm for name in ("adversarial", "sam", "fisher-penalty")
     )

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.languages.config import LAPTOP_PCFG, PCFGConfig
-from isoloss.paper.same_loss.design import MEASURED, OFFSET, Unit, sgd
-from isoloss.paper.same_loss.study import grammars_of, units_with
+from isoloss.paper.same_loss.design import MEASURED, OFFSET, Unit, grammars_of, sgd
+from isoloss.paper.same_loss.study import units_with
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.answers import same_loss
@@ -27,7 +27,6 @@ SMOKE_SETTINGS = {
     **{"loss_sentences": 256, "num_sequences": 64},
     **{"num_train": 256, "num_test": 256, "probe_epochs": 10},
 }
-
 # what each is called in figures and tables; all but SGD use AdamW
 ALGORITHMS: Mapping[str, str] = {
     BASELINE: "AdamW",
@@ -41,7 +40,7 @@ ALGORITHMS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class StudySize:
     """How large the study is."""
 
     description: str  # what it is for and how long it takes
@@ -61,7 +60,7 @@ class Scale:
     tasks: tuple[str, ...]  # downstream tasks; the first is the one that the adversary trains against
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
 
-    def with_seed_offset(self, offset: int) -> Scale:
+    def with_seed_offset(self, offset: int) -> StudySize:
         """Return the study on other grammars, with other seeds."""
         return dataclasses.replace(self, grammars=tuple(OFFSET * offset + grammar for grammar in self.grammars))
 
@@ -97,7 +96,7 @@ class Scale:
 
 
 SCALES = {
-    "laptop": Scale(
+    "laptop": StudySize(
         description="about seventy minutes of one core",
         language=LAPTOP_PCFG,
         grammars=(200, 201, 202, 203, 204),
@@ -110,7 +109,7 @@ SCALES = {
         tasks=("prefix-4", "root", "prefix-2"),
         settings={"probe_seeds": 3},
     ),
-    "smoke": Scale(
+    "smoke": StudySize(
         description="two minutes on two cores: every part runs, no result means anything",
         language=SMOKE_LANGUAGE,
         grammars=(200, 201),
@@ -126,7 +125,7 @@ SCALES = {
 }
 
 
-def config_of(scale: Scale, algorithm: str, unit: Unit) -> TrainConfig:
+def config_of(scale: StudySize, algorithm: str, unit: Unit) -> TrainConfig:
     """Return what a run is trained with: AdamW without dropout and weight decay, but for what its algorithm changes."""
     adamw = OptimizerConfig(learning_rate=scale.learning_rate, warmup_steps=scale.warmup_steps, weight_decay=0.0)
     own: dict[str, dict[str, Any]] = {
@@ -177,7 +176,7 @@ def matched(results: Results, algorithm: str) -> Matched:
     Of the two runs the one whose last KL is higher is taken at its last checkpoint, the other at the checkpoint whose
     KL is nearest to that.
     """
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     pairs, steps, last = [], [], scale.steps
     for unit in compared(results):
         control, own = (results.of_run(unit.run(name)) for name in (BASELINE, algorithm))

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from isoloss.paper.reproduction import band
 from isoloss.paper.reproduction.band import Model, Spread
-from isoloss.paper.reproduction.dataset import Dataset
-from isoloss.paper.reproduction.reading import replicates
-from isoloss.paper.reproduction.scales import Scale
+from isoloss.paper.reproduction.compare import replicates
+from isoloss.paper.reproduction.spec import Dataset, StudySize
 from isoloss.statistics.estimate import Estimate, number
 from isoloss.studies.claims import Answer, ClaimResult
 from isoloss.studies.results import UNITS, Results
@@ -56,7 +55,7 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> Sequence[str]:
 
 def _spreads(results: Results) -> str:
     """Return how far accuracies spread over models of about one loss, and how far their KL does."""
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     parts = []
     for dataset in scale.datasets:
         if not band.models(results, dataset):

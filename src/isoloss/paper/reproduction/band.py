@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from isoloss.evaluation.external import ExternalCheckpoint
-from isoloss.paper.reproduction.dataset import Dataset, Replicate
-from isoloss.paper.reproduction.reading import mean, replicates
+from isoloss.paper.reproduction.compare import mean, replicates
+from isoloss.paper.reproduction.spec import Dataset, Replicate
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.comparison import Checkpoint, difference
 from isoloss.studies.results import Results
@@ -75,7 +75,7 @@ def limits(kl: float, dataset: Dataset) -> tuple[float, float]:
     """Return the lowest and the highest KL in the band around a control's, in nats per predicted token.
 
     Example:
-        >>> from isoloss.paper.reproduction.scales import EVENING
+        >>> from isoloss.paper.reproduction.spec import EVENING
         >>> [round(limit, 4) for limit in limits(0.006, EVENING.datasets[0])]
         [0.0048, 0.0072]
     """

@@ -11,9 +11,8 @@ from typing import Any
 import polars as pl
 
 from isoloss.paper.reproduction import band, published
-from isoloss.paper.reproduction.dataset import BASELINES, FIGURE_1, Dataset, polished
-from isoloss.paper.reproduction.reading import at_step, mean, replicates
-from isoloss.paper.reproduction.scales import SGD_SHOWN, Scale
+from isoloss.paper.reproduction.compare import at_step, mean, replicates
+from isoloss.paper.reproduction.spec import BASELINES, FIGURE_1, SGD_SHOWN, Dataset, StudySize, polished
 from isoloss.report import charts
 from isoloss.report.data import KL, LOSS, MARKERS, MINIMAL_TRACE, TRACE, Column, Style, column_of
 from isoloss.report.html import Figure
@@ -28,7 +27,7 @@ PAPER_SCALE = "paper"  # of a small model's embedding inside a large one
 
 def parts(results: Results) -> PageParts:
     """Return what the page shows besides tables and claims."""
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     found = [dataset for dataset in scale.datasets if replicates(results, dataset)]
     same_loss = [_same_loss(results, dataset) for dataset in found if band.models(results, dataset)]
     return PageParts(figures=[*same_loss, *(figure for dataset in found for figure in _figures(results, dataset))])
@@ -70,7 +69,6 @@ def _same_loss(results: Results, dataset: Dataset) -> Figure:
 
 
 def _models(results: Results, dataset: Dataset) -> pl.DataFrame:
-    """Return a row for every model, with means over languages and the errors of their differences from the control."""
     first, middle = replicates(results, dataset)[0], band.control(results, dataset)
     rows = []
     for model in band.models(results, dataset):
@@ -91,7 +89,6 @@ def _models(results: Results, dataset: Dataset) -> pl.DataFrame:
 
 
 def _baselines(results: Results, dataset: Dataset) -> Mapping[str, Mapping[str, float]]:
-    """Return the accuracies on features that need no model, by probe and by what the features are called."""
     if not dataset.shown.baselines:
         return {}
     starts = [(one, at_step(results, one, dataset.main, 0)) for one in replicates(results, dataset)]
@@ -269,7 +266,6 @@ class _Figures:
 
 
 def _expanded(dataset: Dataset) -> list[Series]:
-    """Return the models that are compared inside the largest one."""
     if not dataset.polish_steps:
         return [(size, size, (dataset.last,)) for size in dataset.expanded]
     lengths = {length: length or dataset.polish_steps for length in dataset.polish_lengths}
@@ -293,7 +289,6 @@ def averaged(dataset: Dataset) -> str:
 
 
 def _means(results: Results, dataset: Dataset, series: Sequence[Series], shown: list[Column]) -> pl.DataFrame:
-    """Return a row for each step of each series, the means over languages with their standard errors."""
     rows = []
     for group, arm, steps in series:
         found = [one for one in replicates(results, dataset) if one.run(arm) in results.experiments]

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 from isoloss.paper.reproduction.answer import answer
-from isoloss.paper.reproduction.comparing import contrasts, measures
-from isoloss.paper.reproduction.paper_scale import AUTHORS, PAPER
-from isoloss.paper.reproduction.scales import EVENING, SMOKE
+from isoloss.paper.reproduction.compare import contrasts, measures
+from isoloss.paper.reproduction.gpu_scales import AUTHORS, PAPER, WORKSTATION
+from isoloss.paper.reproduction.spec import EVENING, SMOKE
 from isoloss.paper.reproduction.tables import tables
-from isoloss.paper.reproduction.workstation import WORKSTATION
 from isoloss.studies.spec import Study
 
 STUDY = Study(

@@ -10,10 +10,8 @@ from typing import Any
 
 from isoloss.errors import IsolossError
 from isoloss.paper.reproduction import band, published
-from isoloss.paper.reproduction.comparing import size_pair
-from isoloss.paper.reproduction.dataset import BASELINES, Dataset, Replicate, polished
-from isoloss.paper.reproduction.reading import at_same_loss, at_step, by_polish, mean, replicates
-from isoloss.paper.reproduction.scales import FLATNESS, Scale
+from isoloss.paper.reproduction.compare import at_same_loss, at_step, by_polish, mean, replicates, size_pair
+from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replicate, StudySize, polished
 from isoloss.statistics.correlation import Kind, correlation
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.granulated import granulated_kendall
@@ -26,7 +24,7 @@ At = Callable[[Replicate], Checkpoint]
 
 def tables(results: Results) -> tuple[SummaryTable, ...]:
     """Return the tables of every dataset that has results."""
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     made: list[SummaryTable] = []
     for dataset in scale.datasets:
         if replicates(results, dataset):
@@ -61,7 +59,6 @@ def _row(results: Results, dataset: Dataset, labels: tuple[str | int, ...], at: 
 
 
 def _arms(dataset: Dataset) -> dict[str, str]:
-    """Return the title of the main model and of its arms, by the run at whose end they are compared."""
     adamw = f"AdamW ({dataset.main})"
     if not dataset.polish_steps:
         return {dataset.main: adamw, **{name: arm.title for name, arm in dataset.arms.items()}}
@@ -109,7 +106,6 @@ def _published(dataset: Dataset, table: str) -> str:
 
 
 def _zero(like: Estimate) -> Estimate:
-    """Return the KL of the look-up table."""
     return Estimate(value=0.0, stderr=0.0, samples=0, unit=like.unit, num_predictions=0, method="exact")
 
 
@@ -128,7 +124,6 @@ def _flatness(results: Results, dataset: Dataset) -> SummaryTable:
 
 
 def _sizes(results: Results, dataset: Dataset) -> SummaryTable:
-    """Return every size after each of its watched steps and the polish."""
     keys = [
         *dict.fromkeys((_loss(results, dataset), *(key for key in dataset.measures if key != "loss"))),
         *(key for key in dataset.end_measures if not key.startswith("few-shot")),
@@ -148,7 +143,6 @@ def _sizes(results: Results, dataset: Dataset) -> SummaryTable:
 
 
 def _expansions(results: Results, dataset: Dataset) -> SummaryTable:
-    """Return larger minus smaller models at the same loss, by every measure of both inside the largest."""
     rows: list[Row] = []
     for smaller, larger in itertools.pairwise(dataset.sizes):
         pairs = [
@@ -168,7 +162,6 @@ def _expansions(results: Results, dataset: Dataset) -> SummaryTable:
 
 
 def _interpolation(results: Results, dataset: Dataset) -> SummaryTable:
-    """Return how far interpolation between two polishes misses the one between them."""
     traces = [key for key in ("trace", "minimal-trace") if key in dataset.measures]
     keys = dict.fromkeys((*dataset.tasks.values(), *traces, *dataset.end_measures))
     rows: list[Row] = []
@@ -228,7 +221,6 @@ def compared(dataset: Dataset) -> list[str]:
 
 
 def _same_loss(results: Results, dataset: Dataset) -> SummaryTable:
-    """Return the correlations of each probe with the KL and with flatness over models of about the control's KL."""
     probes = list(dict.fromkeys(dataset.tasks.values()))
     measures = ["kl", *(key for key in ("trace", "minimal-trace") if key in dataset.measures)]
     rows: list[Row] = []
@@ -259,7 +251,6 @@ def _same_loss(results: Results, dataset: Dataset) -> SummaryTable:
 
 
 def _ranking(results: Results, dataset: Dataset, kind: Kind) -> SummaryTable:
-    """Return the partial correlation of each measure of flatness with each probe, given the KL, within replicates."""
     probes, loss = list(dict.fromkeys(dataset.tasks.values())), _loss(results, dataset)
     models = [(one, [results.at(one.run(run)) for run in compared(dataset)]) for one in replicates(results, dataset)]
     rows: list[Row] = []
@@ -286,7 +277,6 @@ def _ranking(results: Results, dataset: Dataset, kind: Kind) -> SummaryTable:
 
 
 def _granulated(results: Results, dataset: Dataset) -> SummaryTable:
-    """Return the granulated Kendall coefficient of each measure of flatness with each probe."""
     probes = list(dict.fromkeys(dataset.tasks.values()))
     models = [(one, run) for one in replicates(results, dataset) for run in compared(dataset)]
     ends = [results.at(one.run(run)) for one, run in models]

@@ -17,6 +17,17 @@ _OTHERS = (
     ("Weight decay vs. untouched", "decay-transfer", "decay-flatter"),
     ("The larger of two sizes vs. the smaller", "larger-transfer", "larger-flatter"),
 )
+_PRIMARY = {
+    Verdict.SHOWN: "Yes.",
+    Verdict.NOT_SHOWN: "Not shown.",
+    Verdict.CONTRADICTED: "No, it makes transfer worse.",
+    Verdict.NOT_TESTED: "Not tested: the two arms are not shown to have the same loss.",
+}
+_RESCALED = {
+    Verdict.SHOWN: "changes by less than",
+    Verdict.NOT_SHOWN: "is not shown to change by less than",
+    Verdict.CONTRADICTED: "changes by more than",
+}
 
 
 def answer(claims: Sequence[ClaimResult]) -> Sequence[str]:
@@ -44,21 +55,7 @@ def answer(claims: Sequence[ClaimResult]) -> Sequence[str]:
     )
 
 
-_PRIMARY = {
-    Verdict.SHOWN: "Yes.",
-    Verdict.NOT_SHOWN: "Not shown.",
-    Verdict.CONTRADICTED: "No, it makes transfer worse.",
-    Verdict.NOT_TESTED: "Not tested: the two arms are not shown to have the same loss.",
-}
-_RESCALED = {
-    Verdict.SHOWN: "changes by less than",
-    Verdict.NOT_SHOWN: "is not shown to change by less than",
-    Verdict.CONTRADICTED: "changes by more than",
-}
-
-
 def _can_differ(verdicts: Sequence[Verdict]) -> str:
-    """Return whether any difference in transfer at the same loss is significant, in either direction."""
     if {Verdict.SHOWN, Verdict.CONTRADICTED} & set(verdicts):
         return "Yes."
     return "Not shown." if Verdict.NOT_SHOWN in verdicts else "Not tested."
@@ -99,7 +96,6 @@ def _words(result: ClaimResult, above: str, below: str, preposition: str) -> str
 
 
 def _adjusted(result: ClaimResult) -> str:
-    """Return the differences adjusted to the same loss, which no verdict rests on."""
     cases = [f"{_case(one)} {_signed(one.adjusted)}" for one in result.answers if one.adjusted is not None]
     return f" Probe accuracy, adjusted to the same loss: {', '.join(cases)}." if cases else ""
 
@@ -114,7 +110,6 @@ def _bound(cases: Sequence[Answer]) -> str:
 
 
 def _primary_in_numbers(one: Answer) -> str:
-    """Return the difference of the primary test with its interval, and what else is known of it."""
     assert one.difference is not None
     text = f"Probe accuracy on {one.case} differs by {_difference(one)}, 95 % interval {interval(one.difference)}"
     if one.adjusted is not None:
@@ -144,7 +139,6 @@ def _signed(difference: Estimate) -> str:
 
 
 def _rounded(size: float, difference: Estimate) -> str:
-    """Return a size in the unit of a difference, with as many digits as its error has."""
     return f"{rounded(size, difference.stderr).split(' ±')[0]} {_unit(difference)}"
 
 

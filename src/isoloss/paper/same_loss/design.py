@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Self
@@ -17,7 +17,6 @@ from isoloss.training.algorithms.config import AdversarialConfig
 
 EMBEDDING_SCALES = ("paper", "balanced", "exact")  # all values of isoloss expand --embedding-scale
 OFFSET = 1000  # added to the seeds of grammars per seed offset
-
 BASE, UNTOUCHED = "base", "untouched"
 # what the runs are called in figures and tables
 GROUPS: Mapping[str, str] = MappingProxyType(
@@ -77,7 +76,7 @@ class Unit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class StudySize:
     """How large the study is."""
 
     description: str  # what it is for and how long it takes
@@ -172,7 +171,7 @@ class Scale:
 class Arms:
     """The runs of one unit, and what is measured of each."""
 
-    scale: Scale  # what decides their settings
+    scale: StudySize  # what decides their settings
     unit: Unit  # the grammar and the seed
 
     def experiments(self) -> dict[str, Experiment]:
@@ -223,7 +222,6 @@ class Arms:
         return Experiment(config=config, measurements=parts, group=GROUPS[UNTOUCHED])
 
     def _from_base(self, arm: str, *stages: StageConfig) -> Experiment:
-        """Return an arm that goes on from the base, with the polish as its last stage."""
         start = self.unit.run(BASE)
         return self._measured(arm, self.continued(f"../{start}", *stages), after=(start,))
 
@@ -283,7 +281,6 @@ class Arms:
         return ["loss", "trace", "minimal-trace", *self.scale.probes.values()]
 
     def _measured(self, arm: str, config: TrainConfig, after: tuple[str, ...] = ()) -> Experiment:
-        """Return an arm that is measured after its polish and, unless it is of another size, before it."""
         scale, measures = self.scale, [*self.common(), *self.scale.few_shot_probes.values()]
         if size := self.unit.is_complete and {scale.arm_of_size(size): size for size in scale.sizes}.get(arm):
             measures += scale.projected_probes.values()
@@ -322,3 +319,57 @@ def polished(arm: str, steps: int) -> str:
 def sgd(steps: int, learning_rate: float) -> OptimizerConfig:
     """Return plain SGD with the paper's warm-up, 12 % of the steps (appendix B.2)."""
     return OptimizerConfig(name="sgd", learning_rate=learning_rate, warmup_steps=round(0.12 * steps), weight_decay=0.0)
+
+
+def grammars_of(units: Sequence[Unit]) -> list[str]:
+    """Return the grammar of each unit, as the clusters that errors are over."""
+    return [f"grammar {unit.grammar}" for unit in units]
+
+
+SCALES = {
+    "laptop": StudySize(
+        description="about twenty minutes on two cores",
+        language=PCFGConfig(levels=2, symbols_per_level=8, rules_per_symbol=8, vocab_size=16),
+        grammars=tuple(range(600, 627)),
+        complete=5,
+        together=5,
+        sizes=("d16", "d32", "d64"),
+        main_size="d32",
+        steps=3_000,
+        sgd_steps=2_000,
+        longer_steps=800,
+        adversary_steps=500,
+        helper_steps=300,
+        polish_steps=2_000,
+        other_polishes=(1_000,),
+        tasks=("prefix-4", "prefix-2"),
+        shots=(100, 1_000),
+        settings={
+            **{"loss_sentences": "all", "num_sequences": 1_024},
+            **{"num_train": 8_192, "num_test": "all", "probe_solver": "convex"},
+        },
+    ),
+    "smoke": StudySize(
+        description="two minutes on two cores: every part runs, no verdict is given",
+        language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
+        grammars=(300, 301),
+        complete=2,
+        together=2,
+        sizes=("d16", "d32"),
+        main_size="d32",
+        layers=1,
+        steps=60,
+        sgd_steps=40,
+        longer_steps=20,
+        adversary_steps=15,
+        helper_steps=10,
+        polish_steps=40,
+        other_polishes=(20,),
+        tasks=("prefix-4", "prefix-2"),
+        shots=(20, 50),
+        settings={
+            **{"loss_sentences": "all", "num_sequences": 64},
+            **{"num_train": 256, "num_test": "all", "probe_solver": "convex"},
+        },
+    ),
+}

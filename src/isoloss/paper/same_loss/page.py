@@ -8,8 +8,8 @@ from collections.abc import Collection
 import polars as pl
 
 from isoloss.errors import IsolossError
-from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, UNTOUCHED, WEIGHT_DECAY, Scale, Unit
-from isoloss.paper.same_loss.study import factor, grammars_of, last, sizes_expanded, units_with
+from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, UNTOUCHED, WEIGHT_DECAY, StudySize, Unit, grammars_of
+from isoloss.paper.same_loss.study import factor, last, sizes_expanded, units_with
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Column, Style, accuracy
 from isoloss.report.html import Figure, Finding
@@ -36,7 +36,7 @@ def parts(results: Results) -> PageParts:
 
 
 def _figures(results: Results) -> list[Figure]:
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     tasks = [accuracy(task) for task in scale.tasks]
     ends = _ends(results)
     figures = []
@@ -84,7 +84,7 @@ def _figures(results: Results) -> list[Figure]:
 
 def _panels(results: Results) -> list[IntervalPanel]:
     """Return the differences between arms and their controls; none where there are too few grammars."""
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     loss, traces, probes = [], [], []
     for control, arm in CONTRASTS.values():
         units, title = units_with(results, control, arm), _contrast_title(control, arm)
@@ -124,8 +124,7 @@ def _factor_interval(row: str, series: str, estimate: Estimate) -> Interval:
 
 
 def _ends(results: Results) -> pl.DataFrame:
-    """Return the rows of the last checkpoints of all arms of all grammars."""
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     keys = ["kl", *RESCALED, *scale.probes.values()]
     arms = [*GROUPS, *(size for size in scale.sizes if size != scale.main_size)]
     rows = []
@@ -136,7 +135,7 @@ def _ends(results: Results) -> pl.DataFrame:
     return pl.DataFrame(rows)
 
 
-def _size_columns(scale: Scale) -> list[Column]:
+def _size_columns(scale: StudySize) -> list[Column]:
     raw = Column("trace-own", "Raw trace, not comparable", "nats/token", log=True)
     minimum = Column(scale.expanded_minimum, f"Minimal trace in {scale.sizes[-1]}", "nats/token", log=True)
     task, projected = next(iter(scale.projected_probes.items()))
@@ -144,8 +143,7 @@ def _size_columns(scale: Scale) -> list[Column]:
 
 
 def _by_size(results: Results) -> pl.DataFrame:
-    """Return the rows of the untouched models of all sizes."""
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     keys = [column.name for column in _size_columns(scale)]
     rows = []
     for size in scale.sizes:
@@ -179,7 +177,6 @@ def _findings(results: Results) -> tuple[Finding, ...]:
 
 
 def _correlation(results: Results, trace: str, probe: str, left_out: Collection[str]) -> str:
-    """Return the partial correlation of a trace with a probe among models of about the same loss, as text."""
     columns: dict[str, list[float]] = {"trace": [], "probe": [], "kl": []}
     clusters: list[str] = []
     for unit in results.scale.units:
@@ -209,7 +206,7 @@ def _in_band(results: Results, unit: Unit, end: Checkpoint) -> bool:
 # --- how it was made -------------------------------------------------------------------------------------------------
 
 
-def _settings(scale: Scale) -> dict[str, str]:
+def _settings(scale: StudySize) -> dict[str, str]:
     weight = AdversarialConfig.weight
     return {
         "Grammars": f"{len(scale.grammars)}, {scale.complete} with all arms and the others with the SGD arms only; "

@@ -8,10 +8,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from isoloss.languages.config import PCFGConfig
 from isoloss.paper.same_loss import pilot
 from isoloss.paper.same_loss.answer import answer
-from isoloss.paper.same_loss.design import BASE, BASELINES, CONTRASTS, GROUPS, UNTOUCHED, Scale, Unit, polished
+from isoloss.paper.same_loss.design import (
+    BASE,
+    BASELINES,
+    CONTRASTS,
+    GROUPS,
+    SCALES,
+    UNTOUCHED,
+    StudySize,
+    Unit,
+    grammars_of,
+    polished,
+)
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Contrast
@@ -19,55 +29,8 @@ from isoloss.studies.comparison import Checkpoint, Measured, Pair, change
 from isoloss.studies.results import RESCALED, Results, SummaryTable, common_measures
 from isoloss.studies.spec import Study
 
-SCALES = {
-    "laptop": Scale(
-        description="about twenty minutes on two cores",
-        language=PCFGConfig(levels=2, symbols_per_level=8, rules_per_symbol=8, vocab_size=16),
-        grammars=tuple(range(600, 627)),
-        complete=5,
-        together=5,
-        sizes=("d16", "d32", "d64"),
-        main_size="d32",
-        steps=3_000,
-        sgd_steps=2_000,
-        longer_steps=800,
-        adversary_steps=500,
-        helper_steps=300,
-        polish_steps=2_000,
-        other_polishes=(1_000,),
-        tasks=("prefix-4", "prefix-2"),
-        shots=(100, 1_000),
-        settings={
-            **{"loss_sentences": "all", "num_sequences": 1_024},
-            **{"num_train": 8_192, "num_test": "all", "probe_solver": "convex"},
-        },
-    ),
-    "smoke": Scale(
-        description="two minutes on two cores: every part runs, no verdict is given",
-        language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
-        grammars=(300, 301),
-        complete=2,
-        together=2,
-        sizes=("d16", "d32"),
-        main_size="d32",
-        layers=1,
-        steps=60,
-        sgd_steps=40,
-        longer_steps=20,
-        adversary_steps=15,
-        helper_steps=10,
-        polish_steps=40,
-        other_polishes=(20,),
-        tasks=("prefix-4", "prefix-2"),
-        shots=(20, 50),
-        settings={
-            **{"loss_sentences": "all", "num_sequences": 64},
-            **{"num_train": 256, "num_test": "all", "probe_solver": "convex"},
-        },
-    ),
-}
-
 OVER = "mean ± standard error over grammars"
+
 
 # --- what is compared ------------------------------------------------------------------------------------------------
 
@@ -77,7 +40,7 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
 
     The pair of a grammar and seed has the same initial weights and sentences up to the end of the base.
     """
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     slopes = pilot.slopes(scale.main_size)
     where = f"Both after the same polish of {scale.polish_steps:,} steps."
     task = f"The task used in training is {scale.tasks[0]}."
@@ -122,7 +85,7 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
 
 def units_with(results: Results, *arms: str) -> list[Unit]:
     """Return the units that have results for all of these arms."""
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     return [unit for unit in scale.units if all(unit.run(arm) in results.experiments for arm in arms)]
 
 
@@ -140,8 +103,7 @@ def before_polish(results: Results, unit: Unit, arm: str) -> Checkpoint:
 
 
 def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> Contrast:
-    """Return the contrast of two sizes, with traces measured in the largest size's architecture."""
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     arms = {size: scale.arm_of_size(size) for size in (smaller, larger)}
     units = [unit for unit in units_with(results, *arms.values()) if unit.is_complete]
     first, second = (
@@ -159,12 +121,10 @@ def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> 
 
 
 def _pairs(results: Results, units: Sequence[Unit], first: str, second: str) -> list[Pair]:
-    """Return the last checkpoints of two arms, by unit."""
     return [(last(results, unit, first), last(results, unit, second)) for unit in units]
 
 
 def _against_tables(results: Results, units: Sequence[Unit], kind: str) -> list[Pair]:
-    """Return a baseline's accuracies, under the names of the probes, and the untouched model, by unit."""
     probes: dict[str, str] = results.scale.probes
     pairs: list[Pair] = []
     for unit in units:
@@ -174,7 +134,6 @@ def _against_tables(results: Results, units: Sequence[Unit], kind: str) -> list[
 
 
 def _rescaled(results: Results, units: Sequence[Unit]) -> list[Pair]:
-    """Return the untouched model, and the same with the traces after a random rescaling, by unit."""
     pairs: list[Pair] = []
     for unit in units:
         model = last(results, unit, UNTOUCHED)
@@ -187,12 +146,7 @@ def _as(measured: Measured, like: Measured) -> Measured:
     return dataclasses.replace(measured, settings=like.settings)
 
 
-def grammars_of(units: Sequence[Unit]) -> list[str]:
-    """Return the grammar of each unit, as the clusters that errors are over."""
-    return [f"grammar {unit.grammar}" for unit in units]
-
-
-def measures(scale: Scale) -> Mapping[str, Mapping[str, str]]:
+def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
     """Return what can be measured of two models, by what claims.toml calls it."""
     expanded = {f"trace, scale {name}": key for name, key in scale.expanded_traces.items()}
     fewest = dict(itertools.islice(scale.few_shot_probes.items(), len(scale.tasks)))
@@ -222,7 +176,7 @@ def tables(results: Results) -> tuple[SummaryTable, ...]:
 
 
 def _arms(results: Results) -> SummaryTable:
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     keys = ("kl", *RESCALED, *scale.probes.values(), *scale.few_shot_probes.values())
     rows = []
     for arm, title in GROUPS.items():
@@ -241,8 +195,7 @@ def _arms(results: Results) -> SummaryTable:
 def _differences(
     results: Results, name: str, when: str, at: Callable[[Results, Unit, str], Checkpoint]
 ) -> SummaryTable:
-    """Return the differences between arms and their controls, and the factors of the traces, at one checkpoint each."""
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     keys = ["kl", *RESCALED, *scale.probes.values()]
     if at is last:  # the base, which is the untouched arm before its polish, has no few-shot probes
         keys += scale.few_shot_probes.values()
@@ -262,8 +215,7 @@ def _differences(
 
 
 def _polishes(results: Results) -> SummaryTable:
-    """Return SGD with sampled vs. exact labels, by the length of the polish."""
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     keys, rows, arms = ["kl", *RESCALED, *scale.probes.values()], [], CONTRASTS["label noise"]
     units = [unit for unit in units_with(results, *arms) if unit.is_complete]
     for steps in (0, *scale.other_polishes, scale.polish_steps):
@@ -289,7 +241,7 @@ def _after_polish(results: Results, unit: Unit, arm: str, steps: int) -> Checkpo
 
 
 def _sizes(results: Results) -> SummaryTable:
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     keys = ["kl", "trace", *scale.expanded_traces.values(), scale.expanded_minimum]
     keys += [*scale.probes.values(), *scale.projected_probes.values()]
     rows = []
@@ -310,8 +262,7 @@ def _sizes(results: Results) -> SummaryTable:
 
 
 def _baselines(results: Results) -> SummaryTable:
-    """Return the accuracies of the probe on other features, of the majority class and the Bayes-optimal classifier."""
-    scale: Scale = results.scale
+    scale: StudySize = results.scale
     units = units_with(results, BASE, UNTOUCHED)
     starts = [results.at(unit.run(BASE), 0) for unit in units]
     models = [last(results, unit, UNTOUCHED) for unit in units]
@@ -342,7 +293,7 @@ def _baselines(results: Results) -> SummaryTable:
     return SummaryTable("baselines", f"baselines of the probes, {OVER}", ("features",), rows, caption)
 
 
-def sizes_expanded(scale: Scale, size: str, checkpoint: Checkpoint) -> Checkpoint:
+def sizes_expanded(scale: StudySize, size: str, checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with its traces in the largest size's architecture; the largest is there as it is."""
     if size != scale.sizes[-1]:
         return checkpoint
@@ -355,12 +306,10 @@ def sizes_expanded(scale: Scale, size: str, checkpoint: Checkpoint) -> Checkpoin
 
 
 def _number(units: Sequence[Unit]) -> int:
-    """Return the number of grammars."""
     return len({unit.grammar for unit in units})
 
 
 def _mean(units: Sequence[Unit], values: Sequence[Measured | float]) -> Estimate:
-    """Return the mean over grammars of an estimate, or of accuracies, of each unit."""
     numbers = [value.estimate.value if isinstance(value, Measured) else value for value in values]
     unit = values[0].estimate.unit if isinstance(values[0], Measured) else "accuracy"
     return cluster_mean(numbers, grammars_of(units), unit=unit)

@@ -1,4 +1,4 @@
-"""The paper's own scale: its datasets, sizes, data volumes and steps (section 2, appendices A and B).
+"""The scales for GPUs: the paper's own datasets, sizes, data volumes and steps (section 2, appendices A, B), or fewer.
 
 What the text leaves open is chosen here and said where it is: the steps of SGD and of BookCorpus, the model of "25M"
 parameters, and the tasks of the adversary.
@@ -12,8 +12,7 @@ from typing import Any, Literal
 from isoloss.config import LanguageConfig
 from isoloss.languages.config import PRESETS, CorpusConfig, TeacherConfig
 from isoloss.paper.reproduction.costs import Tokens
-from isoloss.paper.reproduction.dataset import SGD_EXACT, SGD_SAMPLED, Arm, Dataset
-from isoloss.paper.reproduction.scales import SGD_SHOWN, SHOWN, Scale
+from isoloss.paper.reproduction.spec import SGD_EXACT, SGD_SAMPLED, SGD_SHOWN, SHOWN, Arm, Dataset, StudySize
 from isoloss.presets import Preset, load_preset, train_config
 from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig
 from isoloss.studies.plan import Resources
@@ -21,7 +20,6 @@ from isoloss.training.algorithms.config import AdversarialConfig, SAMConfig
 
 TABLE_3 = ("d64", "d128", "d192", "d256", "d512", "d768", "d1024", "d1280", "d1536")
 TABLE_4 = ("d128", "d192", "d320", "d384", "d640", "d960", "d1920")
-INSIDE = tuple(f"trace-in-{TABLE_4[-1]}-{scale}" for scale in ("paper", "exact"))
 LSTMS = ("h128", "h256", "h512", "h768", "h1024")
 BERT_TOKENIZER = "google-bert/bert-large-uncased"
 VOCABULARY = 30_522  # of that tokenizer
@@ -33,10 +31,26 @@ NEEDS = (
 )
 TEACHER_PARAMETERS = 85e6  # of OPT-125M without its embeddings
 NUM_TEST = 10_000  # test examples of a probe: ours
+# of `workstation`: the settings of the preset `paper`, less what takes long. Probes read standardized features, unlike
+# the paper's: 20 epochs are too few to fit the small numbers that the look-up table has for features
+WORKSTATION_STEPS, WORKSTATION_SGD_STEPS, WORKSTATION_TEXT_STEPS = 10_000, 3_000, 5_000
+WORKSTATION_SIZES = ("d64", "d128", "d256", "d512", "d768")  # of Table 3
+WORKSTATION_INSIDE = ("d64", "d128", "d192", "d256", "d384", "d768")  # those whose width divides the last one's
+WORKSTATION_LSTMS = ("h128", "h256", "h512")
+DOCUMENTS = 500_000  # of a corpus
+WORKSTATION_SETTINGS = {
+    "loss_sentences": 20_000,
+    "num_sequences": 4_096,
+    "num_train": 20_000,
+    "probe_epochs": 20,
+    "probe_seeds": 2,
+    "probe_standardize": True,
+    "finetune_seeds": 2,
+}
+INSIDE = tuple(f"trace-in-{TABLE_4[-1]}-{scale}" for scale in ("paper", "exact"))
 
 
 def _common(preset: Preset, language: LanguageConfig) -> tuple[LanguageConfig, dict[str, Any]]:
-    """Return a language as a preset trains on it, and the fields of `TrainConfig` that its runs share."""
     config = train_config(preset, language)
     names = ("batch_size", "objective", "optimizer", "num_sentences", "masked_copies")
     shared = {name: getattr(config, name) for name in names}
@@ -222,10 +236,97 @@ def text(preset: Preset) -> Dataset:
     )
 
 
-def scale(preset: Preset) -> Scale:
+def scale(preset: Preset) -> StudySize:
     """Return the paper's scale with the settings of a preset."""
     datasets = tuple(make(preset) for make in (pcfg, hmm, generated, web, text))
-    return Scale(description=f"the paper's sizes on GPUs, settings: {preset.description}", datasets=datasets)
+    return StudySize(description=f"the paper's sizes on GPUs, settings: {preset.description}", datasets=datasets)
 
 
 PAPER, AUTHORS = (scale(load_preset(name)) for name in ("paper", "authors"))
+
+
+def _workstation_preset() -> Preset:
+    return dataclasses.replace(load_preset("paper"), steps=WORKSTATION_STEPS, measures=WORKSTATION_SETTINGS)
+
+
+def _workstation_pcfg(preset: Preset) -> Dataset:
+    task = preset.tasks["C"]
+    return dataclasses.replace(
+        pcfg(preset),
+        sizes=berts(preset, *WORKSTATION_SIZES),
+        expanded=berts(preset, *WORKSTATION_INSIDE),
+        expanded_measures=tuple(f"trace-in-{WORKSTATION_INSIDE[-1]}-{scale}" for scale in ("paper", "exact")),
+        main="d512",
+        watched=watched_steps(WORKSTATION_STEPS, 2_000),
+        arms={
+            **sgd_arms(SGD_SHOWN, WORKSTATION_SGD_STEPS),
+            "adversary-C": Arm(
+                title="Adversary (C)",
+                changes={"algorithm": AdversarialConfig(task=task)},
+                shown_in=("table 1", "table 2"),
+            ),
+            "helper-C": Arm(
+                title="Helper (C)",
+                changes={"algorithm": AdversarialConfig(task=task, weight=-AdversarialConfig.weight)},
+                shown_in=("table 1", "table 2"),
+            ),
+            "pre-ln": Arm(
+                title="Pre-layer-norm", changes={"model": ModelConfig(architecture="bert-pre-ln", size="d512")}
+            ),
+        },
+    )
+
+
+def _workstation_hmm(preset: Preset) -> Dataset:
+    return dataclasses.replace(
+        hmm(preset),
+        sizes={size: ModelConfig(architecture="lstm", size=size) for size in WORKSTATION_LSTMS},
+        main="h256",
+        watched=watched_steps(WORKSTATION_STEPS, 2_000),
+        arms=sgd_arms(SGD_SHOWN, WORKSTATION_SGD_STEPS),
+        needs=NEEDS,
+    )
+
+
+def _workstation_generated(preset: Preset) -> Dataset:
+    return dataclasses.replace(
+        generated(preset),
+        sizes=berts(preset, "d128", "d256", "d512"),
+        expanded=berts(preset, "d128", "d192", "d256", "d384", "d768"),
+        expanded_measures=tuple(f"trace-in-d768-{scale}" for scale in ("paper", "exact")),
+        main="d512",
+        watched=watched_steps(WORKSTATION_STEPS, 2_000),
+    )
+
+
+def _workstation_web(preset: Preset) -> Dataset:
+    return _fewer_documents(dataclasses.replace(web(preset), watched=watched_steps(WORKSTATION_STEPS, 2_000)))
+
+
+def _workstation_text(preset: Preset) -> Dataset:
+    """Return BookCorpus with a model of 8 layers in the place of the one of 24."""
+    dataset = text(preset)
+    model = berts(preset, "d512")["d512"]
+    bare = dataclasses.replace(model, dropout=0.0)
+    arms = {
+        name: dataclasses.replace(arm, changes={**arm.changes, "model": bare}) for name, arm in dataset.arms.items()
+    }
+    watched = watched_steps(WORKSTATION_TEXT_STEPS, 1_000)
+    return _fewer_documents(
+        dataclasses.replace(dataset, sizes={"d512": model}, main="d512", watched=watched, arms=arms, needs=NEEDS)
+    )
+
+
+def _fewer_documents(dataset: Dataset) -> Dataset:
+    (corpus,) = dataset.languages
+    assert isinstance(corpus, CorpusConfig)
+    return dataclasses.replace(dataset, languages=(dataclasses.replace(corpus, max_documents=DOCUMENTS),))
+
+
+WORKSTATION = StudySize(
+    description="about a day on one GPU: models of up to about 100M parameters, 5,000 to 10,000 steps",
+    datasets=tuple(
+        make(_workstation_preset())
+        for make in (_workstation_pcfg, _workstation_hmm, _workstation_generated, _workstation_web, _workstation_text)
+    ),
+)
