@@ -13,7 +13,6 @@ from isoloss.errors import IsolossError
 from isoloss.evaluation.measures.base import settings_of
 from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.paper.same_loss import page, pilot
-from isoloss.paper.same_loss.answer import answer
 from isoloss.paper.same_loss.design import BASE, GROUPS, UNTOUCHED, polished
 from isoloss.paper.same_loss.study import SCALES, STUDY, contrasts, factor, measures, tables
 from isoloss.statistics.estimate import Estimate
@@ -298,45 +297,23 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
     assert primary.adjusted.value == pytest.approx(adjusted)
 
 
+def answer(results):
+    """The paragraphs of the answer."""
+    return STUDY.answer(claims(results), results)
+
+
 def test_the_answer_says_what_the_verdicts_say(tmp_path):
-    nothing = answer(claims(known_results(tmp_path)))
-    assert re.search(r"at the same loss\? Not shown\. Probe accuracy on prefix-4 differs by [+-]0\.0\d", nothing[0])
-    assert re.search(r"put the true difference within ± 0\.\d+ points", nothing[0])
-    assert re.search(
-        r"Probe accuracy: no significant difference \(each within ± 0\.\d+ points, 95 % confidence\)\.", nothing[1]
-    )
-    assert "transfer differently? Not shown." in nothing[2]
-    better = answer(claims(known_results(tmp_path, label_noise={"probe-prefix-4": 0.02, "trace": -40.0})))
-    assert re.search(r"\? Yes\. Probe accuracy on prefix-4 differs by \+(1\.9|2\.0)", better[0])
-    assert re.search(r"accuracy: higher on prefix-4 \(\+(1\.9|2\.0).*flatter by trace \(-(39\.9|40)", better[1])
-    others = "prefix-2, prefix-4 (100 examples), prefix-2 (100 examples)"
-    assert f"no significant difference on {others} (each within ±" in better[1]
-    worse = answer(claims(known_results(tmp_path, label_noise={"probe-prefix-4": -0.02, "trace": 40.0})))
-    assert re.search(r"No, it makes transfer worse\. Probe accuracy on prefix-4 differs by -(1\.9|2\.0)", worse[0])
-    assert re.search(r"lower on prefix-4 \(-(1\.9|2\.0).*sharper by trace \(\+(39\.9|40)", worse[1])
-    other = answer(claims(known_results(tmp_path, label_noise={"kl": 0.01})))
-    assert "Not tested: the two arms are not shown to have the same loss." in other[0]
-    assert "adjusted to the same loss" in other[0]
-    assert "exact labels. Not tested: the losses are not shown to be the same. Probe accuracy, adjusted" in other[1]
-    assert "the trace changes by more than 0.1 nats/token" in nothing[-2]
-    assert "the minimal trace changes by less than 0.1 nats/token" in nothing[-2]
-
-
-@pytest.mark.parametrize(
-    ("arm", "moves", "expected"),
-    [
-        ("adversary", {"probe-prefix-4": -0.05, "trace": 40.0}, "lower on prefix-4.*sharper by trace"),
-        ("adversary", {"probe-prefix-2": 0.05, "trace": -40.0}, "higher on prefix-2.*flatter by trace"),
-        ("helper", {"probe-prefix-4": 0.05, "trace": 40.0}, "higher on prefix-4.*sharper by trace"),
-    ],
-)
-def test_models_of_the_same_loss_transfer_differently_only_if_a_control_does(tmp_path, arm, moves, expected):
-    found = answer(claims(known_results(tmp_path, **{arm: moves})))
-    assert "transfer differently? Yes." in found[2]
-    assert re.search(expected, found[2])
-    losses = {"helper": {"kl": 0.01}, "adversary": {"kl": 0.01}}
-    untested = answer(claims(known_results(tmp_path, **losses | {arm: {"kl": 0.01, **moves}})))
-    assert "transfer differently? Not tested." in untested[2]
+    nothing = answer(known_results(tmp_path))
+    assert re.search(r"improve transfer\? not shown \(prefix-4 [+-]0\.0\d", nothing[0])
+    assert re.search(r"transfers better: not shown .* transfers worse: not shown", nothing[1])
+    assert re.search(r"0\.1 nats per token: no, the opposite is shown \(trace .* yes \(minimal-trace", nothing[-2])
+    better = answer(known_results(tmp_path, label_noise={"probe-prefix-4": 0.02, "trace": -40.0}))
+    assert re.search(r"improve transfer\? yes \(prefix-4 \+(1\.9|2\.0).*not shown \(prefix-2", better[0])
+    assert re.search(r"flatten the model\? yes \(trace -(39\.9|40)", better[0])
+    worse = answer(known_results(tmp_path, label_noise={"probe-prefix-4": -0.02, "trace": 40.0}))
+    assert re.search(r"improve transfer\? no, the opposite is shown \(prefix-4 -(1\.9|2\.0)", worse[0])
+    other = answer(known_results(tmp_path, label_noise={"kl": 0.01}))
+    assert re.search(r"improve transfer\? not tested \(prefix-4", other[0])
 
 
 # --- tables and the page ---------------------------------------------------------------------------------------------

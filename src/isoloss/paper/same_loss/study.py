@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from isoloss.paper.answer import from_template
 from isoloss.paper.same_loss import pilot
-from isoloss.paper.same_loss.answer import answer
 from isoloss.paper.same_loss.design import (
     BASE,
     BASELINES,
@@ -352,7 +352,7 @@ STUDY = Study(
     contrasts=contrasts,
     measures=measures,
     tables=tables,
-    answer=lambda claims, _: answer(claims),
+    answer=lambda claims, _: from_template(Path(__file__).with_name("answer.j2"), claims),
     page="isoloss.paper.same_loss.page:parts",
     first_page_blocks=2,
     block_name="grammars",
