@@ -562,8 +562,8 @@ def test_the_answer_is_five_sentences_that_follow_the_verdicts():
     assert len(plain) == 5
     assert plain[0] == (
         "How much does transfer vary among models of about the same loss? On grammars, 5 models with a "
-        "mean KL of 0.033 to 0.07 nats have probe accuracies of 65.0 to 72.0 % on prefix-4 and 65.0 to 72.0 % on prefix-2; these are the extremes of several models, and the differences "
-        "in KL explain part of it."
+        "mean KL of 0.033 to 0.07 nats have probe accuracies of 65.0 to 72.0 % on prefix-4 and 65.0 to 72.0 % on "
+        "prefix-2; these are the extremes of several models, and the differences in KL explain part of it."
     )
     assert "flatten the model? On grammars: not shown (prefix-4 +0.10 ± 0.50 points)" in plain[3]
     assert "differences are significant in 0: the flatter model transfers better in 0 and worse in 0" in plain[4]
