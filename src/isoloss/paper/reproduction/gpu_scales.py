@@ -47,7 +47,6 @@ WORKSTATION_SETTINGS = {
     "probe_standardize": True,
     "finetune_seeds": 2,
 }
-INSIDE = tuple(f"trace-in-{TABLE_4[-1]}-{scale}" for scale in ("paper", "exact"))
 
 
 def _common(preset: Preset, language: LanguageConfig) -> tuple[LanguageConfig, dict[str, Any]]:
@@ -81,6 +80,20 @@ def sgd_arms(shown_in: tuple[str, ...], steps: int = SGD_STEPS) -> dict[str, Arm
     }
 
 
+def _adversary(preset: Preset, task: str, *shown_in: str) -> Arm:
+    algorithm = AdversarialConfig(task=preset.tasks[task])
+    return Arm(title=f"Adversary ({task})", changes={"algorithm": algorithm}, shown_in=shown_in)
+
+
+def _helper(preset: Preset, task: str, *shown_in: str) -> Arm:
+    algorithm = AdversarialConfig(task=preset.tasks[task], weight=-AdversarialConfig.weight)
+    return Arm(title=f"Helper ({task})", changes={"algorithm": algorithm}, shown_in=shown_in)
+
+
+def _inside(largest: str) -> tuple[str, ...]:
+    return tuple(f"trace-in-{largest}-{scale}" for scale in ("paper", "exact"))
+
+
 def watched_steps(last: int, every: int = 5_000) -> tuple[int, ...]:
     """Return the steps up to the last that are measured."""
     return tuple(range(every, last + 1, every))
@@ -105,21 +118,13 @@ def pcfg(preset: Preset) -> Dataset:
         arms={
             **sgd_arms(SGD_SHOWN),
             **{
-                f"adversary-{name}": Arm(
-                    title=f"Adversary ({name})",
-                    changes={"algorithm": AdversarialConfig(task=task)},
-                    shown_in=("table 1",) if name != "C" else ("table 2",),
-                )
-                for name, task in preset.tasks.items()
+                f"adversary-{name}": _adversary(preset, name, "table 2" if name == "C" else "table 1")
+                for name in preset.tasks
             },
-            "helper-C": Arm(
-                title="Helper (C)",
-                changes={"algorithm": AdversarialConfig(task=preset.tasks["C"], weight=-AdversarialConfig.weight)},
-                shown_in=("table 2",),
-            ),
+            "helper-C": _helper(preset, "C", "table 2"),
         },
         measures=("loss", "trace", "minimal-trace", *tasks.values()),
-        expanded_measures=INSIDE,
+        expanded_measures=_inside(TABLE_4[-1]),
         settings=_settings(preset),
         shown=SHOWN["pcfg"],
         needs=NEEDS,
@@ -167,7 +172,7 @@ def generated(preset: Preset) -> Dataset:
         main="d1024",
         watched=watched_steps(preset.steps),
         measures=("loss", "trace", "minimal-trace", *tasks.values()),
-        expanded_measures=INSIDE,
+        expanded_measures=_inside(TABLE_4[-1]),
         settings=_settings(preset),
         shown=SHOWN["generated"],
         needs=NEEDS,
@@ -250,26 +255,17 @@ def _workstation_preset() -> Preset:
 
 
 def _workstation_pcfg(preset: Preset) -> Dataset:
-    task = preset.tasks["C"]
     return dataclasses.replace(
         pcfg(preset),
         sizes=berts(preset, *WORKSTATION_SIZES),
         expanded=berts(preset, *WORKSTATION_INSIDE),
-        expanded_measures=tuple(f"trace-in-{WORKSTATION_INSIDE[-1]}-{scale}" for scale in ("paper", "exact")),
+        expanded_measures=_inside(WORKSTATION_INSIDE[-1]),
         main="d512",
         watched=watched_steps(WORKSTATION_STEPS, 2_000),
         arms={
             **sgd_arms(SGD_SHOWN, WORKSTATION_SGD_STEPS),
-            "adversary-C": Arm(
-                title="Adversary (C)",
-                changes={"algorithm": AdversarialConfig(task=task)},
-                shown_in=("table 1", "table 2"),
-            ),
-            "helper-C": Arm(
-                title="Helper (C)",
-                changes={"algorithm": AdversarialConfig(task=task, weight=-AdversarialConfig.weight)},
-                shown_in=("table 1", "table 2"),
-            ),
+            "adversary-C": _adversary(preset, "C", "table 1", "table 2"),
+            "helper-C": _helper(preset, "C", "table 1", "table 2"),
             "pre-ln": Arm(
                 title="Pre-layer-norm", changes={"model": ModelConfig(architecture="bert-pre-ln", size="d512")}
             ),
@@ -293,7 +289,7 @@ def _workstation_generated(preset: Preset) -> Dataset:
         generated(preset),
         sizes=berts(preset, "d128", "d256", "d512"),
         expanded=berts(preset, "d128", "d192", "d256", "d384", "d768"),
-        expanded_measures=tuple(f"trace-in-d768-{scale}" for scale in ("paper", "exact")),
+        expanded_measures=_inside("d768"),
         main="d512",
         watched=watched_steps(WORKSTATION_STEPS, 2_000),
     )

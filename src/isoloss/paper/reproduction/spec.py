@@ -511,34 +511,36 @@ def _algorithms(task: str, *, adversary: int, helper: int, rate: float) -> dict[
     return {"adversary": arm("Adversary", adversary, weight), "helper": arm("Helper", helper, -weight)}
 
 
+# so few sentences that losses and accuracies are sums over all of them
+ENUMERATED = {
+    "feature_sentences": FEATURE_SENTENCES,
+    "num_test": "all",
+    "loss_sentences": "all",
+    "probe_solver": "convex",
+}
+OTHER_FLATNESS = tuple(name for name in FLATNESS if name not in ("trace", "minimal-trace"))
+
+
 def _small_pcfg(
     *,
     grammars: tuple[int, ...],
     language: PCFGConfig,
-    seeds: int,
     sizes: tuple[str, ...],
     main: str,
     layers: int,
-    watched: tuple[int, ...],
-    branch: int,
-    polish_steps: int,
-    other_polishes: tuple[int, ...],
     sgd_steps: int,
     algorithm_steps: tuple[int, int],
     settings: Mapping[str, Any],
-    band: float = Dataset.band,
+    **more: Any,
 ) -> Dataset:
     tasks = {"A": "probe-prefix-4", "B": "probe-prefix-2", "C": "probe-prefix-2"}
     largest = sizes[-1]
-    into = small_bert(largest, layers)
     adversary, helper = algorithm_steps
     features = 2**language.levels * small_bert(sizes[0], layers).heads * HEAD_WIDTH
-    few_shot = ("few-shot-prefix-4-100", "few-shot-prefix-2-100")
     return Dataset(
         name="pcfg",
         title="PCFG",
         languages=tuple(dataclasses.replace(language, seed=seed) for seed in grammars),
-        seeds=seeds,
         tasks=tasks,
         common={
             "batch_size": 64,
@@ -549,11 +551,6 @@ def _small_pcfg(
         },
         sizes={size: small_bert(size, layers) for size in sizes},
         main=main,
-        watched=watched,
-        branch=branch,
-        polish_steps=polish_steps,
-        other_polishes=other_polishes,
-        band=band,
         arms={
             **_sgd_arms(sgd_steps, 0.2, (sgd_steps // 4, sgd_steps // 2)),
             **_algorithms("prefix-4", adversary=adversary, helper=helper, rate=3e-3),
@@ -564,22 +561,20 @@ def _small_pcfg(
         },
         measures=("loss", "trace", "minimal-trace", *dict.fromkeys(tasks.values())),
         end_measures=(
-            *few_shot,
+            *(f"few-shot-prefix-{n}-100" for n in (4, 2)),
             *(f"projected-prefix-{n}-{features}" for n in (4, 2)),
             *(f"trace-in-{largest}-{scale}" for scale in ("paper", "exact")),
             f"minimal-trace-in-{largest}",
         ),
-        extra_measures=(*(name for name in FLATNESS if name not in ("trace", "minimal-trace")), "features"),
+        extra_measures=(*OTHER_FLATNESS, "features"),
         settings={
             **settings,
-            "feature_sentences": FEATURE_SENTENCES,
-            "num_test": "all",
-            "loss_sentences": "all",
-            "probe_solver": "convex",
+            **ENUMERATED,
             "expanded_layers": layers,
-            "expanded_heads": into.heads,
+            "expanded_heads": small_bert(largest, layers).heads,
         },
         shown=SHOWN["pcfg"],
+        **more,
     )
 
 
@@ -587,16 +582,10 @@ def _small_hmm(
     *,
     models: tuple[int, ...],
     language: HMMConfig,
-    seeds: int,
     sizes: tuple[str, ...],
-    main: str,
-    watched: tuple[int, ...],
-    branch: int,
-    polish_steps: int,
-    other_polishes: tuple[int, ...],
     sgd_steps: int,
     settings: Mapping[str, Any],
-    band: float = Dataset.band,
+    **more: Any,
 ) -> Dataset:
     tasks = {"6": "probe-state-2", "10": "probe-state-3"}
     features = language.length * 2 * int(sizes[0][1:])  # of both directions
@@ -604,7 +593,6 @@ def _small_hmm(
         name="hmm",
         title="HMM",
         languages=tuple(dataclasses.replace(language, seed=seed) for seed in models),
-        seeds=seeds,
         tasks=tasks,
         common={
             "batch_size": 64,
@@ -613,24 +601,13 @@ def _small_hmm(
             "threads": 1,
         },
         sizes={size: ModelConfig(architecture="lstm", size=size, dropout=0.0) for size in sizes},
-        main=main,
-        watched=watched,
-        branch=branch,
-        polish_steps=polish_steps,
-        other_polishes=other_polishes,
-        band=band,
         arms=_sgd_arms(sgd_steps, 0.2, (sgd_steps // 4, sgd_steps // 2)),
         measures=("loss", "trace", *tasks.values()),
         end_measures=tuple(f"projected-state-{state}-{features}" for state in (2, 3)),
-        extra_measures=(*(name for name in FLATNESS if name not in ("trace", "minimal-trace")), "features"),
-        settings={
-            **settings,
-            "feature_sentences": FEATURE_SENTENCES,
-            "num_test": "all",
-            "loss_sentences": "all",
-            "probe_solver": "convex",
-        },
+        extra_measures=(*OTHER_FLATNESS, "features"),
+        settings={**settings, **ENUMERATED},
         shown=SHOWN["hmm"],
+        **more,
     )
 
 
