@@ -21,9 +21,11 @@ from isoloss.studies.verdicts import Verdict
 from isoloss.transfer.tasks import make_task
 
 SCALE = design.SCALES["laptop"]
-FIRST = SCALE.units[0]
-STEPS = (*SCALE.watched, SCALE.steps)
-EARLY = dict.fromkeys(SCALE.early, 0.2)  # KL of the runs with exact labels
+(DATASET,) = SCALE.datasets
+TASKS = tuple(DATASET.tasks)
+FIRST = DATASET.replicates[0]
+STEPS = DATASET.watched
+EARLY = dict.fromkeys(DATASET.arms["exact"].watched, 0.2)  # KL of the runs with exact labels
 KLS = (0.09, 0.08, 0.07, 0.06, 0.055, 0.05)  # of every run, unless told
 SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTED, _ = Verdict
 
@@ -33,17 +35,22 @@ def known_results(folder, **algorithms):
     estimates = {}
     for algorithm in design.ALGORITHMS:
         own = algorithms.get(algorithm.replace("-", "_"), {})
-        for i, unit in enumerate(SCALE.units):
+        for i, unit in enumerate(DATASET.replicates):
             shift = i / 100
             kls = dict(zip(STEPS, own.get("kls", KLS), strict=True))
             for step, kl in {**(EARLY if algorithm == "exact" else {}), **kls}.items():
                 trace = own.get("traces", (40.0, 40.1, 40.3, 40.2, 40.1))[i]
                 accuracies = [share + shift for share in own.get("accuracies", (0.5, 0.6, 0.7))]
-                at = known.checkpoint(SCALE.tasks, kl, trace, accuracies, trace / 4)
-                if (i, step) == (0, SCALE.steps):
+                at = known.checkpoint(TASKS, kl, trace, accuracies, trace / 4)
+                if (i, step) == (0, DATASET.last):
                     at |= known.control(at)
                 estimates[unit.run(algorithm), step] = at
     return Results(SCALE, estimates, folder)
+
+
+def config_of(algorithm):
+    """What the first run of an algorithm is trained with."""
+    return SCALE.experiments[FIRST.run(algorithm)].config
 
 
 def verdicts(found):
@@ -57,10 +64,10 @@ def verdicts(found):
 
 def test_every_claim_is_asked_of_every_task(tmp_path):
     answered = list(verdicts(known_results(tmp_path)))
-    assert len(answered) == 2 + 5 * 2 + 5 * len(SCALE.tasks)
+    assert len(answered) == 2 + 5 * 2 + 5 * len(TASKS)
     for claim in ("adversarial", "regularized", "sam", "exact", "penalty"):
         assert [name for name in answered if name.startswith(f"{claim}-transfer")] == [
-            f"{claim}-transfer: {task}" for task in SCALE.tasks
+            f"{claim}-transfer: {task}" for task in TASKS
         ]
 
 
@@ -158,7 +165,7 @@ def test_which_checkpoints_are_compared(tmp_path, kls, steps):
     matched = design.matched(found, "sam")
     assert matched.steps == (steps,) * 5
     assert matched.ranges() == (f"{steps[1]:,}", f"{steps[0]:,}")
-    for unit, (control, own) in zip(SCALE.units, matched.pairs, strict=True):
+    for unit, (control, own) in zip(DATASET.replicates, matched.pairs, strict=True):
         assert control is found.checkpoints[f"{unit.prefix}-adamw", steps[0]]
         assert own is found.checkpoints[f"{unit.prefix}-sam", steps[1]]
     # AdamW's traces are 40.0, 40.1, 40.3, 40.2, 40.1
@@ -192,7 +199,7 @@ def test_exact_labels_are_compared_early():
 def test_an_algorithm_changes_one_thing():
     changed = {}
     for algorithm in design.ALGORITHMS:
-        lines = configs.differences(*(design.config_of(SCALE, name, FIRST) for name in (design.BASELINE, algorithm)))
+        lines = configs.differences(*(config_of(name) for name in (design.BASELINE, algorithm)))
         changed[algorithm] = {line.split(":")[0].split(".")[0] for line in lines}
     assert changed == {
         "adamw": set(),
@@ -203,45 +210,41 @@ def test_an_algorithm_changes_one_thing():
         "fisher-penalty": {"algorithm"},
         "sgd": {"optimizer"},
     }
-    plain = design.config_of(SCALE, design.BASELINE, FIRST)
+    plain = config_of(design.BASELINE)
     assert (plain.model.dropout, plain.optimizer.weight_decay) == (0, 0)
-    assert design.config_of(SCALE, "adversarial", FIRST).algorithm.task == SCALE.tasks[0]
+    assert config_of("adversarial").algorithm.task == TASKS[0]
 
 
 @pytest.mark.parametrize("name", list(design.SCALES))
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_units_are_measured_on_sentences_of_their_own(name, seeds):
-    scale = dataclasses.replace(design.SCALES[name], seeds_per_grammar=seeds)
-    measured, trained, grammars = {}, {}, {}
-    for run, experiment in scale.experiments.items():
-        unit = run.rpartition("-")[0] if not run.endswith("fisher-penalty") else run.removesuffix("-fisher-penalty")
-        measured.setdefault(unit, set()).add(experiment.measurements[0].settings["seed"])
-        trained.setdefault(unit, set()).add(experiment.config.seed)
-        grammars.setdefault(unit, set()).add((experiment.config.language.seed, scale.grammars[experiment.block]))
-    assert len(trained) == len(scale.grammars) * seeds
-    assert all(len(each) == 1 for by_unit in (measured, trained, grammars) for each in by_unit.values())
+def test_grammars_are_measured_on_sentences_of_their_own(name):
+    scale = design.SCALES[name]
+    grammars = [language.seed for language in scale.datasets[0].languages]
+    measured, trained = {}, {}
+    for experiment in scale.experiments.values():
+        grammar = experiment.config.language.seed
+        assert grammar == grammars[experiment.block]
+        measured.setdefault(grammar, set()).add(experiment.measurements[0].settings["seed"])
+        trained.setdefault(grammar, set()).add(experiment.config.seed)
     every = [*itertools.chain(*measured.values()), *itertools.chain(*trained.values())]
-    assert len(set(every)) == len(every)
-    assert {each for (each,) in grammars.values()} == {(grammar, grammar) for grammar in scale.grammars}
+    assert len(set(every)) == len(every) == 2 * len(grammars)
 
 
 def test_another_offset_has_other_grammars_and_seeds():
-    again = SCALE.with_seed_offset(1)
-    for key in ("grammar", "seed"):
-        ours, theirs = ({getattr(unit, key) for unit in scale.units} for scale in (SCALE, again))
+    again = SCALE.with_seed_offset(1).datasets[0]
+    for key in ("number", "seed"):
+        ours, theirs = ({getattr(one, key) for one in each.replicates} for each in (DATASET, again))
         assert len(ours) == len(theirs) == 5
         assert not ours & theirs
 
 
 @pytest.mark.parametrize("name", list(design.SCALES))
 def test_every_run_can_be_trained_and_every_task_be_made(name):
-    scale = design.SCALES[name]
-    for experiment in scale.experiments.values():
+    (dataset,) = design.SCALES[name].datasets
+    for experiment in dataset.experiments.values():
         configs.check(experiment.config)
-    for config in {unit.grammar: design.config_of(scale, design.BASELINE, unit) for unit in scale.units}.values():
-        language = config.language.build()
-        for task in scale.tasks:
-            assert make_task(language, task, num_train=50, num_test=50, seed=1).majority_rate < 1
+    for config in dataset.languages:
+        for task in dataset.tasks:
+            assert make_task(config.build(), task, num_train=50, num_test=50, seed=1).majority_rate < 1
 
 
 def test_the_plan_holds_every_run(tmp_path):
@@ -255,7 +258,7 @@ def test_the_summary_and_the_page_say_it(tmp_path):
     written = known_results(
         tmp_path, adversarial={"accuracies": (0.35, 0.6, 0.7), "traces": (41.0, 42.1, 43.3, 42.2, 42.1)}
     )
-    known.save(tmp_path, SCALE.experiments, written.checkpoints, SCALE.tasks)
+    known.save(tmp_path, SCALE.experiments, written.checkpoints, TASKS)
     assert Results.read(tmp_path, SCALE).checkpoints == written.checkpoints
     folder = StudyFolder(STUDY, tmp_path, "laptop")
     summary = folder.summary()
@@ -281,20 +284,20 @@ def test_the_summary_and_the_page_say_it(tmp_path):
     assert "moves the probe of its task by -15 percentage points" in text
     assert f'"{FIRST.run("adversarial")}"' in text  # among the configs
     assert {p.name for p in (page.parent / "figures").iterdir()} == {
-        f"trace-{task}.{kind}" for task in SCALE.tasks for kind in ("pdf", "png")
+        f"trace-{task}.{kind}" for task in TASKS for kind in ("pdf", "png")
     }
     before = {path: path.read_bytes() for path in page.parent.rglob("*.*")}
     folder.report()
     assert {path: path.read_bytes() for path in page.parent.rglob("*.*")} == before
     name = FIRST.run("adversarial")
     run = run_of(tmp_path, name, folder.scale.experiments[name])
-    known.save_evaluation(run, "probe-prefix-4", SCALE.steps, {"accuracy": known.accuracy(0.2)})
+    known.save_evaluation(run, "probe-prefix-4", DATASET.last, {"accuracy": known.accuracy(0.2)})
     assert "moves the probe of its task by -18.0 ± 3.0 percentage points" in folder.report().read_text()
 
 
 def test_the_answer_opens_the_page_and_ends_what_is_printed(tmp_path, capsys):
     written = known_results(tmp_path, adversarial={"accuracies": (0.35, 0.6, 0.7)})
-    known.save(tmp_path, SCALE.experiments, written.checkpoints, SCALE.tasks)
+    known.save(tmp_path, SCALE.experiments, written.checkpoints, TASKS)
 
     def answer(claims, results):
         transfer = next(result for result in claims if result.claim.id == "adversarial-transfer")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from isoloss import files
+from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.paper.reproduction.study import STUDY as PAPER
 from isoloss.paper.same_loss import pilot
 from isoloss.paper.same_loss.pilot import STUDY as PILOT
@@ -32,7 +33,14 @@ def test_the_slopes_are_those_that_the_pilot_found():
 
 
 @pytest.mark.parametrize(
-    ("name", "study", "offset"), [("third", STUDY, 0), ("fourth", STUDY, 1), ("pilot", PILOT, 0), ("paper", PAPER, 0)]
+    ("name", "study", "offset"),
+    [
+        ("third", STUDY, 0),
+        ("fourth", STUDY, 1),
+        ("pilot", PILOT, 0),
+        ("paper", PAPER, 0),
+        ("algorithms", ALGORITHMS, 0),
+    ],
 )
 def test_results_are_of_the_present_design_and_claims(name, study, offset):
     provenance = files.read_json(RESULTS / name / "provenance.json")

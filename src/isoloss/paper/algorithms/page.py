@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from isoloss.paper.algorithms.study import ALGORITHMS, BASELINE, StudySize, config_of, differences, means
+from isoloss.paper.algorithms.study import ALGORITHMS, BASELINE, SGD_RATE, dataset_of, differences, means
+from isoloss.paper.reproduction.spec import Dataset
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Style, accuracy
 from isoloss.report.html import Figure, Finding
@@ -13,11 +14,11 @@ from isoloss.studies.results import Results
 
 def parts(results: Results) -> PageParts:
     """Return what the page shows beside tables and claims."""
-    return PageParts(figures=_figures(results), findings=_findings(results), settings=_settings(results.scale))
+    return PageParts(figures=_figures(results), findings=_findings(results), settings=_settings(dataset_of(results)))
 
 
 def _findings(results: Results) -> tuple[Finding, ...]:
-    task = results.scale.tasks[0]
+    task = next(iter(dataset_of(results).tasks))
     probe = f"probe-{task}"
     changes = {name: {key: signed(each) for key, each in differences(results, name).items()} for name in ALGORITHMS}
     adversary = changes["adversarial"]
@@ -44,7 +45,7 @@ def _figures(results: Results) -> list[Figure]:
     table = results.table()
     style = Style.of(table)
     drawings = []
-    for task in results.scale.tasks:
+    for task in dataset_of(results).tasks:
         probe = accuracy(task)
         axes = ((KL, TRACE), (KL, MINIMAL_TRACE), (KL, probe), (TRACE, probe), (MINIMAL_TRACE, probe))
         drawings.append(
@@ -60,22 +61,24 @@ def _figures(results: Results) -> list[Figure]:
     return drawings
 
 
-def _settings(scale: StudySize) -> dict[str, str]:
+def _settings(dataset: Dataset) -> dict[str, str]:
+    adamw = dataset.common["optimizer"]
     adversary, sam, penalty = (
-        config_of(scale, name, scale.units[0]).algorithm for name in ("adversarial", "sam", "fisher-penalty")
+        dataset.arms[name].changes["algorithm"] for name in ("adversarial", "sam", "fisher-penalty")
     )
     return {
-        "Model": f"BERT {scale.size}, {scale.steps:,} steps of {scale.batch_size} sentences, one masked token each",
-        "AdamW": f"learning rate {scale.learning_rate:g} after {scale.warmup_steps:,} steps of warm-up, no weight "
+        "Model": f"BERT {dataset.sizes[BASELINE].size}, {dataset.last:,} steps of {dataset.common['batch_size']} "
+        "sentences, one masked token each",
+        "AdamW": f"learning rate {adamw.learning_rate:g} after {adamw.warmup_steps:,} steps of warm-up, no weight "
         "decay, no dropout; the others but SGD too, except for what their entries name",
         "Dropout and weight decay": "0.1 and 0.01, the paper's",
         "SAM": f"{words(sam)}; half the batch finds the ascent point, the other half gives the gradient",
         "Adversary": words(adversary),
         "Exact labels": "the true conditionals of the masked tokens instead of the tokens",
         "Fisher penalty": words(penalty),
-        "SGD": f"learning rate {scale.sgd_learning_rate:g} after {round(0.12 * scale.steps):,} steps of warm-up, no "
+        "SGD": f"learning rate {SGD_RATE:g} after {round(0.12 * dataset.last):,} steps of warm-up, no "
         "momentum, no weight decay",
-        "Grammars and seeds": f"{len(scale.grammars)} grammars with {scale.seeds_per_grammar} seed of each algorithm; "
+        "Grammars and seeds": f"{len(dataset.languages)} grammars with {dataset.seeds} seed of each algorithm; "
         "runs of one grammar and seed have the same initial weights, sentences and masks, and are measured on the same "
         "other sentences",
     }

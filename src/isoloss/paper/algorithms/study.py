@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isoloss.languages.config import LAPTOP_PCFG, PCFGConfig
-from isoloss.paper.same_loss.design import MEASURED, OFFSET, Unit, grammars_of, sgd
-from isoloss.paper.same_loss.study import units_with
-from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from isoloss.paper.reproduction.compare import replicates
+from isoloss.paper.reproduction.spec import Arm, Dataset, Replicate, StudySize
+from isoloss.paper.same_loss.design import sgd
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.answers import same_loss
 from isoloss.studies.claims import Contrast
 from isoloss.studies.comparison import Checkpoint, Pair, change, mean
 from isoloss.studies.results import Results, SummaryTable
-from isoloss.studies.spec import Experiment, Measurement, Study
+from isoloss.studies.spec import Study
 from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 
 BASELINE = "adamw"
+SGD_RATE = 0.4
 SMOKE_LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)
 SMOKE_SETTINGS = {
     **{"loss_sentences": 256, "num_sequences": 64},
     **{"num_train": 256, "num_test": 256, "probe_epochs": 10},
 }
+
 # what each is called in figures and tables; all but SGD use AdamW
 ALGORITHMS: Mapping[str, str] = {
     BASELINE: "AdamW",
@@ -39,83 +41,77 @@ ALGORITHMS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class StudySize:
-    """How large the study is."""
+def _study_size(
+    description: str,
+    *,
+    language: PCFGConfig,
+    grammars: Sequence[int],
+    size: str,
+    watched: tuple[int, ...],
+    early: tuple[int, ...],
+    batch_size: int,
+    warmup_steps: int,
+    tasks: tuple[str, ...],
+    settings: Mapping[str, Any],
+) -> StudySize:
+    """Return the study with AdamW, which has no dropout and no weight decay, and what each algorithm changes.
 
-    description: str  # what it is for and how long it takes
-    language: PCFGConfig  # the grammars, but for their seeds
-    grammars: tuple[int, ...]  # their seeds
-    # runs of each algorithm on a grammar; those of one seed have the same initial weights, sentences and masks
-    seeds_per_grammar: int = 1
-    size: str  # the model's size
-    steps: int  # training steps
-    watched: tuple[int, ...]  # steps at which each run is measured, besides the last
-    # steps at which the runs with exact labels are measured, too: they reach AdamW's final loss this early
-    early: tuple[int, ...]
-    batch_size: int  # sentences in a step
-    warmup_steps: int  # AdamW's; SGD's is 12 % of the steps (the paper's appendix B.2)
-    learning_rate: float = 1e-3  # AdamW's, constant after the warm-up
-    sgd_learning_rate: float = 0.4  # SGD's
-    tasks: tuple[str, ...]  # downstream tasks; the first is the one that the adversary trains against
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
-
-    def with_seed_offset(self, offset: int) -> StudySize:
-        """Return the study on other grammars, with other seeds."""
-        return dataclasses.replace(self, grammars=tuple(OFFSET * offset + grammar for grammar in self.grammars))
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """Every grammar with every seed."""
-        return tuple(
-            Unit(grammar=grammar, seed=100 * grammar + index, is_complete=True)
-            for grammar in self.grammars
-            for index in range(self.seeds_per_grammar)
-        )
-
-    @functools.cached_property
-    def experiments(self) -> dict[str, Experiment]:
-        """Every algorithm on every unit; a grammar is a block of the study."""
-        measures = ("loss", "trace", "minimal-trace", *(f"probe-{task}" for task in self.tasks))
-        runs = {}
-        for unit in self.units:
-            # each unit is measured on sentences of its own, and no probe is fitted on those that the adversary has
-            settings = {**self.settings, "seed": unit.seed + MEASURED}
-            parts = [Measurement(measures=measures, settings=settings)]
-            if unit == self.units[0]:
-                control, last = ("rescaling-control",), (self.steps,)
-                parts.append(Measurement(measures=control, steps=last, settings=settings, name="control of"))
-            for algorithm, group in ALGORITHMS.items():
-                runs[unit.run(algorithm)] = Experiment(
-                    config=config_of(self, algorithm, unit),
-                    measurements=tuple(parts),
-                    group=group,
-                    block=self.grammars.index(unit.grammar),
-                )
-        return runs
+    The adversary trains against the first task. Runs with exact labels are measured at `early` steps too: they reach
+    AdamW's final loss this early.
+    """
+    adamw = OptimizerConfig(learning_rate=1e-3, warmup_steps=warmup_steps, weight_decay=0.0)
+    changes: dict[str, dict[str, Any]] = {
+        "regularized": {
+            "model": ModelConfig(size=size, dropout=0.1),
+            "optimizer": dataclasses.replace(adamw, weight_decay=0.01),
+        },
+        "sam": {"algorithm": SAMConfig()},
+        "adversarial": {"algorithm": AdversarialConfig(task=tasks[0])},
+        "exact": {"objective": ObjectiveConfig(labels="exact")},
+        "fisher-penalty": {"algorithm": FisherPenaltyConfig()},
+        "sgd": {"optimizer": sgd(watched[-1], SGD_RATE)},
+    }
+    probes = {task: f"probe-{task}" for task in tasks}
+    dataset = Dataset(
+        name="pcfg",
+        title="PCFG",
+        languages=tuple(dataclasses.replace(language, seed=seed) for seed in grammars),
+        tasks=probes,
+        common={"optimizer": adamw, "batch_size": batch_size, "device": "cpu", "threads": 1},
+        sizes={BASELINE: ModelConfig(size=size, dropout=0.0)},
+        main=BASELINE,
+        main_title=ALGORITHMS[BASELINE],
+        watched=watched,
+        arms={
+            name: Arm(title=ALGORITHMS[name], changes=each, watched=early if name == "exact" else ())
+            for name, each in changes.items()
+        },
+        measures=("loss", "trace", "minimal-trace", *probes.values()),
+        first_measures=("rescaling-control",),
+        settings=settings,
+    )
+    return StudySize(description=description, datasets=(dataset,))
 
 
 SCALES = {
-    "laptop": StudySize(
-        description="about seventy minutes of one core",
+    "laptop": _study_size(
+        "about seventy minutes of one core",
         language=LAPTOP_PCFG,
         grammars=(200, 201, 202, 203, 204),
         size="d64",
-        steps=3_000,
-        watched=(700, 1_000, 1_400, 1_900, 2_400),
+        watched=(700, 1_000, 1_400, 1_900, 2_400, 3_000),
         early=(200, 300, 400, 500),
         batch_size=128,
         warmup_steps=200,
         tasks=("prefix-4", "root", "prefix-2"),
         settings={"probe_seeds": 3},
     ),
-    "smoke": StudySize(
-        description="two minutes on two cores: every part runs, no result means anything",
+    "smoke": _study_size(
+        "two minutes on two cores: every part runs, no result means anything",
         language=SMOKE_LANGUAGE,
         grammars=(200, 201),
         size="d16",
-        steps=100,
-        watched=(50,),
+        watched=(50, 100),
         early=(25,),
         batch_size=32,
         warmup_steps=10,
@@ -125,41 +121,12 @@ SCALES = {
 }
 
 
-def config_of(scale: StudySize, algorithm: str, unit: Unit) -> TrainConfig:
-    """Return what a run is trained with: AdamW without dropout and weight decay, but for what its algorithm changes."""
-    adamw = OptimizerConfig(learning_rate=scale.learning_rate, warmup_steps=scale.warmup_steps, weight_decay=0.0)
-    own: dict[str, dict[str, Any]] = {
-        BASELINE: {},
-        "regularized": {
-            "model": ModelConfig(size=scale.size, dropout=0.1),
-            "optimizer": dataclasses.replace(adamw, weight_decay=0.01),
-        },
-        "sam": {"algorithm": SAMConfig()},
-        "adversarial": {"algorithm": AdversarialConfig(task=scale.tasks[0])},
-        "exact": {"objective": ObjectiveConfig(labels="exact"), "checkpoints": (*scale.early, *scale.watched)},
-        "fisher-penalty": {"algorithm": FisherPenaltyConfig()},
-        "sgd": {"optimizer": sgd(scale.steps, scale.sgd_learning_rate)},
-    }
-    common: dict[str, Any] = {
-        "language": dataclasses.replace(scale.language, seed=unit.grammar),
-        "model": ModelConfig(size=scale.size, dropout=0.0),
-        "optimizer": adamw,
-        "steps": scale.steps,
-        "batch_size": scale.batch_size,
-        "checkpoints": scale.watched,
-        "seed": unit.seed,
-        "device": "cpu",
-        "threads": 1,
-    }
-    return TrainConfig(**{**common, **own[algorithm]})
-
-
 # --- what is compared ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Matched:
-    """Checkpoints of an algorithm beside those of AdamW, a pair for each unit."""
+    """Checkpoints of an algorithm beside those of AdamW, a pair for each grammar."""
 
     pairs: tuple[Pair, ...]  # AdamW's, the algorithm's
     steps: tuple[tuple[int, int], ...]  # their steps, in the same order
@@ -171,15 +138,14 @@ class Matched:
 
 
 def matched(results: Results, algorithm: str) -> Matched:
-    """Return for each unit the pair of checkpoints at which an algorithm is compared with AdamW.
+    """Return for each grammar the pair of checkpoints at which an algorithm is compared with AdamW.
 
     Of the two runs the one whose last KL is higher is taken at its last checkpoint, the other at the checkpoint whose
     KL is nearest to that.
     """
-    scale: StudySize = results.scale
-    pairs, steps, last = [], [], scale.steps
-    for unit in compared(results):
-        control, own = (results.of_run(unit.run(name)) for name in (BASELINE, algorithm))
+    pairs, steps, last = [], [], dataset_of(results).last
+    for one in compared(results):
+        control, own = (results.of_run(one.run(name)) for name in (BASELINE, algorithm))
         if own[last]["kl"].estimate.value >= control[last]["kl"].estimate.value:
             pair = _nearest(control, own[last]), last
         else:
@@ -189,25 +155,36 @@ def matched(results: Results, algorithm: str) -> Matched:
     return Matched(tuple(pairs), tuple(steps))
 
 
-def compared(results: Results) -> list[Unit]:
-    """Return the units that are compared: those of the grammars whose runs are all there."""
-    return units_with(results, *ALGORITHMS)
+def dataset_of(results: Results) -> Dataset:
+    """Return the one dataset of the study."""
+    size: StudySize = results.scale
+    return size.datasets[0]
+
+
+def compared(results: Results) -> list[Replicate]:
+    """Return the grammars whose runs are all there."""
+    return replicates(results, dataset_of(results))
+
+
+def clusters_of(results: Results) -> list[str]:
+    """Return what errors are over: the grammar of each pair."""
+    return [one.cluster for one in compared(results)]
 
 
 def last_checkpoints(results: Results, algorithm: str) -> list[Checkpoint]:
-    """Return the last checkpoints of an algorithm, by unit."""
-    return [results.at(unit.run(algorithm)) for unit in compared(results)]
+    """Return the last checkpoints of an algorithm, by grammar."""
+    return [results.at(one.run(algorithm)) for one in compared(results)]
 
 
 def means(results: Results, algorithm: str) -> dict[str, Estimate]:
     """Return means over grammars of the estimates at the last checkpoints."""
-    last, clusters = last_checkpoints(results, algorithm), grammars_of(compared(results))
+    last, clusters = last_checkpoints(results, algorithm), clusters_of(results)
     return {key: mean([checkpoint[key].estimate for checkpoint in last], clusters=clusters) for key in results.keys}
 
 
 def differences(results: Results, algorithm: str) -> dict[str, Estimate]:
     """Return means over grammars of the differences from AdamW at the matched checkpoints, which are paired by seed."""
-    pairs, clusters = matched(results, algorithm).pairs, grammars_of(compared(results))
+    pairs, clusters = matched(results, algorithm).pairs, clusters_of(results)
     return {key: change(pairs, key, clusters=clusters) for key in results.keys}
 
 
@@ -217,13 +194,13 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
     Each algorithm is compared with the baseline where their losses are nearest, and, as `<algorithm>, last step`, after
     the same number of steps.
     """
-    by_name, clusters = {}, grammars_of(compared(results))
+    by_name, clusters = {}, clusters_of(results)
     for algorithm, title in ALGORITHMS.items():
         names, nearest = (ALGORITHMS[BASELINE], title), matched(results, algorithm)
         own, control = nearest.ranges()
         where = f"Where the KL is nearest: {title} at step {own}, AdamW at step {control}."
         if algorithm == "adversarial":
-            where += f" The adversary's own task is {results.scale.tasks[0]}."
+            where += f" The adversary's own task is {next(iter(dataset_of(results).tasks))}."
         last = list(zip(last_checkpoints(results, BASELINE), last_checkpoints(results, algorithm), strict=True))
         by_name[algorithm] = [Contrast(names=names, pairs=nearest.pairs, where=where, clusters=clusters)]
         where = "Both after the same number of steps."
@@ -233,13 +210,13 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
 
 def tables(results: Results) -> tuple[SummaryTable, SummaryTable]:
     """Return the means at the last checkpoints, and the differences from AdamW at the same loss."""
-    clusters = grammars_of(compared(results))
+    clusters = clusters_of(results)
     over = f"over {len(set(clusters))} grammars"
     last = SummaryTable(
         "last",
         f"last checkpoints, mean ± standard error {over}",
         ("algorithm", "step"),
-        [((title, results.scale.steps), means(results, name)) for name, title in ALGORITHMS.items()],
+        [((title, dataset_of(results).last), means(results, name)) for name, title in ALGORITHMS.items()],
         "All after the same number of steps, whatever their loss. Accuracies are in percent.",
     )
     rows = []

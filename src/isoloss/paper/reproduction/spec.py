@@ -46,7 +46,8 @@ class Arm:
         title: What it is called in figures and tables.
         changes: Fields of `TrainConfig` that differ from the main model's, which is trained from scratch.
         stages: Instead, what follows the step of the main model from which arms branch off.
-        watched: Steps of the stages that are measured besides the last; counted from their start.
+        watched: Steps that are measured besides: those of the main model or, of stages, the last. Counted from the
+            start of the arm.
         shown_in: The figures and tables of the paper that show it.
     """
 
@@ -118,6 +119,7 @@ class Dataset:
         sizes: The models of figure 3 and its like by name, ascending.
         expanded: Models that are compared inside the last of them, the largest (Table 4); some may be `sizes` too.
         main: The size that is followed over its steps and that the arms are compared with.
+        main_title: What its runs are called in figures; empty: the size.
         followed: The size of figure 2, where it is another one.
         watched: The measured steps; the last is the end of training.
         branch: The watched step of the main model that arms continue from; 0: its last.
@@ -134,6 +136,7 @@ class Dataset:
         measures: What is measured of every watched checkpoint.
         end_measures: What is also measured at the end of every size, arm and polish.
         extra_measures: What is also measured of the main model, its arms and their polishes.
+        first_measures: What is also measured at the end of the first replicate's runs.
         expanded_measures: What is also measured of the models in `expanded` at their last step.
         settings: Settings of the measures.
         shown: The paper's figures and tables.
@@ -151,6 +154,7 @@ class Dataset:
     sizes: Mapping[str, ModelConfig]
     expanded: Mapping[str, ModelConfig] = field(default_factory=dict)
     main: str
+    main_title: str = ""
     followed: str = ""
     watched: tuple[int, ...]
     branch: int = 0
@@ -163,6 +167,7 @@ class Dataset:
     measures: tuple[str, ...]
     end_measures: tuple[str, ...] = ()
     extra_measures: tuple[str, ...] = ()
+    first_measures: tuple[str, ...] = ()
     expanded_measures: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     shown: Shown = field(default_factory=Shown)
@@ -277,8 +282,9 @@ class _Runs:
             ]
             tables = (self._measurement(dict.fromkeys(features), (0,), "measure the baselines of", model),)
         shown, more = tuple(dict.fromkeys(shown_in)), (*tables, *self._inside(size))
-        runs = {size: self._trained(config, size, steps=dataset.watched, shown_in=shown, more=more)}
         is_main = size == dataset.main
+        group = (is_main and dataset.main_title) or size
+        runs = {size: self._trained(config, group, steps=dataset.watched, shown_in=shown, more=more)}
         for step in dataset.polished_steps(size):
             runs[polished(size, step)] = self._polish(size, step, config, size, with_all=is_main)
         for length in dataset.other_polishes:
@@ -300,9 +306,9 @@ class _Runs:
         dataset = self.dataset
         if arm.stages:
             return {name: self._continued(arm)}
-        changes = dict(arm.changes)
-        config = self._config(changes.pop("model", dataset.sizes[dataset.main]), **changes)
-        runs = {name: self._trained(config, arm.title, steps=dataset.watched, shown_in=arm.shown_in)}
+        changes, steps = dict(arm.changes), (*arm.watched, *dataset.watched)
+        config = self._config(changes.pop("model", dataset.sizes[dataset.main]), checkpoints=steps[:-1], **changes)
+        runs = {name: self._trained(config, arm.title, steps=steps, shown_in=arm.shown_in)}
         # after its last step, as other sizes, and after the step from which the control has been polished
         for step in dataset.polished_steps(name):
             runs[polished(name, step)] = self._polish(name, step, config, arm.title, with_all=step == dataset.last)
@@ -373,6 +379,8 @@ class _Runs:
             config = dataclasses.replace(config, micro_batch_size=micro if micro * processes < config.batch_size else 0)
             expected = costs.training(config, dataset.tokens, needs, kept=len({*config.checkpoints, config.steps}))
         ends = dict.fromkeys((*dataset.end_measures, *(dataset.extra_measures if with_all else ())))
+        if self.replicate.place == self.replicate.index == 0:
+            ends |= dict.fromkeys(dataset.first_measures)
         common = dict.fromkeys(dataset.measures)
         if steps == (config.steps,):
             common, ends = common | ends, {}
