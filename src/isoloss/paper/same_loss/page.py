@@ -9,14 +9,14 @@ import polars as pl
 
 from isoloss.errors import IsolossError
 from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, UNTOUCHED, WEIGHT_DECAY, StudySize, Unit, grammars_of
-from isoloss.paper.same_loss.study import factor, last, sizes_expanded, units_with
+from isoloss.paper.same_loss.study import factor, last, pairs_of, sizes_expanded, units_with
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Column, Style, accuracy
 from isoloss.report.html import Figure, Finding
 from isoloss.report.intervals import Interval, IntervalPanel, intervals
 from isoloss.statistics.correlation import correlation
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.comparison import Checkpoint, Pair, change
+from isoloss.studies.comparison import Checkpoint, change
 from isoloss.studies.page import PageParts
 from isoloss.studies.results import RESCALED, Results
 from isoloss.training.algorithms.config import AdversarialConfig
@@ -90,7 +90,7 @@ def _panels(results: Results) -> list[IntervalPanel]:
         units, title = units_with(results, control, arm), _contrast_title(control, arm)
         if len(set(clusters := grammars_of(units))) < 2:
             continue
-        pairs: list[Pair] = [(last(results, unit, control), last(results, unit, arm)) for unit in units]
+        pairs = pairs_of(results, units, (control, arm))
         loss.append(_interval(title, "KL", change(pairs, "kl", clusters=clusters)))
         for key, column in (("trace", TRACE), ("minimal-trace", MINIMAL_TRACE)):
             traces.append(_factor_interval(title, column.title, factor(pairs, key, clusters)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -47,14 +48,14 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
     by_name = {
         name: [
             Contrast(
-                names=(GROUPS[first], GROUPS[second]),
-                pairs=_pairs(results, units := units_with(results, first, second), first, second),
+                names=(GROUPS[arms[0]], GROUPS[arms[1]]),
+                pairs=pairs_of(results, units := units_with(results, *arms), arms),
                 clusters=grammars_of(units),
                 where=f"{where} {task}" if name in ("adversary", "helper") else where,
                 slopes=slopes,
             )
         ]
-        for name, (first, second) in CONTRASTS.items()
+        for name, arms in CONTRASTS.items()
     }
     all_units = units_with(results, BASE, UNTOUCHED)
     by_name["larger"] = [
@@ -102,6 +103,17 @@ def before_polish(results: Results, unit: Unit, arm: str) -> Checkpoint:
     return results.at(run, results.experiments[run].last_step - results.scale.polish_steps)
 
 
+def pairs_of(
+    results: Results,
+    units: Sequence[Unit],
+    arms: tuple[str, str],
+    at: Callable[[Results, Unit, str], Checkpoint] = last,
+) -> list[Pair]:
+    """Return a checkpoint of a control and of an arm, by default their last, by unit."""
+    control, arm = arms
+    return [(at(results, unit, control), at(results, unit, arm)) for unit in units]
+
+
 def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> Contrast:
     scale: StudySize = results.scale
     arms = {size: scale.arm_of_size(size) for size in (smaller, larger)}
@@ -120,10 +132,6 @@ def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> 
     )
 
 
-def _pairs(results: Results, units: Sequence[Unit], first: str, second: str) -> list[Pair]:
-    return [(last(results, unit, first), last(results, unit, second)) for unit in units]
-
-
 def _against_tables(results: Results, units: Sequence[Unit], kind: str) -> list[Pair]:
     probes: dict[str, str] = results.scale.probes
     pairs: list[Pair] = []
@@ -138,12 +146,11 @@ def _rescaled(results: Results, units: Sequence[Unit]) -> list[Pair]:
     for unit in units:
         model = last(results, unit, UNTOUCHED)
         # pairing requires equal settings; these differ only in the one that describes the rescaling
-        pairs.append((model, {**model, **{key: _as(model[other], model[key]) for key, other in RESCALED.items()}}))
+        alike = {
+            key: dataclasses.replace(model[other], settings=model[key].settings) for key, other in RESCALED.items()
+        }
+        pairs.append((model, {**model, **alike}))
     return pairs
-
-
-def _as(measured: Measured, like: Measured) -> Measured:
-    return dataclasses.replace(measured, settings=like.settings)
 
 
 def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
@@ -203,7 +210,7 @@ def _differences(
     for control, arm in CONTRASTS.values():
         units = units_with(results, control, arm)
         if _number(units) > 1:
-            pairs = [(at(results, unit, control), at(results, unit, arm)) for unit in units]
+            pairs = pairs_of(results, units, (control, arm), at)
             rows.append(((GROUPS[arm], GROUPS[control], _number(units)), _changes(units, pairs, keys)))
     caption = (
         "Paired by grammar and seed. KL and probe accuracies: arm minus control. Traces: arm over control, as "
@@ -219,11 +226,8 @@ def _polishes(results: Results) -> SummaryTable:
     keys, rows, arms = ["kl", *RESCALED, *scale.probes.values()], [], CONTRASTS["label noise"]
     units = [unit for unit in units_with(results, *arms) if unit.is_complete]
     for steps in (0, *scale.other_polishes, scale.polish_steps):
-        pairs: list[Pair] = []
-        for unit in units:
-            control, treated = (_after_polish(results, unit, arm, steps) for arm in arms)
-            pairs.append((control, treated))
         if _number(units) > 1:
+            pairs = pairs_of(results, units, arms, functools.partial(_after_polish, steps=steps))
             rows.append(((steps, _number(units)), _changes(units, pairs, keys)))
     caption = (
         "KL and probe accuracies as differences, traces as factors. Both arms had a polish of this many steps; 0 is no "
