@@ -252,7 +252,7 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
     assert [each.name for each in others] == [
         *("pcfg-sizes", "pcfg-last", "pcfg-longer", "pcfg-sgd", "pcfg-algorithms", "pcfg-expanded")
     ]
-    spec = first.chart.to_dict()
+    spec = first.chart
     assert len(spec["concat"]) == 8  # both probes: all models, then the KL and both traces in the band
     everything, near, *_ = ([row["run"] for row in spec["datasets"][part["data"]["name"]]] for part in points(spec))
     assert len(everything) == len(band.models(results, dataset))
@@ -273,7 +273,7 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
 def test_sizes_are_shown_inside_the_largest_after_polishes_of_every_length():
     results = known_results()
     figure = next(each for each in page.parts(results).figures if each.name == "pcfg-expanded")
-    spec = figure.chart.to_dict()
+    spec = figure.chart
     rows = spec["datasets"][points(spec)[0]["data"]["name"]]
     lengths = {"-10": 10, "": 20, "-40": 40}
     assert {(row["size"], row["run"], row["step"]) for row in rows} == {
@@ -470,8 +470,6 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
         assert len(answer(claims, results)) == 5
     assert {each.name for each in tables(results)} >= {f"{each.name}_sizes" for each in few}
     figures = page.parts(results).figures
-    for each in figures:
-        each.chart.to_dict(validate=False)  # which takes most of the time
     assert {"pcfg-same-loss", "pcfg-expanded", "text-sizes"} <= {each.name for each in figures}
 
 
@@ -504,7 +502,7 @@ def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():
     results = Known(scale, checkpoints, None)
     figures = page.parts(results).figures
     assert [each.name for each in figures] == ["text-sizes", "text-longer", "text-algorithms"]
-    axes = figures[0].chart.to_dict()["concat"][0]["layer"][-1]["encoding"]
+    axes = figures[0].chart["concat"][0]["layer"][-1]["encoding"]
     assert (axes["x"]["field"], axes["y"]["field"]) == ("loss", "finetune_docstring_kind")
     assert "text_same_loss" not in {each.name for each in tables(results)}
 
