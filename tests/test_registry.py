@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 
 import isoloss
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError, IsolossWarning
+from isoloss.evaluation.measures.base import Measure, make_measure
 from isoloss.languages.config import DyckConfig
 from isoloss.registry import (
     ALGORITHMS,
@@ -178,6 +180,17 @@ def test_bad_entry_points_disable_no_other_command(bad_package, capsys):
     ):
         assert main(words) == 2
         assert text in capsys.readouterr().err
+
+
+def test_a_setting_without_a_default_must_be_given(monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class Needs(Measure):
+        needed: int
+
+    monkeypatch.setitem(MEASURES._entries, "needs", Entry(Needs, "a measure"))
+    with pytest.raises(IsolossError, match="the measure needs has no default for needed"):
+        make_measure("needs")
+    assert make_measure("needs", {"needed": 3}).needed == 3
 
 
 def test_what_is_registered_is_checked_at_once():
