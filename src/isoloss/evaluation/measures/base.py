@@ -110,10 +110,10 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
     hints = configs.hints_of(cls)
     named = {part.lower(): value for part, value in parts.items()}
     numbers = {key: int(value) for key, value in named.items() if hints[key] is int and value.isdecimal()}
-    for field in dataclasses.fields(cls):
-        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        if not has_default and field.name not in {*values, *named}:
-            raise IsolossError(f"the measure {name} has no default for {field.name}: give one in its settings")
+    for own_field in dataclasses.fields(cls):
+        has_default = {own_field.default, own_field.default_factory} != {dataclasses.MISSING}
+        if not has_default and own_field.name not in {*values, *named}:
+            raise IsolossError(f"the measure {name} has no default for {own_field.name}: give one in its settings")
     measure: Measure = cls(**values, **named | numbers)
     configs.check(measure)
     return measure
