@@ -10,6 +10,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 import isoloss
+from isoloss.cli import study, theory
 from isoloss.cli.main import SUBCOMMANDS
 
 project = "isoloss"
@@ -38,19 +39,24 @@ GENERATED = HERE / "_generated"
 
 
 def write_cli_reference() -> None:
-    """Write each subcommand's own help."""
+    """Write each subcommand's own help, and that of the subcommands below it."""
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
 
     def help_of(*words: str) -> str:
-        command = [sys.executable, "-m", "isoloss", *words, "--help"]
+        command = [sys.executable, "-m", "isoloss", *words, "--help-all" if words else "--help"]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.rstrip()
 
     parts = [
         "# Command line",
-        "What `isoloss SUBCOMMAND --help` prints, for every subcommand.",
+        "What `isoloss SUBCOMMAND --help` prints, and `isoloss train --help-all`.",
         f"```text\n{help_of()}\n```",
     ]
-    parts += [f"## isoloss {subcommand}\n\n```text\n{help_of(subcommand)}\n```" for subcommand in SUBCOMMANDS]
+    nested = {"study": study.SUBCOMMANDS, "theory": theory.SUBCOMMANDS}
+    for name in SUBCOMMANDS:
+        for words in [(name,), *((name, below) for below in nested.get(name, ()))]:
+            parts.append(
+                f"{'##' if len(words) == 1 else '###'} isoloss {' '.join(words)}\n\n```text\n{help_of(*words)}\n```"
+            )
     (GENERATED / "cli.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 

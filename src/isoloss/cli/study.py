@@ -389,20 +389,24 @@ class _New:
         return 0
 
 
+SUBCOMMANDS = {
+    "new": _New,
+    "plan": _Plan,
+    "run": _Run,
+    "work": _Work,
+    "status": _Status,
+    "report": _Report,
+    "verify": _Verify,
+    "export": _Export,
+    "compare": _Compare,
+}
+
+
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    actions = {
-        "new": _New,
-        "plan": _Plan,
-        "run": _Run,
-        "work": _Work,
-        "status": _Status,
-        "report": _Report,
-        "verify": _Verify,
-        "export": _Export,
-        "compare": _Compare,
-    }
-    return int(options.parse(options.subcommands(actions), "study", arguments or ["--help"], examples=EXAMPLES).run())
+    return int(
+        options.parse(options.subcommands(SUBCOMMANDS), "study", arguments or ["--help"], examples=EXAMPLES).run()
+    )
 
 
 # --- a study to start from -------------------------------------------------------------------------------------------

@@ -255,9 +255,12 @@ class BracketsArgs(CommonArgs, BracketsSettings):
         )
 
 
+SUBCOMMANDS = {"bartlett": BartlettArgs, "sgd-flow": FlowArgs, "brackets": BracketsArgs}
+
+
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    statements = options.subcommands({"bartlett": BartlettArgs, "sgd-flow": FlowArgs, "brackets": BracketsArgs})
+    statements = options.subcommands(SUBCOMMANDS)
     args: CommonArgs = options.parse(statements, "theory", arguments or ["--help"], examples=EXAMPLES)
     common.check_figure(args.figure)
     common.use_threads(args.threads)
