@@ -65,7 +65,7 @@ PACKAGES += ["studies", "report", "paper", "ground"]
 RESULTS = {  # what the public functions take and return
     "isoloss.flatness.comparison": "TraceComparison",
     "isoloss.runs": "Run",
-    "isoloss.evaluation.results": "Evaluations",
+    "isoloss.evaluation.evaluator": "Evaluations",
     "isoloss.loading": "LoadedModel",
     "isoloss.transfer.tasks": "TaskData",
     "isoloss.transfer.results": "TransferResult",

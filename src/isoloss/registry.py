@@ -269,7 +269,7 @@ MEASURES = Registry(
     _entries("isoloss.evaluation.measures.loss", {"loss": ("Loss", builtin_components.LOSS)})
     | _entries("isoloss.evaluation.measures.flatness", builtin_components.FLATNESS_MEASURES)
     | _entries("isoloss.evaluation.measures.transfer", builtin_components.TRANSFER_MEASURES)
-    | _entries("isoloss.evaluation.measures.features", {"features": ("Features", builtin_components.FEATURES)}),
+    | _entries("isoloss.evaluation.measures.transfer", {"features": ("Features", builtin_components.FEATURES)}),
     Form("isoloss.evaluation.measures.base:Measure", is_config=True),
 )
 TASKS = Registry(

@@ -12,7 +12,7 @@ from isoloss.errors import IsolossError
 from isoloss.evaluation import loss
 from isoloss.evaluation.context import language_inputs
 from isoloss.evaluation.evaluator import Evaluator, pending
-from isoloss.evaluation.exact_targets import exact_targets as make_targets
+from isoloss.evaluation.loss import exact_targets as make_targets
 from isoloss.evaluation.measures.base import settings_of
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.comparison import compare as compare_traces

@@ -10,7 +10,6 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.errors import IsolossError
-from isoloss.evaluation import exact_targets as module
 from isoloss.evaluation import loss
 from isoloss.languages.api import ExactLanguage, Language, Sentences
 from isoloss.languages.config import HMMConfig, PCFGConfig
@@ -156,7 +155,7 @@ def population(model):
 
 
 def make_targets(n=600, seed=0):
-    return module.exact_targets(Chain(), num_sentences=n, objective=ONE, seed=seed)
+    return loss.exact_targets(Chain(), num_sentences=n, objective=ONE, seed=seed)
 
 
 # --- exact languages -------------------------------------------------------------------------------------------------
@@ -263,11 +262,11 @@ def test_the_truth_is_a_function_of_its_arguments():
 def test_truth_and_values_do_not_depend_on_the_parts(batch_size, monkeypatch):
     model, kept = bert(), make_targets()
     values = loss.kl_values(model, kept)
-    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
-    monkeypatch.setattr(module, "_PART_BYTES", 5 * 8 * 3)
-    monkeypatch.setattr(module, "_PART", 150)
+    monkeypatch.setattr(loss, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(loss, "_PART_BYTES", 5 * 8 * 3)
+    monkeypatch.setattr(loss, "_PART", 150)
     monkeypatch.setattr(loss, "ROWS", 5)
-    monkeypatch.setattr(module, "ROWS", 5)
+    monkeypatch.setattr(loss, "ROWS", 5)
     targets = make_targets()
     assert targets.kept is None
     torch.testing.assert_close(targets.entropy, kept.entropy, rtol=1e-14, atol=1e-15)
@@ -281,7 +280,7 @@ def test_truth_and_values_do_not_depend_on_the_parts(batch_size, monkeypatch):
 
 @pytest.mark.parametrize(("part_bytes", "held"), [(100 * 24, 96), (10, 32), (1000 * 24, 992)])
 def test_whole_batches_of_bounded_size_are_held(part_bytes, held, monkeypatch):
-    monkeypatch.setattr(module, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(loss, "_PART_BYTES", part_bytes)
     assert make_targets().held_at_once(32) == held  # 24 bytes a sentence
 
 
@@ -343,9 +342,9 @@ def test_several_masked_tokens_are_predicted_from_the_visible_ones(name, kept, m
     language, probability = MANY[name]
     model = bert()
     if not kept:
-        monkeypatch.setattr(module, "_KEPT_BYTES", 0)
-        monkeypatch.setattr(module, "_PART_BYTES", 700)
-    targets = module.exact_targets(language, num_sentences=60, objective=FRACTION, seed=2)
+        monkeypatch.setattr(loss, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(loss, "_PART_BYTES", 700)
+    targets = loss.exact_targets(language, num_sentences=60, objective=FRACTION, seed=2)
     assert (targets.kept is not None) == kept
     log_conditionals = targets.log_conditionals()
     hidden = targets.batch["labels"] != -100
@@ -380,7 +379,7 @@ def test_several_masked_tokens_are_predicted_from_the_visible_ones(name, kept, m
 
 
 def test_one_masked_token_is_predicted_as_among_all_positions():
-    targets = module.exact_targets(PARSED, num_sentences=2000, objective=ONE, seed=1)
+    targets = loss.exact_targets(PARSED, num_sentences=2000, objective=ONE, seed=1)
     hidden = targets.batch["labels"] != -100
     tokens = torch.where(hidden, targets.batch["labels"], targets.batch["input_ids"])
     everywhere = PARSED.log_conditionals(tokens, targets.batch["attention_mask"].sum(dim=1))
@@ -487,7 +486,7 @@ def test_held_out_loss_of_an_exact_language_agrees_with_its_exact_loss():
 )
 def test_exact_targets_that_cannot_be_had_are_refused(language, objective, n, sentence):
     with pytest.raises(IsolossError, match=sentence):
-        module.exact_targets(language, num_sentences=n, objective=objective, seed=0)
+        loss.exact_targets(language, num_sentences=n, objective=objective, seed=0)
 
 
 def test_models_that_cannot_be_measured_are_refused():

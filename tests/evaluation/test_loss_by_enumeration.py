@@ -11,9 +11,8 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import Evaluator, evaluate, pending
-from isoloss.evaluation.exact_targets import exact_targets
 from isoloss.evaluation.input_config import InputConfig
-from isoloss.evaluation.loss import pretraining_loss
+from isoloss.evaluation.loss import exact_targets, pretraining_loss
 from isoloss.languages.config import BracketsConfig, HMMConfig, PCFGConfig
 from isoloss.languages.hmm.language import HMM
 from isoloss.loading import load_model

@@ -9,7 +9,7 @@ import torch
 from isoloss import languages
 from isoloss.errors import IsolossError
 from isoloss.evaluation.evaluator import Evaluator
-from isoloss.evaluation.exact_targets import exact_targets
+from isoloss.evaluation.loss import exact_targets
 from isoloss.evaluation.pretraining import _VALIDATION_SEED, Monitor, pretrain
 from isoloss.languages.config import LAPTOP_PCFG, BracketsConfig, PCFGConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig

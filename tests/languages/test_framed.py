@@ -8,8 +8,7 @@ import torch
 from isoloss import config as configs
 from isoloss import evaluate, finetune, languages, linear_probe, make_task, pretrain
 from isoloss.errors import IsolossError
-from isoloss.evaluation.exact_targets import exact_targets, why_no_exact_targets
-from isoloss.evaluation.loss import pretraining_loss
+from isoloss.evaluation.loss import exact_targets, pretraining_loss, why_no_exact_targets
 from isoloss.languages.config import BracketsConfig, DyckConfig, FileConfig, FramedConfig, HMMConfig, PCFGConfig
 from isoloss.languages.enumeration import all_sentences, masked_sentences, why_not_enumerable
 from isoloss.languages.framed import Framed

@@ -13,7 +13,7 @@ from toy_language import PairLanguage
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
-from isoloss.evaluation.exact_targets import exact_targets
+from isoloss.evaluation.loss import exact_targets
 from isoloss.languages.config import BracketsConfig, CorpusConfig, HMMConfig, PCFGConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, StageConfig, TrainConfig
 from isoloss.runs import Run

@@ -15,7 +15,7 @@ from isoloss.presets import load_preset
 from isoloss.registry import MEASURES
 
 if TYPE_CHECKING:
-    from isoloss.evaluation.results import Evaluations
+    from isoloss.evaluation.evaluator import Evaluations
 
 EXAMPLES = [
     ("isoloss eval runs/first", "loss and trace of every checkpoint"),

@@ -9,7 +9,7 @@ import tyro
 
 from isoloss import config as configs
 from isoloss.cli import common, options
-from isoloss.evaluation.results import Evaluations
+from isoloss.evaluation.evaluator import Evaluations
 from isoloss.runs import Evaluation, Run
 
 EXAMPLES = [("isoloss show runs/first", "config, progress, checkpoints and evaluations")]

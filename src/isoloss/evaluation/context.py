@@ -12,8 +12,8 @@ import torch
 
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
-from isoloss.evaluation.exact_targets import ExactTargets, exact_targets
 from isoloss.evaluation.input_config import InputConfig
+from isoloss.evaluation.loss import ExactTargets, exact_targets
 from isoloss.evaluation.measures.base import weights_digest
 from isoloss.flatness.comparison import Outline
 from isoloss.languages.api import Language, Sentences

@@ -25,7 +25,7 @@ from isoloss.training.throughput import Progress
 from isoloss.training.trainer import train
 
 if TYPE_CHECKING:
-    from isoloss.evaluation.exact_targets import ExactTargets
+    from isoloss.evaluation.loss import ExactTargets
 
 _SEED = 0  # of what is measured on during training: the same for all runs
 _VALIDATION_SEED = derive(_SEED, "validation")  # of what decides where a stage ends, which no evaluation is made on
@@ -158,7 +158,7 @@ class Monitor:
 
     def __init__(self, language: Language, config: TrainConfig) -> None:
         from isoloss.evaluation.context import language_inputs
-        from isoloss.evaluation.exact_targets import exact_targets
+        from isoloss.evaluation.loss import exact_targets
 
         self._language, self._objective, self._n = language, config.objective, config.measure_sentences
         self._batches = language_inputs(language, config.objective, num_sequences=self._n, seed=_SEED).batches
@@ -198,7 +198,7 @@ class Validation:
     """
 
     def __init__(self, language: Language, config: TrainConfig) -> None:
-        from isoloss.evaluation.exact_targets import why_no_exact_targets
+        from isoloss.evaluation.loss import why_no_exact_targets
 
         self._language, self._objective, self._n = language, config.objective, config.measure_sentences
         for number, stage in enumerate(config.stages):
@@ -220,7 +220,7 @@ class Validation:
 
     @functools.cached_property
     def _targets(self) -> ExactTargets:
-        from isoloss.evaluation.exact_targets import exact_targets
+        from isoloss.evaluation.loss import exact_targets
 
         return exact_targets(self._language, num_sentences=self._n, objective=self._objective, seed=_VALIDATION_SEED)
 

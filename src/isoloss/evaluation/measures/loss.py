@@ -24,7 +24,7 @@ class Loss(SeededMeasure):
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return why the loss cannot be known: an exact language gives no conditionals under this objective."""
-        from isoloss.evaluation.exact_targets import why_no_exact_targets
+        from isoloss.evaluation.loss import why_no_exact_targets
 
         if not self._has_exact_targets(context):
             if self.loss_sentences != "all":
