@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, RobertaPreLayerNormConfig
 from transformers import RobertaPreLayerNormForMaskedLM as PreNorm
 
@@ -15,7 +16,7 @@ from isoloss.errors import IsolossError
 from isoloss.languages.api import Sentences
 from isoloss.languages.config import PCFGConfig
 from isoloss.languages.pcfg.language import PCFG
-from isoloss.transfer.features import StoredFeatures, extract, lookup_features, store
+from isoloss.transfer.features import extract, lookup_features, open_features, store
 
 SHAPE = {
     "vocab_size": 20,
@@ -207,8 +208,6 @@ def test_a_file_holds_what_memory_would(tmp_path: Path) -> None:
     expected = extract(model, sentences, batch_size=10)
     exact = extract(model, sentences, path=tmp_path / "a.safetensors", batch_size=10)
     half = extract(model, sentences, path=tmp_path / "b.safetensors", dtype=torch.bfloat16, batch_size=10)
-    assert isinstance(exact, StoredFeatures)
-    assert isinstance(half, StoredFeatures)
     assert (exact.shape, len(half), half.dtype) == ((37, 48), 37, torch.bfloat16)
     assert torch.equal(exact[:], expected)
     assert torch.equal(half[:], expected.bfloat16())
@@ -227,18 +226,33 @@ def test_a_file_holds_what_memory_would(tmp_path: Path) -> None:
 def test_files_that_hold_no_features_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     with pytest.raises(IsolossError, match=r"cannot read the features .*x.safetensors: No such file"):
-        StoredFeatures(path)
+        open_features(path)
     for content in (b"", b"\xff" * 20, b"\x02\0\0\0\0\0\0\0{}", b"\x10\0\0\0\0\0\0\0not JSON"):
         path.write_bytes(content)
         with pytest.raises(IsolossError, match="holds no features"):
-            StoredFeatures(path)
+            open_features(path)
     stored = store(path, [torch.ones(2, 3), torch.ones(1, 3)], shape=(3, 3), dtype=torch.float32)
     assert torch.equal(stored[:], torch.ones(3, 3))
-    with pytest.raises(IndexError, match="row 3 of 3"):
-        stored[torch.tensor([3])]
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(IsolossError, match="ends before its last row"):
-        StoredFeatures(path)
+    short = path.read_bytes()[:-1]
+    path.unlink()  # the mapped features stay as they are
+    path.write_bytes(short)
+    with pytest.raises(IsolossError, match="holds no features"):
+        open_features(path)
+    assert torch.equal(stored, torch.ones(3, 3))
+    save_file({"features": torch.ones(3)}, path)
+    with pytest.raises(IsolossError, match=r"are torch.float32 of shape \(3,\): they must be \(n, D\)"):
+        open_features(path)
+
+
+def test_features_in_a_file_take_memory_only_where_they_are_read(tmp_path: Path) -> None:
+    n, width = 4000, 4096
+    features = store(tmp_path / "x", (torch.ones(500, width) for _ in range(8)), shape=(n, width), dtype=torch.bfloat16)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    del features
+    features = open_features(tmp_path / "x")
+    assert float(features[torch.tensor([3999, 0])].sum()) == 2 * width
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert grown < n * width * 2 / 2
 
 
 def test_features_that_cannot_be_stored(tmp_path: Path) -> None:

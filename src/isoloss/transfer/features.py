@@ -1,6 +1,6 @@
 """What a linear probe reads: a model's token states, or the look-up table's probabilities, one row per sentence.
 
-Features larger than memory are in a file, written once in blocks and read by rows: a safetensors file with one tensor,
+Features larger than memory are written to a file in blocks, and mapped from it: a safetensors file with one tensor,
 `features` (n, D), in float32 or bfloat16.
 """
 
@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from isoloss import files, seeds
 from isoloss.errors import IsolossError
@@ -43,7 +42,7 @@ def extract(
     dtype: torch.dtype = torch.float32,
     path: Path | None = None,
     memory_bytes: int = 0,
-) -> torch.Tensor | StoredFeatures:
+) -> torch.Tensor:
     """Return the model's representation of each unmasked sentence (paper, section 2.1 and appendix A.5).
 
     The sentences go through the model without its prediction head, nothing masked. `"concatenate"`, the paper's choice,
@@ -69,7 +68,7 @@ def extract(
 
     Returns:
         (n, D) on the model's device: D is T * d for `"concatenate"`, d for the others, or `projection`. With a path,
-        and features of more than `memory_bytes`, the opened file.
+        and features of more than `memory_bytes`, they are mapped from the file.
 
     Raises:
         IsolossError: The model is in training mode or has no `base_model`, the layer does not exist, the pooling is
@@ -274,68 +273,31 @@ def check_sentences(backbone: Any, sentences: Sentences) -> None:
 # --- in a file --------------------------------------------------------------------------------------------------------
 
 
-class StoredFeatures:
-    """Features in a file: `features[rows]` reads rows, by a slice or by an int64 tensor of any shape of row numbers.
+def open_features(path: Path) -> torch.Tensor:
+    """Return the features in a file, mapped from disk: what is read of them, not the file, takes memory.
 
-    Rows are read into memory of their own, not mapped, so that no more of the file than was asked for is ever resident.
     The file is one that `store` wrote, or any safetensors file with one tensor `features` (n, D) in float32 or
     bfloat16.
 
     Raises:
         IsolossError: There is no such file, or it holds something else.
     """
-
-    ndim = 2
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise IsolossError(f"cannot read the features {path}: {error.strerror or error}") from error
-        weakref.finalize(self, os.close, self._file)
-        try:
-            size = int.from_bytes(os.pread(self._file, 8, 0), "little")
-            entry = json.loads(os.pread(self._file, size, 8))[_NAME]
-            self.shape: tuple[int, int] = (int(entry["shape"][0]), int(entry["shape"][1]))
-            self.dtype = DTYPES[entry["dtype"]]
-            self._row_bytes = self.shape[1] * self.dtype.itemsize
-            self._start = 8 + size + int(entry["data_offsets"][0])
-            complete = os.fstat(self._file).st_size >= self._start + self.shape[0] * self._row_bytes
-        except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError) as error:
-            raise IsolossError(
-                f"{path} holds no features: a safetensors file with a tensor {_NAME} (n, D) of {', '.join(DTYPES)} is "
-                "needed"
-            ) from error
-        if not complete:
-            raise IsolossError(f"{path} ends before its last row: extract the features again")
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        """Return (..., D) in the file's dtype, on the CPU."""
-        if isinstance(rows, slice):
-            first, last, step = rows.indices(len(self))
-            assert step == 1
-            features = torch.empty(max(last - first, 0), self.shape[1], dtype=self.dtype)
-            self._read(features, first)
-            return features
-        features = torch.empty(*rows.shape, self.shape[1], dtype=self.dtype)
-        for row, number in zip(features.view(-1, self.shape[1]), rows.flatten().tolist(), strict=True):
-            if not 0 <= number < len(self):
-                raise IndexError(f"row {number} of {len(self)}")
-            self._read(row, number)
-        return features
-
-    def _read(self, into: torch.Tensor, first: int) -> None:
-        left = into.view(torch.uint8).flatten().numpy().data
-        offset = self._start + first * self._row_bytes
-        while left:
-            count = os.preadv(self._file, [left], offset)
-            if count == 0:
-                raise IsolossError(f"{self.path} was cut short while it was read")
-            left, offset = left[count:], offset + count
+    try:
+        with safe_open(path, framework="pt") as file:
+            features: torch.Tensor = file.get_tensor(_NAME)
+    except OSError as error:
+        raise IsolossError(f"cannot read the features {path}: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise IsolossError(
+            f"{path} holds no features ({error}): a safetensors file with a tensor {_NAME} (n, D) of "
+            f"{', '.join(DTYPES)} is needed"
+        ) from error
+    if features.ndim != 2 or features.dtype not in DTYPES.values():
+        raise IsolossError(
+            f"the features in {path} are {features.dtype} of shape {tuple(features.shape)}: they must be (n, D) of "
+            f"{', '.join(DTYPES)}"
+        )
+    return features
 
 
 def rows_at_once(width: int) -> int:
@@ -343,7 +305,7 @@ def rows_at_once(width: int) -> int:
     return min(2048, max(64, _BLOCK // width))
 
 
-def store(path: Path, blocks: Iterable[torch.Tensor], *, shape: tuple[int, int], dtype: torch.dtype) -> StoredFeatures:
+def store(path: Path, blocks: Iterable[torch.Tensor], *, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Write blocks of rows, (B, D) each, one after another to `path`, whole or not at all, and open it.
 
     Raises:
@@ -373,4 +335,4 @@ def store(path: Path, blocks: Iterable[torch.Tensor], *, shape: tuple[int, int],
             rows += len(block)
         if rows != shape[0]:
             raise IsolossError(f"there are {rows} rows of features, not {shape[0]}")
-    return StoredFeatures(path)
+    return open_features(path)

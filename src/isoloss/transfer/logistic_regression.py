@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.transfer.features import StoredFeatures, rows_at_once
+from isoloss.transfer.features import rows_at_once
 from isoloss.transfer.results import absent_classes, check_classes
 
 _EXACT_WIDTH = 1024  # features up to which the second moments are decomposed exactly
@@ -29,7 +29,7 @@ class LogisticFit:
     gaps: torch.Tensor  # (R,), an upper bound on how far the objective is above its minimum, nats per example
     evaluations: tuple[int, ...]  # of the objective and its gradient, for each strength
 
-    def predict(self, features: torch.Tensor | StoredFeatures) -> torch.Tensor:
+    def predict(self, features: torch.Tensor) -> torch.Tensor:
         """Return (R, n) int64: the most probable class of each example; features is (n, D)."""
         strengths, num_classes, width = self.weights.shape
         if features.ndim != 2 or features.shape[1] != width:
@@ -43,7 +43,7 @@ class LogisticFit:
 
 
 def fit(
-    features: torch.Tensor | StoredFeatures,
+    features: torch.Tensor,
     labels: torch.Tensor,
     *,
     classes: int,
@@ -66,7 +66,7 @@ def fit(
     is left to gain: `gaps`. The fit ends where this is at most `tolerance` of the objective.
 
     Args:
-        features: (n, D) floats, in memory or in a file, which is read whole.
+        features: (n, D) floats.
         labels: (n,) int64 labels in 0..classes - 1.
         classes: Number of classes, C; each occurs.
         regularization: R strengths l, above 0.
@@ -91,8 +91,8 @@ def fit(
         True
     """
     _check(features, labels, classes, regularization, tolerance, max_evaluations)
-    where = torch.device(device) if device else features.device if isinstance(features, torch.Tensor) else "cpu"
-    x = features[:].to(where, torch.float64)
+    where = torch.device(device) if device else features.device
+    x = features.to(where, torch.float64)
     if broken := int((~x.isfinite()).any(dim=1).sum()):
         raise IsolossError(f"{broken} of {len(x)} examples have NaN or infinite features")
     center = x.mean(dim=0)
@@ -231,7 +231,7 @@ class _Problem:
 
 
 def _check(
-    features: torch.Tensor | StoredFeatures,
+    features: torch.Tensor,
     labels: torch.Tensor,
     classes: int,
     regularization: Sequence[float],

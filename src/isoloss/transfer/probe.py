@@ -22,14 +22,14 @@ from isoloss.languages.api import ExactLanguage, Language, Sentences
 from isoloss.statistics.estimate import Estimate
 from isoloss.transfer import logistic_regression
 from isoloss.transfer.config import ClassifierConfig, LinearProbeConfig
-from isoloss.transfer.features import StoredFeatures, extract, lookup_features, projection_matrix, rows_at_once
+from isoloss.transfer.features import extract, lookup_features, projection_matrix, rows_at_once
 from isoloss.transfer.results import TransferResult, absent_classes, check_labels, score
 from isoloss.transfer.tasks import TaskData
 
-MEMORY_BYTES = 2**31  # of the features of a split that stay in memory
+MEMORY_BYTES = 2**31  # of the features of a split that stay in memory, and of a standardized copy
 
 _FOLDS = 5  # of the training examples, to choose a regularization strength by
-_RowReader = Callable[[slice | torch.Tensor], torch.Tensor]  # float32 features of these rows, centered and scaled
+_RowReader = Callable[[torch.Tensor], torch.Tensor]  # float32 features of these rows, centered and scaled
 
 Fitted = tuple[torch.Tensor, dict[str, Any]]  # predictions (R, n_test), and how the classifiers were fitted
 
@@ -146,8 +146,8 @@ def language_probe(
 
 def _fit_on_task(
     task: TaskData,
-    train_x: torch.Tensor | StoredFeatures,
-    test_x: torch.Tensor | StoredFeatures,
+    train_x: torch.Tensor,
+    test_x: torch.Tensor,
     config: ClassifierConfig | None,
     **settings: Any,
 ) -> TransferResult:
@@ -157,9 +157,9 @@ def _fit_on_task(
 
 
 def fit_linear_probe(
-    train_x: torch.Tensor | StoredFeatures,
+    train_x: torch.Tensor,
     train_y: torch.Tensor,
-    test_x: torch.Tensor | StoredFeatures,
+    test_x: torch.Tensor,
     test_y: torch.Tensor,
     config: ClassifierConfig | None = None,
     *,
@@ -177,13 +177,13 @@ def fit_linear_probe(
     reaches 0.537; on raw features it reaches 0.442, and after 400 epochs 0.502, each ± 0.008.)
 
     With `solver="convex"` the probe is the minimum of the mean cross-entropy plus `regularization / 2 |W|^2`, to 1e-6
-    of it (`isoloss.transfer.logistic_regression.fit`), for which features in a file are read whole. It depends on no
+    of it (`isoloss.transfer.logistic_regression.fit`), in float64. It depends on no
     seed: its predictions are repeated for every seed, and the seeds' standard deviation is 0. Of several regularization
     strengths the one with the highest accuracy on held-out training examples, in five folds, is chosen (the largest
     where several are equal).
 
     Args:
-        train_x: (n_train, D) features, in memory or in a file; the probe runs in float32.
+        train_x: (n_train, D) features; the probe runs in float32.
         train_y: (n_train,) labels in 0..C - 1.
         test_x: (n_test, D) features.
         test_y: (n_test,) labels.
@@ -216,7 +216,7 @@ def fit_linear_probe(
     """
     began = time.perf_counter()
     config = replaced(config or ClassifierConfig(), settings)
-    where = torch.device(device) if device else train_x.device if isinstance(train_x, torch.Tensor) else "cpu"
+    where = torch.device(device) if device else train_x.device
     train_y, test_y = train_y.to(where), test_y.to(where)
     names = [str(index) for index in range(classes)] if isinstance(classes, int) else classes
     _check_splits(train_x, train_y, test_x, test_y, names)
@@ -238,9 +238,9 @@ def probe_method(config: ClassifierConfig) -> str:
 
 
 def _check_splits(
-    train_x: torch.Tensor | StoredFeatures,
+    train_x: torch.Tensor,
     train_y: torch.Tensor,
-    test_x: torch.Tensor | StoredFeatures,
+    test_x: torch.Tensor,
     test_y: torch.Tensor,
     classes: Sequence[str],
 ) -> None:
@@ -379,7 +379,7 @@ class Probe:
     scale: float
     details: Mapping[str, Any]  # how they were fitted
 
-    def predict(self, x: torch.Tensor | StoredFeatures) -> torch.Tensor:
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
         """Return (S, n): the class of the largest logit of each of n examples; x (n, D) is not yet centered."""
         stacked = self.weight.flatten(0, 1).T
         classes = []
@@ -390,9 +390,7 @@ class Probe:
         return torch.cat(classes).T.contiguous()
 
 
-def fit_probe(
-    train_x: torch.Tensor | StoredFeatures, train_y: torch.Tensor, num_classes: int, config: ClassifierConfig
-) -> Probe:
+def fit_probe(train_x: torch.Tensor, train_y: torch.Tensor, num_classes: int, config: ClassifierConfig) -> Probe:
     """Return the probe of `fit_linear_probe`, on the labels' device, of checked features (n, D) and labels (n,)."""
     where = train_y.device
     center, scale = torch.zeros((), device=where), 1.0
@@ -418,14 +416,13 @@ def fit_probe(
         "train_accuracy": float(train_accuracy),
         "num_train": len(train_y),
         "num_features": train_x.shape[1],
-        "features": "in memory" if isinstance(train_x, torch.Tensor) else "in a file",
         "num_classes": num_classes,
         "device": where.type,
     }
     return replace(probe, details=known)
 
 
-def _center_and_scale(x: torch.Tensor | StoredFeatures, device: torch.device | str) -> tuple[torch.Tensor, float]:
+def _center_and_scale(x: torch.Tensor, device: torch.device | str) -> tuple[torch.Tensor, float]:
     """Return the mean (D,) of the features and the root mean square of the centered features."""
     n, width = x.shape
     total = torch.zeros(width, dtype=torch.float64, device=device)
@@ -441,20 +438,20 @@ def _center_and_scale(x: torch.Tensor | StoredFeatures, device: torch.device | s
     return center.float(), scale
 
 
-def _blocks(x: torch.Tensor | StoredFeatures, device: torch.device | str) -> Iterator[torch.Tensor]:
+def _blocks(x: torch.Tensor, device: torch.device | str) -> Iterator[torch.Tensor]:
     """Yield the features in float32, (B, D)."""
     for first in range(0, len(x), size := rows_at_once(x.shape[1])):
         yield x[first : first + size].to(device, torch.float32)
 
 
-def _standardized(x: torch.Tensor | StoredFeatures, center: torch.Tensor, scale: float) -> _RowReader:
-    """Return a function that reads rows of `(x - center) / scale`; features in memory are copied once."""
-    if isinstance(x, torch.Tensor):
+def _standardized(x: torch.Tensor, center: torch.Tensor, scale: float) -> _RowReader:
+    """Return a function that reads rows of `(x - center) / scale`; features that are not too large are copied once."""
+    if 4 * x.numel() <= MEMORY_BYTES:
         return ((x.to(center) - center) / scale).__getitem__
-    return lambda rows: (x[rows].to(center) - center) / scale
+    return lambda rows: (x[rows.to(x.device)].to(center) - center) / scale  # they may be mapped from a file
 
 
-def refuse_nonfinite(x: torch.Tensor | StoredFeatures, split: str, device: torch.device | str) -> None:
+def refuse_nonfinite(x: torch.Tensor, split: str, device: torch.device | str) -> None:
     """Raise an `IsolossError` where features (n, D) of the `split`, e.g. training, are NaN or infinite."""
     rows = sum(int((~block.isfinite()).any(dim=1).sum()) for block in _blocks(x, device))
     if rows:
@@ -505,7 +502,7 @@ def _gradients(
 
 
 def _fit_convex(
-    x: torch.Tensor | StoredFeatures,
+    x: torch.Tensor,
     y: torch.Tensor,
     num_classes: int,
     regularization: Sequence[float],
@@ -532,7 +529,6 @@ def _fit_convex(
     if len(present) == 1:
         bias[..., present] = 0.0
         return weight.float(), bias.float(), {"regularization": max(strengths), "objective_nats": 0.0, "gap_nats": 0.0}
-    x = x[:]  # of a file, all of it
     targets = torch.searchsorted(present, y)
 
     def fit(rows: torch.Tensor | slice, chosen: Sequence[float]) -> logistic_regression.LogisticFit:
