@@ -30,7 +30,7 @@ from torch import nn  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
 from isoloss.flatness import fisher_trace  # noqa: E402
 from isoloss.flatness._ghost import rules  # noqa: E402
-from isoloss.flatness._ghost.layouts import Layout  # noqa: E402
+from isoloss.flatness._ghost.rules import Layout  # noqa: E402
 from isoloss.seeds import derive, generator  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"

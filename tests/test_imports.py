@@ -17,7 +17,7 @@ LAYERS = [
     ("run_config",),
     ("runs",),
     ("lstm", "early_checks"),
-    ("loading", "checkpoint_files"),
+    ("loading",),
     ("text",),
     ("languages", "flatness"),
     ("models",),

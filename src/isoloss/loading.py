@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 import transformers
@@ -17,12 +17,13 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
-from isoloss import checkpoint_files, files
-from isoloss.early_checks import check_device, check_folder, may_be_hub_name
+from isoloss import files
+from isoloss.early_checks import ADAPTER, CONFIG, INDEX, WEIGHTS, check_device, check_folder, may_be_hub_name
 from isoloss.errors import IsolossError, require, warn
 from isoloss.model_checks import is_causal_class, run_on_ids
 from isoloss.runs import check_weights
@@ -34,6 +35,8 @@ _AUTO: dict[Kind, tuple[Any, Any]] = {
     "masked": (MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM),
     "causal": (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
 }
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 _WRAPPERS = (r"\b_orig_mod\.(module\.)*", r"^(module\.)+")  # what DataParallel and torch.compile add to names
 # masks and positions that older versions of transformers stored, and present ones make themselves
 _CONSTANTS = re.compile(
@@ -158,10 +161,10 @@ def load_model(
             raise IsolossError(f"the revision is {revision!r}, and {name} names another one")
         name, revision = on_hub, revision or named or None
         is_online = hub_answers(name, revision=revision)
-    place: checkpoint_files.Place = {"revision": revision or "main", "local_files_only": not is_online}
+    place: _Place = {"revision": revision or "main", "local_files_only": not is_online}
     full_name = name if revision is None else f"{name}@{revision}"
     with quiet(), _clear_errors(name, revision, is_online=is_online):
-        if (adapter := checkpoint_files.adapter_config(name, place)) is not None:
+        if (adapter := _adapter_config(name, place)) is not None:
             return _load_adapter(
                 adapter,
                 full_name,
@@ -171,13 +174,13 @@ def load_model(
                 trust_remote_code=trust_remote_code,
                 ignore_unexpected_weights=ignore_unexpected_weights,
             )
-        checkpoint_files.check_config(name, place, trust_remote_code=trust_remote_code)
+        _check_config(name, place, trust_remote_code=trust_remote_code)
         options = {"trust_remote_code": trust_remote_code, **place}
         config = AutoConfig.from_pretrained(name, **options)
         kind, architecture = _kind(config, name)
-        stored = checkpoint_files.stored_weights(name, place)
+        stored = _stored_weights(name, place)
         if getattr(config, "quantization_config", None) is None:
-            checkpoint_files.check_types(name, stored)
+            _check_types(name, stored)
         wrappers = {pattern: "" for pattern in _WRAPPERS if any(re.search(pattern, key) for key in stored)}
         known, cls = _AUTO[kind]
         if type(config) not in known and not hasattr(config, "auto_map"):  # the text part of a multimodal model, or all
@@ -255,6 +258,105 @@ def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = N
     except Exception:  # whatever the network or its library can raise
         return False
     return True
+
+
+# --- the files of a checkpoint, in a folder or on the hub -----------------------------------------------------------
+
+
+class _Place(TypedDict):
+    """Where on the hub the files of a checkpoint are; of a folder it means nothing."""
+
+    revision: str
+    local_files_only: bool
+
+
+def _checkpoint_file(name: str, file: str, place: _Place) -> Path | None:
+    """Return the path of a file of a checkpoint, which is downloaded if need be, or None where it has no such file."""
+    found = cached_file(name, file, **place, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def _adapter_config(name: str, place: _Place) -> Path | None:
+    """Return the path of the config of an adapter, or None where the checkpoint is a model.
+
+    Raises:
+        IsolossError: It is both: transformers would add the adapter to the model if PEFT is installed, and only then.
+    """
+    config = _checkpoint_file(name, ADAPTER, place)
+    if config is not None and any(_checkpoint_file(name, file, place) for file in (WEIGHTS, INDEX)):
+        raise IsolossError(f"{name} holds a whole model and an adapter ({ADAPTER}): move one of them to another folder")
+    return config
+
+
+def _stored_weights(name: str, place: _Place) -> dict[str, Path]:
+    """Return the file of each weight, by the weight's name there; an empty one where there is no safetensors file.
+
+    Raises:
+        IsolossError: The index names a file that is not there, is elsewhere or is no safetensors file.
+    """
+    paths = [_checkpoint_file(name, WEIGHTS, place)]
+    if paths == [None] and (index := _checkpoint_file(name, INDEX, place)) is not None:
+        document = files.read_json(index)
+        weight_map = document.get("weight_map") if isinstance(document, dict) else None
+        if not isinstance(weight_map, dict):
+            raise IsolossError(f"{index} has no weight_map, which says what file each weight is in")
+        for shard in sorted(set(map(str, weight_map.values()))):
+            if not re.fullmatch(r"[^/\\]+\.safetensors", shard):
+                raise IsolossError(f"{index} names the file {shard!r}: it must be a *.safetensors file beside it")
+            paths.append(path := _checkpoint_file(name, shard, place))
+            if path is None:
+                raise IsolossError(f"{name} lacks {shard}, which its {INDEX} names: copy or download it too")
+    found: dict[str, Path] = {}
+    for path in paths:
+        if path is not None:
+            with safe_open(path, framework="pt") as file:
+                found |= dict.fromkeys(file.keys(), path)
+    return found
+
+
+def _check_types(name: str, stored: Mapping[str, Path]) -> None:
+    """Refuse weights that are stored as integers or in 8 bits: without a quantization's scales they are mere codes."""
+    for path in set(stored.values()):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118, as a file is no dictionary
+                kind = file.get_slice(key).get_dtype()
+                if key.endswith((".weight", ".bias")) and kind not in _FLOATS:
+                    raise IsolossError(
+                        f"{name} holds {key} in {kind}, and its {CONFIG} has no quantization_config that says which "
+                        "numbers these codes stand for: save the weights as floating-point numbers"
+                    )
+
+
+def _check_config(name: str, place: _Place, *, trust_remote_code: bool) -> None:
+    """Refuse a config.json that names no model that transformers, or trusted code, can make."""
+    path = _checkpoint_file(name, CONFIG, place)
+    if path is None:
+        return  # transformers says so of a name on the hub
+    document = files.read_json(path)
+    if not isinstance(document, dict):
+        raise IsolossError(f"{path} is not a model's config: it holds no JSON object")
+    model_type: Any = document.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise IsolossError(f"{path} is not a model's config: its model_type is {model_type!r}, not a name")
+    architectures = document.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
+        raise IsolossError(
+            f"{path} is not a model's config: its architectures are {architectures!r}, not a list of names"
+        )
+    if model_type not in CONFIG_MAPPING and not trust_remote_code:
+        if "auto_map" in document:
+            raise IsolossError(
+                f"{name} brings its own code for its model type {model_type!r}: "
+                "read that code, and allow it with trust_remote_code if you trust it"
+            )
+        raise IsolossError(
+            f"{name} has the model type {model_type!r}, which this version of transformers does not know"
+        )
+    if document.get("transformers_weights") not in (None, WEIGHTS):
+        raise IsolossError(f"{path} names weights other than {WEIGHTS} (transformers_weights), which are not read")
+
+
+# --- what the loaded model is checked for ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -341,7 +443,7 @@ def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
         raise IsolossError(f"{name} is an adapter, and its {config.name} names no base_model_name_or_path")
     if importlib.util.find_spec("peft") is None:
         raise IsolossError(f"{name} is an adapter of {base}, which PEFT merges into it: pip install peft")
-    weights = config.parent / checkpoint_files.ADAPTER_WEIGHTS
+    weights = config.parent / _ADAPTER_WEIGHTS
     if not weights.is_file():
         raise IsolossError(f"{name} is an adapter of {base} without {weights.name}")
     try:

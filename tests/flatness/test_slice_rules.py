@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from isoloss.flatness._ghost import capture
 from isoloss.flatness._ghost.engine import GhostNorms
-from isoloss.flatness._ghost.layouts import Layout
+from isoloss.flatness._ghost.rules import Layout
 
 KNOWN = {architecture.name: architecture for architecture in architectures()}
 MODELS = [

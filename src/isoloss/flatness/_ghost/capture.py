@@ -24,17 +24,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from isoloss.flatness._ghost.factors import SelectedRows
-from isoloss.flatness._ghost.layouts import (
+from isoloss.flatness._ghost.rules import (
     Contribution,
     Layout,
     Rule,
     RuleContext,
     TrackedParameter,
     name_of,
+    rule_of,
     tensors_in,
     without_trailing,
 )
-from isoloss.flatness._ghost.rules import rule_of
 
 _RESHAPES = (torch.Tensor.view, torch.Tensor.reshape)
 
