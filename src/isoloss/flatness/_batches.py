@@ -77,11 +77,9 @@ class Batch:
 
     @property
     def predicts(self) -> bool:
-        """Whether any position is predicted."""
         return len(self.targets) > 0
 
     def require_predictions(self) -> None:
-        """Raise an IsolossError where no position is predicted."""
         if not self.predicts:
             raise IsolossError(NOTHING_PREDICTED)
 

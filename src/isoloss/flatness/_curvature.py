@@ -87,7 +87,6 @@ class MeanLoss:
         return cls(model, batches, **chosen)  # type: ignore[arg-type]
 
     def details(self, seed: int) -> dict[str, Any]:
-        """Return what the details of a measure of it say."""
         return {
             **model_details(self.model, self._leaves, causal=self.causal),
             "sequences": self.num_sequences,
@@ -120,12 +119,10 @@ class MeanLoss:
         return sums
 
     def value(self) -> float:
-        """Return the loss in nats per predicted token."""
         with torch.no_grad():
             return sum(float(_total_loss(self.model, batch)) for batch in self._batches) / self.num_positions
 
     def gradient(self) -> torch.Tensor:
-        """Return (P,): the gradient."""
 
         def of_batch(batch: Batch) -> Sequence[torch.Tensor]:
             return torch.autograd.grad(

@@ -246,25 +246,20 @@ class Probes(Accumulation):
         return torch.stack(self._rows)
 
     def add(self, item: int) -> None:
-        """Take the probe of this number."""
         self._rows.append(self._measure(item))
         self.done = len(self._rows)
 
     def error(self) -> tuple[float, float]:
-        """Return the value and its standard error."""
         estimate = self._estimate(self.values)
         return estimate.value, estimate.stderr
 
     def partial(self) -> Estimate | None:
-        """Return the estimate so far."""
         return self._estimate(self.values) if len(self) >= 2 else None
 
     def state(self) -> State:
-        """Return what the probes gave."""
         return {"seconds": self.seconds}, {"values": self.values}
 
     def load_state(self, document: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Go on from the probes that were taken."""
         self.seconds, self._rows = document["seconds"], list(tensors["values"])
 
     def items(self, number: int) -> Iterable[int]:
@@ -387,7 +382,6 @@ class ResumeFile:
         self._pause = _EVERY_SECONDS * max(1.0, self._written - begun)
 
     def remove(self) -> None:
-        """Remove the file: the measurement is complete."""
         self._path.unlink(missing_ok=True)
 
     def _add_inputs(self, batch: Mapping[str, Any]) -> None:
@@ -403,7 +397,6 @@ def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return the SHA-256 of a model's parameters, by name."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
@@ -478,7 +471,6 @@ class Estimator(abc.ABC):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Leave the model as found."""
         self._open.close()
 
     @cached_property
@@ -591,7 +583,6 @@ class Measurement(Accumulation):
         return first.plus(rest[0]) if rest else first
 
     def _results(self) -> list[ClusteredRatio]:
-        """Return the result of each sum."""
         blocks = self.blocks()
         labels = None if blocks is None else blocks.labels
         return [estimator.result(labels) for estimator in self._estimators]
@@ -651,7 +642,6 @@ class Measurement(Accumulation):
             return result
 
     def add(self, item: CheckedBatch) -> None:
-        """Measure a batch."""
         auxiliary = self._auxiliary
         if auxiliary is not None and auxiliary.by_document != self.clusters.by_document:
             raise IsolossError("both the batches and the auxiliary sample have `documents`, or neither has")
@@ -691,20 +681,16 @@ class Measurement(Accumulation):
 
     @property
     def has_value(self) -> bool:
-        """Whether a position has been predicted."""
         return self._position.positions > 0
 
     def error(self) -> tuple[float, float]:
-        """Return the value and its standard error."""
         result = self.result() if self._finish is None else self._estimate("")
         return result.value, result.stderr
 
     def partial(self) -> Estimate | None:
-        """Return the estimate so far."""
         return self._estimate("interrupted") if len(self) >= 2 else None
 
     def state(self) -> State:
-        """Return the position in the stream and the sums."""
         document = {"position": asdict(self._position), "seconds": self.seconds, "choices": self._source.choices}
         tensors = {
             f"{number}.{name}": value
@@ -714,7 +700,6 @@ class Measurement(Accumulation):
         return document, tensors
 
     def load_state(self, document: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Go on from a state."""
         self._position, self.seconds = StreamPosition(**document["position"]), document["seconds"]
         self._source.choices.update(document["choices"])
         for number in range(len(self._estimators)):
@@ -731,7 +716,6 @@ class Measurement(Accumulation):
         return {**identity, "first sequence": self._first} if self._distributed else identity
 
     def _gather(self) -> None:
-        """Put together what the processes summed."""
         gathered: list[Any] = [None] * dist.get_world_size()
         packed = len(self.clusters), self.clusters.is_packed()
         dist.all_gather_object(gathered, (self._position, self.seconds, self._estimators, packed))
@@ -789,7 +773,6 @@ class Measurement(Accumulation):
         return estimate if self._finish is None else self._finish(estimate, self.columns())
 
     def _split(self, result: ClusteredRatio) -> dict[str, Any]:
-        """Return the fields of an estimate that split it over parameters and layers."""
         if not self._source.by_parameter:
             return {}
         fields = {"": (result.by_parameter, result.by_group)}
@@ -813,7 +796,6 @@ class Measurement(Accumulation):
         }
 
     def _of_parts(self) -> dict[str, float]:
-        """Return the value and the error of each of two sums."""
         details: dict[str, float] = {}
         for name, result in zip(self._source.parts, self._results(), strict=False):
             details |= {name: result.value, f"{name}_stderr": result.stderr}

@@ -153,21 +153,17 @@ class ParameterBlocks:
 
     @cached_property
     def num_rows(self) -> int:
-        """Groups of the first axis."""
         return int(self.rows.max()) + 1
 
     @cached_property
     def num_columns(self) -> int:
-        """Groups of the last axis."""
         return int(self.columns.max()) + 1
 
     @property
     def num_blocks(self) -> int:
-        """Parts of the parameter."""
         return self.num_rows * self.num_columns
 
     def check(self, name: str, shape: torch.Size) -> None:
-        """Refuse a parameter of another shape."""
         ends = (shape[0] if len(shape) else 1, shape[-1] if len(shape) > 1 else 1)
         if ends != (given := (len(self.rows), len(self.columns))):
             raise IsolossError(f"the split of {name} is of {given} rows and columns; its shape is {tuple(shape)}")
@@ -233,7 +229,6 @@ class ParameterColumns:
         )
 
     def __len__(self) -> int:
-        """Return K."""
         return len(self.parameter_ids)
 
     def sums(self, name: str, values: torch.Tensor) -> torch.Tensor:

@@ -148,11 +148,11 @@ def fisher_trace(
         "distributed": distributed,
         "auxiliary_sample": auxiliary_sample,
     }
+    if rescaling is None:
+        return measure(kind, model, batches, options, **given)
     minimal = minimal_trace(
         model, rescaling, granularity, options.get("parameters"), batches, options.get("num_sequences")
     )
-    if minimal is None:
-        return measure(kind, model, batches, options, **given)
     first: list[Mapping[str, Any]] = []
 
     def noted() -> Iterator[Mapping[str, Any]]:
@@ -216,7 +216,6 @@ class _PerSequence(Estimator):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Leave the model as found."""
         self._predictor.__exit__(*error)
 
     def measure(self, batch: CheckedBatch) -> BatchSums:

@@ -91,13 +91,11 @@ class _WithResidual(ExactLabels):
     parts = ("fisher", "residual")
 
     def measure(self, batch: CheckedBatch) -> BatchSums:
-        """Measure a batch."""
         terms = super().measure(batch)
         with requiring_gradients(self.parameters):
             return terms._replace(residual=self._residual(batch))
 
     def details(self) -> dict[str, Any]:
-        """Return what `fisher_trace` does, and what the error is over."""
         return {**super().details(), "error_covers": "inputs, labels and probes"}
 
     def _residual(self, batch: CheckedBatch) -> torch.Tensor:
@@ -157,7 +155,6 @@ class _PublishedCode(Estimator):
         return BatchSums(values[None], torch.ones(1), torch.zeros(1, 0))
 
     def details(self) -> dict[str, Any]:
-        """Return which parameters are left out, and what the error is over."""
         return {
             "parameters_without_gradient": [],
             "parameters_left_out": self._left_out,

@@ -249,7 +249,6 @@ class MinimalTraceEstimator:
         )
 
     def _vanishing(self, parts: NDArray[np.bool_]) -> list[str]:
-        """Return the names of the parameters with a part that vanishes."""
         parameter_ids = self._parameter_ids[torch.from_numpy(parts[: len(self._parameter_ids)])]
         return [self._names[number] for number in sorted(set(parameter_ids.tolist()))]
 
@@ -276,20 +275,18 @@ class MinimalTraceEstimator:
 
 def minimal_trace(
     model: nn.Module,
-    rescaling: Rescaling | None,
+    rescaling: Rescaling,
     granularity: Granularity,
     parameters: Mapping[str, nn.Parameter] | None,
     batches: Iterable[Mapping[str, Any]],
     num_sequences: int | None,
-) -> MinimalTraceEstimator | None:
-    """Return what makes the minimal trace of a model on the first sequences of batches, if that is asked for.
+) -> MinimalTraceEstimator:
+    """Return what makes the minimal trace of a model on the first sequences of batches.
 
     Raises:
         IsolossError: `rescaling` is not one, the model has no known rescalings, or the sums over each sequence by part
             take more memory than there is.
     """
-    if rescaling is None:
-        return None
     if rescaling != "minimal":
         raise IsolossError(f"rescaling is {rescaling!r}; it is 'minimal' or None")
     sequences = num_sequences or 0  # 0: not known
@@ -300,7 +297,6 @@ def minimal_trace(
 
 
 def _check_memory(parts: int, sequences: int, granularity: str) -> None:
-    """Refuse a measurement whose sums would not fit into memory."""
     needed, there_is = parts * (_BYTES_OF_A_PART + 8 * sequences), physical_memory()
     if needed > there_is:
         raise IsolossError(

@@ -137,7 +137,6 @@ class _ByPosition(Estimator):
         """Return (m,) float64 on the CPU."""
 
     def measure(self, batch: CheckedBatch) -> BatchSums:
-        """Measure a batch."""
         checked = batch.checked
         sums = torch.zeros(len(checked.predicted), dtype=torch.float64)
         if checked.predicts:
@@ -145,7 +144,6 @@ class _ByPosition(Estimator):
         return BatchSums(sums[:, None], checked.predicted.sum(dim=1).cpu(), torch.zeros(len(sums), 0))
 
     def details(self) -> dict[str, Any]:
-        """Return what the error is over."""
         return {"error_covers": "inputs"}
 
 
@@ -155,7 +153,6 @@ class _FisherRao(_ByPosition):
     method = "squared Fisher-Rao norm"
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """Return the variances."""
         along = [value.detach() for value in self.parameters.values()]
         return prediction_variances(self.model, self.parameters, along, batch)
 
@@ -167,7 +164,6 @@ class _RelativeFlatness(_ByPosition):
 
     @torch.no_grad()
     def values(self, batch: Batch) -> torch.Tensor:
-        """Return the products."""
         found = predict(self.model, batch, Capture({}, batch.predicted), PositionSelection())
         if found is None or found.hidden is None or found.decoder is None:
             raise IsolossError(
@@ -238,7 +234,6 @@ class _Weighted(Estimator):
         return BatchSums(values, positions, torch.zeros(len(values), 0))
 
     def details(self) -> dict[str, Any]:
-        """Return what the error is over, and which parameters had no gradient."""
         return {"error_covers": "inputs and probes", **super().details()}
 
     def _sequence(self, batch: Batch, count: torch.Tensor, index: int) -> torch.Tensor:

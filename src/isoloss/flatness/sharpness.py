@@ -111,11 +111,9 @@ class _Sam(Estimator):
         return BatchSums(torch.tensor([[rise]], dtype=torch.float64), torch.ones(1), torch.zeros(1, 0))
 
     def identity(self) -> dict[str, Any]:
-        """Return what the rise depends on."""
         return {"rho": self._rho}
 
     def details(self) -> dict[str, Any]:
-        """Return the radius, how large the batches were, and what the error is over."""
         return {
             "rho": self._rho,
             "sequences_per_batch": [self.choices["smallest batch"], self.choices["largest batch"]],

@@ -196,7 +196,6 @@ class Capture(TorchFunctionMode):
 
     @property
     def has_selected(self) -> bool:
-        """Whether the predicted positions have been selected."""
         return self.layout.selected is not None
 
     def decoder(self, logits: torch.Tensor) -> tuple[torch.Tensor, Decoder] | None:
@@ -214,12 +213,10 @@ class Capture(TorchFunctionMode):
 
     @property
     def before_last_linear(self) -> list[ParameterUse]:
-        """The uses that were noted before the last linear map."""
         return [] if self._last_linear is None else self.uses[: self._last_linear.before]
 
     @property
     def last_weight(self) -> torch.Tensor | None:
-        """The weight of the last linear map."""
         return None if self._last_linear is None else self._last_linear.weight
 
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -279,7 +276,6 @@ class Capture(TorchFunctionMode):
 
 
 def _fits(rule: Rule, uses: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the rule has these arguments."""
     try:
         _signature(rule).bind(uses, *args, **kwargs)
     except TypeError:
@@ -312,7 +308,6 @@ class PositionSelection:
 
     @property
     def is_early(self) -> bool:
-        """Whether it is before the logits."""
         return self.call is not None or self.weight is not None
 
     def __str__(self) -> str:
@@ -362,7 +357,6 @@ def selected_at(model: nn.Module, call: Call | None, capture: Capture) -> Iterat
 
 
 def _has_all(args: tuple[Any, ...], shape: torch.Size) -> bool:
-    """Whether the first argument is an activation (B, T, d)."""
     first = args[0] if args else None
     if not isinstance(first, torch.Tensor) or not first.is_floating_point():
         return False
@@ -619,7 +613,6 @@ class BatchIndependent:
         return output
 
     def _mapped(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Map or normalize the rows of a shared tensor."""
         first, *others = tensors_in((args, kwargs))
         source, further = self._of(first), args[1:]
         if source is None or any(map(_is_activation, others)) or self.names(others):
@@ -693,6 +686,5 @@ def _is_covered(values: list[torch.Tensor], shapes: list[torch.Size]) -> bool:
 
 
 def _writes(function: Callable[..., Any]) -> bool:
-    """Whether a function writes to its first argument."""
     name = name_of(function)
     return name.endswith("_") and not name.endswith("__")

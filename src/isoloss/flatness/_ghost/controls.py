@@ -220,5 +220,4 @@ def _parts(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _limit(rows: torch.Tensor) -> int:
-    """Return how many numbers are worked on at a time."""
     return _CHUNK.get(rows.device.type, _CHUNK_ELSEWHERE)

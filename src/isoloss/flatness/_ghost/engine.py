@@ -344,7 +344,6 @@ class GhostNorms:
         return predict(self._model, batch, capture, selection)
 
     def _switch_on(self, names: Iterable[str]) -> None:
-        """Let only these parameters require a gradient."""
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
         for name in names:
@@ -403,14 +402,7 @@ class GhostNorms:
         self._reached |= collector.reached
         return collector
 
-    def _all_norms(self, predictions: Predictions, cotangent: torch.Tensor) -> torch.Tensor:
-        """Return (B, K) norms, those of slow parameters by automatic differentiation."""
-        norms = self._collect(predictions, cotangent).norms.cpu()
-        self._fill_slow(norms, predictions, cotangent)
-        return norms
-
     def _fill_slow(self, norms: torch.Tensor, predictions: Predictions, cotangent: torch.Tensor) -> None:
-        """Write the norms (B, K) of slow parameters."""
         if not self._slow:
             return
         sequences = sorted(set(predictions.rows.tolist()))
@@ -500,7 +492,6 @@ class GhostNorms:
     # --- checks against plain passes, on the first batches and on later ones ---
 
     def _calibrate(self, batch: Batch) -> None:
-        """Search for the earliest position selection, and check it and the rules."""
         two = batch.rows(torch.arange(_FEWEST_CHECKED) % len(batch.predicted))
         self.selection = self._earliest(two.every_other())
         self._check(batch)
@@ -550,7 +541,6 @@ class GhostNorms:
         return agree(predictions.logits.detach()[predictions.rows == last], alone)
 
     def _give_up_selection(self) -> None:
-        """Stop selecting positions."""
         if self._skipped_checks:
             raise IsolossError(
                 f"selecting predicted positions ({self.selection}) changes the logits of this batch, and earlier "
@@ -620,7 +610,9 @@ class GhostNorms:
             predictions = self._run(batch)
         capture = predictions.capture
         agrees = agree(predictions.logits, logits)
-        norms = self.columns.by_parameter(self._all_norms(predictions, cotangent))
+        by_column = self._collect(predictions, cotangent).norms.cpu()
+        self._fill_slow(by_column, predictions, cotangent)
+        norms = self.columns.by_parameter(by_column)
         self._time_first |= any(
             use.shape[0] != len(norms) == use.shape[1]
             for use in capture.uses
@@ -767,5 +759,4 @@ class Collector:
 
 
 def _used_in(capture: Capture) -> set[str]:
-    """Return the names of the parameters with a use by a rule."""
     return {name for use in capture.uses for name in use.contributions}

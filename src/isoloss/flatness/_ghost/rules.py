@@ -319,7 +319,6 @@ def _item(context: RuleContext, input: Any, index: Any) -> Result | None:  # noq
 
 
 def _rows(handle: TrackedParameter, values: torch.Tensor, index: Any) -> Result | None:
-    """Return some consecutive rows of a matrix."""
     first, *rest = index if isinstance(index, tuple) else (index,)
     is_slice = isinstance(first, slice) and all(part in (slice(None), ...) for part in rest)
     if not is_slice or values.ndim != 2 or handle != TrackedParameter(handle.name):
@@ -661,7 +660,6 @@ def _transpose(context: RuleContext, input: Any, *dims: int) -> Result | None:  
 
 
 def _transposed(context: RuleContext, input: Any) -> Result | None:  # noqa: A002
-    """Return the rule of `mT`."""
     return _transpose(context, input, -2, -1)
 
 
@@ -750,5 +748,4 @@ _BY_NAME |= {
 
 
 def rule_of(function: Callable[..., Any]) -> Rule | None:
-    """Return the rule of a torch function, if there is one."""
     return _BY_NAME.get(name_of(function))

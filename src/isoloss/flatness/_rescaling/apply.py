@@ -245,7 +245,6 @@ class _ReplaceFloat32(TorchFunctionMode):
         self._dtype = dtype
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch."""
         swapped = {key: self._instead(value) for key, value in (kwargs or {}).items()}
         if func is torch.Tensor.float:
             return args[0].to(self._dtype, **swapped)
