@@ -12,7 +12,7 @@ from isoloss import lazy
 
 if TYPE_CHECKING:
     from isoloss.evaluation.evaluator import evaluate
-    from isoloss.evaluation.pretraining import pretrain, pretrain_together
+    from isoloss.evaluation.pretraining import pretrain
     from isoloss.flatness.comparison import compare
     from isoloss.flatness.fisher import fisher_trace
     from isoloss.languages.resolving import load_language
@@ -49,7 +49,6 @@ __all__ = [
     "load_model",
     "make_task",
     "pretrain",
-    "pretrain_together",
     "read_study",
     "register_algorithm",
     "register_executor",
@@ -75,7 +74,6 @@ _load = lazy.exports(
         "load_model": "isoloss.loading",
         "make_task": "isoloss.transfer.tasks",
         "pretrain": "isoloss.evaluation.pretraining",
-        "pretrain_together": "isoloss.evaluation.pretraining",
         "read_study": "isoloss.studies.reading",
         **dict.fromkeys((name for name in __all__ if name.startswith("register_")), "isoloss.registry"),
     },

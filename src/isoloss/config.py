@@ -273,11 +273,9 @@ class AlgorithmConfig:
     Attributes:
         kind: Its name in `isoloss.registry.ALGORITHMS`.
         algorithm: The class that `build` constructs, `"module:attribute"`.
-        stacks: Whether it is the plain gradient, which stacked runs train with.
     """
 
     algorithm: ClassVar[str]
-    stacks: ClassVar[bool] = False
     kind: str
 
     def build(self, model: Any, context: Any) -> Any:

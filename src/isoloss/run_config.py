@@ -226,9 +226,9 @@ class TrainConfig:
     """Matrix products of the loss and its gradient in float32 or, by autocast, bfloat16; weights are float32."""
     ema: float = setting(0.0, minimum=0, below=1, note="0: no average", omit_default=True)
     """Decay per step of an exponential moving average of the weights, saved beside each checkpoint; 0: none."""
-    stacked: bool = setting(False, omit_default=True)
-    """Compute loss and gradient in one compiled piece, several times as fast where the model is narrow, and by which
-    runs train together in one process: BERT, one masked token a sentence, the plain gradient, one thread of a CPU."""
+    compiled: bool = setting(False, omit_default=True)
+    """Compute loss and gradient in one compiled piece, several times as fast where the model is narrow: BERT, one
+    masked token a sentence, one thread of a CPU."""
     loggers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = setting((), exclude_from_fingerprint=True)
     """What else gets the lines of metrics.jsonl; each needs its package."""
     parallel: Literal["ddp", "fsdp"] = setting("ddp", exclude_from_fingerprint=True)
@@ -295,8 +295,8 @@ class TrainConfig:
             )
         if self.parallel == "fsdp" and not architecture.supports_fsdp:
             raise IsolossError(f"parallel is 'fsdp', but {self.model.architecture} needs full weights: use ddp")
-        if self.stacked:
-            self._check_stacked(architecture)
+        if self.compiled:
+            self._check_compiled(architecture)
         for number, stage in enumerate(self.stages):
             self._check_stage(f"stages[{number}]", stage)
         if not self.stages:
@@ -319,22 +319,20 @@ class TrainConfig:
                 "come in batches of one size: leave out the stages' batch_size, num_sentences and masked_copies"
             )
 
-    def _check_stacked(self, architecture: Any) -> None:
-        """Refuse what the compiled loss and gradient of stacked runs do not have."""
-        shape = architecture.shape(self.model) if architecture.stacks else None
+    def _check_compiled(self, architecture: Any) -> None:
+        """Refuse what the compiled loss and gradient do not have."""
+        shape = architecture.shape(self.model) if architecture.has_compiled_loss else None
         width, inner = (0, 0) if shape is None else (shape.d_model, shape.intermediate)
         wrong = {
-            f"the architecture is {self.model.architecture}; only BERTs stack": not architecture.stacks,
+            f"the architecture is {self.model.architecture}; it must be bert": not architecture.has_compiled_loss,
             f"the width is {width}; it must be a multiple of 16": width % 16,
             f"ffn is {inner}; it must be a multiple of 4": inner % 4,
             f"masking is {self.objective.masking!r}; it must be 'one'": self.objective.masking != "one",
-            f"the algorithm is {self.algorithm.kind}; it must be gradient": not self.algorithm.stacks,
             f"precision is {self.precision}; it must be float32": self.precision != "float32",
-            f"micro_batch_size is {self.micro_batch_size}; it must be 0": self.micro_batch_size,
             f"threads is {self.threads}; it must be 1, or 0": self.threads > 1,
         }
         if reasons := [reason for reason, is_wrong in wrong.items() if is_wrong]:
-            raise IsolossError(f"stacked is on and {reasons[0]}: leave stacked out")
+            raise IsolossError(f"compiled is on and {reasons[0]}: leave compiled out")
 
     def _check_stage(self, name: str, stage: StageConfig) -> None:
         """Refuse what the run's settings and a stage's refuse of each other."""

@@ -40,7 +40,7 @@ def test_an_algorithm_and_its_options(capsys, tmp_path, options, algorithm):
     assert config_of(capsys, tmp_path, *options.split()).algorithm == algorithm
 
 
-@pytest.mark.parametrize("option", ["--width 1e9", "--layers 1e6", "--batch-size 1e9", "--batch-size 1e9 --stacked"])
+@pytest.mark.parametrize("option", ["--width 1e9", "--layers 1e6", "--batch-size 1e9", "--batch-size 1e9 --compiled"])
 def test_what_cannot_fit_into_memory_is_refused_before_a_run_is_made(capsys, tmp_path, monkeypatch, option):
     monkeypatch.setattr(memory, "physical_memory", lambda: 2.0**38)
     told = refusal(capsys, "train", tmp_path / "run", "--language", "pcfg-laptop", *option.split())
@@ -156,54 +156,35 @@ def test_the_config_is_printed_as_json_too(capsys, tmp_path):
     assert config == config_of(capsys, tmp_path)
 
 
-# --- several runs
+# --- the compiled step
 
 
-def test_several_runs_are_seeds_of_one_setting_trained_together(capsys, tmp_path):
-    runs = [tmp_path / name for name in ("a", "b", "c")]
-    setting = ("--language", "pcfg-laptop", "--size", "d16", "--steps", "4", "--batch-size", "8", "--stacked")
-    command = ["train", *map(str, runs), *setting, "--seed", "5", "--device", "cpu", "--json"]
-    assert main(command) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert [run["run"] for run in document["runs"]] == list(map(str, runs))
-    assert [Run(path).config.seed for path in runs] == [5, 6, 7]
-    assert main(command) == 0  # complete
-    assert json.loads(capsys.readouterr().out) == document
-    assert main(["train", *map(str, runs)]) == 0  # by what their folders hold
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines[:3]] == list(map(str, runs))
-    assert lines[-1].split() == ["isoloss", "eval", *map(str, runs)]
-    weights = [(path / "checkpoints" / "step-4" / "model.safetensors").read_bytes() for path in runs]
-    assert len(set(weights)) == 3
-    single = [*setting, "--seed", "6", "--device", "cpu"]
-    assert main(["train", str(tmp_path / "single"), *single]) == 0
-    assert (tmp_path / "single" / "checkpoints" / "step-4" / "model.safetensors").read_bytes() == weights[1]
-
-
-def test_a_config_file_for_each_run(capsys, tmp_path):
-    for seed in (3, 9):
-        options = ("--size", "d16", "--steps", "2", "--stacked", "--seed", str(seed), "--print-config")
-        assert main(["train", "unused", "--language", "pcfg-laptop", *options]) == 0
-        (tmp_path / f"{seed}.toml").write_text(capsys.readouterr().out)
-    runs, files = [str(tmp_path / "x"), str(tmp_path / "y")], [str(tmp_path / "3.toml"), str(tmp_path / "9.toml")]
-    assert main(["train", *runs, "--config", *files, "--device", "cpu"]) == 0
-    assert [Run(tmp_path / name).config.seed for name in "xy"] == [3, 9]
-    assert main(["train", *runs, str(tmp_path / "z"), "--config", *files]) == 2
-    assert "2 config files are given for 3 runs: give one for all, or one for each" in capsys.readouterr().err
+def test_the_compiled_step_is_an_option(capsys, tmp_path):
+    command = [
+        "train",
+        str(tmp_path / "run"),
+        "--language",
+        "pcfg-laptop",
+        "--size",
+        "d16",
+        "--steps",
+        "4",
+        "--compiled",
+    ]
+    assert main([*command, "--batch-size", "8", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 4
+    assert Run(tmp_path / "run").config.compiled
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "no run directory is named"),
-        ("a a --language pcfg-laptop --stacked", "a is named twice"),
-        ("a b --language pcfg-laptop", "2 run directories are named, and only stacked runs train together"),
-        ("a b --language pcfg-laptop --stacked --print-config", "prints the config of one run, and 2 are named"),
-        ("a --language pcfg-laptop --stacked --algorithm sam", "stacked is on and the algorithm is sam"),
-        ("a --language pcfg-laptop --stacked --architecture lstm", "the architecture is lstm; only BERTs stack"),
+        ("", "RUN is required"),
+        ("a --language pcfg-laptop --compiled --masking fraction", "compiled is on and masking is 'fraction'"),
+        ("a --language pcfg-laptop --compiled --architecture lstm", "compiled is on and the architecture is lstm"),
     ],
 )
-def test_runs_that_cannot_be_named_so(capsys, tmp_path, monkeypatch, arguments, message):
+def test_what_cannot_be_trained_is_refused(capsys, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     assert main(["train", *arguments.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())

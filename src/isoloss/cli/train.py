@@ -19,7 +19,7 @@ from isoloss.config import AlgorithmConfig, LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.registry import ALGORITHMS, MODELS
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
-from isoloss.runs import Run, refuse_twice
+from isoloss.runs import Run
 
 if TYPE_CHECKING:
     from isoloss.languages import Language
@@ -39,10 +39,7 @@ EXAMPLES = [
         "isoloss train runs/spoiled --language pcfg-laptop --algorithm adversarial --adversarial-task prefix-4",
         "the same loss, a worse probe",
     ),
-    (
-        "isoloss train runs/seed-0 runs/seed-1 runs/seed-2 --language pcfg-laptop --size d32 --stacked",
-        "seeds 0, 1 and 2 together, in one process",
-    ),
+    ("isoloss train runs/fast --language pcfg-laptop --size d32 --compiled", "a narrow BERT, several times as fast"),
     (
         "isoloss train runs/paper --preset paper --language pcfg-paper --size d512",
         "the paper's settings, for what no option gives",
@@ -56,7 +53,7 @@ EXAMPLES = [
 
 # what `--help` shows; `--help-all` shows the rest
 COMMON = (
-    "runs",
+    "run",
     "config",
     "language",
     "tokenizer",
@@ -111,11 +108,10 @@ class _Algorithms(Options):
 class Args:
     """Pre-train a masked or causal language model. The same command on the same directory resumes, bit for bit."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    """The run directory; several, with --stacked: runs with the seeds --seed, --seed + 1, ..., trained together."""
-    config: tuple[Path, ...] = ()
-    """A TOML file with the whole config, or one for each of several runs; of the options below, only those that decide
-    no result may be added."""
+    run: tyro.conf.Positional[Path]
+    """The run directory."""
+    config: Path | None = None
+    """A TOML file with the whole config; of the options below, only those that decide no result may be added."""
     language: str | None = None
     """A preset (isoloss ls languages), a stored language, grammar or .toml file; with --tokenizer, text or hf:NAME."""
     preset: str | None = None
@@ -165,48 +161,37 @@ def _is_one_of_several() -> bool:
 
 def _main(arguments: list[str]) -> int:
     args = options.parse(Args, "train", arguments, examples=EXAMPLES, common=COMMON)
-    if not args.runs:
-        raise IsolossError("no run directory is named: isoloss train runs/first --language pcfg-laptop")
-    refuse_twice(list(map(str, args.runs)))
-    runs, trained = [Run(path) for path in args.runs], _configs(args)
-    for run, config in zip(runs, trained, strict=True):
-        configs.check(config)
-        _check_machine(run, config)
+    run, config = Run(args.run), _config(args)
+    configs.check(config)
+    _check_machine(run, config)
     if args.print_config:
-        if len(runs) > 1:
-            raise IsolossError(f"--print-config prints the config of one run, and {len(runs)} are named")
         if args.json:
-            common.emit_json(configs.to_dict(trained[0]))
-            return 0
-        common.say(configs.to_toml(trained[0]).rstrip())
+            common.emit_json(configs.to_dict(config))
+        else:
+            common.say(configs.to_toml(config).rstrip())
         return 0
 
     from isoloss.training.trainer import Interrupted
 
     try:
-        if len(runs) == 1:
-            _train(runs[0], trained[0])
-        else:
-            _train_together(runs, trained)
+        _train(run, config)
     except Interrupted as stop:
         how = "To resume, with any number of processes:" if _is_one_of_several() else "To resume:"
-        at = f"step {stop.step} of {max(config.steps for config in trained)}"
-        common.note(f"stopped at {at}; progress is saved. {how}")
+        common.note(f"stopped at step {stop.step} of {config.steps}; progress is saved. {how}")
         common.note("  " + common.command("train", *arguments))
         return interrupts.status()
-    results = [{"run": str(run.path), **run.result()} for run in runs]
+    result = run.result()
     if args.json:
-        common.emit_json(results[0] if len(runs) == 1 else {"runs": results})
+        common.emit_json({"run": str(run.path), **result})
         return 0
-    for run, result in zip(runs, results, strict=True):
-        common.say(f"{run.path}: {result['steps']} steps done, last training loss {result['loss_nats']:.4f} nats")
-        common.say_stages(run)
-    steps = sorted({step for run in runs for step in run.steps()})
+    common.say(f"{run.path}: {result['steps']} steps done, last training loss {result['loss_nats']:.4f} nats")
+    common.say_stages(run)
+    steps = ", ".join(map(str, run.steps()))
     if usage.USAGE in os.environ:  # a study gives the run another path, and measures it
-        common.say(f"checkpoints (step): {', '.join(map(str, steps))}")
+        common.say(f"checkpoints (step): {steps}")
         return 0
-    common.say(f"checkpoints (step): {', '.join(map(str, steps))}; measure them with")
-    common.say("  " + common.command("eval", *args.runs))
+    common.say(f"checkpoints (step): {steps}; measure them with")
+    common.say("  " + common.command("eval", run.path))
     return 0
 
 
@@ -236,28 +221,6 @@ def _train(run: Run, config: TrainConfig) -> None:
         pretrain(run, config, language=language, progress=report)
 
 
-def _train_together(runs: list[Run], trained: list[TrainConfig]) -> None:
-    from isoloss.evaluation.pretraining import pretrain_together
-    from isoloss.training.throughput import Progress as Step
-
-    last: dict[Path, Step] = {}
-    total = sum(config.steps for config in trained)
-    done = {run.path: config.steps if run.complete else 0 for run, config in zip(runs, trained, strict=True)}
-    with common.Progress(f"training {len(runs)} runs", total, "steps") as progress:
-
-        def report(run: Run, step: Step) -> None:
-            last[run.path], done[run.path] = step, step.step
-            loss = sum(one.loss_nats for one in last.values()) / len(last)
-            speed = sum(one.tokens_per_second for one in last.values())
-            progress(sum(done.values()), f"mean loss {loss:.4f} nats, {speed:,.0f} tokens/s")
-
-        pretrain_together(
-            {run.path: config for run, config in zip(runs, trained, strict=True)},
-            build=_language,
-            progress=report,
-        )
-
-
 def _language(config: LanguageConfig) -> Language:
     if not config.reports_progress:
         return config.build()  # type: ignore[no-any-return]
@@ -265,46 +228,29 @@ def _language(config: LanguageConfig) -> Language:
         return config.build(lambda done, total: percent(100 * done // total))  # type: ignore[no-any-return]
 
 
-def _configs(args: Args) -> list[TrainConfig]:
-    """Return the config of each run."""
-    if not args.config and args.language is not None:
-        return _by_seed(args, _from_options(args))
+def _config(args: Args) -> TrainConfig:
+    """Return the config of the run."""
+    if args.config is None and args.language is not None:
+        return _from_options(args)
     free = {f.name for f in dataclasses.fields(TrainConfig) if f.metadata.get("exclude_from_fingerprint")}
     changed: dict[str, Any] = {}
     for option in dataclasses.fields(args):
         value = getattr(args, option.name)
         if isinstance(value, Options):
             changed |= value
-        elif option.name not in ("runs", "config", "print_config", "json") and value != option.default:
+        elif option.name not in ("run", "config", "print_config", "json") and value != option.default:
             changed[option.name] = value
     decisive = ", ".join(option_name(name) for name in changed if name not in free)
-    if args.config:
+    if args.config is not None:
         if decisive:
-            raise IsolossError(f"{args.config[0]} holds the whole config; leave out {decisive}")
-        read = [dataclasses.replace(configs.read_toml(TrainConfig, path), **changed) for path in args.config]
-        if len(read) == 1:
-            return _by_seed(args, read[0])
-        if len(read) != len(args.runs):
-            raise IsolossError(
-                f"{len(read)} config files are given for {len(args.runs)} runs: give one for all, or one for each"
-            )
-        return read
-    for path in args.runs:
-        if not Run(path).exists:
-            raise IsolossError(f"{path} holds no run yet: name a --language or a --config to start one")
-        if decisive:
-            raise IsolossError(f"{path} goes on with the config it was made with; leave out {decisive}")
-    return [dataclasses.replace(Run(path).config, **changed) for path in args.runs]
-
-
-def _by_seed(args: Args, config: TrainConfig) -> list[TrainConfig]:
-    """Return the config with as many seeds as there are runs."""
-    if len(args.runs) > 1 and not config.stacked:
-        raise IsolossError(
-            f"{len(args.runs)} run directories are named, and only stacked runs train together: add --stacked (stacked "
-            "= true in a config file), or train them one by one"
-        )
-    return [dataclasses.replace(config, seed=config.seed + number) for number in range(len(args.runs))]
+            raise IsolossError(f"{args.config} holds the whole config; leave out {decisive}")
+        return dataclasses.replace(configs.read_toml(TrainConfig, args.config), **changed)
+    run = Run(args.run)
+    if not run.exists:
+        raise IsolossError(f"{run.path} holds no run yet: name a --language or a --config to start one")
+    if decisive:
+        raise IsolossError(f"{run.path} goes on with the config it was made with; leave out {decisive}")
+    return dataclasses.replace(run.config, **changed)
 
 
 def _from_options(args: Args) -> TrainConfig:

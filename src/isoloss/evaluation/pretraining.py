@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isoloss import config as configs
-from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language
 from isoloss.run_config import TrainConfig
@@ -20,7 +19,6 @@ from isoloss.seeds import derive
 from isoloss.training.algorithms.base import Examples
 from isoloss.training.distributed import process_group
 from isoloss.training.loop import is_complete
-from isoloss.training.stack import Member, train_together
 from isoloss.training.throughput import Progress
 from isoloss.training.trainer import train
 
@@ -87,58 +85,6 @@ def pretrain(
         measure, validate = _measurements(known, config, is_main=group.is_main)
         train(run, config, known, progress=progress, task_examples=task_examples, measure=measure, validate=validate)
     return run
-
-
-def pretrain_together(
-    runs: Mapping[str | PathLike[str], TrainConfig],
-    *,
-    build: Callable[[LanguageConfig], Language] | None = None,
-    progress: Callable[[Run, Progress], None] | None = None,
-) -> list[Run]:
-    """Pre-train several runs in one process, each from its newest checkpoint if it has one, and return them.
-
-    The configs have `stacked` and models of one shape; seeds, languages, labels, stages, optimizers and batch sizes may
-    differ. Each run has its own directory, with the same bytes as if `pretrain` had made it alone. A run that reaches
-    its end or fails is done with, and the others go on.
-
-    Args:
-        runs: The config of each directory.
-        build: Makes a language from its config; None: `config.build()`. It is called once for runs that share one.
-        progress: Called about once a second for each run, and at its end.
-
-    Raises:
-        IsolossError: As for `isoloss.training.stack.train_together`; the message has every run that failed.
-        Interrupted: As for `pretrain`.
-
-    Example:
-        >>> import dataclasses, tempfile
-        >>> from pathlib import Path
-        >>> from isoloss import pretrain_together
-        >>> from isoloss.languages.config import LAPTOP_PCFG
-        >>> from isoloss.run_config import ModelConfig, TrainConfig
-        >>> model = ModelConfig(size="d16")
-        >>> config = TrainConfig(language=LAPTOP_PCFG, model=model, steps=2, stacked=True, device="cpu")
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     seeds = {Path(folder) / f"seed-{s}": dataclasses.replace(config, seed=s) for s in range(3)}
-        ...     [run.complete for run in pretrain_together(seeds)]
-        [True, True, True]
-    """
-    known: dict[LanguageConfig, Language] = {}
-    members = []
-    for config in runs.values():
-        configs.check(config)
-    for path, config in runs.items():
-        run = Run(Path(path))
-        if run.complete:
-            run.create(config)
-            continue
-        if config.language not in known:
-            known[config.language] = build(config.language) if build else config.language.build()
-        language = known[config.language]
-        measure, validate = _measurements(language, config)
-        members.append(Member(run, config, language, progress and functools.partial(progress, run), measure, validate))
-    train_together(members)
-    return [Run(Path(path)) for path in runs]
 
 
 def _measurements(

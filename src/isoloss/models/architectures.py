@@ -34,7 +34,7 @@ class Architecture:
         sizes: Its shapes by name.
         default_size: The size where none is named.
         supports_fsdp: Whether its parameters can be sharded.
-        stacks: Whether runs of it can be stacked (`isoloss.models.stacked`).
+        has_compiled_loss: Whether `isoloss.models.compiled_bert` computes its loss.
     """
 
     objective: Literal["masked", "causal"] = "masked"
@@ -43,7 +43,7 @@ class Architecture:
     sizes: Mapping[str, Any]
     default_size: str
     supports_fsdp = True
-    stacks = False
+    has_compiled_loss = False
 
     def shape(self, config: ModelConfig) -> Any:
         """Return the shape that a config describes: that of its size, but for what it sets itself.
@@ -205,7 +205,7 @@ class _BERT(Transformer):
     """Post-layer-norm blocks, GELU, decoder tied to the token embedding, no pooler."""
 
     model_class = "BertForMaskedLM"
-    stacks = True
+    has_compiled_loss = True
 
     def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
         """Return (V + T + 2 + 2) d of the embeddings and their layer norm, and d^2 + d + 2 d + V of the head."""
@@ -239,7 +239,7 @@ class _PreLayerNormBERT(_BERT):
     """
 
     model_class = "RobertaPreLayerNormForMaskedLM"
-    stacks = False
+    has_compiled_loss = False
 
     def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
         """Return BERT's, 2 d of the last layer norm and (P + 1) d of position embeddings that no token uses."""

@@ -15,8 +15,6 @@ from torch import nn
 from transformers import BertForMaskedLM
 from transformers.masking_utils import create_bidirectional_mask
 
-from isoloss.models import fused
-
 
 def states(
     model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, positions: torch.Tensor
@@ -79,16 +77,11 @@ def _attend_from_one(
 
     No key and no value is computed: with q the query, K and V the projections, the score of a state x is (K^T q) . x
     plus the bias's, and the mixed values are V times the mixed states. That is a product of d x d numbers a sentence
-    instead of one a token. In training, `isoloss.models.fused` does the same in compiled loops where it can.
+    instead of one a token.
     """
     n, length, width = hidden.shape
-    rows = positions.flatten().nonzero()[:, 0]
     if attention_mask is not None:
         attention_mask = attention_mask.expand(n, 1, length, length)[:, 0][positions]
-    if module.training and fused.is_usable(hidden):
-        projections = (module.query, module.key, module.value)
-        settings = {"num_heads": module.num_attention_heads, "dropout": module.dropout.p}
-        return fused.attention_from_one(hidden, attention_mask, rows, projections, **settings), None
     heads = (module.num_attention_heads, module.attention_head_size)
     query = module.query(hidden[positions]).view(n, *heads)
     at = torch.einsum("nhe,hed->nhd", query, module.key.weight.view(*heads, width))

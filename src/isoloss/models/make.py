@@ -15,7 +15,6 @@ from isoloss.errors import IsolossError
 from isoloss.languages.api import Language
 from isoloss.models.architectures import Architecture, at_predicted
 from isoloss.models.dropout import with_fast_dropout
-from isoloss.models.fused_blocks import with_fused_blocks
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig
 from isoloss.text.masking import IGNORED, Batch
@@ -24,8 +23,7 @@ from isoloss.text.masking import IGNORED, Batch
 def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
     """Return a randomly initialized model of the sentences of `language`; its weights follow from the arguments.
 
-    It is `Architecture.build`'s, with the dropout of `isoloss.models.dropout` and the blocks of
-    `isoloss.models.fused_blocks`.
+    It is `Architecture.build`'s, with the dropout of `isoloss.models.dropout`.
 
     Raises:
         IsolossError: There is no such architecture or shape.
@@ -33,7 +31,6 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
     architecture: Architecture = MODELS.load(config.architecture)
     model = architecture.build(config, language, seed=seed)
     with_fast_dropout(model)
-    with_fused_blocks(model)
     return model
 
 

@@ -27,7 +27,7 @@ CONFIGS = "configs"  # the folder of the runs' configs, written before study.jso
 # anything is measured, and `isoloss.studies.estimates` corrects them by what has been
 MEASURING_SECONDS = 5.0  # of one checkpoint
 STEP_SECONDS = 0.0005  # of a step with a batch of one sentence; it grows with the square root of the batch
-STACKED = 3.0  # how many times as fast stacked runs train
+COMPILED = 3.0  # how many times as fast compiled runs train
 _NOT_THE_PLAN = ("needs", "expected")  # fields of a measurement that do not decide its results
 CLAIMS = "claims_sha256"  # the key in study.json of the hash that the file of claims had at the start
 
@@ -171,18 +171,18 @@ class StudyFolder:
         files.write_json(self.path / "study.json", self.document() | started)
 
     def plan(self) -> list[Unit]:
-        """Return the study's units: the training of each run or stack of runs, and the measuring of checkpoints.
+        """Return the study's units: the training of each run, and the measuring of checkpoints.
 
         Raises:
             IsolossError: There are no runs; a run's name cannot be that of a folder of the study, or it waits for one
-                that is not in the study; a measured step has no checkpoint; the runs of a stack have different needs,
-                need several processes or are not `stacked`.
+                that is not in the study; or a measured step has no checkpoint.
         """
         self._check_runs()
-        training, units = {unit.name: unit for unit in self._training()}, list[Unit]()
+        units: list[Unit] = []
         for name, experiment in self.scale.experiments.items():
-            run, unit = run_of(self.path, name, experiment), training.pop(_training_unit(name, experiment), None)
-            units += [] if unit is None else [unit]  # of a stack, with the first of its runs
+            run, is_external = run_of(self.path, name, experiment), isinstance(experiment.config, ExternalCheckpoint)
+            if not is_external:
+                units.append(self._training(name, experiment, run))
             units += [
                 Unit(
                     name=f"{part.name} {name}",
@@ -190,9 +190,7 @@ class StudyFolder:
                     done=functools.partial(_is_measured, run, experiment, part),
                     has_files=functools.partial(_has_evaluations, run, experiment, part),
                     progress=functools.partial(_measuring_progress, run, experiment, part),
-                    after=()
-                    if isinstance(experiment.config, ExternalCheckpoint)
-                    else (_training_unit(name, experiment),),
+                    after=() if is_external else (f"train {name}",),
                     seconds=part.expected.seconds if part.expected else MEASURING_SECONDS * len(experiment.steps(part)),
                     expected=part.expected,
                     needs=part.needs,
@@ -205,7 +203,7 @@ class StudyFolder:
         return units
 
     def _check_runs(self) -> None:
-        experiments, stacks = self.scale.experiments, dict[str, Resources]()
+        experiments = self.scale.experiments
         if not experiments:
             raise IsolossError(f"the scale {self.scale_name} of the study {self.study.name} has no experiments")
         for name, experiment in experiments.items():
@@ -224,58 +222,26 @@ class StudyFolder:
                     f"the run {name} is measured at step {unkept[0]}, of which it keeps no checkpoint; it keeps "
                     f"{', '.join(map(str, experiment.kept_steps))}"
                 )
-            if experiment.stack and stacks.setdefault(experiment.stack, experiment.needs) != experiment.needs:
-                raise IsolossError(
-                    f"the run {name} has other needs than those before it in the stack {experiment.stack}: the runs of "
-                    "a stack are trained by one unit and have the same"
-                )
-            if isinstance(experiment.config, ExternalCheckpoint):
-                if experiment.after or experiment.stack:
-                    raise IsolossError(f"the checkpoint {name} is external and not trained: leave out after and stack")
-                continue
-            if experiment.stack and not experiment.config.stacked:
-                raise IsolossError(
-                    f"the run {name} is in the stack {experiment.stack}, but its config has no stacked=True"
-                )
-            if experiment.stack and experiment.needs.processes > 1:
-                raise IsolossError(
-                    f"the run {name} needs {experiment.needs.processes} processes, but one process trains all runs of "
-                    f"the stack {experiment.stack}"
-                )
+            if isinstance(experiment.config, ExternalCheckpoint) and experiment.after:
+                raise IsolossError(f"the checkpoint {name} is external and not trained: leave out after")
 
-    def _training(self) -> list[Unit]:
-        """Return the units that train runs; runs of one stack have one unit, in the block of the first of them."""
-        experiments, together = self.scale.experiments, dict[str, dict[str, Experiment]]()
-        for name, experiment in experiments.items():
-            if isinstance(experiment.config, ExternalCheckpoint):
-                continue
-            together.setdefault(_training_unit(name, experiment), {})[name] = experiment
-        units = []
-        for unit, members in together.items():
-            runs = {run_of(self.path, name, experiment): experiment for name, experiment in members.items()}
-            needs = next(iter(members.values())).needs
-            after = (other for experiment in members.values() for other in experiment.after)
-            units.append(
-                Unit(
-                    name=unit,
-                    arguments=(
-                        *("train", *(str(run.path) for run in runs)),
-                        *("--config", *(str(self._config(name)) for name in members), *_device(needs)),
-                    ),
-                    outputs=tuple(run.path for run in runs),
-                    done=functools.partial(_are_trained, runs),
-                    has_files=functools.partial(_are_complete, runs),
-                    progress=functools.partial(_training_progress, runs),
-                    after=tuple(dict.fromkeys(_training_unit(other, experiments[other]) for other in after)),
-                    seconds=sum(_training_seconds(e) for e in members.values()),
-                    expected=next(iter(members.values())).expected if len(members) == 1 else None,
-                    needs=needs,
-                    block=min(experiment.block for experiment in members.values()),
-                    group=", ".join(dict.fromkeys(one.group or name for name, one in members.items())),
-                    shown_in=tuple(dict.fromkeys(each for one in members.values() for each in one.shown_in)),
-                )
-            )
-        return units
+    def _training(self, name: str, experiment: Experiment, run: Run) -> Unit:
+        """Return the unit that trains a run."""
+        return Unit(
+            name=f"train {name}",
+            arguments=("train", str(run.path), "--config", str(self._config(name)), *_device(experiment.needs)),
+            outputs=(run.path,),
+            done=functools.partial(_is_trained, run, experiment),
+            has_files=lambda: run.complete,
+            progress=functools.partial(_training_progress, run, experiment),
+            after=tuple(f"train {other}" for other in experiment.after),
+            seconds=_training_seconds(experiment),
+            expected=experiment.expected,
+            needs=experiment.needs,
+            block=experiment.block,
+            group=experiment.group or name,
+            shown_in=experiment.shown_in,
+        )
 
     def results(self, complete: Collection[int] | None = None) -> Results:
         """Return the results of the finished study, or of its complete blocks.
@@ -396,12 +362,7 @@ def _training_seconds(experiment: Experiment) -> float:
     if isinstance(config, ExternalCheckpoint):
         return 0.0
     seconds = STEP_SECONDS * config.steps * math.sqrt(config.batch_size)
-    return float(seconds / STACKED if config.stacked else seconds)
-
-
-def _training_unit(name: str, experiment: Experiment) -> str:
-    """Return the name of the unit that trains a run."""
-    return f"train {experiment.stack or name}"
+    return float(seconds / COMPILED if config.compiled else seconds)
 
 
 def _is_trained(run: Run, experiment: Experiment) -> bool:
@@ -410,18 +371,9 @@ def _is_trained(run: Run, experiment: Experiment) -> bool:
     return run.complete and run.record["fingerprint"] == experiment.fingerprint
 
 
-def _are_trained(runs: Mapping[Run, Experiment]) -> bool:
-    return all(_is_trained(run, experiment) for run, experiment in runs.items())
-
-
-def _are_complete(runs: Collection[Run]) -> bool:
-    return all(run.complete for run in runs)
-
-
-def _training_progress(runs: Mapping[Run, Experiment], where: Callable[[Path], Path]) -> str:
-    begun = [run for run in (Run(where(run.path)) for run in runs) if run.exists]
-    made, total = sum(max(run.steps(), default=0) for run in begun), sum(one.last_step for one in runs.values())
-    return f"step {made:,} of {total:,}" if begun else ""
+def _training_progress(run: Run, experiment: Experiment, where: Callable[[Path], Path]) -> str:
+    attempt = Run(where(run.path))
+    return f"step {max(attempt.steps(), default=0):,} of {experiment.last_step:,}" if attempt.exists else ""
 
 
 def _is_measured(run: Run, experiment: Experiment, part: Measurement) -> bool:

@@ -43,14 +43,10 @@ def provenance(folder: StudyFolder, results: Results) -> dict[str, Any]:
 
 
 def _seconds(results: Results) -> Iterator[float]:
-    """Yield the seconds that each training and evaluation took, as logged; the training of a stack of runs once."""
-    stacks = set[str]()
-    for name, experiment in results.experiments.items():
+    """Yield the seconds that each training and evaluation took, as logged."""
+    for name in results.experiments:
         for entry in _log(results.run(name)):
-            if experiment.stack not in stacks or entry.get("event") == "evaluated":
-                yield entry.get("seconds", 0.0)
-        if experiment.stack:
-            stacks.add(experiment.stack)
+            yield entry.get("seconds", 0.0)
 
 
 def _log(run: Run) -> Iterator[Mapping[str, Any]]:

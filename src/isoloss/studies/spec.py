@@ -69,11 +69,9 @@ class Experiment:
         group: What the run is called in figures and tables, the same for all seeds of one setting; empty: its name.
         block: The number of its block: a part of the study that is complete in itself, e.g. one grammar with all its
             runs. Lower blocks run first, and an interim page can show the complete ones.
-        stack: What it is trained together with: one unit of work trains all runs of the same name here, whose configs
-            have `stacked` and models of one shape; empty: it is trained by itself.
-        needs: What training needs; with GPUs it trains on `cuda`. The runs of one stack have the same.
+        needs: What training needs; with GPUs it trains on `cuda`.
         shown_in: The figures and tables that show it, e.g. `figure 3a`; `isoloss study plan` names them.
-        expected: What training is expected to take; None: a rough guess of the time. Not for a run in a stack.
+        expected: What training is expected to take; None: a rough guess of the time.
     """
 
     config: TrainConfig | ExternalCheckpoint
@@ -81,7 +79,6 @@ class Experiment:
     after: tuple[str, ...] = ()
     group: str = ""
     block: int = 0
-    stack: str = ""
     needs: Resources = field(default_factory=Resources)
     shown_in: tuple[str, ...] = ()
     expected: Expected | None = None

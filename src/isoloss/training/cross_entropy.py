@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.models import fused
 
 # Logits held at a time. In float32 they take 16 MiB, below the 32 MiB from which glibc gives every buffer back to the
 # system when it is freed: fetching it again, page by page, at every step takes longer than filling it.
@@ -27,7 +26,6 @@ def linear_cross_entropy(
     Value and gradient are those of `torch.nn.functional.cross_entropy` on the logits. The gradient is computed with the
     value, so that no logits are kept: with p the softmax of a row and e the unit vector of its label, that of the row's
     logits is (p - e) / k, or (sum(q) p - q) / k.
-    Of ids, `isoloss.models.fused` computes both in a compiled loop where it can.
 
     The states are (k, d), at least one row, and the weight (V, d). Labels are (k,) int64, ids from 0 to V - 1; or (k,
     C) probabilities of the ids 0 to C - 1, C at most V.
@@ -54,23 +52,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = states.new_empty(k)
         d_states, d_weight = torch.empty_like(states), torch.zeros_like(weight)
         d_bias = None if bias is None else torch.zeros_like(bias)
-        is_fused = is_ids and fused.is_usable(states)
         for start in range(0, k, size):
             rows = slice(start, min(start + size, k))
             logits = torch.mm(states[rows], weight.T, out=buffer[: rows.stop - start])
-            if is_fused:
-                losses[rows], sums = fused.cross_entropy(logits, bias, labels[rows], 1 / k)
-            else:
-                if bias is not None:
-                    logits += bias
-                logits -= logits.amax(dim=1, keepdim=True)
-                losses[rows] = _ids(logits, labels[rows, None]) if is_ids else _mixed(logits, labels[rows])
-                logits /= k
-                sums = logits.sum(dim=0)
+            if bias is not None:
+                logits += bias
+            logits -= logits.amax(dim=1, keepdim=True)
+            losses[rows] = _ids(logits, labels[rows, None]) if is_ids else _mixed(logits, labels[rows])
+            logits /= k
             torch.mm(logits, weight, out=d_states[rows])
             d_weight.addmm_(logits.T, states[rows])
             if d_bias is not None:
-                d_bias += sums
+                d_bias += logits.sum(dim=0)
         ctx.save_for_backward(d_states, d_weight, d_bias)
         return losses.mean()
 

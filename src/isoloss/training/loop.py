@@ -20,8 +20,8 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language
+from isoloss.languages.pcfg.inside_outside import choose_backend
 from isoloss.memory import check_fits
-from isoloss.models.fused_blocks import computed_by
 from isoloss.models.make import make_model
 from isoloss.registry import MODELS
 from isoloss.run_config import TrainConfig
@@ -97,6 +97,16 @@ def check_memory(config: TrainConfig, language: Language, device: torch.device, 
     check_fits(needed, f"the model {config.model} on batches of {size:,} sentences is too large")
 
 
+def check_compiled(device: torch.device, group: ProcessGroup) -> None:
+    """Refuse to train with the compiled step where it cannot run."""
+    if choose_backend(torch.device("cpu")) != "numba":
+        raise IsolossError("compiled is on, and the compiled step needs the package numba: leave compiled out")
+    if group.world_size > 1:
+        raise IsolossError(f"compiled is on, which takes one process, and these are {group.world_size}")
+    if device.type != "cpu":
+        raise IsolossError(f"compiled is on, which takes a CPU, and the device is {device}: name the device cpu")
+
+
 def is_complete(run: Run, config: TrainConfig, group: ProcessGroup) -> bool:
     """Return whether `run` is complete, the same for all processes of `group`, which call this together.
 
@@ -155,7 +165,13 @@ class Training:
         self.step, tensors = self._weights()
         self.model.to(device)
         self.parallel = self._make_parallel()
-        forward = partial(prediction_loss, causal=config.objective.kind == "causal", precision=config.precision)
+        forward: Callable[..., torch.Tensor]
+        if config.compiled:
+            from isoloss.models.compiled_bert import CompiledLoss
+
+            forward = CompiledLoss(self.model)
+        else:
+            forward = partial(prediction_loss, causal=config.objective.kind == "causal", precision=config.precision)
         self.loss = partial(self.parallel.loss, forward)
         # those of the stages to come too, so that what one of them refuses is told at once
         left = range(min(self.stages.num_ended(self.step), len(self.stages.configs) - 1), len(self.stages.configs))
@@ -287,7 +303,7 @@ class Training:
             parallel=self.config.parallel if self.group.world_size > 1 else None,
             threads=torch.get_num_threads(),
             attention=self.model.config._attn_implementation,
-            blocks=self._computed_by(),
+            compiled=self.config.compiled,
             precision=self.config.precision,
         )
         checkpoints.remove_except(self.run, {*self.kept, self.step})
@@ -296,10 +312,6 @@ class Training:
         if self.config.loggers:
             self.loggers = Loggers(self.config.loggers, self.run)
             held.callback(self.loggers.close)  # they write what they have, however training ended
-
-    def _computed_by(self) -> str:
-        """Return what computes the blocks."""
-        return computed_by(self.model, self.config.precision)
 
     def _close(self) -> None:
         """Write the result if all steps are made, and the throughput."""

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.models.stacked import Stack
 from isoloss.run_config import OptimizerConfig
 from isoloss.training import distributed
 
@@ -117,45 +116,11 @@ class Optimizer:
             what, _, name = key.partition("/")
             index, parameter = parameters.get(name, (-1, None))
             if parameter is None or (tensor.ndim > 0 and tensor.shape != parameter.shape):
-                raise _misfit(key, tensor)
+                raise IsolossError(
+                    f"the optimizer's {key}, of shape {tuple(tensor.shape)}, fits no parameter of the model"
+                )
             own = distributed.shard_like(tensor, parameter) if tensor.ndim > 0 else tensor
             by_index.setdefault(index, {})[what] = own.clone()
         self._optimizer.load_state_dict(
             {"state": by_index, "param_groups": self._optimizer.state_dict()["param_groups"]}
         )
-
-
-class RowOptimizer(Optimizer):
-    """The optimizer of one member of a stack, on its row of the stack's parameters and gradients.
-
-    Its state has the names and shapes of the model's parameters, as that of `Optimizer`.
-    """
-
-    def __init__(self, stack: Stack, row: int, config: OptimizerConfig, *, total: int) -> None:
-        self._layout = stack.layout
-        super().__init__(stack.row(row), config, total=total)
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's tensors by the model's parameters; see `Optimizer.state`."""
-        state = {}
-        for key, tensor in super().state().items():
-            what, _, part = key.partition("/")
-            for name, own in self._layout.parts(part, tensor).items():
-                state[f"{what}/{name}"] = own
-        return state
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state` returned; see `Optimizer.load_state`."""
-        by_kind: dict[str, dict[str, torch.Tensor]] = {}
-        for key, tensor in state.items():
-            what, _, name = key.partition("/")
-            if not self._layout.fits(name, tensor):
-                raise _misfit(key, tensor)
-            by_kind.setdefault(what, {})[name] = tensor
-        super().load_state(
-            {f"{what}/{part}": own for what, named in by_kind.items() for part, own in self._layout.joined(named)}
-        )
-
-
-def _misfit(key: str, tensor: torch.Tensor) -> IsolossError:
-    return IsolossError(f"the optimizer's {key}, of shape {tuple(tensor.shape)}, fits no parameter of the model")

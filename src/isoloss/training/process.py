@@ -15,19 +15,23 @@ from isoloss.memory import give_back_freed, keep_freed
 
 
 @contextlib.contextmanager
-def process_settings(threads: int, device: torch.device) -> Iterator[None]:
+def process_settings(threads: int, device: torch.device, *, compiled: bool = False) -> Iterator[None]:
     """Train with `threads` threads on `device`; leave the process's threads, device and random state as they were.
 
-    The memory of what was freed within is given back to the system.
+    The compiled step has one thread. The memory of what was freed within is given back to the system.
     """
     before = torch.get_num_threads()
     is_cuda = device.type == "cuda"
     devices = [torch.cuda.current_device() if device.index is None else device.index] if is_cuda else []
-    if threads:
-        torch.set_num_threads(threads)
+    if threads or compiled:
+        torch.set_num_threads(1 if compiled else threads)
     keep_freed()
     try:
-        with torch.cuda.device(devices[0]) if is_cuda else contextlib.nullcontext(), torch.random.fork_rng(devices):
+        with (
+            torch.cuda.device(devices[0]) if is_cuda else contextlib.nullcontext(),
+            torch.random.fork_rng(devices),
+            _one_blas_thread() if compiled else contextlib.nullcontext(),
+        ):
             yield
     finally:
         torch.set_num_threads(before)
@@ -35,7 +39,7 @@ def process_settings(threads: int, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_blas_thread() -> Iterator[None]:
+def _one_blas_thread() -> Iterator[None]:
     """Let the matrix products of compiled loops, which are SciPy's, have one thread."""
     import scipy.linalg.cython_blas  # noqa: F401  (what is not loaded is not limited)
     from threadpoolctl import threadpool_limits

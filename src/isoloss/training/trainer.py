@@ -12,7 +12,16 @@ from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.training.algorithms.base import TaskExamples, no_task_examples
 from isoloss.training.distributed import process_group
-from isoloss.training.loop import Interrupted, Measure, Training, Validate, check_memory, check_request, is_complete
+from isoloss.training.loop import (
+    Interrupted,
+    Measure,
+    Training,
+    Validate,
+    check_compiled,
+    check_memory,
+    check_request,
+    is_complete,
+)
 from isoloss.training.process import process_settings
 from isoloss.training.throughput import Progress
 
@@ -65,17 +74,14 @@ def train(
         Interrupted: A signal came, to any of the processes.
     """
     check_request(config, language, measure=measure, validate=validate)
-    if config.stacked:
-        from isoloss.training.stack import Member, train_together
-
-        train_together([Member(run, config, language, progress, measure, validate)])
-        return
     with process_group() as group, contextlib.ExitStack() as held:
         for stage in config.stage_configs():
             if stage.batch_size % (n := group.world_size):
                 raise IsolossError(f"batch_size is {stage.batch_size}; {n} processes need a multiple of {n}")
             stage.algorithm.check_run(stage, num_processes=n)
         device = group.device(config.device)
+        if config.compiled:
+            check_compiled(device, group)
         if is_complete(run, config, group):
             return
         check_memory(config, language, device, group.world_size)
@@ -84,6 +90,6 @@ def train(
         group.on_main(lambda: run.create(config) if run.exists else None)
         if group.from_main(run.complete):  # by the process that held the lock before
             return
-        with process_settings(config.threads, device):
+        with process_settings(config.threads, device, compiled=config.compiled):
             # without a name, so that it is deleted before the process group; see `process_group`
             Training(run, config, language, device, group, progress, task_examples, measure, validate).run_all()

@@ -223,13 +223,11 @@ class Dataset:
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
         """Every run of every replicate."""
-        made: dict[str, Experiment] = {}
-        for replicate in self.replicates:
-            for arm, experiment in _Runs(self, replicate).experiments().items():
-                is_stacked = isinstance(experiment.config, TrainConfig) and experiment.config.stacked
-                stack = f"{replicate.cluster} {arm}" if is_stacked else ""
-                made[replicate.run(arm)] = dataclasses.replace(experiment, stack=stack)
-        return made
+        return {
+            replicate.run(arm): experiment
+            for replicate in self.replicates
+            for arm, experiment in _Runs(self, replicate).experiments().items()
+        }
 
 
 def polished(arm: str, step: int, length: int = 0) -> str:
@@ -325,11 +323,7 @@ class _Runs:
             checkpoints=arm.watched,
             init_from=f"../{start}/checkpoints/step-{dataset.start}",
         )
-        config = dataclasses.replace(
-            config,
-            seed=self.replicate.seed + CONTINUED,
-            stacked=config.stacked and all(stage.algorithm is None for stage in stages),
-        )
+        config = dataclasses.replace(config, seed=self.replicate.seed + CONTINUED)
         before = config.stage_ends()[:-1] if dataset.polish_steps else ()
         steps = (*arm.watched, *before, config.steps)
         return self._trained(config, arm.title, steps=steps, shown_in=arm.shown_in, after=(start,), with_all=True)
@@ -553,7 +547,7 @@ def _small_pcfg(
         common={
             "batch_size": 64,
             "optimizer": OptimizerConfig(learning_rate=1e-3, weight_decay=0.0),
-            "stacked": True,
+            "compiled": True,
             "device": "cpu",
             "threads": 1,
         },
@@ -564,7 +558,7 @@ def _small_pcfg(
             **_algorithms("prefix-4", adversary=adversary, helper=helper, rate=3e-3),
             "pre-ln": Arm(
                 title="Pre-layer-norm",
-                changes={"model": small_bert(main, layers, "bert-pre-ln"), "stacked": False},
+                changes={"model": small_bert(main, layers, "bert-pre-ln"), "compiled": False},
             ),
         },
         measures=("loss", "trace", "minimal-trace", *dict.fromkeys(tasks.values())),

@@ -83,7 +83,6 @@ class StudySize:
     language: PCFGConfig  # the grammars, but for their seeds
     grammars: tuple[int, ...]  # their seeds
     complete: int  # how many of them, from the first, have all arms; the others have those of the primary claim
-    together: int  # so many grammars' runs of an arm are trained by one process
     seeds_per_grammar: int = 1  # pre-training runs
     sizes: tuple[str, ...]  # model sizes, ascending
     main_size: str  # the size of all arms but those of size
@@ -155,16 +154,11 @@ class StudySize:
     def experiments(self) -> dict[str, Experiment]:
         """Every arm of every unit; a grammar is a block of the study."""
         places = {grammar: place for place, grammar in enumerate(self.grammars)}
-        made = {}
-        for unit in self.units:
-            for arm, experiment in Arms(self, unit).experiments().items():
-                together = ""
-                if isinstance(experiment.config, TrainConfig) and experiment.config.stacked:
-                    first = places[unit.grammar] // self.together * self.together
-                    last = min(first + self.together, len(self.grammars)) - 1
-                    together = f"{arm}, grammars {self.grammars[first]} to {self.grammars[last]}"
-                made[unit.run(arm)] = dataclasses.replace(experiment, block=places[unit.grammar], stack=together)
-        return made
+        return {
+            unit.run(arm): dataclasses.replace(experiment, block=places[unit.grammar])
+            for unit in self.units
+            for arm, experiment in Arms(self, unit).experiments().items()
+        }
 
 
 @dataclass(frozen=True)
@@ -202,7 +196,7 @@ class Arms:
             optimizer=optimizer,
             batch_size=scale.batch_size,
             seed=unit.seed,
-            stacked=all(stage.algorithm is None for stage in more.get("stages", ())),
+            compiled=True,
             device="cpu",
             threads=1,
             **more,
@@ -332,7 +326,6 @@ SCALES = {
         language=PCFGConfig(levels=2, symbols_per_level=8, rules_per_symbol=8, vocab_size=16),
         grammars=tuple(range(600, 627)),
         complete=5,
-        together=5,
         sizes=("d16", "d32", "d64"),
         main_size="d32",
         steps=3_000,
@@ -354,7 +347,6 @@ SCALES = {
         language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
         grammars=(300, 301),
         complete=2,
-        together=2,
         sizes=("d16", "d32"),
         main_size="d32",
         layers=1,

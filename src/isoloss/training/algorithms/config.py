@@ -18,7 +18,6 @@ class GradientConfig(AlgorithmConfig):
     """The gradient of the loss alone."""
 
     algorithm: ClassVar[str] = "isoloss.training.algorithms.base:TrainingAlgorithm"
-    stacks: ClassVar[bool] = True
     kind: Literal["gradient"] = "gradient"
 
 

@@ -1,11 +1,10 @@
-"""Loss and gradient of BERTs that predict one token a sentence, compiled as a whole for one thread of the CPU.
+"""The loss of a BERT that predicts one token a sentence, with its gradient, compiled as a whole for one CPU thread.
 
-A member of a stack is a model whose parameters are one vector, laid out by `isoloss.models.stacked.Layout`. The members
-are computed one after the other by the same code on arrays of the same shapes, so that what one of them gets does not
-depend on the others. Everything is float32, and dropout is as in `isoloss.models.fused_kernels`.
+It takes the place of `isoloss.training.objectives.prediction_loss` in training: several times as fast for a narrow
+model, where most of the time goes into calling small operations one by one. Everything is float32.
 
-Shapes: S members, n sentences, T tokens, N = n T places, place t n + i of token t of sentence i; d the width, m the
-feed-forward width, h heads of e = d / h, V ids. Activations are (features, N), as `isoloss.models.stacked_columns` has
+Shapes: n sentences, T tokens, N = n T columns, column t n + i for token t of sentence i; d the width, m the
+feed-forward width, h heads of e = d / h, V ids. Activations are (features, N), as `isoloss.models.compiled_kernels` has
 them, but for the embedding and the last layer's attention, which are (N, features). In the last layer all that follows
 the scores runs on the n predicted positions alone.
 
@@ -16,10 +15,14 @@ the weights (h, n, T), of the output (d, n) and of the feed-forward block (d, n)
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from isoloss.models.fused_kernels import KEEP_ALL, Bits, Floats, compiled, part
-from isoloss.models.stacked_attention import (
+import numba
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+from isoloss.models.compiled_kernels import (
     FIRST,
     HEAD,
     HEAD_BIAS,
@@ -27,6 +30,7 @@ from isoloss.models.stacked_attention import (
     HEAD_SHIFT,
     INNER,
     INNER_BIAS,
+    KEEP_ALL,
     NORM,
     NORM1,
     NORM2,
@@ -36,7 +40,7 @@ from isoloss.models.stacked_attention import (
     OUTER,
     OUTER_BIAS,
     OUTPUT,
-    PLACES,
+    POSITIONS,
     QKV,
     QKV_BIAS,
     SHIFT,
@@ -44,76 +48,171 @@ from isoloss.models.stacked_attention import (
     SHIFT2,
     TYPES,
     WORDS,
+    Bits,
+    Floats,
     Ints,
+    Kernel,
     Sizes,
-    attention,
-    attention_backward,
-    from_one,
-    from_one_backward,
-    matrix,
-)
-from isoloss.models.stacked_columns import (
     add_norm,
     add_norm_backward,
     add_rows,
+    attention,
+    attention_backward,
+    cross_entropy,
+    embed,
+    embed_backward,
     empty,
     gelu,
+    matrix,
     outer_product,
+    part,
     product,
+    single_query,
+    single_query_backward,
     transpose,
 )
-from isoloss.models.stacked_ends import cross_entropy, embed, embed_backward
+from isoloss.models.dropout import LEVELS, num_levels, random_bits
+from isoloss.text.masking import IGNORED, Batch
+
+_ALIGNED = 16  # float32 values in a cache line, on which every parameter begins
+_LOW = -1e30  # added to the score of a key that is padding
+_OUTER_NAMES = (  # in the order of `compiled_kernels`
+    "bert.embeddings.word_embeddings.weight",
+    "bert.embeddings.position_embeddings.weight",
+    "bert.embeddings.token_type_embeddings.weight",
+    "bert.embeddings.LayerNorm.weight",
+    "bert.embeddings.LayerNorm.bias",
+    "cls.predictions.transform.dense.weight",
+    "cls.predictions.transform.dense.bias",
+    "cls.predictions.transform.LayerNorm.weight",
+    "cls.predictions.transform.LayerNorm.bias",
+    "cls.predictions.bias",
+)
+_BLOCK_NAMES = (  # each with a weight and a bias; the keys and values lie behind the queries
+    "attention.self.query",
+    "attention.output.dense",
+    "attention.output.LayerNorm",
+    "intermediate.dense",
+    "output.dense",
+    "output.LayerNorm",
+)
 
 
-@compiled
-def loss_and_gradient(
-    parameters: Floats,
-    gradients: Floats,
-    members: Ints,
-    at: Ints,
-    sizes: Sizes,
-    tokens: Ints,
-    places: Ints,
-    unseen: Floats,
-    labels: Ints,
-    targets: Floats,
-    bits: Bits,
-    level: np.int16,
-    scale: np.float32,
-    losses: Floats,
-) -> None:
-    """Set `losses` (S, n), in nats, and the gradients of their means, for the rows `members` (S,) of `parameters`.
+class CompiledLoss:
+    """The mean cross-entropy of the predicted tokens of `model`, in nats, as a function of model and batch.
 
-    `at` says where each parameter begins in a row. The `tokens` (S, T, n) are ids, `places` (S, n) the predicted
-    positions; `unseen` (S, T, n) is added to the scores of a key: 0, or very low at padding. The `targets` (S, n, C)
-    are probabilities of the first C ids or, with C = 0, the `labels` (S, n) are what is predicted. The random `bits`
-    (S, B) are read from the first to the last.
+    Value and gradient are those of `isoloss.training.objectives.prediction_loss`, up to rounding. The gradient is
+    computed with the value and has itself no derivative. Dropout draws from torch's default generator, in an order of
+    its own.
+
+    The model is a BERT on the CPU, in float32, whose width is a multiple of 16 and feed-forward width one of 4. A batch
+    has one label in each of its n sentences.
+
+    Attributes:
+        slices: Where each parameter is in the vector of all of them, by name.
     """
-    for s in range(members.shape[0]):
-        gradients[members[s]] = 0
-        _member(
-            parameters[members[s]], gradients[members[s]], at, sizes, tokens[s], places[s], unseen[s], labels[s],
-            targets[s], bits[s], level, scale, losses[s],
-        )  # fmt: skip
+
+    def __init__(self, model: Any) -> None:
+        named = dict(model.named_parameters())
+        # keys and values must lie behind the queries, which they do in their order: matrices first, then vectors
+        order = sorted(named, key=lambda name: named[name].ndim <= 1)
+        self.slices: dict[str, slice] = {}
+        size = 0
+        for name in order:
+            self.slices[name] = slice(size, size + named[name].numel())
+            size += -(-named[name].numel() // _ALIGNED) * _ALIGNED
+        names = [*_OUTER_NAMES]
+        for layer in range(model.config.num_hidden_layers):
+            names += [f"bert.encoder.layer.{layer}.{n}.{what}" for n in _BLOCK_NAMES for what in ("weight", "bias")]
+        self.starts = np.array([self.slices[name].start for name in names], dtype=np.int64)
+        self.vector = torch.zeros(size)
+        self.levels = min(num_levels(model.config.hidden_dropout_prob), LEVELS - 1)
+
+    def __call__(self, model: Any, batch: Batch) -> torch.Tensor:
+        """Return the loss of a batch of `isoloss.training.objectives.training_batch`: a scalar in float64."""
+        named = dict(model.named_parameters())
+        loss: torch.Tensor = _Loss.apply(self, model.config, batch, list(named), *named.values())  # type: ignore[no-untyped-call]
+        return loss
+
+    def views(self, vector: torch.Tensor, named: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parts of a vector that belong to these parameters, in their shapes."""
+        return [vector[self.slices[name]].view(parameter.shape) for name, parameter in named.items()]
 
 
-@part
-def _taken(bits: Bits, start: int, rows: int, columns: int) -> Bits:
-    """Return the bits of (rows, columns) values, or of none where nothing is dropped."""
-    if bits.shape[0] == 0:
-        return bits.reshape(0, columns)
-    return bits[start : start + rows * columns].reshape(rows, columns)
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, compiled: CompiledLoss, config: Any, batch: Batch, names: list[str], *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        named = dict(zip(names, parameters, strict=True))
+        torch._foreach_copy_(compiled.views(compiled.vector, named), list(parameters))
+        n, length = batch["input_ids"].shape
+        z = Sizes(
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            width=config.hidden_size,
+            inner=config.intermediate_size,
+            ids=config.vocab_size,
+            padding=config.pad_token_id,
+            sentences=n,
+            tokens=length,
+        )
+        positions = (batch["labels"] != IGNORED).int().argmax(dim=1)
+        attention_bias = torch.zeros(length, n)
+        if "attention_mask" in batch:
+            attention_bias.masked_fill_(batch["attention_mask"].T == 0, _LOW)
+        targets = batch["targets"].float() if "targets" in batch else torch.zeros(n, 0)
+        gradient, losses = torch.zeros_like(compiled.vector), torch.empty(n)
+        loss_and_gradient(
+            compiled.vector.numpy(),
+            gradient.numpy(),
+            compiled.starts,
+            z,
+            batch["input_ids"].T.contiguous().numpy(),
+            positions.numpy(),
+            attention_bias.numpy(),
+            batch["labels"].gather(1, positions[:, None])[:, 0].numpy(),
+            targets.contiguous().numpy(),
+            random_bits(num_drawn(z) if compiled.levels else 0).numpy(),
+            np.int16(compiled.levels - LEVELS // 2),
+            np.float32(LEVELS / (LEVELS - compiled.levels)),
+            losses.numpy(),
+        )
+        ctx.gradients = compiled.views(gradient, named)
+        return losses.double().mean()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        torch._foreach_mul_(ctx.gradients, d_loss.item())
+        return None, None, None, None, *ctx.gradients
 
 
-@part
-def _member(
+def num_drawn(z: Sizes) -> int:
+    """Return how many values dropout decides on in a step."""
+    rows = z.sentences * z.tokens
+    full = z.heads * z.tokens * rows + 2 * rows * z.width
+    return rows * z.width + (z.layers - 1) * full + z.heads * rows + 2 * z.sentences * z.width
+
+
+def _compiled(kernel: Kernel) -> Kernel:
+    """Compile a kernel when it is first called, or read it from the disk where an earlier process left it."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
+    try:
+        return numba.njit(cache=True, **options)(kernel)  # type: ignore[no-any-return]
+    except RuntimeError:  # no folder can be written
+        return numba.njit(**options)(kernel)  # type: ignore[no-any-return]
+
+
+@_compiled
+def loss_and_gradient(
     theta: Floats,
     grad: Floats,
     at: Ints,
     z: Sizes,
     tokens: Ints,
-    places: Ints,
-    unseen: Floats,
+    positions: Ints,
+    attention_bias: Floats,
     labels: Ints,
     targets: Floats,
     bits: Bits,
@@ -121,9 +220,16 @@ def _member(
     scale: np.float32,
     losses: Floats,
 ) -> None:
+    """Set `losses` (n,), in nats, and add the gradient of their mean with respect to `theta` to zeros in `grad`.
+
+    `at` says where each parameter begins in `theta`. The `tokens` (T, n) are ids, `positions` (n,) the predicted ones;
+    `attention_bias` (T, n) is added to the scores of a key: 0, or very low at padding. The `targets` (n, C) are
+    probabilities of the first C ids or, with C = 0, the `labels` (n,) are what is predicted. The random `bits` are read
+    from the first to the last.
+    """
     n, length, d, m, layers, heads = z.sentences, z.tokens, z.width, z.inner, z.layers, z.heads
     rows, full = n * length, layers - 1
-    words, position = matrix(theta, at[WORDS], z.ids, d), matrix(theta, at[PLACES], length, d)
+    words, position = matrix(theta, at[WORDS], z.ids, d), matrix(theta, at[POSITIONS], length, d)
     kind, norm, shift = theta[at[TYPES] :][:d], theta[at[NORM] :][:d], theta[at[SHIFT] :][:d]
     u0, inverse0, states = empty(rows, d), np.empty(rows, np.float32), empty(rows, d)
 
@@ -147,7 +253,9 @@ def _member(
             slice(layer * m, (layer + 1) * m),
         )
         dropped = _taken(bits, drawn, heads * length, length * n)
-        attention(theta, a, z, x[layer], unseen, qkv[layer], p[layer], w[layer], mixed[layer], dropped, level, scale)
+        attention(
+            theta, a, z, x[layer], attention_bias, qkv[layer], p[layer], w[layer], mixed[layer], dropped, level, scale
+        )
         drawn += heads * length * rows
         dropped, more = _taken(bits, drawn, d, rows), _taken(bits, drawn + rows * d, d, rows)
         drawn += 2 * rows * d
@@ -160,12 +268,14 @@ def _member(
     a = at[FIRST + OF_BLOCK * full :]
     selected = empty(n, d)
     for i in range(n):
-        selected[i] = states[places[i] * n + i]
+        selected[i] = states[positions[i] * n + i]
     query, keyed = np.empty((n, d), np.float32), np.empty((heads, n, d), np.float32)
     seen, values = np.empty((heads, n, d), np.float32), np.empty((n, d), np.float32)
     p1, w1 = np.empty((heads * n, length), np.float32), np.empty((heads * n, length), np.float32)
     of_scores = _taken(bits, drawn, heads * n, length)
-    from_one(theta, a, z, states, selected, unseen, query, keyed, p1, w1, seen, values, of_scores, level, scale)
+    single_query(
+        theta, a, z, states, selected, attention_bias, query, keyed, p1, w1, seen, values, of_scores, level, scale
+    )
     drawn += heads * n * length
     dropped, more = _taken(bits, drawn, d, n), _taken(bits, drawn + n * d, d, n)
     last, before, top, v1, v2, v3 = empty(d, n), empty(d, n), empty(d, n), empty(d, n), empty(d, n), empty(d, n)
@@ -208,12 +318,12 @@ def _member(
     d_states, d_values, d_selected = np.zeros((rows, d), np.float32), empty(n, d), empty(n, d)
     transpose(d_mixture, d_values)
     transpose(d_last, d_selected)
-    from_one_backward(
+    single_query_backward(
         theta, grad, a, z, states, selected, query, keyed, p1, w1, seen, d_values, of_scores, level, scale, d_states,
         d_selected,
     )  # fmt: skip
     for i in range(n):
-        d_states[places[i] * n + i] += d_selected[i]
+        d_states[positions[i] * n + i] += d_selected[i]
     drawn -= heads * n * length
     d_x, d_mixed, d_qkv, d_residual = empty(d, rows), empty(d, rows), empty(3 * d, rows), empty(d, rows)
     if full:
@@ -242,7 +352,7 @@ def _member(
     if full:
         transpose(d_x, d_states)
     sums = np.zeros((2, d), np.float32)
-    d_words, d_position = matrix(grad, at[WORDS], z.ids, d), matrix(grad, at[PLACES], length, d)
+    d_words, d_position = matrix(grad, at[WORDS], z.ids, d), matrix(grad, at[POSITIONS], length, d)
     dropped = _taken(bits, 0, rows, d)
     embed_backward(d_states, u0, inverse0, norm, tokens, z.padding, dropped, level, scale, d_words, d_position, sums)
     grad[at[NORM] :][:d] = sums[0]
@@ -250,6 +360,14 @@ def _member(
     for t in range(length):
         for j in range(d):
             grad[at[TYPES] + j] += d_position[t, j]
+
+
+@part
+def _taken(bits: Bits, start: int, rows: int, columns: int) -> Bits:
+    """Return the bits of (rows, columns) values, or of none where nothing is dropped."""
+    if bits.shape[0] == 0:
+        return bits.reshape(0, columns)
+    return bits[start : start + rows * columns].reshape(rows, columns)
 
 
 @part

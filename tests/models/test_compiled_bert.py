@@ -1,6 +1,5 @@
-"""Loss and gradient of stacked BERTs against transformers' own model and a plain forward pass in float64."""
+"""The compiled loss and gradient of a BERT against transformers' own model and a plain forward pass in float64."""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -11,9 +10,9 @@ import torch
 from torch.nn.functional import embedding, gelu, layer_norm
 
 from isoloss.models.architectures import BERT
+from isoloss.models.compiled_bert import CompiledLoss, num_drawn
+from isoloss.models.compiled_kernels import Sizes
 from isoloss.models.dropout import LEVELS, num_levels
-from isoloss.models.stacked import Layout, Stack
-from isoloss.models.stacked_attention import Sizes, num_drawn
 from isoloss.run_config import ModelConfig
 from isoloss.text.masking import IGNORED
 
@@ -54,9 +53,9 @@ def batch_of(shape, seed=0, *, exact=False, padded=False):
     tokens = torch.randint(IDS, (n, length), generator=generator)
     lengths = torch.randint(1, length + 1, (n,), generator=generator) if padded else torch.full((n,), length)
     present = torch.arange(length) < lengths[:, None]
-    places = (torch.rand(n, generator=generator) * lengths).long()
+    positions = (torch.rand(n, generator=generator) * lengths).long()
     labels = torch.full_like(tokens, IGNORED)
-    labels[torch.arange(n), places] = torch.randint(PAD, (n,), generator=generator)
+    labels[torch.arange(n), positions] = torch.randint(PAD, (n,), generator=generator)
     batch = {"input_ids": tokens.masked_fill(~present, PAD), "labels": labels}
     if padded:
         batch["attention_mask"] = present.long()
@@ -74,12 +73,12 @@ def loss_of(logits, batch):
     return -log_p.gather(1, batch["labels"][predicted][:, None]).mean()
 
 
-def stacked(models, batches, seeds=None):
-    stack = Stack(models[0], len(models))
-    for row, model in enumerate(models):
-        stack.read(row, model)
-    losses = stack.loss_and_gradient(range(len(models)), batches, seeds or range(len(models)))
-    return losses, stack.gradients.clone(), stack.layout
+def compiled(model, batch, seed=0):
+    """Return the loss, and the gradients by name."""
+    torch.manual_seed(seed)
+    loss = CompiledLoss(model)(model, batch)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return loss.item(), dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
 def assert_same(gradients, model):
@@ -94,16 +93,14 @@ def assert_same(gradients, model):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
 def test_loss_and_gradient_are_those_of_the_model(shape, exact, padded):
-    models = [model_of(shape, seed) for seed in range(2)]
-    batches = [batch_of(shape, seed, exact=exact, padded=padded) for seed in range(2)]
-    losses, gradients, layout = stacked(models, batches)
-    for model, batch, loss, gradient in zip(models, batches, losses, gradients, strict=True):
-        model = model.double()
-        output = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
-        expected = loss_of(output.logits, batch)
-        expected.backward()
-        assert loss == pytest.approx(expected.item(), rel=1e-6)
-        assert_same(layout.views(gradient), model)
+    model, batch = model_of(shape), batch_of(shape, exact=exact, padded=padded)
+    loss, gradients = compiled(model, batch)
+    model = model.double()
+    output = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
+    expected = loss_of(output.logits, batch)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert_same(gradients, model)
 
 
 class Reference:
@@ -128,7 +125,7 @@ class Reference:
     def norm(self, x, name):
         return layer_norm(x, x.shape[-1:], self.p[f"{name}.weight"], self.p[f"{name}.bias"], 1e-12)
 
-    def logits(self, tokens, places):
+    def logits(self, tokens, positions):
         c, n, length = self.config, *tokens.shape
         e = "bert.embeddings"
         x = embedding(tokens, self.p[f"{e}.word_embeddings.weight"], padding_idx=PAD)
@@ -143,8 +140,8 @@ class Reference:
             ]
             q, k, v = heads
             if is_last:
-                x = x[torch.arange(n), places]
-                q = q[torch.arange(n), places][:, None]
+                x = x[torch.arange(n), positions]
+                q = q[torch.arange(n), positions][:, None]
             scores = torch.einsum("nthe,nuhe->nhtu", q, k) / (c.hidden_size // c.num_attention_heads) ** 0.5
             weights = self.drop(scores.softmax(dim=-1), (1, 0, 2, 3) if is_last else (1, 2, 3, 0))
             mixed = torch.einsum("nhtu,nuhe->nthe", weights, v).flatten(2)
@@ -159,86 +156,50 @@ class Reference:
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])
-def test_dropout_is_that_of_the_bits_of_the_seed(shape):
-    models, batches = (
-        [model_of(shape, seed, dropout=0.3) for seed in range(2)],
-        [batch_of(shape, seed) for seed in (0, 1)],
-    )
-    losses, gradients, layout = stacked(models, batches, seeds=[5, 6])
+def test_dropout_is_that_of_the_bits_of_torchs_generator(shape):
+    model, batch = model_of(shape, dropout=0.3), batch_of(shape)
+    loss, gradients = compiled(model, batch, seed=5)
     layers, heads, width, inner, length, n = shape
     count = num_drawn(Sizes(layers, heads, width, inner, IDS, PAD, n, length))
-    for number, (model, batch) in enumerate(zip(models, batches, strict=True)):
-        generator = torch.Generator().manual_seed(5 + number)
-        bits = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
-        reference = Reference(model, bits.view(torch.int16))
-        places = (batch["labels"] != IGNORED).int().argmax(dim=1)
-        logits = reference.logits(batch["input_ids"], places)
-        assert reference.read == count
-        labels = batch["labels"][torch.arange(n), places]
-        expected = torch.nn.functional.cross_entropy(logits, labels)
-        expected.backward()
-        assert losses[number] == pytest.approx(expected.item(), rel=1e-6)
-        assert_same(layout.views(gradients[number]), model)
+    generator = torch.Generator().manual_seed(5)
+    bits = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
+    reference = Reference(model, bits.view(torch.int16))
+    positions = (batch["labels"] != IGNORED).int().argmax(dim=1)
+    logits = reference.logits(batch["input_ids"], positions)
+    assert reference.read == count
+    expected = torch.nn.functional.cross_entropy(logits, batch["labels"][torch.arange(n), positions])
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert_same(gradients, model)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_a_member_does_not_depend_on_the_others(dropout):
-    shape = (2, 2, 32, 128, 6, 16)
-    models = [model_of(shape, seed, dropout) for seed in range(5)]
-    batches = [batch_of(shape, seed) for seed in range(5)]
-    losses, gradients, _ = stacked(models, batches)
-    for rows in ([0], [3], [4, 1], [2, 3, 0]):
-        fewer, own, _ = stacked([models[r] for r in rows], [batches[r] for r in rows], seeds=rows)
-        assert fewer == [losses[r] for r in rows]
-        assert own.numpy().tobytes() == gradients[rows].numpy().tobytes()
+def test_the_gradient_is_multiplied_and_added_up():
+    model, batch = model_of(SHAPES[0]), batch_of(SHAPES[0])
+    _, once = compiled(model, batch)
+    loss = CompiledLoss(model)
+    (2 * loss(model, batch)).backward()
+    loss(model, batch).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 3 * once[name])
 
 
-def test_only_the_named_rows_are_computed():
-    shape = SHAPES[0]
-    stack = Stack(model_of(shape), 3)
-    for row in range(3):
-        stack.read(row, model_of(shape, row))
-    stack.gradients.fill_(7.0)
-    stack.loss_and_gradient([2], [batch_of(shape)], [0])
-    assert bool((stack.gradients[:2] == 7).all())
-    assert not bool((stack.gradients[2] == 7).any())
-
-
-def test_weights_and_parts_come_back_as_they_were():
-    model, other = model_of(SHAPES[1], 1), model_of(SHAPES[1], 2)
-    stack = Stack(model, 2)
-    stack.read(1, model)
-    stack.write(1, other)
-    for (name, p), (_, q) in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        assert bool((p == q).all()), name
-    layout = Layout(model)
-    named = {name: p.detach() for name, p in model.named_parameters()}
-    halves = dict(layout.joined(named))
-    again = {name: part for which, half in halves.items() for name, part in layout.parts(which, half).items()}
-    assert again.keys() == named.keys()
-    assert all(bool((again[name] == named[name]).all()) for name in named)
-    assert all(named[name].ndim > 1 for name in layout.parts("decaying", halves["decaying"]))
-
-
-def test_other_shapes_do_not_fit():
-    stack = Stack(model_of(SHAPES[0]), 1)
-    assert stack.fits(model_of(SHAPES[0], seed=3))
-    assert not stack.fits(model_of(SHAPES[1]))
-    assert not stack.fits(model_of(SHAPES[0], dropout=0.1))
+def test_there_is_no_second_derivative():
+    model = model_of(SHAPES[0])
+    first = torch.autograd.grad(
+        CompiledLoss(model)(model, batch_of(SHAPES[0])), list(model.parameters()), create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first[0].sum().backward()
 
 
 COMPILED_ANEW = """
-import test_stacked
+import hashlib, torch
+from test_compiled_bert import batch_of, compiled, model_of
 shape = (2, 2, 32, 128, 6, 16)
-models, batches = zip(*[(test_stacked.model_of(shape, s, 0.1), test_stacked.batch_of(shape, s)) for s in range(2)])
-import torch
 torch.set_num_threads(1)
-print(test_stacked.digest(test_stacked.stacked(models, batches)[1]))
+_, gradients = compiled(model_of(shape, 0, 0.1), batch_of(shape))
+print(hashlib.sha256(b"".join(gradient.numpy().tobytes() for gradient in gradients.values())).hexdigest())
 """
-
-
-def digest(gradients):
-    return hashlib.sha256(gradients.numpy().tobytes()).hexdigest()
 
 
 @pytest.mark.slow
