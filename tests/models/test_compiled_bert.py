@@ -76,9 +76,9 @@ def loss_of(logits, batch):
 def compiled(model, batch, seed=0):
     """Return the loss, and the gradients by name."""
     torch.manual_seed(seed)
-    loss = CompiledLoss(model)(model, batch)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    return loss.item(), dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+    loss = CompiledLoss(model)(batch)
+    loss.backward()
+    return loss.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 def assert_same(gradients, model):
@@ -175,21 +175,43 @@ def test_dropout_is_that_of_the_bits_of_torchs_generator(shape):
 
 def test_the_gradient_is_multiplied_and_added_up():
     model, batch = model_of(SHAPES[0]), batch_of(SHAPES[0])
-    _, once = compiled(model, batch)
     loss = CompiledLoss(model)
-    (2 * loss(model, batch)).backward()
-    loss(model, batch).backward()
+    loss(batch).backward()
+    once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    loss.zero_gradient()
+    (2 * loss(batch)).backward()
+    for parameter in list(model.parameters())[::2]:
+        parameter.grad = None
+    for parameter in model.parameters():
+        (3.0 * parameter).sum().backward()
+    loss.collect_gradients()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, 3 * once[name])
+        torch.testing.assert_close(parameter.grad, 2 * once[name] + 3)
+    joined = torch.cat([part.grad for part in loss.parts])
+    assert float(joined.sum()) == pytest.approx(float(sum(p.grad.sum() for p in model.parameters())), rel=1e-5)
 
 
 def test_there_is_no_second_derivative():
-    model = model_of(SHAPES[0])
-    first = torch.autograd.grad(
-        CompiledLoss(model)(model, batch_of(SHAPES[0])), list(model.parameters()), create_graph=True
-    )
+    loss = CompiledLoss(model_of(SHAPES[0]))
+    (first, _) = torch.autograd.grad(loss(batch_of(SHAPES[0])), loss.parts, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        first[0].sum().backward()
+        first.sum().backward()
+
+
+def test_the_model_and_the_parts_share_memory():
+    """And what is a part's is each parameter's, there and back."""
+    model = model_of(SHAPES[1], 1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    loss = CompiledLoss(model)
+    for number, part in enumerate(loss.parts):
+        named = loss.by_name(number, part.detach())
+        assert all(bool((tensor == before[name]).all()) for name, tensor in named.items())
+        assert all((tensor.ndim > 1) == (number == 0) for tensor in named.values())
+        assert bool((loss.joined(number, named) == part).all())
+        with torch.no_grad():
+            part.add_(1)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] + 1)
 
 
 COMPILED_ANEW = """

@@ -1,7 +1,7 @@
 """The loss of a BERT that predicts one token a sentence, with its gradient, compiled as a whole for one CPU thread.
 
 It takes the place of `isoloss.training.objectives.prediction_loss` in training: several times as fast for a narrow
-model, where most of the time goes into calling small operations one by one. Everything is float32.
+model, where calling small operations one by one takes longer than they do. Everything is float32.
 
 Shapes: n sentences, T tokens, N = n T columns, column t n + i for token t of sentence i; d the width, m the
 feed-forward width, h heads of e = d / h, V ids. Activations are (features, N), as `isoloss.models.compiled_kernels` has
@@ -15,6 +15,7 @@ the weights (h, n, T), of the output (d, n) and of the feed-forward block (d, n)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numba
@@ -99,54 +100,51 @@ _BLOCK_NAMES = (  # each with a weight and a bias; the keys and values lie behin
 
 
 class CompiledLoss:
-    """The mean cross-entropy of the predicted tokens of `model`, in nats, as a function of model and batch.
+    """The mean cross-entropy of the predicted tokens of a BERT, in nats, as a function of the batch.
 
     Value and gradient are those of `isoloss.training.objectives.prediction_loss`, up to rounding. The gradient is
     computed with the value and has itself no derivative. Dropout draws from torch's default generator, in an order of
     its own.
 
-    The model is a BERT on the CPU, in float32, whose width is a multiple of 16 and feed-forward width one of 4. A batch
-    has one label in each of its n sentences.
+    The model is on the CPU, in float32, with a width that is a multiple of 16 and a feed-forward width that is one of
+    4. From now on its parameters and their gradients lie in two vectors, whose parts an optimizer updates at once:
+    with a call for each of them, that would take as long as a narrow model's loss and gradient.
 
     Attributes:
-        slices: Where each parameter is in the vector of all of them, by name.
+        parts: The matrices, which decay, and the other parameters: two vectors that share memory with the model.
     """
 
     def __init__(self, model: Any) -> None:
-        named = dict(model.named_parameters())
-        # keys and values must lie behind the queries, which they do in their order: matrices first, then vectors
-        order = sorted(named, key=lambda name: named[name].ndim <= 1)
-        self.slices: dict[str, slice] = {}
-        size = 0
+        self._config, self._named = model.config, dict(model.named_parameters())
+        # a stable sort, after which the keys and values of a layer lie behind its queries
+        order = sorted(self._named, key=lambda name: self._named[name].ndim <= 1)
+        self._slices: dict[str, slice] = {}
+        size = split = 0
         for name in order:
-            self.slices[name] = slice(size, size + named[name].numel())
-            size += -(-named[name].numel() // _ALIGNED) * _ALIGNED
+            self._slices[name] = slice(size, size + self._named[name].numel())
+            size += -(-self._named[name].numel() // _ALIGNED) * _ALIGNED
+            split = size if self._named[name].ndim > 1 else split
+        self._vector, self._gradient, self._split = torch.zeros(size), torch.zeros(size), split
+        self._gradients = {name: self._view(name, self._gradient) for name in order}
+        for name, parameter in self._named.items():
+            parameter.data = self._view(name, self._vector).copy_(parameter.data)
+            parameter.grad = self._gradients[name]
+        self.parts = [torch.nn.Parameter(self._vector[:split]), torch.nn.Parameter(self._vector[split:])]
+        self.parts[0].grad, self.parts[1].grad = self._gradient[:split], self._gradient[split:]
         names = [*_OUTER_NAMES]
         for layer in range(model.config.num_hidden_layers):
             names += [f"bert.encoder.layer.{layer}.{n}.{what}" for n in _BLOCK_NAMES for what in ("weight", "bias")]
-        self.starts = np.array([self.slices[name].start for name in names], dtype=np.int64)
-        self.vector = torch.zeros(size)
-        self.levels = min(num_levels(model.config.hidden_dropout_prob), LEVELS - 1)
+        self._starts = np.array([self._slices[name].start for name in names], dtype=np.int64)
+        self._levels = min(num_levels(model.config.hidden_dropout_prob), LEVELS - 1)
 
-    def __call__(self, model: Any, batch: Batch) -> torch.Tensor:
-        """Return the loss of a batch of `isoloss.training.objectives.training_batch`: a scalar in float64."""
-        named = dict(model.named_parameters())
-        loss: torch.Tensor = _Loss.apply(self, model.config, batch, list(named), *named.values())  # type: ignore[no-untyped-call]
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Return the loss of a batch with one label in each sentence: a scalar in float64."""
+        loss: torch.Tensor = _Loss.apply(self, batch, *self.parts)  # type: ignore[no-untyped-call]
         return loss
 
-    def views(self, vector: torch.Tensor, named: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parts of a vector that belong to these parameters, in their shapes."""
-        return [vector[self.slices[name]].view(parameter.shape) for name, parameter in named.items()]
-
-
-class _Loss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, compiled: CompiledLoss, config: Any, batch: Batch, names: list[str], *parameters: torch.Tensor
-    ) -> torch.Tensor:
-        named = dict(zip(names, parameters, strict=True))
-        torch._foreach_copy_(compiled.views(compiled.vector, named), list(parameters))
-        n, length = batch["input_ids"].shape
+    def loss_and_gradient(self, batch: Batch) -> tuple[float, torch.Tensor]:
+        """Return the loss of a batch, and its gradient as one vector."""
+        config, (n, length) = self._config, batch["input_ids"].shape
         z = Sizes(
             layers=config.num_hidden_layers,
             heads=config.num_attention_heads,
@@ -162,30 +160,73 @@ class _Loss(torch.autograd.Function):
         if "attention_mask" in batch:
             attention_bias.masked_fill_(batch["attention_mask"].T == 0, _LOW)
         targets = batch["targets"].float() if "targets" in batch else torch.zeros(n, 0)
-        gradient, losses = torch.zeros_like(compiled.vector), torch.empty(n)
+        gradient, losses = torch.zeros_like(self._vector), torch.empty(n)
         loss_and_gradient(
-            compiled.vector.numpy(),
+            self._vector.numpy(),
             gradient.numpy(),
-            compiled.starts,
+            self._starts,
             z,
             batch["input_ids"].T.contiguous().numpy(),
             positions.numpy(),
             attention_bias.numpy(),
             batch["labels"].gather(1, positions[:, None])[:, 0].numpy(),
             targets.contiguous().numpy(),
-            random_bits(num_drawn(z) if compiled.levels else 0).numpy(),
-            np.int16(compiled.levels - LEVELS // 2),
-            np.float32(LEVELS / (LEVELS - compiled.levels)),
+            random_bits(num_drawn(z) if self._levels else 0).numpy(),
+            np.int16(self._levels - LEVELS // 2),
+            np.float32(LEVELS / (LEVELS - self._levels)),
             losses.numpy(),
         )
-        ctx.gradients = compiled.views(gradient, named)
-        return losses.double().mean()
+        return losses.double().mean().item(), gradient
+
+    def zero_gradient(self) -> None:
+        """Set the gradient to zeros, in place."""
+        self._gradient.zero_()
+
+    def collect_gradients(self) -> None:
+        """Add to the vector the gradients that parameters have elsewhere, as those do whose own were set to None."""
+        for name, parameter in self._named.items():
+            own = self._gradients[name]
+            if parameter.grad is not own:
+                if parameter.grad is not None:
+                    own.add_(parameter.grad)
+                parameter.grad = own
+
+    def by_name(self, part: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what a tensor of the shape of a part is for each of its parameters; a scalar is the same for all."""
+        if tensor.ndim == 0:
+            return {name: tensor.clone() for name in self._names(part)}
+        whole = torch.cat([torch.zeros(self._split), tensor]) if part else tensor
+        return {name: self._view(name, whole) for name in self._names(part)}
+
+    def joined(self, part: int, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the tensor of which `by_name` gives `named`."""
+        tensors = {name: named[name] for name in self._names(part)}
+        first = next(iter(tensors.values()))
+        if first.ndim == 0:
+            return first
+        vector = torch.zeros_like(self._vector)
+        for name, tensor in tensors.items():
+            self._view(name, vector).copy_(tensor)
+        return vector[self._split :] if part else vector[: self._split]
+
+    def _names(self, part: int) -> list[str]:
+        return [name for name, where in self._slices.items() if (where.start >= self._split) == bool(part)]
+
+    def _view(self, name: str, vector: torch.Tensor) -> torch.Tensor:
+        return vector[self._slices[name]].view(self._named[name].shape)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compiled: CompiledLoss, batch: Batch, *parts: torch.Tensor) -> torch.Tensor:
+        loss, gradient = compiled.loss_and_gradient(batch)
+        ctx.gradient, ctx.sizes = gradient, [len(part) for part in parts]
+        return torch.tensor(loss, dtype=torch.float64)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        torch._foreach_mul_(ctx.gradients, d_loss.item())
-        return None, None, None, None, *ctx.gradients
+        return None, None, *torch.split(ctx.gradient.mul_(d_loss.item()), ctx.sizes)
 
 
 def num_drawn(z: Sizes) -> int:

@@ -30,6 +30,7 @@ from isoloss.seeds import derive
 from isoloss.text.masking import Batch
 from isoloss.training import checkpoints, loggers, metrics, objectives
 from isoloss.training.algorithms.base import (
+    Loss,
     StepResult,
     TaskExamples,
     TrainingAlgorithm,
@@ -165,14 +166,13 @@ class Training:
         self.step, tensors = self._weights()
         self.model.to(device)
         self.parallel = self._make_parallel()
-        forward: Callable[..., torch.Tensor]
+        forward = partial(prediction_loss, causal=config.objective.kind == "causal", precision=config.precision)
+        self.loss: Loss = partial(self.parallel.loss, forward)
+        self.compiled = None
         if config.compiled:
             from isoloss.models.compiled_bert import CompiledLoss
 
-            forward = CompiledLoss(self.model)
-        else:
-            forward = partial(prediction_loss, causal=config.objective.kind == "causal", precision=config.precision)
-        self.loss = partial(self.parallel.loss, forward)
+            self.loss = self.compiled = CompiledLoss(self.model)
         # those of the stages to come too, so that what one of them refuses is told at once
         left = range(min(self.stages.num_ended(self.step), len(self.stages.configs) - 1), len(self.stages.configs))
         self.algorithms = deque(self._algorithm(index) for index in left)
@@ -200,6 +200,7 @@ class Training:
             language=self.language,
             parallel=self.parallel,
             task_examples=self.task_examples,
+            compiled=self.compiled,
         )
         made = self._build(stage, context)
         if not isinstance(made, TrainingAlgorithm):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from isoloss.errors import IsolossError
 from isoloss.run_config import OptimizerConfig
 from isoloss.training import distributed
+
+if TYPE_CHECKING:
+    from isoloss.models.compiled_bert import CompiledLoss
 
 
 def learning_rate(config: OptimizerConfig, step: int, *, total: int) -> float:
@@ -47,19 +51,25 @@ class Optimizer:
     Weights and embeddings decay, biases and layer norms do not (every parameter of one dimension), as in BERT's
     training and in Izsak et al. (2021), whose code the paper trains with.
 
-    The model, whose trainable parameters are `parameters`, is updated in place, in `total` steps of a whole run.
+    The model is updated in place, in `total` steps of a whole run. With a compiled loss, the tensors that are updated,
+    `parameters`, are its two parts; the state has the names of the model's own parameters all the same.
     """
 
-    def __init__(self, model: torch.nn.Module, config: OptimizerConfig, *, total: int) -> None:
-        self._config, self._total = config, total
-        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        decaying = [(name, p) for name, p in trainable if p.ndim > 1]
-        others = [(name, p) for name, p in trainable if p.ndim <= 1]
-        self._named = decaying + others  # in the order in which the optimizer numbers them
-        self.parameters = [p for _, p in self._named]
+    def __init__(
+        self, model: torch.nn.Module, config: OptimizerConfig, *, total: int, compiled: CompiledLoss | None = None
+    ) -> None:
+        self._config, self._total, self._compiled = config, total, compiled
+        self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # the matrices first: in this order the optimizer numbers them
+        self._names = sorted(self._trainable, key=lambda name: self._trainable[name].ndim <= 1)
+        if compiled is None:
+            self.parameters = [self._trainable[name] for name in self._names]
+            num_decaying = sum(p.ndim > 1 for p in self.parameters)
+        else:
+            self.parameters, num_decaying = compiled.parts, 1
         groups = [
-            {"params": [p for _, p in decaying], "weight_decay": config.weight_decay},
-            {"params": [p for _, p in others], "weight_decay": 0.0},
+            {"params": self.parameters[:num_decaying], "weight_decay": config.weight_decay},
+            {"params": self.parameters[num_decaying:], "weight_decay": 0.0},
         ]
         self._optimizer: torch.optim.Optimizer
         if config.name == "adamw":
@@ -71,7 +81,10 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        self._optimizer.zero_grad()
+        if self._compiled is None:
+            self._optimizer.zero_grad()
+        else:
+            self._compiled.zero_gradient()
 
     def grad_norm(self) -> torch.Tensor:
         """Return the Euclidean norm of the gradient over all parameters: a scalar."""
@@ -83,6 +96,8 @@ class Optimizer:
         Returns:
             The learning rate, and the norm of the gradient before clipping; None where it was not asked for.
         """
+        if self._compiled is not None:
+            self._compiled.collect_gradients()
         rate = learning_rate(self._config, number, total=self._total)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -96,12 +111,18 @@ class Optimizer:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's full tensors, named `<what>/<parameter>`; none before the first step."""
-        by_index = self._optimizer.state_dict()["state"]
-        return {
-            f"{what}/{self._named[index][0]}": distributed.full_tensor(tensor)
-            for index, entries in by_index.items()
-            for what, tensor in entries.items()
+        entries = [
+            (what, index, tensor)
+            for index, named in self._optimizer.state_dict()["state"].items()
+            for what, tensor in named.items()
             if tensor is not None
+        ]
+        if self._compiled is None:
+            return {f"{what}/{self._names[index]}": distributed.full_tensor(t) for what, index, t in entries}
+        return {
+            f"{what}/{name}": of_parameter
+            for what, part, tensor in entries
+            for name, of_parameter in self._compiled.by_name(part, tensor).items()
         }
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -110,17 +131,24 @@ class Optimizer:
         Raises:
             IsolossError: A name that is no parameter of the model, or a tensor of another shape.
         """
-        parameters = {name: (index, p) for index, (name, p) in enumerate(self._named)}
-        by_index: dict[int, dict[str, torch.Tensor]] = {}
+        by_kind: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in state.items():
             what, _, name = key.partition("/")
-            index, parameter = parameters.get(name, (-1, None))
+            parameter = self._trainable.get(name)
             if parameter is None or (tensor.ndim > 0 and tensor.shape != parameter.shape):
                 raise IsolossError(
                     f"the optimizer's {key}, of shape {tuple(tensor.shape)}, fits no parameter of the model"
                 )
             own = distributed.shard_like(tensor, parameter) if tensor.ndim > 0 else tensor
-            by_index.setdefault(index, {})[what] = own.clone()
+            by_kind.setdefault(what, {})[name] = own.clone()
+        by_index: dict[int, dict[str, torch.Tensor]] = {}
+        for what, tensors in by_kind.items():
+            if self._compiled is None:
+                for name, tensor in tensors.items():
+                    by_index.setdefault(self._names.index(name), {})[what] = tensor
+            else:
+                for part in range(len(self._compiled.parts)):
+                    by_index.setdefault(part, {})[what] = self._compiled.joined(part, tensors)
         self._optimizer.load_state_dict(
             {"state": by_index, "param_groups": self._optimizer.state_dict()["param_groups"]}
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,9 @@ from isoloss.run_config import OptimizerConfig
 from isoloss.text.masking import IGNORED, Batch
 from isoloss.training.data_parallel import SingleProcess
 from isoloss.training.optimizers import Optimizer
+
+if TYPE_CHECKING:
+    from isoloss.models.compiled_bert import CompiledLoss
 
 Loss = Callable[[Batch], torch.Tensor]
 
@@ -62,6 +65,7 @@ class TrainingContext:
         parallel: How the gradients of several processes come together, whose `loss` a step's loss must then be; None:
             there is one process.
         task_examples: The training set of a downstream task, by name and number of examples.
+        compiled: The compiled loss, which a step's loss must then be.
     """
 
     optimizer: OptimizerConfig
@@ -72,6 +76,7 @@ class TrainingContext:
     language: Language | None = None
     parallel: SingleProcess | None = None
     task_examples: TaskExamples = no_task_examples
+    compiled: CompiledLoss | None = None
 
 
 class StepResult(NamedTuple):
@@ -114,7 +119,7 @@ class TrainingAlgorithm:
 
     def __init__(self, model: Any, context: TrainingContext, config: Any = None) -> None:
         self.model, self.context, self.config = model, context, config
-        self.optimizer = Optimizer(model, context.optimizer, total=context.total_steps)
+        self.optimizer = Optimizer(model, context.optimizer, total=context.total_steps, compiled=context.compiled)
         self.parallel = context.parallel or SingleProcess(model)
 
     def step(self, number: int, batch: Batch, loss: Loss, *, with_norm: bool = False) -> StepResult:

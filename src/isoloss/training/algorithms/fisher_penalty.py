@@ -86,7 +86,8 @@ class FisherPenalty(TrainingAlgorithm):
         first = split(batch, [wanted, n - wanted])[0] if wanted < n else batch
         with without_dropout(self.model):
             logits = self.parallel.auxiliary(partial(predicted_logits, causal=self.context.causal), first)
-        trace = trace_estimate(logits, self.optimizer.parameters, self._probes(number, first, logits), group)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        trace = trace_estimate(logits, parameters, self._probes(number, first, logits), group)
         # the processes' gradients are averaged, and the sum is wanted
         (group.world_size * self.config.weight * trace).backward()  # type: ignore[no-untyped-call]
         return self.add_loss_gradient(batch, loss), {"trace_estimate": trace.item()}
