@@ -1,5 +1,6 @@
 """The compiled loss and gradient of a BERT against transformers' own model and a plain forward pass in float64."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -76,9 +77,10 @@ def loss_of(logits, batch):
 def compiled(model, batch, seed=0):
     """Return the loss, and the gradients by name."""
     torch.manual_seed(seed)
-    loss = CompiledLoss(model)(batch)
+    own = copy.deepcopy(model)
+    loss = CompiledLoss(own)(batch)
     loss.backward()
-    return loss.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return loss.item(), {name: parameter.grad for name, parameter in own.named_parameters()}
 
 
 def assert_same(gradients, model):
@@ -194,7 +196,7 @@ def test_the_gradient_is_multiplied_and_added_up():
 def test_there_is_no_second_derivative():
     loss = CompiledLoss(model_of(SHAPES[0]))
     (first, _) = torch.autograd.grad(loss(batch_of(SHAPES[0])), loss.parts, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="does not require grad"):
         first.sum().backward()
 
 

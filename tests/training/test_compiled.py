@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from running import Signalling, content, small, validate
 from toy_language import PairLanguage
 
@@ -19,6 +20,8 @@ from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, St
 from isoloss.runs import Run
 from isoloss.training.algorithms.base import Examples
 from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
+from isoloss.training.distributed import ProcessGroup
+from isoloss.training.loop import check_compiled
 from isoloss.training.trainer import Interrupted, train
 
 SGD = OptimizerConfig(name="sgd", learning_rate=0.1, momentum=0.9)
@@ -138,10 +141,11 @@ def test_what_the_compiled_step_does_not_have_is_refused(changes, message):
         check(compiled(**changes))
 
 
-def test_another_device_is_refused(tmp_path):
-    with pytest.raises(IsolossError, match="the device is meta: name the device cpu"):
-        trained(tmp_path / "run", compiled(device="meta"))
-    assert not (tmp_path / "run").exists()
+def test_other_devices_and_several_processes_are_refused():
+    with pytest.raises(IsolossError, match="the device is cuda: name the device cpu"):
+        check_compiled(torch.device("cuda"), ProcessGroup())
+    with pytest.raises(IsolossError, match="takes one process, and these are 2"):
+        check_compiled(torch.device("cpu"), ProcessGroup(world_size=2))
 
 
 def test_the_compiled_step_is_part_of_what_decides_a_result():
