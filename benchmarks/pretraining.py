@@ -36,7 +36,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from isoloss.files import write_text  # noqa: E402
 from isoloss.languages.config import PRESETS  # noqa: E402
-from isoloss.models import bert, fused  # noqa: E402
+from isoloss.models import bert  # noqa: E402
 from isoloss.models.architectures import BERT  # noqa: E402
 from isoloss.models.make import make_model  # noqa: E402
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig  # noqa: E402
@@ -63,8 +63,6 @@ class Choices:
     padding: str = "none"
     attention: str = "eager"
     queries: str = "masked"
-    blocks: str = "fused"
-    products: str = "onednn"
     memory: str = "kept"
     precision: str = "float32"
 
@@ -72,10 +70,8 @@ class Choices:
 UNDONE = {
     "queries, keys and values of the last layer at every position": {"queries": "all"},
     "head at every position, as the model's own forward": {"head": "all"},
-    "transformers' own blocks": {"blocks": "torch"},
-    "the blocks' products by MKL": {"products": "mkl"},
     "memory given back to the system": {"memory": "returned"},
-    "torch's dropout, transformers' own blocks": {"dropout": "torch"},
+    "torch's dropout": {"dropout": "torch"},
     "AdamW by foreach": {"optimizer": "foreach"},
     "AdamW parameter by parameter": {"optimizer": "loop"},
     "an attention mask of ones": {"padding": "mask"},
@@ -130,7 +126,7 @@ class Workload:
         trainer = self.trainer
         return {
             OURS: self.ours,
-            f"{OURS} --stacked": partial(self.ours, stacked=True),
+            f"{OURS} --compiled": partial(self.ours, compiled=True),
             "the same step in a bare loop": self.bare(Choices()),
             **{f"bare loop, but {name}": self.bare(replace(Choices(), **change)) for name, change in UNDONE.items()},
             "transformers.Trainer, eager": partial(trainer, attention="eager"),
@@ -182,11 +178,11 @@ class Workload:
 
         return run
 
-    def ours(self, steps: int, *, stacked: bool = False) -> list[float]:
+    def ours(self, steps: int, *, compiled: bool = False) -> list[float]:
         """Train a run, from an empty directory to its last step."""
         language = Timed(self.language)
         with tempfile.TemporaryDirectory() as folder:
-            train(Run(Path(folder) / "run"), replace(self.config, steps=steps, stacked=stacked), language)
+            train(Run(Path(folder) / "run"), replace(self.config, steps=steps, compiled=compiled), language)
         return differences(language.times)
 
     def bare(self, choices: Choices) -> Callable[[int], list[float]]:
@@ -205,10 +201,6 @@ class Workload:
                     stack.enter_context(process_settings(1, CPU))
                 if choices.queries == "all":
                     stack.enter_context(mock.patch.object(bert, "_attend_from_one", _attend_from_all))
-                if choices.blocks == "torch":
-                    stack.enter_context(mock.patch.object(fused, "is_usable", return_value=False))
-                if choices.products == "mkl":
-                    stack.enter_context(mock.patch.object(fused, "_ONEDNN", None))
                 return loop(steps)
 
         def loop(steps: int) -> list[float]:

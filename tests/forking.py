@@ -19,7 +19,7 @@ PRELOADED = [
     *("datasets", "rich.progress", "tokenizers", "torch", "tyro"),
     *("transformers.models.auto.modeling_auto", "transformers.models.bert.modeling_bert"),
     *("transformers.models.opt.modeling_opt", "transformers.trainer"),
-    *("isoloss.evaluation.evaluator", "isoloss.languages.pcfg.numba_kernels", "isoloss.models.fused_kernels"),
+    *("isoloss.evaluation.evaluator", "isoloss.languages.pcfg.numba_kernels", "isoloss.models.compiled_bert"),
     *(
         "isoloss.flatness.comparison",
         "isoloss.evaluation.pretraining",

@@ -186,7 +186,7 @@ def test_arms_of_a_small_scale_differ_from_the_main_model_in_what_they_are_named
     differing = {line.partition(":")[0] for line in configs.differences(runs["pre-ln"].config, adamw)}
     assert differing == {
         "model.architecture",
-        "stacked",
+        "compiled",
         "checkpoints",
     }  # the step at which the look-up table is probed
     for name in ("sgd-sampled", "sgd-exact", "adversary", "helper"):

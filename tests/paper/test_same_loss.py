@@ -163,12 +163,11 @@ def test_the_plan_trains_before_it_measures_a_grammar_at_a_time(tmp_path):
     units = StudyFolder(STUDY, tmp_path, "laptop").plan()
     check(units)
     after = {unit.name: unit.after for unit in units}
-    place = f"grammars {SCALE.grammars[0]} to {SCALE.grammars[SCALE.together - 1]}"
-    assert after[f"train untouched, {place}"] == (f"train base, {place}",)
-    assert after[f"train {polished('no-noise', 1000)}, {place}"] == (f"train no-noise, {place}",)
-    assert after[f"train {FIRST}-helper"] == (f"train base, {place}",)  # its algorithm does not stack
+    assert after[f"train {FIRST}-untouched"] == (f"train {FIRST}-base",)
+    assert after[f"train {FIRST}-{polished('no-noise', 1000)}"] == (f"train {FIRST}-no-noise",)
+    assert after[f"train {FIRST}-helper"] == (f"train {FIRST}-base",)
     assert after[f"measure {FIRST}-helper"] == (f"train {FIRST}-helper",)
-    assert after[f"measure {FIRST}-longer"] == (f"train longer, {place}",)
+    assert after[f"measure {FIRST}-longer"] == (f"train {FIRST}-longer",)
     assert {unit.block for unit in units} == set(range(len(SCALE.grammars)))
     assert not any(unit.done() for unit in units)
 

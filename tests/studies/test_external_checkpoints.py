@@ -173,7 +173,7 @@ def main_study(*words):
         ("models/{name}", "./models/no-{name}", "there is no checkpoint ./models/no-bert: it is not a folder"),
         ('data="text.txt"', 'data="test.txt"', "there is no data test.txt; did you mean text.txt"),
         (', data="text.txt"', "", "neither data nor a language"),
-        ("measurements=", 'after=("opt",), measurements=', "external and not trained: leave out after and stack"),
+        ("measurements=", 'after=("opt",), measurements=', "external and not trained: leave out after"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(study, old, new, message):

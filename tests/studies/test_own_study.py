@@ -51,39 +51,6 @@ def test_a_setting_may_have_several_values(capsys, file, tmp_path, here):
     assert "probe regularization 0.001 or 0.01" in (tmp_path / "out" / "report" / "index.html").read_text()
 
 
-def test_runs_of_one_stack_are_trained_by_one_unit(capsys, file, tmp_path, here):
-    text = FILE.replace("steps=6,", "steps=6, stacked=True, seed=seed,").replace(
-        "def run(dropout):", "def run(seed, **more):"
-    )
-    text = text.replace("dropout=dropout", "dropout=0.1").replace(
-        "settings=settings),))", "settings=settings),), **more)"
-    )
-    runs = '{"a": run(0, stack="both"), "b": run(1, stack="both"), "c": run(2, after=("b",))}'
-    file.write_text(text.replace('{"without": run(0.0), "with": run(0.1)}', runs))
-    where = ("--folder", tmp_path / "out")
-    plan = json.loads(call(capsys, "plan", file, *where, "--json"))["units"]
-    assert [(unit["unit"], unit["after"]) for unit in plan] == [
-        ("train both", []),
-        ("measure a", ["train both"]),
-        ("measure b", ["train both"]),
-        ("train c", ["train both"]),
-        ("measure c", ["train c"]),
-    ]
-    call(capsys, "run", file, *where, *here)
-    call(capsys, "export", file, *where, "--output", tmp_path / "kept", "--formats", "csv")
-    runs = tmp_path / "out" / "runs"
-    lines = {name: [*map(json.loads, (runs / name / "log.jsonl").read_text().splitlines())] for name in "abc"}
-    seconds = sum(line.get("seconds", 0) for each in lines.values() for line in each)
-    again = sum(line.get("seconds", 0) for line in lines["b"] if line["event"] != "evaluated")
-    assert again > 0  # b was trained with a
-    provenance = json.loads((tmp_path / "kept" / "provenance.json").read_text())
-    assert provenance["unit_seconds"] == pytest.approx(seconds - again, abs=0.06)
-    logs = [json.loads((runs / name / "log.jsonl").read_text().splitlines()[0]) for name in "abc"]
-    assert [log["blocks"] for log in logs] == ["stacked"] * 3
-    (runs / "b" / "result.json").unlink()
-    assert states(capsys, file, *where)["train both"] == ("interrupted", "step 12 of 12")
-
-
 def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_path, here):
     where = ("--folder", tmp_path / "out")
     plan = json.loads(call(capsys, "plan", file, *where, "--json"))["units"]
@@ -203,17 +170,6 @@ def test_the_last_checkpoint_of_every_stage_is_measured(file):
         ('"with"', '""', "is called ''"),
         ("config=config", 'config=config, after=("base",)', "the run without comes after 'base', which is not in"),
         ("settings=settings", "steps=(3, 5), settings=settings", "measured at step 5, .* no checkpoint; it keeps 3, 6"),
-        (
-            "config=config",
-            'config=replace(config, stacked=True), stack="both", needs=Resources(cores=1 + int(10 * dropout))',
-            "the run with has other needs than those before it in the stack both",
-        ),
-        ("config=config", 'config=config, stack="both"', "the run without is in the stack both, but .* stacked=True"),
-        (
-            "Experiment(config=config",
-            'Experiment(config=replace(config, stacked=True), stack="both", needs=Resources(processes=2)',
-            "the run without needs 2 processes, but one process trains all runs of the stack both",
-        ),
         ('{"without": run(0.0), "with": run(0.1)}', "{}", "the scale tiny of the study dropout has no experiments"),
         ('("loss", "trace")', "()", "the measurement 'measure' has no measures: name at least one"),
     ],

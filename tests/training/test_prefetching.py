@@ -171,7 +171,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
     language.thread.join(30)
 
 
-@pytest.mark.parametrize("settings", [{}, {"prefetch": True}, {"stacked": True}])
+@pytest.mark.parametrize("settings", [{}, {"prefetch": True}, {"compiled": True}])
 def test_what_was_trained_is_freed_at_its_end(tmp_path, settings):
     trained(tmp_path / "first", small(**settings))  # numba's compiler keeps its callers until they are collected
     gc.collect()
