@@ -179,7 +179,7 @@ def test_the_compiled_step_is_an_option(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "RUN is required"),
+        ("", "Missing from isoloss train: RUN"),
         ("a --language pcfg-laptop --compiled --masking fraction", "compiled is on and masking is 'fraction'"),
         ("a --language pcfg-laptop --compiled --architecture lstm", "compiled is on and the architecture is lstm"),
     ],
