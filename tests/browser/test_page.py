@@ -13,7 +13,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from isoloss.report import charts, html
+from isoloss.report import charts, data, html
 from isoloss.report.data import KL, TRACE, accuracy
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -52,15 +52,14 @@ def page_of(table):
     """The page of a study with two figures."""
     root = accuracy("root")
     drawn = (charts.scatter(table, ((KL, root), (TRACE, root))), charts.curves(table, (KL, TRACE, root)))
-    return html.Page(
+    return html.render(
         title="A study",
         lead=(),
-        findings=(),
-        claims=(),
         figures=tuple(
             html.Figure(name=f"a-{i}", title="t", chart=chart, caption="c") for i, chart in enumerate(drawn, start=1)
         ),
-        checkpoints=html.checkpoint_table(table),
+        table=table,
+        shown=data.measures(table),
         command="isoloss",
         settings={},
         configs={run: f"steps = 1500\n\n[model]\nname = '{run}'\n" for run in table["run"].unique()},
@@ -81,7 +80,7 @@ def browse(file, tmp_path, *options):
 def test_a_print_has_all_rows_or_none(table, tmp_path, num_runs, at_most):
     table = pl.concat([table[:1].with_columns(pl.lit(f"run-{i}").alias("run")) for i in range(num_runs)])
     file, pdf = tmp_path / "page.html", tmp_path / "page.pdf"
-    file.write_text(html.render(page_of(table)))
+    file.write_text(page_of(table))
     browse(file, tmp_path, f"--print-to-pdf={pdf}")
     pages = len(re.findall(rb"/Type\s*/Page\b", pdf.read_bytes()))
     assert 2 <= pages <= at_most
@@ -92,7 +91,7 @@ def test_a_print_has_all_rows_or_none(table, tmp_path, num_runs, at_most):
 def test_the_page_works(table, tmp_path, width):
     file = tmp_path / "elsewhere" / "moved.html"
     file.parent.mkdir()
-    file.write_text(PROBE.join(html.render(page_of(table)).rsplit("</body>", 1)))
+    file.write_text(PROBE.join(page_of(table).rsplit("</body>", 1)))
     opened = browse(file, tmp_path, f"--window-size={width},2000", "--dump-dom")
     probe = re.search(r'<pre id="probe">(.*?)</pre>', opened, re.DOTALL)[1]
     assert probe.startswith("{"), probe

@@ -9,10 +9,12 @@ import jinja2
 import polars as pl
 import pytest
 
-from isoloss.errors import IsolossError
-from isoloss.report import charts, html
+from isoloss.report import charts, data, html
 from isoloss.report.data import KL, TRACE, accuracy
 from isoloss.report.intervals import Interval, IntervalPanel, intervals
+from isoloss.statistics.estimate import Estimate
+from isoloss.studies.claims import Answer, Claim, ClaimResult
+from isoloss.studies.verdicts import Verdict
 
 HOSTILE = '"><script>alert(1)</script>'
 
@@ -39,54 +41,54 @@ class Reader(HTMLParser):
         return [text for name, text in self.texts if name == tag]
 
 
-def make_page(table, text="plain", name="a b"):
-    verdicts = ("shown", "not shown", "contradicted", "no verdict at this scale")
-    several = html.ClaimSection(
-        id="flatter",
-        statement=text,
-        paper=text,
-        verdicts=tuple((verdict, text) for verdict in verdicts),
-        columns=("case", "verdict", f"{text} (nats per token)"),
-        rows=tuple((text, verdict, "-40.0 ± 2.0") for verdict in verdicts),
-        explanations=(text, "They were compared."),
-        figures=(small(text),),
-    )
-    untested = html.ClaimSection(
-        id="other",
-        statement=text,
-        paper=text,
-        verdicts=(("not tested", ""),),
-        columns=(),
-        rows=(),
-        explanations=(text,),
-    )
+def make_page(table, text="plain", name="a b", **changed):
+    """The arguments of `render`; every text is `text`."""
+    verdicts = (Verdict.SHOWN, Verdict.NOT_SHOWN, Verdict.CONTRADICTED, Verdict.NO_VERDICT)
+    claim = Claim(id="flatter", statement=text, paper=text, direction="decrease")
+    about = {"numbers": {"difference": estimate(-40.0)}, "difference": estimate(-40.0), "explanation": text}
+    answers = tuple(Answer(case=f"{text} {i}", verdict=each, **about) for i, each in enumerate(verdicts))
+    several = {
+        "result": ClaimResult(claim=claim, answers=answers),
+        "columns": ("case", "verdict", f"{text} (nats per token)"),
+        "rows": tuple((text, verdict.value, "-40.0 ± 2.0") for verdict in verdicts),
+        "explanations": (text, "They were compared."),
+        "figures": (small(text),),
+    }
+    not_tested = Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=text)
+    other = ClaimResult(claim=dataclasses.replace(claim, id="other"), answers=(not_tested,))
+    untested = {"result": other, "columns": (), "rows": (), "explanations": (text,), "figures": ()}
     figure = html.Figure(
         name=name,
         title=text,
         chart=charts.scatter(table, ((KL, accuracy("root")), (TRACE, accuracy("root")))),
         caption=text,
     )
-    return html.Page(
-        title=text,
-        lead=(text,),
-        findings=(html.Finding(headline=text, detail=text),),
-        claims=(several, untested),
-        rule=("An interval decides.", text),
-        warning=text,
-        answer=(text, "And so on."),
-        figures=(figure, figure),
-        checkpoints=html.checkpoint_table(table),
-        command=text,
-        settings={text: text},
-        tables={text: html.Table(caption=text, columns=(text, text), rows=((html.Cell(text=text),) * 2,))},
-        configs=dict.fromkeys(dict.fromkeys(table["run"]), f'steps = 100\nname = """{text}"""\n'),
-    )
+    return {
+        "title": text,
+        "lead": (text,),
+        "findings": (html.Finding(headline=text, detail=text),),
+        "claims": (several, untested),
+        "rule": ("An interval decides.", text),
+        "warning": text,
+        "answer": (text, "And so on."),
+        "figures": (figure, figure),
+        "table": table,
+        "shown": data.measures(table),
+        "command": text,
+        "settings": {text: text},
+        "tables": {text: {"caption": text, "columns": (text, text), "rows": (((text, None, None),) * 2,)}},
+        "configs": dict.fromkeys(dict.fromkeys(table["run"]), f'steps = 100\nname = """{text}"""\n'),
+        **changed,
+    }
+
+
+def estimate(value):
+    return Estimate(value=value, stderr=2.0, samples=9, unit="nats", num_predictions=9, method="known")
 
 
 def small(text):
     drawn = [Interval(row=text, series="", value=0.5, low=0.25, high=0.75, text=text)]
-    chart = intervals([IntervalPanel(title=text, intervals=drawn)], [text], note="", size=(300, 34))
-    return html.SmallFigure(chart=chart, description=text)
+    return intervals([IntervalPanel(title=text, intervals=drawn)], [text], note="", size=(300, 34)), text
 
 
 def block(document, name):
@@ -96,7 +98,7 @@ def block(document, name):
 
 @pytest.fixture(scope="module")
 def document(table):
-    return html.render(make_page(table))
+    return html.render(**make_page(table))
 
 
 def test_nothing_is_loaded_from_the_network(document):
@@ -145,7 +147,7 @@ def test_images_stand_in_for_the_charts_where_scripts_are_off(document):
 
 def test_every_run_has_its_config_and_lines_in_common_are_there_once(table):
     texts = {run: f"steps = 100\n\n[model]\nseed = {run[-1]}\n\n[optimizer]\nname = '{run}'\n" for run in table["run"]}
-    document = html.render(dataclasses.replace(make_page(table), configs=texts))
+    document = html.render(**make_page(table, configs=texts))
     configs = block(document, "configs")
     for run, text in texts.items():
         read = "\n".join(configs["lines"][line] for line in configs["runs"][run]) + "\n"
@@ -202,8 +204,8 @@ def test_every_checkpoint_is_in_the_table(document, table):
 def test_hostile_names_stay_text(table):
     run = pl.when(pl.col("run") == "sgd-d64").then(pl.lit(HOSTILE)).otherwise(pl.col("run")).alias("run")
     hostile = table.with_columns(run, pl.lit(HOSTILE).alias("group"), pl.lit(HOSTILE).alias("size"))
-    plain = Reader(html.render(make_page(table)))
-    document = html.render(make_page(hostile, text=HOSTILE, name=HOSTILE))
+    plain = Reader(html.render(**make_page(table)))
+    document = html.render(**make_page(hostile, text=HOSTILE, name=HOSTILE))
     reader = Reader(document)
     assert "<script>alert" not in document
     assert [tag for tag, _ in reader.elements] == [tag for tag, _ in plain.elements]
@@ -220,28 +222,29 @@ def test_json_in_a_script_cannot_end_it_and_is_unchanged(text):
     assert json.loads(written) == {text: [text]}
 
 
-def test_bad_pages_are_refused(table):
-    ragged = html.Table(caption="", columns=("a", "b"), rows=((html.Cell(text="x"),),))
-    with pytest.raises(IsolossError, match="2 columns has a row of 1 cells: 'x'"):
-        html.render(html.Page(**{**vars(make_page(table)), "checkpoints": ragged}))
-
-
 def test_a_name_that_the_template_does_not_know_is_an_error():
     with pytest.raises(jinja2.UndefinedError):
         html._environment().from_string("{{ nothing }}").render()
 
 
-def test_checkpoint_table_sorts_by_numbers(table):
-    shown = html.checkpoint_table(table, (KL, TRACE))
-    assert shown.columns[:5] == ("Run", "Group", "Size", "Parameters", "Step")
-    assert shown.columns[5:] == ("KL to the truth (nats per token)", "Trace of the Fisher (nats per token)")
-    first = shown.rows[0]
-    assert first[0].text == "adamw-d16"
-    assert shown.keys == ("run", "group", "size", "parameters", "step", "kl", "trace")
-    assert shown.units == {"kl": "nats per token", "trace": "nats per token"}
-    assert [cell.error for cell in first[-2:]] == [0.0012, 4.0]
-    assert [cell.sort for cell in first] == [None, None, 21_344, 21_344, 500, 0.14, 420.0]
+def test_checkpoints_are_sorted_by_numbers(table, document):
+    first, *_ = html.checkpoint_cells(table, (KL, TRACE))
+    assert [text for text, _, _ in first] == [
+        "adamw-d16",
+        "AdamW",
+        "d16",
+        "21,344",
+        "500",
+        "0.1400 ± 0.0012",
+        "420.0 ± 4.0",
+    ]
+    assert [number for _, number, _ in first] == [None, None, 21_344, 21_344, 500, 0.14, 420.0]
+    assert [error for *_, error in first[-2:]] == [0.0012, 4.0]
+    units = block(document, "units")
+    assert (units["kl"], units["probe-root"]) == ("nats per token", "fraction")
+    heads = re.findall(r'<th scope="col" data-key="([^"]+)"><button type="button">([^<]+)<', document)
+    assert heads[:2] + heads[5:6] == [("run", "Run"), ("group", "Group"), ("kl", "KL to the truth (nats per token)")]
 
 
 def test_the_page_is_the_same_every_time(table, document):
-    assert html.render(make_page(table)) == document
+    assert html.render(**make_page(table)) == document

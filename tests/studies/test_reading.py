@@ -14,10 +14,10 @@ import isoloss
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.studies import reading
+from isoloss.studies.export import MOST_ROWS, text_table
 from isoloss.studies.repetition import compare
 from isoloss.studies.results import COLUMNS, Results
 from isoloss.studies.spec import load_study
-from isoloss.studies.text_tables import MOST_ROWS, TextTable
 from studies_in_process import call
 
 KEPT = Path(__file__).parents[2] / "results"
@@ -170,16 +170,15 @@ def test_formats_are_chosen(capsys, file, finished, repeated, tmp_path):
 
 # --- tables of text
 
-ODD = TextTable(
-    name="odd",
-    caption="50 % of A_1 & {B}: #1 | $2 ~ ^ \\ [see] *this*.",
-    columns=("arm", "trace (nats/token)", "accuracy, %"),
-    rows=(
+ODD = {
+    "caption": "50 % of A_1 & {B}: #1 | $2 ~ ^ \\ [see] *this*.",
+    "columns": ("arm", "trace (nats/token)", "accuracy, %"),
+    "rows": (
         ("[SGD] a_b & c|d", "-51.49 ± 0.88", "< 0.001"),
         ("*x* <b> `y` d16-d32", "1.0e-16 ± 2.0e-15", "-4.8 to -1.2"),
     ),
-    left=1,
-)
+    "left": 1,
+}
 PLAIN = {
     **{rf"\{character}": character for character in "&%$#_{}"},
     **{r"\textbackslash{}": "\\", r"\textasciitilde{}": "~", r"\textasciicircum{}": "^", "{[}": "[", "{*}": "*"},
@@ -203,18 +202,18 @@ def cells(markdown):
 
 
 def test_markdown_is_read_back_as_it_was():
-    assert cells(ODD.markdown()) == (ODD.caption, [ODD.columns, *ODD.rows])
+    assert cells(text_table("md", **ODD)) == (ODD["caption"], [ODD["columns"], *ODD["rows"]])
 
 
 def test_latex_shows_the_cells_as_they_were():
-    begin, *lines = ODD.latex("tab:odd").splitlines()
+    begin, *lines = text_table("tex", **ODD, label="tab:odd").splitlines()
     assert begin == r"% needs \usepackage{booktabs}"
     assert lines[:2] == [r"\begin{table}", r"\centering"]
     caption, label = re.fullmatch(r"\\caption\{(.*)\}\\label\{(.*)\}", lines[2]).groups()
-    assert (as_typeset(caption), label) == (ODD.caption, "tab:odd")
+    assert (as_typeset(caption), label) == (ODD["caption"], "tab:odd")
     assert lines[3:5] == [r"\begin{tabular}{lrr}", r"\toprule"]
     rows = [line.removesuffix(r" \\") for line in (lines[5], *lines[7:9])]
-    assert [tuple(as_typeset(text) for text in row.split(" & ")) for row in rows] == [ODD.columns, *ODD.rows]
+    assert [tuple(as_typeset(text) for text in row.split(" & ")) for row in rows] == [ODD["columns"], *ODD["rows"]]
     assert lines[6] == r"\midrule"
     assert lines[9:] == [r"\bottomrule", r"\end{tabular}", r"\end{table}"]
     assert r"$-$51.49 $\pm$ 0.88 & $<$ 0.001" in lines[7]
@@ -223,10 +222,8 @@ def test_latex_shows_the_cells_as_they_were():
 
 
 def test_a_long_table_may_break_across_pages():
-    long = TextTable(
-        name="long", caption="Long.", columns=("n",), rows=[(str(i),) for i in range(MOST_ROWS + 1)], left=0
-    )
-    lines = long.latex("tab:long").splitlines()
+    rows = [(str(i),) for i in range(MOST_ROWS + 1)]
+    lines = text_table("tex", "Long.", ("n",), rows, 0, label="tab:long").splitlines()
     assert lines[:6] == [
         r"% needs \usepackage{booktabs, longtable}",
         r"\begin{longtable}{r}",

@@ -7,7 +7,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -28,6 +28,9 @@ _BADGES = {
     "no verdict at this scale": ("not-tested", "–"),
 }
 
+Cell = tuple[
+    str, float | None, float | None
+]  # of a table: its text, the number it is sorted by, and its standard error
 IMAGE_PIXELS_PER_INCH = 100  # of the images that stand in for the charts where JavaScript is off
 
 
@@ -55,129 +58,101 @@ class Figure:
         return {kind: f"figures/{self.name}.{kind}" for kind in self.formats}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SmallFigure:
-    """A chart without interaction, drawn into the page as it is."""
+def render(
+    *,
+    title: str,
+    lead: Sequence[str],
+    figures: Sequence[Figure],
+    table: pl.DataFrame,
+    shown: Sequence[Column],
+    command: str,
+    settings: Mapping[str, str],
+    findings: Sequence[Finding] = (),
+    claims: Sequence[Mapping[str, Any]] = (),
+    rule: Sequence[str] = (),
+    warning: str = "",
+    answer: Sequence[str] = (),
+    interim: str = "",
+    tables: Mapping[str, Mapping[str, Any]] | None = None,
+    configs: Mapping[str, str] | None = None,
+) -> str:
+    """Return a study's page as one HTML document; the scripts that draw the charts (about 0.9 MB) are inside.
 
-    chart: Spec  # the chart
-    description: str  # the same in words, for who cannot see it
+    Every text is plain text. A cell of a table is its text, the number it is sorted by (None: by the text), and that
+    number's standard error.
+
+    Args:
+        title: The heading.
+        lead: What this is, a paragraph each.
+        figures: The charts.
+        table: Every evaluated checkpoint, as `isoloss.report.data.prepare` takes it.
+        shown: The measures to show of them.
+        command: What makes the page again.
+        settings: How it was made, by name: scale, seeds, versions, device, threads.
+        findings: The key findings, the most important first.
+        claims: For each claim its `result` (`isoloss.studies.claims.ClaimResult`), the `columns` and `rows` of its
+            table, what was compared in `explanations`, and `figures`: small charts, each with its description.
+        rule: How the verdicts on the claims are reached, a paragraph each.
+        warning: Shown at the top, e.g. that no verdict is given.
+        answer: What the study answers, in sentences.
+        interim: How much of the study is done; empty: all.
+        tables: What was compared, by heading: `caption`, `columns` and `rows` of cells.
+        configs: The resolved config of each run, as TOML.
+
+    Raises:
+        IsolossError: The table of checkpoints lacks a column or holds a number that cannot be shown.
+    """
+    specs = [figure.chart for figure in figures]
+    datasets = {name: rows for spec in specs for name, rows in spec["datasets"].items()}
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            title=title,
+            lead=lead,
+            figures=figures,
+            command=command,
+            settings=settings,
+            findings=findings,
+            claims=claims,
+            rule=rule,
+            warning=warning,
+            answer=answer,
+            interim=interim,
+            tables=tables or {},
+            checkpoints=checkpoint_cells(table, shown),
+            columns=("Run", "Group", "Size", "Parameters", "Step", *(m.axis_title for m in shown)),
+            keys=(*data.COLUMNS, *(m.name for m in shown)),  # of the columns, in the files that the reader saves
+            units={m.name: "fraction" if m.percent else m.unit for m in shown},
+            specs=[spec | {"datasets": list(spec["datasets"])} for spec in specs],
+            datasets={name: _by_column(rows) for name, rows in datasets.items()},
+            configs=configs or {},
+            config_lines=_by_line(configs or {}),
+            verdicts=_counts([claim["result"] for claim in claims]),
+            badges=_BADGES,
+            vega=_vega(),
+        )
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """A table cell: its text, the number it is sorted by (None: by the text), and that number's standard error."""
-
-    text: str
-    sort: float | None = None
-    error: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A table that the reader can sort by each column."""
-
-    caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointTable(Table):
-    """The table of checkpoints, which the reader can also filter, save, and see in the charts."""
-
-    keys: tuple[str, ...]  # names of the columns in files: run, group, size, parameters, step, and the measures
-    units: Mapping[str, str]  # of the measures, as they are in files
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClaimSection:
-    """A claim of the paper and a study's verdict on it."""
-
-    id: str
-    statement: str
-    paper: str  # the paper's own figure
-    verdicts: tuple[tuple[str, str], ...]  # each verdict with its cases in words; without them where all cases agree
-    columns: tuple[str, ...]  # of the table, one of them `verdict`; empty where nothing was compared
-    rows: tuple[tuple[str, ...], ...]  # a case each
-    explanations: tuple[str, ...]  # what was compared, by case, or why nothing was
-    figures: tuple[SmallFigure, ...] = ()  # the cases' differences with their intervals
-
-
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """All that a page says. Every text is plain text."""
-
-    title: str  # heading
-    lead: tuple[str, ...]  # what this is, a paragraph each
-    findings: tuple[Finding, ...]  # the key findings, the most important first
-    claims: tuple[ClaimSection, ...]  # the paper's claims and the study's verdicts
-    figures: tuple[Figure, ...]  # the charts
-    checkpoints: CheckpointTable  # every evaluated checkpoint
-    command: str  # what makes the page again
-    settings: Mapping[str, str]  # how it was made, by name: scale, seeds, versions, device, threads
-    rule: tuple[str, ...] = ()  # how the verdicts on the claims are reached, a paragraph each
-    warning: str = ""  # shown at the top, e.g. that no verdict is given
-    answer: tuple[str, ...] = ()  # what the study answers, in sentences
-    interim: str = ""  # how much of the study is done; empty: all
-    tables: Mapping[str, Table] = field(default_factory=dict)  # what was compared, by heading
-    configs: Mapping[str, str] = field(default_factory=dict)  # the resolved config of each run, as TOML
-
-
-def checkpoint_table(table: pl.DataFrame, shown: tuple[Column, ...] | None = None) -> CheckpointTable:
-    """Return the table of all evaluated checkpoints.
+def checkpoint_cells(table: pl.DataFrame, shown: Sequence[Column]) -> list[list[Cell]]:
+    """Return the cells of the table of all evaluated checkpoints.
 
     Raises:
         IsolossError: The table lacks a column or holds a number that cannot be shown.
     """
-    shown = data.measures(table) if shown is None else shown
-    frame = data.prepare(table, shown)
     raw = {(row["run"], row["step"]): row for row in table.iter_rows(named=True)}
-    rows = tuple(
-        (
-            Cell(text=row["run"]),
-            Cell(text=row["group"]),
-            Cell(text=row["size"], sort=row["parameters"]),
-            Cell(text=f"{row['parameters']:,}", sort=row["parameters"]),
-            Cell(text=f"{row['step']:,}", sort=row["step"]),
-            *(Cell(text=row[f"{m.field}_text"], sort=own[m.name], error=own[m.stderr_column]) for m in shown),
-        )
-        for row in frame.iter_rows(named=True)
+    return [
+        [
+            (row["run"], None, None),
+            (row["group"], None, None),
+            (row["size"], row["parameters"], None),
+            *((f"{row[name]:,}", row[name], None) for name in ("parameters", "step")),
+            *((row[f"{m.field}_text"], own[m.name], own[m.stderr_column]) for m in shown),
+        ]
+        for row in data.prepare(table, shown).iter_rows(named=True)
         for own in (raw[row["run"], row["step"]],)
-    )
-    columns = ("Run", "Group", "Size", "Parameters", "Step", *(m.axis_title for m in shown))
-    return CheckpointTable(
-        caption="Values are given ± one standard error.",
-        columns=columns,
-        rows=rows,
-        keys=("run", "group", "size", "parameters", "step", *(m.name for m in shown)),
-        units={m.name: "fraction" if m.percent else m.unit for m in shown},
-    )
-
-
-def render(page: Page) -> str:
-    """Return the page as one HTML document; the scripts that draw the charts (about 0.9 MB) are inside.
-
-    Raises:
-        IsolossError: A row of the table that does not have one cell a column.
-    """
-    for table in (*page.tables.values(), page.checkpoints):
-        for row in table.rows:
-            if len(row) != len(table.columns):
-                raise IsolossError(
-                    f"a table of {len(table.columns)} columns has a row of {len(row)} cells: {row[0].text!r}"
-                )
-    template = _environment().get_template("page.html.j2")
-    specs = [figure.chart for figure in page.figures]
-    datasets = {name: rows for spec in specs for name, rows in spec["datasets"].items()}
-    return template.render(
-        page=page,
-        specs=[spec | {"datasets": list(spec["datasets"])} for spec in specs],
-        datasets={name: _by_column(rows) for name, rows in datasets.items()},
-        configs=_by_line(page.configs),
-        verdicts=_counts(page.claims),
-        badges=_BADGES,
-        vega=_vega(),
-    )
+    ]
 
 
 def _by_column(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -199,14 +174,12 @@ def _by_line(configs: Mapping[str, str]) -> dict[str, Any]:
     return {"lines": list(numbers), "runs": runs}
 
 
-def _counts(claims: Sequence[ClaimSection]) -> dict[str, int]:
-    """Return how many cases of the claims have each verdict."""
+def _counts(results: Sequence[Any]) -> dict[str, int]:
+    """Return how many cases of the claims have each verdict; a claim that was not tested counts once."""
     found: Counter[str] = Counter()
-    for claim in claims:
-        if claim.columns:
-            found.update(row[claim.columns.index("verdict")] for row in claim.rows)
-        else:
-            found.update(verdict for verdict, _ in claim.verdicts)
+    for result in results:
+        is_tested = any(answer.numbers for answer in result.answers)
+        found.update([answer.verdict for answer in result.answers] if is_tested else result.verdicts)
     return {verdict: found[verdict] for verdict in _BADGES if found[verdict]}
 
 

@@ -1,14 +1,20 @@
-"""The result of a claim as a table of text, for the page and the command line."""
+"""The result of a claim as a table of text and as a small figure, for the page and the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from isoloss.statistics.estimate import interval, number, rounded
-from isoloss.studies.claims import Answer, ClaimResult
+from isoloss.studies.claims import Answer, Claim, ClaimResult
 from isoloss.studies.results import UNITS
 
+if TYPE_CHECKING:
+    from isoloss.report.charts import Spec
+
 VERDICT = "verdict"  # the column of the verdicts; this and the one before it, the case, are text
+WIDTH = 300  # pixels of the figure without the names of the cases
+ROW = 34  # pixels of a case
 
 
 def claim_table(result: ClaimResult) -> tuple[list[str], list[list[str]]]:
@@ -89,3 +95,52 @@ def explanations(result: ClaimResult) -> list[str]:
     for answer in result.answers:
         cases.setdefault(answer.explanation, []).append(answer.case)
     return [text if len(cases) == 1 else f"{', '.join(names)}: {text}" for text, names in cases.items()]
+
+
+def claim_figures(result: ClaimResult) -> list[tuple[Spec, str]]:
+    """Return a small chart for each unit that the claim's differences have, each with the same in words.
+
+    It shows the difference in each case with its interval, against what the claim states.
+    """
+    by_unit: dict[str, dict[str, Answer]] = {}
+    for answer in result.answers:
+        if answer.difference is not None:
+            by_unit.setdefault(answer.difference.unit, {})[answer.case] = answer
+    return [_figure(result.claim, unit, answers) for unit, answers in by_unit.items()]
+
+
+def _figure(claim: Claim, unit: str, answers: dict[str, Answer]) -> tuple[Spec, str]:
+    from isoloss.report.intervals import Interval, IntervalPanel, intervals  # which the command line does without
+
+    drawn, told = [], []
+    for case, answer in answers.items():
+        assert answer.difference is not None
+        low, high = answer.difference.ci95
+        text = f"{number(answer.difference)}, 95 % interval {interval(answer.difference)}"
+        row = Interval(row=case, series="", value=answer.difference.value, low=low, high=high, text=text)
+        drawn.append(row)
+        told.append(f"{case}: {text}" if case else text)
+    panel = IntervalPanel(title=f"difference ({UNITS.get(unit, unit)})", intervals=drawn, claimed=claimed(claim))
+    chart = intervals([panel], list(answers), note="", size=(WIDTH, ROW * len(drawn)))
+    return chart, f"{panel.title}. {'; '.join(told)}. The claim states {_range(claim)}."
+
+
+def claimed(claim: Claim) -> tuple[float | None, float | None]:
+    """Return the ends of the range of differences that a claim states; None: open.
+
+    Example:
+        >>> claimed(Claim(id="a", statement="", paper="", direction="decrease", margin=0.1))
+        (None, -0.1)
+    """
+    return {
+        "increase": (claim.margin, None),
+        "decrease": (None, -claim.margin),
+        "no change within": (-claim.margin, claim.margin),
+    }[claim.direction]
+
+
+def _range(claim: Claim) -> str:
+    low, high = claimed(claim)
+    if low is None:
+        return f"a difference below {high:g}"
+    return f"a difference above {low:g}" if high is None else f"a difference from {low:g} to {high:g}"

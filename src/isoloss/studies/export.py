@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+import jinja2
 
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.studies import page
+from isoloss.studies.claim_table import all_claims_table
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.provenance import provenance
 from isoloss.studies.reading import PROVENANCE, SUMMARY, VALUES, VALUES_PARQUET, as_csv
-from isoloss.studies.text_tables import text_tables
 
 Format = Literal["csv", "parquet", "markdown", "latex"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 SAME = ("study", "scale", "seed_offset")  # what identifies an export
+KINDS = {"markdown": "md", "latex": "tex"}  # the ends of the names of tables of text
+MOST_ROWS = 40  # that fit on one page; a longer table may break across pages
+_LATEX = {
+    **{character: rf"\{character}" for character in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{"[": "{[}", "*": "{*}"},  # at the start of a row, they would continue the line break before it
+    **{"<": "$<$", ">": "$>$", "|": "$|$", "±": r"$\pm$", "−": "$-$", "×": r"$\times$", "≥": r"$\geq$", "≤": r"$\leq$"},
+}
 
 
 def export(folder: StudyFolder, output: Path, formats: Collection[Format] = FORMATS) -> None:
@@ -50,12 +63,17 @@ def export(folder: StudyFolder, output: Path, formats: Collection[Format] = FORM
                 as_csv(values).write_csv(new / VALUES)
             if "parquet" in formats:
                 values.write_parquet(new / VALUES_PARQUET)
-            for table in text_tables(summary):
-                if "markdown" in formats:
-                    files.write_text(new / "tables" / f"{table.name}.md", table.markdown())
-                if "latex" in formats:
-                    label = f"tab:{folder.study.name}-{table.name}"
-                    files.write_text(new / "tables" / f"{table.name}.tex", table.latex(label))
+            tables = {
+                each.name: (each.caption or f"{each.title[0].upper()}{each.title[1:]}.", *each.cells(), each.left)
+                for each in summary.tables
+            }
+            if summary.claims:
+                caption = "The verdict on each claim, and the difference that is judged, with its standard error."
+                tables["claims"] = (caption, *all_claims_table(summary.claims), 4)
+            for kind in (KINDS[each] for each in KINDS if each in formats):
+                for name, table in tables.items():
+                    text = text_table(kind, *table, label=f"tab:{folder.study.name}-{name}")
+                    files.write_text(new / "tables" / f"{name}.{kind}", text)
             page.write(folder, results, new / "index.html", formats=("png",))
     except OSError as error:
         raise IsolossError(f"cannot write {output}: {error.strerror or error}") from error
@@ -73,3 +91,44 @@ def _check(output: Path, made: dict[str, Any]) -> None:
             )
     else:
         files.check_new(output)
+
+
+def text_table(
+    kind: str, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, *, label: str = ""
+) -> str:
+    """Return a table of text as Markdown (`md`), with the caption above it, or as LaTeX (`tex`), for `input`.
+
+    LaTeX needs the packages booktabs and, for a table of more rows than a page has, longtable.
+
+    Args:
+        kind: `md` or `tex`.
+        caption: A sentence or two.
+        columns: The headings, with units.
+        rows: The cells of each row.
+        left: How many of the first columns are text; the others are numbers, aligned on the right.
+        label: Of a LaTeX table.
+    """
+    environment = jinja2.Environment(  # texts are escaped for Markdown or LaTeX, not for HTML
+        loader=jinja2.PackageLoader("isoloss.report"),
+        autoescape=False,  # noqa: S701
+        undefined=jinja2.StrictUndefined,
+        block_start_string="<%",  # braces are LaTeX's
+        block_end_string="%>",
+        variable_start_string="<<",
+        variable_end_string=">>",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["escaped"] = {"md": _markdown, "tex": _latex}[kind]
+    template = environment.get_template(f"table.{kind}.j2")
+    return template.render(caption=caption, columns=columns, rows=rows, left=left, label=label, most_rows=MOST_ROWS)
+
+
+def _markdown(text: str) -> str:
+    return re.sub(r"([\\|*_`<\[\]])", r"\\\1", " ".join(text.split()))
+
+
+def _latex(text: str) -> str:
+    escaped = "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
+    return re.sub(r"(?<![\w$-])-(?=\d)", "$-$", escaped)  # a minus, not a hyphen

@@ -15,10 +15,9 @@ from isoloss import files
 from isoloss.evaluation.external import ExternalCheckpoint
 from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
-from isoloss.report.html import Cell, ClaimSection, Figure, Finding, Page, Table, checkpoint_table, render
+from isoloss.report.html import Figure, Finding, render
 from isoloss.report.save import save
-from isoloss.studies.claim_figure import claim_figures
-from isoloss.studies.claim_table import claim_table, explanations
+from isoloss.studies.claim_table import claim_figures, claim_table, explanations
 from isoloss.studies.claims import ClaimResult, ClaimsFile
 from isoloss.studies.comparison import Measured
 from isoloss.studies.results import Results, SummaryTable
@@ -60,33 +59,32 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
     for file in {file for place in {file.parent for file in drawn} for file in place.iterdir()} - drawn.keys():
         file.unlink()  # of an earlier page
     document = render(
-        Page(
-            title=f"{study.title or study.name} ({study.name} at {folder.scale_name} scale)",
-            interim=interim,
-            lead=study.lead,
-            findings=() if interim else tuple(parts.findings),
-            claims=tuple(map(_section, summary.claims)),
-            rule=RULE,
-            warning=summary.warning,
-            answer=tuple(summary.answer),
-            figures=tuple(figures),
-            tables={each.title[0].upper() + each.title[1:]: _table(each) for each in summary.tables if each.caption},
-            checkpoints=checkpoint_table(results.table(), shown(results)),
-            configs={
-                name: configs.to_toml(without_folders(configs.to_dict(one.config)))
-                for name, one in results.experiments.items()
-            },
-            command=shlex.join(["isoloss", "study", "run", study.name, *folder.options]),
-            settings={
-                "Scale": f"{folder.scale_name} ({folder.scale.description})",
-                **_inputs(results),
-                **parts.settings,
-                **_seeds(folder.seed_offset, parts.settings),
-                **_measuring(results),
-                **_claiming(summary.claims_file),
-                **_making(results),
-            },
-        )
+        title=f"{study.title or study.name} ({study.name} at {folder.scale_name} scale)",
+        interim=interim,
+        lead=study.lead,
+        findings=() if interim else parts.findings,
+        claims=[_claim(result) for result in summary.claims],
+        rule=RULE,
+        warning=summary.warning,
+        answer=summary.answer,
+        figures=figures,
+        tables={each.title[0].upper() + each.title[1:]: _table(each) for each in summary.tables if each.caption},
+        table=results.table(),
+        shown=shown(results),
+        configs={
+            name: configs.to_toml(without_folders(configs.to_dict(one.config)))
+            for name, one in results.experiments.items()
+        },
+        command=shlex.join(["isoloss", "study", "run", study.name, *folder.options]),
+        settings={
+            "Scale": f"{folder.scale_name} ({folder.scale.description})",
+            **_inputs(results),
+            **parts.settings,
+            **_seeds(folder.seed_offset, parts.settings),
+            **_measuring(results),
+            **_claiming(summary.claims_file),
+            **_making(results),
+        },
     )
     files.write_text(path, document)
     return path
@@ -168,29 +166,24 @@ def _having(results: Results, key: str) -> list[Measured]:
     return [each[key] for each in results.checkpoints.values() if key in each]
 
 
-def _section(result: ClaimResult) -> ClaimSection:
-    """Return a claim's result for the page."""
+def _claim(result: ClaimResult) -> dict[str, Any]:
     columns, rows = claim_table(result)
-    return ClaimSection(
-        id=result.claim.id,
-        statement=result.claim.statement,
-        paper=result.claim.paper,
-        verdicts=tuple((verdict.value, cases) for verdict, cases in result.verdicts.items()),
-        columns=tuple(columns) if any(answer.numbers for answer in result.answers) else (),
-        rows=tuple(map(tuple, rows)),
-        explanations=tuple(explanations(result)),
-        figures=claim_figures(result),
-    )
+    return {
+        "result": result,
+        "columns": columns if any(answer.numbers for answer in result.answers) else (),
+        "rows": rows,
+        "explanations": explanations(result),
+        "figures": claim_figures(result),
+    }
 
 
-def _table(table: SummaryTable) -> Table:
-    """Return a summary's table for the page."""
+def _table(table: SummaryTable) -> dict[str, Any]:
     columns, texts = table.cells()
     rows = []
     for row, (labels, estimates) in zip(texts, table.rows, strict=True):
         numbers = [*(x if isinstance(x, int) else None for x in labels), *(e.value for e in estimates.values())]
-        rows.append(tuple(Cell(text=text, sort=number) for text, number in zip(row, numbers, strict=True)))
-    return Table(caption=table.caption, columns=tuple(columns), rows=tuple(rows))
+        rows.append([(text, number, None) for text, number in zip(row, numbers, strict=True)])
+    return {"caption": table.caption, "columns": columns, "rows": rows}
 
 
 def words(config: Any) -> str:
