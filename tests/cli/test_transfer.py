@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.cli.main import main
 from isoloss.text.tokenizers import load_tokenizer
-from isoloss.transfer.compare import paired_difference
+from isoloss.transfer.compare import accuracy_difference
 from isoloss.transfer.results import TransferResult
 
 SMALL = ("--num-train", "120", "--num-test", "80", "--epochs", "2", "--seeds", "2", "--threads", "1")
@@ -66,7 +66,7 @@ def test_two_models_are_compared_on_the_same_sentences(capsys, runs, tmp_path):
     assert torch.equal(first.labels, second.labels)
     assert first.predictions.shape == (2, 80)
     (comparison,) = document["comparisons"]
-    expected = paired_difference(first.correct, second.correct)
+    expected = accuracy_difference(first.correct, second.correct)
     assert (comparison["first"], comparison["second"]) == tuple(results)
     assert comparison["difference"]["value"] == pytest.approx(expected.value)
     assert comparison["difference"]["stderr"] == pytest.approx(expected.stderr)

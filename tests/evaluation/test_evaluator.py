@@ -23,10 +23,10 @@ from isoloss.models.sizes import SIZES
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.comparison import paired_difference
-from isoloss.studies.comparison import difference, measured, ratio
+from isoloss.studies.comparison import difference, measured
 from isoloss.text.masking import IGNORED
 from isoloss.training.trainer import train
-from isoloss.transfer.compare import paired_difference as accuracy_difference
+from isoloss.transfer.compare import accuracy_difference
 from isoloss.transfer.probe import linear_probe, lookup_probe
 from isoloss.transfer.tasks import make_task
 
@@ -95,10 +95,6 @@ def test_the_paired_error_of_the_trace_is_that_of_a_comparison_of_the_models(run
     difference = expected.difference("trace", "later", "earlier")
     assert found.value == pytest.approx(difference.value, rel=1e-9)
     assert found.stderr == pytest.approx(difference.stderr, rel=1e-5)
-    times = ratio(measured(run, "trace", 60)["trace"], measured(run, "trace", 30)["trace"])
-    logarithm = expected.log_ratio("trace", "later", "earlier")
-    assert times.value == pytest.approx(math.exp(logarithm.value))
-    assert times.stderr == pytest.approx(times.value * logarithm.stderr, rel=1e-5)
 
 
 def test_the_trace_is_that_of_fisher_trace(run, models):

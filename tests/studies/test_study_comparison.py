@@ -11,7 +11,7 @@ from isoloss.errors import IsolossError
 from isoloss.studies.answers import answer as answers
 from isoloss.studies.answers import same_loss
 from isoloss.studies.claims import Claim, Contrast
-from isoloss.studies.comparison import Measured, change, difference, over_seeds, ratio
+from isoloss.studies.comparison import Measured, change, difference, over_seeds
 from isoloss.studies.verdicts import Verdict
 
 FLATTER = Claim(id="flatter", statement="Flatter.", paper="", direction="decrease")
@@ -64,22 +64,6 @@ def test_the_interval_of_a_difference_holds_the_truth_as_often_as_it_says():
     error = math.sqrt(0.95 * 0.05 / draws)
     assert abs(hits / draws - 0.95) < 4 * error
     assert unpaired / draws > 0.99  # the sum of two errors is far too wide
-
-
-def test_a_ratio_has_the_error_of_the_delta_method():
-    """Against draws: the spread of a / b over fresh sentences."""
-    g = np.random.default_rng(2)
-    values, errors = [], []
-    for _ in range(1000):
-        shared = g.exponential(size=100)
-        a, b = 2 * shared + 0.2 * g.normal(size=100) + 1, shared + 0.2 * g.normal(size=100) + 1
-        found = ratio(
-            known.measured(a.mean(), 0.1, influence=a - a.mean()), known.measured(b.mean(), 0.1, influence=b - b.mean())
-        )
-        values.append(found.value)
-        errors.append(found.stderr)
-    # the relative error of a deviation from 1,000 draws is 1 / sqrt(2000)
-    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(values), rel=4 / math.sqrt(2000))
 
 
 def test_differences_of_accuracies_are_in_points_and_paired_over_the_examples():

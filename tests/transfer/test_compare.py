@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.transfer.compare import bootstrap95, compare_accuracy, mcnemar, paired_difference
+from isoloss.transfer.compare import accuracy_difference, bootstrap95, compare_accuracy, mcnemar
 from isoloss.transfer.results import score
 
 
@@ -37,7 +37,7 @@ def test_the_paired_stderr_is_the_spread_over_fresh_seeds_and_examples(
     for _ in range(1500):
         a = crossed(5, 60, examples=examples, by_seed=by_seed, rest=rest, g=g)
         b = crossed(5, 60, examples=examples, by_seed=by_seed, rest=rest, g=g)
-        estimate = paired_difference(a, b)
+        estimate = accuracy_difference(a, b)
         values.append(estimate.value)
         variances.append(estimate.stderr**2)
     spread = torch.tensor(values, dtype=torch.float64)
@@ -60,7 +60,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(
     draws, hits = 800, 0
     for _ in range(draws):
         a, b = (crossed(num_seeds, 200, examples=examples, by_seed=by_seed, rest=rest, g=g) for _ in range(2))
-        low, high = paired_difference(a, b).ci95
+        low, high = accuracy_difference(a, b).ci95
         hits += low <= 0 <= high
     # four standard errors of a share of 95 %, and two points for the skewness of few seeds
     error = math.sqrt(0.95 * 0.05 / draws)
@@ -70,12 +70,12 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(
 def test_the_samples_are_what_the_error_rests_on() -> None:
     g = seeds.generator(8, "samples")
     alike = (torch.rand(500, generator=g) < 0.5).expand(4, -1)
-    assert paired_difference(alike, ~alike).samples == 500
-    assert paired_difference(alike[:1], ~alike[:1]).samples == 500
+    assert accuracy_difference(alike, ~alike).samples == 500
+    assert accuracy_difference(alike[:1], ~alike[:1]).samples == 500
     lucky = torch.zeros(4, 500, dtype=torch.bool)
     lucky[1], lucky[3, :250] = True, True  # whole seeds are right or wrong
-    assert paired_difference(lucky, torch.zeros_like(lucky)).samples in (4, 5)
-    assert paired_difference(lucky[:2, :2], lucky[2:, :2]).samples >= 2
+    assert accuracy_difference(lucky, torch.zeros_like(lucky)).samples in (4, 5)
+    assert accuracy_difference(lucky[:2, :2], lucky[2:, :2]).samples >= 2
 
 
 def test_pairing_sees_through_shared_difficulty() -> None:
@@ -85,19 +85,19 @@ def test_pairing_sees_through_shared_difficulty() -> None:
     a = b.clone()
     a[:, :40] = True  # a gets some of the hard ones as well
     gained = int((~easy[:40]).sum())
-    estimate = paired_difference(a, b)
+    estimate = accuracy_difference(a, b)
     assert estimate.value == pytest.approx(gained / 2000)
     d = (a[0].double() - b[0].double()).var() / 2000
     assert estimate.stderr == pytest.approx(math.sqrt(float(d)))
     unpaired = math.sqrt(2 * 0.7 * 0.3 / 2000)
     assert estimate.stderr < unpaired / 5
     # one seed has the error of the examples alone, which is the same here
-    assert paired_difference(a[:1], b[:1]).stderr == pytest.approx(estimate.stderr)
+    assert accuracy_difference(a[:1], b[:1]).stderr == pytest.approx(estimate.stderr)
 
 
 def test_the_same_answers_differ_by_exactly_nothing() -> None:
     a = torch.tensor([[True, False, True], [False, True, True]])
-    assert (paired_difference(a, a).value, paired_difference(a, a).stderr) == (0.0, 0.0)
+    assert (accuracy_difference(a, a).value, accuracy_difference(a, a).stderr) == (0.0, 0.0)
     assert bootstrap95(a, a) == (0.0, 0.0)
     assert mcnemar(a[0], a[0]).p_value == 1.0
 
@@ -135,7 +135,7 @@ def test_with_alike_seeds_the_bootstrap_is_twice_the_error_wide() -> None:
     a = (torch.rand(4000, generator=g) < 0.8).expand(5, -1)
     b = (torch.rand(4000, generator=g) < 0.7).expand(5, -1)
     low, high = bootstrap95(a, b)
-    estimate = paired_difference(a, b)
+    estimate = accuracy_difference(a, b)
     assert (low + high) / 2 == pytest.approx(estimate.value, abs=0.1 * estimate.stderr)
     assert (high - low) / 2 == pytest.approx(1.96 * estimate.stderr, rel=0.05)
 
@@ -177,7 +177,7 @@ def test_a_comparison_prints_as_a_small_table() -> None:
     ],
 )
 def test_answers_that_cannot_be_paired_are_named(a: torch.Tensor, b: torch.Tensor, message: str) -> None:
-    for function in (paired_difference, bootstrap95):
+    for function in (accuracy_difference, bootstrap95):
         with pytest.raises(IsolossError, match=message):
             function(a, b)
 

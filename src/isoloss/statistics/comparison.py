@@ -5,6 +5,7 @@ Shapes: n samples, and behind them what else the estimates have in common (see `
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -76,6 +77,16 @@ def paired_log_ratio(first: Estimate, second: Estimate) -> Estimate:
     value = math.log(first.value) - math.log(second.value)
     scales = 1 / first.value, 1 / second.value
     return _paired(value, one / first.value - two / second.value, scales, first, second, "logarithm of a ratio")
+
+
+def times(estimate: Estimate, factor: float) -> Estimate:
+    """Return a multiple of an estimate, its error and what each sample adds to it."""
+    return dataclasses.replace(
+        estimate,
+        value=factor * estimate.value,
+        stderr=abs(factor) * estimate.stderr,
+        influence=None if estimate.influence is None else factor * estimate.influence,
+    )
 
 
 def independent_difference(second: Estimate, first: Estimate) -> Estimate:

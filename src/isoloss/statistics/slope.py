@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from isoloss.errors import IsolossError
 from isoloss.statistics.checking import column, labels
 from isoloss.statistics.clusters import cluster_mean
-from isoloss.statistics.comparison import paired_difference
+from isoloss.statistics.comparison import paired_difference, times
 from isoloss.statistics.estimate import Estimate
 
 
@@ -85,10 +85,10 @@ def at_same_loss(difference: Estimate, change: Estimate, slope: Estimate, *, sam
         2.00 ± 0.61 points
     """
     _check_labels([difference, change, slope] if same_clusters else [difference, change])
-    together = paired_difference(difference, _times(change, slope.value))
+    together = paired_difference(difference, times(change, slope.value))
     about: dict[str, Any] = {"method": "difference at the same loss", "details": difference.details}
     if same_clusters:
-        of_slope = dataclasses.replace(_times(slope, change.value), value=0.0)  # its error alone
+        of_slope = dataclasses.replace(times(slope, change.value), value=0.0)  # its error alone
         return dataclasses.replace(paired_difference(together, of_slope), **about)
     parts = [(together.stderr**2, together.freedom), ((change.value * slope.stderr) ** 2, slope.freedom)]
     square = math.fsum(part for part, _ in parts)
@@ -116,13 +116,3 @@ def _check_labels(estimates: Sequence[Estimate]) -> None:
     for other in others:
         if other != first:
             raise IsolossError(f"the estimates are not over the same clusters: {first} and {other}")
-
-
-def _times(estimate: Estimate, factor: float) -> Estimate:
-    assert estimate.influence is not None  # it is over clusters
-    return dataclasses.replace(
-        estimate,
-        value=factor * estimate.value,
-        stderr=abs(factor) * estimate.stderr,
-        influence=factor * estimate.influence,
-    )

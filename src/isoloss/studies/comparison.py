@@ -13,6 +13,7 @@ import numpy as np
 
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
+from isoloss.statistics.comparison import paired_difference, times
 from isoloss.statistics.estimate import Estimate
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
     """Return later - factor * earlier, with the error of the difference on the same examples.
 
     Differences of accuracies are in percentage points; on sampled test examples, with the error of
-    `isoloss.transfer.compare.paired_difference` over examples and probes. Otherwise the squared error is the sum of
+    `isoloss.transfer.compare.accuracy_difference` over examples and probes. Otherwise the squared error is the sum of
     (psi_i - factor psi'_i)^2 over n (n - 1), where psi_i and psi'_i are the influences of example i (or, for an
     accuracy over all sentences, of draw i) on later and earlier. The difference of exact values is exact.
 
@@ -97,31 +98,26 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
     if of_accuracy and factor != 1:
         raise IsolossError(f"an accuracy is compared as it is, not with a factor of {factor:g}")
     if later.is_accuracy:
-        from isoloss.transfer.compare import paired_difference
+        from isoloss.transfer.compare import accuracy_difference
 
-        return _in_points(paired_difference(later.correct, earlier.correct))
-    value = later.estimate.value - factor * earlier.estimate.value
-    found = _paired(value, _influence(later) - factor * _influence(earlier), later.estimate)
+        return _in_points(accuracy_difference(later.correct, earlier.correct))
+    found = paired_difference(_by_example(later), times(_by_example(earlier), factor))
     return _in_points(found) if of_accuracy else found
+
+
+def _by_example(one: Measured) -> Estimate:
+    """Return an estimate with what each example adds to it, and the error that follows from that alone."""
+    if "influence" not in one.examples:
+        return one.estimate
+    influence = one.examples["influence"].astype(np.float64)
+    n = len(influence)
+    stderr = math.sqrt(float(np.square(influence).sum()) / (n * (n - 1)))
+    return dataclasses.replace(one.estimate, samples=n, stderr=stderr, influence=influence)
 
 
 def _in_points(found: Estimate) -> Estimate:
     """Return a difference of accuracies in percentage points."""
-    return dataclasses.replace(found, value=100 * found.value, stderr=100 * found.stderr, unit="percentage points")
-
-
-def ratio(later: Measured, earlier: Measured) -> Estimate:
-    """Return later over earlier, both above 0 and of the same examples, with the paired error by the delta method.
-
-    The error is that of psi_i / b - (a / b) psi'_i / b, for the ratio a / b.
-
-    Raises:
-        IsolossError: As for `difference`.
-    """
-    difference(later, earlier)  # refuses what is not paired
-    a, b = later.estimate.value, earlier.estimate.value
-    influence = (_influence(later) - a / b * _influence(earlier)) / b
-    return dataclasses.replace(_paired(a / b, influence, later.estimate), unit="times")
+    return dataclasses.replace(times(found, 100), unit="percentage points")
 
 
 def cka(first: Measured, second: Measured) -> Estimate:
@@ -143,25 +139,6 @@ def cka(first: Measured, second: Measured) -> Estimate:
             "same feature_sentences and seed, on the same language or text"
         )
     return linear_cka(*(from_upper_triangle(one.examples["gram"]) for one in (first, second)))
-
-
-def _influence(one: Measured) -> np.ndarray[Any, Any]:
-    """Return (n,) what each example adds to an estimate; nothing adds to an exact one."""
-    return one.examples.get("influence", np.zeros(0)).astype(np.float64)
-
-
-def _paired(value: float, influence: np.ndarray[Any, Any], like: Estimate) -> Estimate:
-    n = len(influence)
-    return Estimate(
-        value=value,
-        stderr=math.sqrt(float(np.square(influence).sum()) / (n * (n - 1))) if n else 0.0,
-        samples=n,
-        unit=like.unit,
-        num_predictions=like.num_predictions,
-        num_probes=like.num_probes,
-        method="paired difference" if n else "exact difference",
-        effective_samples=like.effective_samples,
-    )
 
 
 def over_seeds(estimates: Sequence[Estimate]) -> Estimate:

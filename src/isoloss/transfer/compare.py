@@ -41,7 +41,7 @@ class AccuracyDifference:
     Attributes:
         first: The first model.
         second: The second model.
-        difference: The mean over the seeds, with its error over seeds and examples (`paired_difference`).
+        difference: The mean over the seeds, with its error over seeds and examples (`accuracy_difference`).
         bootstrap95: The 95 % percentile interval over resamples of the examples and of the seeds.
         mcnemar: The test on the majority votes of each model's seeds.
         resamples: Number of bootstrap resamples.
@@ -156,14 +156,14 @@ def _difference(
     return AccuracyDifference(
         first=first,
         second=second,
-        difference=paired_difference(result.correct, other.correct),
+        difference=accuracy_difference(result.correct, other.correct),
         bootstrap95=bootstrap95(result.correct, other.correct, resamples=resamples, seed=seed),
         mcnemar=mcnemar(*votes),
         resamples=resamples,
     )
 
 
-def paired_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Estimate:
+def accuracy_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Estimate:
     """Return the accuracy of a minus that of b, from the same test examples.
 
     Models that fail on the same examples are compared more sharply this way than by two separate accuracies. Seeds and
@@ -180,7 +180,7 @@ def paired_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Estim
     Example:
         >>> a = torch.tensor([[True, True, True, False], [True, True, False, True]])
         >>> b = torch.tensor([[True, False, False, False], [True, True, False, False]])
-        >>> print(paired_difference(a, b))
+        >>> print(accuracy_difference(a, b))
         0.38 ± 0.12 difference in accuracy
     """
     _check(correct_a, correct_b)
@@ -220,12 +220,12 @@ def bootstrap95(
     Both models are given the same resampled examples and seeds. Examples with the same differences at all seeds are
     alike, so that a resample of the examples is one draw from a multinomial distribution over these patterns. Where
     the seeds of a model disagree much, the interval is too wide, as their noise is in both draws: trust the error of
-    `paired_difference` there. With few seeds their own part of the variance is too small by (S - 1) / S.
+    `accuracy_difference` there. With few seeds their own part of the variance is too small by (S - 1) / S.
 
-    The arrays are those of `paired_difference`. The stream of the seed is `"bootstrap"`.
+    The arrays are those of `accuracy_difference`. The stream of the seed is `"bootstrap"`.
 
     Raises:
-        IsolossError: As for `paired_difference`, or there are fewer than 100 resamples.
+        IsolossError: As for `accuracy_difference`, or there are fewer than 100 resamples.
     """
     _check(correct_a, correct_b)
     if resamples < _LEAST_BOOTSTRAP:
