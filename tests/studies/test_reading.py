@@ -21,7 +21,7 @@ from isoloss.studies.spec import load_study
 from studies_in_process import call
 
 KEPT = Path(__file__).parents[2] / "results"
-EXPORTS = sorted(path.parent for path in KEPT.glob("*/provenance.json"))
+EXPORTS = sorted(path.parent for path in KEPT.glob("*/summary.json"))
 
 # --- data frames
 

@@ -179,7 +179,7 @@ def _counts(results: Sequence[Any]) -> dict[str, int]:
     found: Counter[str] = Counter()
     for result in results:
         is_tested = any(answer.numbers for answer in result.answers)
-        found.update([answer.verdict for answer in result.answers] if is_tested else result.verdicts)
+        found.update([answer.verdict for answer in result.answers] if is_tested else list(result.verdicts))
     return {verdict: found[verdict] for verdict in _BADGES if found[verdict]}
 
 
