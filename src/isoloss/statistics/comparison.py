@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
@@ -155,8 +156,10 @@ def probabilities_of_smallest(estimates: Sequence[Estimate]) -> list[float]:
     if len(estimates) == 2:
         first = probability_above_zero(paired_difference(estimates[1], estimates[0]))
         return [first, 1 - first]
+    import torch  # for draws alone: what else compares estimates does without it
+
     n, freedom = estimates[0].samples, estimates[0].freedom
-    influences = torch.stack(_influences(estimates))
+    influences = torch.from_numpy(np.stack(_influences(estimates)))
     root = torch.linalg.qr(influences.T / math.sqrt(n * (n - 1)), mode="r").R  # R^T R is the covariance
     generator = seeds.generator(0, "flattest")
     normals = torch.randn(_DRAWS, len(root), generator=generator, dtype=torch.float64)
@@ -169,13 +172,13 @@ def probabilities_of_smallest(estimates: Sequence[Estimate]) -> list[float]:
     return chances
 
 
-def _influences(estimates: Sequence[Estimate]) -> list[torch.Tensor]:
+def _influences(estimates: Sequence[Estimate]) -> list[NDArray[np.float64]]:
     """Return the influences (n,) of estimates on the same samples."""
     influences = []
     for estimate in estimates:
         if estimate.influence is None:
             raise IsolossError(f"{estimate.method}: the influence of each sample is not known, so it cannot be paired")
-        influences.append(torch.from_numpy(estimate.influence))
+        influences.append(estimate.influence)
     sizes = {(estimate.samples, len(influence)) for estimate, influence in zip(estimates, influences, strict=True)}
     if len(sizes) > 1:
         numbers = " and ".join(str(estimate.samples) for estimate in estimates)
@@ -185,7 +188,7 @@ def _influences(estimates: Sequence[Estimate]) -> list[torch.Tensor]:
 
 def _paired(
     value: float,
-    influence: torch.Tensor,
+    influence: NDArray[np.float64],
     scales: tuple[float, float],
     first: Estimate,
     second: Estimate,
@@ -195,14 +198,14 @@ def _paired(
     rest = sum((scale**2) * _unexplained(each) for scale, each in zip(scales, (first, second), strict=True))
     return Estimate(
         value=value,
-        stderr=math.sqrt(float(influence.square().sum()) / (n * (n - 1)) + rest),
+        stderr=math.sqrt(float(np.square(influence).sum()) / (n * (n - 1)) + rest),
         samples=n,
         unit=unit,
         num_predictions=first.num_predictions,
         num_probes=first.num_probes,
         method="paired difference",
         effective_samples=first.effective_samples,
-        influence=influence.numpy(),
+        influence=influence,
     )
 
 
@@ -210,7 +213,7 @@ def _unexplained(estimate: Estimate) -> float:
     """Return what of the squared error is not in the influence, such as the residual of an eigenvalue."""
     assert estimate.influence is not None
     n, square = estimate.samples, estimate.stderr**2
-    rest = square - float(torch.from_numpy(estimate.influence).square().sum()) / (n * (n - 1))
+    rest = square - float(np.square(estimate.influence).sum()) / (n * (n - 1))
     return rest if rest > _ROUNDING * square else 0.0
 
 
