@@ -1,13 +1,13 @@
 """Leases: which process works on which unit of a plan, so that no two do the same one, on any number of machines.
 
 For each attempt N at a unit, the study's folder `leases` has a file `UNIT.N.json` that says who holds the lease: host,
-process, and when the attempt began. The file is created exclusively, so only one process gets the lease. Its
-modification time is the last heartbeat. When the attempt ends, its owner writes a second file, `UNIT.N.done`, `.failed`
-or `.stopped`, that says how.
+process, and when the attempt began. The file is created exclusively, so only one process gets the lease, and it stays
+locked while that process lives. Its modification time is the last heartbeat. When the attempt ends, its owner writes a
+second file, `UNIT.N.done`, `.failed` or `.stopped`, that says how.
 
 The attempt with the highest N counts. A lease that has not ended is lost when its heartbeat is older than the expiry,
-or when its owner was a process on this machine that no longer exists; any process may then take attempt N + 1. So
-nothing is ever deleted or overwritten, and a process that was paused finds a later attempt when it resumes.
+or when its owner ran on this machine and no longer locks it; any process may then take attempt N + 1. So nothing is
+ever deleted or overwritten, and a process that was paused finds a later attempt when it resumes.
 
 Ages are differences between two modification times on the same file system, so the machines' clocks need not agree.
 The file system need only support exclusive creation, as NFS does (version 3 and later).
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import json
 import math
 import os
@@ -25,7 +26,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from isoloss import files
 from isoloss.errors import IsolossError
@@ -38,7 +39,7 @@ _ENDS = ("done", "failed", "stopped")
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Last:
     """The last attempt at a unit, read from the names of the lease files.
 
     Attributes:
@@ -50,19 +51,19 @@ class Attempt:
     end: End | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lease:
-    """A unit that this process works on.
+    """An attempt that this process makes.
 
     Attributes:
         path: The lease file.
-        unit: The unit's name as it is used in file names.
         number: The number of the attempt.
+        file: The open lease file, which is locked until it is closed.
     """
 
     path: Path
-    unit: str
     number: int
+    file: TextIO
 
     def is_held(self) -> bool:
         """Whether no later attempt has been taken."""
@@ -80,6 +81,7 @@ class Lease:
         """Record how the attempt ended, unless another process has taken a later one."""
         if self.is_held():
             files.write_json(self.path.with_suffix(f".{how}"), details)
+        self.file.close()
 
 
 class Leases:
@@ -98,7 +100,7 @@ class Leases:
             raise IsolossError(f"the expiry of leases is {expiry} seconds; it must be above 0 and finite")
         self.folder, self.expiry = folder, expiry
 
-    def attempts(self) -> dict[str, Attempt]:
+    def attempts(self) -> dict[str, Last]:
         """Return the last attempt at every unit that has one, by the unit's name as it is used in file names.
 
         One listing of the folder; no file is read.
@@ -114,7 +116,7 @@ class Leases:
             if unit and number.isdecimal() and kind in ("json", *_ENDS):
                 key = (int(number), "" if kind == "json" else kind)  # an attempt's end outranks its beginning
                 found[unit] = max(found.get(unit, key), key)
-        return {unit: Attempt(number, end or None) for unit, (number, end) in found.items()}  # type: ignore[arg-type]
+        return {unit: Last(number, end or None) for unit, (number, end) in found.items()}  # type: ignore[arg-type]
 
     def take(self, unit: str, number: int) -> Lease | None:
         """Take an attempt at a unit and return its lease; None: another process has it.
@@ -128,34 +130,44 @@ class Leases:
         """
         path = self.folder / f"{unit}.{number}.json"
         try:
-            if not self.folder.is_dir():
-                self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 file = path.open("x")
             except FileExistsError:
                 return None
-            with file:
-                json.dump({**_this_process(), "began": _now(), "expiry": self.expiry}, file)
+            boot = _boot()
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # a file system without locks: only the heartbeat says whether this process lives
+                boot = ""
+            # the lock comes first: whoever reads the boot id may rely on it
+            owner = {"host": socket.gethostname(), "pid": os.getpid(), "boot": boot, "expiry": self.expiry}
+            owner["began"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            json.dump(owner, file)
+            file.flush()
         except OSError as error:
             raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
-        return Lease(path, unit, number)
+        return Lease(path, number, file)
 
     def is_lost(self, unit: str, number: int) -> bool:
         """Whether an attempt that has not ended is lost: its owner is gone, or its heartbeat is too old."""
         owner = self.owner(unit, number)
-        if owner and _is_gone(owner):
-            return True
-        heartbeat = self._modified(self.folder / f"{unit}.{number}.json")
+        try:
+            # on network file systems, opening a file refreshes its cached attributes
+            with (self.folder / f"{unit}.{number}.json").open() as file:
+                if owner.get("boot") and owner["boot"] == _boot():
+                    with contextlib.suppress(OSError):  # of a lock that its owner holds
+                        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                        return True
+                heartbeat = os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return False
         # the owner's own expiry sets how often it renews the heartbeat, and may be longer
-        return heartbeat is not None and self._time() - heartbeat > max(self.expiry, owner.get("expiry", 0.0))
+        return self._time() - heartbeat > max(self.expiry, owner.get("expiry", 0.0))
 
-    def has_ended(self, unit: str, number: int) -> bool:
-        """Whether an attempt no longer writes: it was recorded as ended, or its process is known to be gone."""
-        return self.has_end(unit, number) or _is_gone(self.owner(unit, number))
-
-    def has_end(self, unit: str, number: int) -> bool:
-        """Whether it was recorded how an attempt ended."""
-        return any((self.folder / f"{unit}.{number}.{end}").exists() for end in _ENDS)
+    def seconds_since(self, unit: str, number: int, how: End) -> float:
+        """Return how long ago it was recorded that an attempt ended in this way."""
+        return self._time() - (self.folder / f"{unit}.{number}.{how}").stat().st_mtime
 
     def owner(self, unit: str, number: int) -> Mapping[str, Any]:
         """Return what an attempt's lease says about its owner; empty if unreadable, as while it is being written."""
@@ -166,23 +178,16 @@ class Leases:
         return _read(self.folder / f"{unit}.{number}.{how}")
 
     def _time(self) -> float:
-        """The time by the clock that sets the modification times of files in this folder."""
+        """Return the time by the clock that sets the modification times of files in this folder."""
         clock = self.folder / f".clock-{socket.gethostname()}-{os.getpid()}"
         try:
             clock.touch()
+            return clock.stat().st_mtime
         except OSError:  # this user may not write here
             return time.time()
-        try:
-            return clock.stat().st_mtime
         finally:
-            clock.unlink(missing_ok=True)
-
-    def _modified(self, path: Path) -> float | None:
-        try:
-            with path.open("rb") as file:  # on network file systems, opening a file refreshes its cached attributes
-                return os.fstat(file.fileno()).st_mtime
-        except FileNotFoundError:
-            return None
+            with contextlib.suppress(OSError):
+                clock.unlink()
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -193,41 +198,9 @@ def _read(path: Path) -> Mapping[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _this_process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {
-        **{"host": socket.gethostname(), "pid": pid, "user": os.getuid()},
-        **{"system": _system(), "started": _started(pid)},
-    }
-
-
-def _is_gone(owner: Mapping[str, Any]) -> bool:
-    """Whether an owner is a process on this system that has ended."""
-    if owner.get("system") != _system() or not _system():
-        return False
-    started = _started(owner.get("pid", 0))
-    if not started and owner.get("user") != os.getuid():
-        return False  # another user's process may be hidden from this one
-    return started != owner.get("started")
-
-
-def _system() -> str:
-    """An id of this boot and process namespace, in which process ids are unique; empty if unknown."""
+def _boot() -> str:
+    """Return an id of this machine since it was started, within which locks can be relied on; empty if unknown."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
         return ""
-
-
-def _started(pid: int) -> str:
-    """When a process started, in ticks since boot, which with its id is unique; empty if there is no such process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
