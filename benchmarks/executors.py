@@ -34,10 +34,9 @@ import executors_scale
 from timing import record_of
 
 from isoloss.files import write_text
-from isoloss.studies.executors import local, ray, slurm
-from isoloss.studies.job import Options
-from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Unit
+from isoloss.studies.run import local, ray, slurm
+from isoloss.studies.run.loop import Loop, Options
 
 RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("isoloss", "ray", "submitit", "torch")
@@ -155,11 +154,11 @@ def by_executor(name: str, address: str, arguments: Sequence[str], count: int, f
         submit_parameters={"cluster": "local"} if worker else {},
         address=address if name == "ray" else "",
     )
-    jobs = Jobs(empty_jobs(folder, arguments, count), folder, options)
-    EXECUTORS[name](jobs, options)
-    jobs.raise_failures()
+    loop = Loop(empty_jobs(folder, arguments, count), folder, options)
+    EXECUTORS[name](loop, options)
+    loop.raise_failures()
     seconds = time.perf_counter() - start
-    assert jobs.num_done == count
+    assert loop.num_done == count
     return seconds / count
 
 

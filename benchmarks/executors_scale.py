@@ -1,6 +1,6 @@
 """Plans of up to 100,000 jobs without their commands, and the status of studies with thousands of runs.
 
-The simulation uses the real `Jobs`, leases, attempts and files. Only the commands are missing: a job writes the files
+The simulation uses the real `Loop`, leases, attempts and files. Only the commands are missing: a job writes the files
 that its command would leave, and ends after a randomly drawn time on a simulated clock, so that 1,000 workers do not
 need 1,000 cores. Each process is one executor with its part of the workers and its own clock; all share one folder.
 """
@@ -23,12 +23,12 @@ from typing import Any
 
 from isoloss import config as configs
 from isoloss.runs import Run
-from isoloss.studies import attempts
 from isoloss.studies.folder import StudyFolder
-from isoloss.studies.job import Job, Options
-from isoloss.studies.jobs import Jobs
-from isoloss.studies.leases import Lease, Leases
 from isoloss.studies.plan import Unit, in_order
+from isoloss.studies.run.attempt import Attempt
+from isoloss.studies.run.attempt import folder as folder_of
+from isoloss.studies.run.lease import Lease, Leases
+from isoloss.studies.run.loop import Loop, Options
 from isoloss.studies.spec import load_study
 
 WORKERS = 1000
@@ -88,32 +88,32 @@ def work(folder: Path, count: int, workers: int, seed: int) -> dict[str, Any]:
     units = in_order(plan(folder, count))
     planned = time.perf_counter() - began
     options = Options(workers=workers)
-    jobs = Jobs(units, folder, options)
-    jobs.leases = CountingLeases(jobs.leases.folder, options.expiry)
+    loop = Loop(units, folder, options)
+    loop.leases = CountingLeases(loop.leases.folder, options.expiry)
     ready = time.perf_counter() - began
     draw, now, finished = random.Random(seed), 0.0, list[str]()
-    running: list[tuple[float, int, Job]] = []
-    while not jobs.finished:
-        while len(running) < workers and (job := jobs.take()):
+    running: list[tuple[float, int, Attempt]] = []
+    while not loop.finished:
+        while len(running) < workers and (job := loop.take()):
             heapq.heappush(running, (now + draw.uniform(1.0, 100.0), len(finished) + len(running), job))
-        jobs.report_done()
+        loop.report_done()
         if not running:
             time.sleep(0.01)  # other processes have the rest
             continue
         now, _, job = heapq.heappop(running)
         _leave_files(job, folder)
-        jobs.finish(job, 0)
+        loop.finish(job, 0)
         finished.append(job.unit.name)
     return {
         "finished": finished,
         "plan_seconds": planned,
         "jobs_seconds": ready - planned,
         "processor_seconds": time.process_time() - used,
-        "missed": jobs.leases.missed,
+        "missed": loop.leases.missed,
     }
 
 
-def _leave_files(job: Job, folder: Path) -> None:
+def _leave_files(job: Attempt, folder: Path) -> None:
     """Write the files that the job's command would, and a line that records that it ran."""
     path = Path(job.arguments[1])
     if job.unit.outputs:
@@ -211,7 +211,7 @@ def _seconds(action: str, file: Path, folder: Path, repeats: int = REPEATS) -> l
 def _schedule(folder: StudyFolder) -> float:
     """Return the seconds until an executor could take the first job, including the time to read all existing files."""
     start = time.perf_counter()
-    Jobs(in_order(folder.plan()), folder.path, Options())
+    Loop(in_order(folder.plan()), folder.path, Options())
     return time.perf_counter() - start
 
 
@@ -239,7 +239,7 @@ def _fill(folder: StudyFolder) -> None:
         assert lease is not None
         lease.path.with_suffix(".done").write_text(json.dumps({"seconds": 1.0}))
     assert all(unit.done() for unit in units)
-    assert not any(attempts.folder(unit.outputs[0], 1).name.startswith(".") for unit in units if unit.outputs)
+    assert not any(folder_of(unit.outputs[0], 1).name.startswith(".") for unit in units if unit.outputs)
 
 
 def _link_weights(source: str, target: str) -> None:

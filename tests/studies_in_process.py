@@ -3,8 +3,7 @@
 from isoloss.cli import study as command
 from isoloss.cli.main import main
 from isoloss.studies.folder import StudyFolder
-from isoloss.studies.job import Options
-from isoloss.studies.jobs import Jobs
+from isoloss.studies.run.loop import Loop, Options
 from isoloss.studies.spec import load_study
 
 BLOCKS = """
@@ -101,19 +100,19 @@ def write(folder):
     return folder / "blocks.py"
 
 
-def run(jobs, options):
-    """An executor of a few lines: every job in turn, in this process."""
-    for job in jobs:
-        jobs.finish(job, main(list(job.arguments)))
+def run(loop, options):
+    """An executor of a few lines: every attempt in turn, in this process."""
+    for attempt in loop:
+        loop.finish(attempt, main(list(attempt.arguments)))
 
 
 def carry_out(units, folder, execute=run, **options):
     """Carry out a plan by an executor, as `isoloss study run` does; return what it said and which units were done."""
     said, done = [], []
     made = Options(**options)
-    jobs = Jobs(units, folder, made, say=said.append, on_done=lambda unit: done.append(unit.name))
-    execute(jobs, made)
-    jobs.raise_failures()
+    loop = Loop(units, folder, made, say=said.append, on_done=lambda unit: done.append(unit.name))
+    execute(loop, made)
+    loop.raise_failures()
     return said, done
 
 

@@ -18,7 +18,7 @@ from isoloss.errors import IsolossError, most_like
 
 TEMPORARY = ".tmp-"  # prefix of everything unfinished; whatever carries it may be deleted once its writer is gone
 published: dict[Path, int] = {}  # the size of each file that this process has written, in bytes
-LEASE = "ISOLOSS_LEASE"  # in the environment: the lease of the attempt that this process makes (isoloss.studies.leases)
+LEASE = "ISOLOSS_LEASE"  # in the environment: the lease that a study holds for this process (isoloss.studies.run.lease)
 
 
 def successor(lease: Path) -> Path:

@@ -284,10 +284,10 @@ TASKS = Registry(
 EXECUTORS = Registry(
     "executor",
     "executors",
-    _entries("isoloss.studies.executors.local", {"local": ("run", "worker processes on this machine")})
-    | _entries("isoloss.studies.executors.ray", {"ray": ("run", "tasks on a Ray cluster")})
-    | _entries("isoloss.studies.executors.slurm", {"slurm": ("run", "Slurm jobs that share the study's folder")}),
-    Form(function="a function like isoloss.studies.executors.local.run"),
+    _entries("isoloss.studies.run.local", {"local": ("run", "worker processes on this machine")})
+    | _entries("isoloss.studies.run.ray", {"ray": ("run", "tasks on a Ray cluster")})
+    | _entries("isoloss.studies.run.slurm", {"slurm": ("run", "Slurm jobs that share the study's folder")}),
+    Form(function="a function like isoloss.studies.run.local.run"),
 )
 STUDIES = Registry(
     "study",

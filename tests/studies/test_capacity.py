@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from isoloss.errors import IsolossError
-from isoloss.studies.capacity import Capacity, visible_gpus
-from isoloss.studies.job import command
 from isoloss.studies.plan import Resources, Unit
+from isoloss.studies.run.attempt import command
+from isoloss.studies.run.local import Capacity, visible_gpus
 from isoloss.studies.spec import Measurement
 
 

@@ -9,9 +9,9 @@ import pytest
 from isoloss import files, usage
 from isoloss.runs import Run
 from isoloss.studies.estimates import estimates
-from isoloss.studies.executors import local
-from isoloss.studies.leases import Leases
 from isoloss.studies.plan import Unit
+from isoloss.studies.run import local
+from isoloss.studies.run.lease import Leases
 from studies_in_process import carry_out
 
 

@@ -14,12 +14,10 @@ import pytest
 
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
-from isoloss.studies import growing
-from isoloss.studies.executors import local
 from isoloss.studies.folder import StudyFolder
-from isoloss.studies.job import Options
-from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Unit, in_order
+from isoloss.studies.run import interim_page, local
+from isoloss.studies.run.loop import Loop, Options
 from isoloss.studies.spec import load_study
 from studies_in_process import call, carry_out
 
@@ -98,14 +96,14 @@ def test_the_hook_is_called_when_the_workers_have_work_again(tmp_path):
         return Unit(name=name, arguments=("text", "python-docs", str(tmp_path / name)), done=done, after=after)
 
     options = Options(workers=1)
-    jobs = Jobs(
+    loop = Loop(
         [command("a"), command("b", "a")],
         tmp_path,
         options,
         say=lambda line: events.append(line.partition(" ")[0] + " " + line.split(": ")[-1][:4]),
         on_done=lambda unit: events.append(f"page after {unit.name}"),
     )
-    local.run(jobs, options)
+    local.run(loop, options)
     assert events[1:] == ["a: star", "a: done", "b: star", "page after a", "b: done", "page after b"]
 
 
@@ -115,7 +113,7 @@ def test_the_hook_is_called_when_the_workers_have_work_again(tmp_path):
 def test_pages_grow_with_the_blocks_and_the_last_is_as_if_they_had_not(
     capsys, file, tmp_path, here, finished, monkeypatch
 ):
-    monkeypatch.setattr(growing, "INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(interim_page, "INTERVAL_SECONDS", 0.0)
     seen = {}
     write = StudyFolder.report
 
@@ -172,7 +170,7 @@ def test_a_page_that_fails_is_told_in_a_line_and_the_last_one_is_an_error(capsys
     capsys.readouterr()
     folder = StudyFolder(load_study(file), tmp_path / "out")
     said = []
-    page = growing.GrowingPage(folder, folder.plan(), said.append)
+    page = interim_page.InterimPage(folder, folder.plan(), said.append)
     page(folder.plan()[0])
     page(folder.plan()[0])  # not tried again before there is another block
     why = "tables of the study blocks fails with ValueError: too few (blocks.py, line 51)"
@@ -187,19 +185,19 @@ def test_pages_keep_their_distance(file, tmp_path, monkeypatch):
     folder = StudyFolder(load_study(file), tmp_path / "out")
     written, now = [], [1000.0]
     monkeypatch.setattr(StudyFolder, "report", lambda _, complete: written.append(complete))
-    monkeypatch.setattr(growing.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(interim_page.time, "monotonic", lambda: now[0])
     units = [unit(name, block=i // 2) for i, name in enumerate("abcdef")]
-    page = growing.GrowingPage(folder, units, lambda _: None)
+    page = interim_page.InterimPage(folder, units, lambda _: None)
     for name, seconds in (("a", 0), ("b", 0), ("c", 60), ("d", 60), ("e", 119), ("f", 1)):
         now[0] += seconds
         page(next(each for each in units if each.name == name))
     assert written == [(0,)]  # 239 s after it there is a second block, and then all are done
-    page = growing.GrowingPage(folder, units, lambda _: None)
+    page = interim_page.InterimPage(folder, units, lambda _: None)
     for name, seconds in (("a", 0), ("b", 0), ("c", 60), ("d", 60), ("e", 120)):
         now[0] += seconds
         page(next(each for each in units if each.name == name))
     assert written == [(0,), (0,), (0, 1)]  # when the next unit is done after 240 s
-    page = growing.GrowingPage(folder, units, lambda _: None)
+    page = interim_page.InterimPage(folder, units, lambda _: None)
     for name, seconds in (("a", 0), ("b", 0), ("c", 300), ("e", 300)):
         now[0] += seconds
         page(next(each for each in units if each.name == name))

@@ -16,8 +16,8 @@ import spread_study
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
-from isoloss.studies.executors import local
 from isoloss.studies.plan import Unit
+from isoloss.studies.run import local
 from studies_in_process import carry_out
 
 TRAINING = ("--language", "pcfg-laptop", "--size", "d16", "--batch-size", "8", "--device", "cpu", "--threads", "1")
@@ -83,13 +83,12 @@ def test_at_least_one_worker(tmp_path):
 ENGINE = """
 import pathlib, sys
 from isoloss.runs import Run
-from isoloss.studies.executors import local
-from isoloss.studies.job import Options
-from isoloss.studies.jobs import Jobs
+from isoloss.studies.run import local
+from isoloss.studies.run.loop import Loop, Options
 from isoloss.studies.plan import Unit
 path = pathlib.Path(sys.argv[1])
 unit = Unit(name="train", arguments=tuple(sys.argv[2:]), done=lambda: Run(path).complete, outputs=(path,))
-local.run(Jobs([unit], path.parent, options := Options(workers=1)), options)
+local.run(Loop([unit], path.parent, options := Options(workers=1)), options)
 """
 
 

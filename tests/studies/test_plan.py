@@ -7,8 +7,8 @@ import pytest
 
 from isoloss.errors import IsolossError
 from isoloss.studies import jobs
-from isoloss.studies.job import Options
 from isoloss.studies.plan import Resources, Unit, check, in_order, makespan, upward_rank
+from isoloss.studies.run.loop import Options
 
 
 def unit(name, *after, seconds=1.0, cores=1):
@@ -83,7 +83,7 @@ def test_a_job_costs_the_same_in_a_large_plan(tmp_path, monkeypatch):
             )
             for i in range(count)
         ]
-        made = jobs.Jobs(units, tmp_path / f"{count}", Options())
+        made = jobs.Loop(units, tmp_path / f"{count}", Options())
         while not made.finished:
             job = made.take(lambda needs: needs.cores == 1) or made.take()  # the others wait for a while
             done.add(job.unit.name)

@@ -13,10 +13,9 @@ import pytest
 from longer_study import command, contents, ends, num_training
 
 from isoloss.errors import IsolossError
-from isoloss.studies.executors import ray as executor
-from isoloss.studies.job import Options
-from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Resources, Unit
+from isoloss.studies.run import ray as executor
+from isoloss.studies.run.loop import Loop, Options
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
@@ -129,4 +128,4 @@ def test_an_address_without_a_cluster_is_refused(tmp_path):
     unit = Unit(name="a", arguments=("ls",), done=lambda: False)
     options = Options(address="127.0.0.1:1")
     with pytest.raises(IsolossError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
-        executor.run(Jobs([unit], tmp_path, options), options)
+        executor.run(Loop([unit], tmp_path, options), options)

@@ -16,8 +16,8 @@ OTHER = (
 PROBE = f"""
 import json, os, subprocess, sys
 import psutil
-from isoloss.studies.executors import ray as executor
-from isoloss.studies.job import Options
+from isoloss.studies.run import ray as executor
+from isoloss.studies.run.loop import Options
 
 ray = executor._connect(Options())
 ours = ray.get(ray.remote(lambda: os.environ["RAY_AUTH_MODE"]).remote())

@@ -9,10 +9,9 @@ import pytest
 from longer_study import command, contents, ends, num_training
 
 from isoloss.errors import IsolossError
-from isoloss.studies.executors import slurm
-from isoloss.studies.job import Options
-from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Unit
+from isoloss.studies.run import slurm
+from isoloss.studies.run.loop import Loop, Options
 
 pytest.importorskip("submitit")
 
@@ -78,7 +77,7 @@ def test_workers_that_do_nothing_are_an_error(tmp_path):
     with pytest.raises(
         IsolossError, match=r"(?s)no unit was done; the end of what one printed:.*no study 'no-such-study'"
     ):
-        slurm.run(Jobs([unit], tmp_path, options), options)
+        slurm.run(Loop([unit], tmp_path, options), options)
 
 
 @pytest.mark.parametrize(
@@ -94,4 +93,4 @@ def test_wrong_parameters(tmp_path, monkeypatch, submit, message):
     unit = Unit(name="a", arguments=("ls",), done=lambda: False)
     options = Options(submit_parameters=submit)
     with pytest.raises(IsolossError, match=message):
-        slurm.run(Jobs([unit], tmp_path, options), options)
+        slurm.run(Loop([unit], tmp_path, options), options)

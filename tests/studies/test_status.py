@@ -9,13 +9,13 @@ import sys
 import pytest
 
 from isoloss import files
-from isoloss.studies.leases import Leases
 from isoloss.studies.plan import Resources, Unit, in_order, makespan, upward_rank
+from isoloss.studies.run.lease import Leases
 from isoloss.studies.status import UnitStatus, remaining, statuses
 
 TAKE = """
 import pathlib, sys
-from isoloss.studies.leases import Leases
+from isoloss.studies.run.lease import Leases
 Leases(pathlib.Path(sys.argv[1])).take("lost", 1)
 """
 

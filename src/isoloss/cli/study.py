@@ -21,15 +21,14 @@ from isoloss.errors import IsolossError, printable
 from isoloss.registry import EXECUTORS, STUDIES
 from isoloss.runs import Run
 from isoloss.statistics.estimate import number, rounded
-from isoloss.studies.leases import EXPIRY_SECONDS
+from isoloss.studies.run.lease import EXPIRY_SECONDS
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
     from isoloss.studies.claims import ClaimResult
     from isoloss.studies.estimates import Estimate
     from isoloss.studies.folder import StudyFolder
-    from isoloss.studies.job import Options
-    from isoloss.studies.jobs import Executor
+    from isoloss.studies.run.loop import Executor, Options
     from isoloss.studies.repetition import Repeated
     from isoloss.studies.results import Summary
     from isoloss.studies.status import Remaining, UnitStatus
@@ -112,7 +111,7 @@ class _Working(_Command):
 
     def executor_options(self, folder: StudyFolder, **more: Any) -> Options:
         """Return the options of the executor, including the command that lets another process help."""
-        from isoloss.studies.job import Options
+        from isoloss.studies.run.loop import Options
 
         name = str(Path(self.name).absolute()) if self.name.endswith(".py") else self.name
         work = ["study", "work", name, *folder.options, "--folder", str(folder.path.absolute())]
@@ -140,9 +139,8 @@ class _Run(_Working):
     """For the executor slurm: parameters of submitit as NAME=VALUE, such as timeout_min=600 slurm_partition=gpu."""
 
     def run(self) -> int:
-        from isoloss.studies.attempts import adopt
-        from isoloss.studies.growing import GrowingPage
-        from isoloss.studies.jobs import Jobs
+        from isoloss.studies.run.interim_page import InterimPage
+        from isoloss.studies.run.loop import Loop
         from isoloss.studies.plan import in_order
 
         for option, executor in (("submit", "slurm"), ("address", "ray")):
@@ -158,20 +156,19 @@ class _Run(_Working):
         with files.lock(folder.path, wait=True):
             folder.write_plan()
             units = folder.plan()
-            adopt(units)
         cores = os.cpu_count() or 1
         if self.executor == "local" and self.workers > cores:
             common.note(f"{self.workers} workers share {cores} cores: more workers than cores bring no speedup")
-        on_done = GrowingPage(folder, units, common.note)
-        jobs = Jobs(in_order(units), folder.path, settings, say=common.note, on_done=on_done)
-        todo = len(units) - jobs.num_done
+        on_done = InterimPage(folder, units, common.note)
+        loop = Loop(in_order(units), folder.path, settings, say=common.note, on_done=on_done)
+        todo = len(loop.todo)
         try:
-            execute(jobs, settings)
+            execute(loop, settings)
         except KeyboardInterrupt:
             common.note("stopped; progress is saved. To resume:")
             common.note(f"  {self.run_command(folder)} --workers {self.workers}")
             return interrupts.status()
-        jobs.raise_failures()
+        loop.raise_failures()
         if todo:
             common.note(f"{todo} units done; writing the report")
         else:
@@ -195,22 +192,22 @@ class _Work(_Working):
     """Help another process carry out a study, until no unit is left; that process writes the report."""
 
     def run(self) -> int:
-        from isoloss.studies.executors import local
-        from isoloss.studies.jobs import Jobs
+        from isoloss.studies.run import local
+        from isoloss.studies.run.loop import Loop
         from isoloss.studies.plan import in_order
 
         folder = self.study()
         if not folder.exists():
             raise IsolossError(f"{folder.path} holds no study yet: {self.run_command(folder)} starts one")
         settings = self.executor_options(folder)
-        jobs = Jobs(in_order(folder.plan()), folder.path, settings, say=common.note)
+        loop = Loop(in_order(folder.plan()), folder.path, settings, say=common.note)
         try:
-            local.run(jobs, settings)
+            local.run(loop, settings)
         except KeyboardInterrupt:
             common.note("stopped; progress is saved")
             return interrupts.status()
-        jobs.raise_failures()
-        common.note(f"{jobs.num_run_here} units done by this process; none are left")
+        loop.raise_failures()
+        common.note(f"{loop.num_run_here} units done by this process; none are left")
         return 0
 
 
@@ -687,7 +684,7 @@ def _duration(seconds: float) -> str:
 
 def _progress(folder: StudyFolder) -> tuple[list[str], tuple[int, ...]]:
     """Return the names of the units that are not done, and the numbers of the blocks that are complete."""
-    from isoloss.studies.growing import complete_blocks
+    from isoloss.studies.plan import complete_blocks
 
     units = folder.plan()
     missing = [unit.name for unit in units if not unit.done()]

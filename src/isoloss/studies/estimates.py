@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isoloss.studies.leases import Attempt, Leases
 from isoloss.studies.plan import Unit
+from isoloss.studies.run.lease import Last, Leases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def _records(units: Iterable[Unit], leases: Leases) -> dict[str, Mapping[str, An
     last = leases.attempts()
     records: dict[str, Mapping[str, Any]] = {}
     for unit in units:
-        attempt = last.get(unit.file_name, Attempt())
+        attempt = last.get(unit.file_name, Last())
         if attempt.end != "done":
             continue
         # each attempt goes on from the one before; the time of one that was lost is unknown, and so is the sum then

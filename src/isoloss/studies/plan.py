@@ -6,7 +6,7 @@ import hashlib
 import heapq
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from operator import itemgetter
@@ -96,7 +96,7 @@ class Unit:
         progress: Progress of a started unit that is not done, e.g. `step 100 of 300`; empty: not started. It is called
             with a function that maps the path of each of `outputs` to the folder in which the current attempt makes it.
         outputs: Paths of the run directories that it makes, as they are written in `arguments`. An attempt makes each
-            in its own folder (`isoloss.studies.attempts`), and only a complete one gets its final name.
+            in its own folder (`isoloss.studies.run.attempt`), and only a complete one gets its final name.
         after: Names of the units whose results it needs.
         seconds: Expected duration, guessed beforehand; decides the order within a block.
         needs: What it needs while it runs.
@@ -183,6 +183,22 @@ def _sorted(units: Sequence[Unit]) -> list[str]:
         return list(TopologicalSorter({unit.name: unit.after for unit in units}).static_order())
     except CycleError as error:
         raise IsolossError(f"the units {', '.join(sorted(set(error.args[1])))} wait for each other") from error
+
+
+def complete_blocks(units: Sequence[Unit], done: Collection[str]) -> tuple[int, ...]:
+    """Return the blocks of a plan all of whose units are done, in order.
+
+    Args:
+        units: The plan.
+        done: Names of the units that are done.
+
+    Example:
+        >>> known = {"arguments": (), "done": lambda: False}
+        >>> plan = [Unit(name="a", **known), Unit(name="b", block=1, **known), Unit(name="c", block=1, **known)]
+        >>> complete_blocks(plan, {"a", "b"}), complete_blocks(plan, {"a", "b", "c"})
+        ((0,), (0, 1))
+    """
+    return tuple(sorted({unit.block for unit in units} - {unit.block for unit in units if unit.name not in done}))
 
 
 def upward_rank(units: Sequence[Unit]) -> dict[str, float]:

@@ -161,7 +161,7 @@ def _folder(path: Path, study: str | Path | Study | None) -> StudyFolder:
 
 def _complete(folder: StudyFolder) -> tuple[int, ...] | None:
     """Return the blocks that are complete; None: all."""
-    from isoloss.studies.growing import complete_blocks
+    from isoloss.studies.plan import complete_blocks
 
     units = folder.plan()
     done = {unit.name for unit in units if unit.done()}

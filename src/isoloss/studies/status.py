@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from isoloss.studies import attempts
-from isoloss.studies.job import last_line
-from isoloss.studies.leases import Attempt, Leases
 from isoloss.studies.plan import Unit, in_order, makespan, upward_rank
+from isoloss.studies.run.attempt import folder as folder_of
+from isoloss.studies.run.attempt import last_line
+from isoloss.studies.run.lease import Last, Leases
 
 State = Literal["done", "running", "failed", "interrupted", "to do"]
 
@@ -55,10 +55,10 @@ def statuses(units: Sequence[Unit], folder: Path) -> list[UnitStatus]:
     """
     leases = Leases(folder / "leases")
     last = leases.attempts()
-    return [_status(unit, last.get(unit.file_name, Attempt()), leases, folder / "logs") for unit in units]
+    return [_status(unit, last.get(unit.file_name, Last()), leases, folder / "logs") for unit in units]
 
 
-def _status(unit: Unit, attempt: Attempt, leases: Leases, logs: Path) -> UnitStatus:
+def _status(unit: Unit, attempt: Last, leases: Leases, logs: Path) -> UnitStatus:
     number, name = attempt.number, unit.file_name
     is_done = unit.has_files if attempt.end == "done" and unit.has_files else unit.done
     if is_done():
@@ -86,7 +86,7 @@ def _status(unit: Unit, attempt: Attempt, leases: Leases, logs: Path) -> UnitSta
 
 def _latest(path: Path, number: int) -> Path:
     """Return where a run is being made: looked up by name, as listing the folder once per run would take long."""
-    folder = attempts.folder(path, number)
+    folder = folder_of(path, number)
     return folder if folder.exists() else path
 
 

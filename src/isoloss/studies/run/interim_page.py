@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from isoloss import files
 from isoloss.errors import IsolossError
@@ -14,23 +14,7 @@ from isoloss.studies.plan import Unit
 INTERVAL_SECONDS = 240.0  # at least, from one page to the next
 
 
-def complete_blocks(units: Sequence[Unit], done: Collection[str]) -> tuple[int, ...]:
-    """Return the blocks of a plan all of whose units are done, in order.
-
-    Args:
-        units: The plan.
-        done: Names of the units that are done.
-
-    Example:
-        >>> known = {"arguments": (), "done": lambda: False}
-        >>> plan = [Unit(name="a", **known), Unit(name="b", block=1, **known), Unit(name="c", block=1, **known)]
-        >>> complete_blocks(plan, {"a", "b"}), complete_blocks(plan, {"a", "b", "c"})
-        ((0,), (0, 1))
-    """
-    return tuple(sorted({unit.block for unit in units} - {unit.block for unit in units if unit.name not in done}))
-
-
-class GrowingPage:
+class InterimPage:
     """Writes the page of the complete blocks: what an executor calls after each unit.
 
     The first page is written when `Study.first_page_blocks` blocks are complete. It is updated when more are and

@@ -26,7 +26,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from isoloss import files
 from isoloss.errors import IsolossError
@@ -58,12 +58,12 @@ class Lease:
     Attributes:
         path: The lease file.
         number: The number of the attempt.
-        file: The open lease file, which is locked until it is closed.
+        descriptor: Of the open lease file, which is locked until it is closed or this process ends.
     """
 
     path: Path
     number: int
-    file: TextIO
+    descriptor: int
 
     def is_held(self) -> bool:
         """Whether no later attempt has been taken."""
@@ -81,7 +81,7 @@ class Lease:
         """Record how the attempt ended, unless another process has taken a later one."""
         if self.is_held():
             files.write_json(self.path.with_suffix(f".{how}"), details)
-        self.file.close()
+        os.close(self.descriptor)
 
 
 class Leases:
@@ -132,22 +132,21 @@ class Leases:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                file = path.open("x")
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             except FileExistsError:
                 return None
             boot = _boot()
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # a file system without locks: only the heartbeat says whether this process lives
                 boot = ""
             # the lock comes first: whoever reads the boot id may rely on it
             owner = {"host": socket.gethostname(), "pid": os.getpid(), "boot": boot, "expiry": self.expiry}
             owner["began"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            json.dump(owner, file)
-            file.flush()
+            os.write(descriptor, json.dumps(owner).encode())
         except OSError as error:
             raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
-        return Lease(path, number, file)
+        return Lease(path, number, descriptor)
 
     def is_lost(self, unit: str, number: int) -> bool:
         """Whether an attempt that has not ended is lost: its owner is gone, or its heartbeat is too old."""
@@ -163,7 +162,7 @@ class Leases:
         except FileNotFoundError:
             return False
         # the owner's own expiry sets how often it renews the heartbeat, and may be longer
-        return self._time() - heartbeat > max(self.expiry, owner.get("expiry", 0.0))
+        return self._time() - heartbeat > max(self.expiry, float(owner.get("expiry", 0.0)))
 
     def seconds_since(self, unit: str, number: int, how: End) -> float:
         """Return how long ago it was recorded that an attempt ended in this way."""

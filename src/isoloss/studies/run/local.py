@@ -1,123 +1,186 @@
-"""The local executor: worker processes on this machine."""
+"""The local executor: processes on this machine, with its cores, GPUs and memory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 
-from isoloss.studies.capacity import Capacity
-from isoloss.studies.executors import warm
-from isoloss.studies.executors.warm import WarmCommand, WarmProcess
-from isoloss.studies.job import Job, Options, last_line
-from isoloss.studies.jobs import Jobs
+from isoloss.errors import IsolossError
+from isoloss.studies.plan import Resources, Unit
+from isoloss.studies.run import fork_server
+from isoloss.studies.run.attempt import Attempt, last_line
+from isoloss.studies.run.loop import Loop, Options
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.1
 PROGRESS_SECONDS = 30.0  # between two progress messages
 GRACE_SECONDS = 60.0  # for commands to save after an interrupt
+_ROUNDING = 1e-9  # so that three thirds of a GPU fit into one
 
 
-@dataclass
-class _Worker:
-    job: Job
-    process: subprocess.Popen[bytes] | WarmCommand
-    gpus: tuple[str, ...]
+def run(loop: Loop, options: Options) -> None:
+    """Run each attempt in its own process, as many at a time as cores, GPUs and memory allow.
 
-
-def run(jobs: Jobs, options: Options) -> None:
-    """Run each job in its own process, as many at a time as cores, GPUs and memory allow.
-
-    A job gets the GPUs, or the fraction of one, that it needs through `CUDA_VISIBLE_DEVICES`. On Linux, jobs that
-    train or measure with one thread are forked from a process that has already imported everything
-    (`isoloss.studies.executors.warm`). If this process ends for any reason, so do the jobs; when run again, their
-    commands resume from their files.
+    An attempt gets the GPUs, or the fraction of one, that it needs through `CUDA_VISIBLE_DEVICES`. If this process ends
+    for any reason, so do the commands; when run again, they resume from their files.
 
     Args:
-        jobs: The jobs.
+        loop: The loop over the plan.
         options: `workers` is the number of cores.
 
     Raises:
-        IsolossError: A job needs more than the machine has, or a file cannot be written.
+        IsolossError: A unit needs more than the machine has, or a file cannot be written.
         KeyboardInterrupt: Passed on after the commands have saved.
     """
-    capacity = Capacity.of_machine(options.workers)
-    todo = [unit for unit in jobs.units if not jobs.is_done(unit)]
+    capacity, todo = Capacity.of_machine(options.workers), loop.todo
     capacity.check(todo)
     if not todo:
         return
+    for unit in todo:
+        fork_server.preload(unit.arguments, unit.needs)
     where = f"{options.workers} at a time" + (f" on {len(capacity.gpus)} GPUs" if capacity.gpus else "")
-    jobs.say(f"{len(todo)} of {len(jobs.units)} units to do, {where}; their output is in {jobs.logs}")
-    running: list[_Worker] = []
-    parent: WarmProcess | None = None
+    loop.say(f"{len(todo)} of {len(loop.units)} units to do, {where}; their output is in {loop.logs}")
+    running: dict[Attempt, tuple[ForkServerProcess, tuple[str, ...]]] = {}
     last_message = time.monotonic()
     try:
-        while not jobs.finished:
-            while capacity.cores > 0 and (job := jobs.take(capacity.fits)):
-                gpus = capacity.take(job.unit.needs) or ()
-                if parent is None and warm.can_fork(job.unit.arguments, job.unit.needs):
-                    parent = WarmProcess()
-                running.append(_Worker(job, _start(job, gpus, parent), gpus))
-            jobs.report_done()
-            time.sleep(POLL_SECONDS)
-            for worker in list(running):
-                if worker.job in jobs.taken_over:
-                    worker.process.kill()
-                if (status := worker.process.poll()) is not None:
-                    running.remove(worker)
-                    _close(worker)
-                    capacity.give_back(worker.job.unit.needs, worker.gpus)
-                    jobs.finish(worker.job, status)
+        while not loop.finished:
+            while capacity.cores > 0 and (attempt := loop.take(capacity.fits)):
+                gpus = capacity.take(attempt.unit.needs) or ()
+                environment = {**attempt.environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+                process = fork_server.start(attempt.arguments, attempt.unit.needs, attempt.log, environment)
+                running[attempt] = process, gpus
+            loop.report_done()
+            wait([process.sentinel for process, _ in running.values()], timeout=POLL_SECONDS)
+            for attempt, (process, gpus) in list(running.items()):
+                if (status := process.exitcode) is not None:
+                    del running[attempt]
+                    capacity.give_back(attempt.unit.needs, gpus)
+                    loop.finish(attempt, status)
             if time.monotonic() - last_message > PROGRESS_SECONDS:
                 last_message = time.monotonic()
-                for worker in running:
-                    name, seconds = worker.job.unit.name, worker.job.seconds
-                    jobs.say(f"  {last_line(worker.job.log) or f'{name}: running for {seconds:.0f} s'}")
+                for attempt in running:
+                    name, seconds = attempt.unit.name, attempt.seconds
+                    loop.say(f"  {last_line(attempt.log) or f'{name}: running for {seconds:.0f} s'}")
     except BaseException:
-        _stop(jobs, running)
+        _stop(loop, {attempt: process for attempt, (process, _) in running.items()})
         raise
-    finally:
-        if parent is not None:
-            parent.close()
 
 
-def _start(job: Job, gpus: tuple[str, ...], parent: WarmProcess | None) -> subprocess.Popen[bytes] | WarmCommand:
-    environment = {**job.environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    if parent is not None and warm.can_fork(job.unit.arguments, job.unit.needs):
-        return parent.start(job.arguments, job.log, environment)
-    with job.log.open("wb") as file:
-        return subprocess.Popen(
-            job.command,
-            stdin=subprocess.PIPE,  # never written to: its closing tells the command that the executor is gone
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment, **warm.EXIT_WITH_STDIN},
-            start_new_session=True,  # so that Ctrl-C reaches only the executor, which passes it on
-        )
-
-
-def _stop(jobs: Jobs, running: list[_Worker]) -> None:
+def _stop(loop: Loop, running: dict[Attempt, ForkServerProcess]) -> None:
     """Interrupt the commands so that they save and end; kill those that take too long."""
     if running:
-        jobs.say("stopping when the running units have saved; Ctrl-C again kills them")
-    for worker in running:
-        worker.process.send_signal(signal.SIGINT)
+        loop.say("stopping when the running units have saved; Ctrl-C again kills them")
+    for process in running.values():
+        if process.exitcode is None and process.pid:
+            with contextlib.suppress(ProcessLookupError):  # it ends now
+                os.kill(process.pid, signal.SIGINT)
     deadline = time.monotonic() + GRACE_SECONDS
+    with contextlib.suppress(KeyboardInterrupt):
+        for process in running.values():
+            process.join(max(0.1, deadline - time.monotonic()))
+    for attempt, process in running.items():
+        process.kill()
+        process.join(GRACE_SECONDS)
+        loop.finish(attempt, -signal.SIGKILL if process.exitcode is None else process.exitcode, stopped=True)
+
+
+@dataclass
+class Capacity:
+    """What is free on a machine.
+
+    Attributes:
+        cores: CPU cores.
+        gpus: Free fraction of each GPU, by its name in `CUDA_VISIBLE_DEVICES`.
+        memory: Memory in GiB.
+
+    Example:
+        >>> capacity = Capacity(cores=4, gpus={"0": 1.0}, memory=8.0)
+        >>> capacity.take(Resources(gpus=0.5)), capacity.take(Resources(gpus=0.75))
+        (('0',), None)
+    """
+
+    cores: int
+    gpus: dict[str, float] = field(default_factory=dict)
+    memory: float = 0.0
+
+    @classmethod
+    def of_machine(cls, cores: int) -> Capacity:
+        """Return a capacity of this many cores, all GPUs and memory of this machine."""
+        return cls(cores, dict.fromkeys(visible_gpus(), 1.0), _memory())
+
+    def check(self, units: Sequence[Unit]) -> None:
+        """Refuse a unit that does not fit even if nothing else runs. Call it before the first `take`.
+
+        Raises:
+            IsolossError: A unit needs more than there is; the first such unit is named.
+        """
+        for unit in units:
+            if not self.fits(unit.needs):
+                needs = unit.needs
+                raise IsolossError(
+                    f"{unit.name} needs {_words(needs.all_cores, needs.all_gpus, needs.memory)}; there are "
+                    f"{_words(self.cores, len(self.gpus), self.memory)} (--workers is the number of cores)"
+                )
+
+    def fits(self, needs: Resources) -> bool:
+        """Whether a unit with these needs could start now."""
+        return needs.all_cores <= self.cores and needs.memory <= self.memory and self._choose(needs) is not None
+
+    def take(self, needs: Resources) -> tuple[str, ...] | None:
+        """Reserve what a unit needs, and return the GPUs that it gets; None: it does not fit now."""
+        chosen = self._choose(needs)
+        if chosen is None or not self.fits(needs):
+            return None
+        self._change(needs, chosen, -1)
+        return chosen
+
+    def give_back(self, needs: Resources, gpus: Sequence[str]) -> None:
+        """Free what `take` reserved."""
+        self._change(needs, gpus, 1)
+
+    def _change(self, needs: Resources, gpus: Sequence[str], sign: int) -> None:
+        self.cores += sign * needs.all_cores
+        self.memory += sign * needs.memory
+        for gpu in gpus:
+            self.gpus[gpu] += sign * min(needs.gpus, 1.0)
+
+    def _choose(self, needs: Resources) -> tuple[str, ...] | None:
+        """Return GPUs with room, the fullest first so that whole ones stay free; None if there are too few."""
+        if not needs.gpus:
+            return ()
+        each, count = min(needs.gpus, 1.0), max(1, round(needs.all_gpus))
+        free = sorted((room, gpu) for gpu, room in self.gpus.items() if room >= each - _ROUNDING)
+        return tuple(gpu for _, gpu in free[:count]) if len(free) >= count else None
+
+
+def _memory() -> float:
+    """Return how much memory in GiB this machine, container or Slurm job may use."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30]
+    with contextlib.suppress(OSError, ValueError):  # without a limit, the file is missing or says "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**30)
+    if (job := os.environ.get("SLURM_MEM_PER_NODE", "")).isdecimal():
+        limits.append(int(job) / 2**10)
+    return min(limits)
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return the NVIDIA GPUs that this process may use, as named in `CUDA_VISIBLE_DEVICES`, without loading torch."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return tuple(name for name in given.split(",") if name and name != "-1")
     try:
-        for worker in running:
-            worker.process.wait(timeout=max(0.1, deadline - time.monotonic()))
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        for worker in running:
-            worker.process.kill()
-    for worker in running:
-        worker.process.wait(timeout=GRACE_SECONDS)
-        _close(worker)
-        status = worker.process.returncode
-        jobs.finish(worker.job, -signal.SIGKILL if status is None else status, stopped=True)
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(str(i) for i, line in enumerate(line for line in listed.splitlines() if line.startswith("GPU ")))
 
 
-def _close(worker: _Worker) -> None:
-    if isinstance(worker.process, subprocess.Popen):
-        assert worker.process.stdin is not None
-        worker.process.stdin.close()
+def _words(cores: int, gpus: float, memory: float) -> str:
+    parts = [f"{cores} cores" if cores != 1 else "1 core", f"{gpus:g} GPUs" if gpus != 1 else "1 GPU"]
+    return ", ".join([*parts, f"{memory:.3g} GiB of memory"])

@@ -1,19 +1,17 @@
-"""The Ray executor: each job is a Ray task, on a cluster or on this machine.
+"""The Ray executor: each attempt is a Ray task, on a cluster or on this machine.
 
-This process, the driver, holds the leases. If a node dies, only its jobs are affected: they resume from their files on
-other nodes. All nodes share the study's folder.
+This process, the driver, holds the leases. If a node dies, only its attempts are affected: their units resume from
+their files on other nodes. All nodes share the study's folder.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import secrets
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,11 +20,11 @@ from typing import Any
 
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.studies.capacity import Capacity
-from isoloss.studies.executors import warm
-from isoloss.studies.job import Job, Options, command
-from isoloss.studies.jobs import Jobs
 from isoloss.studies.plan import Resources
+from isoloss.studies.run import fork_server
+from isoloss.studies.run.attempt import Attempt
+from isoloss.studies.run.local import Capacity
+from isoloss.studies.run.loop import Loop, Options
 
 POLL_SECONDS = 0.1
 PROGRESS_SECONDS = 60.0  # between two progress messages
@@ -38,11 +36,11 @@ _ROUNDING = 1e-9  # thirds of a GPU add up to one
 FOLDER_NOT_FOUND = 69  # status of a task whose node cannot see the folder: EX_UNAVAILABLE
 
 
-def run(jobs: Jobs, options: Options) -> None:
-    """Run each job as a Ray task with the cores, GPUs and memory that it needs.
+def run(loop: Loop, options: Options) -> None:
+    """Run each attempt as a Ray task with the cores, GPUs and memory that it needs.
 
     Args:
-        jobs: The jobs.
+        loop: The loop over the plan.
         options: At most `workers` cores are used at a time. `address` is the address of a cluster, such as `auto`,
             which may grow and shrink meanwhile; without one, a cluster is started on this machine and ends with the
             study.
@@ -51,10 +49,9 @@ def run(jobs: Jobs, options: Options) -> None:
         IsolossError: Ray is missing, there is no cluster at that address, or a node cannot see the folder.
         KeyboardInterrupt: Passed on after the commands have saved.
     """
-    todo = [unit for unit in jobs.units if not jobs.is_done(unit)]
-    if not todo:
+    if not (todo := loop.todo):
         return
-    jobs.say(f"connecting to {options.address}" if options.address else "starting Ray on this machine")
+    loop.say(f"connecting to {options.address}" if options.address else "starting Ray on this machine")
     ray = _connect(options)
     try:
         size = _size(ray)
@@ -63,11 +60,11 @@ def run(jobs: Jobs, options: Options) -> None:
             Capacity(int(size["cores"]), gpus, size["memory"]).check(todo)
         count = sum(node["Alive"] for node in ray.nodes())
         nodes = "1 node" if count == 1 else f"{count} nodes"
-        jobs.say(
-            f"{len(todo)} of {len(jobs.units)} units to do on {nodes} with {size['cores']:.0f} cores, using at most "
-            f"{options.workers} at a time; their output is in {jobs.logs}"
+        loop.say(
+            f"{len(todo)} of {len(loop.units)} units to do on {nodes} with {size['cores']:.0f} cores, using at most "
+            f"{options.workers} at a time; their output is in {loop.logs}"
         )
-        _carry_out_all(ray, jobs)
+        _carry_out_all(ray, loop)
     finally:
         ray.shutdown()
 
@@ -99,45 +96,42 @@ def _connect(options: Options) -> Any:
     return ray
 
 
-def _carry_out_all(ray: Any, jobs: Jobs) -> None:
-    running: dict[Any, Job] = {}  # by the reference of its Ray task
+def _carry_out_all(ray: Any, loop: Loop) -> None:
+    running: dict[Any, Attempt] = {}  # by the reference of its Ray task
     size, last_look = _size(ray), time.monotonic()
     last_message = time.monotonic()
     try:
-        while not jobs.finished:
+        while not loop.finished:
             if time.monotonic() - last_look > SIZE_SECONDS:
                 size, last_look = _size(ray), time.monotonic()
-            fits = functools.partial(_fits, size, jobs.options)
-            while job := jobs.take(functools.partial(fits, [job.unit.needs for job in running.values()])):
-                running[_submit(job)] = job
-            jobs.report_done()
+            fits = functools.partial(_fits, size, loop.options)
+            while attempt := loop.take(functools.partial(fits, [attempt.unit.needs for attempt in running.values()])):
+                running[_submit(attempt)] = attempt
+            loop.report_done()
             if not running:
                 time.sleep(POLL_SECONDS)
                 continue
             ray.wait(list(running), timeout=POLL_SECONDS)  # returns when one has ended
             for reference in ray.wait(list(running), num_returns=len(running), timeout=0)[0]:
-                job = running.pop(reference)
-                status, was_stopped = _status(ray, reference, job, jobs)
-                jobs.finish(job, status, stopped=was_stopped)
-            for reference, job in running.items():
-                if job in jobs.taken_over:
-                    ray.cancel(reference, force=True)
+                attempt = running.pop(reference)
+                status, was_stopped = _status(ray, reference, attempt, loop)
+                loop.finish(attempt, status, stopped=was_stopped)
             if time.monotonic() - last_message > PROGRESS_SECONDS:
                 last_message = time.monotonic()
-                jobs.say(
-                    f"{jobs.num_done} of {len(jobs.units)} units done, {len(running)} running or waiting for a node"
+                loop.say(
+                    f"{loop.num_done} of {len(loop.units)} units done, {len(running)} running or waiting for a node"
                 )
     except BaseException:
         if running:
-            jobs.say("stopping when the running units have saved")
+            loop.say("stopping when the running units have saved")
         for reference in running:
             ray.cancel(reference)  # raises KeyboardInterrupt in the task, which lets its command save
         if running:
             late = ray.wait(list(running), num_returns=len(running), timeout=STOP_SECONDS)[1]
             if late:
-                jobs.say(f"{len(late)} tasks have not ended after {STOP_SECONDS:.0f} s; what they saved last is kept")
-        for reference, job in running.items():
-            jobs.finish(job, _status(ray, reference, job, jobs)[0], stopped=True)
+                loop.say(f"{len(late)} tasks have not ended after {STOP_SECONDS:.0f} s; what they saved last is kept")
+        for reference, attempt in running.items():
+            loop.finish(attempt, _status(ray, reference, attempt, loop)[0], stopped=True)
         raise
 
 
@@ -169,13 +163,13 @@ def _amounts(needs: Resources) -> dict[str, float]:
     return {"cores": needs.all_cores, "gpus": needs.all_gpus, "memory": needs.memory}
 
 
-def _submit(job: Job) -> Any:
-    """Submit a job as a Ray task, and return its reference."""
-    needs = job.unit.needs
-    wanted: dict[str, Any] = {"num_cpus": needs.all_cores, "num_gpus": needs.all_gpus, "name": job.unit.name}
+def _submit(attempt: Attempt) -> Any:
+    """Submit an attempt as a Ray task, and return its reference."""
+    needs = attempt.unit.needs
+    wanted: dict[str, Any] = {"num_cpus": needs.all_cores, "num_gpus": needs.all_gpus, "name": attempt.unit.name}
     if needs.memory:
         wanted["memory"] = int(needs.memory * 2**30)
-    return _task().options(**wanted).remote(job.arguments, needs, job.log.absolute(), job.environment)
+    return _task().options(**wanted).remote(attempt.arguments, needs, attempt.log.absolute(), attempt.environment)
 
 
 @functools.cache
@@ -186,31 +180,31 @@ def _task() -> Any:
     return ray.remote(max_retries=0)(carry_out)
 
 
-def _note(job: Job, error: Exception) -> None:
-    """Add an error to a job's log."""
-    with job.log.open("a") as file:
+def _note(attempt: Attempt, error: Exception) -> None:
+    """Add an error to an attempt's log."""
+    with attempt.log.open("a") as file:
         file.write(f"{error}\n")
 
 
-def _status(ray: Any, reference: Any, job: Job, jobs: Jobs, timeout: float = 0.0) -> tuple[int, bool]:
+def _status(ray: Any, reference: Any, attempt: Attempt, loop: Loop) -> tuple[int, bool]:
     """Return the exit status of a task's command, and whether the command was stopped or its node or worker lost."""
     try:
-        status: int = ray.get(reference, timeout=timeout)
+        status: int = ray.get(reference, timeout=0.0)
     except ray.exceptions.OutOfMemoryError as error:
-        _note(job, error)
+        _note(attempt, error)
         return 1, False
     except ray.exceptions.TaskCancelledError:
         return -signal.SIGTERM, True
     except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
         if isinstance(error, KeyboardInterrupt):  # raised in a task that was cancelled
             return -signal.SIGTERM, True
-        _note(job, error)
+        _note(attempt, error)
         return 1, False
     except (ray.exceptions.RayError, KeyboardInterrupt) as error:
-        jobs.say(f"{job.unit.name}: lost, {type(error).__name__}")
+        loop.say(f"{attempt.unit.name}: lost, {type(error).__name__}")
         return -signal.SIGTERM, True
     if status == FOLDER_NOT_FOUND:
-        raise IsolossError(f"a node of the cluster cannot see {jobs.logs.parent}: put the study on shared storage")
+        raise IsolossError(f"a node of the cluster cannot see {loop.logs.parent}: put the study on shared storage")
     return status, False
 
 
@@ -229,33 +223,13 @@ def carry_out(arguments: tuple[str, ...], needs: Resources, log: Path, environme
     more = dict(environment)
     if not needs.gpus:
         more["CUDA_VISIBLE_DEVICES"] = ""
-    if warm.can_fork(arguments, needs):
-        process: Any = _parent().start(arguments, log, more)
-    else:
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                command(arguments, needs),
-                stdin=subprocess.PIPE,  # never written to: its closing tells the command that the task is gone
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **more, **warm.EXIT_WITH_STDIN},
-                start_new_session=True,
-            )
+    fork_server.preload(arguments, needs)
+    process = fork_server.start(arguments, needs, log, more)
     try:
-        while process.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=POLL_SECONDS)  # returns when it ends
+        process.join()
     except BaseException:
-        process.send_signal(signal.SIGTERM)  # Ray's processes start others with SIGINT blocked
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=GRACE_SECONDS)
-        if process.poll() is None:
-            process.kill()
+        process.terminate()  # Ray's processes start others with SIGINT blocked
+        process.join(GRACE_SECONDS)
+        process.kill()
         raise
-    return int(process.returncode)
-
-
-@functools.cache
-def _parent() -> warm.WarmProcess:
-    """The process from which this Ray worker forks its commands."""
-    return warm.WarmProcess()
+    return process.exitcode or 0

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss.errors import IsolossError
-from isoloss.studies.job import Options
-from isoloss.studies.jobs import Jobs
+from isoloss.studies.run.loop import Loop, Options
 
 if TYPE_CHECKING:
     import submitit
@@ -59,11 +58,11 @@ class Worker:
         return DelayedSubmission(self)
 
 
-def run(jobs: Jobs, options: Options) -> None:
+def run(loop: Loop, options: Options) -> None:
     """Submit workers, and watch the folder until all units are done.
 
     Args:
-        jobs: The jobs; this process takes none of them.
+        loop: The loop over the plan, of which this process takes no attempt.
         options: `workers` is the number of Slurm jobs, each with enough cores and GPUs for the largest unit;
             `worker_arguments` is what each runs; `submit_parameters` are those of submitit's
             `AutoExecutor.update_parameters`, and `cluster`: `slurm`, or `local` to try it on this machine.
@@ -72,40 +71,39 @@ def run(jobs: Jobs, options: Options) -> None:
         IsolossError: submitit or Slurm is missing, a parameter is wrong, or all workers end without finishing a unit.
         KeyboardInterrupt: Passed on after cancelling the workers.
     """
-    todo = [unit for unit in jobs.units if not jobs.is_done(unit)]
-    if not todo:
+    if not (todo := loop.todo):
         return
-    executor, cores = _executor(jobs, options, jobs.logs.parent)
+    executor, cores = _executor(loop, options, loop.logs.parent)
     work = (*options.worker_arguments, "--workers", str(cores))
-    jobs.say(f"{len(todo)} of {len(jobs.units)} units to do by {options.workers} jobs; their output is in {jobs.logs}")
+    loop.say(f"{len(todo)} of {len(loop.units)} units to do by {options.workers} jobs; their output is in {loop.logs}")
     running: list[Any] = []
     last_message = time.monotonic()
     done_before = -1
     try:
         while True:
             have_ended = all(job.done() for job in running)
-            jobs.refresh()  # only now, so that it sees what the last worker wrote
-            jobs.report_done()
-            if jobs.finished:
+            loop.refresh()  # only now, so that it sees what the last worker wrote
+            loop.report_done()
+            if loop.finished:
                 return
             if have_ended:
-                if jobs.num_done == done_before:
+                if loop.num_done == done_before:
                     raise IsolossError(_without_progress(running))
-                done_before = jobs.num_done
-                count = min(options.workers, len(jobs.units) - jobs.num_done)
+                done_before = loop.num_done
+                count = min(options.workers, len(loop.units) - loop.num_done)
                 running = executor.submit_array([Worker(work)] * count)
-                jobs.say(f"submitted {count} jobs: {', '.join(job.job_id for job in running)}")
+                loop.say(f"submitted {count} jobs: {', '.join(job.job_id for job in running)}")
             time.sleep(POLL_SECONDS)
             if time.monotonic() - last_message > PROGRESS_SECONDS:
                 last_message = time.monotonic()
-                jobs.say(f"{jobs.num_done} of {len(jobs.units)} units done")
+                loop.say(f"{loop.num_done} of {len(loop.units)} units done")
     except BaseException:
         for job in running:
             job.cancel()
         raise
 
 
-def _executor(jobs: Jobs, options: Options, folder: Path) -> tuple[Any, int]:
+def _executor(loop: Loop, options: Options, folder: Path) -> tuple[Any, int]:
     """Return submitit's executor and the number of cores of each worker."""
     try:
         import submitit
@@ -119,7 +117,7 @@ def _executor(jobs: Jobs, options: Options, folder: Path) -> tuple[Any, int]:
         raise IsolossError(
             "this machine has no sbatch to submit Slurm jobs; to try the executor here, give --submit cluster=local"
         )
-    needs = [unit.needs for unit in jobs.units]
+    needs = [unit.needs for unit in loop.units]
     parameters: dict[str, Any] = {
         "name": "isoloss",
         "timeout_min": 60,

@@ -1,0 +1,81 @@
+"""Commands that are forked from a process with the imports behind it do what those started afresh do."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from isoloss.studies.plan import Resources
+from isoloss.studies.run import fork_server
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")
+
+ONE = Resources()
+TRAINING = ("--language", "pcfg-laptop", "--size", "d16", "--batch-size", "8", "--steps", "6", "--device", "cpu")
+MEASURES = ("--measures", "loss", "trace", "probe-root", "--loss-sentences", "64", "--num-sequences", "16")
+FEW = ("--num-train", "64", "--num-test", "64", "--probe-epochs", "2", "--threads", "1")
+
+
+def start(arguments, log, needs=ONE):
+    fork_server.preload(("train",), ONE)
+    return fork_server.start(arguments, needs, log, {"OMP_NUM_THREADS": "1"})
+
+
+def commands(folder):
+    return ("train", str(folder), *TRAINING, "--threads", "1"), ("eval", str(folder), *MEASURES, *FEW)
+
+
+def contents(folder):
+    """SHA-256 of every file by its path, but for those that say when things happened."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("log.jsonl", ".lock")
+    }
+
+
+def test_results_are_those_of_a_fresh_process_bit_for_bit(tmp_path):
+    for name in ("first", "second"):  # the second fork is of a process that has forked before
+        for command in commands(tmp_path / name):
+            forked = start(command, tmp_path / "log")
+            forked.join(120)
+            assert forked.exitcode == 0, (tmp_path / "log").read_text()
+    for command in commands(tmp_path / "fresh"):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-m", "isoloss", *command], check=True, env=environment, capture_output=True)
+    assert len(contents(tmp_path / "fresh")) > 8
+    assert contents(tmp_path / "first") == contents(tmp_path / "second") == contents(tmp_path / "fresh")
+
+
+def test_only_what_trains_or_measures_on_one_thread_waits_for_the_imports():
+    assert fork_server.can_fork(("train", "a"), ONE)
+    assert fork_server.can_fork(["eval", "a"], ONE)
+    assert not fork_server.can_fork(("--version",), ONE)
+    assert not fork_server.can_fork((), ONE)
+    assert not any(fork_server.can_fork(("train", "a"), needs) for needs in (Resources(cores=2), Resources(gpus=0.5)))
+
+
+def test_what_a_command_says_and_its_status_are_kept(tmp_path):
+    version = start(["--version"], tmp_path / "version.log")
+    wrong = start(["sample", "no-such-language"], tmp_path / "wrong.log")
+    torchrun = start(["--version"], tmp_path / "two.log", Resources(processes=2))
+    for process in (version, wrong, torchrun):
+        process.join(120)
+    assert (version.exitcode, wrong.exitcode, torchrun.exitcode) == (0, 2, 0)
+    assert (tmp_path / "version.log").read_text().startswith("isoloss ")
+    assert "no language 'no-such-language'" in (tmp_path / "wrong.log").read_text()
+    assert (tmp_path / "two.log").read_text().count("isoloss ") == 2
+
+
+def test_a_command_that_is_killed_says_so(tmp_path):
+    command = start(("train", str(tmp_path / "run"), *TRAINING[:-4], "--steps", "1000000"), tmp_path / "log")
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert command.exitcode is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    command.kill()
+    command.join(30)
+    assert command.exitcode == -signal.SIGKILL
