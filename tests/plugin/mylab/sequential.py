@@ -1,10 +1,10 @@
-"""An executor: one job after another, on this machine."""
+"""An executor: one attempt after another, on this machine."""
 
 from typing import Any
 
 
-def run(jobs: Any, options: Any) -> None:
-    """Run the command of every job; its output is in the job's log."""
-    for job in jobs:  # waits while other processes have the rest
-        jobs.say(f"{job.unit.name}: isoloss {' '.join(job.arguments)}")
-        jobs.finish(job, job.call())
+def run(loop: Any, options: Any) -> None:
+    """Run the command of every attempt; its output is in the attempt's log."""
+    for attempt in loop:  # waits while other processes have the rest
+        loop.say(f"{attempt.unit.name}: isoloss {' '.join(attempt.arguments)}")
+        loop.finish(attempt, attempt.call())
