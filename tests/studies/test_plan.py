@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 
 from isoloss.errors import IsolossError
-from isoloss.studies import jobs
 from isoloss.studies.plan import Resources, Unit, check, in_order, makespan, upward_rank
+from isoloss.studies.run import loop
 from isoloss.studies.run.loop import Options
 
 
@@ -70,7 +70,7 @@ def test_the_work_on_a_plan_grows_with_its_units(function, cores):
 
 
 def test_a_job_costs_the_same_in_a_large_plan(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "LOOK_SECONDS", 1e9)  # what others do is looked up by the clock
+    monkeypatch.setattr(loop, "LOOK_SECONDS", 1e9)  # what others do is looked up by the clock
 
     def carry_out(count):
         done = set()
@@ -83,7 +83,7 @@ def test_a_job_costs_the_same_in_a_large_plan(tmp_path, monkeypatch):
             )
             for i in range(count)
         ]
-        made = jobs.Loop(units, tmp_path / f"{count}", Options())
+        made = loop.Loop(units, tmp_path / f"{count}", Options())
         while not made.finished:
             job = made.take(lambda needs: needs.cores == 1) or made.take()  # the others wait for a while
             done.add(job.unit.name)
