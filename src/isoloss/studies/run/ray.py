@@ -226,10 +226,11 @@ def carry_out(arguments: tuple[str, ...], needs: Resources, log: Path, environme
     fork_server.preload(arguments, needs)
     process = fork_server.start(arguments, needs, log, more)
     try:
-        process.join()
+        while process.exitcode is None:  # Ray's interrupt is noticed between two waits only
+            process.join(POLL_SECONDS)
     except BaseException:
         process.terminate()  # Ray's processes start others with SIGINT blocked
         process.join(GRACE_SECONDS)
         process.kill()
         raise
-    return process.exitcode or 0
+    return process.exitcode
