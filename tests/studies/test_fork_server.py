@@ -1,6 +1,7 @@
 """Commands that are forked from a process with the imports behind it do what those started afresh do."""
 
 import hashlib
+import importlib
 import os
 import signal
 import subprocess
@@ -79,3 +80,8 @@ def test_a_command_that_is_killed_says_so(tmp_path):
     command.kill()
     command.join(30)
     assert command.exitcode == -signal.SIGKILL
+
+
+def test_everything_that_is_imported_beforehand_exists(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the module sets
+    importlib.import_module("isoloss.studies.run.preloaded")  # the server would pass over an ImportError

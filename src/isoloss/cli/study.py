@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from isoloss.studies.claims import ClaimResult
     from isoloss.studies.estimates import Estimate
     from isoloss.studies.folder import StudyFolder
-    from isoloss.studies.run.loop import Executor, Options
     from isoloss.studies.repetition import Repeated
     from isoloss.studies.results import Summary
+    from isoloss.studies.run.loop import Executor, Options
     from isoloss.studies.status import Remaining, UnitStatus
 
 EXAMPLES = [
@@ -139,9 +139,9 @@ class _Run(_Working):
     """For the executor slurm: parameters of submitit as NAME=VALUE, such as timeout_min=600 slurm_partition=gpu."""
 
     def run(self) -> int:
+        from isoloss.studies.plan import in_order
         from isoloss.studies.run.interim_page import InterimPage
         from isoloss.studies.run.loop import Loop
-        from isoloss.studies.plan import in_order
 
         for option, executor in (("submit", "slurm"), ("address", "ray")):
             if getattr(self, option) and self.executor != executor:
@@ -192,9 +192,9 @@ class _Work(_Working):
     """Help another process carry out a study, until no unit is left; that process writes the report."""
 
     def run(self) -> int:
+        from isoloss.studies.plan import in_order
         from isoloss.studies.run import local
         from isoloss.studies.run.loop import Loop
-        from isoloss.studies.plan import in_order
 
         folder = self.study()
         if not folder.exists():

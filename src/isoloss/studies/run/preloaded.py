@@ -5,12 +5,9 @@ With one OpenMP thread, these imports start no threads; a fork of a process with
 
 import importlib
 import os
-from collections.abc import Callable
-from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read by libraries as they are imported
 
-from isoloss.evaluation.measures.base import Measure
 
 for name in (
     "isoloss.cli.train",
@@ -39,14 +36,3 @@ for name in (
     "transformers.models.bert.modeling_bert",
 ):
     importlib.import_module(name)
-
-
-def _read_help_texts(config: type, read: Callable[[type[Any]], object]) -> None:
-    """Read the help texts of this type's settings now, as that would take each `isoloss eval` a second."""
-    subclasses: list[type[Any]] = config.__subclasses__()
-    for subclass in subclasses:
-        read(subclass)
-        _read_help_texts(subclass, read)
-
-
-_read_help_texts(Measure, importlib.import_module("isoloss.cli.options").help_texts)
