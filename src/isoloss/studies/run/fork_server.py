@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,4 @@ def _become(arguments: list[str], words: list[str], log: str, environment: dict[
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["isoloss", *arguments]
-    from isoloss.cli.main import entry
-
-    entry()
+    runpy.run_module("isoloss", run_name="__main__", alter_sys=True)
