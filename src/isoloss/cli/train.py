@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from isoloss import config as configs
-from isoloss import early_checks, files, interrupts
+from isoloss import early_checks, files, interrupts, usage
 from isoloss.cli import common, options
 from isoloss.cli.options import LanguageOptions, Options, option_name, sources_of
 from isoloss.config import AlgorithmConfig, LanguageConfig
@@ -184,20 +184,11 @@ def _main(arguments: list[str]) -> int:
     if args.json:
         common.emit_json({"run": str(run.path), **result})
         return 0
-<<<<<<< HEAD
     common.say(f"{run.path}: {result['steps']} steps done, last training loss {result['loss_nats']:.4f} nats")
     common.say_stages(run)
     steps = ", ".join(map(str, run.steps()))
     if usage.USAGE in os.environ:  # a study gives the run another path, and measures it
         common.say(f"checkpoints (step): {steps}")
-=======
-    for run, result in zip(runs, results, strict=True):
-        common.say(f"{run.path}: {result['steps']} steps done, last training loss {result['loss_nats']:.4f} nats")
-        common.say_stages(run)
-    steps = sorted({step for run in runs for step in run.steps()})
-    if files.LEASE in os.environ:  # a study gives the run another path, and measures it
-        common.say(f"checkpoints (step): {', '.join(map(str, steps))}")
->>>>>>> 924c623 (Plans are carried out by one loop over leases, attempts and multiprocessing's fork server)
         return 0
     common.say(f"checkpoints (step): {steps}; measure them with")
     common.say("  " + common.command("eval", run.path))

@@ -8,7 +8,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read by libraries as they are imported
 
-
 for name in (
     "isoloss.cli.train",
     "isoloss.cli.eval",
@@ -27,9 +26,7 @@ for name in (
     "isoloss.models.architectures",
     "isoloss.models.bert",
     "isoloss.models.expansion",
-    "isoloss.models.fused",
-    "isoloss.models.stacked_kernels",
-    "isoloss.training.stack",
+    "isoloss.models.compiled_bert",
     "isoloss.training.trainer",
     "isoloss.transfer.probe",
     "isoloss.transfer.tasks",
