@@ -172,7 +172,7 @@ def test_what_a_language_lacks_is_one_clear_sentence(tmp_path):
         (lambda: languages.entropy(plain), "are not known"),
         (lambda: plain.labeling("root"), r"no task 'root': Plain\(.*\) has no tasks of its own"),
         (lambda: plain.held_out(3), "holds no sentences out"),
-        (lambda: plain.redrawn(fraction=1.0, seed=0), r"Plain\(.*\) is neither"),
+        (lambda: plain.perturbed(fraction=1.0, seed=0), r"Plain\(.*\) is neither"),
         (lambda: plain.restrict_lengths(sentences, 1, 1, generator=stream), "choose no lengths"),
         (lambda: plain.describe_latent(sentences), "nothing is known of what produced"),
         (lambda: languages.save(plain, tmp_path / "a.safetensors"), "is not stored as one file"),

@@ -178,7 +178,7 @@ def test_tasks_have_the_labels_of_the_inner_language():
     grammar = FramedConfig(language=INNER["pcfg"]).build()
     short = make_task(grammar, "prefix-2", num_train=50, num_test=50, test_lengths=(4, 5))
     assert set(short.test.lengths.tolist()) <= {4, 5}
-    again = grammar.redrawn(fraction=1.0, seed=1)
+    again = grammar.perturbed(fraction=1.0, seed=1)
     assert again.vocabulary == grammar.vocabulary
     with pytest.raises(IsolossError, match="and one token are 3"):
         make_task(grammar, "prefix-2", test_lengths=(1, 2))

@@ -25,7 +25,7 @@ RULES = ("binary", "unary", "emission")
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 1.0])
 def test_a_redrawn_grammar_has_the_rules_and_other_probabilities_of_some_symbols(fraction: float) -> None:
-    other = GRAMMAR.redrawn(fraction=fraction, seed=0)
+    other = GRAMMAR.perturbed(fraction=fraction, seed=0)
     before, after = GRAMMAR.grammar, other.grammar
     assert (after.symbols, after.vocabulary, other.max_length) == (
         before.symbols,
@@ -44,12 +44,12 @@ def test_a_redrawn_grammar_has_the_rules_and_other_probabilities_of_some_symbols
         assert np.allclose(*totals, rtol=1e-12)
     assert len(changed) == math.ceil(fraction * 10)  # S and nine others have a choice
     assert torch.allclose(other.length_probs, GRAMMAR.length_probs)
-    assert np.array_equal(GRAMMAR.redrawn(fraction=fraction, seed=0).grammar.binary_probs, after.binary_probs)
-    assert not np.array_equal(GRAMMAR.redrawn(fraction=1.0, seed=1).grammar.binary_probs, after.binary_probs)
+    assert np.array_equal(GRAMMAR.perturbed(fraction=fraction, seed=0).grammar.binary_probs, after.binary_probs)
+    assert not np.array_equal(GRAMMAR.perturbed(fraction=1.0, seed=1).grammar.binary_probs, after.binary_probs)
 
 
 def test_a_redrawn_hidden_markov_model_has_the_same_possibilities() -> None:
-    other = MARKOV.redrawn(fraction=0.5, seed=0)
+    other = MARKOV.perturbed(fraction=0.5, seed=0)
     changed = set()
     for name in ("transition", "emission"):
         old, new = getattr(MARKOV, name), getattr(other, name)
@@ -63,14 +63,14 @@ def test_a_redrawn_hidden_markov_model_has_the_same_possibilities() -> None:
 
 def test_redrawn_probabilities_are_flat_dirichlet() -> None:
     language = PCFG.from_text("S A A 1\nA a 0.98\nA b 0.01\nA c 0.01")
-    drawn = np.array([language.redrawn(fraction=1.0, seed=seed).grammar.emission_probs for seed in range(400)])
+    drawn = np.array([language.perturbed(fraction=1.0, seed=seed).grammar.emission_probs for seed in range(400)])
     # a coordinate of the flat distribution over three has mean 1/3 and variance 1/18
     assert np.allclose(drawn.mean(axis=0), 1 / 3, atol=4 * math.sqrt(1 / 18 / 400))
     assert np.allclose(drawn.var(axis=0), 1 / 18, rtol=0.3)
 
 
 def test_the_test_sentences_and_labels_are_those_of_the_test_language() -> None:
-    other = GRAMMAR.redrawn(fraction=1.0, seed=3)
+    other = GRAMMAR.perturbed(fraction=1.0, seed=3)
     task = make_task(GRAMMAR, "root", num_train=200, num_test=100, seed=0, test_language=other)
     plain, moved = (make_task(language, "root", num_train=200, num_test=100, seed=0) for language in (GRAMMAR, other))
     assert torch.equal(task.train.tokens, plain.train.tokens)
@@ -157,11 +157,11 @@ def test_lengths_that_no_sentence_has_are_named() -> None:
 @pytest.mark.parametrize("fraction", [0.0, -1.0, 1.5, math.nan])
 def test_fractions_out_of_range_are_named(fraction: float) -> None:
     with pytest.raises(IsolossError, match="the fraction is"):
-        MARKOV.redrawn(fraction=fraction, seed=0)
+        MARKOV.perturbed(fraction=fraction, seed=0)
 
 
 def test_a_language_without_a_choice_is_named() -> None:
     with pytest.raises(IsolossError, match=r"Brackets\(4, .*\) is neither"):
-        Brackets(4).redrawn(fraction=1.0, seed=0)
+        Brackets(4).perturbed(fraction=1.0, seed=0)
     with pytest.raises(IsolossError, match="nothing to draw anew"):
-        PCFG.from_text("S A A 1\nA a 1").redrawn(fraction=1.0, seed=0)
+        PCFG.from_text("S A A 1\nA a 1").perturbed(fraction=1.0, seed=0)

@@ -328,7 +328,7 @@ class Tasks:
             task = preset.tasks.get(base, base) + task[len(base) :]
         numbers = {"num_train": num_train, "num_test": args.num_test}
         redraw = own.test_redraw
-        other = None if redraw is None else self.language.redrawn(fraction=redraw, seed=args.seed)
+        other = None if redraw is None else self.language.perturbed(fraction=redraw, seed=args.seed)
         return make_task(
             self.language,
             task,

@@ -178,8 +178,6 @@ def _in_threads(fill: Callable[[int], None], starts: range) -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _high(context: Any, a: Any, b: Any) -> Any:
-    """Return the upper 64 bits of the product of two uint64."""
-
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide = ir.IntType(128)
         product = builder.mul(builder.zext(arguments[0], wide), builder.zext(arguments[1], wide))

@@ -210,7 +210,7 @@ class Language(abc.ABC):
         """Return the sentences of `low` to `high` tokens, the others left out or cut; for transfer to other lengths."""
         raise IsolossError(f"{self!r} has no sentences of other lengths: choose no lengths")
 
-    def redrawn(self, *, fraction: float, seed: int) -> Language:
+    def perturbed(self, *, fraction: float, seed: int) -> Language:
         """Return a language with the same possibilities and, in part, other probabilities; for transfer to it.
 
         Args:

@@ -170,9 +170,9 @@ class Framed(ExactLanguage):
             self.inner.restrict_lengths(self.bare(sentences), max(1, low - 2), high - 2, generator=generator)
         )
 
-    def redrawn(self, *, fraction: float, seed: int) -> Framed:
-        """Return the inner language with other probabilities, framed; see `Language.redrawn`."""
-        return Framed(self.inner.redrawn(fraction=fraction, seed=seed))
+    def perturbed(self, *, fraction: float, seed: int) -> Framed:
+        """Return the inner language with other probabilities, framed; see `Language.perturbed`."""
+        return Framed(self.inner.perturbed(fraction=fraction, seed=seed))
 
     def describe_latent(self, sentences: Sentences) -> Sequence[Any]:
         """Return what produced each of the sentences; see `Language.describe_latent`."""

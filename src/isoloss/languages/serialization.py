@@ -125,7 +125,6 @@ def _read(path: Path) -> tuple[Stored, Any]:
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, npt.NDArray[Any]]]:
-    """Return the metadata and the tensors of a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():

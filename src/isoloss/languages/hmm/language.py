@@ -21,7 +21,7 @@ from isoloss.languages import batches
 from isoloss.languages.api import UNDEFINED, ExactLanguage, Labeling, Sentences, Stored
 from isoloss.languages.config import LATENT, MAX_LENGTH, STATE_TASKS, FileConfig, HMMConfig
 from isoloss.languages.hmm.forward_backward import Components, ForwardBackward, Index
-from isoloss.languages.redrawing import Redrawing
+from isoloss.languages.perturbation import Perturbation
 from isoloss.languages.task_names import canonical, task_number
 
 if TYPE_CHECKING:
@@ -158,7 +158,6 @@ class HMM(ExactLanguage):
         return Sentences(tokens, torch.full((len(tokens),), self.max_length, device=self.device))
 
     def _drawn(self, sentences: int | torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens and states of the first n sentences of a seed, or of those with the given numbers."""
         from isoloss.languages import alias_sampling
 
         numbers = torch.arange(sentences) if isinstance(sentences, int) else sentences
@@ -206,19 +205,19 @@ class HMM(ExactLanguage):
         cut = Sentences(tokens, lengths, latent)
         return cut._replace(tokens=tokens.masked_fill(~cut.present(), self.pad_id))
 
-    def redrawn(self, *, fraction: float, seed: int) -> HMM:
+    def perturbed(self, *, fraction: float, seed: int) -> HMM:
         """Return the model whose rows of `transition` and `emission` are other ones for some of the states.
 
         Of a fraction of the states that have a choice, drawn without replacement, both rows are drawn anew from the
         flat Dirichlet distribution, each over what has a probability above 0.
         """
-        redrawing = Redrawing(fraction, seed)
+        perturbation = Perturbation(fraction, seed)
         transition, emission = self.transition.copy(), self.emission.copy()
         has_choice = np.any([(table > 0).sum(axis=1) > 1 for table in (transition, emission)], axis=0)
-        for state in redrawing.choose(has_choice):
+        for state in perturbation.choose(has_choice):
             for table in (transition, emission):
                 own = table[state] > 0
-                table[state, own] = redrawing.draw(table[state, own])
+                table[state, own] = perturbation.draw(table[state, own])
         return HMM(self.initial, transition, emission, self.max_length, vocabulary=self.vocabulary)
 
     def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -388,7 +387,6 @@ def _checked_tables(initial: Matrix, transition: Matrix, emission: Matrix, sourc
 
 
 def _random_tables(config: HMMConfig) -> tuple[Float, Float, Float]:
-    """Return initial, transition and emission of the model that `config` describes."""
     rng = np.random.default_rng(seeds.derive(config.seed, "hmm"))
     blocks = np.array_split(np.arange(config.states), config.blocks)
     tables = []

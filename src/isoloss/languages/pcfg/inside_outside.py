@@ -243,7 +243,6 @@ class InsideOutside:
     def _probabilities(
         self, plan: Plan, tokens: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype = torch.float64
     ) -> torch.Tensor:
-        """Return (n,): the scaled probability of each row."""
         if plan.every_root:
             return self._inside_whole(plan, tokens, shift, dtype).amax(dim=1)
         if self.backend == "numba":
@@ -371,7 +370,6 @@ _TOO_WIDE = "the scores of a sentence span a wider range than float64 holds; lea
 
 
 def _within(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return whether numbers are far from the underflow and overflow of `dtype`; false for NaN."""
     bound = 2.0 ** _COMFORTABLE[dtype]
     return (z > 1 / bound) & (z < bound)
 

@@ -22,10 +22,10 @@ from isoloss.languages.pcfg.chart_plan import FoldedRules, check_size
 from isoloss.languages.pcfg.grammar import Format, Grammar, parse_grammar
 from isoloss.languages.pcfg.inside_outside import InsideOutside
 from isoloss.languages.pcfg.labeling import grammar_labeling
-from isoloss.languages.pcfg.random_grammar import dyck_grammar, random_grammar, redrawn_grammar
+from isoloss.languages.pcfg.random_grammar import dyck_grammar, perturbed_grammar, random_grammar
 from isoloss.languages.pcfg.sampler import Sampler, derivations, longest_yields
 from isoloss.languages.pcfg.tables import grammar_tables, read_grammar
-from isoloss.languages.redrawing import Redrawing
+from isoloss.languages.perturbation import Perturbation
 from isoloss.text.documents import reading
 
 _OUTPUT_BYTES = {"cpu": 1 << 19, "cuda": 1 << 28}  # of probabilities at a time: half a second-level cache, on a CPU
@@ -201,7 +201,6 @@ class PCFG(ExactLanguage):
     def _drawn(
         self, sentences: int | torch.Tensor, seed: int, *, length: int | None = None, trees: bool = False
     ) -> Sentences:
-        """Return the first n sentences of a seed, or those with the given numbers, on the language's device."""
         tokens, lengths, nodes = self._sampler(sentences, seed, length=length, trees=trees)
         latent = None if nodes is None else nodes.to(self.device)
         return Sentences(tokens.to(self.device), lengths.to(self.device), latent)
@@ -220,7 +219,7 @@ class PCFG(ExactLanguage):
         kept = (lengths >= low) & (lengths <= high)
         return Sentences(tokens[kept], lengths[kept], None if latent is None else latent[kept])
 
-    def redrawn(self, *, fraction: float, seed: int) -> PCFG:
+    def perturbed(self, *, fraction: float, seed: int) -> PCFG:
         r"""Return the language of the same rules, of which some symbols have other probabilities.
 
         Of a fraction of the symbols that have a choice, drawn without replacement, the probabilities are drawn anew
@@ -229,10 +228,10 @@ class PCFG(ExactLanguage):
 
         Example:
             >>> language = PCFG.from_text("S A A 1\nA a 0.5\nA b 0.5")
-            >>> language.redrawn(fraction=1.0, seed=0).grammar.emission_probs.round(3)
+            >>> language.perturbed(fraction=1.0, seed=0).grammar.emission_probs.round(3)
             array([0.836, 0.164])
         """
-        return PCFG(redrawn_grammar(self.grammar, Redrawing(fraction, seed)), max_length=self.max_length)
+        return PCFG(perturbed_grammar(self.grammar, Perturbation(fraction, seed)), max_length=self.max_length)
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(len(ids), dtype=self.dtype, device=self.device)

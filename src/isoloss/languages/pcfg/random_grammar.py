@@ -11,7 +11,7 @@ from isoloss.config import check
 from isoloss.languages.config import DyckConfig, PCFGConfig
 from isoloss.languages.pcfg.grammar import Grammar, build_grammar
 from isoloss.languages.pcfg.rules import Rule
-from isoloss.languages.redrawing import Redrawing
+from isoloss.languages.perturbation import Perturbation
 from isoloss.seeds import derive
 
 _PAIRS = ("()", "[]", "{}", "<>")  # the first kinds of bracket; further ones are numbered
@@ -52,17 +52,17 @@ def random_grammar(config: PCFGConfig) -> Grammar:
     return build_grammar(rules, start="S", source="random grammar")
 
 
-def redrawn_grammar(grammar: Grammar, redrawing: Redrawing) -> Grammar:
-    """Return a grammar of the same rules, of which some symbols have other probabilities (see `PCFG.redrawn`)."""
+def perturbed_grammar(grammar: Grammar, perturbation: Perturbation) -> Grammar:
+    """Return a grammar of the same rules, of which some symbols have other probabilities (see `PCFG.perturbed`)."""
     owners = {kind: getattr(grammar, kind)[:, 0] for kind in ("binary", "unary", "emission")}
     counts = [np.bincount(owner, minlength=len(grammar.symbols)) for owner in owners.values()]
-    chosen = redrawing.choose(np.any([count > 1 for count in counts], axis=0))
+    chosen = perturbation.choose(np.any([count > 1 for count in counts], axis=0))
     drawn = {}
     for kind, owner in owners.items():
         probs = getattr(grammar, f"{kind}_probs").copy()
         for symbol in chosen:
             own = owner == symbol
-            probs[own] = redrawing.draw(probs[own])
+            probs[own] = perturbation.draw(probs[own])
         probs.flags.writeable = False
         drawn[f"{kind}_probs"] = probs
     return dataclasses.replace(grammar, **drawn)

@@ -269,7 +269,6 @@ def _weigh(one: _Alternative, source: str, *, colons: bool) -> tuple[float, list
 
 
 def _named(text: str, kind: str, symbols: set[str], *, in_quotes: bool) -> tuple[str, bool]:
-    """Return (name, whether it is a token) of a lexeme."""
     if kind == "token":
         return text[1:-1], True
     if text in ("''", '""') and text not in symbols:

@@ -92,7 +92,6 @@ class Sampler:
 
     @functools.cached_property
     def _free(self) -> Rewrites:
-        """The rules of each symbol."""
         grammar = self._grammar
         lhs = np.concatenate([grammar.binary[:, 0], grammar.unary[:, 0], grammar.emission[:, 0]])
         probs = np.concatenate([grammar.binary_probs, grammar.unary_probs, grammar.emission_probs])

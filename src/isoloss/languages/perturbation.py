@@ -13,8 +13,8 @@ from isoloss.errors import IsolossError
 Floats = npt.NDArray[np.float64]
 
 
-class Redrawing:
-    """The draws of `Language.redrawn`, whose arguments it takes."""
+class Perturbation:
+    """The draws of `Language.perturbed`, whose arguments it takes."""
 
     def __init__(self, fraction: float, seed: int) -> None:
         if not 0 < fraction <= 1:
