@@ -14,7 +14,14 @@ from isoloss.errors import IsolossError
 from isoloss.evaluation.measures.base import make_measure
 from isoloss.flatness import fisher
 from isoloss.languages.config import PRESETS as LANGUAGES
-from isoloss.languages.config import BracketsConfig, CorpusConfig, FramedConfig, HMMConfig, PCFGConfig, TeacherConfig
+from isoloss.languages.config import (
+    BracketsConfig,
+    CorpusConfig,
+    HMMConfig,
+    PCFGConfig,
+    TeacherConfig,
+    WithSpecialTokensConfig,
+)
 from isoloss.presets import PRESETS, framed, load_preset, train_config
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.transfer.config import ClassifierConfig, FinetuneConfig, LinearProbeConfig
@@ -116,7 +123,7 @@ def test_the_grammar_of_the_authors_shape():
     lengths = language.length_probs
     assert sum(n * p for n, p in enumerate(lengths.tolist())) == pytest.approx(10.7, abs=0.05)
     assert 4.2 < languages.entropy(language, num_sentences=1000).masked_token.value < 4.5
-    inner = FramedConfig(language=config).build()
+    inner = WithSpecialTokensConfig(language=config).build()
     for task in PRESETS["authors"].tasks.values():
         assert len(inner.labeling(task).classes) >= 10
 
@@ -156,11 +163,11 @@ def test_options_that_are_given_win_even_at_their_defaults(capsys, tmp_path):
 
 def test_a_frame_of_ones_own(capsys, tmp_path):
     config = of_command(capsys, tmp_path, "--language", "hmm-laptop", "--frame", "cls-sep")
-    assert config.language == FramedConfig(language=LANGUAGES["hmm-laptop"][0])
+    assert config.language == WithSpecialTokensConfig(language=LANGUAGES["hmm-laptop"][0])
     assert isinstance(of_command(capsys, tmp_path, "--language", "hmm-laptop").language, HMMConfig)
     assert of_command(capsys, tmp_path, "--language", "framed:hmm-laptop") == config
     with pytest.raises(IsolossError, match="text has the special tokens of its tokenizer"):
-        configs.check(FramedConfig(language=TEXT))
+        configs.check(WithSpecialTokensConfig(language=TEXT))
 
 
 def refusal(capsys, *words):

@@ -9,7 +9,7 @@ LANGUAGE_CONFIGS = {
     "hmm": ("HMMConfig", "a random block-diagonal hidden Markov model"),
     "corpus": ("CorpusConfig", "real text"),
     "teacher": ("TeacherConfig", "a causal language model that writes sentences"),
-    "framed": ("FramedConfig", "another language between [CLS] and [SEP]"),
+    "framed": ("WithSpecialTokensConfig", "another language between [CLS] and [SEP]"),
     "file": ("FileConfig", "a stored language"),
 }
 ALGORITHM_CONFIGS = {

@@ -14,7 +14,7 @@ from typing import Any
 from isoloss import config as configs
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, did_you_mean
-from isoloss.languages.config import FileConfig, FramedConfig
+from isoloss.languages.config import FileConfig, WithSpecialTokensConfig
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.transfer.config import ClassifierConfig, FinetuneConfig, LinearProbeConfig
@@ -190,14 +190,14 @@ def train_config(
     return config
 
 
-def framed(language: LanguageConfig) -> FramedConfig:
+def framed(language: LanguageConfig) -> WithSpecialTokensConfig:
     """Return the config of a language between [CLS] and [SEP]; of one that is, its own."""
-    return language if isinstance(language, FramedConfig) else FramedConfig(language=language)
+    return language if isinstance(language, WithSpecialTokensConfig) else WithSpecialTokensConfig(language=language)
 
 
 def _kind(language: LanguageConfig) -> tuple[str, bool]:
     """Return the kind of language that a config makes, within a frame or a file, and whether it has a frame."""
-    if isinstance(language, FramedConfig):
+    if isinstance(language, WithSpecialTokensConfig):
         return _kind(language.language)[0], True
     if isinstance(language, FileConfig):
         stored = language.build().tables()

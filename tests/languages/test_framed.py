@@ -9,9 +9,16 @@ from isoloss import config as configs
 from isoloss import evaluate, finetune, languages, linear_probe, make_task, pretrain
 from isoloss.errors import IsolossError
 from isoloss.evaluation.loss import exact_targets, pretraining_loss, why_no_exact_targets
-from isoloss.languages.config import BracketsConfig, DyckConfig, FileConfig, FramedConfig, HMMConfig, PCFGConfig
+from isoloss.languages.config import (
+    BracketsConfig,
+    DyckConfig,
+    FileConfig,
+    HMMConfig,
+    PCFGConfig,
+    WithSpecialTokensConfig,
+)
 from isoloss.languages.enumeration import all_sentences, masked_sentences, why_not_enumerable
-from isoloss.languages.framed import Framed
+from isoloss.languages.special_tokens import WithSpecialTokens
 from isoloss.loading import load_model
 from isoloss.models.make import make_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
@@ -29,7 +36,7 @@ FRACTION = ObjectiveConfig(masking="fraction", fraction=0.5)
 
 @pytest.fixture(params=INNER)
 def framed(request):
-    return FramedConfig(language=INNER[request.param]).build()
+    return WithSpecialTokensConfig(language=INNER[request.param]).build()
 
 
 def some(language, n=40):
@@ -167,15 +174,15 @@ def test_only_inner_tokens_are_predicted(framed, objective):
 
 def test_tasks_have_the_labels_of_the_inner_language():
     for name, config in (("prefix-2", INNER["pcfg"]), ("root-latent", INNER["pcfg"]), ("state-2-latent", INNER["hmm"])):
-        framed = FramedConfig(language=config).build()
+        framed = WithSpecialTokensConfig(language=config).build()
         own, inner = (make_task(each, name, num_train=60, num_test=40) for each in (framed, framed.inner))
         assert torch.equal(own.test_labels, inner.test_labels)
         assert own.classes == inner.classes
         assert own.bayes.value == pytest.approx(inner.bayes.value, rel=1e-12)
         assert own.inputs()[0][0] == f"[CLS] {inner.inputs()[0][0]} [SEP]"
-    brackets = FramedConfig(language=INNER["brackets"]).build()
+    brackets = WithSpecialTokensConfig(language=INNER["brackets"]).build()
     assert make_task(brackets, "mismatch", num_train=9, num_test=9).test.tokens.shape == (9, 8)
-    grammar = FramedConfig(language=INNER["pcfg"]).build()
+    grammar = WithSpecialTokensConfig(language=INNER["pcfg"]).build()
     short = make_task(grammar, "prefix-2", num_train=50, num_test=50, test_lengths=(4, 5))
     assert set(short.test.lengths.tolist()) <= {4, 5}
     again = grammar.perturbed(fraction=1.0, seed=1)
@@ -185,17 +192,22 @@ def test_tasks_have_the_labels_of_the_inner_language():
 
 
 def test_what_produced_a_sentence():
-    framed = FramedConfig(language=INNER["pcfg"]).build()
+    framed = WithSpecialTokensConfig(language=INNER["pcfg"]).build()
     sentences = framed.sample(5, generator=torch.Generator().manual_seed(0), latent=True)
     inner = framed.inner.sample(5, generator=torch.Generator().manual_seed(0), latent=True)
     assert framed.describe_latent(sentences) == framed.inner.describe_latent(inner)
 
 
 def test_names_files_and_configs(tmp_path, framed):
-    assert configs.from_dict(FramedConfig, configs.to_dict(framed.config)).build().tables().equals(framed.tables())
+    assert (
+        configs.from_dict(WithSpecialTokensConfig, configs.to_dict(framed.config))
+        .build()
+        .tables()
+        .equals(framed.tables())
+    )
     languages.save(framed, tmp_path / "language.safetensors")
     again = languages.load(tmp_path / "language.safetensors")
-    assert isinstance(again, Framed)
+    assert isinstance(again, WithSpecialTokens)
     assert again.tables().equals(framed.tables())
     assert isinstance(again.config, FileConfig)
     assert again.config.build().tables().equals(framed.tables())
@@ -206,16 +218,16 @@ def test_names_files_and_configs(tmp_path, framed):
 
 
 def test_the_prefix_of_a_name():
-    assert languages.resolve("framed:brackets-8") == FramedConfig(language=BracketsConfig(length=8))
+    assert languages.resolve("framed:brackets-8") == WithSpecialTokensConfig(language=BracketsConfig(length=8))
     with pytest.raises(IsolossError, match="no language 'brackets-9'"):
         languages.resolve("framed:brackets-9")
     with pytest.raises(IsolossError, match="needs language: give them in a"):
         languages.resolve("framed")
-    twice = FramedConfig(language=FramedConfig(language=BracketsConfig()))
+    twice = WithSpecialTokensConfig(language=WithSpecialTokensConfig(language=BracketsConfig()))
     with pytest.raises(IsolossError, match="already: leave out one frame"):
         twice.build()
     with pytest.raises(IsolossError, match="cannot be framed"):
-        Framed(Framed(BracketsConfig().build()))
+        WithSpecialTokens(WithSpecialTokens(BracketsConfig().build()))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +241,7 @@ def test_the_prefix_of_a_name():
     ],
 )
 def test_what_is_no_framed_sentence_is_refused(row, length, message):
-    language = FramedConfig(language=BracketsConfig(length=2)).build()
+    language = WithSpecialTokensConfig(language=BracketsConfig(length=2)).build()
     with pytest.raises(IsolossError, match=message):
         language.log_prob(torch.tensor([row]), torch.tensor([length]))
     if len(row) == 4 and max(row) < 4:
@@ -237,7 +249,7 @@ def test_what_is_no_framed_sentence_is_refused(row, length, message):
 
 
 def test_a_language_with_few_exact_masks_is_refused_by_its_inner_tokens(monkeypatch):
-    language = FramedConfig(language=BracketsConfig(length=6)).build()
+    language = WithSpecialTokensConfig(language=BracketsConfig(length=6)).build()
     assert language.max_masked == 8
     monkeypatch.setattr(type(language.inner), "max_masked", property(lambda self: 2))
     assert language.max_masked == 2
@@ -249,7 +261,7 @@ def test_a_language_with_few_exact_masks_is_refused_by_its_inner_tokens(monkeypa
 
 def test_a_run_is_trained_measured_probed_and_fine_tuned(tmp_path):
     config = TrainConfig(
-        language=FramedConfig(language=INNER["pcfg"]),
+        language=WithSpecialTokensConfig(language=INNER["pcfg"]),
         model=ModelConfig(size="d16"),
         num_sentences=50,
         masked_copies=2,

@@ -21,7 +21,7 @@ from isoloss.errors import IsolossError
 from isoloss.languages.api import Language, Sentences
 from isoloss.languages.batches import run_in_threads
 from isoloss.languages.enumeration import masked_sentences, why_not_enumerable
-from isoloss.languages.framed import Framed
+from isoloss.languages.special_tokens import WithSpecialTokens
 from isoloss.model_checks import device_of, refuse_dropout
 from isoloss.models.make import predicted_logits
 from isoloss.run_config import ObjectiveConfig
@@ -106,10 +106,10 @@ def why_no_exact_targets(
     most = language.max_masked
     if objective.masking == "fraction" and most < language.max_length:
         # such a language's sentences are all of one length: masks do not depend on the tokens between special ones
-        inner = language.inner if isinstance(language, Framed) else language
+        inner = language.inner if isinstance(language, WithSpecialTokens) else language
         shape = (num_sentences, inner.max_length)
         blank = Sentences(torch.zeros(shape, dtype=torch.int64), torch.full(shape[:1], shape[1]))
-        blank = language.frame(blank) if isinstance(language, Framed) else blank
+        blank = language.frame(blank) if isinstance(language, WithSpecialTokens) else blank
         batch = mask(blank, language, objective, generator=seeds.generator(seed, "evaluation masks"))
         masked = int((batch["labels"] != IGNORED).sum(dim=1).max())
         if masked > most:

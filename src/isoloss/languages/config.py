@@ -230,10 +230,10 @@ class HMMConfig(_Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FramedConfig(_Config):
-    """Another language with [CLS] before and [SEP] after each sentence (see `isoloss.languages.framed.Framed`)."""
+class WithSpecialTokensConfig(_Config):
+    """Another language with [CLS] before and [SEP] after each sentence (see `WithSpecialTokens`)."""
 
-    language_class = "framed:Framed"
+    language_class = "special_tokens:WithSpecialTokens"
     kind: Literal["framed"] = "framed"
     language: LanguageConfig
     """The language of what stands between the two."""
@@ -242,7 +242,7 @@ class FramedConfig(_Config):
         """Raise an `IsolossError` for text, whose sequences the tokenizer frames."""
         if self.language.is_finite:
             raise IsolossError("text has the special tokens of its tokenizer: [CLS] and [SEP] are for other languages")
-        if isinstance(self.language, FramedConfig):
+        if isinstance(self.language, WithSpecialTokensConfig):
             raise IsolossError("the language has [CLS] and [SEP] around its sentences already: leave out one frame")
 
     @classmethod

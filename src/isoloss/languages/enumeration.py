@@ -12,7 +12,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.languages.api import Language, Sentences
-from isoloss.languages.framed import Framed
+from isoloss.languages.special_tokens import WithSpecialTokens
 from isoloss.text.masking import maskable
 
 MOST_STRINGS = 1 << 16  # of tokens, sentences or not: the most that are enumerated
@@ -22,7 +22,7 @@ _BATCH = 8192  # strings whose probabilities are computed at once
 def why_not_enumerable(language: Language) -> str | None:
     """Return why the sentences of a language cannot be enumerated, or None if they can."""
     name = type(language).__name__
-    if isinstance(language, Framed):
+    if isinstance(language, WithSpecialTokens):
         return why_not_enumerable(language.inner)
     if not language.is_exact:
         return f"{name} has no exact probabilities to sum over"
@@ -51,7 +51,7 @@ def all_sentences(language: Language) -> tuple[Sentences, torch.Tensor]:
     if reason := why_not_enumerable(language):
         raise IsolossError(reason)
     exact = language.exact().to("cpu", torch.float64)
-    if isinstance(exact, Framed):
+    if isinstance(exact, WithSpecialTokens):
         inside, inner_probabilities = all_sentences(exact.inner)
         return exact.frame(inside), inner_probabilities
     possible, length_probs = _possible_lengths(exact), exact.length_probs
@@ -91,7 +91,7 @@ def masked_sentences(language: Language) -> tuple[Sentences, torch.Tensor, torch
         >>> sentences.tokens.tolist(), positions.tolist(), probabilities.tolist()
         ([[1, 0], [0, 1], [0, 1], [1, 0]], [0, 0, 1, 1], [0.25, 0.25, 0.25, 0.25])
     """
-    if isinstance(language, Framed):
+    if isinstance(language, WithSpecialTokens):
         inside, inner_positions, inner_probabilities = masked_sentences(language.inner)
         return language.frame(inside), inner_positions + 1, inner_probabilities
     sentences, probabilities = all_sentences(language)

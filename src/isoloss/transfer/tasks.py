@@ -137,8 +137,8 @@ def make_task(
 
     Other sentences than the language's are for transfer out of distribution. `train_lengths` and `test_lengths`, each
     the least and the most tokens, leave out a grammar's other sentences; of a hidden Markov model they cut each
-    sentence at a length drawn uniformly from these. `test_language`, e.g. `language.perturbed(fraction=0.5, seed=0)`, is
-    where the test sentences and their labels come from.
+    sentence at a length drawn uniformly from these. `test_language`, e.g. `language.perturbed(fraction=0.5, seed=0)`,
+    is where the test sentences and their labels come from.
 
     Args:
         language: A language that has the task (`language.tasks()`), or what `isoloss.load_language` makes one of, e.g.

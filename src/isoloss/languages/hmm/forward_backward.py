@@ -114,11 +114,13 @@ class ForwardBackward:
         return possible
 
     def _again(self, ids: torch.Tensor, *, own: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results of `states_given`, computed in float64."""
         states = torch.empty(*ids.shape, len(self.emission), dtype=torch.float64)
         possible = self._wide.states_given(ids.cpu(), states, own=own)
         return states, possible.to(self.device)
 
     def _unreliable(self, least: torch.Tensor) -> torch.Tensor | None:
+        """Return which rows (n,) float64 must compute, or None."""
         low = least < _RELIABLE
         return low if self.dtype != torch.float64 and bool(low.any()) else None
 

@@ -370,6 +370,7 @@ _TOO_WIDE = "the scores of a sentence span a wider range than float64 holds; lea
 
 
 def _within(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return whether numbers are far from the underflow and overflow of `dtype`; false for NaN."""
     bound = 2.0 ** _COMFORTABLE[dtype]
     return (z > 1 / bound) & (z < bound)
 

@@ -144,6 +144,7 @@ class Kernels:
         return self._tables[dtype]
 
     def _flat(self, plan: Plan) -> _FlatPlan | None:
+        """Return the plan as arrays, or None where no sentence has its length."""
         key = (plan.length, plan.every_root)
         if key not in self._plans:
             root = (int(self._planner.group_of[0]), plan.length)

@@ -17,14 +17,14 @@ from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.languages import batches
 from isoloss.languages.api import ExactLanguage, Labeling, Language, Sentences, Stored
-from isoloss.languages.config import FileConfig, FramedConfig
+from isoloss.languages.config import FileConfig, WithSpecialTokensConfig
 from isoloss.registry import LANGUAGES
 from isoloss.text.sentences import Start
 
 CLS, SEP = "[CLS]", "[SEP]"
 
 
-class Framed(ExactLanguage):
+class WithSpecialTokens(ExactLanguage):
     """An exact language with [CLS] before and [SEP] after every sentence.
 
     The two have the ids V and V + 1, and the padding and the mask come after them. They are never masked nor predicted.
@@ -38,7 +38,7 @@ class Framed(ExactLanguage):
 
     Example:
         >>> from isoloss.languages.brackets import Brackets
-        >>> language = Framed(Brackets(2))
+        >>> language = WithSpecialTokens(Brackets(2))
         >>> tokens, lengths = torch.tensor([[2, 0, 1, 3]]), torch.tensor([4])
         >>> " ".join(language.vocabulary[token] for token in tokens[0])
         '[CLS] < > [SEP]'
@@ -76,7 +76,7 @@ class Framed(ExactLanguage):
         self.costs_forward_passes = self.inner.costs_forward_passes
         self.device, self.dtype = self.inner.device, self.inner.dtype
         own = inner._config
-        self._config = config or (None if own is None else FramedConfig(language=own))
+        self._config = config or (None if own is None else WithSpecialTokensConfig(language=own))
 
     @property
     def has_slow_entropy(self) -> bool:
@@ -84,18 +84,18 @@ class Framed(ExactLanguage):
         return self.inner.has_slow_entropy
 
     @classmethod
-    def from_config(cls, config: FramedConfig) -> Framed:
+    def from_config(cls, config: WithSpecialTokensConfig) -> WithSpecialTokens:
         """Return the language that `config` describes."""
         return cls(config.language.build(), config=config)
 
     @staticmethod
-    def from_tables(stored: Stored, path: Path) -> Framed:
+    def from_tables(stored: Stored, path: Path) -> WithSpecialTokens:
         """Return the language in a file; see `LanguageConfig.from_tables`."""
         kind, *symbols = stored.symbols or ("",)
         if kind not in LANGUAGES:
             raise IsolossError(f"{path}: the first symbol of a framed language is its inner kind, not {kind!r}")
         own = dataclasses.replace(stored, kind=kind, symbols=tuple(symbols))
-        return Framed(LANGUAGES.load(kind).from_tables(own, path), config=FileConfig.of(path))
+        return WithSpecialTokens(LANGUAGES.load(kind).from_tables(own, path), config=FileConfig.of(path))
 
     def tables(self) -> Stored:
         """Return all that decides the inner language, its kind as the first symbol."""
@@ -131,7 +131,7 @@ class Framed(ExactLanguage):
         return f"between [CLS] and [SEP]: {self.inner.describe()}"
 
     def __repr__(self) -> str:
-        return f"Framed({self.inner!r})"
+        return f"WithSpecialTokens({self.inner!r})"
 
     # --- sentences
 
@@ -170,9 +170,9 @@ class Framed(ExactLanguage):
             self.inner.restrict_lengths(self.bare(sentences), max(1, low - 2), high - 2, generator=generator)
         )
 
-    def perturbed(self, *, fraction: float, seed: int) -> Framed:
+    def perturbed(self, *, fraction: float, seed: int) -> WithSpecialTokens:
         """Return the inner language with other probabilities, framed; see `Language.perturbed`."""
-        return Framed(self.inner.perturbed(fraction=fraction, seed=seed))
+        return WithSpecialTokens(self.inner.perturbed(fraction=fraction, seed=seed))
 
     def describe_latent(self, sentences: Sentences) -> Sequence[Any]:
         """Return what produced each of the sentences; see `Language.describe_latent`."""
