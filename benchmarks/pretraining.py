@@ -43,7 +43,7 @@ from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig  # noqa
 from isoloss.runs import Run  # noqa: E402
 from isoloss.training.objectives import prediction_loss, training_batch  # noqa: E402
 from isoloss.training.process import process_settings  # noqa: E402
-from isoloss.training.trainer import train  # noqa: E402
+from isoloss.training.train import train  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("isoloss", "torch", "transformers", "accelerate", "numpy", "numba")

@@ -25,7 +25,7 @@ from isoloss.runs import Run
 from isoloss.statistics.comparison import paired_difference
 from isoloss.studies.comparison import difference, measured
 from isoloss.text.masking import IGNORED
-from isoloss.training.trainer import train
+from isoloss.training.train import train
 from isoloss.transfer.compare import accuracy_difference
 from isoloss.transfer.probe import linear_probe, lookup_probe
 from isoloss.transfer.tasks import make_task

@@ -17,7 +17,7 @@ from isoloss.runs import Run
 from isoloss.seeds import generator
 from isoloss.studies.comparison import cka, difference, measured
 from isoloss.text.masking import with_start
-from isoloss.training.trainer import train
+from isoloss.training.train import train
 from isoloss.transfer import effective_dimension, linear_cka
 from isoloss.transfer.features import extract
 from isoloss.transfer.similarity import from_upper_triangle

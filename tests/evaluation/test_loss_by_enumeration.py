@@ -27,7 +27,7 @@ from isoloss.studies.comparison import difference, measured
 from isoloss.studies.spec import Experiment
 from isoloss.studies.verdicts import Verdict
 from isoloss.studies.verify import verify_run
-from isoloss.training.trainer import train
+from isoloss.training.train import train
 
 ONE = ObjectiveConfig(masking="one")
 

@@ -24,7 +24,7 @@ from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.comparison import difference, measured
 from isoloss.text.masking import with_start
-from isoloss.training.trainer import train
+from isoloss.training.train import train
 from isoloss.transfer import features
 from isoloss.transfer.finetuning import finetune
 from isoloss.transfer.tasks import labeling, make_task, read_from_start

@@ -23,7 +23,7 @@ from isoloss.config import AlgorithmConfig
 from isoloss.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.training.algorithms.base import Examples
-from isoloss.training.trainer import train
+from isoloss.training.train import train
 from isoloss.runs import Run
 from isoloss.seeds import generator
 from running import validate

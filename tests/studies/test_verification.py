@@ -15,7 +15,7 @@ from isoloss.runs import Run
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.spec import Experiment
 from isoloss.studies.verify import verify_run
-from isoloss.training.trainer import train
+from isoloss.training.train import train
 
 CONFIG = TrainConfig(
     language=PRESETS["pcfg-laptop"][0],

@@ -19,7 +19,7 @@ from isoloss.runs import Run
 from isoloss.seeds import generator
 from isoloss.training.algorithms.base import Examples
 from isoloss.training.distributed import ProcessLost, process_group
-from isoloss.training.trainer import train
+from isoloss.training.train import train
 
 FAILED, LOST = 2, 3  # exit statuses of a worker
 

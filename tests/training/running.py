@@ -13,7 +13,7 @@ from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, St
 from isoloss.runs import Run
 from isoloss.text.masking import objective_batch
 from isoloss.training.objectives import prediction_loss
-from isoloss.training.trainer import train
+from isoloss.training.train import train
 
 
 def small(**changes):

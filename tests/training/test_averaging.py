@@ -21,7 +21,7 @@ from isoloss.run_config import ModelConfig
 from isoloss.runs import Run, checkpoint_of
 from isoloss.training.algorithms.config import GradientConfig, SAMConfig
 from isoloss.training.averaging import WeightAverage, averaged
-from isoloss.training.trainer import Interrupted, train
+from isoloss.training.train import Interrupted, train
 
 DECAY = 0.8
 EVERY = tuple(range(11))

@@ -21,8 +21,7 @@ from isoloss.runs import Run
 from isoloss.training.algorithms.base import Examples
 from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 from isoloss.training.distributed import ProcessGroup
-from isoloss.training.loop import check_compiled
-from isoloss.training.trainer import Interrupted, train
+from isoloss.training.train import Interrupted, check_compiled, train
 
 SGD = OptimizerConfig(name="sgd", learning_rate=0.1, momentum=0.9)
 DROPPING = ModelConfig(size="d16", dropout=0.1)

@@ -10,7 +10,7 @@ from toy_language import PairLanguage
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.loading import load_model
 from isoloss.runs import Run
-from isoloss.training.trainer import Interrupted, train
+from isoloss.training.train import Interrupted, train
 
 
 def flip(path, place=-1):

@@ -41,7 +41,7 @@ from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyC
 from isoloss.training.data_parallel import SingleProcess
 from isoloss.training.distributed import ProcessGroup
 from isoloss.training.objectives import prediction_loss, training_batch
-from isoloss.training.trainer import Interrupted, train
+from isoloss.training.train import Interrupted, train
 
 STEPS = 6
 EVEN = ModelConfig(size="d16", dropout=0.0)

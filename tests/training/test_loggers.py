@@ -10,7 +10,7 @@ from toy_language import PairLanguage
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
 from isoloss.training import loggers
-from isoloss.training.trainer import Interrupted, train
+from isoloss.training.train import Interrupted, train
 
 MIRRORED = ("loss_nats", "learning_rate", "grad_norm")
 

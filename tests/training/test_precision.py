@@ -14,7 +14,7 @@ from isoloss.models.make import make_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.runs import Run
 from isoloss.training.objectives import prediction_loss, training_batch
-from isoloss.training.trainer import Interrupted, train
+from isoloss.training.train import Interrupted, train
 
 ARCHITECTURES = [("bert", "d16"), ("bert-pre-ln", "d16"), ("lstm", "h16"), ("opt", "d16")]
 

@@ -13,9 +13,7 @@ from toy_language import PairLanguage
 from isoloss.errors import IsolossError
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.runs import Run
-from isoloss.training.loop import Training
-from isoloss.training.prefetching import Batches
-from isoloss.training.trainer import Interrupted, train
+from isoloss.training.train import Batches, Interrupted, Training, train
 
 AHEAD = small(prefetch=True)
 

@@ -18,7 +18,7 @@ from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, St
 from isoloss.runs import Run
 from isoloss.training.algorithms.config import AdversarialConfig, SAMConfig
 from isoloss.training.objectives import training_batch
-from isoloss.training.trainer import Interrupted, train
+from isoloss.training.train import Interrupted, train
 
 EVEN = ModelConfig(size="d16", dropout=0.0)
 SGD = OptimizerConfig(name="sgd", learning_rate=0.1, momentum=0.5, schedule="linear", warmup_steps=2)

@@ -17,10 +17,8 @@ from isoloss.loading import load_model
 from isoloss.models.architectures import BERT
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.runs import Run
-from isoloss.training import throughput
 from isoloss.training.objectives import training_batch
-from isoloss.training.throughput import Progress
-from isoloss.training.trainer import Interrupted, train
+from isoloss.training.train import Interrupted, Progress, train
 
 # --- what a run leaves
 
@@ -189,7 +187,7 @@ def test_training_works_outside_the_main_thread(tmp_path):
 
 
 def test_progress_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr("isoloss.training.train.REPORT_SECONDS", 0.0)
     reports: list[Progress] = []
     train(Run(tmp_path / "all"), small(), PairLanguage(is_ragged=True), progress=reports.append)
     assert [(report.step, report.steps) for report in reports] == [(step, 10) for step in range(1, 11)]
@@ -198,7 +196,7 @@ def test_progress_is_reported(tmp_path, monkeypatch):
     num_tokens = sum(int(PairLanguage(is_ragged=True).batch(s, 8, seed=0).lengths.sum()) for s in range(1, 11))
     assert reports[-1].tokens_per_second == pytest.approx(num_tokens / reports[-1].seconds, rel=0.1)
 
-    monkeypatch.setattr(throughput, "REPORT_SECONDS", 1e9)
+    monkeypatch.setattr("isoloss.training.train.REPORT_SECONDS", 1e9)
     train(Run(tmp_path / "last"), small(), PairLanguage(is_ragged=True), progress=reports.append)
     assert [report.step for report in reports[10:]] == [10]
     assert reports[-1].loss_nats == pytest.approx(sum(losses) / 10)

@@ -10,7 +10,7 @@ from isoloss.errors import IsolossError
 from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.runs import Run
-from isoloss.training.trainer import Interrupted, train
+from isoloss.training.train import Interrupted, train
 
 
 def test_a_directory_of_another_config(tmp_path):

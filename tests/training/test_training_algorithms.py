@@ -23,7 +23,7 @@ from isoloss.training.algorithms.base import Examples, TrainingAlgorithm
 from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, GradientConfig, SAMConfig
 from isoloss.training.algorithms.fisher_penalty import FisherPenalty
 from isoloss.training.algorithms.sam import SAM
-from isoloss.training.trainer import Interrupted, train
+from isoloss.training.train import Interrupted, train
 
 ADVERSARIAL = AdversarialConfig(head_examples=8, loss_examples=4, task_examples=40)
 EACH = [GradientConfig(), SAMConfig(), SAMConfig(batch="same"), ADVERSARIAL, FisherPenaltyConfig(sentences=3)]

@@ -22,7 +22,7 @@ from isoloss.text.masking import IGNORED
 from isoloss.training import training_set
 from isoloss.training.objectives import training_batch
 from isoloss.training.permutation import shuffled
-from isoloss.training.trainer import Interrupted, train
+from isoloss.training.train import Interrupted, train
 from isoloss.training.training_set import check_training_set, examples
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from isoloss import seeds
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.languages.api import Sentences
-from isoloss.training.trainer import Interrupted
+from isoloss.training.train import Interrupted
 from isoloss.transfer.config import FinetuneConfig
 from isoloss.transfer.finetuning import finetune, num_steps
 from isoloss.transfer.tasks import TaskData

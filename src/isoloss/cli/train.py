@@ -171,7 +171,7 @@ def _main(arguments: list[str]) -> int:
             common.say(configs.to_toml(config).rstrip())
         return 0
 
-    from isoloss.training.trainer import Interrupted
+    from isoloss.training.train import Interrupted
 
     try:
         _train(run, config)
@@ -210,7 +210,7 @@ def _check_machine(run: Run, config: TrainConfig) -> None:
 
 def _train(run: Run, config: TrainConfig) -> None:
     from isoloss.evaluation.pretraining import pretrain
-    from isoloss.training.throughput import Progress as Step
+    from isoloss.training.train import Progress as Step
 
     language = None if run.complete else _language(config.language)
     with common.Progress(f"training {run.name}", config.steps, "steps") as progress:

@@ -140,7 +140,7 @@ def main(arguments: list[str]) -> int:
         files.check_writable(args.output)
     common.use_threads(args.threads)
     tasks = Tasks(args, models)
-    from isoloss.training.trainer import Interrupted
+    from isoloss.training.train import Interrupted
     from isoloss.transfer.compare import compare_accuracy
 
     results: dict[str, tuple[TaskData, TransferResult]] = {}

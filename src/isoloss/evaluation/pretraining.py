@@ -18,9 +18,7 @@ from isoloss.runs import Run
 from isoloss.seeds import derive
 from isoloss.training.algorithms.base import Examples
 from isoloss.training.distributed import process_group
-from isoloss.training.loop import is_complete
-from isoloss.training.throughput import Progress
-from isoloss.training.trainer import train
+from isoloss.training.train import Progress, is_complete, train
 
 if TYPE_CHECKING:
     from isoloss.evaluation.loss import ExactTargets
@@ -38,7 +36,7 @@ def pretrain(
 ) -> Run:
     """Pre-train a model into a run directory, from its newest checkpoint if it has one, and return the run.
 
-    This is `isoloss.training.trainer.train` with what the config needs besides: an algorithm that asks for the training
+    This is `isoloss.training.train.train` with what the config needs besides: an algorithm that asks for the training
     set of a downstream task gets it from `isoloss.transfer.tasks.make_task` and the run's seed, and where
     `measure_every` is set, metrics.jsonl gets the measurements of `Monitor`. A stage's target is compared with what
     `Validation` measures.

@@ -32,7 +32,7 @@ from isoloss.seeds import derive, generator
 from isoloss.text.masking import Batch
 from isoloss.training.algorithms.base import TrainingAlgorithm, TrainingContext
 from isoloss.training.process import process_settings, seed_dropout, signals
-from isoloss.training.trainer import Interrupted
+from isoloss.training.train import Interrupted
 from isoloss.transfer.config import FinetuneConfig
 from isoloss.transfer.features import backbone_of, check_sentences
 from isoloss.transfer.results import TransferResult, absent_classes, check_labels, score

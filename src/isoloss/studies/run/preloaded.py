@@ -27,7 +27,7 @@ for name in (
     "isoloss.models.bert",
     "isoloss.models.expansion",
     "isoloss.models.compiled_bert",
-    "isoloss.training.trainer",
+    "isoloss.training.train",
     "isoloss.transfer.probe",
     "isoloss.transfer.tasks",
     "transformers.models.bert.modeling_bert",

@@ -47,7 +47,7 @@ def no_task_examples(name: str, n: int) -> Examples:
     """Refuse to draw examples of a task, for a run that was not given any."""
     raise IsolossError(
         f"the training algorithm needs {n} examples of the task {name}: isoloss.pretrain draws them, "
-        "isoloss.training.trainer.train takes a function that does"
+        "isoloss.training.train.train takes a function that does"
     )
 
 
