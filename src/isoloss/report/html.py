@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import json
 from collections import Counter
@@ -31,7 +30,6 @@ _BADGES = {
 Cell = tuple[
     str, float | None, float | None
 ]  # of a table: its text, the number it is sorted by, and its standard error
-IMAGE_PIXELS_PER_INCH = 100  # of the images that stand in for the charts where JavaScript is off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,14 +190,8 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["script_json"] = script_json
-    environment.filters["image"] = _image
     environment.filters["drawn"] = lambda chart: Markup(save.inline_svg(chart))  # noqa: S704 - Vega escapes its texts
     return environment
-
-
-def _image(chart: Spec) -> str:
-    """Return a chart as the address of an image that is inside the address."""
-    return "data:image/png;base64," + base64.b64encode(save.png(chart, IMAGE_PIXELS_PER_INCH)).decode()
 
 
 def script_json(document: Any) -> Markup:

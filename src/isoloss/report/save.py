@@ -38,7 +38,7 @@ def save(chart: Spec, file: Path) -> None:
     given: dict[str, Any] = {"vl_spec": printed(chart), "vl_version": VERSION}
     match file.suffix.lower():
         case ".png":
-            written = png(chart)
+            written = vl_convert.vegalite_to_png(**given, ppi=PIXELS_PER_INCH)
         case ".svg":
             written = vl_convert.vegalite_to_svg(**given).encode()
         case ".pdf":
@@ -49,14 +49,6 @@ def save(chart: Spec, file: Path) -> None:
         case _:
             raise IsolossError(f"the figure is {file}; its name must end in .png, .svg or .pdf")
     files.write_bytes(file, written)
-
-
-def png(chart: Spec, pixels_per_inch: int = PIXELS_PER_INCH) -> bytes:
-    """Return a chart as a PNG image, at the size of a paper."""
-    import vl_convert
-
-    image: bytes = vl_convert.vegalite_to_png(printed(chart), VERSION, ppi=pixels_per_inch)
-    return image
 
 
 def inline_svg(chart: Spec) -> str:
