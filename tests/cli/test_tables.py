@@ -163,8 +163,8 @@ def test_a_plan_says_what_follows_what_and_where_the_commands_are(capsys, monkey
     assert max(map(len, lines)) <= 80
     assert [re.split(r"\s{2,}", line.strip()) for line in lines[1:4]] == [
         ["unit", "state", "after", "seconds"],
-        ["train g200-s20000-adamw", "to do", "17"],
-        ["measure g200-s20000-adamw", "to do", "train g200-s20000-adamw", "30"],
+        ["train pcfg-200-seed-0-adamw", "to do", "17"],
+        ["measure pcfg-200-seed-0-adamw", "to do", "train pcfg-200-seed-0-adamw", "30"],
     ]
     text = " ".join(line.strip() for line in lines)
     assert "--json has the command of each" in text
