@@ -98,9 +98,9 @@ def test_a_study_ends_with_its_workers(tmp_path, number, status):
     words = ("study", "run", "same-loss", "--scale", "smoke", "--folder", "study", "--workers", "1")
     process = start(tmp_path, *words)
     wait_for(lambda: any((tmp_path / "study").glob("runs/*/checkpoints/step-*")), process)
-    parents = children_of(process.pid)  # what the workers are forked from
-    workers = [*parents, *(pid for parent in parents for pid in children_of(parent))]
-    assert len(workers) == 2
+    servers = children_of(process.pid)  # the fork server and its tracker of resources
+    workers = [*servers, *(pid for server in servers for pid in children_of(server))]
+    assert len(workers) == 3
     code, _, err = ended(process, number)
     assert code == status
     assert "stopped; progress is saved. To resume:" in err

@@ -246,8 +246,6 @@ def test_new_writes_a_study_that_compares_external_checkpoints(study, capsys):
     [
         (["../mine"], r"the study's name is '\.\./mine'"),
         (["same-loss"], "there is a study same-loss already"),
-        (["mine", "--workers", "1"], "--workers is not for study new"),
-        (["mine", "--seed-offset", "1"], "--seed-offset is not for study new"),
     ],
 )
 def test_new_refuses(tmp_path, monkeypatch, words, message):

@@ -175,17 +175,18 @@ def test_every_number_over_packed_text_has_the_larger_error():
         text_loss(models["a"], batches_of(ids, **given), objective=objective, seed=0)["loss"]
         for given in ({}, {"documents": torch.arange(len(ids))})
     ]
-    assert found.models[0].trace.value == plain.models[0].trace.value
+    of_found, of_plain = found.models["a"], plain.models["a"]
+    assert of_found["trace"].value == of_plain["trace"].value
     pairs = [
-        (found.models[0].trace, plain.models[0].trace),
-        (trace, plain.models[0].trace),
-        (found.models[0].loss, plain.models[0].loss),
+        (of_found["trace"], of_plain["trace"]),
+        (trace, of_plain["trace"]),
+        (of_found["loss"], of_plain["loss"]),
         (losses[0], losses[1]),
     ]
     for here, there in pairs:
         assert here.samples == round(math.sqrt(len(ids)) / 3)
         assert here.stderr >= there.stderr
-    assert found.pairs[0].trace.samples == trace.samples
+    assert found.difference("trace", "a", "b").samples == trace.samples
     assert "consecutive sequences, given these texts" in repr(trace)
 
 
@@ -227,10 +228,10 @@ def test_coverage_on_short_documents_end_to_end(shared_data):
             if len(of.unique()) > 1
         ]
         quantities = {
-            "trace": [each.models[0].trace for each in found],
-            "loss": [each.models[0].loss for each in found],
-            "difference": [each.pairs[0].trace for each in found],
-            "difference of losses": [each.pairs[0].loss for each in found],
+            "trace": [each.models["a"]["trace"] for each in found],
+            "loss": [each.models["a"]["loss"] for each in found],
+            "difference": [each.difference("trace", "a", "b") for each in found],
+            "difference of losses": [each.difference("loss", "a", "b") for each in found],
         }
         for name, estimates in quantities.items():
             mean = float(np.average([e.value for e in estimates], weights=[e.num_predictions for e in estimates]))

@@ -7,6 +7,10 @@ import importlib
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read by libraries as they are imported
+if os.getsid(0) != os.getpid():
+    # Ray's workers have a low priority. Linux shares the processors out among sessions first: in the worker's own
+    # session, these imports would wait minutes on a busy machine
+    os.setsid()
 
 for name in (
     "isoloss.cli.train",
