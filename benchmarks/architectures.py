@@ -35,11 +35,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from isoloss.cli.main import main as isoloss  # noqa: E402
 from isoloss.errors import IsolossError  # noqa: E402
-from isoloss.evaluation.context import ModelInfo, data_context  # noqa: E402
-from isoloss.evaluation.input_config import InputConfig  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
 from isoloss.flatness import fisher_trace  # noqa: E402
 from isoloss.flatness._ghost import controls  # noqa: E402
+from isoloss.lab.evaluation.context import ModelInfo, data_context  # noqa: E402
+from isoloss.lab.evaluation.input_config import InputConfig  # noqa: E402
 from isoloss.loading import load_model, quiet  # noqa: E402
 from isoloss.seeds import generator  # noqa: E402
 

@@ -48,7 +48,7 @@ STUDY = """
 import sys
 sys.path.insert(0, {here!r})
 import executors
-from isoloss.languages.config import PCFGConfig
+from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import TrainConfig
 from isoloss.studies import Experiment, Measurement, Scale, Study
 from isoloss.studies.folder import StudyFolder

@@ -36,7 +36,7 @@ PROCESSES = (1, 4)  # over which the workers are distributed
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # files in memory, so that a disk's speed does not matter
 REPEATS = 3  # of each command that is timed
 STUDY = """
-from isoloss.languages.config import PCFGConfig
+from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.studies import Experiment, Measurement, Scale, Study
 def run(seed):

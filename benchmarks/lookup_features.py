@@ -18,9 +18,9 @@ from timing import heading, record_of
 
 from isoloss import linear_probe, load_model, make_task, pretrain
 from isoloss.files import write_text
-from isoloss.languages.config import PRESETS
+from isoloss.lab.languages.config import PRESETS
+from isoloss.lab.transfer import lookup_probe
 from isoloss.run_config import ModelConfig, TrainConfig
-from isoloss.transfer import lookup_probe
 
 RESULTS = Path(__file__).parent / "results"
 GRAMMARS, STEPS, EXAMPLES, SEEDS = range(900, 905), 1000, 2000, 2

@@ -35,15 +35,15 @@ from timing import machine, versions  # noqa: E402
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from isoloss.files import write_text  # noqa: E402
-from isoloss.languages.config import PRESETS  # noqa: E402
-from isoloss.models import bert  # noqa: E402
-from isoloss.models.architectures import BERT  # noqa: E402
-from isoloss.models.make import make_model  # noqa: E402
+from isoloss.lab.languages.config import PRESETS  # noqa: E402
+from isoloss.lab.models import bert  # noqa: E402
+from isoloss.lab.models.architectures import BERT  # noqa: E402
+from isoloss.lab.models.make import make_model  # noqa: E402
+from isoloss.lab.training.objectives import prediction_loss, training_batch  # noqa: E402
+from isoloss.lab.training.process import process_settings  # noqa: E402
+from isoloss.lab.training.train import train  # noqa: E402
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig  # noqa: E402
 from isoloss.runs import Run  # noqa: E402
-from isoloss.training.objectives import prediction_loss, training_batch  # noqa: E402
-from isoloss.training.process import process_settings  # noqa: E402
-from isoloss.training.train import train  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("isoloss", "torch", "transformers", "accelerate", "numpy", "numba")

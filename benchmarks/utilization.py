@@ -22,13 +22,13 @@ from timing import machine, versions
 from torch.utils.flop_counter import FlopCounterMode
 
 from isoloss.files import write_text
-from isoloss.languages.config import PRESETS
-from isoloss.models.architectures import BERT
-from isoloss.models.make import make_model
+from isoloss.lab.languages.config import PRESETS
+from isoloss.lab.models.architectures import BERT
+from isoloss.lab.models.make import make_model
+from isoloss.lab.training.algorithms.base import TrainingAlgorithm, TrainingContext
+from isoloss.lab.training.objectives import prediction_loss, training_batch
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.text.masking import Batch
-from isoloss.training.algorithms.base import TrainingAlgorithm, TrainingContext
-from isoloss.training.objectives import prediction_loss, training_batch
 
 RESULTS = Path(__file__).parent / "results"
 LANGUAGE = PRESETS["hmm-paper"][0]

@@ -65,11 +65,11 @@ PACKAGES += ["studies", "report", "paper", "ground"]
 RESULTS = {  # what the public functions take and return
     "isoloss.flatness.comparison": "TraceComparison",
     "isoloss.runs": "Run",
-    "isoloss.evaluation.evaluator": "Evaluations",
+    "isoloss.lab.evaluation.evaluator": "Evaluations",
     "isoloss.loading": "LoadedModel",
-    "isoloss.transfer.tasks": "TaskData",
-    "isoloss.transfer.results": "TransferResult",
-    "isoloss.transfer.compare": "AccuracyComparison",
+    "isoloss.lab.transfer.tasks": "TaskData",
+    "isoloss.lab.transfer.results": "TransferResult",
+    "isoloss.lab.transfer.compare": "AccuracyComparison",
 }
 
 

@@ -19,12 +19,16 @@ PRELOADED = [
     *("datasets", "rich.progress", "tokenizers", "torch", "tyro"),
     *("transformers.models.auto.modeling_auto", "transformers.models.bert.modeling_bert"),
     *("transformers.models.opt.modeling_opt", "transformers.trainer"),
-    *("isoloss.evaluation.evaluator", "isoloss.languages.pcfg.numba_kernels", "isoloss.models.compiled_bert"),
+    *(
+        "isoloss.lab.evaluation.evaluator",
+        "isoloss.lab.languages.pcfg.numba_kernels",
+        "isoloss.lab.models.compiled_bert",
+    ),
     *(
         "isoloss.flatness.comparison",
-        "isoloss.evaluation.pretraining",
+        "isoloss.lab.evaluation.pretraining",
         "isoloss.report.flatness",
-        "isoloss.transfer.finetuning",
+        "isoloss.lab.transfer.finetuning",
     ),
 ]
 

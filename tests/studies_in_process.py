@@ -10,7 +10,7 @@ BLOCKS = """
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from isoloss.languages.config import PCFGConfig
+from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.studies import Contrast, Experiment, Measurement, Study, SummaryTable
 from isoloss.studies.comparison import change, over_seeds

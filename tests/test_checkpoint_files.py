@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from isoloss import fisher_trace
 from isoloss.errors import IsolossError
-from isoloss.languages.config import TeacherConfig
+from isoloss.lab.languages.config import TeacherConfig
 from isoloss.loading import load_model, quiet
 
 # peft asks transformers by a name that it is about to drop

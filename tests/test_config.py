@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
-from isoloss.languages.config import CorpusConfig, GrammarConfig, PCFGConfig
+from isoloss.lab.languages.config import CorpusConfig, GrammarConfig, PCFGConfig
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 
 text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=20)

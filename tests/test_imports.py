@@ -12,25 +12,25 @@ SOURCE = Path(__file__).parent.parent / "src" / "isoloss"
 
 # from the ground up; a module may import its own layer and those before it
 LAYERS = [
-    ("errors", "lazy", "seeds", "files", "interrupts", "memory", "model_checks", "builtin_components", "usage"),
+    ("errors", "lazy", "seeds", "files", "interrupts", "memory", "model_checks", "builtin_components"),
     ("registry", "config", "statistics"),
     ("run_config",),
     ("runs",),
     ("lstm", "early_checks"),
     ("loading",),
     ("text",),
-    ("languages", "flatness"),
-    ("models",),
-    ("training",),
-    ("transfer",),
-    ("evaluation", "presets"),
+    ("lab.languages", "flatness"),
+    ("lab.models",),
+    ("lab.training",),
+    ("lab.transfer",),
+    ("lab.evaluation", "lab.presets"),
     ("report",),
     ("studies",),
     ("paper",),
     ("cli",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-OUTSIDE = {"__init__.py", "__main__.py"}  # of the package itself: the version, and the way into cli
+OUTSIDE = {"__init__.py", "__main__.py", "lab/__init__.py"}  # the public names, the way into cli, and a docstring
 
 MODULES = sorted(
     path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if str(path.relative_to(SOURCE)) not in OUTSIDE
@@ -40,6 +40,11 @@ MODULES = sorted(
 NAMES = {  # by dotted name; a package's __init__ only hands names on
     ".".join(("isoloss", *path.with_suffix("").parts)): SOURCE / path for path in MODULES if path.name != "__init__.py"
 }
+
+
+def layer_of(parts: tuple[str, ...]) -> str:
+    """The layer of a module, given by its path below `isoloss`: a folder or file of the package, or of its `lab`."""
+    return ".".join(parts[:2]) if parts[0] == "lab" else parts[0]
 
 
 def imported_layers(path: Path) -> set[str]:
@@ -53,7 +58,7 @@ def imported_layers(path: Path) -> set[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        found |= {name.split(".")[1] for name in names if name.startswith("isoloss.")}
+        found |= {layer_of(tuple(name.split(".")[1:])) for name in names if name.startswith("isoloss.")}
     return found - {"__version__"}
 
 
@@ -83,7 +88,7 @@ def test_no_module_imports_itself_through_others():
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_imports_point_downwards(module):
-    layer = module.parts[0].removesuffix(".py")
+    layer = layer_of(module.with_suffix("").parts)
     above = {other for other in imported_layers(SOURCE / module) if LEVEL[other] > LEVEL[layer]}
     assert not above, f"{module} is in layer {layer} and imports from above it: {above}"
 
@@ -92,7 +97,7 @@ def test_imports_point_downwards(module):
     "code",
     [
         "import isoloss",
-        "import isoloss.config, isoloss.runs, isoloss.statistics.estimate, isoloss.models.sizes",
+        "import isoloss.config, isoloss.runs, isoloss.statistics.estimate, isoloss.lab.models.sizes",
         "import sys; from isoloss.cli.main import main; assert main(['--help']) == 0",
         "import sys; from isoloss.cli.main import main; assert main(['nonsense']) == 2",
     ],

@@ -45,9 +45,9 @@ from transformers import (
 )
 
 from isoloss.errors import IsolossError, IsolossWarning
+from isoloss.lab.models.architectures import BERT
 from isoloss.loading import load_model, quiet, resolve_device
 from isoloss.model_checks import is_causal
-from isoloss.models.architectures import BERT
 from isoloss.run_config import ModelConfig
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}

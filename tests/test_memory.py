@@ -50,7 +50,7 @@ def test_freed_memory_is_not_fetched_again():
 GIVE_BACK = """
 import psutil
 import torch
-from isoloss.training.process import process_settings
+from isoloss.lab.training.process import process_settings
 
 with process_settings(1, torch.device("cpu")):
     blocks = [b"x" * (4 << 20) for _ in range(50)]

@@ -9,8 +9,8 @@ import pytest
 import isoloss
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.evaluation.measures.base import Measure, make_measure
-from isoloss.languages.config import DyckConfig
+from isoloss.lab.evaluation.measures.base import Measure, make_measure
+from isoloss.lab.languages.config import DyckConfig
 from isoloss.registry import (
     ALGORITHMS,
     EXECUTORS,
@@ -97,7 +97,7 @@ def test_reading_names_costs_no_import_of_torch():
 
 
 BAD = {
-    "languages": {"raises": "bad_raising:Config", "wrong-kind": "isoloss.languages.config:DyckConfig"},
+    "languages": {"raises": "bad_raising:Config", "wrong-kind": "isoloss.lab.languages.config:DyckConfig"},
     "measures": {"int": "builtins:int", "other-default": "bad:Other", "loss": "bad:Other"},
     "algorithms": {"no-config": "bad:NO_CONFIG"},
     "models": {"no-model": "bad:NO_CONFIG"},
@@ -107,7 +107,7 @@ BAD = {
 }
 MODULE = """
 from dataclasses import dataclass
-from isoloss.evaluation.measures.base import Measure
+from isoloss.lab.evaluation.measures.base import Measure
 
 NO_CONFIG = 3
 
@@ -147,8 +147,8 @@ WHY = {
     (LANGUAGES, "wrong-kind"): "DyckConfig, whose kind is 'dyck'; it must be 'wrong-kind'",
     (MEASURES, "int"): "measure 'int' of builtins:int is int; it must be a dataclass that is a subclass of .*Measure",
     (ALGORITHMS, "no-config"): "of bad:NO_CONFIG is of the type int; it must be a dataclass .*AlgorithmConfig",
-    (MODELS, "no-model"): "it must be an isoloss.models.architectures.Architecture",
-    (TASKS, "no-task"): "it must be an isoloss.transfer.text_sources.TextTask or a function",
+    (MODELS, "no-model"): "it must be an isoloss.lab.models.architectures.Architecture",
+    (TASKS, "no-task"): "it must be an isoloss.lab.transfer.text_sources.TextTask or a function",
     (EXECUTORS, "no-executor"): "it must be a function like isoloss.studies.run.local.run",
     (STUDIES, "no-study"): "it must be an isoloss.studies.spec.Study or a function that returns one",
 }

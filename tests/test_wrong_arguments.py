@@ -7,8 +7,8 @@ from transformers import BertConfig, BertForMaskedLM
 import isoloss
 from isoloss.errors import IsolossError
 from isoloss.flatness import hessian_trace, largest_eigenvalues
+from isoloss.lab.transfer.probe import LinearProbeConfig
 from isoloss.run_config import TrainConfig
-from isoloss.transfer.probe import LinearProbeConfig
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 from isoloss import lazy
 
 if TYPE_CHECKING:
-    from isoloss.evaluation.evaluator import evaluate
-    from isoloss.evaluation.pretraining import pretrain
     from isoloss.flatness.comparison import compare
     from isoloss.flatness.fisher import fisher_trace
-    from isoloss.languages.resolving import load_language
+    from isoloss.lab.evaluation.evaluator import evaluate
+    from isoloss.lab.evaluation.pretraining import pretrain
+    from isoloss.lab.languages.resolving import load_language
+    from isoloss.lab.transfer.compare import compare_accuracy
+    from isoloss.lab.transfer.finetuning import finetune
+    from isoloss.lab.transfer.probe import linear_probe
+    from isoloss.lab.transfer.tasks import make_task
     from isoloss.loading import load_model
     from isoloss.registry import (
         register_algorithm,
@@ -29,10 +33,6 @@ if TYPE_CHECKING:
     )
     from isoloss.statistics.estimate import Estimate
     from isoloss.studies.reading import read_study
-    from isoloss.transfer.compare import compare_accuracy
-    from isoloss.transfer.finetuning import finetune
-    from isoloss.transfer.probe import linear_probe
-    from isoloss.transfer.tasks import make_task
 
     __version__: str
 
@@ -65,15 +65,15 @@ _load = lazy.exports(
     {
         "Estimate": "isoloss.statistics.estimate",
         "compare": "isoloss.flatness.comparison",
-        "compare_accuracy": "isoloss.transfer.compare",
-        "evaluate": "isoloss.evaluation.evaluator",
-        "finetune": "isoloss.transfer.finetuning",
+        "compare_accuracy": "isoloss.lab.transfer.compare",
+        "evaluate": "isoloss.lab.evaluation.evaluator",
+        "finetune": "isoloss.lab.transfer.finetuning",
         "fisher_trace": "isoloss.flatness.fisher",
-        "linear_probe": "isoloss.transfer.probe",
-        "load_language": "isoloss.languages.resolving",
+        "linear_probe": "isoloss.lab.transfer.probe",
+        "load_language": "isoloss.lab.languages.resolving",
         "load_model": "isoloss.loading",
-        "make_task": "isoloss.transfer.tasks",
-        "pretrain": "isoloss.evaluation.pretraining",
+        "make_task": "isoloss.lab.transfer.tasks",
+        "pretrain": "isoloss.lab.evaluation.pretraining",
         "read_study": "isoloss.studies.reading",
         **dict.fromkeys((name for name in __all__ if name.startswith("register_")), "isoloss.registry"),
     },

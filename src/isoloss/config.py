@@ -219,7 +219,7 @@ class LanguageConfig:
     kind: str
 
     def build(self, progress: Callable[[int, int], None] | None = None) -> Any:
-        """Return the language (`isoloss.languages.api.Language`).
+        """Return the language (`isoloss.lab.languages.api.Language`).
 
         Args:
             progress: Called with (done, total) while a slow language is built.
@@ -245,7 +245,7 @@ class LanguageConfig:
 
         Args:
             spec: Where it is, as the command line has it.
-            options: Those of `isoloss.languages.resolve` that were given, by name.
+            options: Those of `isoloss.lab.languages.resolve` that were given, by name.
 
         Raises:
             IsolossError: It is of this kind and cannot be read, or an option is of no use for it.
@@ -254,10 +254,10 @@ class LanguageConfig:
 
     @classmethod
     def from_tables(cls, stored: Any, path: Path) -> Any:
-        """Return the language that `isoloss.languages.save` stored under this kind.
+        """Return the language that `isoloss.lab.languages.save` stored under this kind.
 
         Args:
-            stored: What the file holds (`isoloss.languages.api.Stored`).
+            stored: What the file holds (`isoloss.lab.languages.api.Stored`).
             path: The file, for messages.
 
         Raises:
@@ -279,11 +279,11 @@ class AlgorithmConfig:
     kind: str
 
     def build(self, model: Any, context: Any) -> Any:
-        """Return the algorithm (`isoloss.training.algorithms.base.TrainingAlgorithm`).
+        """Return the algorithm (`isoloss.lab.training.algorithms.base.TrainingAlgorithm`).
 
         Args:
             model: The model to train, on its device.
-            context: `isoloss.training.algorithms.base.TrainingContext`.
+            context: `isoloss.lab.training.algorithms.base.TrainingContext`.
         """
         return pkgutil.resolve_name(self.algorithm)(model, context, self)
 

@@ -248,37 +248,37 @@ def _entries(module: str, components: Mapping[str, tuple[str, str]]) -> dict[str
 LANGUAGES = Registry(
     "language",
     "languages",
-    _entries("isoloss.languages.config", builtin_components.LANGUAGE_CONFIGS),
+    _entries("isoloss.lab.languages.config", builtin_components.LANGUAGE_CONFIGS),
     Form("isoloss.config:LanguageConfig", is_config=True, has_kind=True),
 )
 ALGORITHMS = Registry(
     "training algorithm",
     "algorithms",
-    _entries("isoloss.training.algorithms.config", builtin_components.ALGORITHM_CONFIGS),
+    _entries("isoloss.lab.training.algorithms.config", builtin_components.ALGORITHM_CONFIGS),
     Form("isoloss.config:AlgorithmConfig", is_config=True, has_kind=True),
 )
 MODELS = Registry(
     "model",
     "models",
-    _entries("isoloss.models.architectures", builtin_components.ARCHITECTURES),
-    Form("isoloss.models.architectures:Architecture"),
+    _entries("isoloss.lab.models.architectures", builtin_components.ARCHITECTURES),
+    Form("isoloss.lab.models.architectures:Architecture"),
 )
 MEASURES = Registry(
     "measure",
     "measures",
-    _entries("isoloss.evaluation.measures.loss", {"loss": ("Loss", builtin_components.LOSS)})
-    | _entries("isoloss.evaluation.measures.flatness", builtin_components.FLATNESS_MEASURES)
-    | _entries("isoloss.evaluation.measures.transfer", builtin_components.TRANSFER_MEASURES)
-    | _entries("isoloss.evaluation.measures.transfer", {"features": ("Features", builtin_components.FEATURES)}),
-    Form("isoloss.evaluation.measures.base:Measure", is_config=True),
+    _entries("isoloss.lab.evaluation.measures.loss", {"loss": ("Loss", builtin_components.LOSS)})
+    | _entries("isoloss.lab.evaluation.measures.flatness", builtin_components.FLATNESS_MEASURES)
+    | _entries("isoloss.lab.evaluation.measures.transfer", builtin_components.TRANSFER_MEASURES)
+    | _entries("isoloss.lab.evaluation.measures.transfer", {"features": ("Features", builtin_components.FEATURES)}),
+    Form("isoloss.lab.evaluation.measures.base:Measure", is_config=True),
 )
 TASKS = Registry(
     "task",
     "tasks",
-    _entries("isoloss.transfer.text_sources", builtin_components.TEXT_TASKS),
+    _entries("isoloss.lab.transfer.text_sources", builtin_components.TEXT_TASKS),
     Form(
-        "isoloss.transfer.text_sources:TextTask",
-        "a function of a language that returns an isoloss.languages.api.Labeling",
+        "isoloss.lab.transfer.text_sources:TextTask",
+        "a function of a language that returns an isoloss.lab.languages.api.Labeling",
     ),
 )
 EXECUTORS = Registry(
@@ -347,7 +347,7 @@ register_language = _register_function(
     Example:
         >>> from dataclasses import dataclass
         >>> from isoloss import load_language, register_language
-        >>> from isoloss.languages.config import DyckConfig
+        >>> from isoloss.lab.languages.config import DyckConfig
         >>> @dataclass(frozen=True, kw_only=True)
         ... class ThreeKinds(DyckConfig):
         ...     kind: str = "three-kinds"
@@ -365,7 +365,7 @@ register_measure = _register_function(
     Example:
         >>> from dataclasses import dataclass
         >>> from isoloss import Estimate, register_measure
-        >>> from isoloss.evaluation.measures.base import Measure
+        >>> from isoloss.lab.evaluation.measures.base import Measure
         >>> @dataclass(frozen=True, kw_only=True)
         ... class NumTensors(Measure):
         ...     def run(self, model, context):
@@ -381,7 +381,7 @@ register_task = _register_function(
     """
     Example:
         >>> from isoloss import make_task, register_task
-        >>> from isoloss.languages.api import Labeling
+        >>> from isoloss.lab.languages.api import Labeling
         >>> def starts_with(language, token):
         ...     index = language.vocabulary.index(token)
         ...     return Labeling(classes=("no", "yes"), label=lambda s: (s.tokens[:, 0] == index).long())

@@ -256,7 +256,7 @@ class TrainConfig:
         """Return the last step of each stage, counted from the run's start, if targets were reached at these steps.
 
         Example:
-            >>> from isoloss.languages.config import LAPTOP_PCFG
+            >>> from isoloss.lab.languages.config import LAPTOP_PCFG
             >>> stages = (StageConfig(steps=500, target_kl=0.1), StageConfig(steps=100))
             >>> config = TrainConfig(language=LAPTOP_PCFG, stages=stages)
             >>> config.stage_ends(), config.stage_ends([350])

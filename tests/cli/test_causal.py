@@ -106,8 +106,8 @@ def test_eval_of_what_has_no_exact_loss_measures_the_trace(capsys, drawn):
 
 
 def test_a_causal_model_reads_a_task_from_the_start(drawn):
-    from isoloss.transfer.features import extract
-    from isoloss.transfer.tasks import make_task, read_from_start
+    from isoloss.lab.transfer.features import extract
+    from isoloss.lab.transfer.tasks import make_task, read_from_start
 
     language = Run(drawn).config.language.build()
     task = make_task(language, "root", num_train=20, num_test=5, seed=0)

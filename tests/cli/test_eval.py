@@ -9,7 +9,7 @@ import pytest
 from speaking import as_json, refusal
 
 from isoloss.cli.main import main
-from isoloss.evaluation.evaluator import Evaluator
+from isoloss.lab.evaluation.evaluator import Evaluator
 from isoloss.runs import Run, checkpoint_of
 from isoloss.statistics.estimate import rounded
 

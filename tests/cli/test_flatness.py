@@ -23,10 +23,10 @@ from transformers import (
 
 from isoloss.cli.main import main
 from isoloss.errors import IsolossWarning
-from isoloss.evaluation import context as contexts
 from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
 from isoloss.flatness._curvature import MeanLoss
 from isoloss.flatness.comparison import compare
+from isoloss.lab.evaluation import context as contexts
 from isoloss.statistics.estimate import rounded
 from isoloss.statistics.ratio_estimator import ClusteredRatio
 from isoloss.statistics.tables import short_names

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from isoloss import languages
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
-from isoloss.languages.config import PRESETS
+from isoloss.lab import languages
+from isoloss.lab.languages.config import PRESETS
 
 
 def output(capsys, *words):

@@ -23,7 +23,7 @@ from isoloss.cli import ls
 from isoloss.cli.main import SUBCOMMANDS, main
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.languages.config import PRESETS, BracketsConfig
+from isoloss.lab.languages.config import PRESETS, BracketsConfig
 from isoloss.loading import load_model
 from isoloss.paper.same_loss.study import STUDY
 from isoloss.registry import RESCALINGS

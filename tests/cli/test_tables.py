@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from isoloss.cli import common, ls, study
-from isoloss.languages.config import PCFGConfig
+from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate

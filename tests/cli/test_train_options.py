@@ -8,10 +8,10 @@ from speaking import refusal
 from isoloss import config as configs
 from isoloss import memory
 from isoloss.cli.main import main
-from isoloss.models.architectures import BERT
+from isoloss.lab.models.architectures import BERT
+from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.runs import Run
-from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 
 
 def config_of(capsys, tmp_path, *options):

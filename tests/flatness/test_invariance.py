@@ -16,7 +16,6 @@ from dense_curvature import dense_gauss_newton, dense_hessian, flat
 from rescaling_models import FAMILIES, VOCABULARY, tokens
 from torch import nn
 
-from isoloss.evaluation.measures.flatness import FlatnessMeasure
 from isoloss.flatness import (
     empirical_fisher_trace,
     fisher_rao_norm,
@@ -27,6 +26,7 @@ from isoloss.flatness import (
 )
 from isoloss.flatness._rescaling.apply import rescaled
 from isoloss.flatness._rescaling.symmetries import rescalings_of
+from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure
 from isoloss.registry import MEASURES
 
 HEADS, SIZE, INNER = 2, 2, 5

@@ -12,13 +12,13 @@ import known_estimates as known
 from isoloss import config as configs
 from isoloss.cli import study as command
 from isoloss.errors import IsolossError
+from isoloss.lab.transfer.tasks import make_task
 from isoloss.paper.algorithms import study as design
 from isoloss.paper.algorithms.study import STUDY
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
 from isoloss.studies.results import Results, run_of
 from isoloss.studies.verdicts import Verdict
-from isoloss.transfer.tasks import make_task
 
 SCALE = design.SCALES["laptop"]
 (DATASET,) = SCALE.datasets

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from isoloss import config as configs
+from isoloss.lab.presets import PRESETS
 from isoloss.paper.reproduction import costs
 from isoloss.paper.reproduction.study import STUDY
-from isoloss.presets import PRESETS
 from isoloss.registry import MODELS
 from isoloss.studies.folder import StudyFolder
 

@@ -12,8 +12,8 @@ from tokenizers import BertWordPieceTokenizer, Tokenizer, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from isoloss import pretrain
-from isoloss.evaluation.evaluator import Evaluator
-from isoloss.languages.config import CorpusConfig, TeacherConfig
+from isoloss.lab.evaluation.evaluator import Evaluator
+from isoloss.lab.languages.config import CorpusConfig, TeacherConfig
 from isoloss.paper.reproduction import costs
 from isoloss.paper.reproduction.study import STUDY
 from isoloss.text.python_docs import write_python_docs

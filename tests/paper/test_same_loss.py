@@ -10,7 +10,7 @@ import pytest
 
 import known_estimates as known
 from isoloss.errors import IsolossError
-from isoloss.evaluation.measures.base import settings_of
+from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.paper.same_loss import page, pilot
 from isoloss.paper.same_loss.design import BASE, GROUPS, UNTOUCHED, polished

@@ -20,10 +20,10 @@ from pathlib import Path
 from toy_language import PairLanguage
 from isoloss import config as configs
 from isoloss.config import AlgorithmConfig
-from isoloss.languages.config import PCFGConfig
+from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig, TrainConfig
-from isoloss.training.algorithms.base import Examples
-from isoloss.training.train import train
+from isoloss.lab.training.algorithms.base import Examples
+from isoloss.lab.training.train import train
 from isoloss.runs import Run
 from isoloss.seeds import generator
 from running import validate

@@ -1,7 +1,7 @@
 """A study of one run that two processes train."""
 
 STUDY = """
-from isoloss.languages.config import PCFGConfig
+from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.studies import Experiment, Measurement, Resources, Scale, Study
 

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from isoloss import files, usage
+from isoloss import files
 from isoloss.runs import Run
 from isoloss.studies.estimates import estimates
 from isoloss.studies.plan import Unit
-from isoloss.studies.run import local
+from isoloss.studies.run import local, usage
 from isoloss.studies.run.lease import Leases
 from studies_in_process import carry_out
 
@@ -82,7 +82,8 @@ def test_a_unit_records_its_peak_memory_and_what_it_left_on_disk(tmp_path):
 
 def test_the_peak_is_that_of_the_process(tmp_path):
     code = (
-        "import os; held = bytearray(300 * 2**20); from isoloss import usage; usage.report(1 + int(os.environ['RANK']))"
+        "import os; from isoloss.studies.run import usage\n"
+        "held = bytearray(300 * 2**20); usage.report(1 + int(os.environ['RANK']))"
     )
     environment = {"ISOLOSS_USAGE": str(tmp_path / "a.usage"), "PATH": "", "PYTHONPATH": ":".join(sys.path)}
     for rank in ("0", "1"):

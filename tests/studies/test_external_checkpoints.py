@@ -27,9 +27,9 @@ from isoloss import config as configs
 from isoloss import evaluate
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
-from isoloss.evaluation.external import ExternalCheckpoint
-from isoloss.evaluation.input_config import InputConfig
-from isoloss.languages.config import PCFGConfig
+from isoloss.lab.evaluation.external import ExternalCheckpoint
+from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.lab.languages.config import PCFGConfig
 from isoloss.studies.comparison import difference
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.spec import load_study
@@ -224,7 +224,7 @@ def test_a_checkpoint_is_measured_on_a_language_with_its_probes(study, capsys):
     text = text.replace('"minimal-trace")', '"probe-root")').replace(
         '"num_sequences": 16', '"num_sequences": 16, "num_train": 64, "num_test": 64, "probe_seeds": 2'
     )
-    study.write_text(text.replace("\nMEASURED", "from isoloss.languages.config import PCFGConfig\n\nMEASURED", 1))
+    study.write_text(text.replace("\nMEASURED", "from isoloss.lab.languages.config import PCFGConfig\n\nMEASURED", 1))
     call(capsys, "run", study, "--folder", "out", "--workers", "1")
     assert set(StudyFolder(load_study(study), Path("out")).results().at("bert")) >= {"kl", "trace", "probe-root"}
 

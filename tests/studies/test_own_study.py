@@ -16,7 +16,7 @@ from isoloss.studies.spec import load_study
 from studies_in_process import call
 
 FILE = """
-from isoloss.languages.config import PCFGConfig
+from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, StageConfig, TrainConfig
 from isoloss.studies import Experiment, Measurement, Scale, Study
 

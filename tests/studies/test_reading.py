@@ -128,7 +128,7 @@ def test_what_cannot_be_read_is_refused(finished, tmp_path):
 def _other(folder):
     path = folder / "other.py"
     path.write_text(
-        "from isoloss.languages.config import PCFGConfig\n"
+        "from isoloss.lab.languages.config import PCFGConfig\n"
         "from isoloss.run_config import TrainConfig\n"
         "from isoloss.studies import Experiment, Measurement, Scale, Study\n"
         "run = Experiment(config=TrainConfig(language=PCFGConfig(levels=2), steps=9),\n"

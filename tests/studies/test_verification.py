@@ -7,15 +7,15 @@ import torch
 
 from isoloss import files
 from isoloss.errors import IsolossWarning
-from isoloss.evaluation.evaluator import Evaluator, pending
-from isoloss.languages.config import PRESETS
+from isoloss.lab.evaluation.evaluator import Evaluator, pending
+from isoloss.lab.languages.config import PRESETS
+from isoloss.lab.training.train import train
 from isoloss.paper.same_loss.study import STUDY
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.spec import Experiment
 from isoloss.studies.verify import verify_run
-from isoloss.training.train import train
 
 CONFIG = TrainConfig(
     language=PRESETS["pcfg-laptop"][0],

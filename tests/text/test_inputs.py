@@ -13,9 +13,9 @@ from transformers import (
 )
 
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.evaluation.context import language_inputs
-from isoloss.languages import resolve
-from isoloss.languages.config import CorpusConfig, PCFGConfig
+from isoloss.lab.evaluation.context import language_inputs
+from isoloss.lab.languages import resolve
+from isoloss.lab.languages.config import CorpusConfig, PCFGConfig
 from isoloss.lstm import LSTMConfig
 from isoloss.model_checks import max_length
 from isoloss.run_config import ObjectiveConfig, TrainConfig

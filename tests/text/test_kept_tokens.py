@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, BertConfig, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from isoloss.errors import IsolossError
-from isoloss.languages.config import CorpusConfig
-from isoloss.languages.corpus import Corpus
+from isoloss.lab.languages.config import CorpusConfig
+from isoloss.lab.languages.corpus import Corpus
 from isoloss.text.kept_tokens import KeptTokensTokenizer
 from isoloss.text.tokenizers import encode, keep, load_tokenizer, serialized
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.languages import Sentences
-from isoloss.languages.config import PRESETS
+from isoloss.lab.languages import Sentences
+from isoloss.lab.languages.config import PRESETS
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
 from isoloss.text.masking import IGNORED, corrupt, mask

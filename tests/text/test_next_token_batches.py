@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from isoloss.languages import Sentences
-from isoloss.languages.api import Start
-from isoloss.languages.config import PRESETS, CorpusConfig
-from isoloss.languages.corpus import Corpus
+from isoloss.lab.languages import Sentences
+from isoloss.lab.languages.api import Start
+from isoloss.lab.languages.config import PRESETS, CorpusConfig
+from isoloss.lab.languages.corpus import Corpus
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
 from isoloss.text.masking import IGNORED, mask, objective_batch, predict_next, with_start

@@ -7,11 +7,11 @@ import logging
 import pytest
 
 from isoloss.errors import IsolossError
+from isoloss.lab.transfer.text_sources import DOCSTRING_KIND, DOCSTRING_MODULE
+from isoloss.lab.transfer.text_tasks import read_examples
 from isoloss.text import documents, python_docs
 from isoloss.text.hub_datasets import is_dataset, load, parse, read_rows
 from isoloss.text.python_docs import MODULES, docstrings, rows
-from isoloss.transfer.text_sources import DOCSTRING_KIND, DOCSTRING_MODULE
-from isoloss.transfer.text_tasks import read_examples
 
 
 def test_docstrings_are_those_that_python_shows():

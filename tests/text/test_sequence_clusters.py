@@ -10,8 +10,8 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from isoloss import compare, fisher_trace
 from isoloss.errors import IsolossError
-from isoloss.evaluation.loss import text_loss
 from isoloss.flatness import FlatnessCallback
+from isoloss.lab.evaluation.loss import text_loss
 from isoloss.run_config import ObjectiveConfig
 from isoloss.text.clusters import SequenceClusters
 from isoloss.text.packing import pack

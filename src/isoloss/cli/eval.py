@@ -10,12 +10,12 @@ import tyro
 
 from isoloss.cli import common, options
 from isoloss.cli.options import Loading
-from isoloss.evaluation.input_config import InputConfig
-from isoloss.presets import load_preset
+from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.lab.presets import load_preset
 from isoloss.registry import MEASURES
 
 if TYPE_CHECKING:
-    from isoloss.evaluation.evaluator import Evaluations
+    from isoloss.lab.evaluation.evaluator import Evaluations
 
 EXAMPLES = [
     ("isoloss eval runs/first", "loss and trace of every checkpoint"),
@@ -31,7 +31,7 @@ EXAMPLES = [
 
 def _say_below_majority(evaluations: Evaluations) -> None:
     """Say which accuracies are below the majority class's, and why; a row of the table looks like any other."""
-    from isoloss.transfer.results import below_majority
+    from isoloss.lab.transfer.results import below_majority
 
     for model, evaluation in zip(evaluations.models, evaluations, strict=True):
         accuracy = evaluation.estimates.get("accuracy")
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
     args: Any = options.parse(cls, "eval", arguments, examples=EXAMPLES)
     preset = {} if args.preset is None else load_preset(args.preset).measures
     common.use_threads(args.threads)
-    from isoloss.evaluation.evaluator import evaluate
+    from isoloss.lab.evaluation.evaluator import evaluate
 
     with common.Progress("measuring", None, "evaluations") as bar:
 

@@ -13,7 +13,7 @@ from isoloss import files
 from isoloss.cli import common, options
 from isoloss.cli.options import Loading
 from isoloss.errors import IsolossError
-from isoloss.models.sizes import reshaped, shape
+from isoloss.lab.models.sizes import reshaped, shape
 from isoloss.runs import Run, checkpoint_of
 from isoloss.statistics.estimate import rounded
 
@@ -94,8 +94,8 @@ def main(arguments: list[str]) -> int:
     common.use_threads(args.threads)
     import torch
 
+    from isoloss.lab.models.expansion import check_fits, expand, shape_of
     from isoloss.loading import load_model
-    from isoloss.models.expansion import check_fits, expand, shape_of
     from isoloss.paper.theory.expansion import judge_expansion
 
     name = _checkpoint(args.model)
@@ -150,7 +150,7 @@ def _checkpoint(model: str) -> str:
 
 
 def _inputs(args: Args, name: str, loaded: LoadedModel) -> Inputs:
-    from isoloss.evaluation.context import language_inputs
+    from isoloss.lab.evaluation.context import language_inputs
     from isoloss.model_checks import max_length
     from isoloss.text.inputs import read_inputs
 
@@ -181,9 +181,9 @@ def _write(out: Path, model: Any, source: str, document: dict[str, Any]) -> None
     """Write the model with its source's tokenizer, if that has one, and the record, whole or not at all."""
     from safetensors import SafetensorError
 
+    from isoloss.lab.training.checkpoints import save_model
     from isoloss.loading import quiet
     from isoloss.text.tokenizers import load_tokenizer
-    from isoloss.training.checkpoints import save_model
 
     try:
         tokenizer = load_tokenizer(source)

@@ -17,8 +17,8 @@ from isoloss import early_checks, files, interrupts
 from isoloss.cli import common, options
 from isoloss.cli.options import Loading
 from isoloss.errors import IsolossError
-from isoloss.evaluation.input_config import InputConfig, common_run_config
-from isoloss.evaluation.measures.flatness import FlatnessMeasure, flatness_measure
+from isoloss.lab.evaluation.input_config import InputConfig, common_run_config
+from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure, flatness_measure
 from isoloss.registry import MEASURES
 from isoloss.runs import refuse_run, refuse_twice
 from isoloss.statistics.checking import positive
@@ -28,9 +28,9 @@ from isoloss.statistics.tables import short_names
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
-    from isoloss.evaluation.context import MeasureContext, ModelInfo
-    from isoloss.evaluation.flatness import FlatnessResults
     from isoloss.flatness.comparison import TraceComparison
+    from isoloss.lab.evaluation.context import MeasureContext, ModelInfo
+    from isoloss.lab.evaluation.flatness import FlatnessResults
     from isoloss.loading import LoadedModel
     from isoloss.text.inputs import Inputs
 
@@ -114,9 +114,9 @@ def main(arguments: list[str]) -> int:
         args = dataclasses.replace(args, measures=(*args.measures, *added))
     _check(args)
     common.use_threads(args.threads)
-    from isoloss.evaluation.context import ModelInfo
-    from isoloss.evaluation.flatness import measure_flatness
     from isoloss.flatness.verdict import verdict
+    from isoloss.lab.evaluation.context import ModelInfo
+    from isoloss.lab.evaluation.flatness import measure_flatness
 
     models = [ModelInfo.of(_load(args, name)) for name in args.models]
     context = _context(args, models)
@@ -211,7 +211,7 @@ def _model(args: Any, name: str) -> Any:
 
 
 def _context(args: Any, models: list[ModelInfo]) -> MeasureContext:
-    from isoloss.evaluation import context as contexts
+    from isoloss.lab.evaluation import context as contexts
 
     inputs = InputConfig(**args.inputs)
     shuffled = _is_shuffled(args)

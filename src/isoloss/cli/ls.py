@@ -11,8 +11,8 @@ import tyro
 
 from isoloss.cli import common, options
 from isoloss.errors import IsolossError
-from isoloss.languages.config import PRESETS as LANGUAGE_PRESETS
-from isoloss.presets import PRESETS
+from isoloss.lab.languages.config import PRESETS as LANGUAGE_PRESETS
+from isoloss.lab.presets import PRESETS
 from isoloss.registry import ALGORITHMS, EXECUTORS, LANGUAGES, MEASURES, MODELS, RESCALINGS, STUDIES, TASKS, Registry
 
 if TYPE_CHECKING:

@@ -162,7 +162,7 @@ def entry() -> NoReturn:
             _tell(f"isoloss: cannot write the output: {error.strerror or error}")
             status = TEMPORARY_FAILURE if _is_temporary(error) else 2
     if os.environ.get("ISOLOSS_USAGE"):
-        from isoloss import usage
+        from isoloss.studies.run import usage
 
         usage.report(time.monotonic() - start)
     # after a KeyboardInterrupt within exec(), which makes dataclasses, `python -m` would die of SIGINT, whatever the

@@ -23,8 +23,8 @@ from tyro.constructors import (
     UnsupportedTypeAnnotationError,
 )
 
-from isoloss.evaluation.input_config import InputConfig
-from isoloss.evaluation.measures.base import name_fields
+from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.lab.evaluation.measures.base import name_fields
 
 T = TypeVar("T")
 Sources = Mapping[str, tuple[str, Mapping[str, type]]]

@@ -13,10 +13,10 @@ from isoloss import files
 from isoloss.cli import common, options
 from isoloss.cli.options import LanguageOptions
 from isoloss.errors import IsolossError
-from isoloss.languages.config import check_name
+from isoloss.lab.languages.config import check_name
 
 if TYPE_CHECKING:
-    from isoloss.languages import Entropy, ExactLanguage, Language, Sentences
+    from isoloss.lab.languages import Entropy, ExactLanguage, Language, Sentences
 
 EXAMPLES = [
     ("isoloss sample pcfg-laptop", "five sentences of a random grammar, with the entropy of every token"),
@@ -68,7 +68,8 @@ def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args = options.parse(Args, "sample", arguments, examples=EXAMPLES)
     _check_numbers(args)
-    from isoloss import languages, seeds
+    from isoloss import seeds
+    from isoloss.lab import languages
 
     config = languages.resolve(args.language, **args.reading)
     language: Language = config.build()
@@ -149,7 +150,7 @@ def _truth(
     args: Args, language: ExactLanguage, sentences: Sentences, rows: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], Entropy | None]:
     """Add to the rows what is exactly known of them; return conditionals of the first, and the language's entropy."""
-    from isoloss import languages
+    from isoloss.lab import languages
 
     is_slow = language.costs_forward_passes
     for row, log_prob in zip(rows, language.log_prob(sentences.tokens, sentences.lengths).tolist(), strict=True):

@@ -9,7 +9,7 @@ import tyro
 
 from isoloss import config as configs
 from isoloss.cli import common, options
-from isoloss.evaluation.evaluator import Evaluations
+from isoloss.lab.evaluation.evaluator import Evaluations
 from isoloss.runs import Evaluation, Run
 
 EXAMPLES = [("isoloss show runs/first", "config, progress, checkpoints and evaluations")]

@@ -412,7 +412,7 @@ def main(arguments: list[str]) -> int:
 _TRAINED = '''\
 """{name}: does dropout change how flat a model is, and how well it transfers?"""
 
-from isoloss.languages.config import PCFGConfig
+from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.studies import Experiment, Measurement, Scale, Study
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from isoloss import config as configs
-from isoloss import early_checks, files, interrupts, usage
+from isoloss import early_checks, files, interrupts
 from isoloss.cli import common, options
 from isoloss.cli.options import LanguageOptions, Options, option_name, sources_of
 from isoloss.config import AlgorithmConfig, LanguageConfig
@@ -20,9 +20,10 @@ from isoloss.errors import IsolossError
 from isoloss.registry import ALGORITHMS, MODELS
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.runs import Run
+from isoloss.studies.run import usage
 
 if TYPE_CHECKING:
-    from isoloss.languages import Language
+    from isoloss.lab.languages import Language
 
 EXAMPLES = [
     ("isoloss train runs/first --language pcfg-laptop --size d32 --steps 2000", "a small BERT on a random grammar"),
@@ -139,7 +140,7 @@ def main(arguments: list[str]) -> int:
     """Run the subcommand; of several processes, rank 0 prints, and of those that fail, the first."""
     if not _is_one_of_several():
         return _main(arguments)
-    from isoloss.training.distributed import process_group
+    from isoloss.lab.training.distributed import process_group
 
     with process_group() as group, contextlib.ExitStack() as silence:
         if not group.is_main:
@@ -155,7 +156,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _is_one_of_several() -> bool:
-    """Whether a launcher started several processes, as `isoloss.training.distributed` asks, which needs torch."""
+    """Whether a launcher started several processes, as `isoloss.lab.training.distributed` asks, which needs torch."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
@@ -171,7 +172,7 @@ def _main(arguments: list[str]) -> int:
             common.say(configs.to_toml(config).rstrip())
         return 0
 
-    from isoloss.training.train import Interrupted
+    from isoloss.lab.training.train import Interrupted
 
     try:
         _train(run, config)
@@ -209,8 +210,8 @@ def _check_machine(run: Run, config: TrainConfig) -> None:
 
 
 def _train(run: Run, config: TrainConfig) -> None:
-    from isoloss.evaluation.pretraining import pretrain
-    from isoloss.training.train import Progress as Step
+    from isoloss.lab.evaluation.pretraining import pretrain
+    from isoloss.lab.training.train import Progress as Step
 
     language = None if run.complete else _language(config.language)
     with common.Progress(f"training {run.name}", config.steps, "steps") as progress:
@@ -255,7 +256,7 @@ def _config(args: Args) -> TrainConfig:
 
 def _from_options(args: Args) -> TrainConfig:
     """Return the config that the options give; what was not given is the preset's, where there is one."""
-    from isoloss import languages, presets
+    from isoloss.lab import languages, presets
 
     optimization: dict[str, Any] = dict(args.optimization)
     if {"warmup_steps", "warmup_proportion"} <= optimization.keys():

@@ -2,7 +2,7 @@
 
 A study is a Python file that defines a `Study`:
 
-    from isoloss.languages.config import LAPTOP_PCFG
+    from isoloss.lab.languages.config import LAPTOP_PCFG
     from isoloss.run_config import ModelConfig, TrainConfig
     from isoloss.studies import Experiment, Measurement, Scale, Study
 
@@ -19,7 +19,7 @@ A study is a Python file that defines a `Study`:
 a function `study()` that returns it.
 """
 
-from isoloss.evaluation.external import ExternalCheckpoint
+from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.lazy import exports
 from isoloss.studies.spec import Experiment, Measurement, Scale, Study, load_study
 

@@ -12,9 +12,9 @@ from typing import Any
 from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.evaluation.evaluator import pending
-from isoloss.evaluation.external import RECORD, ExternalCheckpoint, ExternalRun
-from isoloss.evaluation.measures.base import settings_of
+from isoloss.lab.evaluation.evaluator import pending
+from isoloss.lab.evaluation.external import RECORD, ExternalCheckpoint, ExternalRun
+from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.runs import Run
 from isoloss.studies.answers import answer_all, check_measures
 from isoloss.studies.claims import ClaimResult, ClaimsFile, read_claims

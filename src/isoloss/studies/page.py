@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.evaluation.external import ExternalCheckpoint
+from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
 from isoloss.report.html import Figure, Finding, render

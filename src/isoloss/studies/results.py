@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss.errors import IsolossError, did_you_mean
-from isoloss.evaluation.external import ExternalCheckpoint, ExternalRun
+from isoloss.lab.evaluation.external import ExternalCheckpoint, ExternalRun
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate, number
 from isoloss.studies.claims import Answer, ClaimResult, ClaimsFile

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
-from isoloss.evaluation.external import ExternalCheckpoint
 from isoloss.files import nearest
+from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.registry import STUDIES
 from isoloss.run_config import TrainConfig
 from isoloss.studies.plan import Expected, Resources
@@ -162,7 +162,7 @@ class Study:
         block_name: What the blocks are, in the plural, e.g. `grammars`; for the interim page.
 
     Example:
-        >>> from isoloss.languages.config import PCFGConfig
+        >>> from isoloss.lab.languages.config import PCFGConfig
         >>> config = TrainConfig(language=PCFGConfig(levels=2), steps=100)
         >>> run = Experiment(config=config, measurements=(Measurement(measures=("loss", "trace")),))
         >>> study = Study(name="small", scales={"smoke": Scale(description="a minute", experiments={"plain": run})})

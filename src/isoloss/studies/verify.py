@@ -8,8 +8,8 @@ from typing import Any
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
-from isoloss.evaluation.evaluator import Evaluator, pending
-from isoloss.evaluation.external import ExternalRun
+from isoloss.lab.evaluation.evaluator import Evaluator, pending
+from isoloss.lab.evaluation.external import ExternalRun
 from isoloss.runs import Run
 from isoloss.studies.spec import Experiment
 

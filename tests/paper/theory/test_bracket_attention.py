@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.languages.brackets import Brackets
+from isoloss.lab.languages.brackets import Brackets
 from isoloss.paper.theory.brackets import BracketAttention, two_neurons
 from isoloss.seeds import generator
 

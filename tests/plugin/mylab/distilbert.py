@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from isoloss.models.architectures import Transformer
+from isoloss.lab.models.architectures import Transformer
 
 
 class DistilBERT(Transformer):

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from isoloss.lab.training.algorithms.base import TrainingAlgorithm
 from isoloss.seeds import generator
-from isoloss.training.algorithms.base import TrainingAlgorithm
 
 
 class GradientNoise(TrainingAlgorithm):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isoloss.config import setting
-from isoloss.evaluation.measures.base import SeededMeasure
+from isoloss.lab.evaluation.measures.base import SeededMeasure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isoloss.languages.config import LAPTOP_PCFG, PCFGConfig
+from isoloss.lab.languages.config import LAPTOP_PCFG, PCFGConfig
+from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 from isoloss.paper.reproduction.compare import replicates
 from isoloss.paper.reproduction.spec import Arm, Dataset, Replicate, StudySize
 from isoloss.paper.same_loss.design import sgd
@@ -19,7 +20,6 @@ from isoloss.studies.claims import Contrast
 from isoloss.studies.comparison import Checkpoint, Pair, change, mean
 from isoloss.studies.results import Results, SummaryTable
 from isoloss.studies.spec import Study
-from isoloss.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 
 BASELINE = "adamw"
 SGD_RATE = 0.4

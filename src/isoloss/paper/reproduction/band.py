@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from isoloss.evaluation.external import ExternalCheckpoint
+from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.paper.reproduction.compare import mean, replicates
 from isoloss.paper.reproduction.spec import Dataset, Replicate
 from isoloss.statistics.estimate import Estimate

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from isoloss.models.sizes import LSTMShape
+from isoloss.lab.models.sizes import LSTMShape
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.studies.plan import Expected, Resources

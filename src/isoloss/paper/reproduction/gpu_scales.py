@@ -10,13 +10,13 @@ import dataclasses
 from typing import Any, Literal
 
 from isoloss.config import LanguageConfig
-from isoloss.languages.config import PRESETS, CorpusConfig, TeacherConfig
+from isoloss.lab.languages.config import PRESETS, CorpusConfig, TeacherConfig
+from isoloss.lab.presets import Preset, load_preset, train_config
+from isoloss.lab.training.algorithms.config import AdversarialConfig, SAMConfig
 from isoloss.paper.reproduction.costs import Tokens
 from isoloss.paper.reproduction.spec import SGD_EXACT, SGD_SAMPLED, SGD_SHOWN, SHOWN, Arm, Dataset, StudySize
-from isoloss.presets import Preset, load_preset, train_config
 from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig
 from isoloss.studies.plan import Resources
-from isoloss.training.algorithms.config import AdversarialConfig, SAMConfig
 
 TABLE_3 = ("d64", "d128", "d192", "d256", "d512", "d768", "d1024", "d1280", "d1536")
 TABLE_4 = ("d128", "d192", "d320", "d384", "d640", "d960", "d1920")

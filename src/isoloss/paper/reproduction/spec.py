@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from isoloss.config import LanguageConfig
-from isoloss.languages.config import CorpusConfig, HMMConfig, PCFGConfig
+from isoloss.lab.languages.config import CorpusConfig, HMMConfig, PCFGConfig
+from isoloss.lab.training.algorithms.config import AdversarialConfig, SAMConfig
 from isoloss.paper.reproduction import costs
 from isoloss.paper.reproduction.costs import Tokens
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.studies.plan import Resources
 from isoloss.studies.spec import Experiment, Measurement
-from isoloss.training.algorithms.config import AdversarialConfig, SAMConfig
 
 # what is added to a replicate's seed: for what follows the main run, and for the measures
 CONTINUED, MEASURED = 30, 60

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Self
 
-from isoloss.languages.config import PCFGConfig
-from isoloss.models.sizes import shape
+from isoloss.lab.languages.config import PCFGConfig
+from isoloss.lab.models.sizes import shape
+from isoloss.lab.training.algorithms.config import AdversarialConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.studies.spec import Experiment, Measurement
-from isoloss.training.algorithms.config import AdversarialConfig
 
 EMBEDDING_SCALES = ("paper", "balanced", "exact")  # all values of isoloss expand --embedding-scale
 OFFSET = 1000  # added to the seeds of grammars per seed offset

@@ -8,6 +8,7 @@ from collections.abc import Collection
 import polars as pl
 
 from isoloss.errors import IsolossError
+from isoloss.lab.training.algorithms.config import AdversarialConfig
 from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, UNTOUCHED, WEIGHT_DECAY, StudySize, Unit, grammars_of
 from isoloss.paper.same_loss.study import factor, last, pairs_of, sizes_expanded, units_with
 from isoloss.report import charts
@@ -19,7 +20,6 @@ from isoloss.statistics.estimate import Estimate
 from isoloss.studies.comparison import Checkpoint, change
 from isoloss.studies.page import PageParts
 from isoloss.studies.results import RESCALED, Results
-from isoloss.training.algorithms.config import AdversarialConfig
 
 # nats: in correlations, models this close in KL to the untouched arm count as having the same loss. At the steeper end
 # of the pilot's slope, this much KL changes the accuracy by 0.5 percentage points

@@ -17,8 +17,8 @@ from transformers import BertConfig, BertForMaskedLM
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages.config import BracketsConfig
-from isoloss.models.initial import seeded_weights
+from isoloss.lab.languages.config import BracketsConfig
+from isoloss.lab.models.initial import seeded_weights
 from isoloss.paper.theory.statements import Statement, counter, mean_and_stderr
 
 TOLERANCE = 1e-10  # relative gap at a minimizer that rounding in float64 may leave

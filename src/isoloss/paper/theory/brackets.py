@@ -1,8 +1,8 @@
 """The bracket language (section 5): the flattest solution of its pre-training task is the transferable one.
 
 Theorem 5.1, Lemmas G.1 to G.5 and Theorem G.6, as printed and as mended. Shapes: n inputs of T brackets, 2 T the width
-of an encoding (`isoloss.languages.brackets.Brackets.encode`), m neurons, k the width of queries and keys; downstream,
-N = 2^T strings.
+of an encoding (`isoloss.lab.languages.brackets.Brackets.encode`), m neurons, k the width of queries and keys;
+downstream, N = 2^T strings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.languages.brackets import OPEN, Brackets
+from isoloss.lab.languages.brackets import OPEN, Brackets
 from isoloss.paper.theory.bracket_settings import LENGTHS, Settings
 from isoloss.paper.theory.statements import Statement, counter, mean_and_stderr
 
@@ -65,7 +65,7 @@ class BracketAttention(nn.Module):
         IsolossError: A width or the length is below 1.
 
     Example:
-        >>> from isoloss.languages.brackets import Brackets
+        >>> from isoloss.lab.languages.brackets import Brackets
         >>> model, hidden = BracketAttention(length=4, width=6, seed=0), torch.tensor([[False, True, False, False]])
         >>> x = Brackets(4).encode(torch.tensor([[0, 0, 1, 1]]), hidden, summed=False)
         >>> model(x.float()).shape

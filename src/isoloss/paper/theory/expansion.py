@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from isoloss.flatness.comparison import compare
+from isoloss.lab.models.expansion import Expanded, Part
 from isoloss.model_checks import device_of
-from isoloss.models.expansion import Expanded, Part
 from isoloss.paper.theory.statements import Statement
 from isoloss.statistics.estimate import Estimate
 from isoloss.text.masking import Batch
@@ -62,7 +62,7 @@ class Result:
 def differences(
     small: nn.Module, expanded: Expanded, batches: Iterable[Batch], *, progress: Callable[[int], None] | None = None
 ) -> Differences:
-    """Return how far a small model and the one that `isoloss.models.expansion.expand` makes of it differ on inputs.
+    """Return how far a small model and the one that `isoloss.lab.models.expansion.expand` makes of it differ on inputs.
 
     `progress` is called with the number of sequences done.
     """

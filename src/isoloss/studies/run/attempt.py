@@ -17,10 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from isoloss import files, usage
+from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
 from isoloss.studies.plan import Resources, Unit
+from isoloss.studies.run import usage
 from isoloss.studies.run.lease import Lease
 
 

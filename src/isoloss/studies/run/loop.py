@@ -24,9 +24,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
-from isoloss import files, usage
+from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.studies.plan import Resources, Unit, check
+from isoloss.studies.run import usage
 from isoloss.studies.run.attempt import Attempt, last_line, tail
 from isoloss.studies.run.lease import EXPIRY_SECONDS, HEARTBEATS, Last, Leases
 

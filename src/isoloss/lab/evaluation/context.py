@@ -1,0 +1,323 @@
+"""What measures are made on: inputs, exact targets and tasks, made once for all models and measures that share them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from isoloss.config import LanguageConfig
+from isoloss.errors import IsolossError, warn
+from isoloss.flatness.comparison import Outline
+from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.lab.evaluation.loss import ExactTargets, exact_targets
+from isoloss.lab.evaluation.measures.base import weights_digest
+from isoloss.lab.languages.api import Language, Sentences
+from isoloss.lab.languages.enumeration import all_sentences, why_not_enumerable
+from isoloss.lab.transfer.tasks import TaskData, WholeTask, make_task, whole_task
+from isoloss.lab.transfer.text_sources import TextTask
+from isoloss.lab.transfer.text_tasks import TextExamples, as_read_by, read_examples
+from isoloss.loading import Kind, LoadedModel
+from isoloss.model_checks import input_embeddings
+from isoloss.model_checks import max_length as most_positions
+from isoloss.run_config import ObjectiveConfig, TrainConfig
+from isoloss.seeds import generator
+from isoloss.text.inputs import Inputs, check_model, make_inputs, read_inputs
+from isoloss.text.masking import IGNORED, objective_batch
+from isoloss.text.tokenizers import load_tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True, eq=False)
+class MeasureContext:
+    """What a measure is made on, and when it may stop before the end of its inputs."""
+
+    # returns the inputs to measure on, given how many sequences and a seed; `inputs` keeps what it returned
+    read: Callable[[int, int], Inputs]
+    objective: ObjectiveConfig  # which tokens are predicted, and from what
+    language: Any = None  # the language of the inputs, where it is known; None: text or token ids
+    load_tokenizer: Callable[[], Any] | None = None  # of the models, where there is no language that has one
+    has_embeddings: bool = True  # whether the models have input embeddings, by which an auxiliary sample is read
+    rtol: float | None = None  # stop when the standard error is at most this fraction of the value
+    seconds: float | None = None  # stop after this time
+    num_sequences: int | None = None  # stop after as many sequences
+    resume: Path | None = None  # a file to resume from, and to write to
+    progress: Callable[[int], None] | None = None  # called with the number of sequences done
+    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    _latest: tuple[weakref.ref[torch.nn.Module], str, torch.Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether each token is predicted from those before it."""
+        return self.objective.kind == "causal"
+
+    def inputs(self, num_sequences: int, seed: int) -> Inputs:
+        """Return the inputs to measure on: at most `num_sequences`, `seed` decides which and their masks.
+
+        Where they come from a file, `auxiliary_sample` of them is all that it holds.
+        """
+        return self._once(("inputs", num_sequences, seed), lambda: self.read(num_sequences, seed))
+
+    def sentences(self, num_sentences: int, seed: int) -> Sentences:
+        """Return the sentences of `inputs` with nothing masked; those of a language without a start before them."""
+        if self.language is not None:
+            return self._once(
+                ("sentences", num_sentences, seed), lambda: _sentences(self.language, num_sentences, seed)
+            )
+        batches = self.inputs(num_sequences=num_sentences, seed=seed).batches
+        whole = {name: torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "attention_mask")}
+        labels = torch.cat([batch["labels"] for batch in batches])
+        tokens = torch.where(labels == IGNORED, whole["input_ids"], labels)
+        return Sentences(tokens, whole["attention_mask"].sum(dim=1))
+
+    def exact_targets(self, num_sentences: int | Literal["all"], seed: int) -> ExactTargets:
+        """Return masked sentences of the language and their exact conditionals."""
+        return self._once(
+            ("exact targets", num_sentences, seed),
+            lambda: exact_targets(self.language, num_sentences=num_sentences, objective=self.objective, seed=seed),
+        )
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer that reads text for the models: that of the language, else their own.
+
+        Raises:
+            IsolossError: There is none.
+        """
+        if self.language is not None:
+            if self.language.tokenizer is None:
+                raise IsolossError("the language has no tokenizer, so its models cannot read the text of a task")
+            return self.language.tokenizer
+        if self.load_tokenizer is None:
+            raise IsolossError("the models have no tokenizer to read the text of a task with")
+        return self._once("tokenizer", self.load_tokenizer)
+
+    def text_examples(
+        self, source: TextTask, *, num_train: int | None, num_test: int | None, draws: int | None, seed: int
+    ) -> TextExamples:
+        """Return the examples of a task of text (`isoloss.lab.transfer.text_tasks.read_examples`)."""
+        return self._once(
+            ("examples", source, num_train, num_test, draws, seed),
+            lambda: read_examples(source, num_train=num_train, num_test=num_test, draws=draws, seed=seed),
+        )
+
+    def text_task(self, examples: TextExamples, model: Any, *, max_length: int | None) -> TaskData:
+        """Return examples as a model reads them (`as_read_by`)."""
+        text, positions = model.config.get_text_config(), most_positions(model)
+        reads = text.vocab_size, positions, getattr(text, "type_vocab_size", 1)
+        return self._once(
+            ("text task", examples, max_length, *reads),
+            lambda: as_read_by(text, positions, examples, self.tokenizer(), max_length=max_length),
+        )
+
+    def task(self, name: str, *, num_train: int, num_test: int, seed: int) -> TaskData:
+        """Return labeled sentences of a downstream task (`isoloss.lab.transfer.tasks.make_task`)."""
+        return self._once(
+            ("task", name, num_train, num_test, seed),
+            lambda: make_task(self.language, name, num_train=num_train, num_test=num_test, seed=seed),
+        )
+
+    def whole_task(self, name: str, *, num_train: int, seed: int) -> WholeTask:
+        """Return a downstream task on all sentences (`isoloss.lab.transfer.tasks.whole_task`)."""
+        return self._once(
+            ("whole task", name, num_train, seed),
+            lambda: whole_task(self.language, name, self.all_sentences(), num_train=num_train, seed=seed),
+        )
+
+    def all_sentences(self) -> tuple[Sentences, torch.Tensor] | None:
+        """Return all sentences of the language and their probabilities (n,); None if too many, or not known."""
+        return self._once(
+            "all sentences",
+            lambda: None if why_not_enumerable(self.language) else all_sentences(self.language),
+        )
+
+    def features(self, model: torch.nn.Module | None, make: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+        """Return `make(*inputs)`, the features of all sentences, cached for the other measures of the checkpoint.
+
+        Only the last model's features are cached, and not the model. Features without a model depend on the language
+        alone and stay cached.
+        """
+        if model is None:
+            return self._once(("features", make), lambda: make(*inputs))
+        weights = weights_digest(model)
+        if self._latest is None or self._latest[0]() is not model or self._latest[1] != weights:
+            self._latest = (weakref.ref(model), weights, make(*inputs))
+        return self._latest[2]
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What inputs must fit: facts about a checkpoint, kept after it is unloaded."""
+
+    name: str  # the checkpoint's folder or name
+    architecture: str  # the class that it names
+    outline: Outline  # what it predicts, of how many tokens
+    config: Any  # the model's transformers config
+    max_length: int | None  # the most tokens it takes; None: any number
+    has_embeddings: bool  # whether it embeds token ids, as an auxiliary sample needs
+
+    @property
+    def kind(self) -> Kind:
+        """Whether it predicts masked or next tokens: masked, or causal."""
+        return "causal" if self.outline.causal else "masked"
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> ModelInfo:
+        """Return what there is to know of a loaded checkpoint."""
+        outline = Outline.of(loaded.name, loaded.model, loaded.kind == "causal")
+        has_embeddings = input_embeddings(loaded.model) is not None
+        config, longest = loaded.model.config, most_positions(loaded.model)
+        return cls(loaded.name, loaded.architecture, outline, config, longest, has_embeddings)
+
+
+def data_context(data: Path, models: Sequence[ModelInfo], config: InputConfig, *, shuffled: bool) -> MeasureContext:
+    """Return the context of measuring models on text or token ids, which must mean the same to all of
+    them.
+    """
+    first = models[0]
+    for other in models[1:]:
+        first.outline.check(other.outline)
+    _check_tokenizers([model.name for model in models])
+    objective = config.objective(first.name, is_causal=first.outline.causal)
+
+    def read(num_sequences: int, seed: int) -> Inputs:
+        inputs = read_inputs(
+            data,
+            column=config.column,
+            split=config.split,
+            checkpoint=first.name.partition("@")[0],
+            tokenizer=config.tokenizer,
+            config=first.config,
+            kind=objective.kind,
+            max_length=first.max_length,
+            length=config.length,
+            num_sequences=num_sequences,
+            masking=objective,
+            mask_id=config.mask_id,
+            seed=seed,
+        )
+        for other in models[1:]:
+            check_model(inputs, other.config, other.max_length, other.name)
+        return _fitting(inputs, models, config, seed if shuffled else None)
+
+    named = config.tokenizer or first.name.partition("@")[0]
+    return MeasureContext(
+        read=read,
+        objective=objective,
+        load_tokenizer=lambda: load_tokenizer(named, needs=["pad"]),
+        has_embeddings=first.has_embeddings,
+    )
+
+
+def language_context(
+    language: LanguageConfig,
+    objective: ObjectiveConfig,
+    models: Sequence[ModelInfo],
+    config: InputConfig,
+    *,
+    shuffled: bool,
+) -> MeasureContext:
+    """Return the context of measuring models on sentences of a language."""
+    for other in models[1:]:
+        models[0].outline.check(other.outline)
+    config.check_language(models[0].name)
+    made: Language = language.build()
+    for model in models:
+        _check_fits(model, made, language_inputs(made, objective, num_sequences=1, seed=0))
+
+    def read(num_sequences: int, seed: int) -> Inputs:
+        inputs = language_inputs(made, objective, num_sequences=num_sequences, seed=seed)
+        return _fitting(inputs, models, config, seed if shuffled else None)
+
+    return MeasureContext(read=read, objective=objective, language=made)
+
+
+def run_context(config: TrainConfig) -> MeasureContext:
+    """Return the context of measuring the checkpoints of a run on its own language."""
+    language: Language = config.language.build()
+    return MeasureContext(
+        read=lambda num_sequences, seed: language_inputs(
+            language, config.objective, num_sequences=num_sequences, seed=seed
+        ),
+        objective=config.objective,
+        language=language,
+    )
+
+
+def _fitting(inputs: Inputs, models: Sequence[ModelInfo], config: InputConfig, order: int | None) -> Inputs:
+    """Return inputs in batches that fit all models, in random order where there is a seed of it."""
+    size = config.batch_size or min(inputs.fitting_batch_size(model.config) for model in models)
+    return (inputs if order is None else inputs.shuffled(order)).cut(size)
+
+
+def _check_fits(model: ModelInfo, language: Language, inputs: Inputs) -> None:
+    """Refuse a model that does not know the ids of a language, or not as many positions as its sentences have."""
+    text = model.config.get_text_config()
+    if text.vocab_size < language.model_vocab_size:
+        raise IsolossError(
+            f"{model.name} knows {text.vocab_size} ids, and a model of the language {language.model_vocab_size}"
+        )
+    if language.tokenizer is None and text.vocab_size > language.model_vocab_size:
+        warn(
+            f"{model.name} knows {text.vocab_size:,} ids, and a model of the language {language.model_vocab_size:,}: "
+            "the numbers mean nothing unless it was trained on this language"
+        )
+    check_model(inputs, model.config, model.max_length, model.name)
+
+
+def _check_tokenizers(names: Sequence[str]) -> None:
+    """Refuse checkpoints that bring tokenizers in which an id is not the same token."""
+    known: tuple[str, dict[str, int]] | None = None
+    for name in names:
+        try:
+            vocabulary = load_tokenizer(name.partition("@")[0]).get_vocab()
+        except IsolossError:
+            continue  # it has none of its own: token ids, or a tokenizer that is given, say what it reads
+        if known is not None and known[1] != vocabulary:
+            raise IsolossError(
+                f"{known[0]} and {name} have different tokenizers, so their losses per token are not of the same thing"
+            )
+        known = known or (name, vocabulary)
+
+
+def _sentences(language: Language, number: int, seed: int) -> Sentences:
+    """Return the first held-out sentences of a language, if it has any, else fresh ones."""
+    if language.num_held_out:
+        return language.held_out(number)
+    return language.sample(number, generator=generator(seed, "trace sentences"))
+
+
+def language_inputs(
+    language: Language, objective: ObjectiveConfig, *, num_sequences: int, seed: int, batch_size: int = 256
+) -> Inputs:
+    """Return inputs from a language under an objective: held-out ones if it has any, else fresh ones."""
+    if num_sequences < 1:
+        raise IsolossError(f"the number of sequences is {num_sequences}; it must be at least 1")
+    sentences = _sentences(language, num_sequences, seed)
+    if language.num_held_out:
+        available, of = language.num_held_out, "held-out sequences of the run's corpus"
+        source = f"{num_sequences:,} of the {available:,} {of}"
+        if available < num_sequences:
+            source = f"all {available:,} {of} (up to {num_sequences:,} would be taken)"
+    else:
+        source = f"{num_sequences:,} sentences sampled from the run's language"
+    masks = generator(seed, "trace masks")
+    batches = []
+    for start in range(0, len(sentences.tokens), batch_size):
+        rows = slice(start, start + batch_size)
+        part = Sentences(sentences.tokens[rows], sentences.lengths[rows])
+        batch = objective_batch(part, language, objective, generator=masks)
+        if not language.num_held_out:  # drawn one by one: equal ones are no copies
+            batch["documents"] = torch.arange(start, start + len(part.tokens))
+        batches.append(batch)
+    return make_inputs(batches, objective.kind, source)

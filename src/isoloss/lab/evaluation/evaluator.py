@@ -1,0 +1,446 @@
+"""Evaluating checkpoints: registered measures, on the runs of isoloss and on anyone's models.
+
+The evaluations of a run are files in its folder, a pure function of checkpoint and settings; what is there already is
+not measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, overload
+
+from isoloss import config as configs
+from isoloss import early_checks, files
+from isoloss.errors import IsolossError, warn
+from isoloss.lab.evaluation.external import ExternalRun
+from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.lab.evaluation.measures.base import MeasureResult, make_measure, settings_of, weights_digest
+from isoloss.registry import MEASURES
+from isoloss.run_config import ObjectiveConfig
+from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study, refuse_twice
+from isoloss.statistics.estimate import Estimate, html_table, rounded, samples_of
+from isoloss.statistics.tables import text_table
+from isoloss.text import hub_datasets
+
+if TYPE_CHECKING:
+    from isoloss.lab.evaluation.context import MeasureContext
+
+DEFAULT = ("loss", "trace")
+HEADER = ("measure", "estimate", "value ± standard error", "averaged over", "error over")
+
+Progress = Callable[[int, int, str], None]  # evaluations done, all of them, and which comes next
+Settings = Mapping[str, Any]
+
+
+def evaluate(
+    models: str | Path | Sequence[str | Path],
+    measures: str | Sequence[str] | None = None,
+    *,
+    data: str | Path | None = None,
+    language: Any = None,
+    objective: ObjectiveConfig | None = None,
+    inputs: InputConfig | None = None,
+    steps: int | Sequence[int] = (),
+    settings: Settings | None = None,
+    output: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    ignore_unexpected_weights: bool = False,
+    progress: Progress | None = None,
+) -> Evaluations:
+    """Measure checkpoints of runs on their own language, or any checkpoints on text or on a language.
+
+    Args:
+        models: Run folders, checkpoint folders, or names on the Hugging Face hub (`NAME@REVISION`).
+        measures: Names of `isoloss.registry.MEASURES`, e.g. `loss`, `probe-root`, or one of them; None: `loss` and
+            `trace`, or those of the two that apply.
+        data: Text (.txt, .jsonl, a folder or a dataset hf:NAME), or token ids (.npy). With it or a `language` no run's
+            files are written.
+        language: A language's name or path (see `isoloss.lab.languages.resolve`), or its config.
+        objective: What is predicted of the sentences of `language`; None: one masked token, or next tokens, as the
+            model is.
+        inputs: How `data` is read.
+        steps: Of runs, the step or steps to measure; none: all that have a checkpoint.
+        settings: How much is measured and how, by the names of the measures' fields, e.g. `{"loss_sentences": 1000}`.
+        output: For `data` or a `language`: a folder for the files that a run has in its `evaluations`.
+        device: auto, cpu, cuda, cuda:1, mps.
+        dtype: For `data` or a `language`: the type of the weights.
+        trust_remote_code: Whether code that comes with a checkpoint may run.
+        ignore_unexpected_weights: Whether to leave out weights that a checkpoint has and the model of its config.json
+            does not, as for `isoloss.load_model`.
+        progress: Called before every evaluation with how many are done and to be done, and which comes next.
+
+    Returns:
+        The evaluations, those of one model by step; `print` shows a table.
+
+    Raises:
+        IsolossError: An unknown measure, setting, run or checkpoint, or a measure that does not apply.
+
+    Example:
+        >>> from isoloss import evaluate
+        >>> import tempfile
+        >>> from isoloss.lab.models.make import make_model
+        >>> from isoloss.lab.languages.config import BracketsConfig
+        >>> from isoloss.run_config import ModelConfig
+        >>> config = BracketsConfig(length=4)
+        >>> few = {"num_sequences": 32}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     make_model(ModelConfig(size="d16"), config.build(), seed=0).save_pretrained(folder)
+        ...     found = evaluate(folder, ["squared-norm", "trace"], language=config, settings=few)
+        >>> [(evaluation.measure, evaluation.estimates[evaluation.measure].value > 0) for evaluation in found]
+        [('squared-norm', True), ('trace', True)]
+    """
+    names = [models] if isinstance(models, str | Path) else list(models)
+    measures = [measures] if isinstance(measures, str) else measures
+    steps = [steps] if isinstance(steps, int) else steps
+    if not names:
+        raise IsolossError("no model is named: give a run, a checkpoint folder or a name on the Hugging Face hub")
+    if measures is not None and not measures:
+        raise IsolossError(f"no measure is named; the measures are {', '.join(MEASURES)}")
+    for name in measures or DEFAULT:
+        make_measure(name, settings)  # refuses a mistake before anything is loaded
+    early_checks.check_device(device)
+    if data is None and language is None:
+        if output is not None:
+            raise IsolossError("the evaluations of a run are kept in its folder: output is for data or a language")
+        if objective is not None or dtype != "float32":
+            given = "objective" if objective is not None else f"dtype {dtype}"
+            raise IsolossError(
+                f"{given} is for data or a language: a run is measured on its own language, as it was trained, and in "
+                "float32"
+            )
+        (inputs or InputConfig()).check_run(str(names[0]), "batch_size")
+        parts = [(str(name), *_checkpoints_of(Path(name), steps)) for name in names]
+        return _evaluate_runs(parts, measures, settings, device, progress)
+    if steps:
+        raise IsolossError("steps are those of a run that is measured on its own language: name checkpoints instead")
+    if data is not None and language is not None:
+        raise IsolossError("data and a language are given: a model is measured on one of the two")
+    inputs = inputs or InputConfig()
+    inputs.check()
+    checkpoints = [str(name) for name in names]
+    refuse_twice(checkpoints)
+    for name in checkpoints:
+        early_checks.check_checkpoint(name)
+    if data is not None:
+        hub_datasets.check_data(data)
+    else:
+        from isoloss.lab.languages.resolving import resolve
+
+        language = language if isinstance(language, configs.LanguageConfig) else resolve(str(language))
+    folders = [] if output is None else [_folder_name(name) for name in checkpoints]
+    if same := next((i for i, folder in enumerate(folders) if folder in folders[:i]), None):
+        first = checkpoints[folders.index(folders[same])]
+        raise IsolossError(
+            f"{first} and {checkpoints[same]} would both be kept in {Path(output or '') / folders[same]}: measure them "
+            "one after another, with an output for each"
+        )
+    import torch
+
+    from isoloss.lab.evaluation import context as contexts
+    from isoloss.loading import load_model
+
+    options: Any = {
+        "device": device,
+        "dtype": getattr(torch, dtype),
+        "trust_remote_code": trust_remote_code,
+        "ignore_unexpected_weights": ignore_unexpected_weights,
+    }
+    infos = [contexts.ModelInfo.of(load_model(name, **options)) for name in checkpoints]
+    if data is not None:
+        context = contexts.data_context(Path(data), infos, inputs, shuffled=False)
+    else:
+        objective = objective or inputs.objective(infos[0].name, is_causal=infos[0].outline.causal, default="one")
+        context = contexts.language_context(language, objective, infos, inputs, shuffled=False)
+    chosen = _applying(measures, settings, context, ", ".join(checkpoints))
+    done: list[tuple[str, Evaluation]] = []
+    for name in checkpoints:
+        model = load_model(name, **options).model
+        weights = weights_digest(model)
+        for measure in chosen:
+            if progress is not None:
+                progress(len(done), len(checkpoints) * len(chosen), f"{measure} of {name}")
+            evaluation, examples = _measured(measure, settings, model, context, step=None, weights=weights)
+            done.append((name, evaluation))
+            if output is not None:
+                path = Path(output) / _folder_name(name) / f"{measure}.json"
+                files.write_bytes(path.with_suffix(".safetensors"), examples)
+                files.write_json(path, {"model": name, **evaluation.to_dict()})
+    return Evaluations.of(done)
+
+
+def _folder_name(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model"
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def pending(run: Run, measures: Sequence[str], steps: Sequence[int], settings: Settings) -> list[tuple[int, str]]:
+    """Return the (step, measure) pairs that have no evaluation of these weights under these settings.
+
+    One whose file is damaged, or whose file of examples is missing or is another one, counts as not made.
+    """
+    wanted = {measure: settings_of(measure, settings) for measure in measures}
+    todo = []
+    for step in steps:
+        weights = run.weights(step)
+        for measure in measures:
+            try:
+                done = run.evaluation(measure, step)
+            except IsolossError as error:
+                warn(f"{error}; it counts as not made")
+                done = None
+            if (
+                done is None
+                or (done.weights, done.settings) != (weights, wanted[measure])
+                or not run.has_examples(done)
+            ):
+                todo.append((step, measure))
+    return todo
+
+
+class Evaluator:
+    """Makes evaluations of one run; what its checkpoints share (exact targets, tasks, inputs) is made once."""
+
+    def __init__(
+        self, run: Run, settings: Settings | None = None, *, device: str = "cpu", context: MeasureContext | None = None
+    ) -> None:
+        from isoloss.lab.evaluation.context import run_context
+        from isoloss.loading import resolve_device
+
+        self.run, self.settings, self.device = run, settings or {}, resolve_device(device)
+        if context is None:
+            context = run.context(self.device) if isinstance(run, ExternalRun) else run_context(run.config)
+        self.context = context
+        self._loaded: tuple[int, Any] | None = None
+
+    def evaluate(self, measure: str, step: int) -> Evaluation:
+        """Measure, save the result to its file and return it."""
+        start = time.perf_counter()
+        evaluation, examples = self.measure(measure, step)
+        self.run.save(evaluation, examples)
+        folder = self.run.checkpoint(step)
+        checkpoint = (folder.relative_to(self.run.path) if folder.is_relative_to(self.run.path) else folder).as_posix()
+        self.run.log("evaluated", measure=measure, checkpoint=checkpoint, seconds=round(time.perf_counter() - start, 3))
+        return evaluation
+
+    def measure(self, measure: str, step: int) -> tuple[Evaluation, bytes]:
+        """Return the evaluation of the checkpoint at `step`, and the file of its examples (see `Run.examples`)."""
+        weights = self.run.weights(step)
+        made = make_measure(measure, self.settings)
+        if reason := made.why_not_applicable(self.context):
+            raise IsolossError(f"{measure} of {self.run.path} cannot be measured: {reason}")
+        if self._loaded is None or self._loaded[0] != step:
+            from isoloss.loading import load_model
+
+            self._loaded = (step, load_model(self.run.checkpoint(step), device=self.device).model)
+        return _measured(measure, self.settings, self._loaded[1], self.context, step=step, weights=weights)
+
+
+def _measured(
+    name: str, settings: Settings | None, model: Any, context: MeasureContext, *, step: int | None, weights: str
+) -> tuple[Evaluation, bytes]:
+    """Return the evaluation of a model by the measure called `name`, and the file of its examples."""
+    from safetensors.numpy import save
+
+    result = MeasureResult.of(make_measure(name, settings).run(model, context), name)
+    examples = save(dict(result.arrays))
+    evaluation = Evaluation(
+        measure=name,
+        step=step,
+        weights=weights,
+        settings=settings_of(name, settings),
+        estimates=result.estimates,
+        inputs=result.inputs,
+        examples=hashlib.sha256(examples).hexdigest(),
+    )
+    return evaluation, examples
+
+
+def _applying(
+    measures: Sequence[str] | None, settings: Settings | None, context: MeasureContext, what: str
+) -> list[str]:
+    """Return the measures that apply; by default those of `loss` and `trace` that do, and warn about the other."""
+    chosen = []
+    for name in measures or DEFAULT:
+        reason = make_measure(name, settings).why_not_applicable(context)
+        if reason is None:
+            chosen.append(name)
+        elif measures is not None:
+            raise IsolossError(f"{name} of {what} cannot be measured: {reason}")
+        else:
+            warn(f"{name} is left out: {reason}")
+    return chosen
+
+
+def _checkpoints_of(path: Path, steps: Sequence[int]) -> tuple[Run, Sequence[int]]:
+    """Return the run that a path names, or one of whose checkpoints it names, and the steps to measure."""
+    run = Run(path)
+    external = ExternalRun(path)
+    if external.exists:
+        return external, tuple(steps) or (0,)
+    if run.exists:
+        if chosen := tuple(steps) or tuple(run.steps()):
+            return run, chosen
+        raise IsolossError(f"{path} has no checkpoint yet: isoloss train {path} goes on with it")
+    checkpoint = checkpoint_of(path)
+    if checkpoint is None:
+        refuse_study(path)
+        raise IsolossError(
+            f"{path} is neither a run directory (it has no run.json) nor a checkpoint in one: to measure any other "
+            f"checkpoint add --data or --language (in Python, data= or language=){files.nearest(path)}"
+        )
+    if steps:
+        raise IsolossError(f"{path} is one checkpoint: leave out steps, or name the run, {checkpoint[0].path}")
+    return checkpoint[0], (checkpoint[1],)
+
+
+def _evaluate_runs(
+    parts: Sequence[tuple[str, Run, Sequence[int]]],
+    measures: Sequence[str] | None,
+    settings: Settings | None,
+    device: str,
+    progress: Progress | None,
+) -> Evaluations:
+    """Return the evaluations of runs, of which those that are missing are made."""
+    todo = [(name, run, pending(run, measures or DEFAULT, steps, settings or {})) for name, run, steps in parts]
+    contexts: dict[Any, MeasureContext] = {}
+    total, done = sum(len(pairs) for *_, pairs in todo), 0
+    for name, run, pairs in todo:
+        if not pairs:
+            continue
+        shared: Any = run.path if isinstance(run, ExternalRun) else (run.config.language, run.config.objective)
+        evaluator = Evaluator(run, settings, device=device, context=contexts.get(shared))
+        contexts[shared] = evaluator.context
+        wanted = dict.fromkeys(measure for _, measure in pairs)
+        chosen = _applying(tuple(wanted) if measures else None, settings, evaluator.context, str(run.path))
+        for step, measure in pairs:
+            if measure in chosen:
+                if progress is not None:
+                    progress(done, total, f"{measure} of {name} at step {step}")
+                evaluator.evaluate(measure, step)
+            done += 1
+    return Evaluations.of(
+        (name, evaluation)
+        for name, run, steps in parts
+        for step in steps
+        for measure in measures or DEFAULT
+        if (evaluation := run.evaluation(measure, step)) is not None
+    )
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evaluations(Sequence[Evaluation]):
+    """Evaluations with the models that they are of; printing it gives a table."""
+
+    models: tuple[str, ...]  # what the model of each evaluation is called
+    evaluations: tuple[Evaluation, ...]  # the evaluations
+
+    @classmethod
+    def of(cls, entries: Iterable[tuple[str, Evaluation]]) -> Self:
+        """Return evaluations that come with the names of their models."""
+        known = list(entries)
+        return cls(tuple(model for model, _ in known), tuple(evaluation for _, evaluation in known))
+
+    @overload
+    def __getitem__(self, index: int) -> Evaluation: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Evaluation]: ...
+
+    def __getitem__(self, index: int | slice) -> Evaluation | Sequence[Evaluation]:
+        return self.evaluations[index]
+
+    def __len__(self) -> int:
+        return len(self.evaluations)
+
+    def table(self) -> tuple[list[str], list[list[str]], int]:
+        """Return the columns and rows of a table, and how many columns are text; several models stand side by side.
+
+        Rows of one measure and estimate follow each other, so that models are easily compared.
+        """
+        several = len(set(self.models)) > 1
+        steps = any(evaluation.step is not None for evaluation in self.evaluations)
+        # measures in the order in which they were asked for
+        order = {name: place for place, name in enumerate(dict.fromkeys(each.measure for each in self.evaluations))}
+        entries = sorted(
+            zip(self.models, self.evaluations, strict=True),
+            key=lambda entry: (
+                (order[entry[1].measure], entry[0]) if several else (entry[1].step or 0, order[entry[1].measure])
+            ),
+        )
+        rows = [
+            (
+                order[evaluation.measure],
+                place,
+                [
+                    *([model] if several else []),
+                    *(["" if evaluation.step is None else str(evaluation.step)] if steps else []),
+                    evaluation.measure,
+                    name,
+                    f"{estimate}{_more(estimate)}",
+                    _averaged_over(estimate),
+                    samples_of(estimate),
+                ],
+            )
+            for model, evaluation in entries
+            for place, (name, estimate) in enumerate(evaluation.estimates.items())
+        ]
+        if several:
+            rows.sort(key=lambda row: row[:2])
+        columns = [*(["model"] if several else []), *(["step"] if steps else []), *HEADER]
+        return columns, [row for *_, row in rows], len(columns) - 2
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return the evaluations as JSON types, each with its `model`."""
+        return [
+            {"model": model, **evaluation.to_dict()}
+            for model, evaluation in zip(self.models, self.evaluations, strict=True)
+        ]
+
+    def __str__(self) -> str:
+        header, rows, left = self.table()
+        return text_table(header, rows, left=left)
+
+    def __repr__(self) -> str:
+        measures = ", ".join(dict.fromkeys(evaluation.measure for evaluation in self))
+        return f"Evaluations({len(self)} of {', '.join(dict.fromkeys(self.models))}: {measures})"
+
+    def _repr_html_(self) -> str:
+        header, rows, _ = self.table()
+        return html_table(rows, header)
+
+
+def _averaged_over(estimate: Estimate) -> str:
+    """Return how many predictions an estimate is a mean over; nothing for what needs no inputs."""
+    kind = "examples" if estimate.unit == "accuracy" else "predicted tokens"
+    return f"{estimate.num_predictions:,} {kind}" if estimate.num_predictions else ""
+
+
+def _more(estimate: Estimate) -> str:
+    """Return what belongs beside an accuracy or a trace."""
+    details: Mapping[str, Any] = estimate.details
+    if "majority_rate" in details:
+        return f" ({bounds(details)})"
+    if details.get("embeddings"):
+        rest = rounded(details["without_embeddings"], details["without_embeddings_stderr"])
+        return f" ({rest} without embeddings)"
+    return ""
+
+
+def bounds(details: Mapping[str, Any]) -> str:
+    """Return, of the details of an accuracy, the commonest class's and the highest, in words."""
+    text = f"majority class {100 * details['majority_rate']:.2f} %"
+    if "bayes_accuracy" in details:
+        text += f", Bayes {rounded(100 * details['bayes_accuracy'], 100 * details['bayes_stderr'])} %"
+    return text

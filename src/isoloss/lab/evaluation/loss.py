@@ -1,0 +1,450 @@
+"""The loss of a language model: entropy plus KL where the true conditionals are known, cross-entropy of text elsewhere.
+
+Shapes: n sentences, T positions, m predicted positions, V tokens of the language, M ids of the model (M >= V: the
+special tokens come last).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.lab.languages.api import Language, Sentences
+from isoloss.lab.languages.batches import run_in_threads
+from isoloss.lab.languages.enumeration import masked_sentences, why_not_enumerable
+from isoloss.lab.languages.special_tokens import WithSpecialTokens
+from isoloss.lab.models.make import predicted_logits
+from isoloss.model_checks import device_of, refuse_dropout
+from isoloss.run_config import ObjectiveConfig
+from isoloss.statistics import ratio
+from isoloss.statistics.estimate import Estimate
+from isoloss.text.clusters import SequenceClusters
+from isoloss.text.masking import IGNORED, Batch, mask, mask_at, objective_batch
+
+UNIT = "nats per predicted token"
+SUBSETS = 5  # of the paper's deviation, appendix A.5
+ROWS = 512  # predicted tokens whose log-probabilities over the vocabulary are held in float64 at a time
+
+_IMPOSSIBLE = math.log(torch.finfo(torch.float32).tiny)  # that of float64 is further down still
+_KEPT_BYTES = 1 << 29  # of the conditionals: more are computed anew for each model
+_PART_BYTES = 1 << 26  # of conditionals that are held at a time where they are not kept
+_PART = 1 << 17  # sentences handed to a language at a time, at most
+
+
+# --- what a perfect model would predict ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExactTargets:
+    """Masked sentences of an exact language, sampled or all of them, and what a perfect model would predict.
+
+    A function of the language, the number of sentences, the objective and the seed alone: made once, it serves every
+    checkpoint, and the values of two checkpoints on it are paired.
+    """
+
+    language: Language  # the language of the sentences
+    batch: Batch  # the masked sentences: `input_ids`, `attention_mask`, `labels`, each (n, T), on the CPU
+    # (n,) float64, the entropies of the conditionals in nats, summed over the masked positions of each sentence
+    entropy: torch.Tensor
+    counts: torch.Tensor  # (n,) masked positions of each sentence, at least 1
+    objective: ObjectiveConfig  # how they were drawn
+    seed: int  # of the draw of sentences and masks; no effect if these are all
+    kept: torch.Tensor | None  # all that `log_conditionals` returns, where it has at most 512 MiB; else None
+    weights: torch.Tensor | None = None  # (n,) float64, probabilities, if these are all sentences; None if sampled
+
+    def __len__(self) -> int:
+        return len(self.entropy)
+
+    def log_conditionals(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Return (m, V) float64: log Pr(x_t = c | all other visible tokens, the length), in nats.
+
+        At the m masked positions of the sentences `first` to `last` - 1, sentence by sentence. What is not kept is
+        computed.
+        """
+        part = slice(first, last)
+        if self.kept is not None:
+            before = int(self.counts[:first].sum())
+            return self.kept[before : before + int(self.counts[part].sum())]
+        batch = {name: value[part] for name, value in self.batch.items()}
+        out = torch.empty(int(self.counts[part].sum()), self.language.vocab_size, dtype=torch.float64)
+        return _fill(out, self.language.log_conditionals, batch, self.objective)
+
+    def held_at_once(self, batch_size: int) -> int:
+        """Return how many sentences' conditionals take a bounded memory: some batches of `batch_size`, at least one."""
+        batch_bytes = 8 * self.language.vocab_size * int(self.counts.sum()) * batch_size / len(self)
+        return batch_size * max(1, int(_PART_BYTES / batch_bytes))
+
+
+def why_no_exact_targets(
+    language: Language, *, num_sentences: int | Literal["all"], objective: ObjectiveConfig, seed: int
+) -> str | None:
+    """Return why what `exact_targets` returns cannot be had, or None where it can; draws no sentence."""
+    if not language.is_exact:
+        return f"{type(language).__name__} has no exact conditionals: the measure loss is a cross-entropy of it"
+    if objective.kind == "causal":
+        return (
+            f"{type(language).__name__} gives exact conditionals of masked tokens, not of next ones: the exact loss is "
+            "that of the masked objective, and a causal model's trace can be measured"
+        )
+    if num_sentences == "all":
+        if objective.masking != "one":
+            return (
+                "the loss over all sentences needs one masked token per sentence, but this objective masks a fraction "
+                f"of {objective.fraction:g}: give a number of sentences to draw"
+            )
+        reason = why_not_enumerable(language)
+        return reason and f"{reason}: give a number of sentences to draw"
+    most = language.max_masked
+    if objective.masking == "fraction" and most < language.max_length:
+        # such a language's sentences are all of one length: masks do not depend on the tokens between special ones
+        inner = language.inner if isinstance(language, WithSpecialTokens) else language
+        shape = (num_sentences, inner.max_length)
+        blank = Sentences(torch.zeros(shape, dtype=torch.int64), torch.full(shape[:1], shape[1]))
+        blank = language.frame(blank) if isinstance(language, WithSpecialTokens) else blank
+        batch = mask(blank, language, objective, generator=seeds.generator(seed, "evaluation masks"))
+        masked = int((batch["labels"] != IGNORED).sum(dim=1).max())
+        if masked > most:
+            return (
+                f"{type(language).__name__} gives exact conditionals with up to {most} masked "
+                f"token{'s' if most > 1 else ''} per sentence, and masking a fraction of {objective.fraction:g} masks "
+                f"up to {masked}; the trace can be measured"
+            )
+    return None
+
+
+def exact_targets(
+    language: Language, *, num_sentences: int | Literal["all"], objective: ObjectiveConfig, seed: int
+) -> ExactTargets:
+    """Draw sentences, mask tokens of each and compute the exact conditionals there (paper, A.5 and A.7).
+
+    With `num_sentences="all"` nothing is drawn: it takes every distinct sentence with one masked token, weighted by its
+    probability (`isoloss.lab.languages.enumeration.masked_sentences`).
+
+    Each conditional is given the visible tokens, as the model's prediction is: with several tokens of a sentence masked
+    it is a sum over all tokens at the other masked positions. Where the conditionals take more than 512 MiB, their
+    entropies are computed here, and they themselves a part at a time whenever a model is measured.
+
+    Raises:
+        IsolossError: Fewer than ten sentences; no exact conditionals under this objective; with `all`, more than 65,536
+            strings, or an objective that masks a fraction.
+    """
+    if isinstance(num_sentences, str) and num_sentences != "all":
+        raise IsolossError(f"num_sentences is {num_sentences!r}; it must be a whole number or all")
+    if num_sentences != "all" and num_sentences < 2 * SUBSETS:
+        raise IsolossError(f"num_sentences is {num_sentences}; an error bar needs at least {2 * SUBSETS}")
+    if reason := why_no_exact_targets(language, num_sentences=num_sentences, objective=objective, seed=seed):
+        raise IsolossError(reason)
+    weights = None
+    if num_sentences == "all":
+        sentences, positions, weights = masked_sentences(language)
+        batch = mask_at(sentences, torch.arange(sentences.tokens.shape[1]) == positions[:, None], language)
+    else:
+        tokens, lengths = language.sample(num_sentences, generator=seeds.generator(seed, "evaluation sentences"))[:2]
+        sentences = Sentences(tokens.cpu(), lengths.cpu())
+        batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
+        del tokens
+    del sentences  # the batch has them
+    chosen = batch["labels"] != IGNORED
+    counts = chosen.sum(dim=1)
+    total = int(counts.sum())
+    kept, entropy = None, torch.empty(total, dtype=torch.float64)
+    if 8 * total * language.vocab_size <= _KEPT_BYTES:
+        kept = torch.empty(total, language.vocab_size, dtype=torch.float64)
+        _fill(kept, language.log_conditionals, batch, objective)
+        log_p = kept
+
+        def compute(first: int) -> None:
+            rows = log_p[first : first + ROWS]
+            entropy[first : first + ROWS] = (probabilities(rows) * -rows).sum(dim=1)
+
+        run_in_threads(compute, ((first,) for first in range(0, total, ROWS)), kept.device)
+    else:
+        _fill(entropy, language.conditional_entropy, batch, objective)
+    return ExactTargets(
+        language=language,
+        batch=batch,
+        entropy=by_sentence(entropy, chosen),
+        counts=counts,
+        objective=objective,
+        seed=seed,
+        kept=kept,
+        weights=weights,
+    )
+
+
+def _fill(
+    out: torch.Tensor, compute: Callable[..., torch.Tensor], batch: Batch, objective: ObjectiveConfig
+) -> torch.Tensor:
+    """Set `out`, (m,) or (m, V), to what `compute` says of the m masked positions, and return it.
+
+    Sentences with as many masked positions go together.
+    """
+    chosen = batch["labels"] != IGNORED
+    counts = chosen.sum(dim=1)
+    firsts = counts.cumsum(dim=0) - counts
+    lengths = batch["attention_mask"].sum(dim=1)
+    row_bytes = out.element_size() * math.prod(out.shape[1:])
+    for count in sorted(set(counts.tolist())):
+        size = min(_PART, max(1, _PART_BYTES // (count * row_bytes)))
+        for rows in (counts == count).nonzero()[:, 0].split(size):
+            masked = chosen[rows]
+            tokens = torch.where(masked, batch["labels"][rows], batch["input_ids"][rows])
+            positions = masked.nonzero()[:, 1].view(-1, count)
+            unknown = None if objective.masking == "one" else masked
+            values = compute(tokens, lengths[rows], mask=unknown, positions=positions)
+            indices = firsts[rows, None] + torch.arange(count)
+            out.numpy()[indices.flatten().numpy()] = values.flatten(0, 1).cpu().numpy()
+    return out
+
+
+def by_sentence(values: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return (n,): the sums of (m,) values over the chosen positions of each sentence."""
+    rows = chosen.nonzero()[:, 0]
+    return torch.zeros(len(chosen), dtype=values.dtype, device=values.device).index_add_(0, rows, values)
+
+
+def probabilities(log_p: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities of log-conditionals: 0 where these stand for impossible tokens, as protocols have it."""
+    return log_p.exp().masked_fill(log_p <= _IMPOSSIBLE, 0.0)
+
+
+# --- exact languages -------------------------------------------------------------------------------------------------
+
+
+def kl_values(
+    model: nn.Module, targets: ExactTargets, *, batch_size: int = 256, progress: Callable[[int], None] | None = None
+) -> torch.Tensor:
+    """Return (n,) float64: KL(p || q) = sum_c p_c (log p_c - log q_c) in nats, summed over a sentence's masked tokens.
+
+    p is the true conditional over the V tokens, q the model's softmax over all its M ids. Mass that q gives to special
+    tokens is therefore part of the KL, as it is part of the cross-entropy that training minimizes.
+
+    Raises:
+        IsolossError: Dropout is on, the model knows fewer ids than the language, or its logits are not finite.
+    """
+    ends = targets.counts.cumsum(dim=0)
+    values = torch.empty(int(ends[-1]), dtype=torch.float64)
+    done, upto = 0, 0
+    held = values[:0]  # conditionals of the masked positions up to `upto`
+    at_once = targets.held_at_once(max(1, batch_size))
+    for log_q in _log_predictions(model, targets.batch, batch_size=batch_size):
+        if done == upto:
+            first = int(torch.searchsorted(ends, done, right=True))
+            held = targets.log_conditionals(first, first + at_once)
+            upto += len(held)
+        log_p = held[len(held) - (upto - done) :][: len(log_q)]
+        if log_q.shape[1] < log_p.shape[1]:
+            raise IsolossError(f"the model knows {log_q.shape[1]} ids and the language has {log_p.shape[1]} tokens")
+        difference = log_p - log_q[:, : log_p.shape[1]].cpu()
+        values[done : done + len(log_q)] = (probabilities(log_p) * difference).sum(dim=1)
+        done += len(log_q)
+        if progress is not None:
+            progress(int(torch.searchsorted(ends, done, right=True)))
+    return by_sentence(values, targets.batch["labels"] != IGNORED)
+
+
+def pretraining_loss(
+    model: nn.Module, targets: ExactTargets, *, batch_size: int = 256, progress: Callable[[int], None] | None = None
+) -> dict[str, Estimate]:
+    """Return `entropy`, `kl` and `loss` = entropy + KL: the model's cross-entropy against the truth (paper, A.5, A.7).
+
+    In nats per predicted token; all predicted tokens weigh the same, and errors are over sentences. `details` holds
+    `subset_std`, the standard deviation over five subsets as the paper prints it, and their `subset_size`. `kl` and
+    `loss` have influences (`entropy` says nothing of the model), for the paired difference of two models on the same
+    targets (`isoloss.statistics.comparison.paired_difference`), whose error is far smaller than these errors combined.
+
+    If the targets are all masked sentences, the three are exact sums: their error is 0, and they have no subsets and no
+    influences.
+
+    Arguments and errors are those of `kl_values`.
+    """
+    started = time.perf_counter()
+    kl = kl_values(model, targets, batch_size=batch_size, progress=progress)
+    details = {**_details(model), **_predicted(targets.objective)}
+    sums = {"entropy": targets.entropy, "kl": kl, "loss": targets.entropy + kl}
+    seconds = time.perf_counter() - started
+    if targets.weights is not None:
+        return {
+            name: Estimate(
+                value=float(targets.weights @ values),
+                stderr=0.0,
+                samples=0,
+                unit=UNIT,
+                num_predictions=len(targets),
+                method=f"exact conditionals, {name}: a sum over all {len(targets):,} masked sentences",
+                seconds=seconds,
+                details=details,
+            )
+            for name, values in sums.items()
+        }
+    details["seed"] = targets.seed
+    estimates = {
+        name: _estimate(values, targets.counts, method=f"exact conditionals, {name}", details=details, seconds=seconds)
+        for name, values in sums.items()
+    }
+    return {**estimates, "entropy": dataclasses.replace(estimates["entropy"], influence=None)}
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def held_out_batch(language: Language, *, num_sequences: int, objective: ObjectiveConfig, seed: int) -> Batch:
+    """Return held-out sequences of a language and what is predicted in them."""
+    sentences = language.held_out(num_sequences)
+    return objective_batch(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
+
+
+def held_out_loss(
+    model: nn.Module,
+    language: Language,
+    *,
+    num_sequences: int,
+    objective: ObjectiveConfig,
+    seed: int,
+    batch_size: int = 32,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Estimate]:
+    """Return `loss`: the cross-entropy of a language's held-out text, as `text_loss` gives it."""
+    batch = held_out_batch(language, num_sequences=num_sequences, objective=objective, seed=seed)
+    return text_loss(model, [batch], objective=objective, seed=seed, batch_size=batch_size, progress=progress)
+
+
+def text_loss(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, torch.Tensor]],
+    *,
+    objective: ObjectiveConfig,
+    seed: int,
+    batch_size: int = 32,
+    method: str = "held-out text",
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Estimate]:
+    """Return `loss`: the cross-entropy of sequences in nats per predicted token.
+
+    All predicted tokens weigh the same. The error is clustered: it counts sequences, not tokens, as independent, where
+    batches have `documents` it counts these, and where sequences are pieces of longer texts, blocks of them
+    (`isoloss.text.clusters.SequenceClusters`). `details` holds `subset_std` and `subset_size` as for
+    `pretraining_loss`.
+
+    Raises:
+        IsolossError: Dropout is on, the model does not know a label, its logits are not finite, or there are fewer
+            than ten independent sequences or documents.
+    """
+    started = time.perf_counter()
+    batches = list(batches)
+    batch = {name: torch.cat([part[name] for part in batches]) for name in batches[0]}
+    nats, counts = _cross_entropy(
+        model, batch, batch_size=batch_size, is_causal=objective.kind == "causal", progress=progress
+    )
+    clusters = SequenceClusters(getattr(model, "config", None))
+    numbers = clusters.add(batch)
+    nats, counts = (x.new_zeros(len(clusters)).index_add_(0, numbers, x) for x in (nats, counts))
+    if len(nats) < 2 * SUBSETS:
+        raise IsolossError(f"there are {len(nats)} {clusters.name}; an error bar needs at least {2 * SUBSETS}")
+    details = {**_details(model), **_predicted(objective), "clusters": clusters.name, "seed": seed}
+    seconds = time.perf_counter() - started
+    loss = _estimate(nats, counts, method=method, details=details, seconds=seconds)
+    if (blocks := clusters.blocks()) is not None:
+        nats, counts = (
+            x.new_zeros(int(blocks.labels.max()) + 1).index_add_(0, blocks.labels, x) for x in (nats, counts)
+        )
+        by_block = ratio.ratio_estimate(nats, counts, unit=UNIT, method=method)
+        # the larger one of two errors: by chance that over the blocks, which are few, may be too small
+        loss = dataclasses.replace(
+            loss,
+            stderr=max(loss.stderr, by_block.stderr),
+            samples=by_block.samples,
+            effective_samples=by_block.effective_samples,
+            influence=by_block.influence,
+            details={**loss.details, "clusters": blocks.name},
+        )
+    return {"loss": loss}
+
+
+def _cross_entropy(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    batch_size: int,
+    is_causal: bool,
+    progress: Callable[[int], None] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (n,) float64 nats of each sequence, summed over its predicted tokens, and (n,) their number."""
+    chosen = batch["labels"] != IGNORED
+    if is_causal:
+        chosen[:, 0] = False  # nothing comes before it
+    counts = chosen.sum(dim=1)
+    row_of = chosen.nonzero()[:, 0]
+    labels = batch["labels"][chosen]
+    ends = counts.cumsum(dim=0)
+    nats = torch.zeros(len(counts), dtype=torch.float64)
+    done = 0
+    for log_q in _log_predictions(model, batch, batch_size=batch_size, is_causal=is_causal):
+        part = slice(done, done + len(log_q))
+        if int(labels[part].max()) >= log_q.shape[1]:
+            raise IsolossError(f"token {int(labels[part].max())} is not among the {log_q.shape[1]} ids of the model")
+        surprise = -log_q.gather(1, labels[part, None].to(log_q.device))[:, 0]
+        nats.index_add_(0, row_of[part], surprise.cpu())
+        done += len(log_q)
+        if progress is not None:
+            progress(int((ends <= done).sum()))
+    return nats, counts
+
+
+# --- both: the forward passes and the result -------------------------------------------------------------------------
+
+
+def _log_predictions(
+    model: nn.Module, batch: Batch, *, batch_size: int, is_causal: bool = False
+) -> Iterator[torch.Tensor]:
+    """Yield (rows, M) float64 log-probabilities of the predicted tokens, in order, a bounded number at a time."""
+    if batch_size < 1:
+        raise IsolossError(f"batch_size is {batch_size}; it must be at least 1")
+    refuse_dropout(model)
+    device = device_of(model)
+    wide = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
+    inputs = {name: value for name, value in batch.items() if name != "documents"}
+    for start in range(0, len(batch["labels"]), batch_size):
+        part = {name: value[start : start + batch_size].to(device) for name, value in inputs.items()}
+        with torch.no_grad():
+            logits = predicted_logits(model, part, causal=is_causal)
+        if not bool(logits.isfinite().all()):
+            raise IsolossError(
+                f"the model's logits are NaN or infinite in sentences {start} to {start + len(part['labels']) - 1}"
+            )
+        for first in range(0, len(logits), ROWS):
+            yield logits[first : first + ROWS].to(wide).double().log_softmax(dim=1)
+
+
+def _estimate(
+    sums: torch.Tensor, counts: torch.Tensor, *, method: str, details: dict[str, Any], seconds: float
+) -> Estimate:
+    """Return a ratio of sums over independent clusters."""
+    subset_std, subset_size = ratio.subset_deviation(sums, counts, subsets=SUBSETS)
+    return dataclasses.replace(
+        ratio.ratio_estimate(sums, counts, unit=UNIT, method=method),
+        seconds=seconds,
+        details={"subset_std": subset_std, "subset_size": subset_size, **details},
+    )
+
+
+def _predicted(objective: ObjectiveConfig) -> dict[str, Any]:
+    """Return which tokens are predicted, as details of an estimate."""
+    if objective.kind == "causal":
+        return {"predicts": "next token"}
+    fraction = {"fraction": objective.fraction} if objective.masking == "fraction" else {}
+    return {"masking": objective.masking, **fraction}
+
+
+def _details(model: nn.Module) -> dict[str, Any]:
+    parameter = next(model.parameters())
+    return {"device": str(parameter.device), "dtype": str(parameter.dtype).removeprefix("torch.")}

@@ -1,0 +1,73 @@
+"""The loss per predicted token, as a measure."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from isoloss.config import setting
+from isoloss.errors import IsolossError
+from isoloss.lab.evaluation.measures.base import MeasureResult, SeededMeasure, digest, digest_batches, influences
+
+if TYPE_CHECKING:
+    from isoloss.lab.evaluation.context import MeasureContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(SeededMeasure):
+    """Entropy of the true conditionals + KL divergence from them; without these, cross-entropy of text or sentences."""
+
+    loss_sentences: int | Literal["all"] = setting(4096, minimum=1)
+    """Sentences for the loss; for text, held-out sequences at most. all: the exact sum over all masked sentences of a
+    language with at most 65,536 strings of tokens."""
+
+    def why_not_applicable(self, context: MeasureContext) -> str | None:
+        """Return why the loss cannot be known: an exact language gives no conditionals under this objective."""
+        from isoloss.lab.evaluation.loss import why_no_exact_targets
+
+        if not self._has_exact_targets(context):
+            if self.loss_sentences != "all":
+                return None
+            what = "text" if context.language is None else type(context.language).__name__
+            return f"{what} has no exact probabilities to sum over: give a number of sentences"
+        return why_no_exact_targets(
+            context.language, num_sentences=self.loss_sentences, objective=context.objective, seed=self.seed
+        )
+
+    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
+        """Return `entropy`, `kl` and `loss` of an exact language, `loss` of another and of text."""
+        from isoloss.lab.evaluation import loss
+
+        objective, num, seed = context.objective, self.loss_sentences, self.seed
+        if self._has_exact_targets(context):
+            targets = context.exact_targets(num, seed)
+            estimates = loss.pretraining_loss(model, targets, progress=context.progress)
+            weights = () if targets.weights is None else (targets.weights,)
+            inputs = digest(*targets.batch.values(), *weights)
+            return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=inputs)
+        if num == "all":
+            raise IsolossError(self.why_not_applicable(context))
+        if context.language is not None and context.language.num_held_out:
+            sentences = context.language.held_out(num)
+            inputs = digest(sentences.tokens, sentences.lengths, more=dataclasses.asdict(objective))
+            estimates = loss.held_out_loss(
+                model, context.language, num_sequences=num, objective=objective, seed=seed, progress=context.progress
+            )
+        else:
+            read = context.inputs(num, seed)
+            inputs = digest_batches(read.batches)
+            estimates = loss.text_loss(
+                model,
+                read.batches,
+                objective=objective,
+                seed=seed,
+                method="held-out text" if context.language is None else "fresh sentences",
+                progress=context.progress,
+            )
+        return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=inputs)
+
+    def _has_exact_targets(self, context: MeasureContext) -> bool:
+        """Whether the loss is against true conditionals, not a cross-entropy."""
+        language = context.language
+        return language is not None and not language.num_held_out and language.is_exact

@@ -1,0 +1,510 @@
+"""Measures of what a model has learned for other tasks: accuracies of probes and of fine-tuning, and its features.
+
+Some have no model: probes on the true conditionals, and on the tokens themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from isoloss.config import setting
+from isoloss.errors import IsolossError
+from isoloss.lab.evaluation.measures.base import MeasureResult, SeededMeasure, digest, influences
+from isoloss.lab.transfer.config import ClassifierConfig
+from isoloss.lab.transfer.text_sources import TextTask, registered_name, registered_text_task
+from isoloss.registry import TASKS
+
+if TYPE_CHECKING:
+    import torch
+
+    from isoloss.lab.evaluation.context import MeasureContext
+    from isoloss.lab.languages.api import Sentences
+    from isoloss.lab.transfer.probe import Fitted
+    from isoloss.lab.transfer.results import TransferResult
+    from isoloss.lab.transfer.tasks import TaskData, WholeTask
+    from isoloss.lab.transfer.text_tasks import TextExamples
+    from isoloss.statistics.estimate import Estimate
+
+_DIMENSION = "effective-dimension"
+
+
+# --- any task --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(SeededMeasure):
+    """A measure that takes a number of training sentences."""
+
+    num_train: int | Literal["all"] = setting(4096, minimum=1)
+    """Training sentences of a probe or of fine-tuning. Of a task of text: examples, fewer where there are fewer, or all
+    of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskMeasure(SeededMeasure):
+    """A measure on a task of the language, or on one of text."""
+
+    num_test: int | Literal["all"] = setting(4096, minimum=1)
+    """Test sentences; all: every labeled sentence of the language, weighted by its probability, for an exact accuracy
+    (for languages with at most 65,536 strings of tokens). Of a task of text: examples, as for num_train."""
+    task_data: tuple[str, ...] = setting((), omit_default=True)
+    """Where the examples of tasks of text are, as NAME=PATH, e.g. sst2=glue/SST-2: a .tsv, .csv, .jsonl or .json file,
+    a folder with one for each split, or a dataset hf:NAME. Default: those of GLUE from the Hugging Face hub."""
+    task_length: int | None = setting(None, minimum=1, omit_default=True)
+    """Of a task of text: the most tokens of an example. Default: 128, or as many as the model reads."""
+    task: str
+
+    def __post_init__(self) -> None:
+        """Keep what is about this task of `task_data` and `task_length`: the settings of others decide nothing here."""
+        given: Any = self.task_data
+        entries = (given,) if isinstance(given, str) else given
+        own = tuple(entry for entry in entries if _named(entry) == registered_name(self.task))
+        if len(own) > 1:
+            raise IsolossError(f"task_data has the examples of {self.task} twice: {' and '.join(own)}")
+        object.__setattr__(self, "task_data", own)
+        if self._source is None:
+            object.__setattr__(self, "task_length", None)
+
+    @property
+    def _source(self) -> TextTask | None:
+        """Where the examples of a task of text are; None for a task of the language."""
+        return registered_text_task(self.task, next((own.partition("=")[2] for own in self.task_data), None))
+
+    def why_not_applicable(self, context: MeasureContext) -> str | None:
+        """Return why there is no such task."""
+        source = self._source
+        if source is None and context.language is None:
+            return "tasks are those of a language, and none is given"
+        try:
+            if source is None:
+                self._sentences(context)
+            else:
+                self._examples(source, context)
+        except IsolossError as error:
+            return str(error)
+        return None
+
+    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
+        """Return `accuracy`, with the class that each seed's classifier predicts for each test example.
+
+        Tested on all sentences, it comes instead with the influence of each draw, projection or seed.
+        """
+        from isoloss.lab.transfer.tasks import WholeTask
+
+        if (source := self._source) is not None:
+            return self._run_on_text(model, context, self._examples(source, context))
+        data = self._sentences(context)
+        if isinstance(data, WholeTask):
+            whole = data.task
+            accuracy = self._exact(model, context, data)
+            arrays = influences({"accuracy": accuracy})
+        else:
+            whole, result = data, self._result(model, context, data)
+            accuracy, arrays = result.accuracy, _predictions(result)
+        inputs = digest(
+            whole.train.tokens, whole.train_labels, whole.test.tokens, whole.test_labels, more=list(whole.classes)
+        )
+        return MeasureResult(estimates={"accuracy": accuracy}, arrays=arrays, inputs=inputs)
+
+    def _run_on_text(self, model: Any, context: MeasureContext, examples: TextExamples) -> MeasureResult:
+        """Return the accuracy on examples of text, which are the inputs: models may read them in different tokens."""
+        data = context.text_task(examples, model, max_length=self.task_length)
+        assert data.coverage is not None  # as of every task of text
+        result = self._result(model, context, data)
+        details = {**result.accuracy.details, "text": dataclasses.asdict(data.coverage)}
+        accuracy = dataclasses.replace(result.accuracy, details=details)
+        texts = dataclasses.asdict(examples)
+        for split in ("train", "test"):
+            del texts[split]["num_unlabeled"], texts[split]["num_incomplete"]  # the examples alone are the inputs
+        inputs = digest(more=texts)
+        return MeasureResult(estimates={"accuracy": accuracy}, arrays=_predictions(result), inputs=inputs)
+
+    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+        """Return how many training examples a draw has, and how many draws there are; None: one, and it may be less."""
+        raise NotImplementedError
+
+    def _sentences(self, context: MeasureContext) -> TaskData | WholeTask:
+        number, draws = self._drawn()
+        if isinstance(number, str):
+            raise IsolossError("num_train is all, but sentences of a language are drawn: give num_train as a number")
+        drawn = {"num_train": number * (draws or 1), "seed": self.seed}
+        if isinstance(self.num_test, str):
+            return context.whole_task(self.task, **drawn)
+        return context.task(self.task, **drawn, num_test=self.num_test)
+
+    def _examples(self, source: TextTask, context: MeasureContext) -> TextExamples:
+        context.tokenizer()  # none is an error that is told before any text is read
+        number, draws = self._drawn()
+        num_train, num_test = (None if isinstance(n, str) else n for n in (number, self.num_test))
+        return context.text_examples(source, num_train=num_train, num_test=num_test, draws=draws, seed=self.seed)
+
+    def _takes_start(self, context: MeasureContext) -> bool:
+        """Whether the model reads a start that the sentences lack; what stands before a text, its tokenizer has put."""
+        return context.is_causal and self._source is None
+
+    def _read(self, data: TaskData, context: MeasureContext) -> TaskData:
+        """Return the task as the model reads it."""
+        from isoloss.lab.transfer.tasks import read_from_start
+
+        return read_from_start(data, context.language) if self._takes_start(context) else data
+
+    def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
+        """Return the result on sampled test sentences."""
+        raise NotImplementedError
+
+    def _exact(self, model: Any, context: MeasureContext, data: WholeTask) -> Estimate:
+        """Return the accuracy over all sentences."""
+        raise NotImplementedError
+
+
+def _named(entry: Any) -> str:
+    """Return the task that an entry of `task_data` is about."""
+    name, has_path, path = str(entry).partition("=")
+    if not (has_path and path) or registered_text_task(name) is None:
+        tasks = ", ".join(other for other, task in TASKS.loaded().items() if isinstance(task, TextTask))
+        raise IsolossError(f"task_data has {entry!r}; an entry is NAME=PATH with a task of text ({tasks}) as its name")
+    return registered_name(name)
+
+
+def _predictions(result: TransferResult) -> dict[str, Any]:
+    """Return what each classifier says of each test example, and the labels, in as few bytes as the classes need."""
+    import numpy as np
+
+    small = np.min_scalar_type(len(result.classes) - 1)
+    return {
+        "accuracy.predictions": result.predictions.numpy().astype(small),
+        "accuracy.labels": result.labels.numpy().astype(small),
+    }
+
+
+# --- probes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ProbeMeasure(TaskMeasure):
+    """A measure that fits linear probes to the last hidden states of all tokens, concatenated."""
+
+    probe_regularization: tuple[float, ...] = setting((1e-3,), above=0, below=math.inf, omit_default=True)
+    """Regularization strength of the convex probe; of several, the best on held-out training examples is used."""
+    probe_draws: int | None = setting(None, minimum=1, omit_default=True)
+    """Number of convex probes to average, each with its own training sentences, or its own projection. Default: 1; 5
+    for few-shot probes, 3 for projected ones."""
+
+    probe_standardize: bool = setting(True, omit_default=True)
+    """Whether a probe reads features centered and divided by one number, the root mean square of what remains; False:
+    as they are, as in the paper."""
+
+    default_draws: ClassVar[int] = 1
+    over: ClassVar[str] = "draws"
+
+    def check_fields(self) -> None:
+        """Refuse an empty list of strengths."""
+        if not self.probe_regularization:
+            raise IsolossError("probe_regularization is empty; a convex probe needs at least one strength")
+
+    @property
+    def _draws(self) -> int:
+        return self.probe_draws or self.default_draws
+
+    def _classifier(self) -> ClassifierConfig:
+        return ClassifierConfig(
+            solver="convex",
+            regularization=self.probe_regularization,
+            standardize=self.probe_standardize,
+            seeds=1,
+            seed=self.seed,
+        )
+
+    def _features(
+        self, model: Any, context: MeasureContext, sentences: Sentences, types: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return (n, D), one row per sentence."""
+        from isoloss.lab.transfer.features import extract
+        from isoloss.text.masking import with_start
+
+        read = with_start(sentences, context.language) if self._takes_start(context) else sentences
+        features: Any = extract(model, read, types=types)
+        return features  # type: ignore[no-any-return]
+
+    def _fitted(self, model: Any, context: MeasureContext, data: TaskData | WholeTask) -> Fitted:
+        """Return the predictions of each probe, and how they were fitted."""
+        from isoloss.lab.transfer.tasks import WholeTask
+
+        if isinstance(data, WholeTask):
+            test = self._all_features(model, context, data.task.test)
+            train = test[data.train_rows.to(test.device)]
+            return self._fit(train, data.task.train_labels, test, len(data.task.classes))
+        train = self._features(model, context, data.train, data.train_types)
+        test = self._features(model, context, data.test, data.test_types)
+        return self._fit(train, data.train_labels, test, len(data.classes))
+
+    def _all_features(self, model: Any, context: MeasureContext, sentences: Sentences) -> torch.Tensor:
+        return context.features(model, self._features, model, context, sentences)
+
+    def _fit(self, train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, classes: int) -> Fitted:
+        from isoloss.lab.transfer.probe import over_draws
+
+        return over_draws(train_x, train_y, test_x, self._classifier(), classes=classes, draws=self._draws)
+
+    def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
+        from isoloss.lab.transfer.probe import probe_method
+        from isoloss.lab.transfer.results import score
+
+        began = time.perf_counter()
+        predictions, details = self._fitted(model, context, data)
+        result = score(
+            predictions,
+            data.test_labels,
+            data.classes,
+            method=probe_method(self._classifier()),
+            settings={**details, "overlap": data.overlap},
+            bayes=data.bayes,
+            seconds=time.perf_counter() - began,
+        )
+        told = dict(result.accuracy.details)
+        told |= {f"{self.over[:-1]}_std": told.pop("seed_std"), self.over: told.pop("seeds")}
+        return dataclasses.replace(result, accuracy=dataclasses.replace(result.accuracy, details=told))
+
+    def _exact(self, model: Any, context: MeasureContext, data: WholeTask) -> Estimate:
+        from isoloss.lab.transfer.probe import probe_method
+        from isoloss.lab.transfer.tasks import weighted_overlap
+
+        began = time.perf_counter()
+        config = self._classifier()
+        predictions, details = self._fitted(model, context, data)
+        over = self.over if config.solver == "convex" else "seeds"
+        rows = data.train_rows.chunk(self._draws if over == "draws" else 1)
+        shared = sum(weighted_overlap(data.probabilities, part) for part in rows) / len(rows)
+        return data.estimate(
+            predictions,
+            method=probe_method(config),
+            over=over,
+            given=self._given(over, len(predictions)),
+            details={**details, "overlap": shared},
+            seconds=time.perf_counter() - began,
+        )
+
+    def _given(self, over: str, count: int) -> str:
+        """Return what an accuracy over all sentences is conditional on."""
+        if over == "draws":
+            return "the training sentences" if count == 1 else ""
+        return "the training sentences" + (f" and the {over[:-1]}" if count == 1 else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe(_ProbeMeasure, Trained):
+    """Accuracy of a linear probe on the last hidden states of all tokens, concatenated."""
+
+    probe_seeds: int = setting(5, minimum=1)
+    """AdamW's probes, each with its own initial weights and order."""
+    probe_epochs: int = setting(100, minimum=1)
+    """Passes of AdamW over the training sentences of a probe."""
+    probe_solver: Literal["adamw", "convex"] = setting("adamw", omit_default=True)
+    """How a probe is fitted: `adamw`, the paper's training, or `convex`, the minimum of the regularized loss."""
+
+    def check_fields(self) -> None:
+        """Refuse a setting that the solver does not use."""
+        super().check_fields()
+        is_convex = self.probe_solver == "convex"
+        for name in ("probe_seeds", "probe_epochs") if is_convex else ("probe_regularization", "probe_draws"):
+            if getattr(self, name) != getattr(Probe, name):
+                raise IsolossError(f"{name} has no effect with the solver {self.probe_solver}: leave it out")
+
+    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+        return self.num_train, self._draws if self._draws > 1 else None
+
+    def _classifier(self) -> ClassifierConfig:
+        if self.probe_solver == "convex":
+            return super()._classifier()
+        return ClassifierConfig(
+            seeds=self.probe_seeds, epochs=self.probe_epochs, standardize=self.probe_standardize, seed=self.seed
+        )
+
+    def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
+        if self._draws > 1:
+            return super()._result(model, context, data)
+        return self._one(model, context, data)
+
+    def _one(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
+        """Return the result of one draw, whose features may be larger than memory."""
+        from isoloss.lab.transfer.probe import linear_probe
+
+        return linear_probe(model, self._read(data, context), **dataclasses.asdict(self._classifier()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewShot(_ProbeMeasure):
+    """Mean accuracy of convex probes with few training sentences each, over several draws."""
+
+    number: int = setting(minimum=1)
+
+    default_draws: ClassVar[int] = 5
+
+    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+        return self.number, self._draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projected(_ProbeMeasure, Trained):
+    """Mean accuracy of convex probes on random projections of the features, for models of different widths."""
+
+    width: int = setting(minimum=1)
+
+    default_draws: ClassVar[int] = 3
+    over: ClassVar[str] = "projections"
+
+    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+        return self.num_train, None
+
+    def _fit(self, train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, classes: int) -> Fitted:
+        from isoloss.lab.transfer.probe import over_projections
+
+        sizes = {"classes": classes, "width": self.width, "projections": self._draws, "seed": self.seed}
+        return over_projections(train_x, train_y, test_x, self._classifier(), **sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup(Probe):
+    """Accuracy of the same probe on the true conditionals: the look-up table, a model without parameters."""
+
+    features: ClassVar[str] = "lookup_features"  # of isoloss.lab.transfer.features
+
+    def _examples(self, source: TextTask, context: MeasureContext) -> TextExamples:
+        raise IsolossError(f"the true conditionals of the text of {self.task} are not known: it has no look-up table")
+
+    def _table(self, context: MeasureContext) -> Callable[[Any, Sentences], torch.Tensor]:
+        """Return what makes the features (n, D) of sentences of a language."""
+        from isoloss.lab.transfer import features
+
+        made: Callable[[Any, Sentences], torch.Tensor] = getattr(features, self.features)
+        return made
+
+    def _features(
+        self, model: Any, context: MeasureContext, sentences: Sentences, types: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._table(context)(context.language, sentences)
+
+    def _all_features(self, model: Any, context: MeasureContext, sentences: Sentences) -> torch.Tensor:
+        return context.features(None, self._table(context), context.language, sentences)
+
+    def _one(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
+        from isoloss.lab.transfer.probe import language_probe
+
+        return language_probe(self._table(context), context.language, data, self._classifier())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogLookup(Lookup):
+    """Accuracy of the same probe on the logarithms of the true conditionals, clipped at 1e-4 from below."""
+
+    features: ClassVar[str] = "log_lookup_features"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneHot(Lookup):
+    """Accuracy of the same probe on the tokens themselves, one-hot."""
+
+    features: ClassVar[str] = "one_hot_features"
+
+    def _examples(self, source: TextTask, context: MeasureContext) -> TextExamples:
+        return Probe._examples(self, source, context)
+
+    def _table(self, context: MeasureContext) -> Callable[[Any, Sentences], torch.Tensor]:
+        if self._source is None:
+            return super()._table(context)
+        from isoloss.lab.transfer.features import one_hot
+        from isoloss.text.tokenizers import vocabulary
+
+        width = len(vocabulary(context.tokenizer()))
+        return lambda _, sentences: one_hot(sentences, width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetune(TaskMeasure, Trained):
+    """Accuracy of the fine-tuned model with a linear head."""
+
+    finetune_seeds: int = setting(5, minimum=1)
+    """Models, each with its own head, order and dropout."""
+    finetune_epochs: int = setting(10, minimum=1)
+    """Passes over the training sentences."""
+    finetune_learning_rate: float = setting(1e-4, above=0, below=math.inf, omit_default=True)
+    """AdamW's highest learning rate."""
+    finetune_warmup_steps: int | None = setting(None, minimum=0)
+    """Steps of the warm-up of the learning rate; default: 200, or 6 % of the steps where these are fewer."""
+
+    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+        return self.num_train, None
+
+    def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
+        from isoloss.lab.transfer.finetuning import finetune
+
+        return finetune(
+            model,
+            self._read(data, context),
+            epochs=self.finetune_epochs,
+            learning_rate=self.finetune_learning_rate,
+            seeds=self.finetune_seeds,
+            warmup_steps=self.finetune_warmup_steps,
+            seed=self.seed,
+        )
+
+    def _exact(self, model: Any, context: MeasureContext, data: WholeTask) -> Estimate:
+        result = self._result(model, context, data.task)
+        kept: Mapping[str, Any] = {k: v for k, v in result.accuracy.details.items() if k not in _OF_SAMPLED}
+        given = "the training sentences" + (" and the seed" if len(result.predictions) == 1 else "")
+        return data.estimate(
+            result.predictions,
+            method=result.accuracy.method,
+            over="seeds",
+            given=given,
+            details={**kept, "overlap": data.task.overlap},
+            seconds=result.accuracy.seconds,
+        )
+
+
+# details of an accuracy on sampled test sentences, which those of one over all sentences replace
+_OF_SAMPLED = (
+    *("accuracies", "seed_std", "binomial_stderr", "majority_rate", "above_majority", "above_majority_stderr"),
+    *("bayes_accuracy", "bayes_stderr", "num_test", "seeds"),
+)
+
+
+# --- features --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features(SeededMeasure):
+    """Effective dimension of the last hidden states of all tokens, concatenated, as linear probes read them."""
+
+    feature_sentences: int = setting(256, minimum=5)
+    """Sentences whose features are compared; for text, held-out sequences at most."""
+
+    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
+        """Return `effective-dimension`, with the upper triangle of the features' Gram matrix as `gram`.
+
+        The inputs are the sentences without a start, so that causal and masked models of a language have the same.
+        """
+        from isoloss.lab.transfer.features import extract
+        from isoloss.lab.transfer.similarity import (
+            effective_dimension,
+            from_upper_triangle,
+            gram_matrix,
+            upper_triangle,
+        )
+        from isoloss.text.masking import with_start
+
+        sentences = context.sentences(self.feature_sentences, self.seed)
+        takes_start = context.is_causal and context.language is not None
+        features: Any = extract(model, with_start(sentences, context.language) if takes_start else sentences)
+        gram = upper_triangle(gram_matrix(features))
+        estimates = {_DIMENSION: effective_dimension(from_upper_triangle(gram))}
+        return MeasureResult(
+            estimates=estimates,
+            arrays={**influences(estimates), f"{_DIMENSION}.gram": gram},
+            inputs=digest(sentences.tokens, sentences.lengths),
+        )

@@ -1,0 +1,175 @@
+"""`isoloss.pretrain`: a run with all that its config asks for, also from the layers above training."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from isoloss import config as configs
+from isoloss.errors import IsolossError
+from isoloss.lab.languages.api import Language
+from isoloss.lab.training.algorithms.base import Examples
+from isoloss.lab.training.distributed import process_group
+from isoloss.lab.training.train import Progress, is_complete, train
+from isoloss.run_config import TrainConfig
+from isoloss.runs import Run
+from isoloss.seeds import derive
+
+if TYPE_CHECKING:
+    from isoloss.lab.evaluation.loss import ExactTargets
+
+_SEED = 0  # of what is measured on during training: the same for all runs
+_VALIDATION_SEED = derive(_SEED, "validation")  # of what decides where a stage ends, which no evaluation is made on
+
+
+def pretrain(
+    run: str | PathLike[str] | Run,
+    config: TrainConfig,
+    *,
+    language: Language | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Run:
+    """Pre-train a model into a run directory, from its newest checkpoint if it has one, and return the run.
+
+    This is `isoloss.lab.training.train.train` with what the config needs besides: an algorithm that asks for the
+    training set of a downstream task gets it from `isoloss.lab.transfer.tasks.make_task` and the run's seed, and where
+    `measure_every` is set, metrics.jsonl gets the measurements of `Monitor`. A stage's target is compared with what
+    `Validation` measures.
+
+    Args:
+        run: The directory; new, or of the same config.
+        config: What to train.
+        language: The language that `config.language` describes, if you have it already; None: it is made.
+        progress: Called about once a second and at the end; of several processes, in rank 0.
+
+    Raises:
+        IsolossError: As for `train`; the language has no such task, or nothing of it can be measured; or a stage has a
+            target_kl, and the language no exact conditionals.
+        Interrupted: As for `train`.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from isoloss import pretrain
+        >>> from isoloss.lab.languages.config import LAPTOP_PCFG
+        >>> from isoloss.run_config import ModelConfig, TrainConfig
+        >>> config = TrainConfig(language=LAPTOP_PCFG, model=ModelConfig(size="d16"), steps=2, batch_size=4,
+        ...                      log_every=1, measure_every=2, measure_sentences=64, device="cpu")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = pretrain(Path(folder) / "run", config)
+        ...     list(run.metrics()[1])[4:]
+        ['kl_nats', 'kl_stderr', 'trace', 'trace_stderr']
+    """
+    configs.check(config)
+    run = run if isinstance(run, Run) else Run(Path(run))
+    with process_group() as group:
+        if is_complete(run, config, group):
+            return run
+        known = config.language.build() if language is None else language
+
+        def task_examples(name: str, n: int) -> Examples:
+            from isoloss.lab.transfer.tasks import labeling, make_task
+
+            if labeling(known, name).draw is not None:
+                raise IsolossError(f"the sentences of task {name!r} are not the language's, so it cannot be spoiled")
+            task = make_task(known, name, num_train=n, num_test=1, seed=config.seed)
+            return Examples(task.train, task.train_labels, len(task.classes))
+
+        measure, validate = _measurements(known, config, is_main=group.is_main)
+        train(run, config, known, progress=progress, task_examples=task_examples, measure=measure, validate=validate)
+    return run
+
+
+def _measurements(
+    language: Language, config: TrainConfig, *, is_main: bool = True
+) -> tuple[Callable[[Any], Mapping[str, float]] | None, Validation | None]:
+    """Return what measures in training and what decides where a stage ends; rank 0 alone measures."""
+    measure = Monitor(language, config) if config.measure_every and is_main else dict
+    return measure, Validation(language, config) if any(stage.target for stage in config.stages) else None
+
+
+class Monitor:
+    """What is measured of a model in training: loss and trace, on `measure_sentences` sentences drawn once.
+
+    `kl_nats` where the language is exact and the objective masked, `held_out_nats` of a corpus, and `trace`, each with
+    its standard error `..._stderr`. The sentences are the same for all runs of a language, and not those of training.
+    """
+
+    def __init__(self, language: Language, config: TrainConfig) -> None:
+        from isoloss.lab.evaluation.context import language_inputs
+        from isoloss.lab.evaluation.loss import exact_targets
+
+        self._language, self._objective, self._n = language, config.objective, config.measure_sentences
+        self._batches = language_inputs(language, config.objective, num_sequences=self._n, seed=_SEED).batches
+        self._targets = None
+        if language.is_exact and config.objective.kind == "masked":
+            self._targets = exact_targets(language, num_sentences=self._n, objective=config.objective, seed=_SEED)
+
+    def __call__(self, model: Any) -> dict[str, float]:
+        """Return the values by name, of a model in eval mode."""
+        from isoloss.flatness import fisher_trace
+        from isoloss.lab.evaluation import loss
+
+        estimates = {}
+        if self._targets is not None:
+            estimates["kl"] = loss.pretraining_loss(model, self._targets)["kl"]
+        elif self._language.num_held_out:
+            estimates["held_out"] = loss.held_out_loss(
+                model, self._language, num_sequences=self._n, objective=self._objective, seed=_SEED
+            )["loss"]
+        values: dict[str, float] = {}
+        for name, estimate in estimates.items():
+            values |= {f"{name}_nats": estimate.value, f"{name}_stderr": estimate.stderr}
+        trace = fisher_trace(model, self._batches, seed=_SEED, causal=self._objective.kind == "causal")
+        return {**values, "trace": trace.value, "trace_stderr": trace.stderr}
+
+
+class Validation:
+    """What decides where a stage with a target ends: KL or loss on `measure_sentences` sentences drawn for this alone.
+
+    `validation_kl_nats` or `validation_loss_nats`, per predicted token, with its standard error `..._stderr`. The
+    sentences are the same for all runs of a language, and neither those of training nor those of an evaluation: a stage
+    ends where the value on them happens to be low, so that this value is biased, and that of an evaluation is not. Of a
+    corpus, they are held-out sequences, which its evaluations share, with masks of their own.
+
+    Raises:
+        IsolossError: A stage has a target_kl, and the exact conditionals cannot be had.
+    """
+
+    def __init__(self, language: Language, config: TrainConfig) -> None:
+        from isoloss.lab.evaluation.loss import why_no_exact_targets
+
+        self._language, self._objective, self._n = language, config.objective, config.measure_sentences
+        for number, stage in enumerate(config.stages):
+            reason = stage.target_kl and why_no_exact_targets(
+                language, num_sentences=self._n, objective=self._objective, seed=_VALIDATION_SEED
+            )
+            if reason:
+                raise IsolossError(f"stages[{number}] has a target_kl: {reason}; give the stage a target_loss")
+
+    def __call__(self, what: str, model: Any) -> dict[str, float]:
+        """Return the value of `what`, kl or loss, and its error, of a model in eval mode."""
+        from isoloss.lab.evaluation import loss
+
+        if what == "kl":
+            estimate = loss.pretraining_loss(model, self._targets)["kl"]
+        else:
+            estimate = loss.text_loss(model, self._batches, objective=self._objective, seed=_VALIDATION_SEED)["loss"]
+        return {f"validation_{what}_nats": estimate.value, f"validation_{what}_stderr": estimate.stderr}
+
+    @functools.cached_property
+    def _targets(self) -> ExactTargets:
+        from isoloss.lab.evaluation.loss import exact_targets
+
+        return exact_targets(self._language, num_sentences=self._n, objective=self._objective, seed=_VALIDATION_SEED)
+
+    @functools.cached_property
+    def _batches(self) -> Sequence[Mapping[str, torch.Tensor]]:
+        from isoloss.lab.evaluation.context import language_inputs
+
+        return language_inputs(self._language, self._objective, num_sequences=self._n, seed=_VALIDATION_SEED).batches

@@ -1,0 +1,228 @@
+"""The forward-backward recursions of a hidden Markov model, for many sentences at once.
+
+Shapes: n sentences, T positions, S states, V tokens. A position whose token is unknown, or which lies behind the end of
+the sentence, has the id V: it is summed over, which leaves the other positions' distribution as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.sparse.csgraph import connected_components
+
+from isoloss.lab.languages import batches
+from isoloss.lab.languages.pcfg.inside_outside import Backend, choose_backend
+
+if TYPE_CHECKING:
+    from isoloss.lab.languages.hmm.numba_kernels import Kernels
+
+Float = npt.NDArray[np.float64]
+Index = slice | torch.Tensor
+
+_RELIABLE = 1e-25  # a smaller normalizer in float32 may rest on denormal numbers: its row is computed in float64
+
+
+class ForwardBackward:
+    """The recursions of one model, or of some of its states that no transition may leave.
+
+    Rows that float32 may not hold are computed in float64.
+
+    Attributes:
+        states: The kept states, a slice where they are consecutive.
+        tokens: The tokens that these emit, likewise.
+        emission: (states, tokens), the kept part.
+        backend: What computes: "numba" or "torch"; by default what `choose_backend` says.
+    """
+
+    def __init__(
+        self,
+        initial: Float,
+        transition: Float,
+        emission: Float,
+        states: npt.NDArray[np.int64],
+        device: torch.device,
+        dtype: torch.dtype,
+        backend: Backend | None = None,
+    ) -> None:
+        self._model = initial, transition, emission, states
+        self.device, self.dtype = device, dtype
+        self.backend: Backend = backend or choose_backend(device)
+        tokens = np.flatnonzero((emission[states] > 0).any(axis=0))
+        self.states, self.tokens = _index(states, device), _index(tokens, device)
+        kept = emission[np.ix_(states, tokens)]
+        peak = kept.max(axis=0)  # each column is divided by its largest entry, so that rare tokens do not underflow
+        unknown, foreign = len(tokens), len(tokens) + 1
+        rows = np.concatenate([(kept / peak).T, np.ones((1, len(states))), np.zeros((1, len(states)))])
+        local = np.full(emission.shape[1] + 1, foreign)
+        local[tokens], local[-1] = np.arange(len(tokens)), unknown
+        self._local = torch.as_tensor(local, device=device)
+        scaled, self._log_peak, self.emission, first, step = (
+            torch.as_tensor(table).to(device, dtype)
+            for table in (
+                rows,
+                np.log(np.concatenate([peak, [1.0, 1.0]])),
+                kept,
+                initial[states],
+                transition[np.ix_(states, states)],
+            )
+        )
+        if self.backend == "numba":
+            from isoloss.lab.languages.hmm.numba_kernels import Kernels
+
+            self._engine: Recursions | Kernels = Kernels(first, step, scaled, self.emission)
+        else:
+            self._engine = Recursions(first, step, scaled, self.emission)
+
+    @functools.cached_property
+    def _wide(self) -> ForwardBackward:
+        return ForwardBackward(*self._model, torch.device("cpu"), torch.float64)
+
+    def log_prob(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return (n,): the log-probability of the known tokens in nats, by the forward recursion; -inf for none."""
+        local = self._local[ids]
+        scales = self._engine.scales(local)
+        result = scales.log().sum(dim=1) + self._log_peak[local].sum(dim=1)
+        if (low := self._unreliable(scales.amin(dim=1))) is not None:
+            result[low] = self._wide.log_prob(ids[low].cpu()).to(result)
+        return result + 0.0  # no -0.0
+
+    def states_given(self, ids: torch.Tensor, out: torch.Tensor, *, own: bool) -> torch.Tensor:
+        """Write (n, T, S), each position's states given all other tokens, or with `own` given all of them, to `out`.
+
+        Returns:
+            (n,) bool, whether the sentence has a probability above 0: else its rows of `out` have no meaning.
+        """
+        least = self._engine.states(self._local[ids], out, own=own)
+        possible = least > 0
+        if (low := self._unreliable(least)) is not None:
+            states, possible[low] = self._again(ids[low], own=own)
+            out[low] = states.to(out)
+        return possible
+
+    def conditionals(self, ids: torch.Tensor, out: torch.Tensor, *, log: bool) -> torch.Tensor:
+        """Write (n, T, tokens), Pr(token | all other tokens) or its log, to `out`; return (n,) as `states_given`."""
+        least = self._engine.conditionals(self._local[ids], out, log=log)
+        possible = least > 0
+        if (low := self._unreliable(least)) is not None:
+            states, possible[low] = self._again(ids[low], own=False)
+            probs = (states @ self._wide.emission).to(out)
+            out[low] = batches.clamped_log_(probs) if log else probs
+        return possible
+
+    def _again(self, ids: torch.Tensor, *, own: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results of `states_given`, computed in float64."""
+        states = torch.empty(*ids.shape, len(self.emission), dtype=torch.float64)
+        possible = self._wide.states_given(ids.cpu(), states, own=own)
+        return states, possible.to(self.device)
+
+    def _unreliable(self, least: torch.Tensor) -> torch.Tensor | None:
+        """Return which rows (n,) float64 must compute, or None."""
+        low = least < _RELIABLE
+        return low if self.dtype != torch.float64 and bool(low.any()) else None
+
+
+class Recursions:
+    """The recursions of one model in torch, on any device; `numba_kernels.Kernels` computes the same.
+
+    `scaled` is (ids, S), the emission factors of each id that may come; `transition` is (S, S), `emission` (S, V).
+    """
+
+    def __init__(
+        self, initial: torch.Tensor, transition: torch.Tensor, scaled: torch.Tensor, emission: torch.Tensor
+    ) -> None:
+        self._initial, self._transition, self._scaled, self._emission = initial, transition, scaled, emission
+        self._back = transition.T.contiguous()
+
+    def scales(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return (n, T): the factor of each id given those before it."""
+        scales = self._scaled.new_empty(ids.shape[1], len(ids))
+        filtered = self._initial.expand(len(ids), -1)
+        for t in range(ids.shape[1]):
+            filtered = (filtered @ self._transition if t else filtered) * self._scaled[ids[:, t]]
+            scales[t] = _normalize(filtered)
+        return scales.T
+
+    def states(self, ids: torch.Tensor, out: torch.Tensor, *, own: bool) -> torch.Tensor:
+        """Write (n, T, S), the states given all other ids, or with `own` all; return (n,) the least normalizers."""
+        length = ids.shape[1]
+        states = torch.empty_like(out.transpose(0, 1), memory_format=torch.contiguous_format)
+        scales = self._scaled.new_empty(3 * length - 1, len(ids))
+        states[0] = self._initial
+        emitted = [self._scaled[ids[:, t]] for t in range(length)]
+        for t in range(length):
+            filtered = states[t].mul_(emitted[t]) if own else states[t] * emitted[t]
+            scales[t] = _normalize(filtered)
+            if t + 1 < length:
+                torch.mm(filtered, self._transition, out=states[t + 1])
+        message = torch.ones_like(states[0])
+        for t in range(length - 1, -1, -1):
+            scales[length + t] = _normalize(states[t].mul_(message))
+            if t:
+                message = message * emitted[t]
+                scales[2 * length + t - 1] = _normalize(message)
+                message = message @ self._back
+        out.copy_(states.transpose(0, 1))
+        return scales.amin(dim=0)
+
+    def conditionals(self, ids: torch.Tensor, out: torch.Tensor, *, log: bool) -> torch.Tensor:
+        """Write (n, T, V), the probabilities of each token given all other ids, or their logs; return as `states`."""
+        states = out.new_empty(*ids.shape, len(self._initial))
+        least = self.states(ids, states, own=False)
+        torch.matmul(states, self._emission, out=out)
+        if log:
+            batches.clamped_log_(out)
+        return least
+
+
+def _normalize(rows: torch.Tensor) -> torch.Tensor:
+    """Divide rows by their sums, in place, and return these; where they are 0, so is the row."""
+    sums = rows.sum(dim=1)
+    rows /= sums.clamp(min=torch.finfo(rows.dtype).tiny)[:, None]
+    return sums
+
+
+class Components:
+    """A model, and the parts that its transitions never connect, each a smaller model of its own.
+
+    A block-diagonal model has many. Nearly every sentence is possible in one component alone, whatever its token at any
+    one position, and all that is asked about it is then known from that component.
+    """
+
+    def __init__(
+        self, initial: Float, transition: Float, emission: Float, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        every = np.arange(len(initial))
+        labels = connected_components(transition > 0, directed=False)[1]
+        parts = [(labels == label).nonzero()[0] for label in np.unique(labels)]
+        parts = [part for part in parts if initial[part].any()]
+        if len(parts) == 1 and len(parts[0]) == len(every):
+            parts = []
+        self.whole = ForwardBackward(initial, transition, emission, every, device, dtype)
+        self.parts = [ForwardBackward(initial, transition, emission, part, device, dtype) for part in parts]
+        misses = np.ones((emission.shape[1] + 1, len(parts)), dtype=np.float32)
+        for index, part in enumerate(parts):
+            misses[:-1, index] = ~emission[part].any(axis=0)
+            misses[-1, index] = 0
+        self._misses = torch.as_tensor(misses, device=device)
+
+    def assign(self, ids: torch.Tensor, *, spare: int) -> list[tuple[torch.Tensor | None, ForwardBackward]]:
+        """Return rows (None: all) and the model that decides them; each row is in one of the pairs.
+
+        `spare` of a sentence's tokens may be others: 1 where each position's token is asked for.
+        """
+        if not self.parts:
+            return [(None, self.whole)]
+        candidate = self._misses[ids].sum(dim=1) <= spare
+        chosen = torch.where(candidate.sum(dim=1) == 1, candidate.int().argmax(dim=1), len(self.parts))
+        pairs = [((chosen == index).nonzero()[:, 0], model) for index, model in enumerate([*self.parts, self.whole])]
+        return [(rows, model) for rows, model in pairs if len(rows)]
+
+
+def _index(numbers: npt.NDArray[np.int64], device: torch.device) -> Index:
+    if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return torch.as_tensor(numbers, device=device)

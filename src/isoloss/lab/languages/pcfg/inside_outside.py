@@ -1,0 +1,379 @@
+"""Exact inference in a grammar: inside and outside scores of batches of sentences of one length, in linear space.
+
+Emissions are divided by a constant per token, a power of two, so that nothing is rounded. All splits of a span share
+its tokens, so no step rescales. Every sum is of non-negative products, so nothing cancels. On the CPU compiled kernels
+do the work (`numba_kernels`), elsewhere torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from isoloss.errors import IsolossError
+from isoloss.lab.languages.pcfg.chart_plan import FoldedRules, Key, Plan, Planner, intersection, part_of
+
+if TYPE_CHECKING:
+    from isoloss.lab.languages.pcfg.numba_kernels import Kernels
+
+# Shapes: n sentences, T tokens, S symbols, G symbols of a group, K pairs of a block, P start positions of an item.
+# The sentences are the last axis of charts: every operation runs along contiguous memory.
+
+_BYTES = {"cpu": 1 << 23, "cuda": 1 << 30}  # working memory of one chunk of sentences: what the caches hold, on a CPU
+_COMFORTABLE = {torch.float32: 80, torch.float64: 700}  # |log2| of a scaled sentence probability that is not recomputed
+_CALIBRATION = 16  # sentences of a chunk whose float64 probabilities set the scale in which float32 works
+
+
+@dataclass(frozen=True)
+class _Chart:
+    items: dict[Key, torch.Tensor]  # (G, P, n) each
+    sentences: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """A grammar's numbers in one dtype."""
+
+    dtype: torch.dtype
+    emission: list[torch.Tensor]  # by group: (G, V), scaled
+    blocks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # by block: weights (G, K), b, c
+
+
+Backend = Literal["numba", "torch"]
+
+
+def choose_backend(device: torch.device) -> Backend:
+    """Return what computes on `device`: numba on the CPU where it can be imported, torch elsewhere."""
+    if device.type != "cpu":
+        return "torch"
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return "torch"
+    return "numba"
+
+
+def describe_backend(device: torch.device) -> str:
+    """Return what computes on `device`, with its version, in words."""
+    name = choose_backend(device)
+    return f"{name} {importlib.metadata.version(name)}, scaled inside-outside in linear space"
+
+
+_Run = Callable[[torch.Tensor, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class InsideOutside:
+    """Inside and outside scores of a grammar on one device, in one dtype: the seam behind which an engine works.
+
+    Every method takes sentences of one length, (n, T) int64 on the engine's device, best at most `chunk(T)` of them at
+    once, and also returns (n,) float64: the log-probability of each sentence, -inf where it is impossible (the row's
+    other results then mean nothing). A token may be `unknown`: probabilities are then sums over all tokens there. Rows
+    that float32 cannot hold are recomputed in float64, with a scale of their own where that is needed.
+
+    Attributes:
+        emitting: (E,) ids of the symbols that yield single tokens.
+        unknown: The id that stands for any token: the number of tokens.
+        backend: What computes: "numba" or "torch"; by default what `choose_backend` says.
+    """
+
+    def __init__(self, rules: FoldedRules, device: torch.device, dtype: torch.dtype, backend: Backend | None = None):
+        self._rules, self._device, self._dtype = rules, device, dtype
+        self._planner = Planner(rules)
+        self.unknown = rules.emission.shape[1]
+        total = rules.emission.sum(axis=1)
+        emits = total > 0
+        self.emitting = np.flatnonzero(emits)
+        emission = np.concatenate([rules.emission, total[:, None]], axis=1)
+        log2_scale = np.round(np.log2(emission[emits].mean(axis=0))).clip(min=-1000)
+        self._log2_scale = self._tensor(log2_scale, torch.float64)
+        self._scaled = emission * np.exp2(-log2_scale)
+        self._total = total[emits]
+        self._cache: dict[torch.dtype, _Tables] = {}
+        self.backend: Backend = backend or choose_backend(device)
+        self._kernels: Kernels | None = None
+
+    def chunk(self, length: int) -> int:
+        """Return how many sentences `log_partition` and `leaf_outside` take at once with bounded working memory."""
+        return self._chunk(self._planner.plan(length), length * len(self.emitting))
+
+    def chunk_of_spans(self, length: int) -> int:
+        """Return the same for `inside` and `span_posterior`, whose results hold every symbol."""
+        return self._chunk(self._planner.plan(length, every_root=True), len(self._planner.group_of))
+
+    def _chunk(self, plan: Plan, numbers: int) -> int:
+        if self.backend == "numba":  # its charts hold 128 sentences, whatever the chunk
+            return max(1, _BYTES["cpu"] // (self._dtype.itemsize * numbers * 128)) * 128
+        return self._rows(plan)
+
+    def _rows(self, plan: Plan) -> int:
+        numbers = max(1, plan.numbers)
+        return max(1, _BYTES.get(self._device.type, _BYTES["cpu"]) // (self._dtype.itemsize * numbers))
+
+    def log_partition(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return (n,): the log-probability of each sentence."""
+        plan = self._planner.plan(tokens.shape[1])
+
+        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            z = self._probabilities(plan, tokens, shift, dtype)
+            return z, torch.zeros_like(z)
+
+        return self._robust(plan, tokens, run)[1]
+
+    def leaf_outside(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n, T, E) outside scores of the `emitting` symbols at each token (normalized), and log-probabilities.
+
+        With the emission probabilities e they give the full conditionals,
+        `Pr(x_t = c | x_-t) = sum_A score[t, A] e[A, c]`; they do not depend on x_t.
+        """
+        length = tokens.shape[1]
+        plan = self._planner.plan(length)
+
+        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if self.backend == "numba":
+                return self._compiled().run(plan, tokens, torch.exp2(shift).to(dtype), leaves=True)
+            chart = self._inside(plan, tokens, shift, dtype)
+            outside = self._outside(plan, chart)
+            scores = self._by_symbol(plan, outside, 1, range(length), self.emitting)
+            return self._root(plan, chart), scores / (scores @ self._tensor(self._total, dtype)).unsqueeze(-1)
+
+        return self._robust(plan, tokens, run)
+
+    def inside(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n, S) float64: the log-probability that each symbol yields exactly these tokens.
+
+        Always in float64, as symbols of one span may differ by more than float32 holds. An impossible symbol has a
+        finite value, at most the log of float64's smallest normal number and not above the values of the possible
+        symbols of its row. The second result is the log of the largest.
+        """
+        plan = self._planner.plan(tokens.shape[1], every_root=True)
+
+        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scaled = self._inside_whole(plan, tokens, shift, dtype)
+            log_scale = self._log_scale(tokens, shift)[:, None]
+            floor = torch.finfo(torch.float64).tiny
+            impossible = math.log(floor) - log_scale.clamp(min=0)
+            return scaled.amax(dim=1), torch.where(scaled > 0, scaled.clamp(min=floor).log() - log_scale, impossible)
+
+        return self._robust(plan, tokens, run, torch.float64)
+
+    def span_posterior(self, tokens: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n, S): Pr(a node of each symbol covers exactly the tokens start to stop - 1 | sentence)."""
+        width = stop - start
+        plan, inner = self._planner.plan(tokens.shape[1]), self._planner.plan(width, every_root=True)
+
+        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if self.backend == "numba":
+                z, above = self._compiled().span(plan, tokens, torch.exp2(shift).to(dtype), start, width, outer=True)
+            else:
+                chart = self._inside(plan, tokens, shift, dtype)
+                outside = self._outside(plan, chart, narrowest=width)
+                z, above = self._root(plan, chart), self._by_symbol(plan, outside, width, range(start, start + 1))[:, 0]
+            # a chart holds the topmost symbol of a chain of unary rules: the closure leads to those below it
+            chained = self._tensor(self._rules.chained, torch.int64)
+            above[:, chained] = above[:, chained] @ self._tensor(self._rules.closure, dtype)
+            below = self._inside_whole(inner, tokens[:, start:stop], shift, dtype)
+            return z, (above * below / z[:, None]).clamp(max=1)
+
+        return self._robust(plan, tokens, run)
+
+    def _robust(
+        self, plan: Plan, tokens: torch.Tensor, run: _Run, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `run`'s second result and the log-probabilities, from the narrowest numbers that hold each row.
+
+        `run(tokens, dtype, shift)` works with leaves multiplied by 2^shift, by row, and returns the scaled probability
+        of each row and a result that does not depend on the scale.
+        """
+        dtype = dtype or self._dtype
+        shift = self._calibrated(plan, tokens, dtype)
+        z, result = run(tokens, dtype, shift)
+        log_z = z.double().log() - self._log_scale(tokens, shift)
+        all_poor = torch.nonzero(~(_within(z, dtype) & _finite(result))).flatten()
+        for poor in torch.split(all_poor, self._rows(plan)) if len(all_poor) else ():
+            rows = tokens[poor]
+            shift, possible = self._fitted(plan, rows)
+            z, again = run(rows, torch.float64, shift)
+            if not bool((_finite(again) | ~possible).all()):
+                raise IsolossError(_TOO_WIDE)
+            result[poor] = again.to(result.dtype)
+            log_z[poor] = (z.log() - self._log_scale(rows, shift)).masked_fill(~possible, -math.inf)
+        return result, log_z
+
+    def _log_scale(self, tokens: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        """Return (n,): the log of the factor by which a whole sentence's probability is multiplied."""
+        return (shift * tokens.shape[1] - self._log2_scale[tokens].sum(dim=1)) * math.log(2)
+
+    def _calibrated(self, plan: Plan, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return (n,) one whole number: log2 of the factor per token that brings the probabilities near 1.
+
+        Multiplying by a power of two rounds nothing, so the results do not depend on which sentences are together.
+        """
+        shift = torch.zeros(len(tokens), dtype=torch.float64, device=self._device)
+        if dtype == torch.float32 and len(tokens):
+            z = self._probabilities(plan, tokens[:_CALIBRATION], shift[:_CALIBRATION])
+            z = z[_within(z, torch.float64)]
+            if len(z):
+                shift -= torch.round(z.log2().mean() / plan.length).clamp(-100, 100)
+        return shift
+
+    def _fitted(self, plan: Plan, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n,) the shift with which float64 holds each row, and whether the row is possible at all."""
+        low = torch.full((len(tokens),), -1000.0, dtype=torch.float64, device=self._device)
+        high, shift = -low, torch.zeros_like(low)
+        possible = self._root(plan, self._inside(plan, tokens, shift, torch.float64, support=True)) > 0
+        while True:
+            z = self._probabilities(plan, tokens, shift)
+            done = _within(z, torch.float64) | ~possible
+            if bool(done.all()):
+                return shift, possible
+            if bool((~done & (high - low < 2)).any()):
+                raise IsolossError(_TOO_WIDE)
+            small = z < 1  # an overflow, NaN included, is not small
+            low, high = torch.where(small, shift, low), torch.where(small, high, shift)
+            shift = torch.where(done, shift, torch.floor((low + high) / 2))
+
+    def _probabilities(
+        self, plan: Plan, tokens: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype = torch.float64
+    ) -> torch.Tensor:
+        if plan.every_root:
+            return self._inside_whole(plan, tokens, shift, dtype).amax(dim=1)
+        if self.backend == "numba":
+            return self._compiled().run(plan, tokens, torch.exp2(shift).to(dtype), leaves=False)[0]
+        return self._root(plan, self._inside(plan, tokens, shift, dtype))
+
+    def _inside(
+        self, plan: Plan, tokens: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype, *, support: bool = False
+    ) -> _Chart:
+        """Return the inside scores; with `support`, 1 where they are positive and 0 elsewhere, free of underflow."""
+        n, tables = len(tokens), self._tables(dtype)
+        items = {}
+        factor = torch.exp2(shift).to(tables.dtype)
+        for (group, width), starts in plan.starts.items():
+            if width == 1:
+                columns = tokens.T[starts.start : starts.stop : starts.step]
+                leaf = tables.emission[group].index_select(1, columns.reshape(-1)).view(-1, len(starts), n)
+                items[group, 1] = (leaf > 0).to(tables.dtype) if support else leaf * factor
+        for step in plan.steps:
+            total: torch.Tensor | None = None
+            for index, splits in step.parts:
+                block, (weights, b, c) = self._planner.blocks[index], tables.blocks[index]
+                pairs = torch.zeros(len(block.b), step.starts, n, dtype=tables.dtype, device=self._device)
+                for split in splits:
+                    left = items[split.left][:, split.lefts]
+                    right = items[split.right][:, split.rights]
+                    if block.shape:
+                        wide = pairs.view(*block.shape, step.starts, n)
+                        wide[:, :, split.parents].addcmul_(left.unsqueeze(1), right.unsqueeze(0))
+                    else:
+                        pairs[:, split.parents].addcmul_(left.index_select(0, b), right.index_select(0, c))
+                part = weights @ pairs.view(len(block.b), -1)
+                total = part if total is None else total.add_(part)
+            assert total is not None
+            total = (total > 0).to(tables.dtype) if support else total
+            items[step.key] = total.view(-1, step.starts, n)
+        return _Chart(items, n, tables.dtype)
+
+    def _outside(self, plan: Plan, chart: _Chart, *, narrowest: int = 1) -> _Chart:
+        """Return the outside scores of the items at least `narrowest` wide: dZ / d inside, exactly."""
+        inside, n, tables = chart.items, chart.sentences, self._tables(chart.dtype)
+        outside = {key: torch.zeros_like(scores) for key, scores in inside.items()}
+        if (root := (int(self._planner.group_of[0]), plan.length)) in outside:
+            outside[root][0, 0] = 1  # the start symbol is the first of its group
+        for step in reversed(plan.steps):
+            if step.key[1] <= narrowest:
+                break
+            own = outside[step.key].view(-1, step.starts * n)
+            for index, splits in step.parts:
+                block, (weights, b, c) = self._planner.blocks[index], tables.blocks[index]
+                pairs = (weights.T @ own).view(len(block.b), step.starts, n)
+                for split in splits:
+                    left, right = inside[split.left][:, split.lefts], inside[split.right][:, split.rights]
+                    to_left = outside[split.left][:, split.lefts]
+                    to_right = outside[split.right][:, split.rights]
+                    if block.shape:
+                        wide = pairs.view(*block.shape, step.starts, n)[:, :, split.parents]
+                        to_left += (wide * right.unsqueeze(0)).sum(dim=1)
+                        to_right += (wide * left.unsqueeze(1)).sum(dim=0)
+                    else:
+                        part = pairs[:, split.parents]
+                        to_left.index_add_(0, b, part * right.index_select(0, c))
+                        to_right.index_add_(0, c, part * left.index_select(0, b))
+        return _Chart(outside, n, chart.dtype)
+
+    def _root(self, plan: Plan, chart: _Chart) -> torch.Tensor:
+        """Return (n,): the start symbol's score over the whole length, or the largest where every symbol is a root."""
+        if plan.every_root:
+            return self._by_symbol(plan, chart, plan.length, range(1))[:, 0].amax(dim=1)
+        root = chart.items.get((int(self._planner.group_of[0]), plan.length))
+        return torch.zeros(chart.sentences, dtype=chart.dtype, device=self._device) if root is None else root[0, 0]
+
+    def _inside_whole(self, plan: Plan, tokens: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return (n, S): the scaled inside scores of all symbols over all tokens, of a plan with every root."""
+        if self.backend == "numba":
+            factor = torch.exp2(shift).to(dtype)
+            return self._compiled().span(plan, tokens, factor, 0, plan.length, outer=False)[1]
+        return self._by_symbol(plan, self._inside(plan, tokens, shift, dtype), plan.length, range(1))[:, 0]
+
+    def _by_symbol(
+        self,
+        plan: Plan,
+        chart: _Chart,
+        width: int,
+        positions: range,
+        symbols: npt.NDArray[np.int64] | None = None,
+    ) -> torch.Tensor:
+        """Return (n, positions, symbols): the items of one width, 0 where the chart has none; default all symbols."""
+        symbols = np.arange(len(self._planner.group_of)) if symbols is None else symbols
+        out = torch.zeros(len(symbols), len(positions), chart.sentences, dtype=chart.dtype, device=self._device)
+        for key, scores in chart.items.items():
+            shared = intersection(plan.starts[key], positions)
+            rows = np.flatnonzero(np.isin(symbols, self._planner.members[key[0]]))
+            if key[1] == width and shared and len(rows):
+                local = self._tensor(np.searchsorted(self._planner.members[key[0]], symbols[rows]), torch.int64)
+                own = scores[:, part_of(plan.starts[key], shared)].index_select(0, local)
+                out[self._tensor(rows, torch.int64), part_of(positions, shared)] = own
+        return out.permute(2, 1, 0)
+
+    def _compiled(self) -> Kernels:
+        if self._kernels is None:
+            from isoloss.lab.languages.pcfg.numba_kernels import Kernels
+
+            self._kernels = Kernels(self._rules, self._planner, self._scaled, self.emitting)
+        return self._kernels
+
+    def _tensor(self, array: npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(array, device=self._device).to(dtype)
+
+    def _tables(self, dtype: torch.dtype) -> _Tables:
+        if dtype not in self._cache:
+            scaled = self._tensor(self._scaled, torch.float64)
+            self._cache[dtype] = _Tables(
+                dtype,
+                [scaled[self._tensor(members, torch.int64)].to(dtype) for members in self._planner.members],
+                [
+                    (self._tensor(x.weights, dtype), self._tensor(x.b, torch.int64), self._tensor(x.c, torch.int64))
+                    for x in self._planner.blocks
+                ],
+            )
+        return self._cache[dtype]
+
+
+_TOO_WIDE = "the scores of a sentence span a wider range than float64 holds; leave the sentence out"
+
+
+def _within(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return whether numbers are far from the underflow and overflow of `dtype`; false for NaN."""
+    bound = 2.0 ** _COMFORTABLE[dtype]
+    return (z > 1 / bound) & (z < bound)
+
+
+def _finite(result: torch.Tensor) -> torch.Tensor:
+    return torch.isfinite(result).flatten(1).all(dim=1) if result.dim() > 1 else torch.isfinite(result)

@@ -1,0 +1,384 @@
+"""The language of a probabilistic context-free grammar: sentences, and the exact probability of every token in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from isoloss import files
+from isoloss.config import LanguageConfig
+from isoloss.errors import IsolossError
+from isoloss.lab.languages import batches
+from isoloss.lab.languages.api import ExactLanguage, Labeling, Sentences, Stored
+from isoloss.lab.languages.batches import Rows, run_in_threads
+from isoloss.lab.languages.config import GRAMMAR_TASKS, MAX_LENGTH, DyckConfig, GrammarConfig
+from isoloss.lab.languages.entropies import derivation_sums, entropy_terms
+from isoloss.lab.languages.pcfg.chart_plan import FoldedRules, check_size
+from isoloss.lab.languages.pcfg.grammar import Format, Grammar, parse_grammar
+from isoloss.lab.languages.pcfg.inside_outside import InsideOutside
+from isoloss.lab.languages.pcfg.labeling import grammar_labeling
+from isoloss.lab.languages.pcfg.random_grammar import dyck_grammar, perturbed_grammar, random_grammar
+from isoloss.lab.languages.pcfg.sampler import Sampler, derivations, longest_yields
+from isoloss.lab.languages.pcfg.tables import grammar_tables, read_grammar
+from isoloss.lab.languages.perturbation import Perturbation
+from isoloss.text.documents import reading
+
+_OUTPUT_BYTES = {"cpu": 1 << 19, "cuda": 1 << 28}  # of probabilities at a time: half a second-level cache, on a CPU
+_MANY_RULES = 5000  # A -> B C
+_FEW = 128  # sentences that are not cut further: the compiled kernels take so many at once
+
+
+class PCFG(ExactLanguage):
+    r"""A probabilistic context-free grammar as a language: immutable, with exact probabilities in nats.
+
+    The language is the grammar's distribution over sentences given that they have at most `max_length` tokens. Exact
+    computations take right-padded batches of mixed lengths on any device, and return tensors of the language's dtype on
+    its device.
+
+    Attributes:
+        grammar: The rules.
+        symbols: Names of the nonterminal symbols, by id.
+        start_symbol: Name of the start symbol, which is `symbols[0]`.
+
+    The other attributes are those of `ExactLanguage`.
+
+    Example:
+        >>> language = PCFG.from_text("S -> A B [0.5] | 'a' [0.5]\nA -> 'a' [1.0]\nB -> 'a' [0.25] | 'b' [0.75]")
+        >>> tokens, lengths = torch.tensor([[0, 1], [0, 2]]), torch.tensor([2, 1])
+        >>> language.log_prob(tokens, lengths).exp()
+        tensor([0.3750, 0.5000], dtype=torch.float64)
+        >>> language.log_conditionals(tokens, lengths)[0, 1].exp()
+        tensor([0.2500, 0.7500], dtype=torch.float64)
+    """
+
+    latent_name = "tree"
+    has_numbered_sentences = True
+    task_patterns = GRAMMAR_TASKS
+
+    def __init__(
+        self,
+        grammar: Grammar,
+        *,
+        max_length: int,
+        config: LanguageConfig | None = None,
+        source: str = "grammar",
+    ) -> None:
+        """Make the language of `grammar`, cut at `max_length` tokens.
+
+        Args:
+            grammar: The rules.
+            max_length: Longer sentences are left out; from 1 to 1024.
+            config: What the grammar was drawn from, where it was.
+            source: What errors call the grammar.
+        """
+        if not 1 <= max_length <= MAX_LENGTH:
+            raise IsolossError(f"max_length is {max_length}; it must be from 1 to {MAX_LENGTH} tokens")
+        check_size(grammar)
+        max_length = min(max_length, int(longest_yields(grammar, max_length)[0]))
+        rules = FoldedRules(grammar, max_length)
+        possible = np.flatnonzero(rules.length_probs[0])
+        if not len(possible):
+            raise IsolossError(
+                f"{source}: the grammar has no sentence of at most {max_length} tokens; raise max_length"
+            )
+        self.max_length = int(possible[-1])
+        if self.max_length < max_length:  # the same order of sums whatever length was asked for
+            rules = FoldedRules(grammar, self.max_length)
+        lengths = rules.length_probs[0, : self.max_length + 1]
+        self._acceptance = math.fsum(lengths)
+        self._length_probs = torch.from_numpy(lengths / self._acceptance)
+        self._rules = rules
+        self._sampler = Sampler(grammar, self.max_length)
+        self.grammar, self.symbols, self.start_symbol = grammar, grammar.symbols, grammar.symbols[0]
+        self.set_vocabulary(grammar.vocabulary)
+        self._config = config or GrammarConfig(rules=grammar.config_text(), max_length=self.max_length)
+        self._move(torch.device("cpu"), torch.float64)
+
+    @classmethod
+    def from_config(cls, config: Any) -> PCFG:
+        """Return the random grammar of a `PCFGConfig`."""
+        return PCFG(random_grammar(config), max_length=2**config.levels, config=config)
+
+    @staticmethod
+    def from_text(text: str, *, source: str = "<text>", max_length: int = GrammarConfig.max_length) -> PCFG:
+        """Return the language of the rules in `text`, with arrows or as plain rule lines.
+
+        See `isoloss.lab.languages.pcfg.grammar.parse_grammar` and the constructor.
+        """
+        return PCFG(parse_grammar(text, source=source), max_length=max_length, source=source)
+
+    @staticmethod
+    def from_file(path: Path | str, *, max_length: int = GrammarConfig.max_length) -> PCFG:
+        """Return the language of the rules in a UTF-8 file; arguments and errors as for `from_text`."""
+        with reading(Path(path)):
+            text = Path(path).read_text(encoding="utf-8")
+        return PCFG.from_text(text, source=str(path), max_length=max_length)
+
+    def to_text(self, format: Format = "rules") -> str:  # noqa: A002
+        """Return the rules as text that `from_text` reads back (see `Grammar.to_text`)."""
+        return self.grammar.to_text(format)
+
+    def to_file(self, path: Path | str, format: Format = "rules") -> None:  # noqa: A002
+        """Write the rules to `path`, as `to_text` gives them."""
+        files.write_text(Path(path), self.to_text(format))
+
+    @staticmethod
+    def from_tables(stored: Stored, path: Path) -> PCFG:
+        """Return the language in a file; see `LanguageConfig.from_tables`."""
+        return PCFG(read_grammar(stored, path), max_length=stored.max_length, source=str(path))
+
+    def tables(self) -> Stored:
+        """Return the rules and their probabilities."""
+        return grammar_tables(self.grammar, self.max_length)
+
+    def _move(self, device: torch.device, dtype: torch.dtype) -> None:
+        super()._move(device, dtype)
+        self._engine = InsideOutside(self._rules, device, dtype)
+        self._emission = torch.as_tensor(self._rules.emission[self._engine.emitting]).to(device, dtype)
+
+    @property
+    def length_probs(self) -> torch.Tensor:
+        """(max_length + 1,) the probability of each length."""
+        return self._length_probs.to(self.device, self.dtype)
+
+    def __repr__(self) -> str:
+        return (
+            f"PCFG({len(self.symbols)} symbols, {self.vocab_size} tokens, at most {self.max_length} tokens per "
+            f"sentence, {self.dtype} on {self.device})"
+        )
+
+    @property
+    def has_slow_entropy(self) -> bool:
+        """Whether an estimate of the entropy takes minutes: a treebank's grammar has thousands of pairs."""
+        return len(self._rules.binary) > _MANY_RULES
+
+    def describe(self) -> str:
+        """Return the numbers of symbols and tokens, and the lengths."""
+        return f"a grammar of {len(self.symbols)} symbols over {super().describe()}"
+
+    def sample(
+        self,
+        n: int,
+        *,
+        generator: torch.Generator | None = None,
+        latent: bool = False,
+        length: int | None = None,
+    ) -> Sentences:
+        """Return `n` independent sentences; see `Language.sample`.
+
+        The generator gives one number, the seed; sentence i is a function of it and of i, so that the sentences of a
+        smaller n are the first of a larger one's, for every device and any number of threads. They are drawn on the CPU
+        or, for a language on a CUDA device, there. Nothing is rejected: where sentences are cut at `max_length`, or all
+        have one length, symbols are rewritten by their probabilities given the number of tokens that they must yield.
+
+        Args:
+            n: Number of sentences.
+            generator: CPU generator of the seed.
+            latent: Whether to return the trees: (n, M, 3) int64 rows (start, stop, symbol id) of all nodes in preorder,
+                each over the tokens start to stop - 1, padded with -1.
+            length: The number of tokens of every sentence, drawn given it; None: any length of the language.
+
+        Raises:
+            IsolossError: As for `Language.sample`; no sentence has `length` tokens, or all sentences together have a
+                probability under 1e-250 before the language is cut at `max_length`.
+
+        Example:
+            >>> language = PCFG.from_text("S -> S S [0.9] | 'a' [0.05] | 'b' [0.05]", max_length=8)
+            >>> language.sample(1000, length=5).tokens.shape
+            torch.Size([1000, 5])
+        """
+        return self._drawn(n, self._seed(n, generator), length=length, trees=latent)
+
+    def sentences_at(self, numbers: torch.Tensor, *, seed: int) -> Sentences:
+        """Return the sentences with these numbers; see `Language.sentences_at`."""
+        return self._drawn(numbers, seed)
+
+    def _drawn(
+        self, sentences: int | torch.Tensor, seed: int, *, length: int | None = None, trees: bool = False
+    ) -> Sentences:
+        tokens, lengths, nodes = self._sampler(sentences, seed, length=length, trees=trees)
+        latent = None if nodes is None else nodes.to(self.device)
+        return Sentences(tokens.to(self.device), lengths.to(self.device), latent)
+
+    def describe_latent(self, sentences: Sentences) -> list[str]:
+        """Return the derivation of each sentence as nested brackets."""
+        return derivations(sentences, self.symbols, self.vocabulary)
+
+    def labeling(self, name: str) -> Labeling:
+        """Return what the task `name` asks (see `isoloss.lab.transfer.tasks.make_task`)."""
+        return grammar_labeling(self, name)
+
+    def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
+        """Return the sentences of `low` to `high` tokens; the others are left out."""
+        tokens, lengths, latent = sentences
+        kept = (lengths >= low) & (lengths <= high)
+        return Sentences(tokens[kept], lengths[kept], None if latent is None else latent[kept])
+
+    def perturbed(self, *, fraction: float, seed: int) -> PCFG:
+        r"""Return the language of the same rules, of which some symbols have other probabilities.
+
+        Of a fraction of the symbols that have a choice, drawn without replacement, the probabilities are drawn anew
+        from the flat Dirichlet distribution, those of binary rules, rules to one symbol and tokens each for themselves,
+        so that a symbol stops as often as before and a random layered grammar keeps its lengths.
+
+        Example:
+            >>> language = PCFG.from_text("S A A 1\nA a 0.5\nA b 0.5")
+            >>> language.perturbed(fraction=1.0, seed=0).grammar.emission_probs.round(3)
+            array([0.836, 0.164])
+        """
+        return PCFG(perturbed_grammar(self.grammar, Perturbation(fraction, seed)), max_length=self.max_length)
+
+    def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(len(ids), dtype=self.dtype, device=self.device)
+
+        def compute(rows: Rows, length: int) -> None:
+            log_z = self._engine.log_partition(ids[rows, :length])
+            self._check_possible(rows, log_z)
+            out[rows] = (log_z - math.log(self._acceptance)).to(self.dtype)
+
+        run_in_threads(compute, self._buckets(lengths), self.device)
+        return out
+
+    def _log_conditionals(
+        self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        shape = (ids if positions is None else positions).shape
+        out = batches.large_zeros((*shape, self.vocab_size), self.dtype, self.device)
+        self._conditionals(ids, lengths, positions, out, batches.clamped_log_)
+        return out
+
+    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        out = torch.zeros((ids if positions is None else positions).shape, dtype=self.dtype, device=self.device)
+        self._conditionals(ids, lengths, positions, out, batches.entropies)
+        return out
+
+    def inside(self, tokens: torch.Tensor, lengths: torch.Tensor, *, start: int = 0, stop: int) -> torch.Tensor:
+        """Return (n, symbols): log Pr(symbol =>* x_start .. x_{stop-1}), the inside scores of one span, in nats.
+
+        A symbol that cannot yield these tokens has a finite value, at most the log of float64's smallest normal number
+        and no larger than the value of any symbol that can. The scores are computed in float64 whatever the language's
+        dtype. The sentence itself may be impossible.
+
+        The span is from `start` to `stop` - 1; other arguments and errors as for `log_prob`, and a sentence must not be
+        shorter.
+        """
+        tokens, lengths = self._checked(tokens, lengths)
+        batches.check_span(lengths, start, stop)
+        out = torch.zeros(len(tokens), len(self.symbols), dtype=self.dtype, device=self.device)
+
+        def compute(rows: Rows, length: int) -> None:
+            out[rows] = self._engine.inside(tokens[rows, start : start + length])[0].to(self.dtype)
+
+        same = torch.full_like(lengths, stop - start)
+        run_in_threads(compute, self._buckets(same, self._engine.chunk_of_spans), self.device)
+        return out
+
+    def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return (n,) bool: whether the grammar derives each string of tokens."""
+        exact = self.to("cpu", torch.float64)
+        out = torch.zeros(len(tokens), dtype=torch.bool)
+        for length in sorted(set(lengths.tolist())):
+            rows = lengths == length
+            scores = exact.inside(tokens[rows, :length], lengths[rows], stop=length)[:, 0]
+            out[rows] = scores > math.log(torch.finfo(torch.float64).tiny)
+        return out
+
+    def span_posterior(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, *, start: int = 0, stop: int | None = None
+    ) -> torch.Tensor:
+        """Return (n, symbols): Pr(a node of each symbol covers exactly x_start .. x_{stop-1} | sentence).
+
+        It is outside(A) inside(A) / Pr(sentence). A span need not be covered by any node, and a chain of unary rules
+        puts several symbols on one span, so that a row's sum is between 0 and the longest chain.
+
+        Arguments and errors as for `inside`, or a sentence has probability 0; `stop` None: each sentence's length.
+        """
+        tokens, lengths = self._checked(tokens, lengths)
+        batches.check_span(lengths, start, stop)
+        out = torch.zeros(len(tokens), len(self.symbols), dtype=self.dtype, device=self.device)
+
+        def compute(rows: Rows, length: int) -> None:
+            end = length if stop is None else stop
+            posterior, log_z = self._engine.span_posterior(tokens[rows, :length], start, end)
+            self._check_possible(rows, log_z)
+            out[rows] = posterior
+
+        run_in_threads(compute, self._buckets(lengths, self._engine.chunk_of_spans), self.device)
+        return out
+
+    def _conditionals(
+        self,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        positions: torch.Tensor | None,
+        out: torch.Tensor,
+        function: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Write a function of the (rows, length or k, V) conditionals to the rows of `out`, from several threads.
+
+        `Pr(x_t = c | x_-t)` is proportional to `sum_A outside(A, t) Pr(A =>* c)`: one inside and one outside pass give
+        all positions and tokens (the true conditionals of the paper's section 2.1).
+        """
+
+        def compute(rows: Rows, length: int) -> None:
+            scores, log_z = self._engine.leaf_outside(ids[rows, :length])
+            self._check_possible(rows, log_z)
+            if positions is not None:
+                scores = scores[torch.arange(len(scores), device=self.device)[:, None], positions[rows]]
+            row_bytes = max(1, scores.shape[1]) * self.vocab_size * self.dtype.itemsize
+            size = max(1, _OUTPUT_BYTES.get(self.device.type, _OUTPUT_BYTES["cpu"]) // row_bytes)
+            for first in range(0, len(scores), size):
+                part = scores[first : first + size]
+                chunk = slice(first, first + len(part))
+                chosen = slice(rows.start + first, rows.start + chunk.stop) if isinstance(rows, slice) else rows[chunk]
+                batches.put(out, chosen, function(part @ self._emission))
+
+        run_in_threads(compute, self._buckets(lengths), self.device)
+
+    def _buckets(self, lengths: torch.Tensor, chunk: Callable[[int], int] | None = None) -> Iterator[tuple[Rows, int]]:
+        """Yield rows of one length and the length, at most `chunk(length)` at once; a slice where all rows have it.
+
+        On a CPU, rows of one length are enough pieces for all threads, unless they are few.
+        """
+        threads = torch.get_num_threads() if self.device.type == "cpu" else 1
+        for length in np.unique(lengths.cpu().numpy()).tolist():
+            rows = torch.nonzero(lengths == length).flatten()
+            size = min((chunk or self._engine.chunk)(length), max(_FEW, math.ceil(len(rows) / threads)))
+            for first in range(0, len(rows), size):
+                if len(rows) == len(lengths):
+                    yield slice(first, min(first + size, len(rows))), length
+                else:
+                    yield rows[first : first + size], length
+
+    def _check_possible(self, rows: Rows, log_z: torch.Tensor) -> None:
+        if (index := batches.first(log_z == -math.inf)) is not None:
+            row = rows.start + index if isinstance(rows, slice) else int(rows[index])
+            raise IsolossError(f"sentence {row} has probability 0: the grammar does not derive it")
+
+
+class Dyck(PCFG):
+    """The language of `dyck_grammar`: a `PCFG` whose entropies have a closed form."""
+
+    @classmethod
+    def from_config(cls, config: DyckConfig) -> Dyck:
+        """Return the language that `config` describes."""
+        return cls(dyck_grammar(config), max_length=config.max_length, config=config)
+
+    def closed_form_entropies(self) -> tuple[float, float]:
+        """Return H(sentence | length) and the entropy of one masked bracket.
+
+        A sentence has one derivation, so that its entropy is that of its derivation. A masked bracket has the entropy
+        of the tokens that it may be written as, whose mean over the kinds is exact: all kinds are equally likely.
+        """
+        p, s = derivation_sums(self.grammar, self.max_length)
+        possible = p > 0
+        weights = p[possible] / p.sum()
+        given_length = math.fsum(weights * (s[possible] / p[possible] + np.log(p[possible])))
+        # the symbols that emit tokens are those of the brackets: one to open and one to close each kind
+        brackets = len(np.unique(self.grammar.emission[:, 0]))
+        return given_length, math.fsum(entropy_terms(self.grammar.emission_probs)) / brackets

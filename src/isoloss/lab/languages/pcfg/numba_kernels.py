@@ -1,0 +1,313 @@
+"""Inside and outside scores on the CPU: kernels compiled once for all grammars and lengths, 128 sentences abreast.
+
+A plan is handed over as integer arrays. A chart is (rows, 128): a row is one symbol of one span, and every inner loop
+runs over sentences, whose numbers no other sentence touches: results depend on neither chunks nor threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from isoloss.lab.languages.pcfg.chart_plan import FoldedRules, Key, Plan, Planner
+
+LANES = 128  # sentences of a chart: long enough for vector loops, short enough for a second-level cache
+_FEWEST_LANES = 8  # the widest vector of a processor in float64
+
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _FlatPlan:
+    """A plan as arrays; rows of a chart are numbered by item, start and symbol, in this order."""
+
+    rows: int
+    items: dict[Key, int]  # the first row of each item
+    root: int | None  # the row of the start symbol over the whole length; None: every symbol is a root
+    leaves: Integers  # (F, 4): first row, position, first column of the emissions, number of symbols
+    parts: Integers  # (Q, 5): first row of the parent, first and last pair, first and last split; by ascending width
+    widths: Integers  # (Q,) of the parents
+    splits: Integers  # (N, 2): first row of the left and of the right child
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """A grammar's numbers in one dtype."""
+
+    emission: Floats  # (tokens, columns), scaled; symbols that emit, in the order of their groups
+    total: Floats  # (columns,) row sums of the unscaled emissions
+    weights: Floats  # (rules,)
+
+
+class Kernels:
+    """The compiled engine of one grammar.
+
+    `emission` is (S, tokens) float64, scaled, with a column for every token id that may come; `emitting` are the
+    ascending ids of the symbols that yield single tokens.
+    """
+
+    def __init__(self, rules: FoldedRules, planner: Planner, emission: npt.NDArray[np.float64], emitting: Integers):
+        self._planner, self._scaled = planner, emission
+        self._total = rules.emission.sum(axis=1)
+        self._symbols = np.concatenate([*planner.members, np.zeros(0, dtype=np.int64)]).astype(np.int64)
+        self._first = np.cumsum([0, *(len(members) for members in planner.members)])
+        self._score_of = np.searchsorted(emitting, self._symbols)  # used for emitting symbols only
+        self._emitting = len(emitting)
+        self._pair_range, self._pairs, self._targets, self._weights = _flat_blocks(planner)
+        self._plans: dict[tuple[int, bool], _FlatPlan | None] = {}
+        self._tables: dict[np.dtype[Any], _Tables] = {}
+
+    def run(
+        self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, *, leaves: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n,) scaled probabilities and, with `leaves`, (n, T, E) normalized outside scores of the tokens.
+
+        Leaves are multiplied by `factor` (n,), whose dtype is that of the arithmetic.
+        """
+        n, length = tokens.shape
+        z = torch.zeros(n, dtype=factor.dtype)
+        scores = torch.zeros(n, length if leaves else 0, self._emitting, dtype=factor.dtype)
+        flat = self._flat(plan)
+        if flat is not None:
+            total = self._in(z.numpy().dtype).total
+            for first, inside, outside in self._charts(flat, tokens, factor, narrowest=1 if leaves else None):
+                z[first : first + LANES] = torch.from_numpy(inside[flat.root, : n - first])
+                if leaves:
+                    write_scores(scores.numpy(), outside, first, flat.leaves, total, self._score_of)
+        return z, scores
+
+    def span(
+        self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, start: int, width: int, *, outer: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n,) scaled probabilities and (n, S) scores of the symbols over one span, 0 where a chart has none.
+
+        The scores are the outside ones with `outer`, else the inside ones. The probabilities are 0 where every symbol
+        of the plan is a root.
+        """
+        z = torch.zeros(len(tokens), dtype=factor.dtype)
+        scores = np.zeros((len(tokens), len(self._planner.group_of)), dtype=z.numpy().dtype)
+        flat = self._flat(plan)
+        if flat is not None:
+            symbols, rows = self._rows(plan, flat, start, width)
+            for first, inside, outside in self._charts(flat, tokens, factor, narrowest=width if outer else None):
+                count = min(LANES, len(tokens) - first)
+                scores[first : first + count, symbols] = (outside if outer else inside)[rows, :count].T
+                if flat.root is not None:
+                    z[first : first + count] = torch.from_numpy(inside[flat.root, :count])
+        return z, torch.from_numpy(scores)
+
+    def _charts(
+        self, flat: _FlatPlan, tokens: torch.Tensor, factor: torch.Tensor, *, narrowest: int | None
+    ) -> Iterator[tuple[int, Floats, Floats]]:
+        """Yield the first of every 128 sentences, their inside chart, and their outside chart from `narrowest` on."""
+        numbers = (np.ascontiguousarray(tokens.numpy()), factor.numpy())
+        tables = self._in(numbers[1].dtype)
+        rules = (self._pairs, self._targets, tables.weights)
+        # Few sentences have a narrower chart: a large grammar's would take gigabytes of lanes that hold nothing.
+        lanes = min(LANES, max(_FEWEST_LANES, 1 << (len(tokens) - 1).bit_length()))
+        inside = np.empty((flat.rows, lanes), dtype=tables.weights.dtype)
+        outside = inside if narrowest is None else np.empty_like(inside)
+        for first in range(0, len(tokens), LANES):
+            fill_leaves(inside, *numbers, first, tables.emission, flat.leaves)
+            fill_inside(inside, flat.parts, flat.splits, *rules)
+            if narrowest is not None:
+                outside.fill(0)
+                outside[flat.root] = 1
+                wider = flat.parts[np.searchsorted(flat.widths, narrowest, side="right") :]
+                fill_outside(outside, inside, wider, flat.splits, *rules)
+            yield first, inside, outside
+
+    def _rows(self, plan: Plan, flat: _FlatPlan, start: int, width: int) -> tuple[Integers, Integers]:
+        """Return the symbols that a chart has over a span, and their rows."""
+        symbols, rows = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        for (group, wide), first in flat.items.items():
+            starts, members = plan.starts[group, wide], self._planner.members[group]
+            if wide == width and start in starts:
+                symbols.append(members)
+                rows.append(first + starts.index(start) * len(members) + np.arange(len(members)))
+        return np.concatenate(symbols), np.concatenate(rows)
+
+    def _in(self, dtype: np.dtype[Any]) -> _Tables:
+        if dtype not in self._tables:
+            self._tables[dtype] = _Tables(
+                np.ascontiguousarray(self._scaled[self._symbols].T.astype(dtype)),
+                self._total[self._symbols].astype(dtype),
+                self._weights.astype(dtype),
+            )
+        return self._tables[dtype]
+
+    def _flat(self, plan: Plan) -> _FlatPlan | None:
+        """Return the plan as arrays, or None where no sentence has its length."""
+        key = (plan.length, plan.every_root)
+        if key not in self._plans:
+            root = (int(self._planner.group_of[0]), plan.length)
+            possible = plan.every_root or root in plan.starts
+            self._plans[key] = self._flatten(plan, None if plan.every_root else root) if possible else None
+        return self._plans[key]
+
+    def _flatten(self, plan: Plan, root: Key | None) -> _FlatPlan:
+        size = [len(members) for members in self._planner.members]
+        offset: dict[Key, int] = {}
+        rows = 0
+        for key, starts in sorted(plan.starts.items(), key=lambda item: item[0][1]):  # leaves first
+            offset[key] = rows
+            rows += len(starts) * size[key[0]]
+        leaves = [
+            (offset[group, width] + index * size[group], position, self._first[group], size[group])
+            for (group, width), starts in plan.starts.items()
+            if width == 1
+            for index, position in enumerate(starts)
+        ]
+        parts: list[tuple[int, ...]] = []
+        widths: list[int] = []
+        splits: list[tuple[int, int]] = []
+        for step in plan.steps:
+            for start in range(step.starts):
+                for index, cuts in step.parts:
+                    before = len(splits)
+                    for cut in cuts:
+                        parents = range(*cut.parents.indices(step.starts))
+                        if start in parents:
+                            nth = parents.index(start)
+                            left = offset[cut.left] + (cut.lefts.start + nth * cut.lefts.step) * size[cut.left[0]]
+                            right = offset[cut.right] + (cut.rights.start + nth * cut.rights.step) * size[cut.right[0]]
+                            splits.append((left, right))
+                    parent = offset[step.key] + start * size[step.key[0]]
+                    if len(splits) > before:
+                        parts.append((parent, *self._pair_range[index], before, len(splits)))
+                        widths.append(step.key[1])
+        arrays = _table(leaves, 4), _table(parts, 5), np.array(widths, dtype=np.int64), _table(splits, 2)
+        return _FlatPlan(rows, offset, None if root is None else offset[root], *arrays)
+
+
+def _flat_blocks(planner: Planner) -> tuple[list[tuple[int, int]], Integers, Integers, npt.NDArray[np.float64]]:
+    """Return the pairs of each block as (first, last), (K, 4) left, right, first and last rule, targets and weights."""
+    ranges: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int, int, int]] = []
+    targets: list[int] = []
+    weights: list[float] = []
+    for block in planner.blocks:
+        before = len(pairs)
+        for k in np.flatnonzero(block.weights.any(axis=0)).tolist():
+            parents = np.flatnonzero(block.weights[:, k])
+            pairs.append((int(block.b[k]), int(block.c[k]), len(targets), len(targets) + len(parents)))
+            targets += parents.tolist()
+            weights += block.weights[parents, k].tolist()
+        ranges.append((before, len(pairs)))
+    return ranges, _table(pairs, 4), np.array(targets, dtype=np.int64), np.array(weights)
+
+
+def _table(rows: list[Any], columns: int) -> Integers:
+    return np.array(rows, dtype=np.int64).reshape(-1, columns)
+
+
+# --- compiled --------------------------------------------------------------------------------------------------------
+
+
+def _compiled(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Return a kernel that is compiled when first called, or read from the disk where an earlier process left it.
+
+    Products may be fused with the sums that take them, which rounds once instead of twice; nothing is reordered.
+    Calls from several threads run side by side; only one of them compiles.
+    """
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
+    try:
+        return numba.njit(cache=True, **options)(kernel)  # type: ignore[no-any-return]
+    except RuntimeError:  # no folder can be written
+        return numba.njit(**options)(kernel)  # type: ignore[no-any-return]
+
+
+@_compiled
+def fill_leaves(
+    inside: Floats, tokens: Integers, factor: Floats, first: int, emission: Floats, leaves: Integers
+) -> None:
+    """Set the rows of single tokens, and all others to 0; lanes beyond the last sentence repeat it."""
+    inside[:] = 0
+    for f in range(len(leaves)):
+        row, position, column, size = leaves[f, 0], leaves[f, 1], leaves[f, 2], leaves[f, 3]
+        for lane in range(inside.shape[1]):
+            sentence = min(first + lane, len(tokens) - 1)
+            token = tokens[sentence, position]
+            for g in range(size):
+                inside[row + g, lane] = emission[token, column + g] * factor[sentence]
+
+
+@_compiled
+def fill_inside(
+    inside: Floats, parts: Integers, splits: Integers, pairs: Integers, targets: Integers, weights: Floats
+) -> None:
+    """Compute all wider items: parent(a) += weight * sum over splits of left(b) right(c)."""
+    pair = np.empty(inside.shape[1], inside.dtype)
+    for q in range(len(parts)):
+        parent, first, last = parts[q, 0], parts[q, 3], parts[q, 4]
+        for k in range(parts[q, 1], parts[q, 2]):
+            b, c = pairs[k, 0], pairs[k, 1]
+            left, right = splits[first, 0] + b, splits[first, 1] + c
+            for lane in range(inside.shape[1]):
+                pair[lane] = inside[left, lane] * inside[right, lane]
+            for s in range(first + 1, last):
+                left, right = splits[s, 0] + b, splits[s, 1] + c
+                for lane in range(inside.shape[1]):
+                    pair[lane] += inside[left, lane] * inside[right, lane]
+            for r in range(pairs[k, 2], pairs[k, 3]):
+                row, weight = parent + targets[r], weights[r]
+                for lane in range(inside.shape[1]):
+                    inside[row, lane] += weight * pair[lane]
+
+
+@_compiled
+def fill_outside(
+    outside: Floats,
+    inside: Floats,
+    parts: Integers,
+    splits: Integers,
+    pairs: Integers,
+    targets: Integers,
+    weights: Floats,
+) -> None:
+    """Compute dZ / d inside from the root down, which holds 1, all other rows 0."""
+    pair = np.empty(inside.shape[1], inside.dtype)
+    for q in range(len(parts) - 1, -1, -1):
+        parent = parts[q, 0]
+        for k in range(parts[q, 1], parts[q, 2]):
+            b, c = pairs[k, 0], pairs[k, 1]
+            row, weight = parent + targets[pairs[k, 2]], weights[pairs[k, 2]]
+            for lane in range(inside.shape[1]):
+                pair[lane] = weight * outside[row, lane]
+            for r in range(pairs[k, 2] + 1, pairs[k, 3]):
+                row, weight = parent + targets[r], weights[r]
+                for lane in range(inside.shape[1]):
+                    pair[lane] += weight * outside[row, lane]
+            for s in range(parts[q, 3], parts[q, 4]):
+                left, right = splits[s, 0] + b, splits[s, 1] + c
+                for lane in range(inside.shape[1]):
+                    outside[left, lane] += pair[lane] * inside[right, lane]
+                for lane in range(inside.shape[1]):
+                    outside[right, lane] += pair[lane] * inside[left, lane]
+
+
+@_compiled
+def write_scores(
+    scores: Floats, outside: Floats, first: int, leaves: Integers, total: Floats, score_of: Integers
+) -> None:
+    """Divide each token's outside scores by the mass that they give to all tokens, and write them by sentence."""
+    mass = np.zeros((scores.shape[1], outside.shape[1]), outside.dtype)
+    for f in range(len(leaves)):
+        row, position, column = leaves[f, 0], leaves[f, 1], leaves[f, 2]
+        for g in range(leaves[f, 3]):
+            for lane in range(outside.shape[1]):
+                mass[position, lane] += outside[row + g, lane] * total[column + g]
+    count = min(outside.shape[1], len(scores) - first)
+    for f in range(len(leaves)):
+        row, position, column = leaves[f, 0], leaves[f, 1], leaves[f, 2]
+        for lane in range(count):
+            inverse = 1 / mass[position, lane]
+            for g in range(leaves[f, 3]):
+                scores[first + lane, position, score_of[column + g]] = outside[row + g, lane] * inverse

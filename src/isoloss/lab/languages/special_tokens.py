@@ -1,0 +1,264 @@
+"""A language whose sentences stand between [CLS] and [SEP], and are otherwise those of another.
+
+Shapes: n sentences of T tokens, the two included, V tokens of the other language.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isoloss.config import LanguageConfig
+from isoloss.errors import IsolossError
+from isoloss.lab.languages import batches
+from isoloss.lab.languages.api import ExactLanguage, Labeling, Language, Sentences, Stored
+from isoloss.lab.languages.config import FileConfig, WithSpecialTokensConfig
+from isoloss.registry import LANGUAGES
+from isoloss.text.sentences import Start
+
+CLS, SEP = "[CLS]", "[SEP]"
+
+
+class WithSpecialTokens(ExactLanguage):
+    """An exact language with [CLS] before and [SEP] after every sentence.
+
+    The two have the ids V and V + 1, and the padding and the mask come after them. They are never masked nor predicted.
+    Conditionals, entropies, labels and tasks are those of the inner language; lengths count the two. A tokenizer of the
+    inner language is not passed on, as it has other ids.
+
+    Attributes:
+        inner: The language of what stands between the two.
+
+    The other attributes are those of `ExactLanguage`.
+
+    Example:
+        >>> from isoloss.lab.languages.brackets import Brackets
+        >>> language = WithSpecialTokens(Brackets(2))
+        >>> tokens, lengths = torch.tensor([[2, 0, 1, 3]]), torch.tensor([4])
+        >>> " ".join(language.vocabulary[token] for token in tokens[0])
+        '[CLS] < > [SEP]'
+        >>> masked = torch.tensor([[False, True, True, False]])
+        >>> language.log_conditionals(tokens, lengths, mask=masked)[0].exp().round(decimals=1)
+        tensor([[0.0000, 0.0000, 1.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000, 0.0000],
+                [0.0000, 0.0000, 0.0000, 1.0000]], dtype=torch.float64)
+    """
+
+    def __init__(self, inner: Language, *, config: LanguageConfig | None = None) -> None:
+        """Put the sentences of `inner` between [CLS] and [SEP].
+
+        Args:
+            inner: A language whose probabilities are known and whose sentences have no special tokens of their own.
+            config: What describes the framed language; None: the inner language's config, framed, where it has one.
+
+        Raises:
+            IsolossError: The inner language is another, or has a token of one of the two names.
+        """
+        if not inner.is_exact or inner.special_token_ids:
+            raise IsolossError(
+                f"{inner!r} cannot be framed: that needs a language whose probabilities are known and whose sentences "
+                "have no special tokens of their own"
+            )
+        self.inner = inner.exact()
+        self.set_vocabulary(
+            (*inner.vocabulary, CLS, SEP), size=inner.vocab_size + 2, source="a language between [CLS] and [SEP]"
+        )
+        self.cls_id, self.sep_id = inner.vocab_size, inner.vocab_size + 1
+        self.special_token_ids = (self.cls_id, self.sep_id)
+        self.max_length = inner.max_length + 2
+        self.has_numbered_sentences, self.latent_name = inner.has_numbered_sentences, inner.latent_name
+        self.costs_forward_passes = self.inner.costs_forward_passes
+        self.device, self.dtype = self.inner.device, self.inner.dtype
+        own = inner._config
+        self._config = config or (None if own is None else WithSpecialTokensConfig(language=own))
+
+    @property
+    def has_slow_entropy(self) -> bool:
+        """Whether an estimate of the entropy takes minutes; see `ExactLanguage`."""
+        return self.inner.has_slow_entropy
+
+    @classmethod
+    def from_config(cls, config: WithSpecialTokensConfig) -> WithSpecialTokens:
+        """Return the language that `config` describes."""
+        return cls(config.language.build(), config=config)
+
+    @staticmethod
+    def from_tables(stored: Stored, path: Path) -> WithSpecialTokens:
+        """Return the language in a file; see `LanguageConfig.from_tables`."""
+        kind, *symbols = stored.symbols or ("",)
+        if kind not in LANGUAGES:
+            raise IsolossError(f"{path}: the first symbol of a framed language is its inner kind, not {kind!r}")
+        own = dataclasses.replace(stored, kind=kind, symbols=tuple(symbols))
+        return WithSpecialTokens(LANGUAGES.load(kind).from_tables(own, path), config=FileConfig.of(path))
+
+    def tables(self) -> Stored:
+        """Return all that decides the inner language, its kind as the first symbol."""
+        own = self.inner.tables()
+        return dataclasses.replace(own, kind="framed", symbols=(own.kind, *own.symbols))
+
+    def _move(self, device: torch.device, dtype: torch.dtype) -> None:
+        super()._move(device, dtype)
+        self.inner = self.inner.to(device, dtype)
+
+    @property
+    def start(self) -> Start:
+        """[CLS], with which sentences begin."""
+        return Start(self.cls_id, self.sep_id, is_in_sentences=True)
+
+    @property
+    def max_masked(self) -> int:
+        """As many as the inner language's; the two special tokens are no obstacle."""
+        own = self.inner.max_masked
+        return self.max_length if own >= self.inner.max_length else own
+
+    @property
+    def length_probs(self) -> torch.Tensor:
+        """(max_length + 1,) the probability of each length."""
+        return torch.nn.functional.pad(self.inner.length_probs, (2, 0))
+
+    def tasks(self) -> Mapping[str, str]:
+        """Return those of the inner language."""
+        return self.inner.tasks()
+
+    def describe(self) -> str:
+        """Return what the inner language is."""
+        return f"between [CLS] and [SEP]: {self.inner.describe()}"
+
+    def __repr__(self) -> str:
+        return f"WithSpecialTokens({self.inner!r})"
+
+    # --- sentences
+
+    def frame(self, sentences: Sentences) -> Sentences:
+        """Return sentences of the inner language between [CLS] and [SEP], (n, T - 2) tokens as (n, T)."""
+        tokens = torch.nn.functional.pad(sentences.tokens, (1, 1))
+        framed = sentences._replace(tokens=tokens, lengths=sentences.lengths + 2)
+        tokens.masked_fill_(~framed.present(), self.pad_id)
+        tokens[:, 0] = self.cls_id
+        tokens.scatter_(1, sentences.lengths[:, None] + 1, self.sep_id)
+        return framed
+
+    def bare(self, sentences: Sentences) -> Sentences:
+        """Return sentences without their [CLS] and [SEP], (n, T) tokens as (n, T - 2)."""
+        own = sentences._replace(tokens=sentences.tokens[:, 1:-1].clone(), lengths=sentences.lengths - 2)
+        own.tokens.masked_fill_(~own.present(), self.inner.pad_id)
+        return own
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
+        """Return `n` independent sentences, the latent that of the inner language's, whose positions count from 0."""
+        return self.frame(self.inner.sample(n, generator=generator, latent=latent))
+
+    def batch(self, step: int, n: int, *, seed: int) -> Sentences:
+        """Return the inner language's sentences of training step `step`."""
+        return self.frame(self.inner.batch(step, n, seed=seed))
+
+    def sentences_at(self, numbers: torch.Tensor, *, seed: int) -> Sentences:
+        """Return the inner language's sentences with these numbers."""
+        return self.frame(self.inner.sentences_at(numbers, seed=seed))
+
+    def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
+        """Return the sentences of `low` to `high` tokens, [CLS] and [SEP] among them; see `Language`."""
+        if high < 3:
+            raise IsolossError(f"the lengths are {low} to {high}, and [CLS], [SEP] and one token are 3")
+        return self.frame(
+            self.inner.restrict_lengths(self.bare(sentences), max(1, low - 2), high - 2, generator=generator)
+        )
+
+    def perturbed(self, *, fraction: float, seed: int) -> WithSpecialTokens:
+        """Return the inner language with other probabilities, framed; see `Language.perturbed`."""
+        return WithSpecialTokens(self.inner.perturbed(fraction=fraction, seed=seed))
+
+    def describe_latent(self, sentences: Sentences) -> Sequence[Any]:
+        """Return what produced each of the sentences; see `Language.describe_latent`."""
+        return self.inner.describe_latent(self.bare(sentences))
+
+    def labeling(self, name: str) -> Labeling:
+        """Return what the inner language's task `name` asks of what stands between [CLS] and [SEP]."""
+        own = self.inner.labeling(name)
+        scores, draw = own.scores, own.draw
+        return dataclasses.replace(
+            own,
+            label=lambda sentences: own.label(self.bare(sentences)),
+            scores=None if scores is None else lambda sentences: scores(self.bare(sentences)),
+            draw=None if draw is None else lambda n, generator: self.frame(draw(n, generator)),
+        )
+
+    # --- exact computations
+
+    def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return (n,) bool: whether each string is a sentence between [CLS] and [SEP]."""
+        ends = tokens.gather(1, lengths[:, None] - 1)[:, 0]
+        own = self.bare(Sentences(tokens, lengths))
+        framed = (lengths > 2) & (tokens[:, 0] == self.cls_id) & (ends == self.sep_id)
+        framed &= ((own.tokens < self.cls_id) | ~own.present()).all(dim=1)
+        out = torch.zeros(len(tokens), dtype=torch.bool)
+        rows = framed.nonzero()[:, 0]
+        if len(rows):
+            out[rows] = self.inner.is_possible(own.tokens[rows], own.lengths[rows])
+        return out
+
+    def closed_form_entropies(self) -> tuple[float, float] | None:
+        """Return the inner language's: [CLS] and [SEP] are certain, and never masked."""
+        return self.inner.closed_form_entropies()
+
+    def _checked(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, lengths = super()._checked(tokens, lengths, mask)
+        unknown = self.vocab_size
+        if (row := batches.first(lengths < 3)) is not None:
+            raise IsolossError(f"sentence {row} has {int(lengths[row])} tokens; [CLS], [SEP] and one token are 3")
+        ends = ids.gather(1, lengths[:, None] - 1)[:, 0]
+        wrong = (ids[:, 0] != self.cls_id) & (ids[:, 0] != unknown) | (ends != self.sep_id) & (ends != unknown)
+        inside = ids[:, 1:].scatter(1, lengths[:, None] - 2, unknown)
+        wrong |= ((inside == self.cls_id) | (inside == self.sep_id)).any(dim=1)
+        if (row := batches.first(wrong)) is not None:
+            raise IsolossError(
+                f"sentence {row} must have [CLS] as its first token, [SEP] as its last, and none between"
+            )
+        return ids, lengths
+
+    def _own(self, ids: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the inner language's arguments for what `_checked` returned."""
+        own = Sentences(ids[:, 1:-1], lengths - 2)
+        unknown = (own.tokens >= self.cls_id) & own.present()
+        return {"tokens": own.tokens, "lengths": own.lengths} | ({"mask": unknown} if bool(unknown.any()) else {})
+
+    def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.inner.log_prob(**self._own(ids, lengths))
+
+    def _log_conditionals(
+        self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        own, asked, specials = self._positions(ids, lengths, positions)
+        logs = self.inner.log_conditionals(**self._own(ids, lengths), positions=own)
+        impossible = math.log(torch.finfo(logs.dtype).tiny)
+        logs = torch.nn.functional.pad(logs, (0, 2), value=impossible)
+        for special, here in zip(self.special_token_ids, specials, strict=True):
+            logs[here] = impossible
+            logs[..., special][here] = 0
+        return logs.masked_fill_((asked >= lengths[:, None])[..., None], 0)
+
+    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        own, asked, specials = self._positions(ids, lengths, positions)
+        values = self.inner.conditional_entropy(**self._own(ids, lengths), positions=own)
+        return values.masked_fill_(specials[0] | specials[1] | (asked >= lengths[:, None]), 0)
+
+    def _positions(
+        self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Return positions of the inner sentences, those asked for, and where these are [CLS] and [SEP], each (n, k).
+
+        In the place of what is not in an inner sentence stands some position that is.
+        """
+        asked = positions
+        if asked is None:
+            asked = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        last = lengths[:, None] - 3
+        return torch.minimum(asked - 1, last).clamp(min=0), asked, (asked == 0, asked == last + 2)

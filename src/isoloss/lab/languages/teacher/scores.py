@@ -1,0 +1,379 @@
+"""A causal language model cut down to its most frequent tokens: drawing, and scoring with beginnings read once.
+
+Shapes: n sentences or rows, T tokens, K tokens that the language has, L tokens at the end of a sentence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.lab.languages.config import TeacherConfig
+from isoloss.text import documents, tokenizers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_POSITIONS = 4096  # tokens in one pass through the model, those whose keys and values are kept included
+_LOGITS = 1 << 25  # numbers that the model's output of one pass may have
+
+
+_DRAWN = 256  # sequences drawn together for counting
+_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # of a config.json: decide no probability
+
+
+class Prefix(NamedTuple):
+    """Sentences of one length that the model has read."""
+
+    tokens: torch.Tensor  # (n, T) ids of the language
+    logs: torch.Tensor  # (n, T, K) log Pr(x_t = c | x_<t)
+    # keys and values of each layer, (n, heads, T, size); None where the model's cache cannot be shared
+    states: list[tuple[torch.Tensor, torch.Tensor]] | None
+
+
+class Scorer:
+    """A causal model whose next token is one of K: its softmax over all tokens, renormalized over these.
+
+    The output layer is cut to the K rows where the logits stay the same by that, and keys and values of a shared
+    beginning are kept where the model keeps nothing else and gives the same logits with them; both are tried when the
+    scorer is made. The scorer changes the model.
+    """
+
+    def __init__(self, model: Any, start_id: int, ids: torch.Tensor) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.start_id = start_id
+        self.ids = ids.to(model.device)
+        self.cut = False
+        self.cached = self._keeps_states()
+        self._cut_output()
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move the model."""
+        self.model = self.model.to(device=device, dtype=dtype)
+        self.ids = self.ids.to(device)
+
+    @torch.inference_mode()
+    def draw(self, uniforms: torch.Tensor) -> torch.Tensor:
+        """Return (n, T) int64 sentences on the CPU, by inverting each distribution function at (n, T) uniforms."""
+        n, length = uniforms.shape
+        tokens = torch.empty(n, length, dtype=torch.int64)
+        inputs, cache = self._inputs(tokens[:, :0]), None
+        for position in range(length):
+            logs, cache = self._read(inputs, cache)
+            cumulative = logs[:, -1].cpu().double().exp().cumsum(dim=1)
+            check_possible(cumulative[:, -1].log())
+            targets = (uniforms[:, position, None] * cumulative[:, -1:]).contiguous()
+            chosen = torch.searchsorted(cumulative, targets, right=True).clamp_(max=len(self.ids) - 1)
+            tokens[:, position] = chosen[:, 0]
+            latest = self.ids[chosen.to(self.ids.device)]
+            inputs = latest if self.cached else torch.cat([inputs, latest], dim=1)
+        return tokens
+
+    @torch.inference_mode()
+    def read(self, tokens: torch.Tensor) -> Prefix:
+        """Return the model's view of (n, T) sentences."""
+        logs, cache = self._read(self._inputs(tokens[:, :-1]), None)
+        states = None if cache is None else [(layer.keys, layer.values) for layer in cache.layers]
+        return Prefix(tokens, logs, states)
+
+    @torch.inference_mode()
+    def ending(self, prefix: Prefix, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Return (r,): log Pr(end | beginning), for sentences of the prefix that end in other tokens, (r, L) `ends`."""
+        start = prefix.tokens.shape[1] - ends.shape[1]
+        total = prefix.logs[rows, start].gather(1, ends[:, :1])[:, 0]
+        if ends.shape[1] == 1:
+            return total
+        if prefix.states is None:
+            inputs = self._inputs(torch.cat([prefix.tokens[rows, :start], ends[:, :-1]], dim=1))
+            logs = self._read(inputs, None)[0][:, start + 1 :]
+        else:
+            cache = _cache([(k[rows, :, : start + 1], v[rows, :, : start + 1]) for k, v in prefix.states])
+            logs, _ = self._read(self.ids[ends[:, :-1]], cache)
+        return total + logs.gather(2, ends[:, 1:, None])[..., 0].sum(dim=1)
+
+    def completions(self, prefix: Prefix, rows: torch.Tensor, masked: tuple[int, ...]) -> torch.Tensor:
+        """Return (r, K, ..., K): log Pr(tokens from the first masked one on | those before), for all masked tokens.
+
+        Of the (r,) sentences in `rows`; one dimension for each of the ascending positions `masked`.
+        """
+        size, start = len(self.ids), masked[0]
+        count = size ** len(masked)
+        total = torch.empty(len(rows) * count, dtype=prefix.logs.dtype, device=prefix.logs.device)
+        for part in self.parts(len(total), prefix.tokens.shape[1]):
+            index = torch.arange(part.start, part.stop, device=rows.device)
+            sentences, code = rows[index // count], index % count
+            ends = prefix.tokens[sentences, start:]
+            for position in reversed(masked):
+                ends[:, position - start] = code % size
+                code //= size
+            total[part] = self.ending(prefix, sentences, ends)
+        return total.view(len(rows), *[size] * len(masked))
+
+    def parts(self, n: int, length: int) -> Iterator[slice]:
+        """Yield slices of n rows, each a part for one pass with sentences of `length` tokens."""
+        width = len(self.ids) if self.cut else self.model.get_input_embeddings().weight.shape[0]
+        step = max(1, min(_POSITIONS, _LOGITS // width) // length)
+        for first in range(0, n, step):
+            yield slice(first, min(first + step, n))
+
+    def _inputs(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the model's ids of tokens, behind the start."""
+        start = torch.full((len(tokens), 1), self.start_id, device=self.ids.device)
+        return torch.cat([start, self.ids[tokens.to(self.ids.device)]], dim=1)
+
+    def _read(self, inputs: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+        """Return (n, L, K) log-probabilities after each of the (n, L) inputs, and the cache with these in it."""
+        out = self.model(input_ids=inputs, past_key_values=cache, use_cache=self.cached)
+        logits = out.logits if self.cut else out.logits[..., self.ids]
+        return logits.log_softmax(dim=-1), out.past_key_values if self.cached else None
+
+    @torch.inference_mode()
+    def _keeps_states(self) -> bool:
+        """Return whether the model's cache is keys and values only, and gives the logits of one pass over all."""
+        inputs = self._trial()
+        whole = self.model(input_ids=inputs, use_cache=True)
+        cache: Any = getattr(whole, "past_key_values", None)
+        if type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers):
+            return False
+        kept = _cache([(layer.keys[:, :, :1], layer.values[:, :, :1]) for layer in cache.layers])
+        ends = self.model(input_ids=inputs[:, 1:], past_key_values=kept, use_cache=True)
+        return bool(torch.allclose(ends.logits, whole.logits[:, 1:], rtol=1e-3, atol=1e-3))
+
+    @torch.inference_mode()
+    def _cut_output(self) -> None:
+        head = self.model.get_output_embeddings()
+        if type(head) is not torch.nn.Linear or head.out_features == len(self.ids):
+            return
+        inputs = self._trial()
+        expected = self.model(input_ids=inputs).logits[..., self.ids]
+        small = torch.nn.Linear(head.in_features, len(self.ids), bias=head.bias is not None)
+        small = small.to(head.weight).requires_grad_(False)
+        small.weight.copy_(head.weight[self.ids])
+        if head.bias is not None:
+            small.bias.copy_(head.bias[self.ids])
+        self.model.set_output_embeddings(small)
+        logits = self.model(input_ids=inputs).logits
+        self.cut = logits.shape == expected.shape and bool(torch.allclose(logits, expected, rtol=1e-3, atol=1e-3))
+        if not self.cut:
+            self.model.set_output_embeddings(head)
+
+    def _trial(self) -> torch.Tensor:
+        return torch.cat([torch.tensor([self.start_id], device=self.ids.device), self.ids[:3]])[None]
+
+
+def _cache(states: list[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
+    """Return a cache that holds keys and values, without copying them."""
+    cache = DynamicCache()
+    cache.layers = []
+    for keys, values in states:
+        layer = DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        cache.layers.append(layer)
+    return cache
+
+
+def by_set(flags: torch.Tensor) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Return the sets of true columns that occur in (r, T) bool, each with its rows."""
+    sets: dict[tuple[int, ...], list[int]] = {}
+    for row, own in enumerate(flags.tolist()):
+        sets.setdefault(tuple(column for column, flag in enumerate(own) if flag), []).append(row)
+    return list(sets.items())
+
+
+def check_possible(totals: torch.Tensor) -> None:
+    """Raise an `IsolossError` where a log-probability is not a number, or minus infinity."""
+    if bool(totals.isnan().any()):
+        raise IsolossError("the teacher's logits are not finite: its weights are damaged, or too large for the dtype")
+    if bool((totals == -math.inf).any()):
+        raise IsolossError("a sentence has probability 0: the teacher cannot produce it")
+
+
+# --- over the likeliest tokens only --------------------------------------------------------------------------------
+
+
+class Truncated(NamedTuple):
+    """Conditionals over the tokens that are likely by what stands before them; k positions, C tokens at most.
+
+    Attributes:
+        tokens: (n, k, C) int64, the kept tokens, likeliest first by `Pr(c | x_<t)`; `pad_id` where fewer are kept.
+        log_conditionals: (n, k, C): `log Pr(x_t = c | x_-t, x_t is kept)`, in nats; where there is no token, the log of
+            the dtype's smallest normal number.
+        left_out_prior: (n, k): `Pr(x_t is not kept | x_<t)`.
+        left_out_bound: (n, k): no less than `Pr(x_t is not kept | x_-t)`.
+    """
+
+    tokens: torch.Tensor
+    log_conditionals: torch.Tensor
+    left_out_prior: torch.Tensor
+    left_out_bound: torch.Tensor
+
+
+def choose_kept(logs: torch.Tensor, *, mass: float, candidates: int | None) -> torch.Tensor:
+    """Return (r, K) bool: which ranks, likeliest first, are kept of (r, K) log-probabilities.
+
+    The fewest whose sum is at least `mass`, or so many `candidates` instead.
+    """
+    if candidates is not None:
+        return torch.arange(logs.shape[1], device=logs.device).expand_as(logs) < candidates
+    q = logs.sort(dim=1, descending=True, stable=True).values.exp()
+    return q.cumsum(dim=1) - q < mass  # the first is always kept
+
+
+def truncate(scorer: Scorer, prefix: Prefix, rows: torch.Tensor, position: int, kept: torch.Tensor) -> Truncated:
+    """Return the truncated conditionals of (r,) sentences at one position, each field without the dimension k.
+
+    The kept ranks, (r, K) bool as from `choose_kept`, are the first ones of each row.
+    """
+    tiny = math.log(torch.finfo(prefix.logs.dtype).tiny)
+    logs, order = prefix.logs[rows, position].sort(dim=1, descending=True, stable=True)
+    weights = torch.full_like(logs, -math.inf)
+    members, ranks = kept.nonzero(as_tuple=True)
+    for part in scorer.parts(len(members), prefix.tokens.shape[1]):
+        member, rank = members[part], ranks[part]
+        ends = prefix.tokens[rows[member], position:]
+        ends[:, 0] = order[member, rank]
+        weights[member, rank] = scorer.ending(prefix, rows[member], ends)
+    total = weights.logsumexp(dim=1)
+    check_possible(total)
+    left_out = logs.exp().masked_fill(kept, 0.0).flip(1).sum(dim=1)
+    width = int(kept.sum(dim=1).max())
+    return Truncated(
+        order.masked_fill(~kept, scorer.ids.shape[0])[:, :width],
+        (weights - total[:, None]).clamp(min=tiny)[:, :width],
+        left_out,
+        torch.sigmoid(left_out.log() - total),
+    )
+
+
+def join_parts(
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor, Truncated]],
+    shape: torch.Size,
+    pad_id: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Truncated:
+    """Return one `Truncated` of (n, k) positions, out of parts with their rows and columns."""
+    parts = list(parts)
+    widest = max((part.tokens.shape[1] for *_, part in parts), default=1)
+    tokens = torch.full((*shape, widest), pad_id, device=device)
+    logs = torch.full((*shape, widest), math.log(torch.finfo(dtype).tiny), dtype=dtype, device=device)
+    prior, bound = torch.zeros(2, *shape, dtype=dtype, device=device)
+    for rows, columns, part in parts:
+        width = part.tokens.shape[1]
+        tokens[rows, columns, :width], logs[rows, columns, :width] = part.tokens, part.log_conditionals
+        prior[rows, columns], bound[rows, columns] = part.left_out_prior, part.left_out_bound
+    return Truncated(tokens, logs, prior, bound)
+
+
+def vocab_size(model: Any) -> int:
+    """Return the number of token ids that the model knows."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def special_token_ids(model: Any, tokenizer: PreTrainedTokenizerFast | None = None) -> frozenset[int]:
+    """Return the ids that the model's config and the tokenizer call special: begin, end, padding, unknown, ..."""
+    ids: list[int] = [] if tokenizer is None else list(tokenizer.all_special_ids)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        ids += _ids(model, name)
+    return frozenset(ids)
+
+
+def find_start(model: Any, start_id: int | None, source: str) -> int:
+    """Return the id that sentences begin after: the one given, else the config's bos, eos or decoder start."""
+    size = vocab_size(model)
+    if start_id is None:
+        named = [*_ids(model, "bos_token_id"), *_ids(model, "eos_token_id"), *_ids(model, "decoder_start_token_id")]
+        if not named:
+            raise IsolossError(
+                f"{source} names no token that a text begins with: give its id as start_id, from 0 to {size - 1}"
+            )
+        start_id = named[0]
+    if not 0 <= start_id < size:
+        raise IsolossError(f"{source}: start_id is {start_id}; the model's ids are from 0 to {size - 1}")
+    return start_id
+
+
+def choose_tokens(
+    model: Any, tokenizer: PreTrainedTokenizerFast | None, start_id: int, config: TeacherConfig
+) -> tuple[int, ...]:
+    """Return the ids that are most frequent in the config's text or, where it names none, in samples of the model."""
+    if config.corpus:
+        assert tokenizer is not None
+        counts = count_text(config.corpus, tokenizer, vocab_size(model))
+    else:
+        counts = count_samples(model, start_id, sequences=config.samples, length=config.length, seed=config.seed)
+    return most_frequent(counts, special_token_ids(model, tokenizer), config.vocab_size)
+
+
+def count_text(paths: Iterable[str], tokenizer: PreTrainedTokenizerFast, size: int) -> np.ndarray:
+    """Return (size,) int64: how often each id occurs in text files, as the tokenizer reads them."""
+    counts = np.zeros(size, dtype=np.int64)
+    for ids in tokenizers.encode(tokenizer, (text for _, text in documents.read_documents(paths))):
+        if len(ids) and ids.max() >= size:
+            raise IsolossError(f"the tokenizer gives the id {ids.max()}; the teacher's ids are from 0 to {size - 1}")
+        counts += np.bincount(ids, minlength=size)
+    return counts
+
+
+def count_samples(model: Any, start_id: int, *, sequences: int, length: int, seed: int) -> np.ndarray:
+    """Return (V,) int64: how often each id occurs in sequences that the unrestricted model draws."""
+    size = vocab_size(model)
+    scorer = Scorer(model, start_id, torch.arange(size))
+    counts = np.zeros(size, dtype=np.int64)
+    for first in range(0, sequences, _DRAWN):
+        generator = seeds.generator(seed, "teacher tokens", first)
+        uniforms = torch.rand(min(_DRAWN, sequences - first), length, generator=generator, dtype=torch.float64)
+        counts += np.bincount(scorer.draw(uniforms).flatten().numpy(), minlength=size)
+    return counts
+
+
+def most_frequent(counts: np.ndarray, specials: Iterable[int], most: int) -> tuple[int, ...]:
+    """Return the ids of the `most` largest counts, largest first, smaller ids first among equals.
+
+    Special ids and those that do not occur are left out, so that there may be fewer.
+
+    Example:
+        >>> most_frequent(np.array([9, 2, 5, 2, 0]), {0}, 3)
+        (2, 1, 3)
+    """
+    counts = counts.copy()
+    counts[[index for index in specials if 0 <= index < len(counts)]] = 0
+    order = np.argsort(-counts, kind="stable")[:most]
+    return tuple(int(index) for index in order if counts[index] > 0)
+
+
+def checkpoint_content(model: Any, checkpoint: str) -> str:
+    """Return the SHA-256 of a checkpoint that was just loaded: its weights, and what its config.json decides.
+
+    The weights count as loaded, by name, in float32: a checkpoint in one file or in several gives the same.
+    """
+    from transformers.utils import cached_file
+
+    path = cached_file(checkpoint, "config.json", _raise_exceptions_for_missing_entries=False)
+    # the folder of an adapter has none: its base model's is decisive
+    text = model.config.to_json_string() if path is None else Path(path).read_text(encoding="utf-8")
+    document = json.loads(text)
+    kept = {key: value for key, value in document.items() if key not in _VOLATILE}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().float().cpu().contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _ids(model: Any, name: str) -> list[int]:
+    """Return the ids that a config gives under a name: none, one or several."""
+    value = getattr(model.config, name, None)
+    return [] if value is None else [int(index) for index in value] if isinstance(value, list) else [int(value)]

@@ -1,0 +1,325 @@
+"""Architectures by name: what each learns, its sizes and shapes, its number of parameters. Nothing here needs torch.
+
+An architecture is an `Architecture` object, registered in `isoloss.registry.MODELS` under its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from isoloss.errors import IsolossError
+from isoloss.lab.models.sizes import LSTM_SIZES, SIZES, LSTMShape, Shape, reshaped
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from isoloss.lab.languages.api import Language
+    from isoloss.run_config import ModelConfig
+    from isoloss.text.masking import Batch
+
+TOKEN_TYPES = 2  # rows of the token-type embedding, as BERT's tokenizers expect when they pair two sentences
+_LAYER_BYTES = 50_000  # of the Python objects of a layer, about
+
+
+class Architecture:
+    """A family of models in several sizes; a subclass says what its models' Hugging Face config is made of.
+
+    Attributes:
+        objective: What it is trained with, as `isoloss.run_config.ObjectiveConfig.kind` names it.
+        model_class: Name of the Hugging Face class of its models.
+        library: The module that has this class.
+        sizes: Its shapes by name.
+        default_size: The size where none is named.
+        supports_fsdp: Whether its parameters can be sharded.
+        has_compiled_loss: Whether `isoloss.lab.models.compiled_bert` computes its loss.
+    """
+
+    objective: Literal["masked", "causal"] = "masked"
+    model_class: str
+    library = "transformers"
+    sizes: Mapping[str, Any]
+    default_size: str
+    supports_fsdp = True
+    has_compiled_loss = False
+
+    def shape(self, config: ModelConfig) -> Any:
+        """Return the shape that a config describes: that of its size, but for what it sets itself.
+
+        Raises:
+            IsolossError: There is no such size, or the config sets what the architecture does not have.
+        """
+        if config.size not in self.sizes:
+            known = ", ".join(self.sizes)
+            raise IsolossError(f"{config.architecture} has no model size {config.size!r}; its sizes are {known}")
+        return self.reshaped(self.sizes[config.size], config)
+
+    def reshaped(self, named: Any, config: ModelConfig) -> Any:
+        """Return the shape of a size with what the config sets itself."""
+        raise NotImplementedError
+
+    def num_parameters(self, shape: Any, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
+        """Return the number of parameters of a model, tied ones counted once: of V ids, T positions and padding P."""
+        raise NotImplementedError
+
+    def least_memory(self, shape: Any, vocab_size: int, max_length: int, *, num_tokens: int) -> float:
+        """Return how many bytes training needs at least, with so many tokens in a forward pass; 0: not known."""
+        return 0.0
+
+    def settings(
+        self, shape: Any, dropout: float, *, pad_id: int, max_length: int, start_id: int | None, end_id: int | None
+    ) -> dict[str, Any]:
+        """Return what the models' Hugging Face config takes besides the vocabulary, the padding and the kernel.
+
+        The shape is `shape`'s, and the other arguments are those of `new_model`.
+        """
+        raise NotImplementedError
+
+    def new_model(
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        pad_id: int,
+        max_length: int,
+        start_id: int | None = None,
+        end_id: int | None = None,
+        seed: int,
+    ) -> Any:
+        """Return a randomly initialized model, in float32 on the CPU, in training mode.
+
+        The weights are a pure function of the arguments (normal with standard deviation 0.02, those of an LSTM by
+        Glorot's uniform rule; biases 0, layer norms 1 and 0; the padding's embedding 0), and the caller's random state
+        is left alone. Attention is transformers' eager kernel: as fast as the fused one at short lengths, made of
+        operations that repeat bit for bit, and with second derivatives.
+
+        Args:
+            config: Shape and dropout.
+            vocab_size: Token ids that the model knows, the special ones included.
+            pad_id: Id of the padding.
+            max_length: Longest sentence, in tokens, the start included.
+            start_id: Id that a sentence of a causal model starts from: the checkpoint's bos.
+            end_id: Id that ends a sentence, the checkpoint's eos, or None.
+            seed: The experiment's seed; the stream is `"weights"`.
+
+        Raises:
+            IsolossError: An unknown size, a shape that cannot be, or a `pad_id` outside the vocabulary.
+
+        Example:
+            >>> from isoloss.run_config import ModelConfig
+            >>> BERT.new_model(ModelConfig(size="d16"), vocab_size=34, pad_id=32, max_length=8, seed=0).num_parameters()
+            4354
+        """
+        from isoloss.lab.models.initial import seeded_weights
+
+        if not 0 <= pad_id < vocab_size:
+            raise IsolossError(
+                f"the padding's id is {pad_id}; it must be one of the model's ids, 0 to {vocab_size - 1}"
+            )
+        settings = self.settings(
+            self.shape(config), config.dropout, pad_id=pad_id, max_length=max_length, start_id=start_id, end_id=end_id
+        )
+        model_class = getattr(importlib.import_module(self.library), self.model_class)
+        made = model_class.config_class(
+            vocab_size=vocab_size, pad_token_id=pad_id, attn_implementation="eager", **settings
+        )
+        with seeded_weights(seed):
+            return model_class(made).train()
+
+    def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
+        """Return a randomly initialized model of a language's sentences; see `new_model`."""
+        ids: dict[str, Any] = {"vocab_size": language.model_vocab_size, "pad_id": language.pad_id}
+        max_length = language.max_length
+        if self.objective == "causal":
+            start = language.start
+            max_length += not start.is_in_sentences
+            ids |= {"start_id": start.id, "end_id": start.end_id}
+        return self.new_model(config, max_length=max_length, **ids, seed=seed)
+
+    def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
+        """Return (k, d): what the output layer turns into logits, at the k tokens where `predicted` (n, T) is true.
+
+        The model is of the class that `build` makes. The batch has `input_ids` and, where something is padded,
+        `attention_mask`, each (n, T).
+        """
+        mask = batch.get("attention_mask")
+        hidden = model.base_model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
+        return at_predicted(hidden, predicted, causal=self.objective == "causal")
+
+
+def at_predicted(values: torch.Tensor, predicted: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """Return (k, ...): those of the values (n, T, ...) from which the predicted tokens are predicted."""
+    return values[:, :-1][predicted[:, 1:]] if causal else values[predicted]
+
+
+def _least_memory(num_parameters: int, num_layers: int, width: int, num_tokens: int) -> float:
+    # weights and gradient; the objects of a layer's modules; and of the numbers that a layer keeps for the backward
+    # pass, at least its input and three more of its width (queries, keys and values; the gates of an LSTM), in float32
+    return 8.0 * num_parameters + _LAYER_BYTES * num_layers + 16.0 * width * num_layers * num_tokens
+
+
+class Transformer(Architecture):
+    """What the transformers have in common: a `Shape`, and blocks of 4 (d^2 + d) + 2 d i + i + d + 4 d parameters."""
+
+    sizes = SIZES
+    default_size = "d64"
+
+    def reshaped(self, named: Shape, config: ModelConfig) -> Shape:
+        """Return the shape of a config; see `Architecture.shape`.
+
+        Example:
+            >>> from isoloss.run_config import ModelConfig
+            >>> BERT.shape(ModelConfig(size="d64", heads=4))
+            Shape(d_model=64, num_heads=4, num_layers=1, intermediate=256)
+        """
+        if config.directions != 2:
+            raise IsolossError(
+                f"directions is {config.directions}, but {config.architecture} is not an LSTM: leave it out"
+            )
+        return reshaped(named, layers=config.layers, width=config.width, heads=config.heads, ffn=config.ffn)
+
+    def num_parameters(self, shape: Shape, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
+        """Return the number of parameters of the blocks and of `other_parameters`.
+
+        Example:
+            >>> BERT.num_parameters(SIZES["d64"], vocab_size=34, max_length=8)
+            57250
+        """
+        d, inner = shape.d_model, shape.intermediate
+        blocks = shape.num_layers * (4 * (d * d + d) + 2 * d * inner + inner + d + 4 * d)
+        return blocks + self.other_parameters(d, vocab_size, max_length, pad_id)
+
+    def least_memory(self, shape: Shape, vocab_size: int, max_length: int, *, num_tokens: int) -> float:
+        """Return the bytes of weights, gradient and layers; see `Architecture.least_memory`."""
+        num_parameters = self.num_parameters(shape, vocab_size, max_length)
+        return _least_memory(num_parameters, shape.num_layers, shape.d_model, num_tokens)
+
+    def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
+        """Return the number of parameters outside the blocks, at width d."""
+        raise NotImplementedError
+
+
+class _BERT(Transformer):
+    """Post-layer-norm blocks, GELU, decoder tied to the token embedding, no pooler."""
+
+    model_class = "BertForMaskedLM"
+    has_compiled_loss = True
+
+    def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
+        """Return (V + T + 2 + 2) d of the embeddings and their layer norm, and d^2 + d + 2 d + V of the head."""
+        return (vocab_size + max_length + TOKEN_TYPES + 2) * d + d * d + d + 2 * d + vocab_size
+
+    def settings(self, shape: Shape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:
+        return {
+            "hidden_size": shape.d_model,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "intermediate_size": shape.intermediate,
+            "hidden_act": "gelu",
+            "hidden_dropout_prob": dropout,
+            "attention_probs_dropout_prob": dropout,
+            "max_position_embeddings": max_length,
+            "type_vocab_size": TOKEN_TYPES,
+            "layer_norm_eps": 1e-12,
+        }
+
+    def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
+        from isoloss.lab.models import bert
+
+        return bert.states(model, batch["input_ids"], batch.get("attention_mask"), predicted)
+
+
+class _PreLayerNormBERT(_BERT):
+    """BERT with the blocks h + Attn(LN(h)), then h + FF(LN(h)), and a layer norm after the last one.
+
+    It is transformers' RoBERTa-PreLayerNorm, whose positions count from `pad_id` + 1: the rows of the position
+    embedding before that one belong to no token and have no gradient, and no token may have the padding's id.
+    """
+
+    model_class = "RobertaPreLayerNormForMaskedLM"
+    has_compiled_loss = False
+
+    def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
+        """Return BERT's, 2 d of the last layer norm and (P + 1) d of position embeddings that no token uses."""
+        return super().other_parameters(d, vocab_size, max_length, pad_id) + 2 * d + (pad_id + 1) * d
+
+    def settings(self, shape: Shape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:
+        bert = super().settings(shape, dropout, max_length=ids["pad_id"] + 1 + max_length)
+        return {**bert, "bos_token_id": None, "eos_token_id": None}
+
+
+class _OPT(Transformer):
+    """The blocks of OPT-125M (Zhang et al., 2022): pre-layer-norm, ReLU, learned positions, tied decoder, no bias."""
+
+    model_class, objective = "OPTForCausalLM", "causal"
+
+    def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
+        """Return (V + T + 2) d of the embeddings, as OPT's positions count from 2, and 2 d of the last layer norm."""
+        return (vocab_size + max_length + 2) * d + 2 * d
+
+    def settings(self, shape: Shape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:
+        return {
+            "hidden_size": shape.d_model,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "ffn_dim": shape.intermediate,
+            "dropout": dropout,
+            "attention_dropout": dropout,
+            "max_position_embeddings": max_length,
+            "bos_token_id": ids["start_id"],
+            "eos_token_id": ids["end_id"],
+        }
+
+
+class _LSTM(Architecture):
+    """Layers that read both ways, or one, with dropout between them; the decoder's weight is the token embedding.
+
+    The paper (appendix A.4) names widths and numbers of layers; that both sides are read, it leaves unsaid.
+    """
+
+    model_class, library = "LSTMForMaskedLM", "isoloss.lstm"
+    sizes, default_size = LSTM_SIZES, "h64"
+    supports_fsdp = False  # torch's LSTM kernels need full weights
+
+    def reshaped(self, named: LSTMShape, config: ModelConfig) -> LSTMShape:
+        """Return the shape of a config; see `Architecture.shape`.
+
+        Example:
+            >>> from isoloss.run_config import ModelConfig
+            >>> LSTM.shape(ModelConfig(architecture="lstm", size="h1024", layers=8, directions=1))
+            LSTMShape(hidden=1024, num_layers=8, directions=1)
+        """
+        given = " and ".join(name for name in ("heads", "ffn") if getattr(config, name) is not None)
+        if given:
+            raise IsolossError(f"an LSTM has no attention heads and no feed-forward blocks: leave out {given}")
+        return LSTMShape(config.width or named.hidden, config.layers or named.num_layers, config.directions)
+
+    def num_parameters(self, shape: LSTMShape, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
+        """Return k h V of the embedding, k (4 (k + 1) h^2 + 8 h) of each layer, and V of the decoder's bias.
+
+        The width is h in each of k directions.
+
+        Example:
+            >>> LSTM.num_parameters(LSTM_SIZES["h64"], vocab_size=34, max_length=8)
+            203042
+        """
+        h, k = shape.hidden, shape.directions
+        return k * h * vocab_size + shape.num_layers * k * (4 * (k + 1) * h * h + 8 * h) + vocab_size
+
+    def least_memory(self, shape: LSTMShape, vocab_size: int, max_length: int, *, num_tokens: int) -> float:
+        """Return the bytes of weights, gradient and layers; see `Architecture.least_memory`."""
+        num_parameters = self.num_parameters(shape, vocab_size, max_length)
+        return _least_memory(num_parameters, shape.num_layers, shape.directions * shape.hidden, num_tokens)
+
+    def settings(self, shape: LSTMShape, dropout: float, **ids: Any) -> dict[str, Any]:
+        return {
+            "hidden_size": shape.hidden,
+            "num_hidden_layers": shape.num_layers,
+            "num_directions": shape.directions,
+            "hidden_dropout_prob": dropout,
+        }
+
+
+BERT, PRE_LAYER_NORM_BERT, LSTM, OPT = _BERT(), _PreLayerNormBERT(), _LSTM(), _OPT()

@@ -1,0 +1,505 @@
+"""The loss of a BERT that predicts one token a sentence, with its gradient, compiled as a whole for one CPU thread.
+
+It takes the place of `isoloss.lab.training.objectives.prediction_loss` in training: several times as fast for a narrow
+model, where calling small operations one by one takes longer than they do. Everything is float32.
+
+Shapes: n sentences, T tokens, N = n T columns, column t n + i for token t of sentence i; d the width, m the
+feed-forward width, h heads of e = d / h, V ids. Activations are (features, N), as `compiled_kernels` has
+them, but for the embedding and the last layer's attention, which are (N, features). In the last layer all that follows
+the scores runs on the n predicted positions alone.
+
+A step's random bits are read in this order: those of the embedding (N, d); in each layer but the last, those of the
+attention's weights (h, T, T, n), of its output (d, N) and of the feed-forward block (d, N); in the last layer, those of
+the weights (h, n, T), of the output (d, n) and of the feed-forward block (d, n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+from isoloss.lab.models.compiled_kernels import (
+    FIRST,
+    HEAD,
+    HEAD_BIAS,
+    HEAD_NORM,
+    HEAD_SHIFT,
+    INNER,
+    INNER_BIAS,
+    KEEP_ALL,
+    NORM,
+    NORM1,
+    NORM2,
+    OF_BLOCK,
+    OUT,
+    OUT_BIAS,
+    OUTER,
+    OUTER_BIAS,
+    OUTPUT,
+    POSITIONS,
+    QKV,
+    QKV_BIAS,
+    SHIFT,
+    SHIFT1,
+    SHIFT2,
+    TYPES,
+    WORDS,
+    Bits,
+    Floats,
+    Ints,
+    Kernel,
+    Sizes,
+    add_norm,
+    add_norm_backward,
+    add_rows,
+    attention,
+    attention_backward,
+    cross_entropy,
+    embed,
+    embed_backward,
+    empty,
+    gelu,
+    matrix,
+    outer_product,
+    part,
+    product,
+    single_query,
+    single_query_backward,
+    transpose,
+)
+from isoloss.lab.models.dropout import LEVELS, num_levels, random_bits
+from isoloss.text.masking import IGNORED, Batch
+
+_ALIGNED = 16  # float32 values in a cache line, on which every parameter begins
+_LOW = -1e30  # added to the score of a key that is padding
+_OUTER_NAMES = (  # in the order of `compiled_kernels`
+    "bert.embeddings.word_embeddings.weight",
+    "bert.embeddings.position_embeddings.weight",
+    "bert.embeddings.token_type_embeddings.weight",
+    "bert.embeddings.LayerNorm.weight",
+    "bert.embeddings.LayerNorm.bias",
+    "cls.predictions.transform.dense.weight",
+    "cls.predictions.transform.dense.bias",
+    "cls.predictions.transform.LayerNorm.weight",
+    "cls.predictions.transform.LayerNorm.bias",
+    "cls.predictions.bias",
+)
+_BLOCK_NAMES = (  # each with a weight and a bias; the keys and values lie behind the queries
+    "attention.self.query",
+    "attention.output.dense",
+    "attention.output.LayerNorm",
+    "intermediate.dense",
+    "output.dense",
+    "output.LayerNorm",
+)
+
+
+class CompiledLoss:
+    """The mean cross-entropy of the predicted tokens of a BERT, in nats, as a function of the batch.
+
+    Value and gradient are those of `isoloss.lab.training.objectives.prediction_loss`, up to rounding. The gradient is
+    computed with the value and has itself no derivative. Dropout draws from torch's default generator, in an order of
+    its own.
+
+    The model is on the CPU, in float32, with a width that is a multiple of 16 and a feed-forward width that is one of
+    4. From now on its parameters and their gradients lie in two vectors, whose parts an optimizer updates at once:
+    with a call for each of them, that would take as long as a narrow model's loss and gradient.
+
+    Attributes:
+        parts: The matrices, which decay, and the other parameters: two vectors that share memory with the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._config, self._named = model.config, dict(model.named_parameters())
+        # a stable sort, after which the keys and values of a layer lie behind its queries
+        order = sorted(self._named, key=lambda name: self._named[name].ndim <= 1)
+        self._slices: dict[str, slice] = {}
+        size = split = 0
+        for name in order:
+            self._slices[name] = slice(size, size + self._named[name].numel())
+            size += -(-self._named[name].numel() // _ALIGNED) * _ALIGNED
+            split = size if self._named[name].ndim > 1 else split
+        self._vector, self._gradient, self._split = torch.zeros(size), torch.zeros(size), split
+        self._gradients = {name: self._view(name, self._gradient) for name in order}
+        for name, parameter in self._named.items():
+            parameter.data = self._view(name, self._vector).copy_(parameter.data)
+            parameter.grad = self._gradients[name]
+        self.parts = [torch.nn.Parameter(self._vector[:split]), torch.nn.Parameter(self._vector[split:])]
+        self.parts[0].grad, self.parts[1].grad = self._gradient[:split], self._gradient[split:]
+        names = [*_OUTER_NAMES]
+        for layer in range(model.config.num_hidden_layers):
+            names += [f"bert.encoder.layer.{layer}.{n}.{what}" for n in _BLOCK_NAMES for what in ("weight", "bias")]
+        self._starts = np.array([self._slices[name].start for name in names], dtype=np.int64)
+        self._levels = min(num_levels(model.config.hidden_dropout_prob), LEVELS - 1)
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Return the loss of a batch with one label in each sentence: a scalar in float64."""
+        loss: torch.Tensor = _Loss.apply(self, batch, *self.parts)  # type: ignore[no-untyped-call]
+        return loss
+
+    def loss_and_gradient(self, batch: Batch) -> tuple[float, torch.Tensor]:
+        """Return the loss of a batch, and its gradient as one vector."""
+        config, (n, length) = self._config, batch["input_ids"].shape
+        z = Sizes(
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            width=config.hidden_size,
+            inner=config.intermediate_size,
+            ids=config.vocab_size,
+            padding=config.pad_token_id,
+            sentences=n,
+            tokens=length,
+        )
+        positions = (batch["labels"] != IGNORED).int().argmax(dim=1)
+        attention_bias = torch.zeros(length, n)
+        if "attention_mask" in batch:
+            attention_bias.masked_fill_(batch["attention_mask"].T == 0, _LOW)
+        targets = batch["targets"].float() if "targets" in batch else torch.zeros(n, 0)
+        gradient, losses = torch.zeros_like(self._vector), torch.empty(n)
+        loss_and_gradient(
+            self._vector.numpy(),
+            gradient.numpy(),
+            self._starts,
+            z,
+            batch["input_ids"].T.contiguous().numpy(),
+            positions.numpy(),
+            attention_bias.numpy(),
+            batch["labels"].gather(1, positions[:, None])[:, 0].numpy(),
+            targets.contiguous().numpy(),
+            random_bits(num_drawn(z) if self._levels else 0).numpy(),
+            np.int16(self._levels - LEVELS // 2),
+            np.float32(LEVELS / (LEVELS - self._levels)),
+            losses.numpy(),
+        )
+        return losses.double().mean().item(), gradient
+
+    def zero_gradient(self) -> None:
+        """Set the gradient to zeros, in place."""
+        self._gradient.zero_()
+
+    def collect_gradients(self) -> None:
+        """Add to the vector the gradients that parameters have elsewhere, as those do whose own were set to None."""
+        for name, parameter in self._named.items():
+            own = self._gradients[name]
+            if parameter.grad is not own:
+                if parameter.grad is not None:
+                    own.add_(parameter.grad)
+                parameter.grad = own
+
+    def by_name(self, part: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what a tensor of the shape of a part is for each of its parameters; a scalar is the same for all."""
+        if tensor.ndim == 0:
+            return {name: tensor.clone() for name in self._names(part)}
+        whole = torch.cat([torch.zeros(self._split), tensor]) if part else tensor
+        return {name: self._view(name, whole) for name in self._names(part)}
+
+    def joined(self, part: int, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the tensor of which `by_name` gives `named`."""
+        tensors = {name: named[name] for name in self._names(part)}
+        first = next(iter(tensors.values()))
+        if first.ndim == 0:
+            return first
+        vector = torch.zeros_like(self._vector)
+        for name, tensor in tensors.items():
+            self._view(name, vector).copy_(tensor)
+        return vector[self._split :] if part else vector[: self._split]
+
+    def _names(self, part: int) -> list[str]:
+        return [name for name, where in self._slices.items() if (where.start >= self._split) == bool(part)]
+
+    def _view(self, name: str, vector: torch.Tensor) -> torch.Tensor:
+        return vector[self._slices[name]].view(self._named[name].shape)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compiled: CompiledLoss, batch: Batch, *parts: torch.Tensor) -> torch.Tensor:
+        loss, gradient = compiled.loss_and_gradient(batch)
+        ctx.gradient, ctx.sizes = gradient, [len(part) for part in parts]
+        return torch.tensor(loss, dtype=torch.float64)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *torch.split(ctx.gradient.mul_(d_loss.item()), ctx.sizes)
+
+
+def num_drawn(z: Sizes) -> int:
+    """Return how many values dropout decides on in a step."""
+    rows = z.sentences * z.tokens
+    full = z.heads * z.tokens * rows + 2 * rows * z.width
+    return rows * z.width + (z.layers - 1) * full + z.heads * rows + 2 * z.sentences * z.width
+
+
+def _compiled(kernel: Kernel) -> Kernel:
+    """Compile a kernel when it is first called, or read it from the disk where an earlier process left it."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
+    try:
+        return numba.njit(cache=True, **options)(kernel)  # type: ignore[no-any-return]
+    except RuntimeError:  # no folder can be written
+        return numba.njit(**options)(kernel)  # type: ignore[no-any-return]
+
+
+@_compiled
+def loss_and_gradient(
+    theta: Floats,
+    grad: Floats,
+    at: Ints,
+    z: Sizes,
+    tokens: Ints,
+    positions: Ints,
+    attention_bias: Floats,
+    labels: Ints,
+    targets: Floats,
+    bits: Bits,
+    level: np.int16,
+    scale: np.float32,
+    losses: Floats,
+) -> None:
+    """Set `losses` (n,), in nats, and add the gradient of their mean with respect to `theta` to zeros in `grad`.
+
+    `at` says where each parameter begins in `theta`. The `tokens` (T, n) are ids, `positions` (n,) the predicted ones;
+    `attention_bias` (T, n) is added to the scores of a key: 0, or very low at padding. The `targets` (n, C) are
+    probabilities of the first C ids or, with C = 0, the `labels` (n,) are what is predicted. The random `bits` are read
+    from the first to the last.
+    """
+    n, length, d, m, layers, heads = z.sentences, z.tokens, z.width, z.inner, z.layers, z.heads
+    rows, full = n * length, layers - 1
+    words, position = matrix(theta, at[WORDS], z.ids, d), matrix(theta, at[POSITIONS], length, d)
+    kind, norm, shift = theta[at[TYPES] :][:d], theta[at[NORM] :][:d], theta[at[SHIFT] :][:d]
+    u0, inverse0, states = empty(rows, d), np.empty(rows, np.float32), empty(rows, d)
+
+    # --- forward
+    embed(words, position, kind, norm, shift, tokens, _taken(bits, 0, rows, d), level, scale, u0, inverse0, states)
+    drawn = rows * d
+    x = empty(layers * d, rows).reshape(layers, d, rows)  # what goes into each full layer, and comes out of the last
+    mixed = empty(layers * d, rows).reshape(layers, d, rows)
+    qkv = empty(layers * 3 * d, rows).reshape(layers, 3 * d, rows)
+    p = empty(layers * heads * length, length * n).reshape(layers, heads * length, length * n)
+    w = empty(layers * heads * length, length * n).reshape(layers, heads * length, length * n)
+    between, u1, u2 = empty(full * d, rows), empty(full * d, rows), empty(full * d, rows)
+    inverse1, inverse2 = np.empty((layers, rows), np.float32), np.empty((layers, rows), np.float32)
+    slope, hidden = empty(full * m, rows), empty(full * m, rows)
+    if full:
+        transpose(states, x[0])
+    for layer in range(full):
+        a, own, inner = (
+            at[FIRST + OF_BLOCK * layer :],
+            slice(layer * d, (layer + 1) * d),
+            slice(layer * m, (layer + 1) * m),
+        )
+        dropped = _taken(bits, drawn, heads * length, length * n)
+        attention(
+            theta, a, z, x[layer], attention_bias, qkv[layer], p[layer], w[layer], mixed[layer], dropped, level, scale
+        )
+        drawn += heads * length * rows
+        dropped, more = _taken(bits, drawn, d, rows), _taken(bits, drawn + rows * d, d, rows)
+        drawn += 2 * rows * d
+        _after_attention(
+            theta, a, d, m, mixed[layer], x[layer], dropped, more, level, scale, u1[own], inverse1[layer],
+            between[own], slope[inner], hidden[inner], u2[own], inverse2[layer], x[layer + 1],
+        )  # fmt: skip
+    if full:
+        transpose(x[full], states)
+    a = at[FIRST + OF_BLOCK * full :]
+    selected = empty(n, d)
+    for i in range(n):
+        selected[i] = states[positions[i] * n + i]
+    query, keyed = np.empty((n, d), np.float32), np.empty((heads, n, d), np.float32)
+    seen, values = np.empty((heads, n, d), np.float32), np.empty((n, d), np.float32)
+    p1, w1 = np.empty((heads * n, length), np.float32), np.empty((heads * n, length), np.float32)
+    of_scores = _taken(bits, drawn, heads * n, length)
+    single_query(
+        theta, a, z, states, selected, attention_bias, query, keyed, p1, w1, seen, values, of_scores, level, scale
+    )
+    drawn += heads * n * length
+    dropped, more = _taken(bits, drawn, d, n), _taken(bits, drawn + n * d, d, n)
+    last, before, top, v1, v2, v3 = empty(d, n), empty(d, n), empty(d, n), empty(d, n), empty(d, n), empty(d, n)
+    last_slope, last_hidden, mixture = empty(m, n), empty(m, n), empty(d, n)
+    i1, i2, i3 = np.empty(n, np.float32), np.empty(n, np.float32), np.empty(n, np.float32)
+    transpose(values, mixture)
+    transpose(selected, last)
+    _after_attention(
+        theta, a, d, m, mixture, last, dropped, more, level, scale, v1, i1, before, last_slope, last_hidden, v2, i2, top
+    )
+    head, head_slope, features = matrix(theta, at[HEAD], d, d), empty(d, n), empty(d, n)
+    nothing, zero = bits[:0].reshape(0, n), np.zeros((d, n), np.float32)
+    product(head, top, head_slope)
+    gelu(head_slope, theta[at[HEAD_BIAS] :], v3)
+    head_norm = theta[at[HEAD_NORM] :]
+    add_norm(v3, zero.reshape(-1), zero, nothing, KEEP_ALL, scale, head_norm, theta[at[HEAD_SHIFT] :], i3, features)
+    logits = empty(-(-z.ids // 4) * 4, n)
+    logits[z.ids :] = 0
+    product(words, features, logits[: z.ids])
+    cross_entropy(logits[: z.ids], theta[at[OUTPUT] :], labels, targets, losses)
+
+    # --- backward
+    d_features, d_top, unused, unused_bias = empty(d, n), empty(d, n), empty(d, n), np.empty(d, np.float32)
+    outer_product(logits[: z.ids], features, matrix(grad, at[WORDS], z.ids, d))
+    add_rows(logits[: z.ids], grad[at[OUTPUT] :])
+    _transposed_product(words, logits, d_features)
+    add_norm_backward(
+        d_features, v3, i3, nothing, KEEP_ALL, scale, head_norm, d_top, unused, unused_bias,
+        grad[at[HEAD_NORM] :], grad[at[HEAD_SHIFT] :],
+    )  # fmt: skip
+    _multiply(d_top, head_slope)
+    outer_product(d_top, top, matrix(grad, at[HEAD], d, d))
+    add_rows(d_top, grad[at[HEAD_BIAS] :])
+    product(head.T, d_top, d_features)
+    d_mixture, d_last = empty(d, n), empty(d, n)
+    _after_attention_backward(
+        theta, grad, a, d, m, mixture, d_features, dropped, more, level, scale, v1, i1, before, last_slope, last_hidden,
+        v2, i2, d_mixture, d_last,
+    )  # fmt: skip
+    d_states, d_values, d_selected = np.zeros((rows, d), np.float32), empty(n, d), empty(n, d)
+    transpose(d_mixture, d_values)
+    transpose(d_last, d_selected)
+    single_query_backward(
+        theta, grad, a, z, states, selected, query, keyed, p1, w1, seen, d_values, of_scores, level, scale, d_states,
+        d_selected,
+    )  # fmt: skip
+    for i in range(n):
+        d_states[positions[i] * n + i] += d_selected[i]
+    drawn -= heads * n * length
+    d_x, d_mixed, d_qkv, d_residual = empty(d, rows), empty(d, rows), empty(3 * d, rows), empty(d, rows)
+    if full:
+        transpose(d_states, d_x)
+    for layer in range(full - 1, -1, -1):
+        a, own, inner = (
+            at[FIRST + OF_BLOCK * layer :],
+            slice(layer * d, (layer + 1) * d),
+            slice(layer * m, (layer + 1) * m),
+        )
+        drawn -= 2 * rows * d
+        dropped, more = _taken(bits, drawn, d, rows), _taken(bits, drawn + rows * d, d, rows)
+        _after_attention_backward(
+            theta, grad, a, d, m, mixed[layer], d_x, dropped, more, level, scale, u1[own], inverse1[layer],
+            between[own], slope[inner], hidden[inner], u2[own], inverse2[layer], d_mixed, d_residual,
+        )  # fmt: skip
+        drawn -= heads * length * rows
+        dropped = _taken(bits, drawn, heads * length, length * n)
+        attention_backward(z, qkv[layer], p[layer], w[layer], d_mixed, dropped, level, scale, d_qkv)
+        outer_product(d_qkv, x[layer], matrix(grad, a[QKV], 3 * d, d))
+        add_rows(d_qkv, grad[a[QKV_BIAS] :])
+        product(matrix(theta, a[QKV], 3 * d, d).T, d_qkv, d_x)
+        for j in range(d):
+            for i in range(rows):
+                d_x[j, i] += d_residual[j, i]
+    if full:
+        transpose(d_x, d_states)
+    sums = np.zeros((2, d), np.float32)
+    d_words, d_position = matrix(grad, at[WORDS], z.ids, d), matrix(grad, at[POSITIONS], length, d)
+    dropped = _taken(bits, 0, rows, d)
+    embed_backward(d_states, u0, inverse0, norm, tokens, z.padding, dropped, level, scale, d_words, d_position, sums)
+    grad[at[NORM] :][:d] = sums[0]
+    grad[at[SHIFT] :][:d] = sums[1]
+    for t in range(length):
+        for j in range(d):
+            grad[at[TYPES] + j] += d_position[t, j]
+
+
+@part
+def _taken(bits: Bits, start: int, rows: int, columns: int) -> Bits:
+    """Return the bits of (rows, columns) values, or of none where nothing is dropped."""
+    if bits.shape[0] == 0:
+        return bits.reshape(0, columns)
+    return bits[start : start + rows * columns].reshape(rows, columns)
+
+
+@part
+def _transposed_product(w: Floats, y: Floats, x: Floats) -> None:
+    """Set x (k, N) to the product of the transpose of w (m, k) and y, which has rows of zeros up to a multiple of 4."""
+    padded = np.zeros((y.shape[0], w.shape[1]), np.float32)
+    padded[: w.shape[0]] = w
+    product(padded.T, y, x)
+
+
+@part
+def _multiply(x: Floats, y: Floats) -> None:
+    for j in range(x.shape[0]):
+        for n in range(x.shape[1]):
+            x[j, n] *= y[j, n]
+
+
+@part
+def _after_attention(
+    theta: Floats,
+    a: Ints,
+    d: int,
+    m: int,
+    mixed: Floats,
+    x: Floats,
+    bits: Bits,
+    more_bits: Bits,
+    level: np.int16,
+    scale: np.float32,
+    u1: Floats,
+    inverse1: Floats,
+    between: Floats,
+    slope: Floats,
+    hidden: Floats,
+    u2: Floats,
+    inverse2: Floats,
+    y: Floats,
+) -> None:
+    """Set y (d, N) to a block's output from the attention's mixed values (d, N) and the block's input x (d, N)."""
+    product(matrix(theta, a[OUT], d, d), mixed, u1)
+    bias, norm, shift = theta[a[OUT_BIAS] :], theta[a[NORM1] :], theta[a[SHIFT1] :]
+    add_norm(u1, bias, x, bits, level, scale, norm, shift, inverse1, between)
+    product(matrix(theta, a[INNER], m, d), between, slope)
+    gelu(slope, theta[a[INNER_BIAS] :], hidden)
+    product(matrix(theta, a[OUTER], d, m), hidden, u2)
+    bias, norm, shift = theta[a[OUTER_BIAS] :], theta[a[NORM2] :], theta[a[SHIFT2] :]
+    add_norm(u2, bias, between, more_bits, level, scale, norm, shift, inverse2, y)
+
+
+@part
+def _after_attention_backward(
+    theta: Floats,
+    grad: Floats,
+    a: Ints,
+    d: int,
+    m: int,
+    mixed: Floats,
+    d_y: Floats,
+    bits: Bits,
+    more_bits: Bits,
+    level: np.int16,
+    scale: np.float32,
+    u1: Floats,
+    inverse1: Floats,
+    between: Floats,
+    slope: Floats,
+    hidden: Floats,
+    u2: Floats,
+    inverse2: Floats,
+    d_mixed: Floats,
+    d_x: Floats,
+) -> None:
+    """Set the gradients of `mixed` and x of `_after_attention`, and those of its parameters."""
+    columns = d_y.shape[1]
+    d_product, d_between, d_hidden, more = empty(d, columns), empty(d, columns), empty(m, columns), empty(d, columns)
+    add_norm_backward(
+        d_y, u2, inverse2, more_bits, level, scale, theta[a[NORM2] :], d_product, d_between, grad[a[OUTER_BIAS] :],
+        grad[a[NORM2] :], grad[a[SHIFT2] :],
+    )  # fmt: skip
+    outer_product(d_product, hidden, matrix(grad, a[OUTER], d, m))
+    product(matrix(theta, a[OUTER], d, m).T, d_product, d_hidden)
+    _multiply(d_hidden, slope)
+    outer_product(d_hidden, between, matrix(grad, a[INNER], m, d))
+    add_rows(d_hidden, grad[a[INNER_BIAS] :])
+    product(matrix(theta, a[INNER], m, d).T, d_hidden, more)
+    for j in range(d):
+        for i in range(columns):
+            d_between[j, i] += more[j, i]
+    add_norm_backward(
+        d_between, u1, inverse1, bits, level, scale, theta[a[NORM1] :], d_product, d_x, grad[a[OUT_BIAS] :],
+        grad[a[NORM1] :], grad[a[SHIFT1] :],
+    )  # fmt: skip
+    outer_product(d_product, mixed, matrix(grad, a[OUT], d, d))
+    product(matrix(theta, a[OUT], d, d).T, d_product, d_mixed)

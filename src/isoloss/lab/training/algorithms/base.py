@@ -1,0 +1,207 @@
+"""What a training algorithm is: one update of a model from one batch, and the state it carries from step to step.
+
+An algorithm of one's own is a subclass of `TrainingAlgorithm` with another `add_gradient`, and a config, a subclass of
+`isoloss.config.AlgorithmConfig` whose `build` returns it, registered in `isoloss.registry.ALGORITHMS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from isoloss.errors import IsolossError
+from isoloss.lab.languages.api import Language, Sentences
+from isoloss.lab.training.data_parallel import SingleProcess
+from isoloss.lab.training.optimizers import Optimizer
+from isoloss.run_config import OptimizerConfig
+from isoloss.text.masking import IGNORED, Batch
+
+if TYPE_CHECKING:
+    from isoloss.lab.models.compiled_bert import CompiledLoss
+
+Loss = Callable[[Batch], torch.Tensor]
+
+
+class Examples(NamedTuple):
+    """The training set of a downstream task.
+
+    Attributes:
+        sentences: n sentences padded to one length.
+        labels: (n,) int64, from 0 to `num_classes` - 1.
+        num_classes: C.
+    """
+
+    sentences: Sentences
+    labels: torch.Tensor
+    num_classes: int
+
+
+TaskExamples = Callable[[str, int], Examples]  # of a task's name and the number of examples
+
+
+def no_task_examples(name: str, n: int) -> Examples:
+    """Refuse to draw examples of a task, for a run that was not given any."""
+    raise IsolossError(
+        f"the training algorithm needs {n} examples of the task {name}: isoloss.pretrain draws them, "
+        "isoloss.lab.training.train.train takes a function that does"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingContext:
+    """What an algorithm may use of a run besides the model.
+
+    Attributes:
+        optimizer: The optimizer's settings.
+        total_steps: Steps of the run, or of the stage whose algorithm it is; a step's number counts from 1 in it.
+        micro_batch_size: Sentences whose gradient is computed at once in a process; 0: all.
+        causal: Whether the labels are next tokens.
+        seed: Of its random draws: the run's seed, or one that is derived from it for a later stage.
+        language: Whose sentences the model learns; None where an algorithm needs none.
+        parallel: How the gradients of several processes come together, whose `loss` a step's loss must then be; None:
+            there is one process.
+        task_examples: The training set of a downstream task, by name and number of examples.
+        compiled: The compiled loss, which a step's loss must then be.
+    """
+
+    optimizer: OptimizerConfig
+    total_steps: int
+    micro_batch_size: int = 0
+    causal: bool = False
+    seed: int = 0
+    language: Language | None = None
+    parallel: SingleProcess | None = None
+    task_examples: TaskExamples = no_task_examples
+    compiled: CompiledLoss | None = None
+
+
+class StepResult(NamedTuple):
+    """What a step did.
+
+    Attributes:
+        loss_nats: The batch's loss before the update.
+        learning_rate: The rate that the update was made with.
+        grad_norm: Euclidean norm of the gradient over all parameters, or None where it was not asked for.
+        details: What else the algorithm computed, by name.
+    """
+
+    loss_nats: float
+    learning_rate: float
+    grad_norm: float | None
+    details: Mapping[str, float]
+
+
+class TrainingAlgorithm:
+    """The gradient of the batch's loss, given to the optimizer; other algorithms give it another gradient.
+
+    The gradient is the sum of those of the parts of `micro_batch_size` sentences, in all processes, each weighted by
+    its fraction of the predicted tokens: that of the whole batch, up to rounding. A process is given its part of the
+    batch.
+
+    Attributes:
+        model: The model that is updated in place.
+        context: What else the algorithm may use.
+        config: The algorithm's settings.
+        optimizer: Makes the update.
+        parallel: How the gradients of several processes come together.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> context = TrainingContext(optimizer=OptimizerConfig(warmup_steps=10), total_steps=100)
+        >>> algorithm = TrainingAlgorithm(model, context)
+        >>> algorithm.step(1, {"x": torch.ones(3, 2)}, lambda batch: model(batch["x"]).square().mean()).learning_rate
+        0.0001
+    """
+
+    def __init__(self, model: Any, context: TrainingContext, config: Any = None) -> None:
+        self.model, self.context, self.config = model, context, config
+        self.optimizer = Optimizer(model, context.optimizer, total=context.total_steps, compiled=context.compiled)
+        self.parallel = context.parallel or SingleProcess(model)
+
+    def step(self, number: int, batch: Batch, loss: Loss, *, with_norm: bool = False) -> StepResult:
+        """Update the model with `batch`; `number` counts the steps from 1, `loss` gives a batch's loss in nats."""
+        self.optimizer.zero_grad()
+        loss_nats, details = self.add_gradient(number, batch, loss)
+        return StepResult(loss_nats, *self.optimizer.update(number, with_norm=with_norm), details)
+
+    def add_gradient(self, number: int, batch: Batch, loss: Loss) -> tuple[float, dict[str, float]]:
+        """Add the gradient of step `number` to the parameters' own; return the loss and what else was computed."""
+        del number
+        return self.add_loss_gradient(batch, loss), {}
+
+    def add_loss_gradient(self, batch: Batch, loss: Loss, *, sync: bool = True) -> float:
+        """Add the gradient of the loss of `batch` to the parameters' own, part by part; return the loss.
+
+        Without `sync`, each process has the gradient of its own part (times a constant of its own) and none of the
+        others'. The loss is that of the whole batch all the same.
+        """
+        n, size, group = num_sentences(batch), self.context.micro_batch_size, self.parallel.group
+        if not 0 < size < n:
+            if group.world_size == 1:
+                value = loss(batch)
+                value.backward()  # type: ignore[no-untyped-call]
+                return value.item()
+            size = n
+        (total,), sum_nats = group.sum(_num_predicted(batch["labels"])), 0.0
+        parts = split(batch, [min(size, n - start) for start in range(0, n, size)])
+        for number, part in enumerate(parts, 1):
+            is_synced = sync and number == len(parts)
+            with contextlib.nullcontext() if is_synced else self.parallel.no_sync():
+                weighted = loss(part) * (_num_predicted(part["labels"]) / total)
+                summed = weighted * group.world_size  # the processes' gradients are averaged
+                summed.backward()  # type: ignore[no-untyped-call]
+            sum_nats += weighted.item()
+        return group.sum(sum_nats)[0]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return everything that the next step depends on, besides the model's parameters: tensors by name, all flat.
+
+        One of your own adds to these under names that are no optimizer's, and takes them out in `load_state`.
+        """
+        return self.optimizer.state()
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what `state` returned; it is not called where a run begins, nor where that was empty.
+
+        Raises:
+            IsolossError: It does not fit the model.
+        """
+        self.optimizer.load_state(state)
+
+
+def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """Return parts of a batch, `sizes` sentences each.
+
+    All tensors have a row per sentence but the exact targets, which have one per predicted token.
+    """
+    parts = {name: torch.split(tensor, list(sizes)) for name, tensor in batch.items() if name != "targets"}
+    if "targets" in batch:
+        counts = [_num_predicted(labels) for labels in parts["labels"]]
+        parts["targets"] = torch.split(batch["targets"], counts)
+    return [{name: tensors[i] for name, tensors in parts.items()} for i in range(len(sizes))]
+
+
+def _num_predicted(labels: torch.Tensor) -> int:
+    return int((labels != IGNORED).sum())
+
+
+def num_sentences(batch: Batch) -> int:
+    """Return the number of sentences in a batch."""
+    return len(next(iter(batch.values())))
+
+
+@contextlib.contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Turn dropout off for a while, and every module back to the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.backends.cudnn.flags(enabled=False):  # its LSTM has no derivatives in eval mode
+            yield
+    finally:
+        for module in training:
+            module.training = True

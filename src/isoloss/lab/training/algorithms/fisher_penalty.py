@@ -1,0 +1,104 @@
+"""Explicit flatness regularization (the paper's appendix D asks for it): the trace of the Fisher matrix as a penalty.
+
+Shapes: m predicted tokens, V token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from isoloss.lab.models.make import predicted_logits
+from isoloss.lab.training.algorithms.base import (
+    Loss,
+    TrainingAlgorithm,
+    TrainingContext,
+    num_sentences,
+    split,
+    without_dropout,
+)
+from isoloss.lab.training.algorithms.config import FisherPenaltyConfig
+from isoloss.lab.training.distributed import ProcessGroup
+from isoloss.seeds import generator
+from isoloss.text.masking import IGNORED, Batch
+
+
+def trace_estimate(
+    logits: torch.Tensor,
+    parameters: Sequence[torch.nn.Parameter],
+    probes: torch.Tensor,
+    group: ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Return an unbiased estimate of the trace of the Fisher matrix of the mean loss, which can be differentiated.
+
+    With p the prediction of a row, S = diag(sqrt p) - p sqrt(p)^T and v a Rademacher probe of V signs, the cotangent
+    u = S v has E[u u^T] = diag(p) - p p^T, so that E ||J^T u||^2 is the sum over labels y of p_y ||grad log p_y||^2.
+    One backward pass serves all rows: those of independent probes have no cross terms on average, and the estimate is
+    ||sum_rows J^T u||^2 / m. The expectation over labels is exact, not sampled, because the gradient of an average over
+    sampled labels misses that the labels' probabilities depend on the parameters; u is differentiated, too.
+
+    Where processes have rows each, the estimate is that of all rows together, and so is the sum over the processes of
+    what its gradients are: with g = sum_rows J^T u of this process and G that of all, it is ||G||^2 / m, differentiated
+    as 2 G . g / m.
+
+    The logits (m, V) are a function of the parameters with second derivatives, and the probes (m, V) are -1 and 1.
+    """
+    group = group or ProcessGroup()
+    log_p = logits.log_softmax(dim=1)
+    p, root = log_p.exp(), (log_p / 2).exp()
+    cotangent = root * probes - p * (root * probes).sum(dim=1, keepdim=True)
+    gradients = torch.autograd.grad(
+        logits, parameters, grad_outputs=cotangent, create_graph=True, materialize_grads=True
+    )
+    (m,) = group.sum(len(logits))
+    if group.world_size == 1:
+        return torch.stack([gradient.square().sum() for gradient in gradients]).sum() / m
+    totals = group.sum_tensors(list(gradients))
+    value = torch.stack([total.square().sum() for total in totals]).sum() / m
+    linear = torch.stack([(2 * total * own).sum() for total, own in zip(totals, gradients, strict=True)]).sum() / m
+    return value + linear - linear.detach()
+
+
+class FisherPenalty(TrainingAlgorithm):
+    """The gradient of L + weight * (estimate of the trace), given to the optimizer, by a double backward pass.
+
+    The trace is per predicted token, as `isoloss.flatness.fisher_trace` measures it: on the first sentences of
+    the batch, without dropout, with Rademacher probes that are a function of seed, step and sentence. Second
+    derivatives need attention's eager kernel, which the model is given if it has another. `trace_estimate` is the
+    estimate. The penalty's sentences always go together whatever the `micro_batch_size`, and on several processes each
+    needs full parameters, and sentences. The streams are `("penalty", step, i)` for the i-th sentence of the batch.
+    """
+
+    config: FisherPenaltyConfig
+
+    def __init__(self, model: Any, context: TrainingContext, config: FisherPenaltyConfig) -> None:
+        super().__init__(model, context, config)
+        if model.config._attn_implementation != "eager":
+            model.set_attn_implementation("eager")
+
+    def add_gradient(self, number: int, batch: Batch, loss: Loss) -> tuple[float, dict[str, float]]:
+        """Add the gradient of the objective; see `TrainingAlgorithm.add_gradient`."""
+        group = self.parallel.group
+        n, wanted = num_sentences(batch), group.count(self.config.sentences)
+        first = split(batch, [wanted, n - wanted])[0] if wanted < n else batch
+        with without_dropout(self.model):
+            logits = self.parallel.auxiliary(partial(predicted_logits, causal=self.context.causal), first)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        trace = trace_estimate(logits, parameters, self._probes(number, first, logits), group)
+        # the processes' gradients are averaged, and the sum is wanted
+        (group.world_size * self.config.weight * trace).backward()  # type: ignore[no-untyped-call]
+        return self.add_loss_gradient(batch, loss), {"trace_estimate": trace.item()}
+
+    def _probes(self, number: int, first: Batch, logits: torch.Tensor) -> torch.Tensor:
+        """Return Rademacher probes for the logits, drawn sentence by sentence: the same whichever process has which."""
+        group, counts = self.parallel.group, (first["labels"] != IGNORED).sum(dim=1).tolist()
+        sentences = range(num_sentences(first) * group.world_size)[group.rows()]
+        streams = [generator(self.context.seed, "penalty", number, sentence) for sentence in sentences]
+        draws = [
+            torch.randint(0, 2, (count, logits.shape[1]), generator=stream)
+            for count, stream in zip(counts, streams, strict=True)
+        ]
+        return (2 * torch.cat(draws) - 1).to(logits.device, logits.dtype)

@@ -1,0 +1,91 @@
+"""The objectives, masked and causal: the batch of a step as a pure function of seed and step, and its loss."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from isoloss.errors import IsolossError
+from isoloss.lab.languages.api import Language, Sentences
+from isoloss.lab.models.make import predicted_states
+from isoloss.lab.training import training_set
+from isoloss.lab.training.cross_entropy import linear_cross_entropy
+from isoloss.run_config import ObjectiveConfig, TrainConfig
+from isoloss.seeds import generator
+from isoloss.text.masking import IGNORED, Batch, corrupt, objective_batch
+
+
+class TrainingBatch(NamedTuple):
+    """What a training step sees.
+
+    The inputs are `input_ids`, `labels` and, where something is padded, `attention_mask`, each (n, T); with exact
+    labels, `targets` (k, V): a row of probabilities for each of the k predicted tokens, sentence by sentence.
+    """
+
+    inputs: Batch
+    num_tokens: int  # the masked ones counted and the padding not
+
+
+def check_language(objective: ObjectiveConfig, language: Language) -> None:
+    """Raise an `IsolossError` if `objective` asks for exact labels and `language` has none."""
+    if objective.labels == "exact" and not language.is_exact:
+        raise IsolossError(f"{type(language).__name__} has no exact conditionals: train on sampled labels")
+
+
+def exact_targets(language: Language, sentences: Sentences, labels: torch.Tensor) -> torch.Tensor:
+    """Return (k, V) float64: the true conditionals of the masked tokens given all visible ones, sentence by sentence.
+
+    The labels (n, T) are -100 where nothing is masked.
+    """
+    masked = labels != IGNORED
+    tokens, lengths, _ = sentences
+    if bool((masked.sum(dim=1) == 1).all()):
+        positions = masked.int().argmax(dim=1, keepdim=True)
+        return language.log_conditionals(tokens, lengths, positions=positions)[:, 0].double().exp()
+    return language.log_conditionals(tokens, lengths, mask=masked)[masked].double().exp()
+
+
+def training_batch(
+    language: Language, config: TrainConfig, step: int, device: torch.device, rows: slice = slice(None)
+) -> TrainingBatch:
+    """Return the batch of training step `step`, from 1: the language's sentences, and what is predicted of them.
+
+    Of its sentences, `rows` are wanted; `num_tokens` counts all.
+    """
+    if training_set.is_finite(config):
+        drawn = training_set.examples(language, config, step)
+        sentences = drawn.sentences
+    else:
+        sentences = language.batch(step, config.batch_size, seed=config.seed)
+    if config.masked_copies:
+        batch = training_set.masked_copy(drawn, language, config)
+    else:
+        masks = generator(config.seed, "masks", step)
+        batch = objective_batch(sentences, language, config.objective, generator=masks)
+        batch = corrupt(batch, language, config.objective, generator=masks)
+    num_tokens = int(batch["attention_mask"].sum())
+    if num_tokens == batch["attention_mask"].numel():
+        del batch["attention_mask"]
+    batch = {name: tensor[rows] for name, tensor in batch.items()}
+    if config.objective.labels == "exact":
+        wanted = Sentences(sentences.tokens[rows], sentences.lengths[rows])
+        batch["targets"] = exact_targets(language, wanted, batch["labels"])
+    return TrainingBatch({name: tensor.to(device) for name, tensor in batch.items()}, num_tokens)
+
+
+def prediction_loss(model: PreTrainedModel, batch: Batch, *, causal: bool, precision: str = "float32") -> torch.Tensor:
+    """Return the mean cross-entropy of the predicted tokens, in nats: a scalar (the paper, section 2.1).
+
+    With `targets`, the mean cross-entropy to these probabilities: what it is on average over tokens drawn from them.
+    The batch is as `training_batch` gives it. `bfloat16` runs the model under torch's autocast to bfloat16; the output
+    layer and the softmax over the vocabulary, and in both cases the weights and their gradients, are of the weights'
+    own dtype.
+    """
+    labels = batch["labels"][:, 1:] if causal else batch["labels"]
+    output = model.get_output_embeddings()
+    with torch.autocast(labels.device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"):
+        states = predicted_states(model, batch).to(output.weight.dtype)
+    targets = batch["targets"].to(states.dtype) if "targets" in batch else labels[labels != IGNORED]
+    return linear_cross_entropy(states, output.weight, output.bias, targets)

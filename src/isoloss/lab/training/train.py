@@ -1,0 +1,698 @@
+"""Training a run directory, from wherever an earlier process left it until it is complete.
+
+Everything a step depends on is a function of seed and step, so weights, the algorithm's state and the step itself are
+all that a checkpoint has to hold, and a run that was killed ends with the same bytes as one that was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from isoloss import config as configs
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.lab.languages.api import Language
+from isoloss.lab.languages.pcfg.inside_outside import choose_backend
+from isoloss.lab.models.make import make_model
+from isoloss.lab.training import checkpoints, loggers, objectives
+from isoloss.lab.training.algorithms.base import (
+    Loss,
+    StepResult,
+    TaskExamples,
+    TrainingAlgorithm,
+    TrainingContext,
+    no_task_examples,
+    without_dropout,
+)
+from isoloss.lab.training.averaging import WeightAverage, without_average
+from isoloss.lab.training.checkpoints import TrainerState
+from isoloss.lab.training.data_parallel import make_parallel
+from isoloss.lab.training.distributed import ProcessGroup, process_group
+from isoloss.lab.training.loggers import Loggers
+from isoloss.lab.training.objectives import TrainingBatch, prediction_loss, training_batch
+from isoloss.lab.training.process import process_settings, seed_dropout, signals
+from isoloss.lab.training.training_set import check_training_set
+from isoloss.memory import check_fits
+from isoloss.registry import MODELS
+from isoloss.run_config import TrainConfig
+from isoloss.runs import Run
+from isoloss.seeds import derive
+
+Measure = Callable[[Any], Mapping[str, float]]  # of a model in eval mode, by name
+Validate = Callable[[str, Any], Mapping[str, float]]  # of "kl" or "loss" and a model: `validation_<that>_nats`, ...
+REPORT_SECONDS = 1.0  # between two calls of `progress`
+
+T = TypeVar("T")
+
+
+class Interrupted(IsolossError):  # noqa: N818  (nothing went wrong)
+    """Training stopped on a signal with everything saved; training the same run again goes on from there.
+
+    Attributes:
+        step: Steps made.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"interrupted after step {step}, which is saved; run it again to go on from there")
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: Steps made, those of earlier processes included.
+        steps: Steps of the whole run.
+        loss_nats: Mean loss of the steps since the last report.
+        tokens_per_second: Over this process's steps; padding is not counted.
+        seconds: Since this process began to train.
+    """
+
+    step: int
+    steps: int
+    loss_nats: float
+    tokens_per_second: float
+    seconds: float
+
+
+def train(
+    run: Run,
+    config: TrainConfig,
+    language: Language,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    task_examples: TaskExamples = no_task_examples,
+    measure: Measure | None = None,
+    validate: Validate | None = None,
+) -> None:
+    """Train until `run` is complete, from its newest checkpoint if it has one; `isoloss.pretrain` calls this.
+
+    The run's files are those that `isoloss.runs` lists. On one device and with one number of threads they are, all but
+    log.jsonl, the same bytes however often the process was stopped or killed. metrics.jsonl gets a line every
+    `log_every` steps and at the last one: `loss_nats` is the mean since the line before, `learning_rate`, `grad_norm`
+    (before clipping) and the algorithm's own numbers are of that step. Every `measure_every` steps it holds what
+    `measure` returns for the model after that step, which changes nothing in training. In a run with stages, a line
+    also has the `stage`, counted from 1, and the last line of a stage `stage_ended`: why it ended. Ctrl-C and SIGTERM
+    end the current step, save it and raise `Interrupted`; a second one stops at once. The number of threads and the
+    random state of the CPU and of the training device are left as they were.
+
+    Where several processes call this together (`isoloss.lab.training.distributed.process_group`), each takes its part
+    of every batch, and rank 0 writes the files. The batch of a step is the same for any number of them, and so is the
+    gradient, up to rounding; dropout and what is per rank are not. A run goes on with any number, bit for bit with
+    that it had.
+
+    Args:
+        run: The directory; new, or of the same config.
+        config: What to train.
+        language: The language that `config.language` describes; if it has a `tokenizer`, checkpoints hold it too.
+        progress: Called about once a second and at the end; of several processes, in rank 0.
+        task_examples: The training set of a downstream task, for an algorithm that asks for one.
+        measure: Called with the model in eval mode at the steps that `config.measure_every` names; of several
+            processes, in rank 0.
+        validate: Called with what a stage has a target for and the model in eval mode, whenever these are compared; of
+            several processes, in rank 0, which decides for all.
+
+    Raises:
+        IsolossError: A config that `isoloss.config.check` refuses; a directory of another config, in use by another
+            process, or with a damaged checkpoint; initial weights that do not fit; task examples, a `measure` or a
+            `validate` that are asked for and missing; exact labels where the language has none; a batch that does not
+            divide equally among the processes; or a loss that is not finite.
+        ProcessLost: Another process has gone.
+        Interrupted: A signal came, to any of the processes.
+    """
+    check_request(config, language, measure=measure, validate=validate)
+    with process_group() as group, contextlib.ExitStack() as held:
+        for stage in config.stage_configs():
+            if stage.batch_size % (n := group.world_size):
+                raise IsolossError(f"batch_size is {stage.batch_size}; {n} processes need a multiple of {n}")
+            stage.algorithm.check_run(stage, num_processes=n)
+        device = group.device(config.device)
+        if config.compiled:
+            check_compiled(device, group)
+        if is_complete(run, config, group):
+            return
+        check_memory(config, language, device, group.world_size)
+        group.on_main(run.check_folder)
+        group.on_main(lambda: held.enter_context(files.lock(run.path)))
+        group.on_main(lambda: run.create(config) if run.exists else None)
+        if group.from_main(run.complete):  # by the process that held the lock before
+            return
+        with process_settings(config.threads, device, compiled=config.compiled):
+            # without a name, so that it is deleted before the process group; see `process_group`
+            Training(run, config, language, device, group, progress, task_examples, measure, validate).run_all()
+
+
+@dataclass(eq=False)
+class Training:
+    """One process's work on a run; the arguments are those of `train`."""
+
+    run: Run
+    config: TrainConfig
+    language: Language
+    device: torch.device
+    group: ProcessGroup
+    progress: Callable[[Progress], None] | None
+    task_examples: TaskExamples
+    measure: Measure | None
+    validate: Validate | None
+
+    def __post_init__(self) -> None:
+        config, language, device, group = self.config, self.language, self.device, self.group
+        self.loggers: Loggers | None = None
+        self.stages = Stages(config)
+        self.model: Any = make_model(config.model, language, seed=config.seed)
+        self.loss_sum, self.loss_count = 0.0, 0
+        self.initial_sha256: str | None = None
+        self.metrics_sha256 = ""
+        self.step, tensors = self._weights()
+        self.model.to(device)
+        self.parallel = make_parallel(self.model, config.parallel, group)
+        forward = partial(prediction_loss, causal=config.objective.kind == "causal", precision=config.precision)
+        self.loss: Loss = partial(self.parallel.loss, forward)
+        self.compiled = None
+        if config.compiled:
+            from isoloss.lab.models.compiled_bert import CompiledLoss
+
+            self.loss = self.compiled = CompiledLoss(self.model)
+        # those of the stages to come too, so that what one of them refuses is told at once
+        left = range(min(self.stages.num_ended(self.step), len(self.stages.configs) - 1), len(self.stages.configs))
+        self.algorithms = deque(self._algorithm(index) for index in left)
+        if own := without_average(tensors):
+            self.algorithms[0].load_state(own)
+        self.average = WeightAverage(self.model, config.ema)
+        if tensors:
+            self.average.load_state(tensors)
+        self.timing = Timing(self.step, config.steps, self.progress if group.is_main else None)
+        self.batches: Batches[TrainingBatch]  # of the stage that is being trained
+
+    def _algorithm(self, index: int) -> TrainingAlgorithm:
+        """Return the algorithm of a stage, before its first step."""
+        stage = self.stages.configs[index]
+        context = TrainingContext(
+            optimizer=stage.optimizer,
+            total_steps=stage.steps,
+            micro_batch_size=stage.micro_batch_size,
+            causal=stage.objective.kind == "causal",
+            seed=derive(stage.seed, "stage", index) if index else stage.seed,  # it counts its steps from 1
+            language=self.language,
+            parallel=self.parallel,
+            task_examples=self.task_examples,
+            compiled=self.compiled,
+        )
+        made = stage.algorithm.build(self.model, context)
+        if not isinstance(made, TrainingAlgorithm):
+            raise IsolossError(
+                f"the config of the training algorithm {stage.algorithm.kind} builds a {type(made).__name__}; it must "
+                "be an isoloss.lab.training.algorithms.base.TrainingAlgorithm"
+            )
+        return made
+
+    @property
+    def kept(self) -> set[int]:
+        """The steps whose checkpoint is kept; of those to come, as if no further target were reached."""
+        return {*self.config.checkpoints, *self.stages.ends}
+
+    def _weights(self) -> tuple[int, dict[str, torch.Tensor]]:
+        """Give the model the weights to go on from; return the step they are of and the algorithm's tensors."""
+        newest = self.group.from_main(max(self.run.steps(), default=-1))
+        if newest < 0:
+            if self.config.init_from is not None:
+                source = self.run.path / self.config.init_from
+                source = Run(source).last_checkpoint() if Run(source).exists else source
+                self.initial_sha256 = checkpoints.load_weights(source, self.model)
+            return 0, {}
+        folder = self.run.checkpoint(newest)
+        state, tensors = checkpoints.load(folder, self.model, config=self.config)
+        if state.step != newest:
+            raise IsolossError(f"{folder} holds step {state.step}: give the folder its own name back")
+        self.loss_sum, self.loss_count = state.loss_sum_nats, state.loss_count
+        self.initial_sha256 = state.initial_sha256
+        self.metrics_sha256 = state.metrics_sha256
+        self.stages.reached = list(state.targets_reached)
+        return newest, tensors
+
+    def run_all(self) -> None:
+        """Make every step that is left, and the run complete."""
+        stop = False
+        with signals() as interrupted, contextlib.ExitStack() as held:
+            self.group.on_main(lambda: self._open(held))
+            if self.step == 0 and 0 in self.kept and not self.group.from_main(self.run.checkpoint(0).exists()):
+                self._save()
+            while not stop and not self.stages.is_last(self.step):
+                index = self.stages.num_ended(self.step)
+                make = partial(self._batch, self.stages.configs[index])
+                last = self.stages.ends[index]
+                with Batches(make, last=last, ahead=self.config.prefetch) as self.batches:
+                    while not stop and self.stages.num_ended(self.step) == index:
+                        self._make_step(index)
+                        if self.stages.num_ended(self.step) > index and len(self.algorithms) > 1:
+                            self.algorithms.popleft()  # its optimizer's state is neither saved nor needed again
+                        is_due = self.group.is_main and self.timing.save_is_due(self.config.save_every_seconds)
+                        stop, is_due = self.group.any(interrupted(), is_due)
+                        if stop or is_due or self.step in self.kept:
+                            self._save()
+            self.group.on_main(self._close)
+            (stop,) = self.group.any(stop or interrupted())
+            if stop:
+                raise Interrupted(self.step)
+
+    def _batch(self, stage: TrainConfig, step: int) -> TrainingBatch:
+        """Return this process's part of the batch of `step`, on the CPU."""
+        return training_batch(self.language, stage, step, torch.device("cpu"), self.group.rows())
+
+    def _make_step(self, index: int) -> None:
+        """Make the next step, which is of the stage `index`, and count it."""
+        number = self.step + 1
+        inputs, num_tokens = self.batches.of(number)
+        batch = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        is_logged = number % self.config.log_every == 0 or number == self.stages.ends[index]
+        seed_dropout(derive(self.config.seed, "dropout", number, *self.group.stream), self.device)
+        of_stage = number - self.stages.begin(index)
+        result = self.algorithms[0].step(of_stage, batch, self.loss, with_norm=is_logged)
+        self.average.update()
+        self._check_finite({"loss": result.loss_nats, **result.details}, number)
+        self.step = number
+        self.loss_sum += result.loss_nats
+        self.loss_count += 1
+        if is_logged:
+            self._log(index, result)
+        self.timing.tick(number, result.loss_nats, num_tokens)
+
+    def _open(self, held: contextlib.ExitStack) -> None:
+        """Bring the directory to where training goes on from."""
+        self.run.create(self.config)  # after initial weights that do not fit were refused: a mistake makes no run
+        files.remove_unfinished(self.run.path)
+        missing = [step for step in self.kept if step < self.step and not self.run.checkpoint(step).is_dir()]
+        if missing:
+            raise IsolossError(
+                f"{self.run.path} lacks the checkpoint of step {min(missing)}: "
+                "delete the later ones too, and training makes them again"
+            )
+        for step in sorted(step for step in self.kept if step < self.step):
+            checkpoints.read_state(self.run.checkpoint(step))  # refuses what was damaged since it was written
+        if self.step:
+            self.run.note_resume(self.step, threads=torch.get_num_threads())
+        self.run.log(
+            "start",
+            step=self.step,
+            device=str(self.device),
+            processes=self.group.world_size,
+            parallel=self.config.parallel if self.group.world_size > 1 else None,
+            threads=torch.get_num_threads(),
+            attention=self.model.config._attn_implementation,
+            compiled=self.config.compiled,
+            precision=self.config.precision,
+        )
+        checkpoints.remove_except(self.run, {*self.kept, self.step})
+        num_lines = _num_lines(self.step, ends=self.stages.ends, log_every=self.config.log_every)
+        _truncate_metrics(self.run, self.step, num_lines, self.metrics_sha256)
+        if self.config.loggers:
+            self.loggers = Loggers(self.config.loggers, self.run)
+            held.callback(self.loggers.close)  # they write what they have, however training ended
+
+    def _close(self) -> None:
+        """Write the result if all steps are made, and the throughput."""
+        is_complete = self.stages.is_last(self.step)
+        if is_complete:
+            self._finish()
+        self.timing.report(last=True)
+        self.run.log(
+            "complete" if is_complete else "interrupted",
+            step=self.step,
+            seconds=self.timing.seconds(),
+            tokens_per_second=self.timing.tokens_per_second(),
+        )
+
+    def _check_finite(self, values: Mapping[str, float], number: int) -> None:
+        for name, value in values.items():
+            if not math.isfinite(value):
+                newest = max(self.run.steps(), default=None)
+                kept = "no checkpoint was saved" if newest is None else f"the checkpoint of step {newest} is kept"
+                raise IsolossError(
+                    f"the {name} at step {number} is {value}: lower the learning rate or lengthen the warm-up ({kept})"
+                )
+
+    def _measured(self, measure: Measure) -> Mapping[str, float]:
+        """Return what `measure` says of the model in rank 0, and nothing elsewhere."""
+        model = self.parallel.full_model()
+        if model is None:
+            return {}
+        model.to(self.device)
+        self.batches.wait()
+        with without_dropout(model):  # each step seeds its own random state, so none has to be kept
+            return measure(model)
+
+    def _validated(self, index: int) -> Mapping[str, float]:
+        """Compare the model with the target of its stage, if this is one of the steps for that; return what was found.
+
+        If it reaches the target, the stage ends.
+        """
+        target = self.stages.target(index, self.step)
+        if target is None or self.validate is None:
+            return {}
+        what, nats = target
+        values = self._measured(partial(self.validate, what))
+        (is_reached,) = self.group.any(self.group.is_main and values[f"validation_{what}_nats"] <= nats)
+        if is_reached:
+            self.stages.reached.append(self.step)
+        return values
+
+    def _log(self, index: int, result: StepResult) -> None:
+        every = self.config.measure_every
+        line: dict[str, Any] = {
+            "step": self.step,
+            "loss_nats": self.loss_sum / self.loss_count,
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.grad_norm,
+            **result.details,
+            **(self._measured(self.measure) if self.measure and every and self.step % every == 0 else {}),
+        }
+        if self.config.stages:
+            line |= {"stage": index + 1, **self._validated(index)}
+            if ended := self.stages.ended(index, self.step):
+                line["stage_ended"] = ended
+        self.loss_sum, self.loss_count = 0.0, 0
+        self.group.on_main(lambda: self._append(line))
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl and to the loggers."""
+        files.append_json(self.run.path / "metrics.jsonl", line)
+        if self.loggers is not None:
+            self.loggers.log(line)
+        if "stage_ended" in line:
+            self.run.log("stage ended", stage=line["stage"], step=line["step"], why=line["stage_ended"])
+
+    def _algorithm_state(self) -> dict[str, torch.Tensor]:
+        """Return the algorithm's state, which a file of tensors must be able to hold."""
+        state = self.algorithms[0].state()
+        kind = self.stages.configs[-len(self.algorithms)].algorithm.kind
+        for name, value in state.items():
+            if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+                raise IsolossError(
+                    f"the state of the training algorithm {kind} has a {type(value).__name__} under {name!r}; it must "
+                    "have tensors by name"
+                )
+        return state
+
+    def _save(self) -> None:
+        """Save this step, and drop the checkpoints that were only there to go on from."""
+        state = partial(
+            TrainerState,
+            step=self.step,
+            config=configs.identity(self.config),
+            loss_sum_nats=self.loss_sum,
+            loss_count=self.loss_count,
+            initial_sha256=self.initial_sha256,
+            targets_reached=self.stages.reached,
+        )
+        model, average = self.parallel.full_model(), self.average.state()
+        tensors = {**self._algorithm_state(), **average}
+        kept_average = average if self.step in self.kept else None
+        tokenizer = getattr(self.language, "tokenizer", None)
+
+        def write() -> None:
+            of_steps = state(metrics_sha256=_flush_metrics(self.run))
+            folder = self.run.checkpoint(self.step)
+            checkpoints.save(folder, model, tensors, of_steps, tokenizer=tokenizer, average=kept_average)
+            checkpoints.remove_except(self.run, {*self.kept, self.step})
+
+        self.group.on_main(write)
+        self.timing.saved()
+
+    def _finish(self) -> None:
+        files.write_json(
+            self.run.path / "result.json",
+            {
+                "steps": self.step,
+                "loss_nats": self.run.metrics()[-1]["loss_nats"],
+                "num_parameters": self.model.num_parameters(),
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "initial_sha256": self.initial_sha256,
+                "checkpoints": {
+                    str(step): checkpoints.weights_sha256(self.run.checkpoint(step))
+                    for step in sorted(self.kept)
+                    if step <= self.step
+                },
+                **({"stages": self.run.stages()} if self.config.stages else {}),
+            },
+        )
+
+
+# --- what is refused before anything is written
+
+
+def check_request(
+    config: TrainConfig, language: Language, *, measure: Measure | None, validate: Validate | None
+) -> None:
+    """Refuse a config that cannot be trained, or whose measurements nobody makes."""
+    configs.check(config)
+    loggers.check_installed(config.loggers)
+    for stage in config.stage_configs():
+        objectives.check_language(stage.objective, language)
+    check_training_set(config, language)
+    if validate is None and any(stage.target for stage in config.stages):
+        raise IsolossError(
+            "a stage has a target, and nothing measures how far it is: isoloss.pretrain does, "
+            "isoloss.lab.training.train.train takes validate as an argument"
+        )
+    if config.measure_every and measure is None:
+        raise IsolossError(
+            f"measure_every is {config.measure_every}, and there is no measure: isoloss.pretrain makes one, "
+            "isoloss.lab.training.train.train takes it as an argument"
+        )
+
+
+def check_memory(config: TrainConfig, language: Language, device: torch.device, num_processes: int = 1) -> None:
+    """Refuse a model, or batches, for which the machine has not the memory, by what they need at least."""
+    architecture = MODELS.load(config.model.architecture)
+    size = max(stage.batch_size for stage in config.stage_configs()) // num_processes
+    in_a_pass = min(size, config.micro_batch_size or size) if device.type == "cpu" else 0
+    length = language.max_length
+    shape = architecture.shape(config.model)
+    needed = architecture.least_memory(shape, language.model_vocab_size, length, num_tokens=in_a_pass * length)
+    needed += 3 * 8 * size * length  # ids, mask and labels
+    check_fits(needed, f"the model {config.model} on batches of {size:,} sentences is too large")
+
+
+def check_compiled(device: torch.device, group: ProcessGroup) -> None:
+    """Refuse to train with the compiled step where it cannot run."""
+    if choose_backend(torch.device("cpu")) != "numba":
+        raise IsolossError("compiled is on, and the compiled step needs the package numba: leave compiled out")
+    if group.world_size > 1:
+        raise IsolossError(f"compiled is on, which takes one process, and these are {group.world_size}")
+    if device.type != "cpu":
+        raise IsolossError(f"compiled is on, which takes a CPU, and the device is {device}: name the device cpu")
+
+
+def is_complete(run: Run, config: TrainConfig, group: ProcessGroup) -> bool:
+    """Return whether `run` is complete, the same for all processes of `group`, which call this together.
+
+    Raises:
+        IsolossError: It is the complete run of another config.
+    """
+    if not group.from_main(run.complete):
+        return False
+    group.on_main(lambda: run.create(config))
+    return True
+
+
+# --- stages, batches, time and metrics.jsonl
+
+
+class Stages:
+    """The stages of a run; one without stages has one, the run itself. An index counts from 0, a step from the start.
+
+    Attributes:
+        configs: Each stage as the config of a run of its own.
+        reached: Steps at which a stage ended at its target.
+
+    Example:
+        >>> from isoloss.lab.languages.config import LAPTOP_PCFG
+        >>> from isoloss.run_config import StageConfig
+        >>> few = (StageConfig(steps=100, target_kl=0.1), StageConfig(steps=20))
+        >>> stages = Stages(TrainConfig(language=LAPTOP_PCFG, stages=few))
+        >>> stages.num_ended(50), stages.ended(0, 50)
+        (0, None)
+        >>> stages.reached.append(50)
+        >>> stages.num_ended(50), stages.ended(0, 50), stages.begin(1), stages.ends
+        (1, 'target reached', 50, (50, 70))
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self.configs = config.stage_configs()
+        self.reached: list[int] = []
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The last step of each stage, of those to come as if no further target were reached."""
+        return self._config.stage_ends(self.reached)
+
+    def begin(self, index: int) -> int:
+        """Return the number of steps before a stage."""
+        return self.ends[index - 1] if index else 0
+
+    def num_ended(self, step: int) -> int:
+        """Return how many stages have ended after `step` steps, which is the index of the next one."""
+        return sum(end <= step for end in self.ends)
+
+    def is_last(self, step: int) -> bool:
+        """Whether the run ends with this step."""
+        return self.num_ended(step) == len(self.configs)
+
+    def target(self, index: int, step: int) -> tuple[str, float] | None:
+        """Return what the model is compared with after `step`, a step of this stage; None: it is not compared."""
+        stage = self._config.stages[index]
+        return stage.target if step % stage.validate_every == 0 or step == self.ends[index] else None
+
+    def ended(self, index: int, step: int) -> str | None:
+        """Return why a stage ended with this step; None: it did not."""
+        if step != self.ends[index]:
+            return None
+        if self._config.stages[index].target is None:
+            return "steps done"
+        return "target reached" if step in self.reached else "target not reached"
+
+
+class Batches(Generic[T]):
+    """What `make` gives for the steps up to `last`; a context, which ends with the background thread gone.
+
+    A batch is a function of its step, so that nothing but time depends on where it is made. With `ahead`, the next
+    step's is made in a background thread: at most one, and `make` never runs twice at once.
+
+    Example:
+        >>> with Batches(lambda step: step * step, last=3, ahead=True) as batches:
+        ...     [batches.of(step) for step in (1, 2, 3)]
+        [1, 4, 9]
+    """
+
+    def __init__(self, make: Callable[[int], T], *, last: int, ahead: bool) -> None:
+        self._make, self._last = make, last
+        self._next: tuple[int, Future[T]] | None = None
+        self._pool = ThreadPoolExecutor(1, "batches") if ahead else None
+
+    def __enter__(self) -> Batches[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for the batch that is being made, and let go of the thread."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._next = None
+        del self._make  # it may hold who holds this: training, and so its model, would not be freed at its end
+
+    def of(self, step: int) -> T:
+        """Return the batch of `step`, and begin the next one; what `make` raised is raised here, at its own step."""
+        if self._pool is None:
+            return self._make(step)
+        prefetched, self._next = self._next, None
+        ready = prefetched[1] if prefetched and prefetched[0] == step else self._pool.submit(self._make, step)
+        batch = ready.result()
+        if step < self._last:
+            self._next = step + 1, self._pool.submit(self._make, step + 1)
+        return batch
+
+    def wait(self) -> None:
+        """Wait until nothing is being made: for what must not use the language at the same time."""
+        if self._next is not None:
+            wait([self._next[1]])
+
+
+class Timing:
+    """Decides by the time when to report and when to save, and measures the throughput."""
+
+    def __init__(self, step: int, steps: int, progress: Callable[[Progress], None] | None) -> None:
+        self._step, self._steps, self._progress = step, steps, progress
+        self._start = self._reported = self._saved = time.monotonic()
+        self._num_tokens, self._loss_sum, self._loss_count = 0, 0.0, 0
+
+    def tick(self, step: int, loss_nats: float, num_tokens: int) -> None:
+        """Count a step, and report if it is time."""
+        self._step = step
+        self._num_tokens += num_tokens
+        self._loss_sum += loss_nats
+        self._loss_count += 1
+        self.report()
+
+    def report(self, *, last: bool = False) -> None:
+        """Call `progress` if it is time, or if this is the `last` call and there are steps it does not know of."""
+        now = time.monotonic()
+        if self._progress is None or self._loss_count == 0 or not (last or now - self._reported >= REPORT_SECONDS):
+            return
+        loss_nats = self._loss_sum / self._loss_count
+        self._loss_sum, self._loss_count, self._reported = 0.0, 0, now
+        self._progress(Progress(self._step, self._steps, loss_nats, self.tokens_per_second(), self.seconds()))
+
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    def tokens_per_second(self) -> float:
+        """Tokens seen since the start, by its seconds."""
+        return self._num_tokens / max(self.seconds(), 1e-9)
+
+    def save_is_due(self, every_seconds: float) -> bool:
+        """Whether the last save was `every_seconds` ago."""
+        return time.monotonic() - self._saved >= every_seconds
+
+    def saved(self) -> None:
+        """Note that a checkpoint was written."""
+        self._saved = time.monotonic()
+
+
+def _num_lines(step: int, *, ends: Collection[int], log_every: int) -> int:
+    """Return how many lines metrics.jsonl has after `step` steps, if these are the last steps of the stages."""
+    return step // log_every + sum(end <= step and end % log_every != 0 for end in ends)
+
+
+def _flush_metrics(run: Run) -> str:
+    """Bring metrics.jsonl to the disk, as a checkpoint must not outlive the lines before it; return its SHA-256."""
+    path = run.path / "metrics.jsonl"
+    if not path.exists():
+        return hashlib.sha256().hexdigest()
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return files.sha256(path)
+
+
+def _truncate_metrics(run: Run, step: int, count: int, sha256: str) -> None:
+    """Keep the `count` lines up to `step`; a killed process may have left more, and half a line after them.
+
+    Args:
+        run: The run.
+        step: How many steps were made.
+        count: How many lines these steps have.
+        sha256: Of these lines, as the checkpoint has it; empty: the checkpoint does not say.
+
+    Raises:
+        IsolossError: The lines are not there, not of these steps, or changed.
+    """
+    path = run.path / "metrics.jsonl"
+    content = path.read_bytes() if path.exists() else b""
+    lines = content.splitlines(keepends=True)[:count]
+    try:
+        complete = len(lines) == count and all(json.loads(line)["step"] <= step for line in lines)
+    except (ValueError, KeyError, TypeError):
+        complete = False
+    kept = b"".join(lines)
+    if not complete or (sha256 and hashlib.sha256(kept).hexdigest() != sha256):
+        raise IsolossError(
+            f"{path} is damaged: its first {count} lines are not those of the {step} steps that were made; "
+            "restore the file, or delete the run to start it again"
+        )
+    if len(content) > len(kept):
+        files.write_bytes(path, kept)

@@ -1,0 +1,415 @@
+"""Every registered measure, found by name: its settings, its error, and that it is what the library function gives."""
+
+import dataclasses
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import isoloss.flatness
+from isoloss.cli.main import main
+from isoloss.config import LanguageConfig
+from isoloss.errors import IsolossError
+from isoloss.flatness import _measurement, fisher_trace
+from isoloss.flatness._rescaling.apply import rescaled_at_random
+from isoloss.lab.evaluation.context import MeasureContext
+from isoloss.lab.evaluation.evaluator import evaluate
+from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.lab.evaluation.measures.base import Measure, MeasureResult, make_measure, name_fields, settings_of
+from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure
+from isoloss.lab.languages.api import Language
+from isoloss.lab.languages.config import PCFGConfig
+from isoloss.lab.models.make import make_model
+from isoloss.loading import load_model
+from isoloss.registry import MEASURES
+from isoloss.run_config import ModelConfig, ObjectiveConfig
+from isoloss.statistics.estimate import Estimate
+from isoloss.text.inputs import read_inputs
+
+NAMED = {
+    "trace-in-SIZE-EMBEDDING_SCALE": "trace-in-d32-exact",
+    "minimal-trace-in-SIZE": "minimal-trace-in-d32",
+    **{f"{how}-TASK": f"{how}-root" for how in ("probe", "lookup", "log-lookup", "one-hot", "finetune")},
+    "few-shot-TASK-NUMBER": "few-shot-root-20",
+    "projected-TASK-WIDTH": "projected-root-8",
+}
+SMALL = {
+    "loss_sentences": 40,
+    "num_sequences": 40,
+    "num_train": 48,
+    "num_test": 32,
+    "probe_seeds": 2,
+    "probe_epochs": 2,
+    "finetune_seeds": 2,
+    "finetune_epochs": 1,
+    "finetune_warmup_steps": 1,
+    "spectrum_steps": 4,
+    "sharpness_batch_size": 8,
+}
+LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)
+FLATNESS = [name for name in MEASURES if issubclass(MEASURES.load(name), FlatnessMeasure)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Two models of one small language, and token ids."""
+    path = tmp_path_factory.mktemp("measures")
+    language = LANGUAGE.build()
+    for seed, name in enumerate("ab"):
+        make_model(ModelConfig(size="d16"), language, seed=seed).save_pretrained(path / name)
+    np.save(path / "ids.npy", np.random.default_rng(0).integers(0, LANGUAGE.vocab_size, (48, 4)))
+    return path
+
+
+def as_json(capsys, *words):
+    capsys.readouterr()
+    assert main([*map(str, words), "--threads", "1", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def has_error(estimate):
+    return estimate["stderr"] > 0 or "(exact)" in str(Estimate.from_dict(estimate))
+
+
+def options(name):
+    cls = MEASURES.load(name)
+    fields = {field.name for field in dataclasses.fields(cls)}
+    return [word for key, value in SMALL.items() if key in fields for word in (f"--{key.replace('_', '-')}", value)]
+
+
+@pytest.mark.parametrize("name", list(MEASURES))
+def test_a_measure_is_a_frozen_dataclass_whose_fields_are_its_settings(name):
+    cls = MEASURES.load(name)
+    assert issubclass(cls, Measure)
+    assert cls.__dataclass_params__.frozen
+    measure = make_measure(NAMED.get(name, name), SMALL)
+    given = {f.name for f in dataclasses.fields(measure) if not f.metadata.get("omit_default")} - name_fields(name)
+    assert set(settings_of(NAMED.get(name, name), SMALL)) == given
+
+
+@pytest.mark.parametrize("name", list(MEASURES))
+def test_isoloss_eval_takes_every_measure_of_a_language(capsys, checkpoints, tmp_path, name):
+    asked = NAMED.get(name, name)
+    words = ("eval", checkpoints / "a", "--language", config_file(tmp_path), "--measures", asked, *options(name))
+    (found,) = as_json(capsys, *words, "--output", tmp_path / "out")["evaluations"]
+    assert (found["measure"], found["settings"]) == (asked, settings_of(asked, SMALL))
+    assert all(has_error(estimate) for estimate in found["estimates"].values())
+    (kept,) = (tmp_path / "out").rglob("*.json")
+    assert json.loads(kept.read_text()) == found
+    assert kept.with_suffix(".safetensors").exists()
+    (again,) = evaluate(checkpoints / "a", [asked], language=LANGUAGE, settings=SMALL, device="cpu")
+    assert json.loads(json.dumps(again.to_dict())) == {key: value for key, value in found.items() if key != "model"}
+
+
+def config_file(folder):
+    from isoloss import config as configs
+
+    path = folder / "language.toml"
+    path.write_text(configs.to_toml(LANGUAGE))
+    return path
+
+
+@pytest.mark.parametrize("name", FLATNESS)
+def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_function_gives(capsys, checkpoints, name):
+    asked = NAMED.get(name, name)
+    data = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--num-sequences", "40")
+    own = [word for word in options(name) if word not in ("--num-sequences", 40)]
+    document = as_json(capsys, "flatness", checkpoints / "a", *data, "--measures", asked, *own)
+    (model,) = document["models"]
+    assert (document["comparisons"], document["interrupted"], model["model"]) == ({}, None, str(checkpoints / "a"))
+    assert all(has_error(estimate) for estimate in model["estimates"][asked].values())
+    measure = make_measure(asked, SMALL)
+    loaded = load_model(checkpoints / "a", device="cpu")
+    if "-in-SIZE" in name:
+        from isoloss.lab.models.expansion import expand
+        from isoloss.lab.models.sizes import SIZES
+
+        loaded = dataclasses.replace(loaded, model=expand(loaded.model, SIZES["d32"], embedding_scale="exact").model)
+    inputs = read_inputs(
+        checkpoints / "ids.npy",
+        checkpoint=str(checkpoints / "a"),
+        config=loaded.model.config,
+        kind="masked",
+        num_sequences=40,
+        mask_id=9,
+        masking=ObjectiveConfig(masking="fraction"),
+    )
+    given = {"auxiliary_sample": inputs.auxiliary_sample} if "auxiliary_sample" in measure.takes else {}
+    if name == "rescaling-control":  # both traces, of another model
+        loaded = dataclasses.replace(loaded, model=rescaled_at_random(loaded.model, seed=measure.seed))
+        minimal = fisher_trace(loaded.model, inputs.batches, rescaling="minimal", seed=measure.seed, **given)
+        found = {key: estimate["value"] for key, estimate in model["estimates"][asked].items()}
+        plain = pytest.approx(minimal.details["trace"], rel=0.05)
+        assert found == {
+            "trace-rescaled-at-random": plain,
+            "minimal-trace-rescaled-at-random": pytest.approx(minimal.value, rel=1e-4),
+        }
+        return
+    batches = measure.cut(inputs).batches if hasattr(measure, "cut") else ()
+    expected = measure(loaded.model, batches, **given)
+    for key, estimate in expected.items():
+        found = model["estimates"][asked][key]
+        assert (found["value"], found["stderr"]) == pytest.approx((estimate.value, estimate.stderr), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", FLATNESS)
+def test_two_models_are_compared_by_every_measure_that_can_be_paired(capsys, checkpoints, name):
+    asked = NAMED.get(name, name)
+    data = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--num-sequences", "40")
+    own = [word for word in options(name) if word not in ("--num-sequences", 40)]
+    words = ("flatness", checkpoints / "a", checkpoints / "b", *data, "--measures", asked, *own)
+    document = as_json(capsys, *words)
+    comparison = document["comparisons"][asked]
+    first, second = (model["estimates"][asked] for model in document["models"])
+    for pair in comparison["pairs"]:
+        key, difference = pair["estimate"], pair["difference"]
+        assert difference["value"] == pytest.approx(first[key]["value"] - second[key]["value"], rel=1e-9)
+        assert 0 < difference["stderr"] < 2 * np.hypot(first[key]["stderr"], second[key]["stderr"])
+    assert bool(comparison["pairs"]) == (name != "squared-norm")
+    assert main([*map(str, words)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^a  .*\nb  ", out, re.MULTILINE)
+    assert bool(re.search("a minus b|b minus a", out)) == bool(comparison["pairs"])
+
+
+def context_of(checkpoints, **more):
+    inputs = read_inputs(
+        checkpoints / "ids.npy",
+        checkpoint=str(checkpoints / "a"),
+        config=load_model(checkpoints / "a", device="cpu").model.config,
+        kind="masked",
+        num_sequences=40,
+        mask_id=9,
+        masking=ObjectiveConfig(masking="fraction"),
+    )
+    return MeasureContext(read=lambda number, seed: inputs.cut(8), objective=ObjectiveConfig(), **more)
+
+
+@pytest.mark.parametrize("dies_at", [3, 8])
+def test_the_control_goes_on_from_either_of_its_two_measurements(checkpoints, dies_at, tmp_path, monkeypatch):
+    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
+    measure, calls = make_measure("rescaling-control"), []
+    model = load_model(checkpoints / "a", device="cpu").model
+    straight = measure.run(model, context_of(checkpoints)).estimates
+
+    def stop(done):
+        calls.append(done)
+        if len(calls) == dies_at:  # five batches of the plain trace, and then those of the minimal one
+            raise RuntimeError("the machine went down")
+
+    with pytest.raises(RuntimeError, match="went down"):
+        measure.run(model, context_of(checkpoints, resume=tmp_path / "half", progress=stop))
+    assert len(list(tmp_path.iterdir())) == 1
+    found = measure.run(model, context_of(checkpoints, resume=tmp_path / "half", progress=calls.append)).estimates
+    assert calls[dies_at:] == ([24, 32, 40, 8, 16, 24, 32, 40] if dies_at == 3 else [8, 16, 24, 32, 40, 24, 32, 40])
+    for name, estimate in straight.items():
+        assert found[name] == dataclasses.replace(estimate, seconds=found[name].seconds)
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_counts_to_as_many_probes_as_may_be_taken(checkpoints):
+    for name, default in (("noise-sharpness", 16), ("spectral-density", 8)):
+        for settings, limits, most in (
+            ({}, {}, default),
+            ({}, {"rtol": 0.1}, 1024),
+            ({}, {"seconds": 60.0}, 1024),
+            ({"num_probes": 5}, {"rtol": 0.1}, 5),
+        ):
+            context = context_of(checkpoints, **limits)
+            assert make_measure(name, settings).amount(40, context) == (most, "probes")
+    assert make_measure("trace").amount(40, context) == (40, "sequences")
+
+
+def test_every_function_of_flatness_that_returns_an_estimate_has_a_measure():
+    functions = {
+        name
+        for name in dir(isoloss.flatness)
+        if "Estimate" in str(getattr(getattr(isoloss.flatness, name), "__annotations__", {}).get("return", ""))
+    }
+    calls = [vars(MEASURES.load(name)).get("__call__") for name in FLATNESS]
+    called = {name for call in calls if call is not None for name in call.__code__.co_names}
+    assert functions <= called, functions - called
+
+
+def test_a_measure_of_ones_own_is_found_by_its_pattern(checkpoints, monkeypatch):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class ParameterCount(Measure):
+        """Number of parameters whose name has a word in it."""
+
+        word: str
+
+        def run(self, model, context):
+            count = sum(p.numel() for name, p in model.named_parameters() if self.word in name)
+            return {"count": Estimate(value=count, stderr=0.0, samples=0, unit="", num_predictions=0, method="count")}
+
+    monkeypatch.setattr(MEASURES, "_entries", dict(MEASURES._entries))
+    MEASURES.register("parameters-WORD", ParameterCount)
+    (found,) = evaluate(checkpoints / "a", "parameters-bias", language=LANGUAGE)
+    bias = sum(
+        p.numel() for name, p in load_model(checkpoints / "a", device="cpu").model.named_parameters() if "bias" in name
+    )
+    assert (found.estimates["count"].value, found.settings) == (bias, {})
+
+
+@pytest.mark.parametrize("result", [3.0, {"x": 3.0}, None])
+def test_a_measure_that_returns_no_estimate_is_named(checkpoints, monkeypatch, result):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Wrong(Measure):
+        """A number alone."""
+
+        def run(self, model, context):
+            return result
+
+    monkeypatch.setattr(MEASURES, "_entries", dict(MEASURES._entries))
+    MEASURES.register("wrong", Wrong)
+    with pytest.raises(IsolossError, match=f"measure wrong returned {result}; it must be estimates by name"):
+        evaluate(checkpoints / "a", "wrong", language=LANGUAGE)
+
+
+def test_mistakes_are_told_before_anything_is_loaded():
+    for measures, settings, sentence in (
+        (["los"], {}, "did you mean loss"),
+        (["probe-TASK"], {}, "probe-TASK is a pattern: replace TASK"),
+        (
+            ["loss"],
+            {"loss_sentences": "many"},
+            "loss_sentences is 'many'; it must be a whole number, at least 1, or all",
+        ),
+        (["loss"], {"loss_sentences": 2.5}, "loss_sentences is 2.5; it must be a whole number, at least 1"),
+        (
+            ["loss"],
+            {"nothing_alike": 3},
+            "'nothing_alike'; those of loss are loss_sentences, seed",
+        ),
+        (["loss"], {"loss_sentence": 3}, "no measure has a setting 'loss_sentence'; did you mean loss_sentences"),
+        (["trace"], {"num_sequences": 0}, "num_sequences is 0; it must be at least 2"),
+        ([], {}, "no measure is named"),
+    ):
+        with pytest.raises(IsolossError, match=sentence):
+            evaluate("absent", measures, language=LANGUAGE, settings=settings)
+
+
+def test_what_does_not_apply_is_refused_where_it_was_asked_for(checkpoints):
+    with pytest.raises(IsolossError, match="tasks are those of a language, and none is given"):
+        evaluate(checkpoints / "a", ["probe-root"], data=checkpoints / "ids.npy", inputs=InputConfig(mask_id=9))
+
+
+def test_sentences_of_a_language_are_masked_as_asked(checkpoints):
+    def masked(**inputs):
+        found = evaluate(checkpoints / "a", ["loss"], language=LANGUAGE, settings=SMALL, inputs=InputConfig(**inputs))
+        return found[0].estimates["loss"].num_predictions
+
+    assert masked() == masked(masking="one") == 40  # one token of each sentence
+    assert masked(masking="fraction", fraction=1.0) == 40 * 4
+    assert 40 <= masked(masking="fraction") < 80
+    with pytest.raises(IsolossError, match=r"is measured on a language: leave out --length"):
+        masked(length=3)
+
+
+def test_two_checkpoints_never_share_a_folder_of_the_output(checkpoints, tmp_path):
+    options = {"language": LANGUAGE, "settings": SMALL}
+    with pytest.raises(IsolossError, match="is named twice, the other time as"):
+        evaluate([checkpoints / "a", f"{checkpoints}/../{checkpoints.name}/a"], ["loss"], **options)
+    shutil.copytree(checkpoints / "b", tmp_path / "x-a")
+    shutil.copytree(checkpoints / "a", tmp_path / "x" / "a")
+    with pytest.raises(IsolossError, match=r"would both be kept in .*: measure them one after another"):
+        evaluate([tmp_path / "x" / "a", tmp_path / "x-a"], ["loss"], output=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_evaluations_print_as_a_table(checkpoints):
+    found = evaluate(
+        [checkpoints / "a", checkpoints / "b"], ["loss", "squared-norm"], language=LANGUAGE, settings=SMALL
+    )
+    assert len(found) == 4
+    lines = str(found).splitlines()
+    assert lines[0].split()[:4] == ["model", "measure", "estimate", "value"]
+    assert [line.split()[2] for line in lines[1:]] == ["entropy", "entropy", "kl", "kl", "loss", "loss"] + [
+        "squared-norm"
+    ] * 2
+    assert "<table>" in found._repr_html_()
+    assert found.to_dict()[0]["model"] == str(checkpoints / "a")
+
+
+def test_results_of_estimates_alone_have_their_influences():
+    estimate = Estimate(
+        value=1.0, stderr=1.0, samples=2, unit="", num_predictions=2, method="", influence=np.array([1.0, -1.0])
+    )
+    result = MeasureResult.of({"x": estimate, "y": dataclasses.replace(estimate, influence=None)}, "mine")
+    assert list(result.arrays) == ["x.influence"]
+    assert result.arrays["x.influence"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        *((name, ("--rtol", 0.5)) for name in ("trace", "largest-eigenvalue", "fisher-rao")),
+        *((name, ("--seconds", 1e-9)) for name in ("trace", "noise-sharpness", "weighted-trace")),
+    ],
+)
+def test_the_first_model_decides_where_a_measurement_stops_and_pairs_stay(capsys, checkpoints, tmp_path, name, rule):
+    np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(0, LANGUAGE.vocab_size, (200, 4)))
+    data = ("--data", tmp_path / "ids.npy", "--mask-id", "9", "--batch-size", "16", *rule)
+    document = as_json(capsys, "flatness", checkpoints / "a", checkpoints / "b", *data, "--measures", name)
+    first, second = (model["estimates"][name][name] for model in document["models"])
+    assert (first["samples"], first["num_predictions"]) == (second["samples"], second["num_predictions"])
+    assert first["samples"] < 200 or name == "largest-eigenvalue"
+    assert document["comparisons"][name]["pairs"]
+
+
+def test_a_rule_that_a_measure_has_no_use_for_is_refused(checkpoints):
+    words = ["flatness", str(checkpoints / "a"), "--data", str(checkpoints / "ids.npy"), "--mask-id", "9"]
+    assert main([*words, "--measures", "squared-norm", "--rtol", "0.1"]) == 2
+
+
+def test_the_loss_on_token_ids_is_their_cross_entropy(checkpoints):
+    inputs = InputConfig(mask_id=9)
+    (found,) = evaluate(checkpoints / "a", ["loss"], data=checkpoints / "ids.npy", inputs=inputs)
+    loaded = load_model(checkpoints / "a", device="cpu")
+    masking = ObjectiveConfig(masking="fraction")
+    options = {"checkpoint": loaded.name, "config": loaded.model.config, "kind": "masked", "mask_id": 9}
+    (batch,) = read_inputs(checkpoints / "ids.npy", masking=masking, **options).cut(48).batches
+    with torch.no_grad():
+        logits = loaded.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    expected = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), batch["labels"].flatten())
+    assert found.estimates["loss"].value == pytest.approx(float(expected), rel=1e-5)
+    assert found.estimates["loss"].samples == 48
+
+
+def test_a_model_that_does_not_know_the_language_is_refused(checkpoints):
+    with pytest.raises(IsolossError, match="knows 10 ids, and a model of the language 34"):
+        evaluate(checkpoints / "a", ["loss"], language="pcfg-laptop")
+
+
+class Blind(Language):
+    """The sentences of a language, and nothing of their probabilities."""
+
+    def __init__(self):
+        self._language = LANGUAGE.build()
+        self.max_length = self._language.max_length
+        self.set_vocabulary(self._language.vocabulary)
+
+    def sample(self, n, *, generator=None, latent=False):
+        return self._language.sample(n, generator=generator)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlindConfig(LanguageConfig):
+    kind: str = "blind"
+
+    def build(self, progress=None):
+        return Blind()
+
+
+def test_the_loss_of_a_language_without_truth_is_a_cross_entropy_of_its_sentences(checkpoints):
+    settings = {"loss_sentences": 4000}
+    known, found = (
+        evaluate(checkpoints / "a", "loss", language=language, settings=settings)[0].estimates
+        for language in (LANGUAGE, BlindConfig())
+    )
+    assert set(found) == {"loss"}
+    assert found["loss"].method == "fresh sentences"
+    assert abs(found["loss"].value - known["loss"].value) < 4 * found["loss"].stderr

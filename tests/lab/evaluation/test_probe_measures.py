@@ -1,0 +1,391 @@
+"""Probes over all sentences, of few sentences and of projections: against loops over sentences, scipy and numpy."""
+
+import dataclasses
+import functools
+import gc
+import itertools
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from scipy.special import log_softmax
+
+from isoloss.errors import IsolossError
+from isoloss.lab.evaluation.context import MeasureContext
+from isoloss.lab.evaluation.evaluator import Evaluator
+from isoloss.lab.evaluation.measures.base import make_measure, settings_of
+from isoloss.lab.languages.api import Sentences
+from isoloss.lab.languages.config import BracketsConfig, DyckConfig, PCFGConfig
+from isoloss.lab.models.make import make_model
+from isoloss.lab.training.train import train
+from isoloss.lab.transfer import features
+from isoloss.lab.transfer.finetuning import finetune
+from isoloss.lab.transfer.tasks import labeling, make_task, read_from_start
+from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
+from isoloss.runs import Run
+from isoloss.studies.comparison import difference, measured
+from isoloss.text.masking import with_start
+
+GRAMMAR = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=5)
+WHOLE = {"probe_solver": "convex", "num_test": "all", "num_train": 60}
+STRENGTH = 1e-3
+
+
+def context_of(language, kind="masked"):
+    def read(num_sequences, seed):
+        raise AssertionError("a probe reads no inputs")
+
+    return MeasureContext(read=read, objective=ObjectiveConfig(kind=kind), language=language)
+
+
+@pytest.fixture(scope="module")
+def language():
+    return GRAMMAR.build()
+
+
+@pytest.fixture(scope="module")
+def context(language):
+    return context_of(language)
+
+
+@pytest.fixture(scope="module")
+def model(language):
+    return make_model(ModelConfig(size="d16"), language, seed=0).eval()
+
+
+def found(name, settings, model, context):
+    return make_measure(name, settings).run(model, context)
+
+
+def accuracy(name, settings, model, context):
+    return found(name, settings, model, context).estimates["accuracy"]
+
+
+@functools.cache
+def every(language, task):
+    """All sentences one by one, and the probability of each with each label, given that there is a label."""
+    exact, asked = language.exact(), labeling(language, task)
+    lengths = [length for length, p in enumerate(exact.length_probs.tolist()) if p > 0]
+    sentences, joint = [], []
+    for length in lengths:
+        for string in itertools.product(range(exact.vocab_size), repeat=length):
+            tokens = torch.tensor([[*string, *[exact.pad_id] * (exact.max_length - length)]])
+            one = Sentences(tokens, torch.tensor([length]))
+            try:
+                p = float(exact.log_prob(*one[:2]).exp())
+            except IsolossError:
+                continue
+            if asked.scores is None:
+                label = int(asked.label(one))
+                shares = [float(label == index) for index in range(len(asked.classes))]
+            else:
+                shares = asked.scores(one)[0].tolist()
+            sentences.append(one)
+            joint.append([p * share for share in shares])
+    return sentences, np.array(joint) / np.sum(joint)
+
+
+def together(sentences):
+    return Sentences(*(torch.cat([one[part] for one in sentences]) for part in (0, 1)))
+
+
+def states(model, sentences):
+    return features.extract(model, together(sentences)).double().numpy()
+
+
+def scipy_probe(x, y, classes):
+    """Weights, intercepts, centre and scale of the penalized regression on standardized features, in float64."""
+    center = x.mean(axis=0)
+    scale = np.sqrt(np.square(x - center).mean())
+    z = (x - center) / scale
+    present = np.unique(y)
+    target = np.searchsorted(present, y)
+
+    def objective(theta):
+        w, b = theta[: -len(present)].reshape(-1, len(present)), theta[-len(present) :]
+        logs = log_softmax(z @ w + b, axis=1)
+        residual = np.exp(logs)
+        residual[np.arange(len(y)), target] -= 1
+        gradient = z.T @ residual / len(y) + STRENGTH * w
+        value = -logs[np.arange(len(y)), target].mean() + STRENGTH / 2 * np.square(w).sum()
+        return value, np.concatenate([gradient.ravel(), residual.mean(axis=0)])
+
+    start = np.zeros((x.shape[1] + 1) * len(present))
+    best = minimize(objective, start, jac=True, method="L-BFGS-B", options={"maxiter": 5000, "ftol": 0, "gtol": 1e-7}).x
+    w, b = best[: -len(present)].reshape(-1, len(present)), best[-len(present) :]
+    return lambda other: present[((other - center) / scale @ w + b).argmax(axis=1)]
+
+
+def share_right(predictions, joint):
+    return sum(joint[row, guess] for row, guess in enumerate(predictions))
+
+
+@pytest.mark.parametrize("task", ["prefix-2", "root-latent", "level-1"])
+def test_an_accuracy_over_all_sentences_is_that_of_a_loop_over_them(model, language, context, task):
+    sentences, joint = every(language, task)
+    drawn = make_task(language, task, num_train=60, num_test=1, seed=0)
+    x = states(model, sentences)
+    train_x = features.extract(model, drawn.train).double().numpy()
+    predictions = scipy_probe(train_x, drawn.train_labels.numpy(), len(drawn.classes))(x)
+    result = accuracy(f"probe-{task}", WHOLE, model, context)
+    # the two minima are the same to 1e-6 of the objective: sentences between two classes may go either way
+    assert result.value == pytest.approx(share_right(predictions, joint), abs=0.005)
+    assert (result.stderr, result.samples, result.num_predictions) == (0, 0, (joint.sum(axis=1) > 0).sum())
+    assert result.method == "linear probe, convex; exact over all sentences, given the training sentences"
+    seen = {tuple(row) for row in drawn.train.tokens.tolist()}
+    shared = sum(p.sum() for one, p in zip(sentences, joint, strict=True) if tuple(one.tokens[0].tolist()) in seen)
+    assert result.details["overlap"] == pytest.approx(shared)
+    assert result.details["majority_rate"] == pytest.approx(joint.sum(axis=0).max())
+    assert result.details["bayes_accuracy"] == pytest.approx(joint.max(axis=1).sum())
+
+
+def test_the_sum_over_sentences_is_that_of_the_probes_own_predictions(model, language, context):
+    sentences, joint = every(language, "root-latent")
+    whole = context.whole_task("root-latent", num_train=60, seed=0)
+    assert [one.tokens[0].tolist() for one in sentences] == whole.task.test.tokens.tolist()
+    probe = make_measure("probe-root-latent", WHOLE)
+    predictions, _ = probe._fitted(model, context, whole)
+    result = probe.run(model, context).estimates["accuracy"]
+    assert result.value == pytest.approx(share_right(predictions[0].tolist(), joint), abs=1e-12)
+
+
+def test_sentences_without_a_label_and_of_other_lengths():
+    language = DyckConfig(kinds=2, max_length=6).build()
+    context, task = context_of(language), "prefix-4"
+    sentences, joint = every(language, task)
+    assert 0 < (joint.sum(axis=1) > 0).sum() < len(sentences)
+    assert len({int(one.lengths) for one in sentences}) > 1
+    one = accuracy(f"one-hot-{task}", WHOLE, None, context)
+    drawn = make_task(language, task, num_train=60, num_test=1, seed=0)
+
+    def one_hot(tokens):
+        hot = np.zeros((len(tokens), language.max_length, language.vocab_size))
+        for row, place in np.ndindex(*tokens.shape):
+            if tokens[row, place] < language.vocab_size:
+                hot[row, place, tokens[row, place]] = 1
+        return hot.reshape(len(tokens), -1)
+
+    tokens = np.concatenate([sentence.tokens.numpy() for sentence in sentences])
+    assert np.array_equal(features.one_hot_features(language, drawn.train).numpy(), one_hot(drawn.train.tokens.numpy()))
+    fitted = scipy_probe(one_hot(drawn.train.tokens.numpy()), drawn.train_labels.numpy(), len(drawn.classes))
+    assert one.value == pytest.approx(share_right(fitted(one_hot(tokens)), joint), abs=0.005)
+    assert one.num_predictions == (joint.sum(axis=1) > 0).sum()
+
+
+def test_the_draws_of_a_few_shot_probe_are_slices_of_one_stream(model, language, context):
+    sentences, joint = every(language, "prefix-2")
+    x = states(model, sentences)
+    stream = make_task(language, "prefix-2", num_train=120, num_test=1, seed=3)
+    train_x, train_y = features.extract(model, stream.train).double().numpy(), stream.train_labels.numpy()
+    expected = []
+    for first in (0, 40, 80):
+        rows = slice(first, first + 40)
+        expected.append(share_right(scipy_probe(train_x[rows], train_y[rows], 3)(x), joint))
+    settings = {"num_test": "all", "probe_draws": 3, "seed": 3}
+    few = found("few-shot-prefix-2-40", settings, model, context)
+    result = few.estimates["accuracy"]
+    assert result.details["accuracies"] == pytest.approx(expected, abs=0.005)
+    assert result.value == pytest.approx(np.mean(result.details["accuracies"]))
+    assert result.stderr == pytest.approx(np.std(result.details["accuracies"], ddof=1) / math.sqrt(3))
+    assert (result.samples, result.details["draws"], result.details["num_train"]) == (3, 3, 40)
+    assert few.arrays["accuracy.influence"] == pytest.approx(np.array(result.details["accuracies"]) - result.value)
+    same = accuracy("probe-prefix-2", {**WHOLE, **settings, "num_train": 40}, model, context)
+    assert (same.value, same.stderr) == (result.value, result.stderr)
+    first = accuracy("few-shot-prefix-2-40", {**settings, "probe_draws": 1}, model, context)
+    assert first.value == pytest.approx(result.details["accuracies"][0], abs=1e-12)
+    assert first.is_exact
+
+
+def test_few_sentences_that_lack_a_class_never_predict_it_and_warn_of_nothing(model, language, context):
+    for num_test in ("all", 50):
+        result = found("few-shot-prefix-2-1", {"num_test": num_test, "probe_draws": 4}, model, context)
+        estimate = result.estimates["accuracy"]
+        assert estimate.details["absent_classes"] == [2, 2, 2, 2]
+        stream = make_task(language, "prefix-2", num_train=4, num_test=1, seed=0)
+        _, joint = every(language, "prefix-2")
+        if num_test == "all":
+            shares = joint.sum(axis=0)[stream.train_labels.numpy()]
+            assert estimate.details["accuracies"] == pytest.approx(shares)
+        else:
+            assert (result.arrays["accuracy.predictions"] == stream.train_labels.numpy()[:, None]).all()
+
+
+def test_a_projected_probe_is_the_probe_of_the_projected_features(model, language, context):
+    sentences, joint = every(language, "prefix-2")
+    x = states(model, sentences)
+    drawn = make_task(language, "prefix-2", num_train=60, num_test=1, seed=0)
+    train_x = features.extract(model, drawn.train).double().numpy()
+    settings = {"num_test": "all", "num_train": 60, "probe_draws": 2}
+    for width in (10, x.shape[1]):
+        expected = []
+        for draw in range(2):
+            matrix = features.projection_matrix(x.shape[1], width, 0, draw).double().numpy()
+            fitted = scipy_probe(train_x @ matrix, drawn.train_labels.numpy(), 3)
+            expected.append(share_right(fitted(x @ matrix), joint))
+        result = accuracy(f"projected-prefix-2-{width}", settings, model, context)
+        assert result.details["accuracies"] == pytest.approx(expected, abs=0.005)
+        assert (result.samples, result.details["projections"]) == (2, 2)
+        assert result.details["given"] == "the training sentences"
+    with pytest.raises(IsolossError, match="the width is 65, but the model has 64 features: choose at most that many"):
+        accuracy("projected-prefix-2-65", settings, model, context)
+
+
+def test_logarithms_of_the_look_up_table_have_a_floor():
+    language = DyckConfig(kinds=2, max_length=6).build()
+    sentences = language.sample(50, generator=torch.Generator().manual_seed(0))
+    table = features.lookup_features(language, sentences).view(50, sentences.tokens.shape[1], -1)
+    logs = features.log_lookup_features(language, sentences).view_as(table)
+    present = sentences.present()
+    assert not present.all()
+    assert (logs[~present] == 0).all()
+    assert (table[present] == 0).any()
+    for p, log in zip(table[present].flatten().tolist(), logs[present].flatten().tolist(), strict=True):
+        assert log == pytest.approx(math.log(max(p, 1e-4)), rel=1e-6)
+
+
+def test_tables_are_functions_of_the_language_and_take_a_sampled_test(model, language, context):
+    for how, table in (("lookup", features.lookup_features), ("log-lookup", features.log_lookup_features)):
+        sampled = accuracy(f"{how}-prefix-2", {**WHOLE, "num_test": 100}, None, context)
+        task = make_task(language, "prefix-2", num_train=60, num_test=100, seed=0)
+        fitted = scipy_probe(table(language, task.train).double().numpy(), task.train_labels.numpy(), 3)
+        guesses = fitted(table(language, task.test).double().numpy())
+        assert sampled.value == pytest.approx((guesses == task.test_labels.numpy()).mean(), abs=0.02)
+        whole = accuracy(f"{how}-prefix-2", WHOLE, None, context)
+        sentences, joint = every(language, "prefix-2")
+        x = table(language, together(sentences)).double().numpy()
+        assert whole.value == pytest.approx(share_right(fitted(x), joint), abs=0.005)
+
+
+def test_draws_on_sampled_sentences_have_the_errors_of_both(model, language, context):
+    result = found("few-shot-prefix-2-30", {"num_test": 200}, model, context)
+    estimate, predictions = result.estimates["accuracy"], result.arrays["accuracy.predictions"]
+    each = (predictions == result.arrays["accuracy.labels"]).mean(axis=1)
+    assert predictions.shape == (5, 200)
+    assert estimate.details["accuracies"] == pytest.approx(each)
+    variance = each.mean() * (1 - each.mean()) / 200 + each.var(ddof=1) / 5
+    assert estimate.stderr == pytest.approx(math.sqrt(variance))
+    assert (estimate.details["draws"], "seeds" in estimate.details) == (5, False)
+
+
+def test_adamw_and_fine_tuning_over_all_sentences(model, language, context):
+    settings = {"num_test": "all", "num_train": 60, "probe_seeds": 3, "probe_epochs": 3}
+    _, joint = every(language, "prefix-2")
+    data = context.whole_task("prefix-2", num_train=60, seed=0).task
+    predictions = finetune(model, data, seeds=2, epochs=1, warmup_steps=1).predictions
+    shares = [share_right(row, joint) for row in predictions.tolist()]
+    tuning = {"finetune_seeds": 2, "finetune_epochs": 1, "finetune_warmup_steps": 1}
+    tuned = accuracy("finetune-prefix-2", {**settings, **tuning}, model, context)
+    assert tuned.details["accuracies"] == pytest.approx(shares)
+    assert (tuned.samples, tuned.details["seeds"]) == (2, 2)
+    probes = accuracy("probe-prefix-2", settings, model, context)
+    assert probes.stderr == pytest.approx(np.std(probes.details["accuracies"], ddof=1) / math.sqrt(3))
+    assert probes.details["clusters"] == "seeds"
+    single = accuracy("probe-prefix-2", {**settings, "probe_seeds": 1}, model, context)
+    assert single.value == pytest.approx(probes.details["accuracies"][0], abs=1e-9)
+    assert single.details["given"] == "the training sentences and the seed"
+
+
+def test_a_causal_model_reads_the_start(language):
+    model = make_model(ModelConfig(architecture="opt", size="d16"), language, seed=0).eval()
+    context = context_of(language, "causal")
+    sentences, joint = every(language, "prefix-2")
+    task = read_from_start(make_task(language, "prefix-2", num_train=60, num_test=1, seed=0), language)
+    train_x = features.extract(model, task.train).double().numpy()
+    x = states(model, [with_start(one, language) for one in sentences])
+    expected = share_right(scipy_probe(train_x, task.train_labels.numpy(), 3)(x), joint)
+    assert accuracy("probe-prefix-2", WHOLE, model, context).value == pytest.approx(expected, abs=0.005)
+
+
+def test_the_measures_of_a_model_share_its_forward_pass_and_a_changed_model_has_its_own(language, monkeypatch):
+    context, calls = context_of(language), []
+    extract = features.extract
+    monkeypatch.setattr(features, "extract", lambda *given, **named: calls.append(1) or extract(*given, **named))
+    model = make_model(ModelConfig(size="d16"), language, seed=0).eval()
+    settings = {**WHOLE, "probe_draws": 2}
+    names = ("probe-prefix-2", "few-shot-root-20", "projected-root-8")
+    before = [accuracy(name, settings, model, context).value for name in names]
+    assert len(calls) == 1
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.add_(0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    after = [accuracy(name, settings, model, context).value for name in names]
+    assert len(calls) == 2
+    assert after == [accuracy(name, settings, model, context_of(language)).value for name in names]
+    assert all(new != old for new, old in zip(after, before, strict=True))
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    run = Run(tmp_path_factory.mktemp("runs") / "run")
+    config = TrainConfig(
+        language=GRAMMAR, model=ModelConfig(size="d16"), steps=20, batch_size=16, checkpoints=(10,), device="cpu"
+    )
+    train(run, config, config.language.build())
+    return run
+
+
+def test_differences_are_paired_by_draw_or_exact(run):
+    evaluator = Evaluator(run, WHOLE)
+    for name in ("few-shot-prefix-2-20", "projected-prefix-2-8", "probe-prefix-2"):
+        both = [evaluator.evaluate(name, step).estimates["accuracy"] for step in (10, 20)]
+        later, earlier = (measured(run, name, step)["accuracy"] for step in (20, 10))
+        moved = difference(later, earlier)
+        points = 100 * np.subtract(both[1].details["accuracies"], both[0].details["accuracies"])
+        assert moved.value == pytest.approx(points.mean())
+        assert moved.unit == "percentage points"
+        if len(points) == 1:
+            assert (moved.stderr, moved.samples, str(moved).endswith("(exact)")) == (0, 0, True)
+        else:
+            assert moved.stderr == pytest.approx(points.std(ddof=1) / math.sqrt(len(points)), rel=1e-5)
+            assert moved.samples == len(points)
+        with pytest.raises(IsolossError, match="an accuracy is compared as it is"):
+            difference(later, earlier, factor=2)
+        other = dataclasses.replace(earlier, inputs="others")
+        with pytest.raises(IsolossError, match="not made on the same examples"):
+            difference(later, other)
+
+
+def test_defaults_are_recorded_as_before():
+    old = {"num_train": 4096, "num_test": 4096, "probe_seeds": 5, "probe_epochs": 100, "seed": 0}
+    assert settings_of("probe-root") == settings_of("lookup-root") == old
+    assert settings_of("probe-root", {"probe_solver": "convex"}) == {**old, "probe_solver": "convex"}
+    assert settings_of("few-shot-root-10", {"probe_draws": 7}) == {"num_test": 4096, "probe_draws": 7, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "sentence"),
+    [
+        ("probe-root", {"probe_regularization": (1.0,)}, "probe_regularization has no effect with the solver adamw"),
+        ("probe-root", {"probe_draws": 2}, "probe_draws has no effect with the solver adamw"),
+        ("one-hot-root", {**WHOLE, "probe_epochs": 2}, "probe_epochs has no effect with the solver convex"),
+        ("probe-root", {**WHOLE, "probe_seeds": 2}, "probe_seeds has no effect with the solver convex"),
+        ("probe-root", {"probe_solver": "newton"}, "probe_solver is 'newton'; it must be one of adamw, convex"),
+        ("few-shot-root-9", {"probe_regularization": ()}, "probe_regularization is empty"),
+        ("few-shot-root-9", {"probe_regularization": (0.0,)}, "probe_regularization is 0.0; it must be above 0"),
+        ("few-shot-root-many", {}, "number is 'many'; it must be a whole number, at least 1"),
+        ("few-shot-root-0", {}, "number is 0; it must be at least 1"),
+        ("projected-root-wide", {}, "width is 'wide'; it must be a whole number, at least 1"),
+        ("few-shot-TASK-NUMBER", {}, "replace TASK and NUMBER, e.g. few-shot-root-100"),
+        ("probe-root", {"num_test": "some"}, "num_test is 'some'; it must be a whole number, at least 1, or all"),
+        ("probe-root", {"num_test": 0}, "num_test is 0; it must be at least 1"),
+        ("probe-root", {"num_test": 2.5}, "num_test is 2.5; it must be a whole number, at least 1, or all"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(name, settings, sentence):
+    with pytest.raises(IsolossError, match=sentence):
+        make_measure(name, settings)
+
+
+def test_languages_that_cannot_be_enumerated_are_refused():
+    wide = context_of(PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=17).build())
+    assert "too many sentences to enumerate" in make_measure("probe-root", WHOLE).why_not_applicable(wide)
+    brackets = context_of(BracketsConfig(length=4).build())
+    reason = make_measure("probe-mismatch", WHOLE).why_not_applicable(brackets)
+    assert reason == "num_test is all, but the task mismatch has sentences of its own: give num_test as a number"

@@ -1,0 +1,372 @@
+"""A teacher's probabilities against enumeration of all its sentences, its draws, and how it is found again."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy import stats
+from teacher_models import VOCAB, build, enumerated, next_logs
+from transformers import BertConfig, BertForMaskedLM
+
+from isoloss import config as configs
+from isoloss.errors import IsolossError
+from isoloss.lab import languages
+from isoloss.lab.languages.config import TeacherConfig
+from isoloss.lab.languages.teacher.language import Teacher
+from isoloss.loading import load_model, quiet
+
+IDS, LENGTH = (5, 2, 8), 4
+# norms of Llama and its kin run in float32
+TOLERANCES = {"gpt2": 1e-10, "opt": 1e-10, "centered": 1e-10, "llama": 2e-5, "windowed": 2e-5}
+KINDS = list(TOLERANCES)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def teacher(kind):
+    return Teacher(build(kind), IDS, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def truth(kind):
+    return enumerated(build(kind), IDS, LENGTH)
+
+
+def close(found, expected, kind):
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCES[kind])
+
+
+def marginal(joint, keep):
+    """The log-probabilities of the tokens at the positions `keep`, ascending."""
+    others = [axis for axis in range(joint.dim()) if axis not in keep]
+    return joint.logsumexp(dim=others) if others else joint
+
+
+def conditional(joint, tokens, length, position, unknown):
+    """(K,): log Pr(x_t = c | the known tokens but x_t) out of the joint of all tokens."""
+    known = [t for t in range(length) if t != position and t not in unknown]
+    part = marginal(joint, sorted([*known, position]))
+    index = tuple(slice(None) if t == position else int(tokens[t]) for t in sorted([*known, position]))
+    return part[index].log_softmax(dim=0)
+
+
+def test_the_probabilities_of_all_sentences_are_those_of_enumeration_and_add_up_to_one(teacher, truth, kind):
+    sequences, joint = truth
+    found = teacher.log_prob(sequences, torch.full((len(sequences),), LENGTH))
+    close(found, joint.flatten(), kind)
+    assert found.exp().sum().item() == pytest.approx(1, abs=TOLERANCES[kind])
+    assert found.std() > 0.5  # the models are far from uniform
+
+
+def test_a_shorter_sentence_is_the_first_tokens_of_longer_ones(teacher, truth, kind):
+    sequences, joint = truth
+    lengths = torch.arange(len(sequences)) % LENGTH + 1
+    expected = [marginal(joint, range(k))[tuple(row[:k])] for row, k in zip(sequences.tolist(), lengths, strict=True)]
+    close(teacher.log_prob(sequences, lengths), torch.stack(expected), kind)
+
+
+def test_the_conditionals_are_those_of_the_joint(teacher, truth, kind):
+    sequences, joint = truth
+    lengths = torch.arange(len(sequences)) % LENGTH + 1
+    padded = torch.nn.functional.pad(sequences, (0, 2), value=teacher.pad_id)
+    found = teacher.log_conditionals(padded, lengths)
+    expected = torch.zeros(len(sequences), LENGTH + 2, len(IDS), dtype=torch.float64)
+    for row, length in enumerate(lengths.tolist()):
+        first = marginal(joint, range(length))
+        for position in range(length):
+            expected[row, position] = conditional(first, sequences[row], length, position, ())
+    close(found, expected, kind)
+    entropy = -(expected.exp() * expected).sum(dim=2)
+    close(teacher.conditional_entropy(padded, lengths), entropy.masked_fill(expected[..., 0] == 0, 0.0), kind)
+
+
+@pytest.mark.parametrize("unknown", [(1,), (0, 3), (0, 1, 2, 3)])
+def test_unknown_tokens_are_summed_over(teacher, truth, kind, unknown):
+    sequences, joint = truth
+    some = sequences[::7]
+    lengths = torch.full((len(some),), LENGTH)
+    mask = torch.zeros_like(some, dtype=torch.bool)
+    mask[:, list(unknown)] = True
+    hidden = some.masked_fill(mask, 99)  # not read
+    expected = torch.stack(
+        [torch.stack([conditional(joint, row, LENGTH, t, unknown) for t in range(LENGTH)]) for row in some]
+    )
+    close(teacher.log_conditionals(hidden, lengths, mask=mask), expected, kind)
+    close(teacher.conditional_entropy(hidden, lengths, mask=mask), -(expected.exp() * expected).sum(dim=2), kind)
+    known = [t for t in range(LENGTH) if t not in unknown]
+    total = marginal(joint, known)
+    close(teacher.log_prob(hidden, lengths, mask=mask), torch.stack([total[tuple(row[known])] for row in some]), kind)
+
+
+def test_masks_and_lengths_may_differ_from_sentence_to_sentence():
+    teacher = Teacher(build("gpt2"), IDS, LENGTH)
+    sequences, joint = enumerated(build("gpt2"), IDS, LENGTH)
+    mask = torch.rand(sequences.shape, generator=torch.Generator().manual_seed(0)) < 0.4
+    lengths = torch.arange(len(sequences)) % LENGTH + 1
+    found = teacher.log_conditionals(sequences, lengths, mask=mask)
+    positions = torch.stack([lengths - 1, lengths * 0], dim=1)
+    at = teacher.log_conditionals(sequences, lengths, mask=mask, positions=positions)
+    entropies = teacher.conditional_entropy(sequences, lengths, mask=mask, positions=positions)
+    for row, length in enumerate(lengths.tolist()):
+        first, unknown = marginal(joint, range(length)), mask[row].nonzero()[:, 0].tolist()
+        for position in range(length):
+            expected = conditional(first, sequences[row], length, position, unknown)
+            torch.testing.assert_close(found[row, position], expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(at[row], found[row, positions[row]], rtol=0, atol=1e-12)
+    torch.testing.assert_close(entropies, -(at.exp() * at).sum(dim=2), rtol=0, atol=1e-12)
+    single = teacher.log_conditionals(sequences, lengths, mask=mask, positions=positions[:, 0])
+    torch.testing.assert_close(single, at[:, 0], rtol=0, atol=1e-12)
+
+
+def test_parts_of_any_size_give_the_same(monkeypatch):
+    teacher = Teacher(build("opt"), IDS, LENGTH)
+    sequences = enumerated(build("opt"), IDS, LENGTH)[0]
+    lengths = torch.full((len(sequences),), LENGTH)
+    expected = teacher.log_conditionals(sequences, lengths)
+    monkeypatch.setattr("isoloss.lab.languages.teacher.scores._POSITIONS", 7 * LENGTH)
+    monkeypatch.setattr("isoloss.lab.languages.teacher.language._ROWS", 10)
+    torch.testing.assert_close(teacher.log_conditionals(sequences, lengths), expected, rtol=0, atol=1e-12)
+
+
+def test_which_work_is_saved(kind, teacher):
+    scorer = teacher._scorer
+    assert (scorer.cut, scorer.cached) == (kind != "centered", kind != "windowed")
+    assert scorer.model.get_output_embeddings().out_features == (VOCAB if kind == "centered" else len(IDS))
+
+
+def test_the_model_that_was_given_is_left_alone():
+    model = build("gpt2")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    Teacher(model, IDS, LENGTH).to(dtype=torch.float32)
+    assert model.get_output_embeddings().out_features == VOCAB
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_type_of_exact_computations():
+    double = Teacher(build("gpt2"), IDS, LENGTH)
+    single = double.to(dtype=torch.float32)
+    sequences = enumerated(build("gpt2"), IDS, LENGTH)[0]
+    lengths = torch.full((len(sequences),), LENGTH)
+    expected, found = double.log_conditionals(sequences, lengths), single.log_conditionals(sequences, lengths)
+    assert (expected.dtype, found.dtype) == (torch.float64, torch.float32)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(double.log_conditionals(sequences, lengths), expected, rtol=0, atol=0)
+    assert Teacher(build("gpt2").half(), IDS, LENGTH).dtype == torch.float32
+    with pytest.raises(IsolossError, match=r"not in torch\.float16"):
+        double.to(dtype=torch.float16)
+
+
+def test_the_attributes_of_a_language():
+    teacher = Teacher(build("gpt2"), IDS, LENGTH)
+    assert isinstance(teacher, languages.ExactLanguage)
+    assert (teacher.vocabulary, teacher.vocab_size, teacher.max_length) == (("t5", "t2", "t8"), 3, 4)
+    assert (teacher.pad_id, teacher.mask_id, teacher.special_token_ids, teacher.model_vocab_size) == (3, 4, (), 5)
+    assert repr(teacher) == "Teacher(the teacher, 3 tokens, 4 tokens per sentence, torch.float64 on cpu)"
+
+
+# --- draws -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "windowed"])
+def test_sentences_are_drawn_with_their_probabilities(kind):
+    n = 20_000
+    teacher = Teacher(build(kind), IDS, LENGTH)
+    tokens, lengths, latent = teacher.sample(n, generator=torch.Generator().manual_seed(1))
+    assert latent is None
+    assert lengths.tolist() == [LENGTH] * n
+    codes = (tokens * torch.tensor([27, 9, 3, 1])).sum(dim=1)
+    observed = torch.bincount(codes, minlength=3**LENGTH).numpy()
+    expected = n * enumerated(build(kind), IDS, LENGTH)[1].exp().flatten().numpy()
+    rare = expected < 5
+    groups = [(observed[~rare], expected[~rare]), ([observed[rare].sum()], [expected[rare].sum()])]
+    statistic = sum(((o - e) ** 2 / e) for part in groups for o, e in zip(*part, strict=True) if e > 0)
+    assert stats.chi2.sf(statistic, (~rare).sum()) > 1e-3
+    assert (~rare).sum() > 20
+
+
+def test_what_has_no_probability_is_never_drawn():
+    model, ids = build("gpt2", scale=40), (2, 5, 8)  # all but the middle one are too rare for float64
+    teacher = Teacher(model, ids, LENGTH)
+    uniforms = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)[:, None].expand(3, LENGTH)
+    tokens = teacher._scorer.draw(uniforms)
+    probs = next_logs(model, tokens, ids).exp()
+    assert (probs.gather(2, tokens[..., None]) > 0).all()
+    assert (probs[0, :, 0] == 0).any()
+    assert (probs[2, :, -1] == 0).any()
+
+
+def test_a_sentence_depends_on_the_seed_and_its_place_only():
+    teacher = Teacher(build("gpt2"), IDS, LENGTH)
+    many = teacher.sample(600, generator=torch.Generator().manual_seed(3)).tokens
+    for n in (0, 1, 256, 300):
+        assert torch.equal(teacher.sample(n, generator=torch.Generator().manual_seed(3)).tokens, many[:n])
+    assert not torch.equal(many[:256], many[256:512])
+    assert not torch.equal(teacher.sample(600, generator=torch.Generator().manual_seed(4)).tokens, many)
+    assert torch.equal(teacher.batch(5, 9, seed=1).tokens, teacher.batch(5, 9, seed=1).tokens)
+    assert not torch.equal(teacher.batch(5, 9, seed=1).tokens, teacher.batch(6, 9, seed=1).tokens)
+    assert teacher.sample(3).tokens.shape == (3, LENGTH)
+    with pytest.raises(IsolossError, match="cannot draw -1 sentences"):
+        teacher.sample(-1)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": (5,)}, "needs at least 2 tokens, not 1"),
+        ({"tokens": (5, 2, 5)}, "the token 5 is named twice"),
+        ({"tokens": (5, 9)}, "no token 9; the model's ids are from 0 to 8"),
+        ({"tokens": (5, 1)}, "the token 1 is special"),
+        ({"length": 0}, "the length is 0; it must be from 1 to 12 tokens"),
+        ({"length": 13}, "the length is 13; it must be from 1 to 12 tokens"),
+        ({"start_id": 9}, "start_id is 9; the model's ids are from 0 to 8"),
+        ({"vocabulary": ("a", "b")}, "must be 3 different strings"),
+    ],
+)
+def test_what_is_no_language(changes, message):
+    arguments = {"tokens": IDS, "length": LENGTH} | changes
+    with pytest.raises(IsolossError, match=message):
+        Teacher(build("gpt2"), **arguments)
+
+
+def test_where_a_sentence_begins():
+    model = build("gpt2")
+    assert Teacher(model, IDS, LENGTH).start_id == 0
+    model.config.bos_token_id, model.config.eos_token_id = None, [7, 1]
+    assert Teacher(model, IDS, LENGTH).start_id == 7
+    sequences, joint = enumerated(model, IDS, LENGTH, start_id=7)
+    found = Teacher(model, IDS, LENGTH).log_prob(sequences, torch.full((len(sequences),), LENGTH))
+    torch.testing.assert_close(found, joint.flatten(), rtol=0, atol=1e-10)
+    model.config.eos_token_id = None
+    with pytest.raises(IsolossError, match="give its id as start_id, from 0 to 8"):
+        Teacher(model, IDS, LENGTH)
+    assert Teacher(model, IDS, LENGTH, start_id=3).start_id == 3
+
+
+def test_too_many_completions_are_refused_and_one_token_never(monkeypatch):
+    monkeypatch.setattr("isoloss.lab.languages.teacher.language._COMPLETIONS", 100)
+    model = build("gpt2")
+    with torch.no_grad():
+        model.resize_token_embeddings(300, mean_resizing=False)
+    teacher = Teacher(model, range(2, 299), 3)
+    tokens, lengths = torch.tensor([[1, 2, 3]]), torch.tensor([3])
+    mask = torch.tensor([[True, False, True]])
+    message = r"sentence 0 has (\d) unknown tokens, with 297\^\1 completions to add up; a teacher adds up 100 at most"
+    for method in (teacher.log_prob, teacher.log_conditionals, teacher.conditional_entropy):
+        with pytest.raises(IsolossError, match=message):
+            method(tokens, lengths, mask=mask)
+    one = torch.tensor([[True, False, False]])
+    with pytest.raises(IsolossError, match="has 2 unknown tokens"):  # that and x_t
+        teacher.log_conditionals(tokens, lengths, mask=one)
+    found = teacher.log_conditionals(tokens, lengths, mask=one, positions=torch.tensor([0]))
+    torch.testing.assert_close(found, teacher.log_conditionals(tokens, lengths)[:, 0], rtol=0, atol=1e-12)
+
+
+def test_weights_that_are_not_numbers_are_told():
+    model = build("gpt2")
+    with torch.no_grad():
+        model.transformer.ln_f.weight[0] = math.nan
+    teacher, tokens, lengths = Teacher(model, IDS, LENGTH), torch.tensor([[0, 1, 2, 0]]), torch.tensor([4])
+    for method in (teacher.log_prob, teacher.log_conditionals):
+        with pytest.raises(IsolossError, match="logits are not finite"):
+            method(tokens, lengths)
+    with pytest.raises(IsolossError, match="logits are not finite"):
+        teacher.sample(1)
+
+
+# --- as a config -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    build("gpt2").float().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_config_names_the_tokens_and_the_weights(folder):
+    teacher = TeacherConfig(checkpoint=str(folder), length=4, vocab_size=3, samples=2000).build()
+    config = teacher.config
+    assert (config.checkpoint, config.start_id, config.tokens) == (str(folder), 0, teacher.tokens)
+    assert teacher.dtype == torch.float32
+    again = configs.from_dict(TeacherConfig, configs.to_dict(config)).build()
+    assert again.config == config
+    assert torch.equal(again.batch(0, 50, seed=0).tokens, teacher.batch(0, 50, seed=0).tokens)
+    with pytest.raises(IsolossError, match="only in memory"):
+        _ = Teacher(build("gpt2"), IDS, LENGTH).config
+
+
+def test_a_teacher_is_named_by_its_folder_or_by_a_file(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = languages.resolve("model", length=6)
+    assert isinstance(config, TeacherConfig)
+    assert (config.checkpoint, config.length, len(config.tokens)) == (str(folder), 6, VOCAB - 2)
+    assert languages.resolve("model", length=6) == config
+    with pytest.raises(IsolossError, match="model is a checkpoint, a teacher: leave out --column"):
+        languages.resolve("model", split="train")
+    (tmp_path / "t.toml").write_text('kind = "teacher"\ncheckpoint = "model"\ntokens = [4, 3]\nlength = 5\n')
+    read = languages.resolve("t.toml")
+    assert (read.tokens, read.length, read.content, read.start_id) == ((4, 3), 5, config.content, 0)
+    assert read.build().vocab_size == 2
+
+
+def test_another_content_is_refused(folder, tmp_path):
+    config = TeacherConfig(checkpoint=str(folder), tokens=IDS, length=4).build().config
+    shutil.copytree(folder, tmp_path / "other")
+    weights = load_file(folder / "model.safetensors")
+    weights["transformer.wte.weight"][8, 0] += 1e-3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(IsolossError, match=rf"has changed since the run began: its SHA-256 was {config.content[:16]}"):
+        config.build()
+    other = tmp_path / "other" / "config.json"
+    document = json.loads(other.read_text())
+    other.write_text(json.dumps(document | {"transformers_version": "0.1"}))
+    same = configs.from_dict(TeacherConfig, configs.to_dict(config) | {"checkpoint": str(other.parent)})
+    assert same.build().config.content == config.content
+    other.write_text(json.dumps(document | {"layer_norm_epsilon": 0.1}))
+    with pytest.raises(IsolossError, match="has changed since the run began"):
+        same.build()
+
+
+def test_what_cannot_be_a_teacher(folder, tmp_path):
+    masked = BertConfig(vocab_size=12, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    with torch.random.fork_rng(devices=[]), quiet():
+        BertForMaskedLM(masked).save_pretrained(tmp_path / "bert")
+    with pytest.raises(IsolossError, match="is a BertForMaskedLM: a teacher is a causal model"):
+        languages.resolve(str(tmp_path / "bert"))
+    with pytest.raises(IsolossError, match="is not a folder"):
+        TeacherConfig(checkpoint="./nowhere").build()
+    with pytest.raises(
+        IsolossError, match=r"the tokens of a corpus cannot be counted: the folder .* holds no tokenizer"
+    ):
+        TeacherConfig(checkpoint=str(folder), corpus=("text.txt",)).build()
+    for name in ("vocab_size", "samples"):
+        with pytest.raises(IsolossError, match=f"{name} is 0; it must be at least 1"):
+            TeacherConfig(checkpoint=str(folder), **{name: 0}, length=4).build()
+
+
+# --- a published checkpoint ------------------------------------------------------------------------------------------
+
+
+def test_a_published_checkpoint(shared_data):
+    config = TeacherConfig(checkpoint=str(shared_data / "stories260K" / "hf"), vocab_size=20, length=12, samples=256)
+    teacher = config.build()
+    tokens, lengths = teacher.sample(2, generator=torch.Generator().manual_seed(0))[:2]
+    model = load_model(config.checkpoint).model
+    steps = next_logs(model, tokens, teacher.tokens, start_id=1).gather(2, tokens[..., None])[..., 0]
+    torch.testing.assert_close(teacher.log_prob(tokens, lengths), steps.sum(dim=1), rtol=0, atol=1e-4)
+    found = teacher.log_conditionals(tokens, lengths)
+    for row, position in ((0, 0), (0, 7), (1, 11)):
+        substituted = tokens[row].repeat(20, 1)
+        substituted[:, position] = torch.arange(20)
+        logs = next_logs(model, substituted, teacher.tokens, start_id=1).gather(2, substituted[..., None])[..., 0]
+        torch.testing.assert_close(found[row, position], logs.sum(dim=1).log_softmax(dim=0), rtol=0, atol=1e-4)

@@ -1,0 +1,135 @@
+"""A model for a language by its architecture, and its predictions against those of the whole forward pass."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, OPTForCausalLM, RobertaPreLayerNormForMaskedLM
+
+from isoloss import config as configs
+from isoloss.errors import IsolossError
+from isoloss.lab.languages.config import PRESETS
+from isoloss.lab.models.architectures import BERT
+from isoloss.lab.models.make import make_model, predicted_logits, predicted_states
+from isoloss.lab.models.sizes import Shape
+from isoloss.lstm import LSTMForMaskedLM
+from isoloss.registry import MODELS
+from isoloss.run_config import ModelConfig, ObjectiveConfig
+from isoloss.seeds import generator
+from isoloss.text.masking import objective_batch
+
+LANGUAGE = PRESETS["pcfg-varied"][0].build()  # up to 8 of 32 tokens
+KINDS = {"bert": "masked", "bert-pre-ln": "masked", "lstm": "masked", "opt": "causal"}
+
+
+def settings(architecture, *, large=False):
+    size = "h64" if large else "h16"
+    return ModelConfig(architecture=architecture, size=size if architecture == "lstm" else "d128" if large else "d16")
+
+
+def batch_of(architecture):
+    sentences = LANGUAGE.sample(20, generator=generator(0, "sentences"))
+    objective = ObjectiveConfig(kind=KINDS[architecture])
+    return objective_batch(sentences, LANGUAGE, objective, generator=generator(0, "masks"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "positions"),
+    [
+        ("bert", BertForMaskedLM, 8),
+        ("bert-pre-ln", RobertaPreLayerNormForMaskedLM, 41),  # the first belongs to the id 33
+        ("lstm", LSTMForMaskedLM, None),
+        ("opt", OPTForCausalLM, 9),
+    ],
+)
+def test_a_model_knows_its_languages_ids_and_lengths(architecture, kind, positions):
+    model = make_model(settings(architecture), LANGUAGE, seed=0)
+    assert type(model) is kind
+    config = model.config
+    assert (config.vocab_size, config.pad_token_id) == (34, 32)
+    assert getattr(config, "max_position_embeddings", None) == positions
+    assert getattr(config, "bos_token_id", None) == (33 if architecture == "opt" else None)
+
+
+def test_an_unknown_architecture_or_size_names_the_choices():
+    with pytest.raises(IsolossError, match="lstm has no model size 'd16'"):
+        make_model(ModelConfig(architecture="lstm", size="d16"), LANGUAGE, seed=0)
+    with pytest.raises(IsolossError, match=r"no model 'gpt'; did you mean opt\? the models are bert"):
+        make_model(ModelConfig(architecture="gpt"), LANGUAGE, seed=0)
+
+
+FREE = {
+    **{name: {"width": 24, "heads": 4, "layers": 2, "ffn": 20} for name in ("bert", "bert-pre-ln", "opt")},
+    "lstm": {"width": 7, "layers": 3, "directions": 1},
+}
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize("is_padded", [True, False])
+@pytest.mark.parametrize("is_free", [True, False])
+def test_predictions_are_those_of_the_whole_model(architecture, is_padded, is_free):
+    config = settings(architecture, large=True)
+    config = dataclasses.replace(config, **FREE[architecture]) if is_free else config
+    model = make_model(config, LANGUAGE, seed=0).double().eval()
+    batch = batch_of(architecture)
+    if not is_padded:
+        whole = batch["attention_mask"].all(dim=1)
+        batch = {name: value[whole] for name, value in batch.items() if name != "attention_mask"}
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
+    causal = KINDS[architecture] == "causal"
+    expected = []
+    for i, row in enumerate(batch["labels"].tolist()):
+        expected += [logits[i, t - 1 if causal else t] for t, label in enumerate(row) if label >= 0]
+    got = predicted_logits(model, batch, causal=causal)
+    torch.testing.assert_close(got, torch.stack(expected), rtol=1e-12, atol=1e-12)
+    output = model.get_output_embeddings()
+    states = predicted_states(model, batch)
+    torch.testing.assert_close(torch.nn.functional.linear(states, output.weight, output.bias), got, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_any_module_with_logits_will_do(causal):
+    class Position(torch.nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return types.SimpleNamespace(logits=torch.arange(input_ids.shape[1])[None, :, None].expand(2, -1, 3))
+
+    labels = torch.tensor([[-100, 1, -100, 2], [-100, -100, 0, -100]])
+    got = predicted_logits(Position(), {"input_ids": labels, "labels": labels}, causal=causal)
+    assert got[:, 0].tolist() == ([0, 2, 1] if causal else [1, 3, 2])
+
+
+def test_an_architecture_from_outside_is_registered_built_and_checked(monkeypatch):
+    class Deep(type(BERT)):
+        default_size = "two"
+        sizes = {"two": Shape(8, 1, 2, 16)}  # noqa: RUF012
+
+        def build(self, config, language, *, seed):
+            shape = self.shape(config)
+            own = BertConfig(
+                vocab_size=language.model_vocab_size,
+                hidden_size=shape.d_model,
+                num_hidden_layers=shape.num_layers,
+                num_attention_heads=shape.num_heads,
+                intermediate_size=shape.intermediate,
+                max_position_embeddings=language.max_length,
+            )
+            return BertForMaskedLM(own)
+
+    monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
+    MODELS.register("deep", Deep())
+    config = ModelConfig(architecture="deep")
+    assert str(config) == "deep two"
+    configs.check(config)
+    model = make_model(config, LANGUAGE, seed=0)
+    assert model.num_parameters() == MODELS.load("deep").num_parameters(
+        Shape(8, 1, 2, 16), LANGUAGE.model_vocab_size, LANGUAGE.max_length
+    )
+    assert predicted_logits(model, batch_of("bert"), causal=False).shape[1] == LANGUAGE.model_vocab_size
+    with pytest.raises(IsolossError, match="deep has no model size 'd64'; its sizes are two"):
+        configs.check(ModelConfig(architecture="deep", size="d64"))
+
+
+def test_states_of_a_class_that_is_not_registered_are_refused():
+    with pytest.raises(IsolossError, match="Linear is the class of no registered architecture"):
+        predicted_states(torch.nn.Linear(1, 1), {"labels": torch.zeros(1, 1)})

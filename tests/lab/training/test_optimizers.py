@@ -1,0 +1,76 @@
+"""The schedules of the learning rate, and settings out of range."""
+
+import math
+
+import pytest
+
+from isoloss import config as configs
+from isoloss.errors import IsolossError
+from isoloss.lab.training.optimizers import learning_rate
+from isoloss.run_config import OptimizerConfig
+
+
+def rates(steps, total, **settings):
+    config = OptimizerConfig(learning_rate=1e-3, **settings)
+    return [learning_rate(config, step, total=total) / 1e-3 for step in steps]
+
+
+def test_the_warm_up_is_linear_and_then_constant():
+    got = rates((1, 500, 999, 1000, 1001, 10**6), 10**6, warmup_steps=1000)
+    assert got == pytest.approx([0.001, 0.5, 0.999, 1, 1, 1])
+    assert rates((1,), 10, warmup_steps=0) == [1]
+
+
+def test_by_default_6_percent_of_the_steps_warm_up_and_at_most_1000():
+    assert [OptimizerConfig().num_warmup_steps(total) for total in (0, 8, 100, 20_000)] == [0, 0, 6, 1000]
+
+
+def test_a_proportion_warms_up_that_fraction_of_the_steps():
+    steps = (1, 11, 12, 13, 100)
+    assert rates(steps, 100, warmup_proportion=0.12) == rates(steps, 100, warmup_steps=12)
+    assert rates((1, 2), 100, warmup_proportion=0.0) == [1, 1]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_the_schedules_fall_from_the_highest_to_0_one_step_after_the_last(warmup):
+    total = 10
+    peak = max(warmup, 1)
+    steps = range(peak, total + 2)  # 0 would be reached at step 11
+    fractions = [(step - peak) / (total + 1 - peak) for step in steps]
+    linear = rates(steps, total, warmup_steps=warmup, schedule="linear")
+    assert linear == pytest.approx([1 - fraction for fraction in fractions])
+    cosine = rates(steps, total, warmup_steps=warmup, schedule="cosine")
+    assert cosine == pytest.approx([math.cos(math.pi * fraction / 2) ** 2 for fraction in fractions])
+    assert linear[0] == cosine[0] == 1
+    assert linear[-2] > 0
+    assert linear[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be above 0"),
+        ({"learning_rate": float("inf")}, "learning_rate is inf"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"warmup_steps": -1}, "warmup_steps is -1; it must be at least 0"),
+        ({"warmup_proportion": 1.5}, "warmup_proportion is 1.5; it must be at least 0 and at most 1"),
+        ({"warmup_proportion": float("nan")}, "warmup_proportion is nan"),
+        ({"schedule": "step"}, "schedule is 'step'; it must be one of constant, linear, cosine"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1; it must be at least 0"),
+        ({"betas": (0.9, 1.0)}, "betas is 1.0; it must be at least 0 and below 1"),
+        ({"name": "sgd", "momentum": 1.0}, "momentum is 1.0; it must be at least 0 and below 1"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; it must be above 0"),
+        ({"name": "lamb"}, "name is 'lamb'; it must be one of adamw, sgd"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, message):
+    with pytest.raises(IsolossError, match=rf"^optimizer\.{message}"):
+        configs.check(OptimizerConfig(**changes), "optimizer")
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(IsolossError, match=r"momentum is 0\.9, but the optimizer is adamw: it needs sgd"):
+        configs.check(OptimizerConfig(momentum=0.9))
+    with pytest.raises(IsolossError, match="warmup_steps is 11, more than the 10 steps, which leaves none"):
+        OptimizerConfig(schedule="linear", warmup_steps=11).check_steps(10)
+    OptimizerConfig(warmup_steps=11).check_steps(10)

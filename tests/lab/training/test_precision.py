@@ -1,0 +1,88 @@
+"""bfloat16 by autocast: what runs in it, what does not, and that a run resumes bit for bit."""
+
+import json
+
+import pytest
+import torch
+from running import Signalling, content, small
+from stepping import batches, loss_of, tiny
+from toy_language import PairLanguage
+
+from isoloss.errors import IsolossError
+from isoloss.lab.models.make import make_model
+from isoloss.lab.training.objectives import prediction_loss, training_batch
+from isoloss.lab.training.train import Interrupted, train
+from isoloss.lstm import has_bfloat16_lstm
+from isoloss.run_config import ModelConfig, ObjectiveConfig
+from isoloss.runs import Run
+
+ARCHITECTURES = [("bert", "d16"), ("bert-pre-ln", "d16"), ("lstm", "h16"), ("opt", "d16")]
+
+
+def products(model):
+    """Note the dtypes of the outputs of the model's linear layers."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.LSTM):
+            module.register_forward_hook(lambda _m, _i, out: found.append(getattr(out, "dtype", None) or out[0].dtype))
+    return found
+
+
+@pytest.mark.parametrize(("architecture", "size"), ARCHITECTURES)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_model_runs_in_the_precision_and_the_gradients_are_float32(architecture, size, precision):
+    language = PairLanguage(is_ragged=True)
+    causal = architecture == "opt"
+    objective = ObjectiveConfig(kind="causal" if causal else "masked")
+    config = small(model=ModelConfig(architecture=architecture, size=size, dropout=0.0), objective=objective)
+    model = make_model(config.model, language, seed=0)
+    batch = training_batch(language, config, 1, torch.device("cpu")).inputs
+    exact = prediction_loss(model.double(), batch, causal=causal)
+    wanted = torch.autograd.grad(exact, list(model.parameters()), allow_unused=True)
+    model.float()
+    dtypes = products(model)
+    if architecture == "lstm" and precision == "bfloat16" and not has_bfloat16_lstm():
+        with pytest.raises(IsolossError, match="this CPU has no LSTM in bfloat16"):
+            prediction_loss(model, batch, causal=causal, precision=precision)
+        return
+    loss = prediction_loss(model, batch, causal=causal, precision=precision)
+    loss.backward()
+    assert set(dtypes) == {torch.bfloat16 if precision == "bfloat16" else torch.float32}
+    assert loss.dtype == torch.float32
+    # bfloat16 has 8 bits: its rounding is 2^-9
+    tolerance = 2**-6 if precision == "bfloat16" else 1e-5
+    assert loss.item() == pytest.approx(exact.item(), rel=tolerance)
+    error = square = 0.0
+    for p, g in zip(model.parameters(), wanted, strict=True):
+        if g is not None:
+            assert p.grad.dtype == torch.float32
+            error += float((p.grad - g).square().sum())
+            square += float(g.square().sum())
+    assert (error / square) ** 0.5 < 4 * tolerance
+
+
+def test_a_run_says_it_and_resumes_bit_for_bit(tmp_path):
+    config = small(precision="bfloat16")
+    whole, stopped = Run(tmp_path / "whole"), Run(tmp_path / "stopped")
+    train(whole, config, PairLanguage())
+    with pytest.raises(Interrupted):
+        train(stopped, config, Signalling({5}))
+    train(stopped, config, PairLanguage())
+    assert content(whole) == content(stopped)
+    first = json.loads((whole.path / "log.jsonl").read_text().splitlines()[0])
+    assert first["precision"] == "bfloat16"
+    other = Run(tmp_path / "other")
+    train(other, small(), PairLanguage())
+    assert other.metrics()[-1]["loss_nats"] != whole.metrics()[-1]["loss_nats"]
+    assert other.metrics()[-1]["loss_nats"] == pytest.approx(whole.metrics()[-1]["loss_nats"], rel=0.02)
+
+
+def test_an_unknown_precision_is_refused(tmp_path):
+    with pytest.raises(IsolossError, match="precision is 'fp16'; it must be one of float32, bfloat16"):
+        train(Run(tmp_path / "run"), small(precision="fp16"), PairLanguage())
+
+
+def test_the_loss_of_the_default_is_the_models_own():
+    model = tiny()
+    batch = batches(1)[0]
+    assert torch.equal(loss_of(model)(batch), prediction_loss(model, batch, causal=False, precision="float32"))

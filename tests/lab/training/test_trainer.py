@@ -1,0 +1,406 @@
+"""The loop: what a run directory holds at the end, and resuming bit for bit."""
+
+import json
+import math
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from running import Signalling, content, files_of_at_most, small, trained
+from toy_language import PairLanguage
+
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.lab.models.architectures import BERT
+from isoloss.lab.training.objectives import training_batch
+from isoloss.lab.training.train import Interrupted, Progress, train
+from isoloss.loading import load_model
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
+from isoloss.runs import Run
+
+# --- what a run leaves
+
+
+def test_a_run_holds_what_it_should(tmp_path):
+    config = small(checkpoints=(0, 5))
+    run = trained(tmp_path / "run", config)
+    assert run.complete
+    assert run.config == config
+    assert run.steps() == [0, 5, 10]
+    assert set(content(run)) == {"metrics.jsonl", "result.json"} | {
+        f"checkpoints/step-{step}/{name}"
+        for step in (0, 5, 10)
+        for name in ("config.json", "model.safetensors", "trainer.json", "trainer.safetensors")
+    }
+    result = files.read_json(run.path / "result.json")
+    assert result["steps"] == 10
+    assert result["loss_nats"] == run.metrics()[-1]["loss_nats"]
+    assert result["num_parameters"] == load_model(run.checkpoint(10)).model.num_parameters()
+    assert result["dtype"] == "float32"
+    assert result["initial_sha256"] is None
+    assert result["checkpoints"] == {
+        str(step): files.sha256(run.checkpoint(step) / "model.safetensors") for step in (0, 5, 10)
+    }
+
+
+def test_the_metrics_are_those_of_a_loop_written_out(tmp_path):
+    config = small(model=ModelConfig(size="d16", dropout=0.0), optimizer=OptimizerConfig(name="sgd", warmup_steps=3))
+    run = trained(tmp_path, config)
+    language = PairLanguage()
+    model = BERT.new_model(config.model, vocab_size=10, max_length=4, pad_id=8, seed=0)
+    losses, norms, rates = [], [], []
+    for step in range(1, 11):
+        sentences = language.batch(step, 8, seed=0)
+        batch = training_batch(language, config, step, torch.device("cpu")).inputs
+        hidden = batch["labels"] >= 0
+        loss = torch.nn.functional.cross_entropy(model(batch["input_ids"]).logits[hidden], sentences.tokens[hidden])
+        parameters = list(model.named_parameters())
+        gradients = torch.autograd.grad(loss, [p for _, p in parameters])
+        losses.append(loss.item())
+        norms.append(math.sqrt(sum(float(g.double().square().sum()) for g in gradients)))
+        rates.append(1e-3 * min(1, step / 3))
+        with torch.no_grad():
+            for (name, p), g in zip(parameters, gradients, strict=True):
+                is_exempt = "bias" in name or "LayerNorm" in name
+                p -= rates[-1] * (g + (0 if is_exempt else 0.01) * p)
+    metrics = run.metrics()
+    assert [line["step"] for line in metrics] == [4, 8, 10]
+    for line, start in zip(metrics, (0, 4, 8), strict=True):
+        step = line["step"]
+        assert list(line) == ["step", "loss_nats", "learning_rate", "grad_norm"]
+        assert line["loss_nats"] == pytest.approx(sum(losses[start:step]) / (step - start), rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(norms[step - 1], rel=1e-4)
+        assert line["learning_rate"] == pytest.approx(rates[step - 1])
+    weights = load_model(run.checkpoint(10)).model.state_dict()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_step_0_is_the_initial_model(tmp_path):
+    run = trained(tmp_path, small(checkpoints=(0,)))
+    expected = BERT.new_model(ModelConfig(size="d16"), vocab_size=10, max_length=4, pad_id=8, seed=0).state_dict()
+    got = load_model(run.checkpoint(0)).model.state_dict()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size", "is_ragged"),
+    [("bert", "d32", False), ("bert", "d32", True), ("bert-pre-ln", "d32", True), ("lstm", "h16", True)],
+)
+def test_training_reaches_the_languages_entropy(tmp_path, architecture, size, is_ragged):
+    language = PairLanguage(noise=0.1, is_ragged=is_ragged)
+    config = small(
+        model=ModelConfig(architecture=architecture, size=size, dropout=0.0),
+        optimizer=OptimizerConfig(learning_rate=0.005, warmup_steps=50, weight_decay=0.0),
+        steps=600,
+        batch_size=128,
+        log_every=200,
+    )
+    run = trained(tmp_path, config, language)
+    losses = [line["loss_nats"] for line in run.metrics()]
+    entropy = language.entropy_nats()
+    assert losses[0] > entropy + 0.3
+    # a token's loss has a standard deviation of 1.2, and the mean over 25,600 tokens one of 0.0076
+    assert entropy - 0.04 < losses[-1] < entropy + 0.1
+
+
+def test_causal_training_reaches_the_entropy_of_the_next_token(tmp_path):
+    language = PairLanguage(noise=0.1, is_ragged=True)
+    config = small(
+        model=ModelConfig(architecture="opt", size="d32", dropout=0.0),
+        objective=ObjectiveConfig(kind="causal"),
+        optimizer=OptimizerConfig(learning_rate=0.005, warmup_steps=50, weight_decay=0.0),
+        steps=400,
+        batch_size=128,
+        log_every=100,
+    )
+    run = trained(tmp_path, config, language)
+    losses = [line["loss_nats"] for line in run.metrics()]
+    entropy = (math.log(8) + language.entropy_nats()) / 2  # of a pair's first token, and of its second given the first
+    assert losses[0] > entropy + 0.1
+    # the mean is over 38,400 tokens: a standard error of 0.006
+    assert entropy - 0.03 < losses[-1] < entropy + 0.05
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size", "kind"),
+    [("bert-pre-ln", "d16", "masked"), ("lstm", "h64", "masked"), ("opt", "d16", "causal")],
+)
+def test_a_run_of_every_architecture_goes_on_bit_for_bit(tmp_path, architecture, size, kind):
+    config = small(model=ModelConfig(architecture=architecture, size=size), objective=ObjectiveConfig(kind=kind))
+    whole = trained(tmp_path / "whole", config, PairLanguage(is_ragged=True))
+    stopped = Run(tmp_path / "stopped")
+    language = Signalling({3, 9}, is_ragged=True)
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            train(stopped, config, language)
+    train(stopped, config, language)
+    assert content(stopped) == content(whole)
+
+
+def test_seeding_dropout_seeds_torch_and_keeps_nothing():
+    from torch.cuda import _queued_calls
+
+    from isoloss.lab.training.process import seed_dropout
+
+    queued = len(_queued_calls)
+    with torch.random.fork_rng(devices=[]):
+        seed_dropout(7, torch.device("cpu"))
+        drawn = torch.rand(5)
+        assert len(_queued_calls) == queued  # as torch.manual_seed would, for each step, where there is no GPU
+        torch.manual_seed(7)
+        assert torch.equal(torch.rand(5), drawn)
+
+
+def test_dropout_is_on_and_follows_the_seed(tmp_path):
+    runs = [
+        trained(tmp_path / str(i), small(model=ModelConfig(size="d16", dropout=rate), seed=seed))
+        for i, (rate, seed) in enumerate([(0.1, 0), (0.1, 0), (0.2, 0), (0.1, 1)])
+    ]
+    first, again, *others = [content(run)["metrics.jsonl"] for run in runs]
+    assert first == again
+    assert first not in others
+
+
+def test_the_callers_process_is_left_as_it_was(tmp_path):
+    before = torch.get_rng_state(), torch.get_num_threads(), signal.getsignal(signal.SIGINT)
+    trained(tmp_path, small(threads=before[1] + 1))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (torch.get_num_threads(), signal.getsignal(signal.SIGINT)) == before[1:]
+
+
+def test_a_complete_run_is_left_alone(tmp_path):
+    run = trained(tmp_path)
+    with files.lock(run.path):  # it does not even ask for the lock
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        train(run, small(), PairLanguage())
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_training_works_outside_the_main_thread(tmp_path):
+    thread = threading.Thread(target=trained, args=(tmp_path,))
+    thread.start()
+    thread.join()
+    assert Run(tmp_path).complete
+
+
+def test_progress_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr("isoloss.lab.training.train.REPORT_SECONDS", 0.0)
+    reports: list[Progress] = []
+    train(Run(tmp_path / "all"), small(), PairLanguage(is_ragged=True), progress=reports.append)
+    assert [(report.step, report.steps) for report in reports] == [(step, 10) for step in range(1, 11)]
+    losses = [report.loss_nats for report in reports]
+    assert sum(losses[:4]) / 4 == pytest.approx(Run(tmp_path / "all").metrics()[0]["loss_nats"])
+    num_tokens = sum(int(PairLanguage(is_ragged=True).batch(s, 8, seed=0).lengths.sum()) for s in range(1, 11))
+    assert reports[-1].tokens_per_second == pytest.approx(num_tokens / reports[-1].seconds, rel=0.1)
+
+    monkeypatch.setattr("isoloss.lab.training.train.REPORT_SECONDS", 1e9)
+    train(Run(tmp_path / "last"), small(), PairLanguage(is_ragged=True), progress=reports.append)
+    assert [report.step for report in reports[10:]] == [10]
+    assert reports[-1].loss_nats == pytest.approx(sum(losses) / 10)
+
+
+# --- stopping and going on
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, number):
+    config = small(checkpoints=(0, 5))
+    whole = trained(tmp_path / "whole", config)
+    run = Run(tmp_path / "run")
+    language = Signalling({1, 5, 7, 8}, number)
+    for step in (1, 5, 7, 8):
+        with pytest.raises(Interrupted, match=f"interrupted after step {step}, which is saved") as caught:
+            train(run, config, language)
+        assert caught.value.step == step
+        assert not run.complete
+        assert run.steps() == sorted({0, step} | ({5} if step > 5 else set()))
+    train(run, config, language)
+    assert content(run) == content(whole)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": OptimizerConfig(name="sgd", momentum=0.9, warmup_steps=3)},
+        {"optimizer": OptimizerConfig(name="sgd", warmup_steps=3)},
+        {"objective": ObjectiveConfig(masking="fraction", fraction=0.4)},
+        {"model": ModelConfig(size="d128")},
+    ],
+    ids=["sgd-momentum", "sgd", "fraction", "layers"],
+)
+def test_every_setting_goes_on_bit_for_bit(tmp_path, changes):
+    config = small(**changes)
+    whole = trained(tmp_path / "whole", config, PairLanguage(is_ragged=True))
+    run = Run(tmp_path / "run")
+    language = Signalling({3, 9}, is_ragged=True)
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            train(run, config, language)
+    train(run, config, language)
+    assert content(run) == content(whole)
+
+
+def test_exact_labels_go_on_bit_for_bit(tmp_path, monkeypatch):
+    config = small(objective=ObjectiveConfig(labels="exact", masking="fraction", fraction=0.4))
+    language = config.language.build()
+    whole = trained(tmp_path / "whole", config, language)
+    draw, at = type(language).batch, {3, 9}
+
+    def signalling(self, step, n, *, seed):
+        if step in at:
+            at.remove(step)
+            os.kill(os.getpid(), signal.SIGINT)
+        return draw(self, step, n, seed=seed)
+
+    monkeypatch.setattr(type(language), "batch", signalling)
+    run = Run(tmp_path / "run")
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            train(run, config, language)
+    train(run, config, language)
+    assert content(run) == content(whole)
+
+
+def test_a_signal_in_the_last_step_completes_the_run_and_is_not_lost(tmp_path):
+    run = Run(tmp_path / "run")
+    with pytest.raises(Interrupted) as caught:
+        train(run, small(), Signalling({10}))
+    assert caught.value.step == 10
+    assert run.complete
+    assert content(run) == content(trained(tmp_path / "whole"))
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path):
+    class Impatient(PairLanguage):
+        def batch(self, step, n, *, seed):
+            if step == 6:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().batch(step, n, seed=seed)
+
+    run = Run(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        train(run, small(checkpoints=(4,)), Impatient())
+    assert run.steps() == [4]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    train(run, small(checkpoints=(4,)), PairLanguage())
+    assert content(run) == content(trained(tmp_path / "whole", small(checkpoints=(4,))))
+
+
+class Failing(PairLanguage):
+    """Stops like a process that dies: at a step, without a word to the loop."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def batch(self, step, n, *, seed):
+        if step == self.step:
+            raise ZeroDivisionError
+        return super().batch(step, n, seed=seed)
+
+
+def test_checkpoints_to_go_on_from_come_by_the_clock_and_go_again(tmp_path):
+    config = small(checkpoints=(4,), save_every_seconds=0.0)
+    run = Run(tmp_path / "run")
+    with pytest.raises(ZeroDivisionError):
+        train(run, config, Failing(8))
+    assert run.steps() == [4, 7]
+    train(run, config, PairLanguage())
+    assert content(run) == content(trained(tmp_path / "whole", small(checkpoints=(4,))))
+
+    rare = Run(tmp_path / "rare")
+    with pytest.raises(ZeroDivisionError):
+        train(rare, small(checkpoints=(4,), save_every_seconds=1e9), Failing(8))
+    assert rare.steps() == [4]
+
+
+def test_what_a_killed_process_left_behind_is_cleared_away(tmp_path):
+    config = small(checkpoints=(5,), log_every=2)
+    whole = trained(tmp_path / "whole", config)
+    run = Run(tmp_path / "run")
+    with pytest.raises(ZeroDivisionError):
+        train(run, config, Failing(9))
+    assert [line["step"] for line in run.metrics()] == [2, 4, 6, 8]  # beyond the checkpoint of step 5
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "lo')
+    (run.path / "checkpoints" / ".tmp-1-step-9").mkdir()
+    (run.path / "checkpoints" / ".tmp-1-step-9" / "config.json").write_text("{")
+    (run.path / ".tmp-1-result.json").write_text("{")
+    train(run, config, PairLanguage())
+    assert content(run) == content(whole)
+
+
+def test_a_process_killed_between_the_last_checkpoint_and_the_result(tmp_path):
+    run = trained(tmp_path)
+    before = content(run)
+    (run.path / "result.json").unlink()
+    train(run, small(), Failing(1))
+    assert content(run) == before
+
+
+def test_the_log_says_what_the_clock_said(tmp_path):
+    with pytest.raises(Interrupted):
+        train(Run(tmp_path), small(), Signalling({3}))
+    trained(tmp_path)
+    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("start", 0),
+        ("interrupted", 3),
+        ("start", 3),
+        ("complete", 10),
+    ]
+    assert events[0]["device"] == "cpu"
+    assert (events[0]["threads"], events[0]["attention"], events[0]["compiled"]) == (1, "eager", False)
+    assert events[-1]["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "message"),
+    [(4000, r"cannot write the checkpoint .*step-8"), (350, r"cannot write .*metrics\.jsonl: File too large")],
+)
+def test_a_full_disk_loses_nothing_that_was_written(tmp_path, num_bytes, message):
+    config = small(checkpoints=(4, 8), log_every=2)
+    whole = trained(tmp_path / "whole", config)
+    run = Run(tmp_path / "run")
+    with pytest.raises(ZeroDivisionError):
+        train(run, config, Failing(6))
+    before = {name: data for name, data in content(run).items() if name.startswith("checkpoints")}
+    with files_of_at_most(num_bytes), pytest.raises(IsolossError, match=message):
+        train(run, config, PairLanguage())
+    assert {name: data for name, data in content(run).items() if name in before} == before
+    assert run.steps() == [4]
+    train(run, config, PairLanguage())
+    assert content(run) == content(whole)
+
+
+# --- starting from a checkpoint
+
+
+def test_a_run_starts_from_anothers_weights(tmp_path):
+    first = trained(tmp_path / "first", small(checkpoints=(6,)))
+    config = small(init_from="../first/checkpoints/step-6", checkpoints=(0,), steps=3)
+    second = trained(tmp_path / "second", config)
+    assert (second.checkpoint(0) / "model.safetensors").read_bytes() == (
+        first.checkpoint(6) / "model.safetensors"
+    ).read_bytes()
+    sha256 = files.sha256(first.checkpoint(6) / "model.safetensors")
+    assert files.read_json(second.path / "result.json")["initial_sha256"] == sha256
+
+    interrupted = Run(tmp_path / "interrupted")
+    with pytest.raises(Interrupted):
+        train(interrupted, config, Signalling({2}))
+    (tmp_path / "first").rename(tmp_path / "gone")  # the weights are only needed to start
+    train(interrupted, config, PairLanguage())
+    assert content(interrupted) == content(second)
+
+
+def test_initial_weights_that_do_not_fit_are_refused(tmp_path):
+    trained(tmp_path / "first")
+    with pytest.raises(IsolossError, match=r"do not fit the model: .* \(10, 16\) there and \(10, 32\) in the model"):
+        trained(tmp_path / "wide", small(model=ModelConfig(size="d32"), init_from="../first/checkpoints/step-10"))
+    with pytest.raises(IsolossError, match="is not a checkpoint folder"):
+        trained(tmp_path / "none", small(init_from="../first/checkpoints/step-11"))

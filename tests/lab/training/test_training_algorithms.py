@@ -1,0 +1,220 @@
+"""Which algorithm a config builds, what is refused, and that each goes on bit for bit and trains through the loop."""
+
+import dataclasses
+from typing import Literal
+
+import pytest
+import torch
+from running import Signalling, content, small
+from stepping import context
+from toy_language import PairLanguage
+
+from isoloss import config as configs
+from isoloss.config import AlgorithmConfig
+from isoloss.errors import IsolossError
+from isoloss.lab.languages.config import PCFGConfig
+from isoloss.lab.models.make import make_model
+from isoloss.lab.training.algorithms.adversarial import Adversarial
+from isoloss.lab.training.algorithms.base import Examples, TrainingAlgorithm
+from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, GradientConfig, SAMConfig
+from isoloss.lab.training.algorithms.fisher_penalty import FisherPenalty
+from isoloss.lab.training.algorithms.sam import SAM
+from isoloss.lab.training.train import Interrupted, train
+from isoloss.registry import ALGORITHMS
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from isoloss.runs import Run
+from isoloss.seeds import generator
+
+ADVERSARIAL = AdversarialConfig(head_examples=8, loss_examples=4, task_examples=40)
+EACH = [GradientConfig(), SAMConfig(), SAMConfig(batch="same"), ADVERSARIAL, FisherPenaltyConfig(sentences=3)]
+
+
+def examples(task="root", n=40):
+    sentences = PairLanguage().sample(n, generator=torch.Generator().manual_seed(0))
+    return Examples(sentences, sentences.tokens[:, 0], 8)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    list(zip(EACH, [TrainingAlgorithm, SAM, SAM, Adversarial, FisherPenalty], strict=True)),
+)
+def test_a_config_builds_its_algorithm(algorithm, expected):
+    config = small(algorithm=algorithm)
+    assert configs.from_dict(TrainConfig, configs.to_dict(config)) == config
+    model = make_model(ModelConfig(size="d16"), PairLanguage(), seed=0)
+    made = context(config.optimizer, language=PairLanguage(), task_examples=examples)
+    assert type(algorithm.build(model, made)) is expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"algorithm": algorithm} for algorithm in EACH[1:]),
+        {"algorithm": SAMConfig(), "optimizer": OptimizerConfig(name="sgd", momentum=0.9, warmup_steps=3)},
+        {"optimizer": OptimizerConfig(warmup_proportion=0.3, schedule="cosine", max_grad_norm=0.5)},
+        {"optimizer": OptimizerConfig(warmup_steps=3, schedule="linear"), "micro_batch_size": 3},
+    ],
+    ids=["sam-halves", "sam-same", "adversarial", "fisher-penalty", "sam-sgd", "cosine-clipped", "linear-micro"],
+)
+def test_every_algorithm_goes_on_bit_for_bit(tmp_path, changes):
+    config = small(**changes)
+    whole, stopped = Run(tmp_path / "whole"), Run(tmp_path / "stopped")
+    train(whole, config, PairLanguage(is_ragged=True), task_examples=examples)
+    language = Signalling({3, 9}, is_ragged=True)
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            train(stopped, config, language, task_examples=examples)
+    train(stopped, config, language, task_examples=examples)
+    assert content(stopped) == content(whole)
+
+
+@pytest.mark.parametrize("objective", [{"masking": "one"}, {"masking": "fraction", "fraction": 0.4}])
+def test_exact_labels_train_through_the_loop(tmp_path, objective):
+    config = small(objective=ObjectiveConfig(labels="exact", **objective), micro_batch_size=3)
+    train(Run(tmp_path / "exact"), config, config.language.build())
+    sampled = small(objective=ObjectiveConfig(**objective), micro_batch_size=3)
+    train(Run(tmp_path / "sampled"), sampled, config.language.build())
+    losses = [Run(tmp_path / name).metrics()[-1]["loss_nats"] for name in ("exact", "sampled")]
+    assert losses[0] != losses[1]
+    with pytest.raises(IsolossError, match="PairLanguage has no exact conditionals"):
+        train(Run(tmp_path / "none"), config, PairLanguage())
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_an_algorithm_computes_is_in_the_metrics(tmp_path):
+    for algorithm, names in [
+        (SAMConfig(), ["loss_at_ascent_nats"]),
+        (ADVERSARIAL, ["adversary_loss", "adversary_accuracy"]),
+        (FisherPenaltyConfig(), ["trace_estimate"]),
+    ]:
+        run = Run(tmp_path / algorithm.kind)
+        train(run, small(algorithm=algorithm), PairLanguage(), task_examples=examples)
+        assert list(run.metrics()[0]) == ["step", "loss_nats", "learning_rate", "grad_norm", *names]
+
+
+def test_an_objective_that_is_not_finite_stops_the_run(tmp_path):
+    config = small(algorithm=SAMConfig(rho=1e30, batch="same"), checkpoints=(0,))
+    with pytest.raises(
+        IsolossError, match=r"loss_at_ascent_nats at step 1 is (nan|inf).*the checkpoint of step 0 is kept"
+    ):
+        train(Run(tmp_path), config, PairLanguage())
+    assert Run(tmp_path).steps() == [0]
+
+
+def test_the_adversary_needs_examples(tmp_path):
+    with pytest.raises(IsolossError, match=r"needs 40 examples of the task root: isoloss\.pretrain draws them"):
+        train(Run(tmp_path / "run"), small(algorithm=ADVERSARIAL), PairLanguage())
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (SAMConfig(rho=0.0), "algorithm.rho is 0.0; it must be above 0"),
+        (SAMConfig(rho=float("nan")), "algorithm.rho is nan; it must be finite, above 0"),
+        (SAMConfig(batch="third"), "algorithm.batch is 'third'; it must be one of halves, same"),
+        (
+            AdversarialConfig(weight=0.0),
+            "weight is 0.0; it must be finite, above 0 to spoil .* below 0 to help",
+        ),
+        (AdversarialConfig(weight=float("nan")), "the adversary's weight is nan; it must be finite"),
+        (AdversarialConfig(weight=float("inf")), "the adversary's weight is inf; it must be finite"),
+        (AdversarialConfig(ridge=0.0), "algorithm.ridge is 0.0; it must be above 0"),
+        (AdversarialConfig(head_examples=1), "head_examples is 1; it must be at least 2"),
+        (AdversarialConfig(loss_examples=0), "loss_examples is 0; it must be at least 1"),
+        (AdversarialConfig(task_examples=255), r"draws 128 \+ 128 examples per step from task_examples, 255"),
+        (FisherPenaltyConfig(weight=0.0), "algorithm.weight is 0.0; it must be above 0"),
+        (FisherPenaltyConfig(sentences=0), "algorithm.sentences is 0; it must be at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_anything_is_written(tmp_path, algorithm, message):
+    with pytest.raises(IsolossError, match=message):
+        train(Run(tmp_path / "run"), small(algorithm=algorithm), PairLanguage(), task_examples=examples)
+    assert not (tmp_path / "run").exists()
+
+
+def test_halves_need_an_even_batch(tmp_path):
+    with pytest.raises(IsolossError, match="batch_size is 7; sam's halves need a multiple of 2"):
+        train(Run(tmp_path), small(algorithm=SAMConfig(), batch_size=7), PairLanguage())
+    train(Run(tmp_path), small(algorithm=SAMConfig(batch="same"), batch_size=7, steps=1), PairLanguage())
+
+
+def test_an_unknown_algorithm_or_field_is_refused():
+    document = configs.to_dict(TrainConfig(language=PCFGConfig()))
+    with pytest.raises(
+        IsolossError,
+        match="algorithm is one of gradient, sam, adversarial, fisher-penalty, not 'lion'",
+    ):
+        configs.from_dict(TrainConfig, {**document, "algorithm": {"kind": "lion"}})
+    with pytest.raises(IsolossError, match="rho"):
+        configs.from_dict(TrainConfig, {**document, "algorithm": {"kind": "gradient", "rho": 0.1}})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Noisy(AlgorithmConfig):
+    """The gradient plus noise: an algorithm of another package, in one place."""
+
+    kind: Literal["noisy"] = "noisy"
+    scale: float = configs.setting(0.1, above=0)
+
+    def build(self, model, context):
+        config = self
+
+        class Algorithm(TrainingAlgorithm):
+            def add_gradient(self, number, batch, loss):
+                loss_nats = self.add_loss_gradient(batch, loss)
+                draws = generator(self.context.seed, "noise", number)
+                for p in self.optimizer.parameters:
+                    p.grad.add_(config.scale * torch.randn(p.shape, generator=draws))
+                return loss_nats, {"scale": config.scale}
+
+        return Algorithm(model, context)
+
+    def check_run(self, run, *, num_processes=1):
+        if run.batch_size > 100:
+            raise IsolossError("too many")
+
+
+def test_an_algorithm_from_outside_is_registered_trained_and_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(ALGORITHMS, "_entries", dict(ALGORITHMS._entries))
+    ALGORITHMS.register("noisy", Noisy)
+    config = configs.from_dict(TrainConfig, configs.to_dict(small(algorithm=Noisy(scale=0.01))))
+    assert config.algorithm == Noisy(scale=0.01)
+    whole, stopped = Run(tmp_path / "whole"), Run(tmp_path / "stopped")
+    train(whole, config, PairLanguage())
+    with pytest.raises(Interrupted):
+        train(stopped, config, Signalling({3}))
+    train(stopped, config, PairLanguage())
+    assert content(stopped) == content(whole)
+    assert whole.metrics()[0]["scale"] == 0.01
+    with pytest.raises(IsolossError, match=r"algorithm.scale is 0\.0; it must be above 0"):
+        configs.check(small(algorithm=Noisy(scale=0.0)))
+    with pytest.raises(IsolossError, match="too many"):
+        configs.check(small(algorithm=Noisy(), batch_size=101))
+
+
+def test_what_an_algorithm_builds_and_keeps_is_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr(ALGORITHMS, "_entries", dict(ALGORITHMS._entries))
+    ALGORITHMS.register("noisy", Noisy)
+    loaded = []
+
+    class Algorithm(TrainingAlgorithm):
+        def state(self):
+            return {**super().state(), "mine": torch.zeros(1)}
+
+        def load_state(self, state):
+            loaded.append(state["mine"])
+            super().load_state({name: value for name, value in state.items() if name != "mine"})
+
+    monkeypatch.setattr(Noisy, "build", lambda self, model, context: Algorithm(model, context))
+    with pytest.raises(Interrupted):
+        train(Run(tmp_path / "mine"), small(algorithm=Noisy()), Signalling({3}))
+    assert loaded == []
+    train(Run(tmp_path / "mine"), small(algorithm=Noisy()), PairLanguage())
+    assert len(loaded) == 1
+    monkeypatch.setattr(Algorithm, "state", lambda self: {"mine": [1]})
+    with pytest.raises(IsolossError, match="state of the training algorithm noisy has a list under 'mine'"):
+        train(Run(tmp_path / "list"), small(algorithm=Noisy()), PairLanguage())
+    monkeypatch.setattr(Noisy, "build", lambda self, model, context: None)
+    with pytest.raises(IsolossError, match="noisy builds a NoneType; it must be an"):
+        train(Run(tmp_path / "none"), small(algorithm=Noisy()), PairLanguage())
