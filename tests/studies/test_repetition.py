@@ -330,15 +330,21 @@ def test_wrong_words_are_refused(capsys, tmp_path, monkeypatch, words, message):
     ("words", "messages"),
     [
         (("compare", "a"), ("Missing from isoloss study compare", "SECOND")),
-        (("compare", "a", "b", "--scale", "tiny"), ("--scale (applied to isoloss study compare)",)),
+        (("compare", "a", "b", "--scale", "tiny"), ("--scale is an option of isoloss study plan,",)),
         (("report", "same-loss", "b"), ("Unrecognized options: b",)),
-        (("run", "same-loss", "--output", "b"), ("--output (applied to isoloss study run)", "isoloss export --help")),
+        (
+            ("run", "same-loss", "--output", "b"),
+            ("--output is an option of isoloss study export; isoloss study run --help lists all",),
+        ),
         (("export", "same-loss"), ("Missing from isoloss study export", "--output PATH")),
-        (("export", "same-loss", "--output", "b", "--workers", "2"), ("--workers (applied to isoloss study export)",)),
-        (("work", "same-loss", "--address", "auto"), ("--address (applied to isoloss study work)",)),
-        (("report", "same-loss", "--formats", "csv"), ("--formats (applied to isoloss study report)",)),
+        (
+            ("export", "same-loss", "--output", "b", "--workers", "2"),
+            ("--workers is an option of isoloss study plan, isoloss study run,",),
+        ),
+        (("work", "same-loss", "--address", "auto"), ("--address is an option of isoloss study run;",)),
+        (("report", "same-loss", "--formats", "csv"), ("--formats is an option of isoloss study export;",)),
         (("export", "x", "--output", "b", "--formats", "xlsx"), ("choice 'xlsx'", "'csv', 'parquet', 'markdown'")),
-        (("verfy", "same-loss"), ("Unrecognized options: verfy", "subcommands: new, plan, run, work, status")),
+        (("verfy", "same-loss"), ("no subcommand 'verfy'; did you mean verify?",)),
     ],
 )
 def test_each_subcommand_has_its_own_options(capsys, words, messages):

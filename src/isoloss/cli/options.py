@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import (
@@ -23,59 +24,103 @@ from tyro.constructors import (
     UnsupportedTypeAnnotationError,
 )
 
+from isoloss.errors import IsolossError, did_you_mean, most_like
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import name_fields
 
-T = TypeVar("T")
 Sources = Mapping[str, tuple[str, Mapping[str, type]]]
-HELP = ("-h", "--help")
+HELP = ("--help", "-h")
 HELP_ALL = "--help-all"
+FOREIGN = {"--bs": "--batch-size", "--lr": "--learning-rate", "--wd": "--weight-decay"}  # of other programs
 _MOST_DIGITS = 18
 
 
 def parse(
-    cls: type[T],
+    cls: Any,
     command: str,
     arguments: Sequence[str],
     *,
     examples: Iterable[tuple[str, str]],
     common: Collection[str] = (),
-) -> T:
+) -> Any:
     """Return `cls` filled from the command line; `--help` opens with the examples.
 
-    The docstring of `cls` says what the command does, and those of its fields are the help. What is wrong with a
+    The docstring of `cls` says what the command does, and those of its fields are the help. What else is wrong with a
     command line is told by tyro, which exits with status 2.
 
     Args:
-        cls: A dataclass, or a union of dataclasses: one for each subcommand.
+        cls: A dataclass or, where there are subcommands, the dataclass of each by its name.
         command: The words before the arguments, without `isoloss`.
         arguments: The command line.
         examples: Commands, and what each is for.
         common: The fields that `--help` shows where `--help-all` shows all; empty: all.
+
+    Raises:
+        IsolossError: There is no such subcommand or option.
     """
+    parent, others = command, dict[str, type]()
+    if isinstance(cls, Mapping):
+        name, *rest = arguments or HELP
+        if name in cls:
+            others, cls, command, arguments = dict(cls), cls[name], f"{command} {name}", rest
+            examples = [(line, text) for line, text in examples if f"{line} ".startswith(f"isoloss {command} ")]
+        elif name in HELP:
+            kinds = tuple(_annotated(one, tyro.conf.subcommand(word)) for word, one in cls.items())
+            cls, arguments = Union.__getitem__(kinds), HELP[:1]
+        else:
+            guess = did_you_mean(name, cls) or ";"
+            raise IsolossError(f"no subcommand {name!r}{guess} the subcommands are {', '.join(cls)}")
+    is_help = not {*HELP, HELP_ALL}.isdisjoint(arguments)
+    names = {f"isoloss {parent} {name}": _option_names(other) for name, other in others.items()}
+    if not is_help and (problem := _problem(_option_names(cls), names, arguments)):
+        raise IsolossError(f"{problem} isoloss {command} {HELP_ALL if common else HELP[0]} lists all")
     description = inspect.cleandoc(cls.__doc__ or "") if dataclasses.is_dataclass(cls) else ""
     lines = "\n".join(f"  {line}\n      {text}" for line, text in examples)
     if common:
         lines += f"\n\nisoloss {command} {HELP_ALL} shows all options."
-    shows_all = not common or HELP_ALL in arguments or not set(HELP) & set(arguments)
     return tyro.cli(
         cls,
         prog=f"isoloss {command}",
         args=["--help" if word == HELP_ALL else word for word in arguments],
-        description=f"{description}\n\nexamples:\n{lines}".strip(),
+        description=f"{description}\n\nexamples:\n{lines}".strip() if lines else description,
         config=(
             tyro.conf.FlagCreatePairsOff,
             tyro.conf.HelptextFromCommentsOff,
             tyro.conf.OmitArgPrefixes,
             tyro.conf.PositionalMetavarFromFieldName,
         ),
-        registry=_registry(None if shows_all else common),
+        registry=_registry(common if common and is_help and HELP_ALL not in arguments else None),
     )
 
 
-def subcommands(commands: Mapping[str, type]) -> Any:
-    """Return the union of the arguments of subcommands, as `parse` takes it."""
-    return Union.__getitem__(tuple(_annotated(cls, tyro.conf.subcommand(name)) for name, cls in commands.items()))
+def _problem(known: Collection[str], others: Mapping[str, Collection[str]], words: Iterable[str]) -> str:
+    """Return what is wrong with the options in a command line; `others`: those of the other subcommands."""
+    for word in words:
+        option = word.partition("=")[0]
+        name = option.replace("_", "-")
+        if name == "--" or not name.startswith("--") or name.startswith("--tyro-") or name in known:
+            continue
+        if having := [other for other, names in others.items() if name in names]:
+            return f"{option} is an option of {', '.join(having)};"
+        guess = FOREIGN.get(name, "")
+        if guess not in known:  # compared without the dashes, which would make all short options alike
+            choices = [other.removeprefix("--") for other in (*known, *itertools.chain(*others.values()))]
+            guess = f"--{most_like(name.removeprefix('--'), choices) or ''}"
+        return f"there is no option {option}{f'; did you mean {guess}?' if guess != '--' else ':'}"
+    return ""
+
+
+def _option_names(cls: Any) -> set[str]:
+    """The options of a dataclass, and of the groups in it."""
+    if isinstance(cls, type) and issubclass(cls, Options):
+        return {option_name(name) for name in cls.sources}
+    names: set[str] = set()
+    for name, hint in get_type_hints(cls, include_extras=True).items() if dataclasses.is_dataclass(cls) else ():
+        if _is_group(hint) or dataclasses.is_dataclass(_bare(hint)):
+            names |= _option_names(_bare(hint))
+        elif tyro.conf.Positional not in get_args(hint)[1:]:
+            names.add(option_name(name))
+    return names
 
 
 def option_name(field: str) -> str:

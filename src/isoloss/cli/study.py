@@ -401,9 +401,7 @@ SUBCOMMANDS = {
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    return int(
-        options.parse(options.subcommands(SUBCOMMANDS), "study", arguments or ["--help"], examples=EXAMPLES).run()
-    )
+    return int(options.parse(SUBCOMMANDS, "study", arguments, examples=EXAMPLES).run())
 
 
 # --- a study to start from -------------------------------------------------------------------------------------------

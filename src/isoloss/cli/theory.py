@@ -260,8 +260,7 @@ SUBCOMMANDS = {"bartlett": BartlettArgs, "sgd-flow": FlowArgs, "brackets": Brack
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    statements = options.subcommands(SUBCOMMANDS)
-    args: CommonArgs = options.parse(statements, "theory", arguments or ["--help"], examples=EXAMPLES)
+    args: CommonArgs = options.parse(SUBCOMMANDS, "theory", arguments, examples=EXAMPLES)
     common.check_figure(args.figure)
     common.use_threads(args.threads)
     report = args.report()
