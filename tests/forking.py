@@ -1,8 +1,8 @@
 """The command `isoloss` for many short calls: each is a process of its own, forked from one that has torch loaded.
 
-`Commands(folder)` writes scripts `isoloss` and `python` to a folder for the PATH. `isoloss` hands its arguments,
-folder, environment and streams to a server, which forks; the child runs `isoloss.cli.main.entry`, as the console script
-does, with warnings as errors.
+`Commands(folder)` writes scripts `isoloss` and `python` to a folder for the PATH. `isoloss`, and `python -m isoloss`,
+hand their arguments, folder, environment and streams to a server, which forks; the child runs
+`isoloss.cli.main.entry`, as the console script does, with warnings as errors.
 """
 
 import array
@@ -34,9 +34,14 @@ PRELOADED = [
 
 CLIENT = """#!{python} -SE
 import array, json, os, socket, sys
+words = sys.argv[1:]
+if sys.argv[0].endswith("/python"):
+    if words[:2] != ["-m", "isoloss"]:
+        os.execv({python!r}, [{python!r}, *words])
+    words = words[2:]
 link = socket.socket(socket.AF_UNIX)
 link.connect({address!r})
-call = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n"
+call = json.dumps([words, os.getcwd(), dict(os.environ)]).encode() + b"\\n"
 streams = array.array("i", [0, 1, 2])
 link.sendmsg([call[:1]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
 link.sendall(call[1:])
@@ -53,15 +58,15 @@ class Commands:
         self.address = str(folder / "socket")
 
     def __enter__(self):
-        python = self.folder / "python"
-        python.symlink_to(sys.executable)
-        script = self.folder / "isoloss"
-        script.write_text(CLIENT.format(python=sys.executable, address=self.address))
-        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        for name in ("isoloss", "python"):
+            script = self.folder / name
+            script.write_text(CLIENT.format(python=sys.executable, address=self.address))
+            script.chmod(script.stat().st_mode | stat.S_IXUSR)
         read, write = os.pipe()
         self.server = subprocess.Popen(
             [sys.executable, __file__, self.address, str(write), *self.preloaded],
             pass_fds=[write],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
         )
         os.close(write)
@@ -81,6 +86,8 @@ def serve(address, ready, preloaded):
 
     for name in preloaded:
         importlib.import_module(name)
+    if preloaded:
+        _warm_up()
 
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
@@ -96,6 +103,21 @@ def serve(address, ready, preloaded):
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+
+
+def _warm_up():
+    """Have done once what takes most of a second at its first use: numba's and transformers' registries, tyro's types.
+
+    Nothing here starts a thread, and there is no backward pass: the children could not go on with either.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from isoloss.cli.main import main
+
+    get_checkpoint_conversion_mapping("bert")
+    with contextlib.redirect_stdout(None):
+        for words in ("sample pcfg-laptop", "train x --language pcfg-laptop --print-config"):
+            assert main(words.split()) == 0
 
 
 def _answer(link, listening_at):
@@ -119,6 +141,7 @@ def _answer(link, listening_at):
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.executable = os.path.join(os.path.dirname(listening_at), "python")  # for the commands that this one starts
     _entry(arguments)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -84,6 +85,7 @@ class Newcomer:
         path = os.pathsep.join([str(commands.folder), str(Path(sys.executable).parent), os.environ["PATH"]])
         self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         self.names = {}
+        self.done = set()
 
     def do(self, block):
         began = time.monotonic()
@@ -101,8 +103,12 @@ class Newcomer:
         self.seconds.append((time.monotonic() - began, block.place))
 
     def shell(self, block):
+        # pages repeat each other's commands; one that has been done would only say that all is there
+        commands = re.sub(r"\\\n\s*|\s+#.*", "", block.text).splitlines()
+        script = "\n".join(command for command in commands if command not in self.done)
+        self.done.update(commands)
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block.text],
+            ["bash", "-euo", "pipefail", "-c", script],
             cwd=self.folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,
