@@ -22,19 +22,11 @@ def of_documents(measure, model, batches, **options):
     return measure(model, given, **options)
 
 
+# a stream of each kind, independent probes, and steps of one method
 MEASURES = {
-    "fisher": flatness.fisher_trace,
-    "minimal": partial(flatness.fisher_trace, rescaling="minimal"),
     "minimal of documents": partial(of_documents, partial(flatness.fisher_trace, rescaling="minimal")),
     "hessian of documents": partial(of_documents, flatness.hessian_trace),
-    "hessian": partial(flatness.hessian_trace, group_size=4),
-    "published code": partial(flatness.hessian_trace, method="published-code"),
-    "fisher-rao": flatness.fisher_rao_norm,
-    "weighted": flatness.weighted_fisher_trace,
-    "relative flatness": flatness.relative_flatness,
     "sam": partial(flatness.sam_sharpness, num_steps=2),
-    "adaptive": partial(flatness.sam_sharpness, adaptive=True),
-    "noise": partial(flatness.noise_sharpness, num_probes=5),
     "spectrum": partial(flatness.spectral_density, num_probes=5, num_steps=4),
     "eigenvalues": partial(flatness.largest_eigenvalues, num_eigenvalues=2, matrix="hessian", rtol=1e-8),
 }

@@ -16,19 +16,18 @@ from isoloss.flatness._ghost.engine import GhostNorms
 KNOWN = {architecture.name: architecture for architecture in architectures()}
 
 
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "Mamba2ForCausalLM", "MraForMaskedLM"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "MraForMaskedLM"])
 def test_the_trace_equals_the_enumeration_of_all_labels(name):
     row = measured(KNOWN[name])
     assert "left_out" not in row
-    variants = set(VARIANTS) - ({"MLP outputs zero"} if name.startswith("Mamba") else set())
-    assert row["variants"].keys() == variants
+    assert row["variants"].keys() == set(VARIANTS)
     for variant, result in row["variants"].items():
         assert result["outcome"] == "right", (variant, result)
         assert (result["zeroed"] > 0) is (variant != "perturbed")
     assert len({result["exact"] for result in row["variants"].values()}) > 2
 
 
-@pytest.mark.parametrize("name", ["GPTNeoForCausalLM", "Gemma3ForConditionalGeneration", "EsmForMaskedLM"])
+@pytest.mark.parametrize("name", ["GPTNeoForCausalLM", "EsmForMaskedLM"])
 def test_the_command_line_gives_the_enumeration_too(name):
     assert check_command_line(KNOWN[name], torch.float64) == {"outcome": "right"}
 
@@ -91,6 +90,6 @@ def test_orthogonal_signs_give_the_trace_of_every_sequence():
 def test_the_enumeration_is_what_random_signs_estimate():
     model, batches = build("bert", vocab=11), [batch_of(sequences=10, vocab=11)]
     exact = sum(exact_trace(model, batches, causal=False).values())
-    values = torch.tensor([fisher_trace(model, batches, seed=seed).value for seed in range(16)], dtype=torch.float64)
-    assert abs(float(values.mean()) - exact) < 4 * float(values.std()) / 4
+    values = torch.tensor([fisher_trace(model, batches, seed=seed).value for seed in range(12)], dtype=torch.float64)
+    assert abs(float(values.mean()) - exact) < 4 * float(values.std()) / 12**0.5
     assert float(values.std()) < 0.2 * exact

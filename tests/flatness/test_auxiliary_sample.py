@@ -162,8 +162,7 @@ def test_a_measured_sequence_is_scored_alike_in_the_pool_and_out_of_it():
         )
 
 
-@pytest.mark.parametrize("by_document", [False, True])
-@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize(("within", "by_document"), [(True, False), (False, True)])
 def test_features_have_the_mean_and_the_error_that_they_say(within, by_document):
     """Of measured sequences in a pool, whose pairs it counts, and of others; the first feature alone, in its error."""
     model, n, size = bert(), 60, 240
@@ -171,7 +170,7 @@ def test_features_have_the_mean_and_the_error_that_they_say(within, by_document)
     transitions = torch.rand(VOCAB, VOCAB, generator=draws).pow(20)
     transitions = (transitions / transitions.sum(dim=1, keepdim=True)).cumsum(dim=1)
     deviations = []
-    for _ in range(300):
+    for _ in range(150):
         ids = torch.randint(VOCAB, (size + n, 1), generator=draws)
         for _ in range(LENGTH - 1):
             drawn = torch.rand(size + n, 1, generator=draws)
@@ -187,8 +186,8 @@ def test_features_have_the_mean_and_the_error_that_they_say(within, by_document)
             -of_auxiliary if within else of_auxiliary
         )  # of a part of the pool, or of others, less it
         deviations.append(float(pool.features(measured)[:, 0].mean()) / math.sqrt(variance))
-    assert abs(np.mean(deviations)) < 4 / math.sqrt(300)
-    assert np.std(deviations) == pytest.approx(1, abs=4 / math.sqrt(600))
+    assert abs(np.mean(deviations)) < 4 / math.sqrt(150)
+    assert np.std(deviations) == pytest.approx(1, abs=4 / math.sqrt(300))
 
 
 def test_pairs_of_a_large_vocabulary_share_counts(monkeypatch):
@@ -275,7 +274,7 @@ class Untold(Topical):
         return types.SimpleNamespace(logits=self.head(0 * self.words(input_ids) + 1))
 
 
-def measure(model, batch, *, num_probes=8, **options):
+def measure(model, batch, *, num_probes=4, **options):
     return fisher_trace(model, [batch], causal=False, num_probes=num_probes, **options)
 
 
@@ -290,7 +289,7 @@ def repeated(model, number, *, sequences=256, size=8):
 
 
 def test_what_tokens_tell_is_averaged_over_the_pool():
-    pooled, alone = repeated(Topical(), 40)
+    pooled, alone = repeated(Topical(), 20)
     assert {e.details["auxiliary_directions"] for e in pooled} == {8}
     assert {e.details["auxiliary_sequences"] for e in pooled} == {2048}
     assert {(e.details["auxiliary_directions"], e.details["auxiliary_sequences"]) for e in alone} == {(0, 0)}
@@ -298,9 +297,9 @@ def test_what_tokens_tell_is_averaged_over_the_pool():
     errors = [math.sqrt(np.mean([e.stderr**2 for e in some])) for some in (pooled, alone)]
     assert errors[0] < 0.7 * errors[1]
     for spread, error in zip(spreads, errors, strict=True):
-        assert spread == pytest.approx(error, rel=4 / math.sqrt(2 * 39))
+        assert spread == pytest.approx(error, rel=4 / math.sqrt(2 * 19))
     means = [np.mean([e.value for e in some]) for some in (pooled, alone)]
-    assert abs(means[0] - means[1]) < 4 * math.hypot(*errors) / math.sqrt(40)
+    assert abs(means[0] - means[1]) < 4 * math.hypot(*errors) / math.sqrt(20)
 
 
 @pytest.mark.slow
@@ -348,8 +347,8 @@ def test_the_time_of_reading_counts():
 
 
 def test_the_papers_estimator_takes_a_pool():
-    batch, pool = topical(300, "measured"), [topical(3000, "pool")]
-    options = {"method": "paper", "num_probes": 20}
+    batch, pool = topical(160, "measured"), [topical(1600, "pool")]
+    options = {"method": "paper", "num_probes": 8}
     pooled, alone = (measure(Topical(), batch, auxiliary_sample=p, **options) for p in (pool, None))
     assert pooled.details["auxiliary_directions"] == 8
     assert pooled.stderr < 0.8 * alone.stderr
@@ -359,24 +358,25 @@ def test_a_pool_of_something_else_is_not_used():
     batch, other = topical(300, "measured"), {"input_ids": torch.full((3000, LENGTH), 3)}
     alone, found = measure(Topical(), batch), measure(Topical(), batch, auxiliary_sample=[topical(100, "pool"), other])
     assert (found.details["auxiliary_differs"], found.details["auxiliary_directions"]) == (True, 0)
-    assert (found.value, found.stderr) == (alone.value, alone.stderr)
+    # the controls lie in a wider table, so that sums over them may be rounded in another order
+    assert (found.value, found.stderr) == pytest.approx((alone.value, alone.stderr), rel=1e-12)
 
 
 def test_models_share_an_auxiliary_sample_in_a_comparison():
     first, second = Topical(), Topical(by=0.05)
     pairs, own = [], []
-    for repetition in range(40):
+    for repetition in range(20):
         batch, pool = topical(256, "measured", repetition), [topical(768, "pool", repetition)]
         found = compare(
-            {"a": first, "b": second}, [batch], seed=repetition, num_probes=8, auxiliary_sample=pool, causal=False
+            {"a": first, "b": second}, [batch], seed=repetition, num_probes=4, auxiliary_sample=pool, causal=False
         )
         pairs.append(found.difference("trace", "a", "b"))
         own.append(found.models["b"]["trace"])
         assert [trace.details["auxiliary_directions"] for trace in found.of("trace").values()] == [8, 8]
-    alone = measure(second, batch, seed=39, auxiliary_sample=AuxiliarySample.read(first, pool))
+    alone = measure(second, batch, seed=19, auxiliary_sample=AuxiliarySample.read(first, pool))
     assert (own[-1].value, own[-1].stderr) == pytest.approx((alone.value, alone.stderr), rel=1e-12)
     error = math.sqrt(np.mean([pair.stderr**2 for pair in pairs]))
-    assert np.std([pair.value for pair in pairs], ddof=1) == pytest.approx(error, rel=4 / math.sqrt(2 * 39))
+    assert np.std([pair.value for pair in pairs], ddof=1) == pytest.approx(error, rel=4 / math.sqrt(2 * 19))
     assert error < 0.5 * own[0].stderr
     n = own[0].samples  # clusters; behind them are the auxiliary sample's means
     influence = own[0].influence

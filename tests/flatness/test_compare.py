@@ -163,7 +163,7 @@ def test_paired_errors_agree_with_repetitions_and_are_far_below_unpaired_ones():
     a = bert()
     b = moved(a, 0.003)
     traces, losses, ratios, told, unpaired = [], [], [], [], []
-    repetitions = 60
+    repetitions = 24
     for seed in range(repetitions):
         found = compare({"a": a, "b": b}, inputs(64, seed + 1), seed=seed)
         trace, loss, ratio = pair = (
@@ -177,9 +177,9 @@ def test_paired_errors_agree_with_repetitions_and_are_far_below_unpaired_ones():
         told.append([each.stderr for each in pair])
         unpaired.append(math.hypot(*(each.stderr for each in found.of("trace").values())))
     told = np.sqrt((np.array(told) ** 2).mean(axis=0))
-    # the deviation of a standard deviation over n repetitions is about its share 1 / sqrt(2 n): 9 %, and tails
+    # the deviation of a standard deviation over n repetitions is about its share 1 / sqrt(2 n): 15 %
     for values, error in zip((traces, losses, ratios), told, strict=True):
-        assert np.std(values, ddof=1) == pytest.approx(error, rel=0.25)
+        assert np.std(values, ddof=1) == pytest.approx(error, rel=0.45)
     assert told[0] < 0.2 * np.mean(unpaired)
 
 
@@ -221,31 +221,19 @@ def fisher_trace_of_rows(model, batch):
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def enumerated(model, batch):
-    """The Fisher's trace on these inputs: every label of every position, each weighed by its probability."""
-    squares, count = 0.0, 0
-    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
-        for log_probs in model(ids[None]).logits[0, labels != -100].log_softmax(dim=-1):
-            count += 1
-            for log_prob in log_probs:
-                gradients = torch.autograd.grad(log_prob, list(model.parameters()), retain_graph=True)
-                squares += float(log_prob.detach().exp() * sum(g.square().sum() for g in gradients))
-    return squares / count
-
-
 def test_one_estimator_is_right_for_models_that_are_not_alike():
     """The second model gets control variates that were made for the first; the signs still average out."""
     batches = inputs(40)
     models = {"a": bert(), "wide": bert(2, size=12)}
-    values = []
-    for seed in range(16):
+    values, num_predictions = [], int((batches[0]["labels"] != -100).sum())
+    for seed in range(8):
         found = compare(models, batches, seed=seed, one_estimator=True)
         values.append([trace.value for trace in found.of("trace").values()])
     values = np.array(values)
     errors = values.std(axis=0, ddof=1) / math.sqrt(len(values))
     for value, error, model in zip(values.mean(axis=0), errors, models.values(), strict=True):
-        assert abs(value - enumerated(model, batches[0])) < 4 * error
-        assert error < 0.05 * value
+        assert abs(value - float(fisher_trace_of_rows(model, batches[0]).sum()) / num_predictions) < 4 * error
+        assert error < 0.07 * value
 
 
 # --- ranking ---------------------------------------------------------------------------------------------------------

@@ -17,12 +17,9 @@ def named(model, *endings):
     return {name: p for name, p in model.named_parameters() if name.endswith(endings)}
 
 
-@pytest.mark.parametrize(
-    ("make", "causal", "ending"), [(bert, False, "output.LayerNorm.bias"), (gpt2, True, "ln_2.weight")]
-)
-def test_the_residual_is_exact_over_all_signs(make, causal, ending, monkeypatch):
-    model, batches = make(), [batch_of(3, seed=1), batch_of(2, seed=2)]
-    parameters = dict(itertools.islice(named(model, ending).items(), 1))
+def test_the_residual_is_exact_over_all_signs(monkeypatch):
+    model, batches, causal = bert(), [batch_of(3, seed=1), batch_of(2, seed=2)], False
+    parameters = dict(itertools.islice(named(model, "output.LayerNorm.bias").items(), 1))
     hessian, gauss_newton = dense(model, batches, causal=causal, parameters=parameters)
     drawn, chosen = controls.rademacher, []
     monkeypatch.setattr(
@@ -40,11 +37,10 @@ def test_the_residual_is_exact_over_all_signs(make, causal, ending, monkeypatch)
     assert max(values) - min(values) > 1e-3 * abs(rest)
 
 
-@pytest.mark.parametrize(("make", "causal"), [(bert, False), (gpt2, True)])
-def test_the_estimate_agrees_with_the_dense_trace(make, causal):
-    model, batch = make(), batch_of(12)
+def test_the_estimate_agrees_with_the_dense_trace():
+    model, batch, causal = gpt2(), batch_of(12), True
     hessian, gauss_newton = dense(model, [batch], causal=causal)
-    found = [hessian_trace(model, [batch], group_size=3, num_probes=2, seed=seed) for seed in range(16)]
+    found = [hessian_trace(model, [batch], group_size=3, num_probes=2, seed=seed) for seed in range(12)]
     for name, truth in (
         ("value", hessian.trace()),
         ("fisher", gauss_newton.trace()),
@@ -96,15 +92,15 @@ def test_the_cut_into_batches_does_not_count_and_documents_are_clusters():
 
 def test_the_error_is_the_spread_over_fresh_inputs_labels_and_probes():
     model = windows()
-    found = [hessian_trace(model, [batch_of(64, seed=100 + r)], causal=False, seed=r, group_size=4) for r in range(70)]
+    found = [hessian_trace(model, [batch_of(64, seed=100 + r)], causal=False, seed=r, group_size=4) for r in range(40)]
     values = torch.tensor([e.value for e in found], dtype=torch.float64)
     rest = torch.tensor([e.details["residual"] for e in found], dtype=torch.float64)
-    # a standard deviation over 70 repetitions is right to 8.5 %, so 4 of its errors are 34 %
+    # a standard deviation over 40 repetitions is right to 11 %, so 4 of its errors are 45 %
     for spread, stated in (
         (values.std(), [e.stderr for e in found]),
         (rest.std(), [e.details["residual_stderr"] for e in found]),
     ):
-        assert 0.66 < float(spread) / math.sqrt(sum(s * s for s in stated) / len(stated)) < 1.34
+        assert 0.55 < float(spread) / math.sqrt(sum(s * s for s in stated) / len(stated)) < 1.45
     # labels are drawn uniformly, so the exact expectation is the mean over all inputs and labels
     everything = torch.cartesian_prod(*[torch.arange(VOCAB)] * 3)
     tokens = everything.repeat_interleave(VOCAB, dim=0)

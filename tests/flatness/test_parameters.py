@@ -57,7 +57,7 @@ def quantized(module):
         return torch.ao.quantization.quantize_dynamic(module, {nn.Linear}, dtype=torch.qint8)
 
 
-def batches(count=4):
+def batches(count=2):
     return [batch_of(seed=seed) for seed in range(count)]
 
 
@@ -225,7 +225,7 @@ def test_parameters_that_are_not_the_models_are_refused(measure):
         MEASURES[measure](model, batches(), parameters={})
 
 
-@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("measure", ["fisher", "paper", "hessian", "eigenvalue", "sam", "noise", "norm"])
 def test_frozen_parameters_count_where_they_are_given_and_under_any_name(measure):
     model = build("bert")
     name, weight = next((name, value) for name, value in model.named_parameters() if name.endswith("value.weight"))

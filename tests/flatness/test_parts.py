@@ -108,7 +108,7 @@ def test_every_part_has_the_norm_of_its_entries(name):
     made, causal = MODELS[name]
     model = made()
     batch = batch_of(vocab=12 if name == "lstm" else 40)
-    for start in range(0, len(OPTIONS), 3):
+    for start in (0, 4):
         splits = splits_of(dict(model.named_parameters()), start)
         with GhostNorms(model, causal=causal, parameter_blocks=splits) as predictor:
             predictions = predictor.forward(batch)

@@ -73,8 +73,13 @@ def zero(model, pattern):
     return model
 
 
-@pytest.mark.parametrize("part", ZEROED)
-@pytest.mark.parametrize("name", ["bert", "distilbert", "albert", "gpt2", "opt", "gpt-neox", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        *((name, "attention") for name in ("bert", "albert", "gpt2", "gpt-neox", "qwen3")),
+        *(("bert", "feed-forward"), ("opt", "feed-forward"), ("gpt2", "head")),
+    ],
+)
 def test_outputs_that_are_zero_hide_nothing(name, part, all_signs):
     causal, wide = ARCHITECTURES[name][3:]
     selected = []

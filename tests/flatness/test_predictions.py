@@ -90,7 +90,7 @@ def test_decoder_hidden_states_and_their_cotangent(name):
     assert predictions.num_sequences == 5
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "gpt-neox", "qwen3"])
 def test_a_stations_cotangent_at_a_position_depends_on_the_logits_there_alone(name):
     causal = ARCHITECTURES[name][3]
     with GhostNorms(build(name), causal=causal) as predictor:

@@ -12,7 +12,7 @@ import killed_measurements
 import numpy as np
 import pytest
 import torch
-from dense_curvature import batch_of, bert, windows
+from dense_curvature import batch_of, windows
 from torch import nn
 
 from isoloss.errors import IsolossError, IsolossWarning
@@ -89,7 +89,7 @@ def test_the_influence_gives_the_error(name):
     assert abs(residuals.sum()) < 1e-9 * abs(residuals).sum()
 
 
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("name", ["fisher", "hessian", "sam"])
 def test_it_stops_as_asked(name):
     size = 1 if name in BY_BATCH else 8
     model, batches, seen = windows(), stream(136 // size, size), []
@@ -206,7 +206,7 @@ def test_a_file_of_other_settings_is_refused(measure, one, other, what, tmp_path
         measure(windows(), stream(3, 4), **other, **options)
 
 
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("name", ["fisher", "hessian", "sam"])
 def test_ctrl_c_in_a_stream_leaves_an_estimate(name):
     def interrupted(batches):
         yield from batches
@@ -336,7 +336,7 @@ def of_products(monkeypatch, *, fails_at=None):
 
 
 @pytest.mark.usefixtures("_writes_always")
-@pytest.mark.parametrize("fails_at", range(1, 14))
+@pytest.mark.parametrize("fails_at", [1, 4, 5, 12, 13])
 def test_a_spectrum_goes_on_within_a_probe(fails_at, tmp_path, monkeypatch):
     options = {"causal": False, "num_probes": 3, "num_steps": 4, "resume": tmp_path / "half"}
     straight = spectral_density(windows(), stream(2, 6), **options)
@@ -468,27 +468,16 @@ def ratio_of_errors(found):
 
 
 @pytest.mark.parametrize("matrix", ["gauss-newton", "hessian"])
-def test_the_eigenvalues_error_is_the_deviation_over_fresh_inputs(matrix):
-    def measure(*args, **options):
-        return first_eigenvalue(*args, matrix=matrix, rtol=1e-6, **options)
-
-    found = repeated(measure, windows())
-    # a standard deviation over 80 repetitions is right to 8 %
-    assert 0.68 < ratio_of_errors(found) < 1.32
-    assert all(e.stderr < 0.5 * e.value for e in found)
-    documents = {**batch_of(48, seed=1), "documents": torch.arange(48) // 4}
-    assert measure(windows(), [documents], causal=False).samples == 12
-
-
-def test_the_eigenvalues_error_is_that_of_the_jackknife():
-    model, batch = bert(), batch_of(40, seed=3)
-    whole = first_eigenvalue(model, [batch], rtol=1e-8)
-    left_out = []
-    for row in range(40):
-        rest = torch.arange(40) != row
-        left_out.append(first_eigenvalue(model, [{k: v[rest] for k, v in batch.items()}], rtol=1e-8).value)
-    jackknife = math.sqrt(39 / 40 * float(np.square(np.array(left_out) - np.mean(left_out)).sum()))
+def test_the_eigenvalues_error_is_that_of_the_jackknife(matrix):
+    batch, options = batch_of(24, seed=3), {"causal": False, "matrix": matrix, "rtol": 1e-8}
+    whole, left_out = first_eigenvalue(windows(), [batch], **options), []
+    for row in range(24):
+        rest = torch.arange(24) != row
+        left_out.append(first_eigenvalue(windows(), [{k: v[rest] for k, v in batch.items()}], **options).value)
+    jackknife = math.sqrt(23 / 24 * float(np.square(np.array(left_out) - np.mean(left_out)).sum()))
     assert whole.stderr == pytest.approx(jackknife, rel=0.15)
+    documents = {**batch, "documents": torch.arange(24) // 4}
+    assert first_eigenvalue(windows(), [documents], **options).samples == 6
 
 
 def test_a_paired_difference_of_eigenvalues_has_the_deviation_over_fresh_inputs():
@@ -497,6 +486,7 @@ def test_a_paired_difference_of_eigenvalues_has_the_deviation_over_fresh_inputs(
         for parameter in models[1].parameters():
             parameter.mul_(1.1)
     one, two = (repeated(lambda *a, **o: first_eigenvalue(*a, rtol=1e-6, **o), model) for model in models)
+    assert 0.68 < ratio_of_errors(one) < 1.32  # a standard deviation over 80 repetitions is right to 8 %
     for statistic in (paired_difference, paired_log_ratio):
         found = [statistic(a, b) for a, b in zip(one, two, strict=True)]
         assert 0.68 < ratio_of_errors(found) < 1.32
@@ -510,18 +500,23 @@ def test_a_paired_difference_of_rises_under_noise_is_on_the_safe_side():
         for parameter in models[1].parameters():
             parameter.mul_(1.1)
     pairs = []
-    for r in range(80):
+    for r in range(40):
         batches = [batch_of(24, seed=r)]
         options = {"causal": False, "relative_std": 0.3, "num_probes": 6, "seed": r}
         pairs.append(paired_difference(*(noise_sharpness(model, batches, **options) for model in models)))
     assert ratio_of_errors(pairs) < 1.32
 
 
-@pytest.mark.parametrize("name", ["sam", "published-code"])
-def test_the_error_over_batches_is_the_deviation_over_fresh_ones(name):
-    options = [{} if name == "sam" else {"seed": r} for r in range(80)]
-    found = [STREAMS[name](windows(), stream(8, 3, seed=r + 1), causal=False, **options[r]) for r in range(80)]
-    assert 0.68 < ratio_of_errors(found) < 1.32
+@pytest.mark.parametrize("name", BY_BATCH)
+def test_the_error_over_batches_is_that_of_their_mean(name):
+    batches = stream(8, 3)
+    means = [STREAMS[name](windows(), batches[:n], causal=False) for n in range(2, 9)]
+    sums = np.array([0.0, *(n * mean.value for n, mean in enumerate(means, start=2))])
+    rest = np.diff(sums)[1:]  # of the third batch and the others
+    # two numbers follow from their mean and the error of it
+    first = means[0].value + np.array([1, -1]) * means[0].stderr
+    every = np.concatenate([first, rest])
+    assert means[-1].stderr == pytest.approx(every.std(ddof=1) / math.sqrt(8), rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def inputs(causal):
     return {"input_ids": masked, "labels": labels}, np.repeat(chances / LENGTH, LENGTH)
 
 
+@functools.cache
 def trained(kind, *, steps=100, seed=0):
     """A model of float64 that has learned a good part of the language; only that of BERT is tied."""
     torch.manual_seed(seed)

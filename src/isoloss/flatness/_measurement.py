@@ -796,8 +796,10 @@ class Measurement(Accumulation):
         }
 
     def _of_parts(self) -> dict[str, float]:
+        if not self._source.parts:
+            return {}
         details: dict[str, float] = {}
-        for name, result in zip(self._source.parts, self._results(), strict=False):
+        for name, result in zip(self._source.parts, self._results(), strict=True):
             details |= {name: result.value, f"{name}_stderr": result.stderr}
         return details
 
