@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+NOTHING_PREDICTED = "nothing is predicted: every label that the model could be scored on is -100"
+
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ def exports(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any
     """Return `__getattr__` and `__dir__` of the package called so, which offers names of the modules that they map to.
 
     Example:
-        >>> get, _ = exports("shapes", {"sqrt": "math"})
+        >>> get, _ = exports("isoloss.lazy", {"sqrt": "math"})
         >>> get("sqrt")(4.0)
         2.0
     """
@@ -19,6 +20,8 @@ def exports(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any
     def get(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(names[name]), name)
+        value = getattr(importlib.import_module(names[name]), name)
+        setattr(sys.modules[package], name, value)  # Python then finds it by itself, and asks here no more
+        return value
 
     return get, lambda: sorted(names)

@@ -17,7 +17,6 @@ from transformers.models.auto import modeling_auto
 from isoloss.errors import IsolossError, require
 
 _COMPILED = "_orig_mod"  # what torch.compile calls the module that it is given
-NOTHING_PREDICTED = "nothing is predicted: every label that the model could be scored on is -100"
 
 # of PEFT's prompt learning: what is put before the keys and values, not before the tokens
 _BEFORE_KEYS = ("PREFIX_TUNING", "CARTRIDGE")

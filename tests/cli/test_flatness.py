@@ -28,7 +28,7 @@ from isoloss.flatness._curvature import MeanLoss
 from isoloss.flatness.comparison import compare
 from isoloss.lab.evaluation import context as contexts
 from isoloss.statistics.estimate import rounded
-from isoloss.statistics.ratio_estimator import ClusteredRatio
+from isoloss.statistics.ratio import ClusteredRatio
 from isoloss.statistics.tables import short_names
 from isoloss.text import inputs
 from isoloss.text.tokenizers import load_tokenizer

@@ -18,7 +18,7 @@ from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import comparison, fisher_trace
 from isoloss.flatness.comparison import InterruptedComparison, Outline
 from isoloss.statistics.estimate import Estimate, rounded
-from isoloss.statistics.ratio_estimator import ClusteredRatio
+from isoloss.statistics.ratio import ClusteredRatio
 from known_estimates import leave_one_out_error
 
 VOCAB = 5

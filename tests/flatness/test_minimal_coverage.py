@@ -14,7 +14,7 @@ from isoloss.flatness import fisher_trace
 from isoloss.flatness._rescaling.solve import cross_fit, minimize
 from isoloss.statistics.comparison import paired_difference
 from isoloss.statistics.estimate import student95
-from isoloss.statistics.ratio_estimator import FOLDS
+from isoloss.statistics.ratio import FOLDS
 
 HEAVY, BY_PART = {"common": 0.5, "group": 0.3, "own": 1.0}, {"common": 0.05, "group": 0.1, "own": 1.0}
 

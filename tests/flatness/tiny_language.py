@@ -21,7 +21,7 @@ from isoloss.flatness._rescaling.symmetries import rescalings_of
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.flatness.minimal_trace import MinimalTraceEstimator
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.ratio_estimator import ClusteredRatioEstimator
+from isoloss.statistics.ratio import ClusteredRatioEstimator
 
 WORDS, LENGTH = 5, 4
 MASK, VOCABULARY = WORDS, WORDS + 1

@@ -7,7 +7,7 @@ import pytest
 import scipy.sparse
 import torch
 
-from isoloss.statistics.ratio_estimator import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator
+from isoloss.statistics.ratio import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator
 
 SIZES = (7, 1, 20)
 COVARIANCE = torch.tensor([[0.002, 0.001], [0.001, 0.004]], dtype=torch.float64)

@@ -8,8 +8,8 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.statistics import ratio
-from isoloss.statistics import ratio_estimator as estimators
-from isoloss.statistics.ratio_estimator import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator
+from isoloss.statistics import ratio as estimators
+from isoloss.statistics.ratio import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator
 
 
 def random_rows(n, parameters=3, controls=2, seed=0):

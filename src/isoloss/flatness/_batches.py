@@ -13,13 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from isoloss.errors import IsolossError
-from isoloss.model_checks import (
-    NOTHING_PREDICTED,
-    device_of,
-    unwrapped,
-    virtual_tokens,
-)
+from isoloss.errors import NOTHING_PREDICTED, IsolossError
+from isoloss.model_checks import device_of, unwrapped, virtual_tokens
 from isoloss.text.clusters import SequenceClusters
 from isoloss.text.masking import IGNORED
 

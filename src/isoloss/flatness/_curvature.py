@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from isoloss.errors import IsolossError
+from isoloss.errors import NOTHING_PREDICTED, IsolossError
 from isoloss.flatness._batches import Batch, CheckedBatch, read_batches
 from isoloss.flatness._ghost.capture import Capture, PositionSelection
 from isoloss.flatness._ghost.engine import predict
 from isoloss.flatness._measurement import Options, ResumeFile, model_details, resume_file
 from isoloss.flatness._parameters import check_reached, counted_parameters, requiring_gradients
-from isoloss.model_checks import NOTHING_PREDICTED, architecture, device_of, is_causal, plainly, refuse_dropout
+from isoloss.model_checks import architecture, device_of, is_causal, plainly, refuse_dropout
 from isoloss.text.clusters import SequenceClusters
 
 # what torch says where a function has a first derivative only

@@ -39,13 +39,16 @@ from isoloss.flatness._parameters import (
 from isoloss.memory import keep_freed
 from isoloss.model_checks import architecture, device_of, is_causal, plainly, refuse_dropout, unwrapped
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.ratio_estimator import AuxiliaryMeans, ClusteredRatio, ClusteredRatioEstimator, ColumnRatios
+from isoloss.statistics.ratio import AuxiliaryMeans, ClusteredRatio, ClusteredRatioEstimator, ColumnRatios
 from isoloss.text.clusters import Blocks, SequenceClusters, equal_blocks
 
 UNIT = "nats per predicted token"
 FIRST_CHECK = 64  # samples, before a measurement may end early because its error is small
 _MOST_PROBES = 1024  # where rtol or seconds decides
 _EVERY_SECONDS = 30.0  # a resume file is written; less often where writing it takes longer than a second
+
+# what it changes lasts as long as the process: activations then stay in memory from one batch to the next
+keep_freed()
 
 State = tuple[dict[str, Any], dict[str, torch.Tensor]]  # JSON types, and tensors
 
@@ -610,7 +613,6 @@ class Measurement(Accumulation):
             raise IsolossError(
                 "rtol and seconds do not end all processes alike: leave them out where it is distributed"
             )
-        keep_freed()
         source = self._source
         source.seconds = stopping.seconds
         with source:

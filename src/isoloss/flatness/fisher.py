@@ -61,7 +61,7 @@ def fisher_trace(
     sequence have independent v, so that their cross terms vanish on average. Control variates with known means take
     much of the probes' noise away, that of the cross terms included
     (`isoloss.flatness._ghost.controls.Controls`), with cross-fitted coefficients
-    (`isoloss.statistics.ratio_estimator.ClusteredRatioEstimator`). Only first derivatives are taken, so every attention
+    (`isoloss.statistics.ratio.ClusteredRatioEstimator`). Only first derivatives are taken, so every attention
     kernel does.
 
     The error is that of a ratio over independent clusters, so it covers the data and the probes together. A cluster is

@@ -33,7 +33,7 @@ from isoloss.flatness._rescaling.symmetries import Granularity, rescalings_of
 from isoloss.memory import physical_memory
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.ratio_estimator import FOLDS, ColumnRatios, Weighted
+from isoloss.statistics.ratio import FOLDS, ColumnRatios, Weighted
 
 Rescaling = Literal["minimal"]
 

@@ -1,13 +1,23 @@
-"""Means and ratios of independent samples with their standard errors, all in float64: what every error bar rests on."""
+"""Means and ratios of independent samples with their standard errors, all in float64: what every error bar rests on.
+
+`ratio` and its like are of two numbers a sample. `ClusteredRatioEstimator`, by which a trace is computed, sums columns
+over independent clusters of sequences, less control variates whose mean is known.
+
+Shapes: n sequences of a batch, K columns (parameter tensors or blocks of them), C control variates, r of them with
+means from an auxiliary sample, F folds, N clusters.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
-from isoloss.errors import IsolossError
+from isoloss.errors import NOTHING_PREDICTED, IsolossError
 from isoloss.statistics.estimate import Estimate
 
 Values = torch.Tensor | Sequence[float]
@@ -147,3 +157,555 @@ def subset_deviation(numerators: Values, denominators: Values, *, subsets: int =
     parts = zip(a.tensor_split(subsets), b.tensor_split(subsets), strict=True)
     values = torch.stack([part_a.sum() / part_b.sum() for part_a, part_b in parts])
     return float(values.std()), len(a) // subsets
+
+
+# --- sums over clusters, with control variates -----------------------------------------------------------------------
+
+FOLDS = 8
+_ROWS_AT_ONCE = 4096  # of the clusters' sums, in a product with a sparse matrix
+_SINGULAR = 1e-10  # of the largest eigenvalue of the controls' correlations
+_FEWEST = 4 * FOLDS  # sequences in which a control is not 0, for a coefficient that is worth fitting
+_HARMFUL = 2  # times the error without controls: more is chance, and none is used
+_SEQUENCES_A_CONTROL = 14  # or more outside of each fold, as each coefficient that is fitted adds its own noise
+_CLUSTERS_A_CONTROL = 16  # or more, of an auxiliary sample's, which say how clusters differ
+_FEWEST_AUXILIARY = 2  # times the measured sequences: a mean over fewer is hardly better known
+_MISMATCHED = 1e-9  # the chance that sequences drawn as the auxiliary sample was are as far from its mean
+
+
+class FittedColumns(NamedTuple):
+    """Estimates of columns over the same clusters."""
+
+    beta: torch.Tensor  # (F, C, K) the coefficients of each fold, fitted on all others
+    slopes: torch.Tensor  # (r, K) how far a ratio moves for each unit that a mean is wrong by
+    ratios: torch.Tensor  # (K,)
+    sums: torch.Tensor  # (F, K) of a - beta_f d over each fold's clusters; over the positions they add up to the ratios
+    stderr: torch.Tensor  # (K,)
+
+
+@dataclass(frozen=True, eq=False)
+class ControlledClusters:
+    """Clusters and their controls, by which ratios are estimated; see `ClusteredRatioEstimator` for the formulas."""
+
+    clusters: torch.Tensor  # (n,) int64 the cluster of each sequence, from 0
+    positions_by_sequence: torch.Tensor  # (n,) the positions of each sequence
+    controls_by_sequence: torch.Tensor  # (n, C) d, with zeros where a control is not used
+    covariance: torch.Tensor  # (r, r) of the errors of the last controls' means
+    blocks: torch.Tensor | None = None  # (N,) int64 the block of each cluster; None: clusters are independent
+
+    @cached_property
+    def number(self) -> int:
+        """N."""
+        return int(self.clusters.max()) + 1
+
+    @cached_property
+    def folds(self) -> torch.Tensor:
+        """(N,) int64 the fold of each cluster."""
+        return torch.arange(self.number) % FOLDS
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """(N,) m."""
+        return self.summed(self.positions_by_sequence)
+
+    @cached_property
+    def controls(self) -> torch.Tensor:
+        """(N, C) d."""
+        return self.summed(self.controls_by_sequence)
+
+    @cached_property
+    def sizes(self) -> torch.Tensor:
+        """(G,) the positions of each block; where there are none, of each cluster."""
+        return self._in_blocks(self.positions)
+
+    @property
+    def samples(self) -> int:
+        """G, the number of blocks; where there are none, N."""
+        return len(self.sizes)
+
+    @cached_property
+    def total(self) -> float:
+        """The sum of the positions."""
+        return float(self.positions.sum())
+
+    @cached_property
+    def root(self) -> torch.Tensor:
+        """(r, r), with root root^T the covariance."""
+        variances, vectors = torch.linalg.eigh(self.covariance)
+        root: torch.Tensor = vectors * variances.clamp(min=0).sqrt()
+        return root
+
+    @cached_property
+    def by_fold(self) -> torch.Tensor:
+        """(F,) the number of sequences."""
+        return self.folds[self.clusters].bincount(minlength=FOLDS).double()
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """Return (N, ...): the clusters' sums of values (n, ...) of the sequences."""
+        if self.number == len(values):  # each sequence is a cluster
+            return values
+        return values.new_zeros(self.number, *values.shape[1:]).index_add_(0, self.clusters, values)
+
+    def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
+        if self.blocks is None:
+            return values
+        sums = values.new_zeros(int(self.blocks.max()) + 1, *values.shape[1:])
+        return sums.index_add_(0, self.blocks, values)
+
+    def columns(self, a: torch.Tensor) -> FittedColumns:
+        """Return the estimates of columns, given what each sequence adds to them, a (n, K)."""
+        total, known = self.total, self.controls.shape[1] - len(self.covariance)
+        beta = self._coefficients(a)
+        residuals = self.summed(a).clone()
+        sums = torch.zeros(FOLDS, a.shape[1], dtype=torch.float64)
+        for fold in range(FOLDS):
+            own = self.folds == fold
+            residuals[own] -= self.controls[own] @ beta[fold]
+            sums[fold] = residuals[own].sum(dim=0)
+        ratios = sums.sum(dim=0) / total
+        slopes = (self.by_fold[:, None, None] * beta[:, known:]).sum(dim=0) / total
+        residuals -= ratios * self.positions[:, None]
+        influence = self.influence_of(residuals, slopes)
+        return FittedColumns(beta, slopes, ratios, sums, self.stderr(residuals, slopes, influence))
+
+    def _coefficients(self, a: torch.Tensor) -> torch.Tensor:
+        """Return (F, C, K): for each fold, the least-squares coefficients of a - R m on d over all other folds.
+
+        Over sequences, whatever clusters they are in: of few clusters, no coefficients can be had.
+        """
+        folds = self.folds[self.clusters]
+
+        def others(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            """Return the products (F, ., .) of columns, summed over all folds but each."""
+            by_fold = torch.stack([left[folds == fold].T @ right[folds == fold] for fold in range(FOLDS)])
+            return by_fold.sum(dim=0) - by_fold
+
+        d, m = self.controls_by_sequence, self.positions_by_sequence[:, None]
+        one = torch.ones(len(a), 1, dtype=torch.float64)
+        ratios = others(one, a) / others(one, m)  # (F, 1, K)
+        products = others(d, a) - ratios * others(d, m)
+        moments = others(d, d)
+        scales = moments.diagonal(dim1=1, dim2=2).sqrt()
+        scales = torch.where(scales > 0, 1 / scales, 0.0)  # controls of any two units count alike
+        inverse: torch.Tensor = torch.linalg.pinv(
+            scales[:, :, None] * moments * scales[:, None, :], rtol=_SINGULAR, hermitian=True
+        )
+        return scales[:, :, None] * (inverse @ (scales[:, :, None] * products))
+
+    def influence(
+        self, sums: torch.Tensor, beta: torch.Tensor, slopes: torch.Tensor, value: float
+    ) -> tuple[float, torch.Tensor]:
+        """Return the error and the influence (G + r,) of a ratio with sums (N,), coefficients (F, C), slopes (r,)."""
+        residuals = sums - (beta[self.folds] * self.controls).sum(dim=1) - value * self.positions
+        influence = self.influence_of(residuals[:, None], slopes[:, None])
+        return float(self.stderr(residuals[:, None], slopes[:, None], influence)), influence[:, 0]
+
+    def influence_of(self, residuals: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        """Return (G + r, K): the influences of ratios with residuals (N, K) and slopes (r, K)."""
+        g, of_blocks = self.samples, by_leaving_out(self._in_blocks(residuals), self.sizes)
+        return torch.cat([of_blocks, self.root.T @ slopes * math.sqrt(g * (g - 1))])
+
+    def stderr(self, residuals: torch.Tensor, slopes: torch.Tensor, influence: torch.Tensor) -> torch.Tensor:
+        """Return (K,): the errors over the clusters or, where these are larger, over the blocks."""
+        n, g = self.number, self.samples
+        of_clusters = by_leaving_out(residuals, self.positions).square().sum(dim=0) / (n * (n - 1))
+        of_clusters += (self.root.T @ slopes).square().sum(dim=0)
+        return torch.maximum(influence.square().sum(dim=0) / (g * (g - 1)), of_clusters).sqrt()
+
+
+class Weighted(NamedTuple):
+    """The estimate of a weighted sum of columns."""
+
+    value: float
+    stderr: float
+    influence: torch.Tensor  # (N + r,) float64, G for N where there are blocks; as that of a `ClusteredRatio`
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnRatios:
+    """The clusters' sums of every column, from which the estimate of any weighted sum of columns follows.
+
+    With the coefficients beta_f of each fold f, the ratio of weights w is sum_b w (a_b - beta_{f(b)} d_b) / sum_b m_b.
+    Least squares is linear in a, so the coefficients of the weighted sum are beta w.
+
+    Example:
+        >>> from isoloss.statistics.ratio import ClusteredRatioEstimator
+        >>> estimator = ClusteredRatioEstimator(num_parameters=2, num_controls=0)
+        >>> norms = torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 0.0]])
+        >>> estimator.add(norms, torch.tensor([1, 1, 1]), torch.zeros(3, 0))
+        >>> columns = estimator.columns()
+        >>> value, stderr, influence = columns.weighted(torch.tensor([1.0, 3.0]))
+        >>> columns.ratios.tolist(), round(value, 4), round(stderr, 4)
+        ([1.6666666666666667, 0.3333333333333333], 2.6667, 1.2019)
+    """
+
+    fit: ControlledClusters  # the clusters
+    fitted: FittedColumns  # the columns' coefficients and ratios
+    a: torch.Tensor  # (N, K) float64, the clusters' sums: most of the memory
+
+    @property
+    def ratios(self) -> torch.Tensor:
+        """(K,) float64: the columns' ratios, which add up to that of all."""
+        return self.fitted.ratios
+
+    @property
+    def total(self) -> float:
+        """What `fold_sums` is divided by: the number of predicted positions."""
+        return self.fit.total
+
+    def weighted(self, weights: torch.Tensor) -> Weighted:
+        """Return the estimate of the columns' sum with weights (K,), or with weights (F, K) for the clusters of a fold.
+
+        Weights (F, K) are taken as given: where those of a fold depend on other folds alone, as weights that are fitted
+        to `shares_without(fold)` do, the value has no bias by them.
+        """
+        by_fold = weights.double().expand(FOLDS, len(self.ratios))
+        own = (self.a @ by_fold.T).gather(1, self.fit.folds[:, None])[:, 0]
+        beta = torch.einsum("fck,fk->fc", self.fitted.beta, by_fold)
+        known = beta.shape[1] - len(self.fit.covariance)
+        slopes = self.fit.by_fold @ beta[:, known:] / self.total
+        value = float((self.fold_sums() * by_fold).sum()) / self.total
+        return Weighted(value, *self.fit.influence(own, beta, slopes, value))
+
+    def influences(
+        self, weights: torch.Tensor, groups: torch.Tensor, number: int, responses: tuple[Any, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the influences (samples + r, G), as of a `ClusteredRatio`, of the weighted sums of groups of columns.
+
+        Args:
+            weights: (F, K), for the clusters of each fold.
+            groups: (K,) the group of each column, from 0.
+            number: G.
+            responses: A scipy sparse matrix (K, R) and a tensor (R, G); their product is what each column adds to each
+                group through the weights.
+        """
+        fit, folds = self.fit, torch.arange(FOLDS)
+
+        def summed(values: torch.Tensor, folds: torch.Tensor) -> torch.Tensor:
+            """Return (n, G) of values (n, K) of given folds (n,)."""
+            weighted = values * weights[folds]
+            sums = torch.zeros(len(values), number, dtype=torch.float64).index_add_(1, groups, weighted)
+            return sums + torch.from_numpy(weighted.numpy() @ responses[0]) @ responses[1]
+
+        values = summed(self.fold_sums(), folds).sum(dim=0) / self.total
+        beta = torch.zeros(*self.fitted.beta.shape[:2], number, dtype=torch.float64)
+        for control in range(beta.shape[1]):
+            beta[:, control] = summed(self.fitted.beta[:, control], folds)
+        parts = zip(torch.split(self.a, _ROWS_AT_ONCE), torch.split(fit.folds, _ROWS_AT_ONCE), strict=True)
+        residuals = torch.cat([summed(*part) for part in parts])
+        residuals -= values * fit.positions[:, None]
+        for fold in range(FOLDS):
+            residuals[fit.folds == fold] -= fit.controls[fit.folds == fold] @ beta[fold]
+        slopes = torch.einsum("f,frg->rg", fit.by_fold, beta[:, beta.shape[1] - len(fit.covariance) :]) / self.total
+        return fit.influence_of(residuals, slopes)
+
+    def fold_sums(self) -> torch.Tensor:
+        """Return (F, K): the sums of a - beta_f d over each fold's clusters; over `total` they add up to the ratios."""
+        return self.fitted.sums
+
+    def shares_without(self, fold: int) -> torch.Tensor:
+        """Return (K,): the ratios over all other folds, with the coefficients that are fitted on these."""
+        others = self.fit.folds != fold
+        a, d = self.a[others].sum(dim=0), self.fit.controls[others].sum(dim=0)
+        return (a - d @ self.fitted.beta[fold]) / self.fit.positions[others].sum()
+
+    def plus(self, other: ColumnRatios) -> ColumnRatios:
+        """Return the columns' sums with those of another one over the same clusters and parts, without controls."""
+        ratios, sums = self.fitted.ratios + other.fitted.ratios, self.fitted.sums + other.fitted.sums
+        return replace(self, fitted=self.fitted._replace(ratios=ratios, sums=sums), a=self.a + other.a)
+
+
+@dataclass(frozen=True)
+class ClusteredRatio:
+    """A ratio, its standard error, and both for each parameter; the parameters' values add up to `value`."""
+
+    value: float  # sum over clusters of the squared norms, less the fitted controls, over the predicted positions
+    stderr: float  # its standard error over clusters
+    by_parameter: torch.Tensor  # (K,) float64
+    by_parameter_stderr: torch.Tensor | None  # (K,) float64; None for a sum of two
+    # (n + r,) float64: what each of n samples, and each of the auxiliary sample's means, adds to the error. `value`'s
+    # standard error is the root of the sum of their squares over n (n - 1), or that over clusters where it is larger;
+    # that of the difference of two values on the same samples and means is the same of the differences
+    influence: torch.Tensor
+    effective_samples: float  # as of an `Estimate`
+    part: float  # the sum of `by_parameter` over the parameters of the part
+    part_stderr: float  # its standard error
+    part_influence: torch.Tensor  # (n + r,) float64, as `influence`
+    by_group: torch.Tensor  # (G,) float64, the sums of `by_parameter` over the groups of parameters
+    by_group_stderr: torch.Tensor | None  # (G,) float64; None for a sum of two
+    samples: int  # n: the blocks, or where there are none the N clusters
+    auxiliary_controls: tuple[bool, ...]  # (r,) which of the auxiliary sample's controls were used
+    # whether the clusters are too far from the auxiliary sample's means to have been drawn alike, so that none was
+    auxiliary_differs: bool
+
+    @property
+    def leading(self) -> float:
+        """The largest sample's part of the squared error, from 0 to 1.
+
+        Near 1 a single sample decides the error, and samples like it are too rare in these data for it to be right.
+        """
+        squares = self.influence.square()
+        return float(squares[: self.samples].max() / squares.sum()) if bool(squares.any()) else 0.0
+
+    def plus(self, other: ClusteredRatio) -> ClusteredRatio:
+        """Return the sum with another one over the same clusters, with the error of the sum of their influences."""
+        n = self.samples
+        influence, part = self.influence + other.influence, self.part_influence + other.part_influence
+        return replace(
+            self,
+            value=self.value + other.value,
+            stderr=math.sqrt(float(influence.square().sum()) / (n * (n - 1))),
+            by_parameter=self.by_parameter + other.by_parameter,
+            by_parameter_stderr=None,
+            by_group=self.by_group + other.by_group,
+            by_group_stderr=None,
+            influence=influence,
+            part=self.part + other.part,
+            part_stderr=math.sqrt(float(part.square().sum()) / (n * (n - 1))),
+            part_influence=part,
+        )
+
+
+class AuxiliaryMeans(NamedTuple):
+    """How well the means of the last r controls are known."""
+
+    covariance: torch.Tensor  # (r, r) float64, of the errors of the means
+    num_sequences: int  # the sequences that they were taken over
+    # how many of the controls are used, the first ones; None: none, one or all, by which error is smallest
+    number: int | None = None
+
+
+class ClusteredRatioEstimator:
+    r"""A running record of squared gradient norms by cluster, such as the sequences of a document.
+
+    For a cluster b let a_b be its squared norms, m_b its predicted positions and d_b its controls: C numbers with
+    expectation 0 whatever the data. For any coefficients beta that do not depend on cluster b, a_b - beta d_b has the
+    expectation of a_b. The ratio is R = sum_b (a_b - beta_{f(b)} d_b) / sum_b m_b with the clusters dealt into F folds
+    and beta_f the least-squares coefficients of a - R m on d over the sequences of all folds but f ("cross-fitting"),
+    so that it is unbiased as the plain ratio is. Least squares is linear in a, so the same formula for each parameter
+    tensor's part of a gives values that add up to R.
+
+    The error is the jackknife's (`ratio`): with residuals r_b = a_b - beta_{f(b)} d_b - R m_b
+    and M = sum_b m_b, R changes by r_b / (M - m_b) without cluster b, and the squared error is (N - 1) / N times the
+    sum of these squares. Clusters of one size have that of a ratio by the delta method.
+
+    A control that is other than 0 in fewer than 32 sequences has the coefficient 0, and of the rest, all but the first
+    n / 14 have, with n the sequences outside of the largest fold: N / 16 where each sequence is a cluster. Where the
+    error is more than twice that without any control, as a few clusters with enormous controls make it, all have.
+
+    The last r controls may be measured from means that are estimates themselves, those of an auxiliary sample
+    (`isoloss.flatness._ghost.auxiliary.AuxiliarySample`). With n_b the sequences of cluster b, R moves by
+    g = sum_b n_b beta_{f(b)} / sum_b m_b for each unit that a mean is wrong by, so that g^T C g with the covariance C
+    of the means joins the squared error. These controls are left out beyond the first N / 16 of all, where the
+    auxiliary sample has fewer than twice as many sequences as the clusters, and where Hotelling's T^2 says that the
+    clusters were not drawn as the auxiliary sample was (chance below 1e-9). Else it is all of them, the first one or
+    none, whichever has the smallest error, unless a number is given.
+
+    Clusters that depend on each other are put together in blocks when the result is taken (`SequenceClusters.blocks`):
+    the error is then the larger one of that over clusters and that over G blocks, whose residuals are the sums of their
+    clusters', as their sizes are. The value does not change. All squared norms are kept: 8 bytes for each sequence and
+    parameter.
+
+    Args:
+        num_parameters: K.
+        num_controls: C - r, which may be 0.
+        groups: The group of each parameter, from 0 to G - 1, or several such lists, each with groups of its own; None:
+            there are no groups.
+        auxiliary: How well the means of r further controls are known; None: there are none.
+        part: Parameters, by their columns, whose sum is wanted with an influence of its own.
+
+    Example:
+        >>> estimator = ClusteredRatioEstimator(num_parameters=2, num_controls=0)
+        >>> norms = torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 0.0]])
+        >>> estimator.add(norms, torch.tensor([1, 1, 1]), torch.zeros(3, 0))
+        >>> result = estimator.result()
+        >>> result.value, result.by_parameter.tolist(), round(result.stderr, 4)
+        (2.0, [1.6666666666666667, 0.3333333333333333], 0.5774)
+    """
+
+    def __init__(
+        self,
+        num_parameters: int,
+        num_controls: int,
+        groups: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        auxiliary: AuxiliaryMeans | None = None,
+        part: Sequence[int] = (),
+    ) -> None:
+        self._part = torch.tensor(part, dtype=torch.int64)
+        self._auxiliary = auxiliary or AuxiliaryMeans(torch.zeros(0, 0, dtype=torch.float64), 0)
+        self._groups = torch.tensor(groups or [], dtype=torch.int64)
+        self._num_parameters = num_parameters
+        # a by parameter, m, d of each sequence, and its cluster
+        width = num_parameters + 1 + num_controls + len(self._auxiliary.covariance)
+        self._rows = [torch.zeros(0, width, dtype=torch.float64)]
+        self._clusters = [torch.zeros(0, dtype=torch.int64)]
+
+    def __len__(self) -> int:
+        """Return the number of clusters."""
+        return len(set(torch.cat(self._clusters).tolist()))
+
+    def add(
+        self,
+        square_norms: torch.Tensor,
+        positions: torch.Tensor,
+        controls: torch.Tensor,
+        clusters: torch.Tensor | None = None,
+    ) -> None:
+        """Add sequences with the numbers of their clusters; None: each is a cluster of its own."""
+        if clusters is None:
+            first = sum(len(known) for known in self._clusters)
+            clusters = torch.arange(first, first + len(positions))
+        values = square_norms.double().cpu(), positions.double()[:, None].cpu(), controls.double().cpu()
+        self._rows.append(torch.cat(values, dim=1))
+        self._clusters.append(clusters.cpu())
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return everything as tensors, from which `from_state` goes on."""
+        self._rows, self._clusters = [torch.cat(self._rows)], [torch.cat(self._clusters)]
+        return {
+            "rows": self._rows[0],
+            "clusters": self._clusters[0],
+            "groups": self._groups,
+            "part": self._part,
+            "num_parameters": torch.tensor(self._num_parameters),
+            "auxiliary_covariance": self._auxiliary.covariance,
+            "auxiliary_sequences": torch.tensor(self._auxiliary.num_sequences),
+            "auxiliary_number": torch.tensor(
+                [] if self._auxiliary.number is None else [self._auxiliary.number], dtype=torch.int64
+            ),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, torch.Tensor]) -> ClusteredRatioEstimator:
+        """Return the estimator that `state` describes."""
+        numbers: list[int] = state["auxiliary_number"].tolist()
+        auxiliary = AuxiliaryMeans(
+            state["auxiliary_covariance"], int(state["auxiliary_sequences"]), next(iter(numbers), None)
+        )
+        num_parameters = int(state["num_parameters"])
+        num_controls = state["rows"].shape[1] - num_parameters - 1 - len(auxiliary.covariance)
+        estimator = cls(num_parameters, num_controls, state["groups"].tolist(), auxiliary, state["part"].tolist())
+        estimator._rows, estimator._clusters = [state["rows"]], [state["clusters"]]
+        return estimator
+
+    @classmethod
+    def merged(cls, parts: list[ClusteredRatioEstimator]) -> ClusteredRatioEstimator:
+        """Return the estimator of several processes, none of which shares a cluster with another."""
+        joined = cls.from_state(parts[0].state())
+        joined._rows = [rows for part in parts for rows in part._rows]
+        first = 0
+        joined._clusters = []
+        for part in parts:
+            clusters = torch.cat(part._clusters)
+            joined._clusters.append(first + clusters)
+            first += int(clusters.max()) + 1 if len(clusters) else 0
+        return joined
+
+    def result(self, blocks: torch.Tensor | None = None) -> ClusteredRatio:
+        """Return the ratio, its error, and its split over the parameters; the clusters may lie in blocks (N,)."""
+        return self._best(blocks)[0]
+
+    def columns(self, blocks: torch.Tensor | None = None) -> ColumnRatios:
+        """Return what gives the estimate of any weighted sum of the parameters."""
+        _, fit, fitted = self._best(blocks)
+        return ColumnRatios(fit, fitted, fit.summed(torch.cat(self._rows)[:, : self._num_parameters]))
+
+    def _best(self, blocks: torch.Tensor | None) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
+        """Return the result with as many of the auxiliary sample's controls as make its error smallest."""
+        self._rows, self._clusters = [torch.cat(self._rows)], [torch.cat(self._clusters)]
+        (rows,), (given,) = self._rows, self._clusters
+        _, index, sizes = torch.unique(given, return_inverse=True, return_counts=True)
+        first = torch.full_like(sizes, len(rows)).scatter_reduce_(0, index, torch.arange(len(rows)), "amin")
+        clusters = first.argsort().argsort()[index]  # in order of appearance
+        k = self._num_parameters
+        a, m, d = rows[:, :k], rows[:, k], rows[:, k + 1 :]
+        predicting = len(torch.unique((clusters if blocks is None else blocks[clusters])[m > 0]))
+        if len(a) and not predicting:
+            raise IsolossError(NOTHING_PREDICTED)
+        if predicting < 2:
+            raise IsolossError(
+                f"an error bar needs at least 2 independent sequences or documents, not {predicting} (with a label)"
+            )
+        used, mismatched = self._used(ControlledClusters(clusters, m, d, self._auxiliary.covariance))
+        known = len(used) - len(self._auxiliary.covariance)
+        available = int(used[known:].sum())
+        wanted = (0, 1, available) if self._auxiliary.number is None else (self._auxiliary.number,)
+        numbers = sorted({min(number, available) for number in wanted})
+        order = torch.cat([torch.zeros(known, dtype=torch.int64), used[known:].cumsum(dim=0)])
+
+        def fitted(used: torch.Tensor) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
+            fit = ControlledClusters(clusters, m, d * used, self._auxiliary.covariance, blocks)
+            return self._fitted(a, fit, used, mismatched=mismatched)
+
+        best = min((fitted(used & (order <= number)) for number in numbers), key=lambda fitted: fitted[0].stderr)
+        if not bool(used.any()):
+            return best
+        without = fitted(torch.zeros_like(used))
+        return without if _HARMFUL * without[0].stderr < best[0].stderr else best
+
+    def _fitted(
+        self, a: torch.Tensor, fit: ControlledClusters, used: torch.Tensor, *, mismatched: bool
+    ) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
+        """Return the result of sequences' squared norms a (n, K) with these controls (C,)."""
+        fitted = fit.columns(a)
+        by_group = a.new_zeros(len(a), int(self._groups.max()) + 1 if len(self._groups) else 0)
+        for groups in self._groups.view(-1, a.shape[1]):
+            by_group.index_add_(1, groups, a)
+        of_groups, sums = fit.columns(by_group), fit.summed(a)
+
+        def summed(columns: torch.Tensor) -> tuple[float, float, torch.Tensor]:
+            """Return the ratio of the clusters' sums over columns, its error and its influence."""
+            value = math.fsum(fitted.ratios[columns].tolist())
+            beta, slopes = fitted.beta[:, :, columns].sum(dim=2), fitted.slopes[:, columns].sum(dim=1)
+            return value, *fit.influence(sums[:, columns].sum(dim=1), beta, slopes, value)
+
+        value, stderr, influence = summed(torch.arange(len(fitted.ratios)))
+        part, part_stderr, part_influence = summed(self._part)
+        result = ClusteredRatio(
+            value=value,
+            stderr=stderr,
+            by_parameter=fitted.ratios,
+            by_parameter_stderr=fitted.stderr,
+            influence=influence,
+            effective_samples=effective_samples(fit.sizes),
+            part=part,
+            part_stderr=part_stderr,
+            part_influence=part_influence,
+            by_group=of_groups.ratios,
+            by_group_stderr=of_groups.stderr,
+            samples=fit.samples,
+            auxiliary_controls=tuple(used[len(used) - len(self._auxiliary.covariance) :].tolist()),
+            auxiliary_differs=mismatched,
+        )
+        return result, fit, fitted
+
+    def _used(self, fit: ControlledClusters) -> tuple[torch.Tensor, bool]:
+        """Return which controls (C,) may have coefficients, and whether the auxiliary sample differs."""
+        d, n = fit.controls_by_sequence, len(fit.clusters)
+        known = d.shape[1] - len(self._auxiliary.covariance)
+        used = (d != 0).sum(dim=0) >= _FEWEST
+        used[known:] &= self._auxiliary.num_sequences >= _FEWEST_AUXILIARY * n
+        most = torch.full((len(used),), fit.number // _CLUSTERS_A_CONTROL)
+        most[:known] = (n - int(fit.by_fold.max())) // _SEQUENCES_A_CONTROL  # n / 16 where each is a cluster
+        used &= used.cumsum(dim=0) <= most
+        chosen = used[known:]
+        features, covariance = fit.controls[:, known:][:, chosen], self._auxiliary.covariance[chosen][:, chosen]
+        mismatched = _chance(fit.clusters.bincount().double(), features, covariance) < _MISMATCHED
+        used[known:] &= not mismatched
+        return used, mismatched
+
+
+def _chance(sequences: torch.Tensor, d: torch.Tensor, of_auxiliary: torch.Tensor) -> float:
+    """Return the chance that the mean of d (N, r) over the sequences is as far from 0 as it is; of r = 0 it is 1.
+
+    `of_auxiliary` (r, r) is the covariance of the error of what was taken from d. By Hotelling's T^2, which is close to
+    chi-squared where N is much more than r: there are at least 16 r clusters.
+    """
+    n, total, directions = len(d), float(sequences.sum()), d.shape[1]
+    if not directions:
+        return 1.0
+    mean = d.sum(dim=0) / total
+    residuals = d - sequences[:, None] * mean
+    covariance = residuals.T @ residuals * (n / (n - 1) / total**2) + of_auxiliary
+    square = float(mean @ torch.linalg.solve(covariance, mean))
+    half = torch.tensor([directions / 2, square / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
