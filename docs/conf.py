@@ -1,17 +1,17 @@
 """Sphinx configuration; the command-line and API references are generated from the code at every build."""
 
+import contextlib
+import io
 import os
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
 
 import isoloss
 from isoloss.cli import study, theory
-from isoloss.cli.main import SUBCOMMANDS
+from isoloss.cli.main import SUBCOMMANDS, main
 
 project = "isoloss"
 author = "the isoloss developers"
@@ -40,11 +40,15 @@ GENERATED = HERE / "_generated"
 
 def write_cli_reference() -> None:
     """Write each subcommand's own help, and that of the subcommands below it."""
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
+    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
 
     def help_of(*words: str) -> str:
-        command = [sys.executable, "-m", "isoloss", *words, "--help-all" if words else "--help"]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.rstrip()
+        with contextlib.redirect_stdout(
+            io.TextIOWrapper(io.BytesIO(), "utf-8")
+        ) as text:  # its encoding decides the frames
+            assert main([*words, "--help-all" if words else "--help"]) == 0
+            text.seek(0)
+            return text.read().rstrip()
 
     parts = [
         "# Command line",
@@ -60,8 +64,8 @@ def write_cli_reference() -> None:
     (GENERATED / "cli.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-PACKAGES = ["statistics", "text", "languages", "flatness", "models", "training", "transfer", "evaluation"]
-PACKAGES += ["studies", "report", "paper", "ground"]
+PACKAGES = ["statistics", "text", "flatness", "lab.languages", "lab.models", "lab.training", "lab.transfer"]
+PACKAGES += ["lab.evaluation", "lab.presets", "studies", "report", "paper", "ground"]
 RESULTS = {  # what the public functions take and return
     "isoloss.flatness.comparison": "TraceComparison",
     "isoloss.runs": "Run",
@@ -99,11 +103,15 @@ def write_api_reference() -> None:
     elsewhere = {(getattr(isoloss, name).__module__, name) for name in isoloss.__all__ if name != "__version__"}
     elsewhere |= set(RESULTS.items())
     modules = [m.name for m in pkgutil.walk_packages(isoloss.__path__, "isoloss.")]
-    modules = [name for name in modules if not name.endswith("__main__") and ".cli" not in name]
+    modules = [
+        name for name in modules if not name.endswith("__main__") and ".cli" not in name and name != "isoloss.lab"
+    ]
     groups: dict[str, list[str]] = {}
     for name in modules:
-        is_package = (Path(*isoloss.__path__) / name.split(".")[1]).is_dir()
-        groups.setdefault(name.split(".")[1] if is_package else "ground", []).append(name)
+        parts = name.split(".")[1:]
+        is_package = (Path(*isoloss.__path__) / parts[0]).is_dir()
+        group = ".".join(parts[: 2 if parts[0] == "lab" else 1]) if is_package else "ground"
+        groups.setdefault(group, []).append(name)
     assert sorted(PACKAGES) == sorted(groups), f"packages missing in the reference: {set(groups) ^ set(PACKAGES)}"
     for group, names in groups.items():
         title = f"isoloss.{group}" if group != "ground" else "isoloss: configs, files, seeds, runs"

@@ -90,7 +90,8 @@ def test_accuracies_are_those_of_isoloss_transfer(capsys, folder, run):
             (*FEW, "--method", "finetune", "--seeds", "2", "--epochs", "1", "--warmup-steps", "0"),
         ),
     ]
-    for how, options, same in cases:
+    one_of_each = [cases[0], cases[-1]]  # the other settings do not depend on the model
+    for how, options, same in cases if run.name == "bert" else one_of_each:
         for task in (folder / "sst2", folder / "rte"):
             evaluation = found(capsys, run, f"{how}-{task.name}", task, *options)
             expected = transferred(capsys, run, task, *same)

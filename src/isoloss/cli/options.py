@@ -64,7 +64,7 @@ def parse(
         if name in cls:
             others, cls, command, arguments = dict(cls), cls[name], f"{command} {name}", rest
             examples = [(line, text) for line, text in examples if f"{line} ".startswith(f"isoloss {command} ")]
-        elif name in HELP:
+        elif name in (*HELP, HELP_ALL):
             kinds = tuple(_annotated(one, tyro.conf.subcommand(word)) for word, one in cls.items())
             cls, arguments = Union.__getitem__(kinds), HELP[:1]
         else:
