@@ -117,7 +117,7 @@ def test_the_bootstrap_is_that_of_scipy_and_a_function_of_the_seed():
     x, y, _, codes = data(3, groups=30, size=1)
     found = correlation(x, y, codes, resamples=20_000)
     other = stats.bootstrap(
-        (x, y), lambda a, b: stats.pearsonr(a, b)[0], paired=True, vectorized=False, method="percentile", rng=0
+        (x, y), lambda a, b: np.corrcoef(a, b)[0, 1], paired=True, vectorized=False, method="percentile", rng=0
     )
     assert found.bootstrap95 == pytest.approx(tuple(other.confidence_interval), abs=0.015)  # its own noise at the ends
     assert found == correlation(x, y, codes, resamples=20_000)
@@ -192,7 +192,7 @@ def rates(groups, size, of_clusters, within, kind, number, covariate=False):
     ],
 )
 def test_the_interval_holds_the_truth_as_often_as_stated(groups, size, of_clusters, within, kind, covariate):
-    (interval, _), deviation = rates(groups, size, of_clusters, within, kind, 400, covariate)
+    (interval, _), deviation = rates(groups, size, of_clusters, within, kind, 250, covariate)
     assert 0.94 - deviation < interval < 0.985 + deviation
 
 

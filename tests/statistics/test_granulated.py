@@ -9,7 +9,7 @@ from scipy import stats
 
 from isoloss.errors import IsolossError
 from isoloss.statistics.comparison import paired_difference
-from isoloss.statistics.granulated import granulated_kendall
+from isoloss.statistics.correlation import granulated_kendall
 
 
 def grid(arms=3, sizes=2, seeds=5):

@@ -9,7 +9,7 @@ from scipy import stats
 from isoloss.errors import IsolossError
 from isoloss.statistics.comparison import independent_difference
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.multiple import p_value
+from isoloss.statistics.significance import p_value
 
 
 def mean(values, unit="nats"):

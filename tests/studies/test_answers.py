@@ -9,11 +9,10 @@ from known_claims import answers, claim, claims_file, contrast
 from scipy import stats
 
 from isoloss.errors import IsolossError
-from isoloss.statistics.clusters import cluster_mean
+from isoloss.statistics.clusters import at_same_loss, cluster_mean
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.multiple import holm
 from isoloss.statistics.power import paired_power
-from isoloss.statistics.slope import at_same_loss
+from isoloss.statistics.significance import holm
 from isoloss.studies.answers import answer_all
 from isoloss.studies.claim_table import claim_table, explanations
 from isoloss.studies.claims import Answer, ClaimResult

@@ -15,7 +15,7 @@ from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.runs import Run
-from isoloss.statistics.multiple import p_value
+from isoloss.statistics.significance import p_value
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.provenance import _log
 from isoloss.studies.repetition import compare

@@ -5,8 +5,8 @@ import pytest
 from scipy import stats
 
 from isoloss.errors import IsolossError
-from isoloss.statistics.equivalence import equivalence
 from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.significance import equivalence
 from isoloss.studies.verdicts import Verdict, judge, p_value
 
 

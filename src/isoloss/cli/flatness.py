@@ -22,8 +22,8 @@ from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure, flatness_m
 from isoloss.registry import MEASURES
 from isoloss.runs import refuse_run, refuse_twice
 from isoloss.statistics.checking import positive
-from isoloss.statistics.equivalence import SAME_LOSS_NATS
 from isoloss.statistics.estimate import Estimate, interval, rarity, rounded, samples_of
+from isoloss.statistics.significance import SAME_LOSS_NATS
 from isoloss.statistics.tables import short_names
 from isoloss.text import hub_datasets
 

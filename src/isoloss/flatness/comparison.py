@@ -42,9 +42,9 @@ from isoloss.flatness.verdict import Verdict, unlike, verdict
 from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, unwrapped
 from isoloss.statistics.comparison import Comparison
-from isoloss.statistics.equivalence import SAME_LOSS_NATS
 from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, samples_of
 from isoloss.statistics.ratio import ClusteredRatioEstimator, Weighted
+from isoloss.statistics.significance import SAME_LOSS_NATS
 from isoloss.statistics.tables import probability, text_table
 from isoloss.text.clusters import Blocks
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from isoloss.statistics.equivalence import SAME_LOSS_NATS, equivalence
 from isoloss.statistics.estimate import Estimate, rounded
+from isoloss.statistics.significance import SAME_LOSS_NATS, equivalence
 from isoloss.statistics.tables import probability
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def verdict(
     Args:
         comparison: What `isoloss.flatness.compare` returned for them.
         same_loss: Margin in nats per predicted token within which losses count as the same: by two one-sided tests at
-            5 % (`isoloss.statistics.equivalence`), of each model against the one with the smallest trace.
+            5 % (`isoloss.statistics.significance`), of each model against the one with the smallest trace.
         names: What the models are called; None: their names.
         more: What would make the errors smaller.
 

@@ -114,7 +114,7 @@ def minimal_detectable_effect(sd: float, pairs: int, *, power: float = 0.8, alph
     """Return the smallest effect that the two-sided paired t test finds with this power.
 
     Where a study does not find an effect, it does not exclude one below this: to state what it excludes, take
-    `isoloss.statistics.equivalence.largest_size` of what it measured. Arguments are those of `paired_power`.
+    `isoloss.statistics.significance.largest_size` of what it measured. Arguments are those of `paired_power`.
 
     Raises:
         IsolossError: As for `paired_power`, or a power that is not between alpha and 1.

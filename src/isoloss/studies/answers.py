@@ -7,10 +7,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from isoloss.errors import IsolossError
-from isoloss.statistics.equivalence import SAME_LOSS_NATS, Equivalence, equivalence, largest_size
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.multiple import holm
 from isoloss.statistics.power import minimal_detectable_effect
+from isoloss.statistics.significance import SAME_LOSS_NATS, Equivalence, equivalence, holm, largest_size
 from isoloss.studies.claims import Answer, Claim, ClaimResult, ClaimsFile, Contrast
 from isoloss.studies.comparison import Pair, change, loss_key, mean
 from isoloss.studies.verdicts import ALPHA, Verdict, judge, p_value
@@ -195,7 +194,7 @@ def _primary(file: ClaimsFile, results: Sequence[ClaimResult]) -> Answer | None:
 def _at_same_loss(contrast: Contrast, key: str, measured: Estimate) -> Estimate | None:
     if key not in contrast.slopes:
         return None
-    from isoloss.statistics.slope import at_same_loss
+    from isoloss.statistics.clusters import at_same_loss
 
     loss = change(contrast.pairs, loss_key(contrast.pairs), clusters=contrast.clusters)
     return at_same_loss(measured, loss, contrast.slopes[key], same_clusters=False)

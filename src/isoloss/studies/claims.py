@@ -9,8 +9,8 @@ from pathlib import Path
 from isoloss import config, files
 from isoloss.errors import IsolossError
 from isoloss.statistics.checking import positive
-from isoloss.statistics.equivalence import SAME_LOSS_NATS, Equivalence
 from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.significance import SAME_LOSS_NATS, Equivalence
 from isoloss.studies.comparison import Pair
 from isoloss.studies.verdicts import Direction, Verdict, check_margin
 

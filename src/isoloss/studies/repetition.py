@@ -12,7 +12,7 @@ from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.statistics.comparison import independent_difference
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.multiple import holm, p_value
+from isoloss.statistics.significance import holm, p_value
 from isoloss.studies.comparison import OVER_SEEDS
 from isoloss.studies.reading import PROVENANCE, SUMMARY
 from isoloss.studies.results import tables_in

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from isoloss.errors import IsolossError
-from isoloss.statistics import multiple
+from isoloss.statistics import significance
 from isoloss.statistics.estimate import Estimate
 
 Direction = Literal["decrease", "increase", "no change within"]
@@ -90,7 +90,7 @@ def p_value(difference: Estimate, direction: Direction, margin: float = 0.0) -> 
     beyond = _beyond(difference.value, direction, margin)
     if difference.stderr == 0 and _at_the_edge_of_no_change(beyond, direction):
         return 0.0
-    return multiple.p_value(dataclasses.replace(difference, value=beyond))
+    return significance.p_value(dataclasses.replace(difference, value=beyond))
 
 
 def check_margin(direction: str, margin: float) -> None:

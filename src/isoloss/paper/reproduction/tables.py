@@ -12,9 +12,8 @@ from isoloss.errors import IsolossError
 from isoloss.paper.reproduction import band, published
 from isoloss.paper.reproduction.compare import at_same_loss, at_step, by_polish, mean, replicates, size_pair
 from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replicate, StudySize, polished
-from isoloss.statistics.correlation import Kind, correlation
+from isoloss.statistics.correlation import Kind, correlation, granulated_kendall
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.granulated import granulated_kendall
 from isoloss.studies.comparison import Checkpoint, Measured, Pair, cka, difference
 from isoloss.studies.results import Results, SummaryTable
 

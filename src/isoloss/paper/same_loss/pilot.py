@@ -17,9 +17,9 @@ from typing import Self
 from isoloss import config
 from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, OFFSET, UNTOUCHED, Arms, StudySize, Unit, grammars_of
 from isoloss.paper.same_loss.design import SCALES as STUDY_SIZES
+from isoloss.statistics.clusters import slope_within
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import pairs_for_equivalence, pairs_for_power, sd_upper_bound
-from isoloss.statistics.slope import slope_within
 from isoloss.studies.comparison import Pair, change, difference
 from isoloss.studies.results import RESCALED, Results, SummaryTable
 from isoloss.studies.spec import Experiment, Study
