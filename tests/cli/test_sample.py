@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import speaking
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -24,12 +25,7 @@ def document(capsys, *words):
 
 
 def refusal(capsys, *words):
-    capsys.readouterr()
-    assert main(["sample", *map(str, words)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    return err
+    return speaking.refusal(capsys, "sample", *words, alone=True)
 
 
 # --- what is printed

@@ -116,16 +116,8 @@ def test_a_study_ends_with_its_workers(tmp_path, number, status):
 @SLOW
 def test_a_measurement_says_what_it_has_and_goes_on(tmp_path):
     assert main(["train", str(tmp_path / "RUN"), *TRAIN[2:6], "--steps", "2", "--threads", "1"]) == 0
-    words = (
-        "flatness",
-        "RUN/checkpoints/step-2",
-        "--num-sequences",
-        "300000",
-        "--resume",
-        "state",
-        "--batch-size",
-        "8",
-    )
+    sizes = ("--num-sequences", "300000", "--batch-size", "8")
+    words = ("flatness", "RUN/checkpoints/step-2", "--resume", "state", *sizes)
     process = start(tmp_path, *words)
     wait_for((tmp_path / "state").exists, process)
     code, out, err = ended(process, signal.SIGTERM)

@@ -65,20 +65,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(run: Path, language: Path, *options: str) -> None:
-    words = [
-        "train",
-        str(run),
-        "--language",
-        str(language),
-        "--size",
-        "d16",
-        "--steps",
-        "3",
-        "--batch-size",
-        "8",
-        *options,
-    ]
-    assert main([*words, "--threads", "1"]) == 0
+    small = ["--size", "d16", "--steps", "3", "--batch-size", "8", "--threads", "1"]
+    assert main(["train", str(run), "--language", str(language), *small, *options]) == 0
 
 
 def transfer(capsys, run, task, folder, *options):
@@ -121,20 +109,8 @@ def test_probe_and_fine_tuning(capsys, run, glue, task):
     probed = transfer(capsys, run, task, glue[task], "--epochs", "30", "--learning-rate", "0.01")
     assert probed["text"] == counts
     assert probed["accuracy"]["value"] == 1.0  # the kept tokens of the first sentence tell
-    tuned = transfer(
-        capsys,
-        run,
-        task,
-        glue[task],
-        "--method",
-        "finetune",
-        "--epochs",
-        "2",
-        "--warmup-steps",
-        "1",
-        "--batch-size",
-        "8",
-    )
+    tuning = ["--method", "finetune", "--epochs", "2", "--warmup-steps", "1", "--batch-size", "8"]
+    tuned = transfer(capsys, run, task, glue[task], *tuning)
     assert tuned["text"] == counts
     assert len(tuned["predictions"]) == 2
 
@@ -192,11 +168,7 @@ def test_a_teacher_without_a_tokenizer_has_no_text(capsys, glue, tmp_path):
     assert "has no tokenizer that suits" in refusal(capsys, "transfer", tmp_path / "run", *words, alone=True)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "opt"])
-def test_eval_has_the_accuracies_of_transfer(capsys, run, glue, tmp_path, architecture):
-    if architecture == "opt":
-        train(tmp_path / "run", run.parent / "language.toml", "--architecture", "opt")
-        run = tmp_path / "run"
+def test_eval_has_the_accuracies_of_transfer(capsys, run, glue):
     few = ("--num-train", "40", "--num-test", "20")
     data = ("--task-data", f"sst2={glue['sst2']}", f"qnli={glue['qnli']}", "--threads", "1")
     words = ("--measures", "probe-sst2", "probe-qnli", *few, "--probe-solver", "convex", *data)

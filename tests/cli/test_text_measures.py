@@ -260,19 +260,8 @@ def test_what_cannot_be_measured_is_one_sentence(capsys, folder, run, measures, 
 
 
 def test_a_language_without_text_has_no_task_of_text(capsys, folder, tmp_path):
-    words = [
-        "train",
-        str(tmp_path / "run"),
-        "--language",
-        "brackets-8",
-        "--size",
-        "d16",
-        "--steps",
-        "1",
-        "--threads",
-        "1",
-    ]
-    assert main(words) == 0
+    small = ("--language", "brackets-8", "--size", "d16", "--steps", "1", "--threads", "1")
+    assert main(["train", str(tmp_path / "run"), *small]) == 0
     given = ("--task-data", f"sst2={folder / 'sst2'}")
     message = refusal(capsys, "eval", tmp_path / "run", "--measures", "probe-sst2", *given, alone=True)
     assert "the language has no tokenizer, so its models cannot read the text of a task" in message

@@ -48,6 +48,7 @@ EXAMPLES = [
 WATCH_SECONDS = 2.0  # between two tables of `study status --watch` on a terminal
 LINE_SECONDS = 30.0  # between two lines elsewhere
 MIB = 2**20
+STATUS_COLUMNS = ("unit", "state", "progress", "host", "since (UTC)")
 BEGUN = ("running", "failed", "interrupted")
 
 
@@ -85,14 +86,18 @@ class _Command:
 
     def run_command(self, folder: StudyFolder) -> str:
         """Return the command that runs the study, or goes on with it."""
-        words: list[object] = ["study", "run", self.name, *folder.options, "--folder", folder.path]
-        own = {field.name: field.default for field in dataclasses.fields(self)}
-        for option in ("executor", "address", "retries", "expiry"):
-            if option in own and (value := getattr(self, option)) != own[option]:
-                words += [f"--{option}", value]
-        words += ["--fail-fast"] if getattr(self, "fail_fast", False) else []
-        words += ["--submit", *submit] if (submit := getattr(self, "submit", ())) else []
-        return common.command(*words)
+        own = self._given("executor", "address", "retries", "expiry", "fail_fast", "submit")
+        return common.command("study", "run", self.name, *folder.options, "--folder", folder.path, *own)
+
+    def _given(self, *names: str) -> list[object]:
+        """Return the options of these names that are not at their defaults, as words of a command."""
+        words: list[object] = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in names and value != field.default:
+                words.append(options.option_name(field.name))
+                words += value if isinstance(value, tuple) else [] if value is True else [value]
+        return words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +118,10 @@ class _Working(_Command):
         """Return the options of the executor, including the command that lets another process help."""
         from isoloss.studies.run.loop import Options
 
+        # a helper may start in another folder
         name = str(Path(self.name).absolute()) if self.name.endswith(".py") else self.name
         work = ["study", "work", name, *folder.options, "--folder", str(folder.path.absolute())]
-        work += ["--retries", str(self.retries), "--expiry", str(self.expiry)]
-        work += ["--fail-fast"] if self.fail_fast else []
+        work += map(str, self._given("retries", "expiry", "fail_fast"))
         return Options(
             workers=self.workers,
             retries=self.retries,
@@ -526,7 +531,12 @@ def _document(
 def _print_plan(
     folder: StudyFolder, states: Sequence[UnitStatus], needed: Sequence[Estimate], left: Remaining, workers: int
 ) -> None:
-    needs = {
+    columns = {
+        "unit": [status.unit.name for status in states],
+        "shown in": [", ".join(status.unit.shown_in) for status in states],
+        "state": [", ".join(filter(None, (status.state, status.progress))) for status in states],
+        "after": [", ".join(status.unit.after) for status in states],
+        "seconds": [f"{status.unit.seconds:,.0f}" for status in states],
         "cores": [str(status.unit.needs.all_cores) for status in states],
         "GPUs": [f"{status.unit.needs.all_gpus:g}" for status in states],
         "reserved (GiB)": [f"{status.unit.needs.memory:g}" for status in states],
@@ -534,25 +544,14 @@ def _print_plan(
         "GPU memory (MiB)": [_mib(estimate.gpu_memory) for estimate in needed],
         "disk (MiB)": [_mib(estimate.disk) for estimate in needed],
     }
-    # most plans have one-core units only: these columns would be the same in every row
-    usual = {"cores": {"1"}, "GPUs": {"0"}, "reserved (GiB)": {"0"}}
-    shown = [(name, words) for name, words in needs.items() if set(words) - usual.get(name, {"", _mib(0)})]
-    rows = [
-        (
-            status.unit.name,
-            ", ".join(filter(None, (status.state, status.progress))),
-            ", ".join(status.unit.after),
-            f"{status.unit.seconds:,.0f}",
-            *(words[i] for _, words in shown),
-        )
-        for i, status in enumerate(states)
-    ]
-    columns: tuple[str, ...] = ("unit", "state", "after", "seconds", *(name for name, _ in shown))
-    left_columns = 3
-    if any(status.unit.shown_in for status in states):  # of a study that says which figures its runs are for
-        columns, left_columns = ("unit", "shown in", *columns[1:]), 4
-        rows = [(row[0], ", ".join(status.unit.shown_in), *row[1:]) for status, row in zip(states, rows, strict=True)]
-    common.print_table(f"{folder.study.name} at scale {folder.scale_name}", columns, rows, left=left_columns)
+    # left out where it is the same in every row: most plans have one-core units only, and no figures
+    none = {"", _mib(0)}
+    usual = {"shown in": {""}, "cores": {"1"}, "GPUs": {"0"}, "reserved (GiB)": {"0"}}
+    usual |= {"memory (MiB)": none, "GPU memory (MiB)": none, "disk (MiB)": none}
+    shown = {name: cells for name, cells in columns.items() if set(cells) - usual.get(name, set())}
+    title = f"{folder.study.name} at scale {folder.scale_name}"
+    rows = list(zip(*shown.values(), strict=True))
+    common.print_table(title, list(shown), rows, left=4 if "shown in" in shown else 3)
     _say_done(folder, states)
     measured = sum(estimate.is_measured for estimate in needed)
     basis = f"from the {measured} units measured here" if measured else "a rough guess, as no unit is measured yet"
@@ -596,20 +595,14 @@ def _hours(seconds: float, resource: str) -> str:
 
 
 def _print_status(folder: StudyFolder, states: Sequence[UnitStatus]) -> None:
-    rows = [
-        (
-            status.unit.name,
-            status.state,
-            status.progress or status.last_line,
-            status.host if status.state in BEGUN else "",
-            status.since.removesuffix("+00:00") if status.state in BEGUN else "",
-            str(status.attempts) if status.attempts > 1 else "",
-        )
-        for status in states
-    ]
-    columns = ("unit", "state", "progress", "host", "since (UTC)", "attempts")
-    common.print_table(str(folder.path), columns, rows, left=5)
+    rows = [(*_cells(status), str(status.attempts) if status.attempts > 1 else "") for status in states]
+    common.print_table(str(folder.path), (*STATUS_COLUMNS, "attempts"), rows, left=len(STATUS_COLUMNS))
     _say_done(folder, states)
+
+
+def _cells(status: UnitStatus) -> tuple[str, ...]:
+    when = (status.host, status.since.removesuffix("+00:00")) if status.state in BEGUN else ("", "")
+    return status.unit.name, status.state, status.progress or status.last_line, *when
 
 
 def _say_done(folder: StudyFolder, states: Sequence[UnitStatus]) -> None:
@@ -637,12 +630,10 @@ def _watch(folder: StudyFolder, as_json: bool) -> int:
         return f"{_counts(states)}; about {_duration(left.with_workers)} left"
 
     def table(states: Sequence[UnitStatus]) -> Table:
-        shown = Table("unit", "state", "progress", "host", "since (UTC)", title=line(states))
+        shown = Table(*STATUS_COLUMNS, title=line(states))
         for status in states:
             if status.state in ("running", "failed"):
-                since = status.since.removesuffix("+00:00")
-                cells = (status.unit.name, status.state, status.progress or status.last_line, status.host, since)
-                shown.add_row(*(Text(printable(cell)) for cell in cells))
+                shown.add_row(*(Text(printable(cell)) for cell in _cells(status)))
         return shown
 
     looks = 0  # one after the other in which nothing was running
