@@ -112,7 +112,7 @@ def compare(
 def ours(x: torch.Tensor, y: torch.Tensor, strength: float) -> dict[str, Any]:
     """Return the processor time of isoloss, and what it proves."""
     before = time.process_time()
-    found = fit(x, y, classes=int(y.max()) + 1, regularization=[strength])
+    found = fit(x, y, classes=int(y.max()) + 1, regularization=[strength], tolerance=1e-6)
     seconds = time.process_time() - before
     objective, gap = float(found.objectives), float(found.gaps)
     return {"seconds": seconds, "steps": found.evaluations[0], "above": gap / objective, "objective": objective}

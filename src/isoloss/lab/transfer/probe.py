@@ -176,7 +176,7 @@ def fit_linear_probe(
     proportions alone. (With 4,000 sentences of the language `pcfg-laptop` and task `prefix-4`, the look-up table
     reaches 0.537; on raw features it reaches 0.442, and after 400 epochs 0.502, each ± 0.008.)
 
-    With `solver="convex"` the probe is the minimum of the mean cross-entropy plus `regularization / 2 |W|^2`, to 1e-6
+    With `solver="convex"` the probe is the minimum of the mean cross-entropy plus `regularization / 2 |W|^2`, to 1e-9
     of it (`isoloss.lab.transfer.logistic_regression.fit`), in float64. It depends on no
     seed: its predictions are repeated for every seed, and the seeds' standard deviation is 0. Of several regularization
     strengths the one with the highest accuracy on held-out training examples, in five folds, is chosen (the largest
