@@ -235,6 +235,7 @@ def derivative_along(
 
     J^T u is linear in u, and its derivative by u along v is J v. The logits' graph is kept.
     """
+    # two backward passes instead of forward-mode differentiation, which attention kernels and many models lack
     cotangent = torch.zeros_like(logits, requires_grad=True)
     pulled = torch.autograd.grad(logits, leaves, cotangent, create_graph=True, allow_unused=True)
     reached, along = _that_need_gradients(pulled, directions)
@@ -263,6 +264,7 @@ def prediction_variances(
 def second_derivatives() -> Iterator[None]:
     """Let attention take its plain kernel, and say so clearly where a part has no second derivative."""
     try:
+        # the fused kernels have first derivatives only
         with sdpa_kernel(SDPBackend.MATH):
             yield
     except RuntimeError as error:

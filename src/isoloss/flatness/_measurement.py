@@ -217,6 +217,8 @@ class Accumulation(abc.ABC):
                     value, stderr = self.error()
                     if stderr <= stopping.rtol * abs(value):
                         return "rtol"
+                    # checked at doubling numbers: a look after every batch would end it at a moment where the error is
+                    # small by chance
                     look = next_check(len(self))
                 if stopping.seconds is not None and len(self) >= self.fewest and self.seconds >= stopping.seconds:
                     return "seconds"
@@ -245,7 +247,6 @@ class Probes(Accumulation):
 
     @property
     def values(self) -> torch.Tensor:
-        """(R, ...) what the probes gave."""
         return torch.stack(self._rows)
 
     def add(self, item: int) -> None:
@@ -368,7 +369,6 @@ class ResumeFile:
         self._read = self._inputs.hexdigest()
 
     def write_sometimes(self, state: Callable[[], State]) -> None:
-        """Write the file if the last time was long ago."""
         if time.perf_counter() - self._written >= self._pause:
             self.write(state)
 
@@ -478,7 +478,6 @@ class Estimator(abc.ABC):
 
     @cached_property
     def columns(self) -> ParameterColumns:
-        """The columns of the parameters and their parts."""
         return ParameterColumns(self.parameters, self.parameter_blocks)
 
     @abc.abstractmethod
@@ -552,6 +551,7 @@ class Measurement(Accumulation):
         self._layers = list(dict.fromkeys(layer_of(name) for name in self._names))
         parameter_ids: list[int] = source.columns.parameter_ids.tolist() if source.by_parameter else [0]
         self._column_names = [self._names[owner] for owner in parameter_ids]
+        # errors of layers need the sums over their columns by cluster, not the errors of the columns
         groups = [[self._layers.index(layer_of(name)) for name in self._column_names]]
         self._is_split = len(parameter_ids) > len(self._names)
         if self._is_split:  # the columns are no parameters: these are groups, before the layers
@@ -581,7 +581,6 @@ class Measurement(Accumulation):
         return blocks and blocks._replace(labels=blocks.labels[: len(self)])
 
     def result(self) -> ClusteredRatio:
-        """Return what the estimate is made of."""
         first, *rest = self._results()
         return first.plus(rest[0]) if rest else first
 
@@ -634,6 +633,7 @@ class Measurement(Accumulation):
             if not self._position.batches:
                 raise IsolossError("there are no batches, so there is nothing to measure")
             if reason is None:
+                # the stream may have ended exactly there, and then both are true
                 is_full = self._position.sequences == stopping.num_sequences
                 reason = "num_sequences" if is_full else "end of the batches"
             if self._distributed:
@@ -662,6 +662,7 @@ class Measurement(Accumulation):
             parts.append((terms.residual, controls[:, :0]))
         for values, _ in parts:
             self._check_finite(values, item)
+        # Ctrl-C may come between two sums
         self._is_adding = True
         for estimator, (values, of_part) in zip(self._estimators, parts, strict=True):
             estimator.add(values, terms.positions, of_part, clusters)
@@ -719,6 +720,7 @@ class Measurement(Accumulation):
 
     def _gather(self) -> None:
         gathered: list[Any] = [None] * dist.get_world_size()
+        # whether neighbors are alike is asked of each process's own stream
         packed = len(self.clusters), self.clusters.is_packed()
         dist.all_gather_object(gathered, (self._position, self.seconds, self._estimators, packed))
         positions = [position for position, *_ in gathered]

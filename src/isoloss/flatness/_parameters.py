@@ -39,6 +39,7 @@ def counted_parameters(
         return trainable
     if not parameters:
         raise IsolossError("parameters is empty: name at least one, or leave it out to measure all trainable ones")
+    # a parameter that is not the model's would count as one without a gradient, and make the trace too small unseen
     known = {id(parameter) for parameter in model.parameters()}
     if others := [name for name, value in parameters.items() if id(value) not in known]:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -250,7 +251,6 @@ class ParameterColumns:
         return values.new_zeros(len(values), len(self.of)).index_add_(1, self.parameter_ids.to(values.device), values)
 
     def digest(self) -> str:
-        """Return what tells these blocks from others."""
         content = hashlib.sha256()
         for name, columns in self.of.items():
             if name in self.parameter_blocks:

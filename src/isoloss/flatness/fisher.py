@@ -150,6 +150,8 @@ def fisher_trace(
     }
     if rescaling is None:
         return measure(kind, model, batches, options, **given)
+    # the parts are sums over blocks of parameters, by which the measurement splits each norm; what minimizes over them
+    # is the `finish` of the estimate
     minimal = minimal_trace(
         model, rescaling, granularity, options.get("parameters"), batches, options.get("num_sequences")
     )
@@ -236,7 +238,6 @@ class _PerSequence(Estimator):
         return BatchSums(square_norms, positions.cpu(), controls)
 
     def details(self) -> dict[str, Any]:
-        """Return where positions were selected, and which parameters took another path."""
         return {
             "positions_selected": str(self._predictor.selection),
             "parameters_without_gradient": list(self._predictor.unreached),
@@ -276,6 +277,7 @@ class ExactLabels(_PerSequence):
             variates = controls.Controls(
                 cotangent, predictions.hidden, predictions.decoder, predictions.rows, len(positions)
             )
+        # before the whole backward pass, which frees the graph as it goes
         others = [] if variates is None else self._tail(predictions, variates, positions, first, probe)
         indices = range(first, first + len(positions))
         controls.exact_labels_(cotangent, positions, indices, seed=self.seed, probe=probe)
@@ -341,6 +343,7 @@ class SampledLabels(Estimator):
         predicted = batch.checked.predicted
         norms = torch.zeros(len(predicted), len(self.columns), dtype=torch.float64)
         for row in predicted.any(dim=1).nonzero()[:, 0].tolist():
+            # by the sequence's index, as the probes are
             generator = seeds.generator(self.seed, "labels", batch.first + row)
             with plainly(self.model):
                 logits = predicted_logits(self.model, batch.checked.rows(torch.tensor([row])))

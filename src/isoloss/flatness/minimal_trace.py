@@ -121,6 +121,7 @@ class MinimalTraceEstimator:
                     "rescalings of its family are not exact for this model. Measure the plain trace, or register "
                     "rescalings for it"
                 )
+        # of a model in half precision, rounding of the rescaled weights changes the loss by more than eps does
         change = None
         if not (is_large and any(parameter.dtype in _NARROW for parameter in self._model.parameters())):
             estimate, change = self._bounded(estimate, batch)
@@ -138,6 +139,7 @@ class MinimalTraceEstimator:
         change = change_of(estimate)
         if abs(change) <= NEGLIGIBLE:
             return estimate, change
+        # the change of the loss grows with the bound, so that the largest one is found by halving
         found, low, high = None, 0.0, float(np.abs(_log_factors(estimate)[self._rescalings.normed]).max(initial=0))
         for _ in range(_BISECTIONS):  # for the largest bound
             bound = (low + high) / 2
@@ -206,6 +208,7 @@ class MinimalTraceEstimator:
         fit = self._fit(columns, bound=bound)
         kept = self._fit(columns, keep_features=True, bound=bound) if self._rescalings.features.shape[0] else fit
         found, number = fit.minimum, len(self._parameter_ids)
+        # the parts follow from the weights in sample; the value is the mean with the cross-fitted one
         scale = fit.value / fit.in_sample  # parts add up to the value
         terms = torch.from_numpy(scale * found.weights[:number]) * columns.ratios
         parts = torch.zeros(len(self._names), dtype=torch.float64).index_add_(0, self._parameter_ids, terms)
@@ -265,6 +268,7 @@ class MinimalTraceEstimator:
             changed = {} if z is None else rescaled_values(network, values, self._rescalings, z)
             logits = logits_of(network, {**values, **changed}, inputs)
         if self._measured[0].details["predicts"] == "next token":
+            # labels of causal models are unshifted
             logits, labels = logits[:, :-1], labels[:, 1:]
         wanted = labels != _IGNORED
         if not bool(wanted.any()):
@@ -316,7 +320,6 @@ def _head(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _stderr(influence: torch.Tensor, samples: int) -> torch.Tensor:
-    """Return the standard errors of influences (n,) or (n, G)."""
     return (influence.square().sum(dim=0) / (samples * (samples - 1))).sqrt()
 
 

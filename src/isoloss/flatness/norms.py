@@ -225,7 +225,6 @@ class _Weighted(Estimator):
     method = "Fisher weighted by squared parameters, exact expectation over labels"
 
     def measure(self, batch: CheckedBatch) -> BatchSums:
-        """Measure a batch, a sequence at a time; the mean over probes."""
         positions = batch.checked.predicted.sum(dim=1).cpu()
         values = torch.zeros(len(positions), len(self.columns), dtype=torch.float64)
         for row in positions.nonzero()[:, 0].tolist():
@@ -237,7 +236,6 @@ class _Weighted(Estimator):
         return {"error_covers": "inputs and probes", **super().details()}
 
     def _sequence(self, batch: Batch, count: torch.Tensor, index: int) -> torch.Tensor:
-        """Return (K,): the mean over probes for one sequence."""
         total = torch.zeros(len(self.columns), dtype=torch.float64)
         logits = predicted_logits(self.model, batch)
         for probe in self.probes():

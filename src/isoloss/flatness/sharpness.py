@@ -122,7 +122,6 @@ class _Sam(Estimator):
 
 
 def _rise(loss: MeanLoss, rho: float, num_steps: int, *, adaptive: bool) -> float:
-    """Return the greatest rise of the loss that the steps meet in the ball."""
     before, losses = loss.value(), []
     with weights_restored(loss.parameters) as originals:
         offset = torch.zeros(loss.num_parameters, dtype=loss.dtype, device=device_of(loss.model))
@@ -238,13 +237,13 @@ def weights_restored(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[to
 
 
 def _move(parameters: Mapping[str, nn.Parameter], originals: list[torch.Tensor], offsets: list[torch.Tensor]) -> None:
-    """Set the parameters to the originals plus the offsets."""
     wanted = lost = 0.0
     with torch.no_grad():
         for parameter, original, offset in zip(parameters.values(), originals, offsets, strict=True):
             parameter.copy_(original + offset)
             wanted += float(offset.double().square().sum())
             lost += float((parameter.double() - original.double() - offset.double()).square().sum())
+    # in bfloat16 a step of a thousandth of a weight rounds to none
     if lost > 0.01 * wanted:
         raise IsolossError(
             f"a move of the weights by {math.sqrt(wanted):.3g} is lost in the rounding of {originals[0].dtype}: "

@@ -126,6 +126,7 @@ def largest_eigenvalues(
         x /= x.norm()
         value = float(values[-number])
         residual_norm = float((product(x) - value * x).norm())
+        # the error over inputs: what each cluster adds to x^T A x
         forms, positions = loss.quadratic_forms(x, hessian=matrix == "hessian")
         _, psi = influence(forms, positions)
         n = len(psi)
@@ -178,7 +179,6 @@ class _Search(Accumulation):
             yield
 
     def add(self, item: None) -> None:
-        """Take a step."""
         self.space.step()
         self._update()
 
@@ -188,11 +188,9 @@ class _Search(Accumulation):
         return self.space.is_whole
 
     def state(self) -> State:
-        """Return the vectors."""
         return {"seconds": self.seconds}, self.space.state()
 
     def load_state(self, document: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Go on from the vectors."""
         self.seconds = document["seconds"]
         self.space.load_state(tensors)
         self._update()
@@ -384,7 +382,6 @@ class _Quadratures(Probes):
             super().add(item)
 
     def state(self) -> State:
-        """Return what the probes gave, and the vectors of the one under way."""
         tensors = {"values": self.values} if len(self) else {}
         if self.is_within_probe:
             tensors |= self._space(len(self)).state()
@@ -464,6 +461,7 @@ class Lanczos:
         self._orthogonalize(w)
         norm = float(w.norm())
         size = max(abs(value) for value in self._diagonal + self._beside + [norm])
+        # the space is invariant; see the class
         if norm <= 100 * torch.finfo(w.dtype).eps * size:
             norm = 0.0
             w = torch.randn(len(w), generator=self._generator, dtype=w.dtype).to(w.device)

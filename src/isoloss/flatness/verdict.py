@@ -197,7 +197,6 @@ def unlike(models: Mapping[str, Estimate]) -> tuple[str, str] | None:
 
 
 def _next(reasons: Mapping[Reason, str]) -> str:
-    """Return what to do next."""
     steps = []
     if "parameters" in reasons:
         steps.append("give BERT, RoBERTa or OPT models one architecture with isoloss expand")

@@ -54,7 +54,6 @@ class Bigrams:
         self._counts = [pairs, *(torch.zeros(2 * vocabulary, dtype=torch.float64) for _ in range(2))]
 
     def add(self, ids: torch.Tensor, present: torch.Tensor | None, documents: torch.Tensor | None) -> None:
-        """Count the pairs of sequences."""
         halves, first, second, both = self._split(ids, present, documents)
         for counts, indices in zip(self._counts, self._indices(halves, first, second), strict=True):
             counts.index_add_(0, indices, both.to(counts.dtype).flatten())
@@ -82,7 +81,10 @@ class Bigrams:
         if present is None:
             present = torch.ones_like(ids, dtype=torch.bool)
         ids = ids * present
+        # which half must not depend on how the sequence is padded or in which order it is read, or the pool and the
+        # measured sequences would be scored by other counts
         keys = sequence_hashes(ids, present) if documents is None else mixed(documents.cpu())
+        # any bit will do: all are mixed
         return keys >> 40 & 1, ids[:, :-1], ids[:, 1:], present[:, :-1] & present[:, 1:]
 
     def _indices(
@@ -91,6 +93,7 @@ class Bigrams:
         """Return where in the counts of pairs, first and second tokens those (B, T - 1) of these halves stand, flat."""
         pairs = first * self._vocabulary + second
         if self._size < self._vocabulary**2:
+            # pairs that share a count make the score worse, not wrong: any function of the tokens is a control
             pairs %= self._size
         ends = halves[:, None] * self._vocabulary
         return (halves[:, None] * self._size + pairs).flatten(), (ends + first).flatten(), (ends + second).flatten()
@@ -128,6 +131,7 @@ class AuxiliarySample:
         begun = time.perf_counter()
         if isinstance(batches, Mapping):
             raise IsolossError("the auxiliary sample is a single batch; pass an iterable of batches, e.g. [batch]")
+        # counts first, then scores by them
         if isinstance(batches, Iterator):
             batches = list(batches)
         weight = input_embeddings(model)
@@ -154,6 +158,7 @@ class AuxiliarySample:
         values = (_values(_Tokens.of(batch, len(weight)), weight, bigrams) for batch in batches)
         sums, moments = _sums(zip(numbers, values, strict=True), sizes)
         mean = sums[:-1] / sums[-1]
+        # the moments were summed before the mean was known
         centering = torch.cat([torch.eye(len(mean), dtype=torch.float64), -mean[None]])  # a cluster's sum less n means
         scatter = centering.T @ moments @ centering
         directions = _directions(scatter, float(moments.diagonal()[1:-1].sum()))
@@ -174,7 +179,6 @@ class AuxiliarySample:
         return (_values(tokens, self.embedding, self.bigrams) - self.mean) @ self.directions
 
     def __str__(self) -> str:
-        """Return what tells it from another one."""
         variances = [float(f"{variance:.6g}") for variance in self.covariance.diagonal().tolist()]
         return f"{self.num_sequences} sequences, variances {variances}"
 

@@ -129,26 +129,24 @@ class Capture(TorchFunctionMode):
             input = self.select(input)  # noqa: A001
         before = len(self.uses)
         output: torch.Tensor = self._watched(F.linear, (input, weight, bias), {})
+        # the version tells later whether the model wrote to the output: a mask over logits makes them something else
+        # than a linear map of the hidden states
         self._last_linear, self._last_output = _Linear(output._version, input, weight, bias, before), output
         return output
 
     def tracked(self, value: Any) -> TrackedParameter | None:
-        """Return the parameter that a tensor is, if it is one that is measured."""
         return self._handles.get(id(value)) if isinstance(value, torch.Tensor) else None
 
     def sequence_ids(self, value: torch.Tensor) -> torch.Tensor | None:
-        """Return whose an activation's values are, in its shape, as `Layout.sequence_ids`; None: not known."""
         return self._sequence_ids.get(value) if value in self._sequence_ids else self.layout.sequence_ids(value)
 
     def layout_of(self, value: torch.Tensor, shape: torch.Size, trailing: int) -> Layout:
-        """Return how the tokens lie in what has this shape and as many trailing dimensions, by a value in it."""
         sequence_ids = self._sequence_ids.get(value)
         if sequence_ids is None:
             return self.layout
         return self.layout.gathered(without_trailing(sequence_ids.expand(shape), trailing).reshape(-1))
 
     def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Apply a function and note the use of the parameters among its arguments."""
         return self._watched(function, args, kwargs)
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
@@ -174,8 +172,12 @@ class Capture(TorchFunctionMode):
         here = (1, len(rows.rows))
         # a constant of this shape is no activation, and needs no gradient
         is_here = any(value.requires_grad and value.shape[:2] == here for value in tensors_in((args, kwargs)))
+        # a model adds residuals, masks and scales of all positions to what has the predicted ones alone: these are
+        # selected too, or the shapes would not fit
         at_selected = functools.partial(self._at_selected, is_here=is_here)
         if is_here and func in _RESHAPES:
+            # views that attention makes of (B, T, heads, size) name B and T as numbers that they read from the input
+            # earlier
             shape = tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
             if len(shape) > 2 and all(new in (-1, old) for new, old in zip(shape, everywhere, strict=False)):
                 return (args[0], here + shape[2:]), kwargs
@@ -207,6 +209,7 @@ class Capture(TorchFunctionMode):
         self._last_output = None
         if last is None or output is None or last.weight.ndim != 2 or output.shape != logits.shape:
             return None
+        # a view of the output, or the output itself, and nothing written since
         if output.data_ptr() != logits.data_ptr() or logits._version != last.version:
             return None
         return last.hidden, Decoder(last.weight.detach(), None if last.bias is None else last.bias.detach())
@@ -220,9 +223,13 @@ class Capture(TorchFunctionMode):
         return None if self._last_linear is None else self._last_linear.weight
 
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # every torch function of a forward pass comes through here, so that what follows is kept cheap where no
+        # parameter is near
         touched = {handle.name for value in tensors_in((args, kwargs)) if (handle := self.tracked(value)) is not None}
         shared = self._independent.names(tensors_in((args, kwargs)))
         touched |= shared
+        # a rule is about one activation for each token. What all sequences share has no sequences, and is followed
+        # until it meets an activation
         rule = rule_of(func) if touched and not shared and torch.is_grad_enabled() else None
         result = rule(self, *args, **kwargs) if rule is not None and _fits(rule, self, args, kwargs) else None
         if result is None and touched and torch.is_grad_enabled():
@@ -236,6 +243,7 @@ class Capture(TorchFunctionMode):
             if result.alias is not None:
                 self._add_alias(output, result.alias)
             if result.contributions and not output.requires_grad:
+                # below the first trainable use nothing requires a gradient, and no node would tell the cotangent
                 output = output.requires_grad_().clone()  # a node of its own, and the model may overwrite it
         self._sequence_ids.follow(func, args, kwargs, output, self.layout)
         if result is not None and not result.contributions:
@@ -243,6 +251,8 @@ class Capture(TorchFunctionMode):
         if result is not None and not (self.has_selected and self._is_lost(output)):
             by_row = 0 if func is F.embedding else sum(self._matrices.get(name, 0) for name in result.contributions)
             self._note(output, result.contributions, by_row)
+        # an index or a comparison carries no gradient; whatever else took a parameter without a rule is left to
+        # automatic differentiation
         elif any(value.is_floating_point() and self.tracked(value) is None for value in tensors_in(output)):
             self.without_rule |= touched
         return output
@@ -276,6 +286,7 @@ class Capture(TorchFunctionMode):
 
 
 def _fits(rule: Rule, uses: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # a keyword that torch has and the rule does not know: the rule says nothing about such a call
     try:
         _signature(rule).bind(uses, *args, **kwargs)
     except TypeError:
@@ -311,7 +322,6 @@ class PositionSelection:
         return self.call is not None or self.weight is not None
 
     def __str__(self) -> str:
-        """Return what a result says of it."""
         if self.call is not None:
             return f"before {self.call.module}"
         return "after the head" if self.weight is None else "before the decoder"
@@ -390,6 +400,8 @@ class SequenceIds:
 
     def start_again(self, rows: torch.Tensor) -> None:
         """Lose all values, as the layout is another from here on, but for these, which are those that it is of."""
+        # what was computed before has all positions, and where it meets what is selected nobody can say which row is
+        # whose
         for value in list(self._ids):
             self._ids[value] = None
         self._ids.pop(rows, None)
@@ -405,6 +417,8 @@ class SequenceIds:
         """Note whom the output's values belong to, where an argument's are followed or it gathers rows."""
         name = name_of(function).strip("_")
         # only an activation has a gradient; a table's rows are no sequences' even where there are as many
+        # only these put rows in another order; everything else keeps the order that the shape says, and need not be
+        # followed
         moves = name in _GATHERS and bool(args) and (name != "getitem" or _has_index(args[1]))
         gathers = moves and args[0].requires_grad
         if not gathers and not self._ids:
@@ -412,6 +426,7 @@ class SequenceIds:
         followed = [value for value in tensors_in((args, kwargs)) if value in self._ids]
         if not followed and not gathers:
             return
+        # experts add their rows back to where they came from: what is written to has the order of its shape
         if name in _WRITES:
             return
         source = followed[0] if followed else args[0]
@@ -434,6 +449,7 @@ class SequenceIds:
         for value, of_value in zip(outputs, found, strict=True):
             if not value.is_floating_point():
                 continue
+            # ids are kept only where the shape would say something else, so that most activations cost nothing
             usual = layout.sequence_ids(value)
             if of_value is None or usual is None or not _equal(of_value, usual):
                 self._ids[value] = of_value
@@ -515,6 +531,7 @@ def is_by_value(name: str) -> bool:
 
 def is_pointwise(name: str) -> bool:
     """Whether the function of this name works value by value, and broadcasts."""
+    # torch tags its own operators, so that no list of elementwise functions is needed here
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return False
@@ -525,6 +542,7 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two indices are the same, of which axes that neither varies along are looked at once."""
     if first.shape != second.shape:
         return False
+    # ids are mostly expanded along the width, and comparing every copy would take as long as the layer
     shared = [one == two == 0 for one, two in zip(first.stride(), second.stride(), strict=True)]
     place = tuple(slice(0, 1) if same else slice(None) for same in shared)
     return torch.equal(first[place], second[place])
@@ -569,6 +587,9 @@ class BatchIndependent:
 
     def follow(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the output of a function of parameters or shared tensors; None if the function cannot be followed."""
+        # DeBERTa looks up relative positions once and uses them for every sequence. The gradient of one sequence needs
+        # a copy of its own: the shared tensor is computed again from the parameters that are expanded to the batch, by
+        # functions that have rules
         name, values = name_of(function).strip("_"), list(tensors_in((args, kwargs)))
         if not args or args[0] is not values[0]:
             return None
@@ -623,6 +644,8 @@ class BatchIndependent:
     def _looked_up(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Look up the same rows of a parameter for all sequences."""
         (index, *further), layout = args, self._context.layout
+        # as many ids as the batch has tokens, in one row: sequences that are packed end to end, each with lookups of
+        # its own
         is_packed = layout.num_sequences > 1 and index.numel() == layout.num_sequences * layout.length
         if is_packed or index.shape[:-1] not in ((), (1,)):
             return None
@@ -640,6 +663,7 @@ class BatchIndependent:
             return None
         if any(self._context.tracked(value) is not None for value in (values if name == "matmul" else others)):
             return None
+        # it is a parameter again, of which no rule would know the product
         if name == "matmul" and min(map(len, shapes)) < 3:  # a product of weights
             return None
 
@@ -650,6 +674,8 @@ class BatchIndependent:
         axes, most = max(map(len, shapes)), max((value.ndim for value in others), default=0)
         has_axis = most > 0 and all(len(shape) < most or (len(shape) == most and shape[0] == 1) for shape in shapes)
         if has_axis and any(value.ndim == most and len(value) == layout.num_sequences for value in others):
+            # an activation is overwritten with what it meets; a shared tensor that is written to would have to become
+            # one for each sequence
             is_known = layout.selected is None and not (_writes(function) and isinstance(parts[0], Shared))
             return combined(function, most) if is_known else None
         pure = getattr(torch, name[:-1], None) if _writes(function) else function

@@ -44,6 +44,8 @@ def exact_labels_(
 def with_probe_(root_p: torch.Tensor, counts: torch.Tensor, octets: torch.Tensor) -> torch.Tensor:
     """Do as `exact_labels_` with the signs of one row of `packed_probes`, a stream for each sequence."""
     sizes, vocabulary, start, read = counts.tolist(), root_p.shape[1], 0, 0
+    # signs are drawn 8 to the octet, and unpacked for a few sequences at a time: together they would take a quarter of
+    # the logits' memory
     step = max(1, _limit(root_p) // max(1, vocabulary * max(sizes)))  # sequences whose signs are unpacked together
     for first in range(0, len(sizes), step):
         numbers = [count * vocabulary for count in sizes[first : first + step]]
@@ -63,6 +65,7 @@ def given_labels_(
 
     The signs make the positions' gradients add up in square: E||sum_r e_r g_r||^2 = sum_r ||g_r||^2.
     """
+    # p - onehot(y) is the cotangent of the cross-entropy
     root_p.square_()
     root_p[torch.arange(len(root_p), device=root_p.device), targets.to(root_p.device)] -= 1
     octets = packed_probes(streams_of(counts, 1, sequences, "observed"), root_p.device, seed)[0]
@@ -91,6 +94,7 @@ def packed_probes(streams: Streams, device: torch.device, seed: int, *, copies: 
     generator = torch.Generator(device=source)
     octets = []
     for count, names in streams:
+        # each sequence has a stream of its own, so that no sign depends on how the sequences are cut into batches
         generator.manual_seed(seeds.derive(seed, *names))
         size = (copies, _octets(count))
         octets.append(torch.randint(0, 256, size, generator=generator, dtype=torch.uint8, device=source))
@@ -161,6 +165,8 @@ class Controls:
         crossed += [torch.zeros_like(crossed[0])] * (NUM_INTERMEDIATES - len(intermediates))
         first, further = torch.zeros_like(crossed[0]), torch.zeros_like(self._means)
         if intermediates and others:
+            # the mean of |b_r|^2 has no closed form behind several layers, so that further probes of these layers alone
+            # estimate it
             mean = sum(_squared_norms(values).double() for values, _ in others) / len(others)
             first = self._by_sequence(_squared_norms(intermediates[0]).double() - mean)
             further = torch.stack([squares for _, squares in others]).mean(dim=0)
@@ -176,6 +182,7 @@ class Controls:
     def _crossed(self, values: torch.Tensor) -> torch.Tensor:
         """Return (B,): the products of any two different rows (m, n) of a sequence, summed; 0 where there is one."""
         values = values.double()
+        # sum_{r != s} <b_r, b_s> = sum_r <b_r, B - b_r> with B the sum over the sequence: no matrix of pairs
         others = self._by_sequence(values)[self._rows.to(values.device)] - values
         return self._by_sequence((values * others).sum(dim=1))
 

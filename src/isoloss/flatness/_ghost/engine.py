@@ -111,6 +111,7 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positi
     try:
         with capture, selected_at(model, selection.call, capture):
             output = model(**inputs)
+    # torch's own message does not say what to do about it
     except NotImplementedError as error:
         if "FlexAttention" in str(error):
             raise IsolossError(
@@ -131,6 +132,7 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positi
     shape = (1, len(batch.targets)) if capture.has_selected else tuple(batch.predicted.shape)
     _check_logits(model, logits, shape, batch)
     assert logits is not None
+    # logits that all sequences share have met no activation, and no cotangent comes to their parameters by rules
     capture.lose_shared(logits)
     last_linear = capture.decoder(logits)
     if capture.has_selected:
@@ -235,6 +237,7 @@ class GhostNorms:
         self._calibrated = False
         self._time_first = False  # whether the model has activations whose second axis is that of the sequences
         self._draws = False  # whether a forward pass draws random numbers
+        # a selection that is right for two sequences may be wrong for a batch where data decide a branch
         self._since_check, self._skipped_checks = _EVERY, False  # the first batch is checked
 
     def __enter__(self) -> Self:
@@ -268,6 +271,7 @@ class GhostNorms:
             self._calibrated = True
         predictions = self._run(read)
         several = predictions.num_sequences > 1
+        # an expert, or an adapter of a language, may be reached by a later batch for the first time
         new = {name for name in _used_in(predictions.capture) if (name, several) not in self._checked}
         if new:
             chosen = self._leading(predictions, new)
@@ -275,6 +279,7 @@ class GhostNorms:
             self._check(read.rows(chosen))
             self._checked |= {(name, several) for name in new}
             predictions = self._run(read)
+        # positions may meet behind the selection on this batch alone
         if not self._is_like_alone(read, predictions):
             logits = predictions.logits.detach()
             del predictions
@@ -326,6 +331,7 @@ class GhostNorms:
             unknown = predictions.capture.without_rule - self._slow
             if not unknown:
                 break
+            # the graph of this pass does not lead to them: it is made again with their `requires_grad` on
             self._slow |= unknown
             for name in unknown:
                 self.parameters[name].requires_grad_()
@@ -384,6 +390,7 @@ class GhostNorms:
         """Return what a backward pass by the rules gives: norms (B, K), zero for slow parameters, and cotangents."""
         capture, states = predictions.capture, predictions.hidden_states
         collector = Collector(capture, self.columns, predictions.num_sequences, cotangent.device, separate=separate)
+        # a prehook sees the cotangent of the use's output when the backward pass comes to its node
         hooks = [use.edge.node.register_prehook(collector.receiver(use)) for use in capture.uses]
         if not keep:
             capture.uses.clear()  # each hook alone holds its activations then, and lets go of them once it has run
@@ -420,6 +427,7 @@ class GhostNorms:
             chosen = (predictions.rows == sequence).nonzero()[:, 0]
             if not len(chosen):
                 continue
+            # rows ascend by sequence, so that a slice will do, which copies no logits
             part = slice(int(chosen[0]), int(chosen[-1]) + 1)
             with plainly(self._model):
                 logits = predictions.logits[part]
@@ -435,6 +443,7 @@ class GhostNorms:
 
     def _earliest(self, batch: Batch) -> PositionSelection:
         """Return the earliest selection that leaves the logits as they are and behind which no positions mix."""
+        # a position between the first and the last is needed
         if len(batch.targets) < _FEWEST_POSITIONS:
             return PositionSelection()
         try:
@@ -443,6 +452,7 @@ class GhostNorms:
         except IsolossError:  # of positions that need not be finite
             return PositionSelection()
         assert plain is not None
+        # a model is often measured again, in training for one; the last place is checked and the search left out
         last = LAST_SELECTION.get(self._model)
         candidates = (
             [last] if last is not None and self._gives(plain, batch, last) else self._search(plain, batch, made)
@@ -458,6 +468,7 @@ class GhostNorms:
         if plain.decoder is not None:
             decoder = PositionSelection(weight=plain.capture.last_weight)
             candidates += [decoder] if self._gives(plain, batch, decoder) else []
+        # from the end: as soon as a place is wrong, so are all before it
         for call in reversed(made):
             if not self._gives(plain, batch, earlier := PositionSelection(call=call)):
                 break
@@ -471,6 +482,7 @@ class GhostNorms:
                 early = self._attempt(batch, selection)
             if early is None or early.capture.without_rule - plain.capture.without_rule:
                 return False
+            # the same logits, and no position's gradient reaches another position
             return agree(early.logits, plain.logits) and _separates_positions(early)
         except Exception:  # what needs all positions may fail in any way
             return False
@@ -492,6 +504,7 @@ class GhostNorms:
     # --- checks against plain passes, on the first batches and on later ones ---
 
     def _calibrate(self, batch: Batch) -> None:
+        # a single sequence is taken twice, so that an axis of length 1 is not taken for that of the sequences
         two = batch.rows(torch.arange(_FEWEST_CHECKED) % len(batch.predicted))
         self.selection = self._earliest(two.every_other())
         self._check(batch)
@@ -509,6 +522,7 @@ class GhostNorms:
         if self.selection.is_early and (far or not agrees):
             early, self.selection = self.selection, PositionSelection()
             _, without = self._compare(batch, logits, cotangent, exact)
+            # a rule is wrong whatever is selected, and the slow path takes its parameter
             if agrees and without == far:  # the rules alone differ
                 self.selection = early
             elif self._calibrated:
@@ -564,6 +578,7 @@ class GhostNorms:
         logits, edges = predictions.logits, [use.edge for use in doubtful]
         cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
         factors_of = 1 + torch.arange(number, device=logits.device) / number
+        # signs as well: rows that are exchanged differ by more than rounding in half precision
         factors_of[1::2] *= -1
         scaled = cotangent * factors_of[predictions.rows, None].to(logits)
         plain, other = (
@@ -618,10 +633,12 @@ class GhostNorms:
             for use in capture.uses
             if not use.selected and len(use.shape) > 2
         )
+        # what further probes of the tail alone cost, in parts of a whole pass
         works = [(use.work, use.work * use.selected) for use in capture.uses]
         self.tail_fraction = sum(tail for _, tail in works) / max(1, sum(work for work, _ in works))
         precision = torch.finfo(logits.dtype).eps
         total = exact.sum(dim=1, keepdim=True)
+        # relative to each norm, but for what is as small as the rounding of the largest norms
         near = (norms - exact).abs() <= max(1e-3, 8 * precision) * exact + (30 * precision) ** 2 * total
         self._checked |= {(name, predictions.num_sequences > 1) for name in _used_in(capture)}
         is_near = near.all(dim=0).tolist()
@@ -644,6 +661,7 @@ def _separates_positions(predictions: Predictions) -> bool:
     if not uses or not logits.requires_grad:
         return True
     cotangent = torch.zeros_like(logits)
+    # the last position alone: what it moves at any other one shows that positions meet
     cotangent[-1] = torch.randn(logits.shape[1:], generator=seeds.generator(0, "check of the rules")).to(logits)
     cotangents = torch.autograd.grad(logits, [use.edge for use in uses], cotangent, allow_unused=True)
     last = len(logits) - 1
@@ -685,6 +703,7 @@ def intermediates_of(predictions: Predictions) -> list[GradientEdge]:
     They are (m, n) with n the width that most such outputs have, that of the model. The cotangent of each at a
     position depends on the logits' cotangent at this position alone.
     """
+    # outputs of another width, heads' for example, would have other scales, and a control must be worth one coefficient
     m, capture = len(predictions.rows), predictions.capture
     uses = [use for use in capture.before_last_linear if use.selected and use.shape[:-1].numel() == m]
     widths = Counter(use.shape[-1] for use in uses)

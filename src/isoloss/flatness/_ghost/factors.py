@@ -93,7 +93,6 @@ class Sliced:
     selected: SelectedRows | None = None  # the sequences of selected rows
 
     def sequences(self) -> torch.Tensor:
-        """Return (n,): the sequence of each row."""
         return self.sequence_ids if self.selected is None else self.selected.rows[self.sequence_ids]
 
 
@@ -111,6 +110,7 @@ Factor = Outer | Dense | Sliced
 def lookups(values: torch.Tensor, slots: torch.Tensor, sequences: torch.Tensor, num_sequences: int) -> Outer:
     """Return the gradient of a matrix that each row (n, b) of an activation had a row of, by index, added to it."""
     size = int(slots.max()) + 1 if len(slots) else 1
+    # a token that occurs twice in a sequence has one row with the sum of both, whose square is what counts
     keys, places = torch.unique(sequences * size + slots, return_inverse=True)
     sums = values.new_zeros(len(keys), values.shape[1]).index_add_(0, places, values)
     return Outer(keys % size, sums, SelectedRows.sorted(keys // size, num_sequences, apart=False))
@@ -137,6 +137,7 @@ def squared_norms(
     """
     dense = [factor for factor in factors if isinstance(factor, Dense)]
     outer = [factor for factor in factors if isinstance(factor, Outer)]
+    # the gradients would have to be added entry by entry in one form; no architecture does it
     if dense and outer:
         raise TypeError("a parameter is used as a matrix and by element")
     sliced = [factor for factor in factors if isinstance(factor, Sliced)]
@@ -156,6 +157,8 @@ def squared_norms(
     if not matrices and blocks is None and any(factor.selected is not None for factor in outer):
         return _lookup_norms(outer, num_sequences)
     if separate and len(matrices) == 1 and _is_apart(matrices[0]):
+        # a tied embedding: |D + L|^2 = |D|^2 + 2 <D, L> + |L|^2 with D the decoder's part, of which only |D|^2 is taken
+        # position by position
         own = _separate_norms(matrices[0], num_sequences, blocks)
         return own + _outer_norms(outer, num_sequences, blocks, without_matrices=True)
     return _outer_norms(outer, num_sequences, blocks)
@@ -248,6 +251,8 @@ def _outer_norms(
     dense = [factor for factor in factors if not factor.is_index]
     tokens = sum(f.left.shape[1] if f.selected is None else max(f.selected.counts) for f in dense)
     a, b = (dense[0].left.shape[-1], dense[0].right.shape[-1]) if dense else (0, 0)
+    # either form the gradient, a b S multiplications, or the Gram matrices of both factors, S^2 (a + b): whichever is
+    # less
     direct = bool(dense) and a * b < tokens * (a + b)
     size = max(sum(f.size() for f in factors), a * b if direct else tokens * tokens)
     if blocks is not None:
@@ -272,9 +277,11 @@ def _outer_norms(
         if matrices is not None and not without_matrices:
             total += _direct(*matrices) if direct else _inner(_gram(matrices[0]), _gram(matrices[1]))
         if lookups is not None:
+            # one-hot factors: their Gram matrix says which tokens are equal
             same = lookups[0][:, :, None] == lookups[0][:, None, :]
             total += _inner(_gram(lookups[1]), same)
         if matrices is not None and lookups is not None:
+            # twice the inner product of the decoder's part and the lookups of a tied table
             index = lookups[0][:, None, :].expand(-1, matrices[0].shape[1], -1)
             total += 2 * _inner(matrices[0].gather(2, index), matrices[1] @ lookups[1].mT)
         # rounding may leave less than nothing of a gradient that is zero

@@ -52,6 +52,7 @@ class Layout:
         if lead == (self.num_sequences * self.length,):
             return values.reshape(self.num_sequences, self.length, *rest)
         if lead[1:2] == (self.num_sequences,):  # time first
+            # XLNet and some others put time before the batch
             return values.transpose(0, 1).reshape(self.num_sequences, -1, *rest)
         return None
 
@@ -78,6 +79,8 @@ class Layout:
         """Return how the tokens lie in an activation whose rows have these ids (n,), one for each."""
         sequences = self.sequences(sequence_ids)
         order = sequences.argsort(stable=True)
+        # a router may give a position to two experts, whose cotangents then come from one position and are not
+        # independent
         once = self.selected is not None and self.selected.apart and int(torch.bincount(sequence_ids).max()) < 2
         places = SelectedRows.sorted(sequences[order], self.num_sequences, apart=once)
         return Gathered(self.num_sequences, self.length, places, order=order)
@@ -159,14 +162,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 # --- products with slices --------------------------------------------------------------------------------------------
 
 
-def product_use(
-    context: RuleContext, x: torch.Tensor, weight: torch.Tensor, handle: TrackedParameter, *, by_rows: bool
-) -> Contribution | None:
-    """Return the rule of y = x W^T (`by_rows`) or y = x W, with one slice for all rows or for each matrix x one."""
-    sequence_ids = context.sequence_ids(x)
-    return None if sequence_ids is None else _product_use(context, x, sequence_ids, weight, handle, by_rows=by_rows)
-
-
 def _product_use(
     context: RuleContext,
     x: torch.Tensor,
@@ -176,6 +171,8 @@ def _product_use(
     *,
     by_rows: bool,
 ) -> Contribution | None:
+    """Return the rule of y = x W^T (`by_rows`) or y = x W, with one slice for all rows or for each matrix x one."""
+    # `weight[e]`: one expert of several, for all rows that came to it
     if isinstance(handle.slot, int):
         slots = torch.full(x.shape[:-1], handle.slot, device=x.device)
     elif weight.ndim == x.ndim == 3 and len(weight) == len(x):
@@ -247,7 +244,7 @@ def _grouped_mm(
 # --- what is added or multiplied element by element ------------------------------------------------------------------
 
 
-def elementwise_use(
+def _slice_use(
     context: RuleContext,
     output: torch.Tensor,
     values: torch.Tensor,
@@ -281,6 +278,7 @@ def _expand(context: RuleContext, input: Any, *sizes: Any) -> Result | None:  # 
     if handle is None or handle.transposed or isinstance(handle.slot, int) or layout.selected is not None:
         return None
     is_whole = output.shape == (number, *shape)
+    # a class token, or queries that are learned: (1, ...) or (...) becomes (B, ...), one copy for each sequence
     if not is_whole and (output.shape[:1] != (number,) or len(shape) != output.ndim or shape[0] != 1):
         return None
     rows = torch.arange(len(input), device=input.device) if is_whole and input.ndim == 2 else None
@@ -292,6 +290,7 @@ def _expand(context: RuleContext, input: Any, *sizes: Any) -> Result | None:  # 
         if slots is not None:
             sequences = torch.arange(number, device=cotangent.device).repeat_interleave(len(slots))
             return lookups(cotangent.reshape(-1, shape[-1]), slots.repeat(number), sequences, number)
+        # an axis that was expanded within a sequence is one number that was used several times
         return Dense(torch.stack([part.sum_to_size(shape).flatten() for part in cotangent[:, None]]))
 
     return Result(output, {handle.name: contribution})
@@ -306,6 +305,7 @@ def _item(context: RuleContext, input: Any, index: Any) -> Result | None:  # noq
     if handle is None:
         return None
     is_number = isinstance(index, int) and not isinstance(index, bool)
+    # a mask chooses rows by value, and the slots of these are not known before
     is_index = isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype != torch.bool
     if not is_number and not is_index:
         return _rows(handle, input, index) or _same_numbers(handle, input, input[index])
@@ -364,6 +364,7 @@ def _einsum(context: RuleContext, equation: Any, *operands: Any) -> Result | Non
 
     As a product of matrices: W has rows of the axes that it shares with x, and columns of those that it gives to y.
     """
+    # an ellipsis or an implicit output could mean several things
     if not isinstance(equation, str) or "." in equation or "->" not in equation or len(operands) != 2:
         return None
     inputs, output = equation.replace(" ", "").split("->")
@@ -385,6 +386,7 @@ def _einsum(context: RuleContext, equation: Any, *operands: Any) -> Result | Non
     ):
         return None
     rows = x.detach().permute([of_x.index(axis) for axis in (*kept, *shared)]).flatten(len(kept))
+    # gathered rows are known in the order that they have; an equation that permutes x would need that of its own
     layout = context.layout_of(x, x.shape, len(shared)) if of_x == "".join((*kept, *shared)) else context.layout
     tokens = layout.tokens(rows, 1)
     if tokens is None:
@@ -421,7 +423,8 @@ def _matrix_use(
     if handle.viewed:
         return None
     if handle.slot is not None or weight.ndim != 2:
-        return product_use(context, x, weight, handle, by_rows=by_rows)
+        sequence_ids = context.sequence_ids(x)
+        return None if sequence_ids is None else _product_use(context, x, sequence_ids, weight, handle, by_rows=by_rows)
     layout = context.layout_of(x, x.shape, 1)
     tokens = layout.tokens(x.detach(), 1)
     if tokens is None:
@@ -465,6 +468,7 @@ def _addmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> Result | None:
+    # the factors would multiply the gradients, and no model in use has them
     if beta != 1 or alpha != 1 or not _is_plain(context, mat1):
         return None
     return _affine(context, mat1, mat2, input, lambda x: torch.addmm(input, x, mat2), by_rows=False)
@@ -489,6 +493,7 @@ def _embedding(
     handle = context.tracked(weight)
     if handle is None or handle.transposed:
         return None
+    # what follows is a derivative of the output by the table, and with these torch returns another one
     for option, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
         if value:
             raise IsolossError(
@@ -506,6 +511,7 @@ def _embedding(
         rows = layout.tokens(cotangent, 1)
         assert rows is not None
         if skipped is not None:  # torch gives the padding row no gradient
+            # the reference is what torch does, and what an optimizer sees
             rows = rows.masked_fill((index == skipped)[:, :, None], 0.0)
         return Outer(index, rows)
 
@@ -531,7 +537,7 @@ def _elementwise(
     if handle.transposed:
         return None
     if handle.slot is not None:
-        return elementwise_use(context, output, values, parameter, handle, scale)
+        return _slice_use(context, output, values, parameter, handle, scale)
     shape = tuple(parameter.shape)
     if len(shape) == output.ndim and shape[0] == 1:
         shape = shape[1:]
@@ -545,6 +551,7 @@ def _elementwise(
         products = cotangent if scale is None else cotangent * scale()
         tokens = layout.tokens(products, len(shape))
         assert tokens is not None
+        # a sum over a long sequence in half precision loses the small cotangents
         if tokens.dtype in (torch.float16, torch.bfloat16):
             tokens = tokens.float()
         if layout.selected is None:
@@ -589,6 +596,8 @@ def _layer_norm(
 ) -> Result | None:
     if not _is_plain(context, input):
         return None
+    # the normalized input is computed again in the backward pass instead of being held: it is as large as the
+    # activation
     x, shape = input.detach(), tuple(normalized_shape)
     output = F.layer_norm(input, shape, weight, bias, eps)
     return _terms(context, output, input, (weight, lambda: F.layer_norm(x, shape, None, None, eps)), (bias, None))

@@ -116,6 +116,8 @@ def check_rescaling(
     if z is None:
         z = np.log(_LARGEST_FACTOR) * _random(rescalings, seed)
     inputs = model_inputs(model, batch)
+    # in float64 and without eps a rescaling that is exact changes nothing but rounding, so that a wrong rule is seen at
+    # once
     with without_rounding(model) as (network, values), torch.no_grad():
         before = logits_of(network, values, inputs).log_softmax(dim=-1)
         changed = rescaled_values(network, values, rescalings, z)
@@ -174,6 +176,7 @@ def without_rounding(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, to
         ]
         try:
             for attributes, key, _ in eps:
+                # not 0: a state of zeros would become NaN
                 attributes[key] = torch.finfo(dtype).tiny
             with _ReplaceFloat32(dtype):
                 yield network, values

@@ -192,7 +192,6 @@ def lstm(model: Any, signals: Signals) -> Signal:
 
 
 def _normed(signals: Signals, label: str, norm: nn.Module, read: Signal) -> Signal:
-    """Return what a norm writes."""
     written = signals.channels(label, len(read))
     signals.norm(norm, read, written, offset=_offset(norm))
     return written

@@ -52,6 +52,7 @@ def minimum(
         IsolossError: If no z is within the bounds.
     """
     lower, upper = bounds or (np.full(len(start), -np.inf), np.full(len(start), np.inf))
+    # products of small sparse matrices take longer than dense ones
     if max(a.shape) * a.shape[1] <= _SMALL:
         a, rows = a.toarray(), rows.toarray()
     z = _feasible(start, rows, targets, lower, upper)
@@ -59,17 +60,21 @@ def minimum(
         return _least_norm(z, a, rows, targets, lower, upper)
     held, last = np.zeros(len(z), dtype=bool), np.inf  # on a bound, for as long as the sum does not fall inward
     for _ in range(_STEPS):
+        # each term over their sum: the step is the same as without, and nothing overflows
         terms = scipy.special.softmax(logs + a @ z)
         gradient, step = a.T @ terms, np.zeros(len(z))
         of_free, rows_of_free = (a[:, ~held], rows[:, ~held]) if held.any() else (a, rows)
         step[~held], multipliers = solve(of_free, terms, rows_of_free, -gradient[~held], np.zeros(len(targets)))
+        # the ridge and rounding leave a little of the equalities, which the next steps would add up
         if np.abs(rows @ step).max(initial=0) > _OFF * np.abs(step).max():  # many orders of magnitude between the terms
             step[~held] = _onto(step[~held], rows_of_free, np.zeros(len(targets)))
         changes, gain = a @ step, -float(gradient @ step)
         most = float(np.abs(changes).max())
+        # Newton's gains fall quadratically; one that no longer falls is rounding
         settled = most <= _SETTLED or last / 4 <= gain <= _ROUNDING
         blocking, longest = _first_bound(z, step, lower, upper)
         length = min(1.0, longest) if most <= _CLOSE or settled else _length(terms, changes, longest)
+        # an active-set method: an unknown that meets its bound stays there until the slope leads inward
         z, last = z + length * step, gain
         if length == longest:
             z[blocking] = (lower if step[blocking] < 0 else upper)[blocking]
@@ -96,11 +101,13 @@ def solve(
     """
     diagonal = (a**2).T @ weights
     largest = diagonal.max(initial=0) or 1.0
+    # without it the ridge would hold unknowns that only tiny terms depend on
     scale = 1 / np.sqrt(np.where(diagonal > 0, np.maximum(diagonal, _SPAN * largest), largest))
     norms = np.sqrt((rows**2) @ scale**2)
     norms = np.where(norms > 0, norms, 1)
     root, rows = _scaled(np.sqrt(weights), a, scale), _scaled(1 / norms, rows, scale)
     curvature, right = root.T @ root, np.concatenate([(scale * force.T).T, (off.T / norms).T])
+    # of opposite signs: the matrix stays quasi-definite, and an LU without pivoting exists
     ridge = _RIDGE * np.repeat([1, -1], [len(scale), len(norms)])
     if isinstance(curvature, np.ndarray):
         matrix = np.block([[curvature, rows.T], [rows, np.zeros((len(norms), len(norms)))]])
@@ -130,6 +137,7 @@ def _dense_solver(matrix: np.ndarray) -> Solver:
 
 def _sparse_solver(matrix: scipy.sparse.csc_array) -> Solver:
     """Factorize with the rows of most entries last, close to minimum degree where most generators act on few parts."""
+    # a generator acts on few parts and a part knows few generators, so that a row of few entries fills in little
     order = np.argsort(np.diff(matrix.indptr), kind="stable")
     back = np.argsort(order)
     factors = scipy.sparse.linalg.splu(
@@ -149,6 +157,7 @@ def _length(terms: np.ndarray, changes: np.ndarray, longest: float) -> float:
     def slope(length: float) -> float:
         return float((terms * changes) @ np.exp(length * changes))
 
+    # further out the term that grows fastest would hide all others; the next step goes on from there
     high = min(longest, _FURTHEST / float(np.abs(changes).max()))
     if slope(0) >= 0 or slope(high) <= 0:
         return high if slope(high) <= 0 else min(1.0, high)
@@ -185,6 +194,7 @@ def _feasible(
         return z
     z = np.clip(z, lower, upper)
     off = targets - rows @ z
+    # least absolute changes, by a linear program
     if np.abs(off).max(initial=0) > _OFF or (lower > upper).any():
         room = np.concatenate([upper - z, z - lower])  # for what is added to z and what is taken from it
         both = scipy.sparse.hstack([scipy.sparse.csr_array(rows), scipy.sparse.csr_array(-rows)])
@@ -288,11 +298,13 @@ def minimize(
     program = _ConvexProgram.of(shares, exponents, log_rms, sizes, writers, equalities, bounds, start)
     none = scipy.sparse.csr_array((0, len(program.shares)))
     gauged, gauges = ([], none) if like is None else (list(like.gauged), like.gauges)
+    # which parts can vanish depends on which have a share, and on no share's size
     if like is not None and np.array_equal(program.active, like.weights > 0):  # which is all that decides it
         vanishing, left = like.vanishing, np.zeros_like(like.vanishing)
     else:
         vanishing, direction = program.recession(none)
         left, direction = program.recession(gauges) if gauged else (vanishing, direction)
+    # each gauge takes one direction along which the trace falls forever; others may be left
     while left.any():
         generator, parts = program.gauge(left, direction, gauged)
         mean = np.where(parts, program.sizes, 0) / program.sizes[parts].sum()
@@ -326,6 +338,7 @@ def responses(
         bounds: Those of the minimum; a generator that is on one stays there.
     """
     held = np.zeros(len(minimum.z), dtype=bool)
+    # what is on a bound does not follow the shares
     if bounds is not None:
         held = (minimum.z <= bounds[0]) | (minimum.z >= bounds[1])
     fixed = scipy.sparse.eye_array(len(held), format="csr")[held]
@@ -374,6 +387,8 @@ class _ConvexProgram:
         rows = scipy.sparse.csr_array(given if scipy.sparse.issparse(given) else np.atleast_2d(given), dtype=float)
         if start is None:
             start, _ = solve(e[written], n[written], rows, -(e.T @ (n * logs)), np.zeros(rows.shape[0]))
+        # shares are compared in the model that all rescaled copies have in common, or the same part would count in one
+        # copy and not in another
         levels = np.log(t, out=np.full(len(t), -np.inf), where=t > 0) - 2 * (e @ start)
         active = levels > scipy.special.logsumexp(levels) + math.log(_NEGLIGIBLE)
         return cls(t, e, logs, n, of_writers, rows, bounds, written, active, start)
@@ -383,6 +398,7 @@ class _ConvexProgram:
 
         Maximizes sum(delta) with delta <= (E z)_p and 0 <= delta <= 1 over active parts; each delta is 0 or 1 then.
         """
+        # unknowns are the direction z and delta, which says whether a part vanishes
         parts, generators = int(self.active.sum()), self.exponents.shape[1]
         limits = np.tile([-np.inf, np.inf], (generators + parts, 1))
         limits[generators:] = 0, 1
@@ -458,7 +474,6 @@ class CrossFit:
 
     @property
     def value(self) -> float:
-        """The mean of both."""
         return (self.in_sample + self.cross_fitted) / 2
 
     @property
@@ -503,6 +518,7 @@ def cross_fit(
     sums, without = np.asarray(fold_sums, dtype=float), np.asarray(shares_without, dtype=float)
     shares = sums.sum(axis=0) / total
     minimum = minimize(shares)
+    # a part with a negative share in the other folds has no logarithm
     others = np.where(without > 0, without, shares)
     weights = np.stack([minimize(of_others, like=minimum).weights for of_others in others])
     in_sample = float(minimum.weights @ shares)

@@ -93,6 +93,7 @@ class Signals:
 
     def product(self, gate: Signal, value: Signal) -> Signal:
         """Return the product of two signals, dimension by dimension."""
+        # the usual gate, SiLU or GELU, is fixed
         if not gate.any():
             return value
         result = self._new("", np.arange(len(gate)), "")
@@ -123,6 +124,7 @@ class Signals:
         else:
             members = pairs = head * ("head" in self._units)
             unit = pair = "head"
+        # the factor is the queries', so that the generator makes queries larger and keys smaller
         keys = -self._new(f"{where}: queries and keys", pairs, pair)
         values = self._new(f"{where}: values and attention output", members, unit)
         queries, mixed = (
@@ -238,6 +240,8 @@ class Signals:
         """Let the sum of log-factors be 0: solve for the latest of them that is free."""
         rest = self._sum((entry, 1) for entry in entries)
         if rest:
+            # declared last: names and generators are then those of the first signals, as a reader of the forward pass
+            # expects
             latest = max(rest)
             factor = rest.pop(latest)
             if abs(factor) == 1:  # as always in the families here: integers stay integers
