@@ -176,11 +176,3 @@ def test_parameters_require_gradients_for_the_residual_only():
 def test_what_is_refused(options, message):
     with pytest.raises(IsolossError, match=message):
         hessian_trace(windows(), [batch_of(9)], causal=False, **options)
-
-
-def test_dropout_and_empty_streams_are_refused():
-    for method in ("residual", "published-code"):
-        with pytest.raises(IsolossError, match="has dropout"):
-            hessian_trace(bert(dropout=0.5).train(), [batch_of(9)], method=method)
-        with pytest.raises(IsolossError, match="there are no batches"):
-            hessian_trace(bert(), [], method=method)

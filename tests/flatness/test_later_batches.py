@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import DebertaV2Config, DebertaV2ForMaskedLM, MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
@@ -192,31 +192,6 @@ def test_a_parameter_that_is_given_twice_counts_once():
         for parameters in ({"x": model.head.weight}, {"x": model.head.weight, "y": model.head.weight})
     )
     assert twice.by_parameter == once.by_parameter
-
-
-def test_as_many_heads_as_sequences():
-    """DeBERTa repeats its lookups of positions itself, once for each sequence."""
-    config = DebertaV2Config(
-        vocab_size=VOCAB, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=4,
-        max_position_embeddings=16, relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=4,
-        type_vocab_size=0, share_att_key=True,
-    )  # fmt: skip
-    model = DebertaV2ForMaskedLM(config).double().eval()
-    ids = tokens(4) + 1
-    labels = ids.clone()
-    labels[:, ::2] = -100
-    assert_right(Positional(model), [{"input_ids": ids, "labels": labels}])
-
-
-class Positional(nn.Module):
-    """A model of transformers as one that takes its input by place."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids):
-        return self.model(input_ids=input_ids)
 
 
 @pytest.mark.parametrize("form", ["packed", "flat", "interleaved"])

@@ -162,14 +162,6 @@ def test_the_noises_error_is_the_spread_over_fresh_inputs_and_probes():
     assert 0.68 < spread / math.sqrt(sum(e.stderr**2 for e in found) / 80) < 1.32
 
 
-@pytest.mark.slow
-def test_the_sam_error_is_the_spread_over_fresh_batches():
-    model = windows()
-    found = [sam_sharpness(model, [batch_of(4, seed=10 * r + i) for i in range(6)], causal=False) for r in range(80)]
-    spread = float(torch.tensor([e.value for e in found]).double().std())
-    assert 0.68 < spread / math.sqrt(sum(e.stderr**2 for e in found) / 80) < 1.32
-
-
 class Failing(nn.Module):
     """Fails at its n-th call."""
 
