@@ -13,7 +13,7 @@ from pathlib import Path
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.studies import Contrast, Experiment, Measurement, Study, SummaryTable
-from isoloss.studies.comparison import change, over_seeds
+from isoloss.studies.results import change, over_seeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def contrasts(results):
 
 def tables(results):
     rows = [
-        ((name,), {key: over_seeds([pair[i][key].estimate for pair in pairs(results)]) for key in ("kl", "trace")})
+        ((name,), {key: over_seeds([pair[i][key] for pair in pairs(results)]) for key in ("kl", "trace")})
         for i, name in enumerate(("plain", "dropped"))
     ]
     return (SummaryTable("means", "means over seeds", ("group",), rows, "Means over seeds."),)

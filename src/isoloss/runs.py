@@ -349,14 +349,14 @@ class Run:
             lines.append(line)
         return lines
 
-    def log_lines(self, event: str) -> list[dict[str, Any]]:
-        """The lines of log.jsonl about an event; a line cut short by a full disk or a power failure is left out."""
+    def log_lines(self, event: str | None = None) -> list[dict[str, Any]]:
+        """The lines of log.jsonl, of one event or all, without those cut short by a full disk or a power failure."""
         path = self.path / "log.jsonl"
         lines: list[dict[str, Any]] = []
         for text in path.read_bytes().splitlines() if path.is_file() else ():
             with contextlib.suppress(ValueError):
                 lines.append(json.loads(text))
-        return [line for line in lines if line.get("event") == event]
+        return [line for line in lines if event in (None, line.get("event"))]
 
     def log(self, event: str, **values: Any) -> None:
         """Append a line to log.jsonl: for what depends on time, and so must stay out of the results."""

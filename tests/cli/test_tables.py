@@ -10,9 +10,8 @@ from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import Answer, Claim, ClaimResult, ClaimsFile
-from isoloss.studies.results import Summary, SummaryTable
-from isoloss.studies.verdicts import Verdict
+from isoloss.studies.claims import Answer, Claim, ClaimResult, ClaimsFile, Verdict
+from isoloss.studies.summary import Summary, SummaryTable
 
 COLUMNS = ("run", "step", "KL (nats/token)", "trace (nats/token)", "root (accuracy, %)", "prefix-4 (accuracy, %)")
 ROWS = [

@@ -16,7 +16,7 @@ from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.lab.transfer.text_sources import registered_text_task
 from isoloss.lab.transfer.text_tasks import make_text_task, read_examples
 from isoloss.runs import Run
-from isoloss.studies.comparison import difference, measured
+from isoloss.studies.results import difference, measured
 from isoloss.text.tokenizers import load_tokenizer
 
 GOOD, BAD = ("au", "bv", "cw"), ("dx", "ey", "fz")

@@ -15,10 +15,10 @@ from isoloss.errors import IsolossError
 from isoloss.lab.transfer.tasks import make_task
 from isoloss.paper.algorithms import study as design
 from isoloss.paper.algorithms.study import STUDY
+from isoloss.studies.claims import Verdict
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
 from isoloss.studies.results import Results, run_of
-from isoloss.studies.verdicts import Verdict
 
 SCALE = design.SCALES["laptop"]
 (DATASET,) = SCALE.datasets

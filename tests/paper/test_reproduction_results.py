@@ -15,12 +15,10 @@ from isoloss.paper.reproduction.spec import EVENING, SMOKE, StudySize
 from isoloss.paper.reproduction.study import STUDY, answer
 from isoloss.paper.reproduction.tables import _ranking, compared, tables
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.answers import answer as studies_answer
-from isoloss.studies.answers import answer_all
-from isoloss.studies.claims import Answer, ClaimResult, read_claims
-from isoloss.studies.comparison import Measured, change, difference
-from isoloss.studies.results import Results
-from isoloss.studies.verdicts import Verdict
+from isoloss.studies.claims import Answer, ClaimResult, Verdict, read_claims
+from isoloss.studies.results import Measured, Results, change, difference
+from isoloss.studies.verdicts import answer as studies_answer
+from isoloss.studies.verdicts import answer_all
 
 
 def measured(value, influence=(), unit="nats per predicted token"):
@@ -30,7 +28,7 @@ def measured(value, influence=(), unit="nats per predicted token"):
     stderr = math.sqrt(float(np.square(influence).sum()) / (n * (n - 1))) if n else 0.0
     about = {"unit": unit, "num_predictions": max(n, 1), "method": "known"}
     estimate = Estimate(value=value, stderr=stderr, samples=n, **about)
-    return Measured(estimate=estimate, inputs="same", settings={}, examples={"influence": influence} if n else {})
+    return Measured.of(estimate, inputs="same", settings={}, examples={"influence": influence} if n else {})
 
 
 def checkpoint(kl, trace, influence):
@@ -48,11 +46,11 @@ def test_a_model_at_another_kl_is_on_the_line_between_its_neighbors():
         return at_same_loss([first, second, third], checkpoint(kl, 70.0, []))[0]
 
     found = found_at(0.08)  # half way in the logarithm
-    assert found["kl"].estimate.value == 0.08
-    assert found["trace"].estimate.value == pytest.approx(80.0)
+    assert found["kl"].value == 0.08
+    assert found["trace"].value == pytest.approx(80.0)
     assert found["trace"].examples["influence"].tolist() == pytest.approx([1.5, -1.5, 2.0, -2.0])
-    assert found_at(0.02)["trace"].estimate.value == pytest.approx(55.0)
-    assert found_at(0.04)["trace"].estimate.value == pytest.approx(60.0)
+    assert found_at(0.02)["trace"].value == pytest.approx(55.0)
+    assert found_at(0.04)["trace"].value == pytest.approx(60.0)
     # the error of a difference is that of (first + second) / 2 - treated, example by example
     treated = measured(70.0, [1.0, -1.0, 1.0, -1.0])
     paired = difference(treated, found["trace"])
@@ -70,7 +68,7 @@ def test_a_kl_that_no_two_neighbors_enclose_has_no_model():
 
 def test_neighbors_may_come_in_any_order_of_their_kl():
     rising = [checkpoint(0.04, 60.0, []), checkpoint(0.16, 100.0, [])]
-    assert at_same_loss(rising, checkpoint(0.08, 70.0, []))[0]["trace"].estimate.value == pytest.approx(80.0)
+    assert at_same_loss(rising, checkpoint(0.08, 70.0, []))[0]["trace"].value == pytest.approx(80.0)
 
 
 def test_accuracies_on_sampled_examples_are_interpolated_by_example():
@@ -81,7 +79,7 @@ def test_accuracies_on_sampled_examples_are_interpolated_by_example():
         examples = {"predictions": np.array(predictions), "labels": labels}
         accuracy = (examples["predictions"] == labels).mean()
         about = {"unit": "accuracy", "num_predictions": 4, "method": "known", "samples": 4, "stderr": 0.1}
-        one = Measured(estimate=Estimate(value=accuracy, **about), inputs="same", settings={}, examples=examples)
+        one = Measured.of(Estimate(value=accuracy, **about), inputs="same", settings={}, examples=examples)
         return {"loss": measured(kl), "probe": one}
 
     first = model(4.0, [[0, 1, 0, 1], [0, 1, 1, 1]])  # correct: 1, 1, 1/2, 0
@@ -225,7 +223,7 @@ def test_the_ranking_is_by_the_correlation_given_the_kl_within_grammars_and_seed
     for one in dataset.replicates:
         ends = [results.at(one.run(run)) for run in compared(dataset)]
         for key, column in columns.items():
-            own = np.array([end[key].estimate.value for end in ends])
+            own = np.array([end[key].value for end in ends])
             own = own if key.startswith("probe") else np.log(own)
             column += (own - own.mean()).tolist()
     kl = np.array(columns["kl"])
@@ -318,10 +316,10 @@ def test_without_a_polish_the_last_checkpoint_that_the_other_encloses_is_compare
     assert unregularized.names == ("AdamW", "Without dropout and weight decay")
     assert unregularized.clusters_are == "seeds"
     for control, treated in unregularized.pairs:  # step 20 of the one, at 3.5, between 4 and 3 of the other
-        assert control["loss"].estimate.value == treated["loss"].estimate.value == 3.5
+        assert control["loss"].value == treated["loss"].value == 3.5
         fraction = math.log(3.5 / 4) / math.log(3 / 4)
-        assert treated["finetune-docstring-kind"].estimate.value == pytest.approx(0.55)
-        assert control["finetune-docstring-kind"].estimate.value == pytest.approx(0.5 + 0.1 * fraction)
+        assert treated["finetune-docstring-kind"].value == pytest.approx(0.55)
+        assert control["finetune-docstring-kind"].value == pytest.approx(0.5 + 0.1 * fraction)
     assert sam.names == ("Without dropout and weight decay", "SAM, without dropout and weight decay")
     kind = change(sam.pairs, "finetune-docstring-kind", clusters=sam.clusters)
     fraction = math.log(2.5 / 3.5) / math.log(2 / 3.5)
@@ -359,10 +357,10 @@ def test_claims_need_half_of_the_models_and_three_languages(seeds, enclosed, is_
         for length, kl in (("-10", 0.3), ("", 0.2), ("-40", 0.1)):
             run = one.run(f"d32-40-polished{length}")
             at = results.checkpoints[run, results.experiments[run].last_step]
-            at["kl"] = dataclasses.replace(at["kl"], estimate=dataclasses.replace(at["kl"].estimate, value=kl))
+            at["kl"] = dataclasses.replace(at["kl"], value=kl)
         at = results.at(one.run("adversary"))
         kl = 0.15 if place in enclosed else 9.0
-        at["kl"] = dataclasses.replace(at["kl"], estimate=dataclasses.replace(at["kl"].estimate, value=kl))
+        at["kl"] = dataclasses.replace(at["kl"], value=kl)
     (made,) = contrasts(results)["pcfg adversary"]
     claim = next(each for each in read_claims(STUDY.claims).claims if each.id == "adversary-transfer")
     (answered,) = studies_answer(claim, made, {"prefix-4": "probe-prefix-4"})
@@ -380,7 +378,7 @@ def test_a_trajectory_against_itself_has_no_difference():
     """Its loss falls and rises again, so an early checkpoint has the loss of a late one and another accuracy."""
     path = [{"loss": measured(loss), "trace": measured(10.0 * step)} for step, loss in enumerate((4.0, 2.0, 3.0, 3.5))]
     (control, treated) = at_same_loss(path, path[-1])
-    assert control["trace"].estimate.value == treated["trace"].estimate.value == 30.0
+    assert control["trace"].value == treated["trace"].value == 30.0
 
 
 def test_the_error_of_the_interpolation_is_that_of_a_polish_between_two_others():

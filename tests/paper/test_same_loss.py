@@ -16,13 +16,11 @@ from isoloss.paper.same_loss import page, pilot
 from isoloss.paper.same_loss.design import BASE, GROUPS, UNTOUCHED, polished
 from isoloss.paper.same_loss.study import SCALES, STUDY, contrasts, factor, measures, tables
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.answers import answer_all
-from isoloss.studies.claims import read_claims
-from isoloss.studies.comparison import Measured
+from isoloss.studies.claims import Verdict, read_claims
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
-from isoloss.studies.results import Results, common_measures, run_of
-from isoloss.studies.verdicts import Verdict
+from isoloss.studies.results import Measured, Results, common_measures, run_of
+from isoloss.studies.verdicts import answer_all
 
 SCALE = SCALES["laptop"]
 FIRST = SCALE.units[0].prefix
@@ -67,8 +65,8 @@ def estimates(measure, settings, arm, grammar, changes):
     }.get(measure, (measure,))
     own = {} if measure == "rescaling-control" else settings_of(measure, settings)
     return {
-        name: Measured(
-            estimate=Estimate(
+        name: Measured.of(
+            Estimate(
                 value=value(name, arm, grammar, changes),
                 stderr=0.0,
                 samples=0,
@@ -281,13 +279,13 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
     differences = [
         100
         * (
-            found.at(unit.run("label-noise"))["probe-prefix-4"].estimate.value
-            - found.at(unit.run("no-noise"))["probe-prefix-4"].estimate.value
+            found.at(unit.run("label-noise"))["probe-prefix-4"].value
+            - found.at(unit.run("no-noise"))["probe-prefix-4"].value
         )
         for unit in SCALE.units
     ]
     losses = [
-        found.at(unit.run("label-noise"))["kl"].estimate.value - found.at(unit.run("no-noise"))["kl"].estimate.value
+        found.at(unit.run("label-noise"))["kl"].value - found.at(unit.run("no-noise"))["kl"].value
         for unit in SCALE.units
     ]
     assert primary.difference.value == pytest.approx(sum(differences) / len(differences))
@@ -346,7 +344,7 @@ def test_tables_of_differences(tmp_path):
 
 def exactly(one, value):
     """The same with another value."""
-    return dataclasses.replace(one, estimate=dataclasses.replace(one.estimate, value=value))
+    return dataclasses.replace(one, value=value)
 
 
 def tables_of(results):

@@ -12,8 +12,7 @@ from isoloss.report import charts, data, html
 from isoloss.report.data import KL, TRACE, accuracy
 from isoloss.report.intervals import Interval, IntervalPanel, intervals
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import Answer, Claim, ClaimResult
-from isoloss.studies.verdicts import Verdict
+from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict
 
 HOSTILE = '"><script>alert(1)</script>'
 

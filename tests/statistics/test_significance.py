@@ -13,7 +13,8 @@ from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import ratio_estimate
 from isoloss.statistics.significance import equivalence, holm, largest_size, p_value
-from isoloss.studies.verdicts import Verdict, judge
+from isoloss.studies.claims import Verdict
+from isoloss.studies.verdicts import judge
 
 
 def named(p_values):

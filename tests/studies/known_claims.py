@@ -2,16 +2,16 @@
 
 import numpy as np
 
-from isoloss.studies.answers import answer_all
 from isoloss.studies.claims import Claim, ClaimsFile, Contrast
-from isoloss.studies.comparison import Measured
+from isoloss.studies.results import Measured
+from isoloss.studies.verdicts import answer_all
 from known_estimates import ON, estimate
 
 INFLUENCE = {"influence": np.zeros(2, np.float32)}  # measured without error: pairs alone differ
 
 
 def measured(value):
-    return Measured(estimate=estimate(float(value), 0.0), **ON, examples=INFLUENCE)
+    return Measured.of(estimate(float(value), 0.0), **ON, examples=INFLUENCE)
 
 
 BEFORE = dict.fromkeys(["kl", *(f"m{i}" for i in range(20))], measured(0.0))

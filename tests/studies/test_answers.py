@@ -13,11 +13,9 @@ from isoloss.statistics.clusters import at_same_loss, cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import paired_power
 from isoloss.statistics.significance import holm
-from isoloss.studies.answers import answer_all
-from isoloss.studies.claim_table import claim_table, explanations
-from isoloss.studies.claims import Answer, ClaimResult
-from isoloss.studies.results import Summary
-from isoloss.studies.verdicts import Verdict, p_value
+from isoloss.studies.claims import Answer, ClaimResult, Verdict
+from isoloss.studies.summary import Summary, claim_table, explanations
+from isoloss.studies.verdicts import answer_all, p_value
 
 GRAMMARS = [f"g{i // 2}" for i in range(12)]
 NOISE = np.random.default_rng(0).normal(size=(4, 12))

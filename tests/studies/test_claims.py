@@ -4,9 +4,8 @@ import pytest
 
 from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.answers import answer_all
 from isoloss.studies.claims import Answer, Claim, ClaimResult, Contrast, read_claims
-from isoloss.studies.verdicts import judge
+from isoloss.studies.verdicts import answer_all, judge
 
 
 def estimate(value, stderr):

@@ -30,8 +30,8 @@ from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.languages.config import PCFGConfig
-from isoloss.studies.comparison import difference
 from isoloss.studies.folder import StudyFolder
+from isoloss.studies.results import difference
 from isoloss.studies.spec import load_study
 from studies_in_process import call
 
@@ -111,7 +111,7 @@ def test_three_checkpoints_are_compared_by_a_short_file(study, capsys):
     settings = {"loss_sentences": 16, "num_sequences": 16}
     for name in ("bert", "opt", "gpt2"):
         for one in evaluate(f"models/{name}", ["loss", "trace"], data="text.txt", settings=settings, device="cpu"):
-            assert results.at(name)[one.measure].estimate.value == one.estimates[one.measure].value
+            assert results.at(name)[one.measure].value == one.estimates[one.measure].value
     # causal models of one tokenizer are paired; a masked one predicts other tokens
     assert difference(results.at("opt")["loss"], results.at("gpt2")["loss"]).method == "paired difference"
     with pytest.raises(IsolossError, match="not made on the same examples"):
@@ -125,13 +125,13 @@ def test_three_checkpoints_are_compared_by_a_short_file(study, capsys):
     call(capsys, "run", study, "--folder", "out", "--workers", "1")
     assert contents(Path("out/runs")) == runs
     # a changed checkpoint is noticed and measured again
-    kept = results.at("gpt2")["trace"].estimate.value
+    kept = results.at("gpt2")["trace"].value
     save(gpt2(1), Path("models/gpt2"))
     assert main(["study", "verify", str(study), "--folder", "out"]) == 1
     assert "its weights are not those that were measured" in capsys.readouterr().out
     call(capsys, "run", study, "--folder", "out", "--workers", "1")
     again = StudyFolder(load_study(study), Path("out")).results()
-    assert again.at("gpt2")["trace"].estimate.value != kept
+    assert again.at("gpt2")["trace"].value != kept
     assert call(capsys, "verify", study, "--folder", "out").endswith("0 failed\n")
     # so is changed text
     Path("text.txt").write_text("w1 w2 " * 200)

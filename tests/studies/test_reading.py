@@ -57,7 +57,7 @@ def test_every_number_is_that_of_the_files(file, finished, exported):
     assert wide.height == len(results.checkpoints)
     for row in wide.iter_rows(named=True):
         for key, one in results.checkpoints[row["run"], row["step"]].items():
-            assert (row[key], row[f"{key}_stderr"]) == (one.estimate.value, one.estimate.stderr)
+            assert (row[key], row[f"{key}_stderr"]) == (one.value, one.stderr)
     summary = files.read_json(exported / "summary.json")
     for row, claim in zip(study.claims.iter_rows(named=True), summary["claims"], strict=True):
         (answer,) = claim["answers"]

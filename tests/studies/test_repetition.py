@@ -17,7 +17,6 @@ from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.runs import Run
 from isoloss.statistics.significance import p_value
 from isoloss.studies.folder import StudyFolder
-from isoloss.studies.provenance import _log
 from isoloss.studies.repetition import compare
 from isoloss.studies.results import Results
 from isoloss.studies.spec import load_study
@@ -118,7 +117,7 @@ def test_an_export_has_the_numbers_and_how_they_were_made(capsys, file, exports,
     results = Results.read(finished, load_study(file).scale())
     assert len(rows) == sum(map(len, results.checkpoints.values())) == 6 * 2 * 4
     for row in rows:
-        estimate = results.checkpoints[row["run"], int(row["step"])][row["estimate"]].estimate
+        estimate = results.checkpoints[row["run"], int(row["step"])][row["estimate"]]
         numbers = float(row["value"]), float(row["standard error"]), row["unit"]
         assert numbers == (estimate.value, estimate.stderr, estimate.unit)
         assert row["run"] == f"{row['group']}-{int(row['block']) + 1}"
@@ -186,7 +185,7 @@ def test_what_is_not_finished_or_fails_exports_nothing(capsys, file, finished, t
 
 def test_a_line_of_the_log_that_was_cut_short_is_passed_over(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"event": "a", "seconds": 2.0}\n{"event": "b", "sec{"event": "c"}\n')
-    assert list(_log(Run(tmp_path))) == [{"event": "a", "seconds": 2.0}]
+    assert Run(tmp_path).log_lines() == [{"event": "a", "seconds": 2.0}]
 
 
 # --- comparisons

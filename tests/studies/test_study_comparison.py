@@ -8,11 +8,10 @@ from scipy import stats
 
 import known_estimates as known
 from isoloss.errors import IsolossError
-from isoloss.studies.answers import answer as answers
-from isoloss.studies.answers import same_loss
-from isoloss.studies.claims import Claim, Contrast
-from isoloss.studies.comparison import Measured, change, difference, over_seeds
-from isoloss.studies.verdicts import Verdict
+from isoloss.studies.claims import Claim, Contrast, Verdict
+from isoloss.studies.results import Measured, change, difference, over_seeds
+from isoloss.studies.verdicts import answer as answers
+from isoloss.studies.verdicts import same_loss
 
 FLATTER = Claim(id="flatter", statement="Flatter.", paper="", direction="decrease")
 BETTER = Claim(id="better", statement="Better.", paper="", direction="increase")
@@ -40,7 +39,7 @@ def test_a_difference_is_that_of_the_differences_of_each_sentence():
     moved = difference(*measures)
     assert moved.value == pytest.approx((a - b).mean())
     assert moved.stderr == pytest.approx((a - b).std(ddof=1) / math.sqrt(2000), rel=1e-5)
-    unpaired = math.hypot(*(one.estimate.stderr for one in measures))
+    unpaired = math.hypot(*(one.stderr for one in measures))
     assert moved.stderr < unpaired / 5
     halved = difference(*measures, factor=0.5)
     assert halved.value == pytest.approx((a - 0.5 * b).mean())
@@ -78,8 +77,8 @@ def test_differences_of_accuracies_are_in_points_and_paired_over_the_examples():
     more = nested.examples["predictions"].copy()
     more[:, :200] = nested.examples["labels"][:200]  # right wherever the other is, and on some more
     gained = (nested.examples["predictions"][0, :200] != nested.examples["labels"][:200]).mean() / 20
-    better = Measured(
-        estimate=known.estimate(0.5 + gained, 0.005, "accuracy"),
+    better = Measured.of(
+        known.estimate(0.5 + gained, 0.005, "accuracy"),
         **known.ON,
         examples={**nested.examples, "predictions": more},
     )
@@ -94,8 +93,8 @@ def test_differences_of_accuracies_are_in_points_and_paired_over_the_examples():
 
 def test_what_was_measured_on_other_sentences_is_not_paired():
     a, b = known.measured(1.0), known.measured(2.0)
-    elsewhere = Measured(estimate=b.estimate, inputs="other sentences", settings=known.SETTINGS, examples=b.examples)
-    without = Measured(estimate=b.estimate, **known.ON, examples={})
+    elsewhere = Measured.of(b, inputs="other sentences", settings=known.SETTINGS, examples=b.examples)
+    without = Measured.of(b, **known.ON, examples={})
     for other in (elsewhere, without, known.accuracy(0.5)):
         with pytest.raises(IsolossError, match="not made on the same examples"):
             difference(other, a)
@@ -120,7 +119,7 @@ def test_one_pair_is_its_difference():
 
 
 def test_accuracies_keep_their_unit_in_a_mean():
-    shares = over_seeds([at(root=share)["probe-root"].estimate for share in (0.5, 0.52, 0.54)])
+    shares = over_seeds([at(root=share)["probe-root"] for share in (0.5, 0.52, 0.54)])
     assert str(shares) == "52.0 ± 1.2 %"
 
 

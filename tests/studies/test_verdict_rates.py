@@ -8,7 +8,7 @@ from known_claims import answers, claim, claims_file, contrast
 
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import minimal_detectable_effect
-from isoloss.studies.verdicts import Verdict
+from isoloss.studies.claims import Verdict
 
 CLAIMS, GRAMMARS, SEEDS = 8, 6, 2
 CLUSTERS = [f"g{i}" for i in range(GRAMMARS) for _ in range(SEEDS)]

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from isoloss.studies.estimates import Estimate
     from isoloss.studies.folder import StudyFolder
     from isoloss.studies.repetition import Repeated
-    from isoloss.studies.results import Summary
     from isoloss.studies.run.loop import Executor, Options
     from isoloss.studies.status import Remaining, UnitStatus
+    from isoloss.studies.summary import Summary
 
 EXAMPLES = [
     ("isoloss study run same-loss --scale laptop", "everything, ending with a report; the same command resumes"),
@@ -724,7 +724,7 @@ def print_summary(heading: str, summary: Summary) -> None:
 
 def _print_claim(result: ClaimResult) -> None:
     """Print a claim: its verdict, the numbers behind it case by case, and what was compared, or why nothing was."""
-    from isoloss.studies.claim_table import VERDICT, claim_table, explanations
+    from isoloss.studies.summary import VERDICT, claim_table, explanations
 
     common.say_wrapped(f"{result.claim.id}: {result.verdict}")
     common.say_wrapped(result.claim.statement, indent=4)

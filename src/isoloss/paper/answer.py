@@ -9,9 +9,8 @@ from typing import Any
 import jinja2
 
 from isoloss.statistics.estimate import number
-from isoloss.studies.claims import Answer, ClaimResult
+from isoloss.studies.claims import Answer, ClaimResult, Verdict
 from isoloss.studies.results import UNITS
-from isoloss.studies.verdicts import Verdict
 
 _WORDS = {
     Verdict.SHOWN: "yes",

@@ -33,6 +33,6 @@ _EXPORTS = {
     "Resources": "isoloss.studies.plan",
     "Results": "isoloss.studies.results",
     "StudyFolder": "isoloss.studies.folder",
-    "SummaryTable": "isoloss.studies.results",
+    "SummaryTable": "isoloss.studies.summary",
 }
 __getattr__, __dir__ = exports(__name__, _EXPORTS)

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from isoloss import config, files
 from isoloss.errors import IsolossError
 from isoloss.statistics.checking import positive
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.significance import SAME_LOSS_NATS, Equivalence
-from isoloss.studies.comparison import Pair
-from isoloss.studies.verdicts import Direction, Verdict, check_margin
+from isoloss.studies.results import Pair
+
+Direction = Literal["decrease", "increase", "no change within"]
+
+
+class Verdict(StrEnum):
+    """The verdict on a claim."""
+
+    SHOWN = "shown"
+    NOT_SHOWN = "not shown"
+    CONTRADICTED = "contradicted"
+    NOT_TESTED = "not tested"
+    NO_VERDICT = "no verdict at this scale"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +132,16 @@ def read_claims(path: Path, *, scales: Collection[str] | None = None) -> ClaimsF
         if scales is not None and scale not in scales:
             raise IsolossError(f"{path}: scales has {scale!r}; the study's scales are {', '.join(scales)}")
     return ClaimsFile(**vars(document), name=path.name, sha256=files.sha256(path))
+
+
+def check_margin(direction: str, margin: float) -> None:
+    """Refuse a margin that is negative or not finite, or that is 0 for a claim of no change."""
+    if not 0 <= margin < float("inf"):
+        raise IsolossError(f"a claim's margin is a finite number of at least 0, not {margin}")
+    if direction == "no change within" and margin == 0:
+        raise IsolossError(
+            "a claim of no change needs a margin above 0: no measurement shows that two numbers are equal"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,9 @@ import jinja2
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.studies import page
-from isoloss.studies.claim_table import all_claims_table
 from isoloss.studies.folder import StudyFolder
-from isoloss.studies.provenance import provenance
-from isoloss.studies.reading import PROVENANCE, SUMMARY, VALUES, VALUES_PARQUET, as_csv
+from isoloss.studies.reading import PROVENANCE, SUMMARY, VALUES, VALUES_PARQUET, as_csv, provenance
+from isoloss.studies.summary import all_claims_table
 
 Format = Literal["csv", "parquet", "markdown", "latex"]
 FORMATS: tuple[Format, ...] = get_args(Format)

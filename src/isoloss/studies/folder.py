@@ -16,11 +16,12 @@ from isoloss.lab.evaluation.evaluator import pending
 from isoloss.lab.evaluation.external import RECORD, ExternalCheckpoint, ExternalRun
 from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.runs import Run
-from isoloss.studies.answers import answer_all, check_measures
 from isoloss.studies.claims import ClaimResult, ClaimsFile, read_claims
 from isoloss.studies.plan import Resources, Unit
-from isoloss.studies.results import Results, Summary, checkpoint_tables, common_measures, control_tables, run_of
+from isoloss.studies.results import Results, common_measures, run_of
 from isoloss.studies.spec import Experiment, Measurement, Study
+from isoloss.studies.summary import Summary, checkpoint_tables, control_tables
+from isoloss.studies.verdicts import answer_all, check_measures
 
 CONFIGS = "configs"  # the folder of the runs' configs, written before study.json
 # seconds on one core of a recent server, of the models that studies on a laptop have; only the order matters before

@@ -17,10 +17,9 @@ from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
 from isoloss.report.html import Figure, Finding, render
 from isoloss.report.save import save
-from isoloss.studies.claim_table import claim_figures, claim_table, explanations
 from isoloss.studies.claims import ClaimResult, ClaimsFile
-from isoloss.studies.comparison import Measured
-from isoloss.studies.results import Results, SummaryTable
+from isoloss.studies.results import Measured, Results
+from isoloss.studies.summary import SummaryTable, claim_figures, claim_table, explanations
 from isoloss.studies.verdicts import RULE
 
 if TYPE_CHECKING:
@@ -158,7 +157,7 @@ def default_parts(results: Results) -> PageParts:
 
 def shown(results: Results) -> tuple[Column, ...]:
     """Return how to show the estimates that most checkpoints have."""
-    return tuple(column_of(key, _having(results, key)[0].estimate.unit) for key in results.columns)
+    return tuple(column_of(key, _having(results, key)[0].unit) for key in results.columns)
 
 
 def _having(results: Results, key: str) -> list[Measured]:
@@ -201,7 +200,7 @@ def _measuring(results: Results) -> dict[str, str]:
         for one in _having(results, key):
             settings = without_folders({name: value for name, value in one.settings.items() if name != "seed"})
             words = [f"{name.replace('_', ' ')} {_told(value)}" for name, value in settings.items()]
-            ways["; ".join([one.estimate.method, *words])] = None
+            ways["; ".join([one.method, *words])] = None
         lines[column_of(key).title] = "; or ".join(ways)
     return lines
 
@@ -229,7 +228,7 @@ def _claiming(file: ClaimsFile | None) -> dict[str, str]:
 def _making(results: Results) -> dict[str, str]:
     """Return the device, versions and commit of the runs, the last two from the first of them."""
     record = results.run(next(iter(results.experiments))).record
-    devices = {each.estimate.details.get("device") for one in results.checkpoints.values() for each in one.values()}
+    devices = {each.details.get("device") for one in results.checkpoints.values() for each in one.values()}
     return {
         "Measured on": " and ".join(sorted(filter(None, devices))),
         "Versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),

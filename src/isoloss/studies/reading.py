@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.registry import STUDIES
-from isoloss.studies.provenance import provenance
-from isoloss.studies.results import COLUMNS, tables_in
+from isoloss.studies.results import COLUMNS
 from isoloss.studies.spec import Study, load_study
+from isoloss.studies.summary import tables_in
 
 if TYPE_CHECKING:
     import polars as pl
 
     from isoloss.studies.folder import StudyFolder
+    from isoloss.studies.results import Results
 
 VALUES, VALUES_PARQUET, SUMMARY, PROVENANCE = "values.csv", "values.parquet", "summary.json", "provenance.json"
 ESTIMATE = {key: COLUMNS[key] for key in ("estimate", "value", "standard error", "unit")}
@@ -202,3 +207,43 @@ def _table(rows: list[dict[str, Any]]) -> pl.DataFrame:
         for key, one in row["estimates"].items()
     ]
     return pl.DataFrame(cells, schema_overrides=ESTIMATE, infer_schema_length=None)
+
+
+# --- how results were made
+
+
+def provenance(folder: StudyFolder, results: Results) -> dict[str, Any]:
+    """Return how results of a study were made."""
+    claims = folder.study.claims
+    made: dict[str, dict[str, Any]] = {}  # most often one; a study that went on with another version has two
+    for name in results.experiments:
+        record = {key: results.run(name).record[key] for key in ("versions", "commit")}
+        made.setdefault(json.dumps(record), {**record, "runs": []})["runs"].append(name)
+    seconds = [line.get("seconds", 0.0) for name in results.experiments for line in results.run(name).log_lines()]
+    return {
+        "study": folder.study.name,
+        "scale": folder.scale_name,
+        "seed_offset": folder.seed_offset,
+        "description": folder.scale.description,
+        "blocks": results.blocks,
+        "blocks_done": results.blocks_done,
+        "runs": {name: one.fingerprint for name, one in results.experiments.items()},
+        "claims_sha256": None if claims is None else files.sha256(claims),
+        "made_with": list(made.values()),
+        "exported_with": {"isoloss": metadata.version("isoloss"), "processor": processor()},
+        "units": len(folder.plan()),
+        "unit_seconds": round(sum(seconds), 1),
+    }
+
+
+def processor() -> str:
+    """Return this machine's processor in words.
+
+    Example:
+        >>> "cores" in processor()
+        True
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{next(iter(names), platform.processor() or 'unknown')}, {platform.machine()}, {os.cpu_count()} cores"

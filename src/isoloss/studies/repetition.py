@@ -13,10 +13,10 @@ from isoloss.errors import IsolossError
 from isoloss.statistics.comparison import independent_difference
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.significance import holm, p_value
-from isoloss.studies.comparison import OVER_SEEDS
+from isoloss.studies.claims import Verdict
 from isoloss.studies.reading import PROVENANCE, SUMMARY
-from isoloss.studies.results import tables_in
-from isoloss.studies.verdicts import Verdict
+from isoloss.studies.results import OVER_SEEDS
+from isoloss.studies.summary import tables_in
 
 NUMBERS = ("value", "stderr", "samples", "unit")  # what is read of an estimate
 

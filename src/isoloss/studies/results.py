@@ -1,30 +1,87 @@
-"""Results of a study: the estimates of every checkpoint, read from its files, and tables of them."""
+"""Results of a study: every estimate of every checkpoint, read from its files; long and wide tables; differences."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
+import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from isoloss.errors import IsolossError, did_you_mean
 from isoloss.lab.evaluation.external import ExternalCheckpoint, ExternalRun
 from isoloss.runs import Run
-from isoloss.statistics.estimate import Estimate, number
-from isoloss.studies.claims import Answer, ClaimResult, ClaimsFile
-from isoloss.studies.comparison import Checkpoint, Measured, loss_key, measured
+from isoloss.statistics.comparison import paired_difference, times
+from isoloss.statistics.estimate import Estimate
 from isoloss.studies.spec import AnyScale, Experiment
 
 if TYPE_CHECKING:
     import polars as pl
+    import torch
 
 RESCALED = {key: f"{key}-rescaled-at-random" for key in ("trace", "minimal-trace")}  # what rescaling-control measures
 UNITS = {"nats per predicted token": "nats/token", "accuracy": "accuracy, %", "percentage points": "points"}
 
 COLUMNS: dict[str, Any] = {"run": str, "group": str, "block": int, "size": str, "step": int, "estimate": str,
                            "value": float, "standard error": float, "unit": str}  # of `Results.values`  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Measured(Estimate):
+    """An estimate of one checkpoint, with what decides which other estimates it has a paired difference to.
+
+    Attributes:
+        inputs: The SHA-256 of what it was measured on.
+        settings: The measure's settings. Estimates with the same inputs and settings can be paired.
+        examples: `influence`, or `predictions` and `labels`, and `gram` of features; see `isoloss.runs.Run.examples`.
+        weights: The SHA-256 of the checkpoint's weights; empty: not known.
+    """
+
+    inputs: str
+    settings: Mapping[str, Any]
+    examples: Mapping[str, np.ndarray[Any, Any]] = field(compare=False)
+    weights: str = ""
+
+    @classmethod
+    def of(cls, estimate: Estimate, **more: Any) -> Measured:
+        """Add to an estimate what this class has beside its fields."""
+        return cls(**vars(estimate) | more)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields of `Estimate` as JSON types."""
+        return Estimate(**{each.name: getattr(self, each.name) for each in dataclasses.fields(Estimate)}).to_dict()
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether it is the accuracy of probes on sampled examples, with a predicted class for each."""
+        return "predictions" in self.examples
+
+    @property
+    def correct(self) -> torch.Tensor:
+        """(S, n) bool: whether each probe classifies each test example correctly."""
+        import torch
+
+        return torch.from_numpy(self.examples["predictions"] == self.examples["labels"])
+
+    @property
+    def votes(self) -> torch.Tensor:
+        """(n,) bool: whether the class that most probes predict for an example is correct."""
+        import torch
+
+        predictions = torch.from_numpy(self.examples["predictions"].astype(np.int64))
+        return predictions.mode(dim=0).values == torch.from_numpy(self.examples["labels"].astype(np.int64))
+
+
+OVER_SEEDS = "mean over pre-training seeds"  # the method of an estimate whose error is over seeds
+
+Checkpoint = Mapping[str, Measured]  # what was measured of one checkpoint: kl, trace, probe-root, ...
+Pair = tuple[Checkpoint, Checkpoint]  # what is compared: control and treated, or earlier and later
 
 
 @dataclass(frozen=True)
@@ -150,7 +207,7 @@ class Results:
         rows = [
             (
                 *(run, experiment.group or run, experiment.block, experiment.size, step),
-                *(key, one.estimate.value, one.estimate.stderr, one.estimate.unit),
+                *(key, one.value, one.stderr, one.unit),
             )
             for (run, step), checkpoint in self.checkpoints.items()
             for experiment in [self.experiments[run]]
@@ -169,7 +226,7 @@ class Results:
             "step": step,
         }
         for key in keys:
-            own = checkpoint[key].estimate if key in checkpoint else None
+            own = checkpoint.get(key)
             cells |= {key: own and own.value, f"{key}_stderr": own and own.stderr}
         return cells
 
@@ -191,134 +248,6 @@ def _add(checkpoint: dict[str, Measured], measure: str, estimates: Mapping[str, 
         checkpoint[f"{measure}.{name}" if key in checkpoint else key] = each
 
 
-@dataclass(frozen=True)
-class SummaryTable:
-    """Rows of estimates.
-
-    Attributes:
-        name: Its key in JSON, a plural word.
-        title: What is printed above it.
-        labels: Headings of the columns that name a row, e.g. run and step.
-        rows: The labels and estimates of each row, with the same keys in all.
-        caption: Its caption on the page.
-    """
-
-    name: str
-    title: str
-    labels: tuple[str, ...]
-    rows: Sequence[tuple[tuple[str | int, ...], Mapping[str, Estimate]]]
-    caption: str = ""
-
-    @property
-    def left(self) -> int:
-        """How many of the first columns are text, not numbers."""
-        return sum(isinstance(label, str) for label in self.rows[0][0])
-
-    def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Return columns and rows as text; accuracies are in percent."""
-        columns = [*self.labels, *(_column(key, estimate.unit) for key, estimate in self.rows[0][1].items())]
-        return columns, [
-            [*(f"{x:,}" if isinstance(x, int) else x for x in labels), *map(number, some.values())]
-            for labels, some in self.rows
-        ]
-
-    def to_dict(self) -> list[dict[str, Any]]:
-        """Return the rows as JSON types."""
-        return [
-            {**dict(zip(self.labels, labels, strict=True)), "estimates": {key: bare(e) for key, e in some.items()}}
-            for labels, some in self.rows
-        ]
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Summary of a study's results."""
-
-    tables: Sequence[SummaryTable]  # tables of estimates
-    claims: Sequence[ClaimResult]  # the result of each claim
-    claims_file: ClaimsFile | None = None  # the file that states them
-    warning: str = ""  # that no verdict is given at this scale, or that models are identical
-    answer: Sequence[str] = ()  # the study's answer, in sentences
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the summary as JSON types."""
-        file = self.claims_file
-        return {
-            **{table.name: table.to_dict() for table in self.tables},
-            "claims": [
-                {
-                    "claim": result.claim.id,
-                    "verdict": result.verdict,
-                    "answers": [_answer_to_dict(answer) for answer in result.answers],
-                }
-                for result in self.claims
-            ],
-            "claims_file": file and {"name": file.name, "sha256": file.sha256, "same_loss_nats": file.same_loss_nats},
-            "warning": self.warning,
-            "answer": list(self.answer),
-        }
-
-
-def tables_in(summary: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each table in what `Summary.to_dict` returned, by the table's name."""
-    return {key: rows for key, rows in summary.items() if isinstance(rows, list) and key not in ("claims", "answer")}
-
-
-def _answer_to_dict(answer: Answer) -> dict[str, Any]:
-    gate = answer.same_loss
-    return {
-        "case": answer.case,
-        "verdict": answer.verdict.value,
-        "is_primary": answer.is_primary,
-        "difference": answer.difference and bare(answer.difference),
-        "interval95": answer.interval95,
-        "p_value": answer.p_value,
-        "p_adjusted": answer.p_adjusted,
-        "detectable": answer.detectable,
-        "below": answer.below,
-        "adjusted": answer.adjusted and bare(answer.adjusted),
-        "same_loss": gate
-        and {
-            "difference": bare(gate.difference),
-            "margin": gate.margin,
-            "p_value": gate.p_value,
-            "interval90": gate.interval,
-            "smallest_margin": gate.smallest_margin,
-            "shown": gate.shown,
-        },
-        "numbers": {name: str(estimate) for name, estimate in answer.numbers.items()},
-        "explanation": answer.explanation,
-    }
-
-
-def checkpoint_tables(results: Results) -> tuple[SummaryTable, ...]:
-    """Return the table of every checkpoint, the default of a study without tables of its own."""
-    rows = [(label, {key: each[key].estimate for key in results.keys}) for label, each in results.checkpoints.items()]
-    return (SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),)
-
-
-def control_tables(results: Results) -> tuple[SummaryTable, ...]:
-    """Return the table of the checkpoints that were also measured after a random rescaling; empty if none was."""
-    rows: list[tuple[tuple[str | int, ...], Mapping[str, Estimate]]] = []
-    for label, each in results.checkpoints.items():
-        if all(key in each and rescaled in each for key, rescaled in RESCALED.items()):
-            shown = [name for pair in RESCALED.items() for name in pair]
-            rows.append((label, {key: each[key].estimate for key in shown}))
-    if not rows:
-        return ()
-    factors = {
-        key: [estimates[rescaled].value / estimates[key].value for _, estimates in rows]
-        for key, rescaled in RESCALED.items()
-    }
-    plain, off = factors["trace"], max(abs(factor - 1) for factor in factors["minimal-trace"])
-    caption = (
-        "In each of these models, some weights are multiplied and others divided by random factors between 2 and 3, "
-        f"which leaves every prediction unchanged. The trace is multiplied by {min(plain):.3g} to {max(plain):.3g}; "
-        f"the minimal trace changes by at most {off:.0e} of its value."
-    )
-    return (SummaryTable("controls", "the same models, rescaled at random", ("run", "step"), rows, caption),)
-
-
 def common_measures(scale: AnyScale) -> dict[str, dict[str, str]]:
     """Return what any study's claims can measure: each measure, `flatness` (both traces), `transfer` (all probes)."""
     measures = [measure for one in scale.experiments.values() for part in one.measurements for measure in part.measures]
@@ -328,12 +257,145 @@ def common_measures(scale: AnyScale) -> dict[str, dict[str, str]]:
     return {"kl": {"": "kl"}, **by_name, "flatness": flatness, "transfer": probes}
 
 
-def bare(estimate: Estimate) -> dict[str, Any]:
-    """Return an estimate as JSON types, without its parts by parameter and layer."""
-    parts = ("by_parameter", "by_parameter_stderr", "by_layer", "by_layer_stderr")
-    return {**estimate.to_dict(), **dict.fromkeys(parts)}
+# --- differences between checkpoints: over the examples of one pair, or over seeds or clusters
 
 
-def _column(key: str, unit: str) -> str:
-    short = UNITS.get(unit, unit)
-    return f"{'KL' if key == 'kl' else key} ({short})" if short else key
+def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
+    """Return the estimates of an evaluation by name; a missing evaluation is an error that names it."""
+    evaluation = run.evaluation(measure, step)
+    if evaluation is None:
+        raise IsolossError(f"{run.path} has no evaluation {measure} at step {step}: run the study first")
+    arrays = run.examples(evaluation)
+    return {
+        name: Measured.of(
+            estimate,
+            inputs=evaluation.inputs,
+            settings=evaluation.settings,
+            examples={k.removeprefix(f"{name}."): v for k, v in arrays.items() if k.startswith(f"{name}.")},
+            weights=evaluation.weights,
+        )
+        for name, estimate in evaluation.estimates.items()
+    }
+
+
+def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Estimate:
+    """Return later - factor * earlier, with the error of the difference on the same examples.
+
+    Differences of accuracies are in percentage points; on sampled test examples, with the error of
+    `isoloss.lab.transfer.compare.accuracy_difference` over examples and probes. Otherwise the squared error is the sum
+    of (psi_i - factor psi'_i)^2 over n (n - 1), where psi_i and psi'_i are the influences of example i (or, for an
+    accuracy over all sentences, of draw i) on later and earlier. The difference of exact values is exact.
+
+    Raises:
+        IsolossError: The two were not measured on the same examples with the same settings.
+    """
+    same_inputs = (later.inputs, later.settings) == (earlier.inputs, earlier.settings)
+    is_exact = later.is_exact and earlier.is_exact
+    if not same_inputs or later.examples.keys() != earlier.examples.keys() or not (later.examples or is_exact):
+        raise IsolossError(
+            "two evaluations were not made on the same examples under the same settings, so their difference has "
+            "no paired error: measure both checkpoints again with one version of isoloss"
+        )
+    of_accuracy = later.unit == "accuracy"
+    if of_accuracy and factor != 1:
+        raise IsolossError(f"an accuracy is compared as it is, not with a factor of {factor:g}")
+    if later.is_accuracy:
+        from isoloss.lab.transfer.compare import accuracy_difference
+
+        return _in_points(accuracy_difference(later.correct, earlier.correct))
+    found = paired_difference(_by_example(later), times(_by_example(earlier), factor))
+    return _in_points(found) if of_accuracy else found
+
+
+def _by_example(one: Measured) -> Estimate:
+    """Return an estimate with what each example adds to it, and the error that follows from that alone."""
+    if "influence" not in one.examples:
+        return one
+    influence = one.examples["influence"].astype(np.float64)
+    n = len(influence)
+    stderr = math.sqrt(float(np.square(influence).sum()) / (n * (n - 1)))
+    return dataclasses.replace(one, samples=n, stderr=stderr, influence=influence)
+
+
+def _in_points(found: Estimate) -> Estimate:
+    """Return a difference of accuracies in percentage points."""
+    return dataclasses.replace(times(found, 100), unit="percentage points")
+
+
+def cka(first: Measured, second: Measured) -> Estimate:
+    """Return the linear CKA of the features of two checkpoints, by the measure `features` of each.
+
+    See `isoloss.lab.transfer.similarity.linear_cka`: 1 where the features are the same up to rotation and scale, 0
+    where they are uncorrelated. The error is over the draw of the sentences.
+
+    Raises:
+        IsolossError: One of the two is of another measure, or they are not of the same sentences.
+    """
+    from isoloss.lab.transfer.similarity import from_upper_triangle, linear_cka
+
+    if not all("gram" in one.examples for one in (first, second)):
+        raise IsolossError("CKA takes two evaluations by the measure features, which keep Gram matrices")
+    if first.inputs != second.inputs:
+        raise IsolossError(
+            "the features of two checkpoints are not of the same sentences, so they have no CKA: measure both with the "
+            "same feature_sentences and seed, on the same language or text"
+        )
+    return linear_cka(*(from_upper_triangle(one.examples["gram"]) for one in (first, second)))
+
+
+def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
+    """Return the mean over runs of different seeds, with the standard error of their mean.
+
+    It includes each run's own error of measurement where each is measured on sentences of its own.
+
+    Raises:
+        IsolossError: Fewer than two runs have no standard deviation.
+
+    Example:
+        >>> known = {"stderr": 0.1, "samples": 9, "unit": "nats", "num_predictions": 9, "method": "m"}
+        >>> runs = [Estimate(value=v, **known) for v in (1, 2, 3)]
+        >>> print(over_seeds(runs))
+        2.00 ± 0.58 nats
+    """
+    if len(estimates) < 2:
+        raise IsolossError("a mean over seeds needs at least two runs")
+    values = [estimate.value for estimate in estimates]
+    return Estimate(
+        value=statistics.fmean(values),
+        stderr=statistics.stdev(values) / math.sqrt(len(values)),
+        samples=len(values),
+        unit=estimates[0].unit,
+        num_predictions=sum(estimate.num_predictions for estimate in estimates),
+        num_probes=estimates[0].num_probes,
+        method=OVER_SEEDS,
+    )
+
+
+def mean(estimates: Sequence[Estimate], *, clusters: Sequence[str] = ()) -> Estimate:
+    """Return the mean over clusters or, without clusters, over seeds; of a single one, the estimate itself."""
+    if not clusters:
+        return estimates[0] if len(estimates) == 1 else over_seeds(estimates)
+    from isoloss.statistics.clusters import cluster_mean
+
+    return cluster_mean([estimate.value for estimate in estimates], clusters, unit=estimates[0].unit)
+
+
+def change(pairs: Sequence[Pair], key: str, *, factor: float = 1.0, clusters: Sequence[str] = ()) -> Estimate:
+    """Return second - factor * first of the estimate `key`: of one pair, or the mean over pairs.
+
+    The error of one pair is that of the difference on the same examples; over several seeds it is that of the mean of
+    the differences, which are paired by seed; over clusters it is that of the mean of the clusters' mean differences
+    (`isoloss.statistics.clusters.cluster_mean`).
+
+    Args:
+        pairs: The pairs of checkpoints.
+        key: The estimate.
+        factor: What the first is multiplied by.
+        clusters: The independent unit of each pair, such as its grammar; empty: each pair is one.
+    """
+    return mean([difference(second[key], first[key], factor=factor) for first, second in pairs], clusters=clusters)
+
+
+def loss_key(pairs: Sequence[Pair]) -> str:
+    """Return which estimate is the loss: the KL to the truth, or, if that is not known, the loss itself."""
+    return "kl" if "kl" in pairs[0][0] else "loss"

@@ -23,7 +23,8 @@ from isoloss.studies.plan import Expected, Resources
 if TYPE_CHECKING:
     from isoloss.studies.claims import ClaimResult, Contrast
     from isoloss.studies.page import PageParts
-    from isoloss.studies.results import Results, SummaryTable
+    from isoloss.studies.results import Results
+    from isoloss.studies.summary import SummaryTable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,18 @@
-"""The rule by which a measured difference shows or contradicts a claim."""
+"""The results of claims: the rule by which a difference shows or contradicts a claim, and all tests of a file."""
 
 from __future__ import annotations
 
 import dataclasses
-from enum import StrEnum
-from typing import Literal
+import math
+from collections.abc import Collection, Mapping, Sequence
 
 from isoloss.errors import IsolossError
 from isoloss.statistics import significance
 from isoloss.statistics.estimate import Estimate
-
-Direction = Literal["decrease", "increase", "no change within"]
+from isoloss.statistics.power import minimal_detectable_effect
+from isoloss.statistics.significance import SAME_LOSS_NATS, Equivalence, equivalence, holm, largest_size
+from isoloss.studies.claims import Answer, Claim, ClaimResult, ClaimsFile, Contrast, Direction, Verdict, check_margin
+from isoloss.studies.results import Pair, change, loss_key, mean
 
 ALPHA = 0.05  # the level of all tests
 
@@ -29,16 +31,6 @@ RULE = (
     "loss” is the difference minus the part that the difference in loss explains, by a slope from other runs; no "
     "verdict uses it.",
 )
-
-
-class Verdict(StrEnum):
-    """The verdict on a claim."""
-
-    SHOWN = "shown"
-    NOT_SHOWN = "not shown"
-    CONTRADICTED = "contradicted"
-    NOT_TESTED = "not tested"
-    NO_VERDICT = "no verdict at this scale"
 
 
 def judge(
@@ -93,16 +85,6 @@ def p_value(difference: Estimate, direction: Direction, margin: float = 0.0) -> 
     return significance.p_value(dataclasses.replace(difference, value=beyond))
 
 
-def check_margin(direction: str, margin: float) -> None:
-    """Refuse a margin that is negative or not finite, or that is 0 for a claim of no change."""
-    if not 0 <= margin < float("inf"):
-        raise IsolossError(f"a claim's margin is a finite number of at least 0, not {margin}")
-    if direction == "no change within" and margin == 0:
-        raise IsolossError(
-            "a claim of no change needs a margin above 0: no measurement shows that two numbers are equal"
-        )
-
-
 def _beyond(value: float, direction: str, margin: float) -> float:
     """Return how far a difference lies on the claimed side of the edge; below 0 on the other side."""
     if direction == "no change within":
@@ -112,3 +94,213 @@ def _beyond(value: float, direction: str, margin: float) -> float:
 
 def _at_the_edge_of_no_change(beyond: float, direction: str) -> bool:
     return beyond == 0 and direction == "no change within"  # the margin itself counts as within
+
+
+def answer_all(
+    file: ClaimsFile,
+    contrasts: Mapping[str, Sequence[Contrast]],
+    measures: Mapping[str, Mapping[str, str]],
+    *,
+    scale: str | None = None,
+) -> tuple[ClaimResult, ...]:
+    """Return the result of every claim of a file, in its order: each tested on every contrast and every measure.
+
+    Args:
+        file: The claims.
+        contrasts: The contrasts, by the name in `Claim.compares`; a claim whose name has none is not tested.
+        measures: The keys of the estimates to compare, by the name in `Claim.measures` and then by case, e.g. the task
+            (empty if there is only one).
+        scale: The scale of the study, at which the file may rule out verdicts; None: verdicts are given.
+
+    Raises:
+        IsolossError: A claim compares or measures something that the study does not have, or the primary claim has no
+            such case.
+    """
+    check_measures(file, measures)
+    results = []
+    for claim in file.claims:
+        if claim.not_tested:
+            answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=claim.not_tested)]
+        else:
+            _check(file, claim, "compares", contrasts)
+            keys, margin = measures[claim.measures], claim.same_loss_nats or file.same_loss_nats
+            answers = [a for each in contrasts[claim.compares] for a in answer(claim, each, keys, margin=margin)]
+            if not answers:
+                none = "The study has no pair of models with this measurement."
+                answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=none)]
+        results.append(ClaimResult(claim=claim, answers=tuple(answers)))
+    if file.judged_at(scale):
+        return _corrected(results, _primary(file, results))
+    return tuple(_replaced(result, [_unjudged(each) for each in result.answers]) for result in results)
+
+
+def check_measures(file: ClaimsFile, measures: Collection[str]) -> None:
+    """Refuse a claim that measures something that the study does not have."""
+    for claim in file.claims:
+        if not claim.not_tested:
+            _check(file, claim, "measures", measures)
+
+
+def _check(file: ClaimsFile, claim: Claim, key: str, choices: Collection[str]) -> None:
+    if (name := getattr(claim, key)) not in choices:
+        has = ", ".join(choices) or "none"
+        raise IsolossError(f"{file.name}: {key} of the claim {claim.id} is {name!r}; the study has {has}")
+
+
+def answer(
+    claim: Claim, contrast: Contrast, keys: Mapping[str, str], *, margin: float = SAME_LOSS_NATS
+) -> list[Answer]:
+    """Return the answers to a claim for one contrast, from second - factor * first of each estimate.
+
+    Each is judged at 5 % without adjustment. A claim that is not about the loss needs two models of the same loss,
+    unless the contrast says otherwise. What was not measured of both models has no answer.
+
+    Args:
+        claim: The claim.
+        contrast: The two models.
+        keys: The key of the estimate to compare, by case.
+        margin: Equivalence margin of the mean difference in loss, in nats.
+    """
+    if contrast.not_tested:
+        case, why = contrast.case, contrast.not_tested
+        return [Answer(case=case, contrast=case, numbers={}, verdict=Verdict.NOT_TESTED, explanation=why)]
+    gate = None
+    if contrast.at_same_loss and loss_key(contrast.pairs) not in keys.values():
+        gate = same_loss(contrast.pairs, clusters=contrast.clusters, margin=margin)
+    measured = {case: key for case, key in keys.items() if all(key in one for pair in contrast.pairs for one in pair)}
+    return [_answer(claim, contrast, key, case, gate) for case, key in measured.items()]
+
+
+def same_loss(pairs: Sequence[Pair], *, clusters: Sequence[str] = (), margin: float = SAME_LOSS_NATS) -> Equivalence:
+    """Test whether the mean difference in loss over the pairs is within a margin of 0: two one-sided tests at 5 %.
+
+    Args:
+        pairs: The pairs of checkpoints.
+        clusters: The cluster of each pair, as for `isoloss.studies.results.change`.
+        margin: In nats, above 0.
+    """
+    return equivalence(change(pairs, loss_key(pairs), clusters=clusters), margin, alpha=ALPHA)
+
+
+def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equivalence | None) -> Answer:
+    (first, second), pairs, factor = contrast.names, contrast.pairs, claim.factor
+    measured = change(pairs, key, factor=factor, clusters=contrast.clusters)
+    explanation = f"{second} vs. {first}, {_paired_over(measured, contrast, key)}."
+    if gate is not None and not gate.shown:
+        loss = "KL" if loss_key(pairs) == "kl" else "loss"
+        explanation = (
+            f"The two models are not shown to have the same loss: the {loss} of {second} minus that of {first} is "
+            f"{gate.difference}, {gate}. {explanation}"
+        )
+    numbers = {
+        name: mean([pair[i][key] for pair in pairs], clusters=contrast.clusters)
+        for i, name in enumerate(contrast.names)
+    }
+    numbers["difference" if factor == 1 else f"{second} minus {factor:g} times {first}"] = measured
+    measured_answer = Answer(
+        case=f"{case} ({contrast.case})" if case and contrast.case else case or contrast.case,
+        contrast=contrast.case,
+        numbers=numbers,
+        verdict=Verdict.NOT_TESTED,
+        explanation=f"{explanation} {contrast.where}".rstrip(),
+        difference=measured,
+        same_loss=gate,
+        adjusted=_at_same_loss(contrast, key, measured),
+    )
+    if gate is not None and not gate.shown:
+        return measured_answer
+    if all(one[key].weights == two[key].weights != "" for one, two in pairs):
+        return dataclasses.replace(measured_answer, explanation=f"Their weights are identical. {explanation}")
+    p = p_value(measured, claim.direction, claim.margin)
+    return _judged(claim, dataclasses.replace(measured_answer, p_value=p), tests=1)
+
+
+def _judged(claim: Claim, tested: Answer, *, tests: int, p_adjusted: float | None = None) -> Answer:
+    """Return a tested answer with its verdict and its power as one of this many tests."""
+    difference = tested.difference
+    assert difference is not None
+    verdict = judge(difference, claim.direction, claim.margin, p_adjusted=p_adjusted)
+    detectable = below = None
+    if difference.stderr > 0:
+        samples, sd = difference.samples, difference.stderr * math.sqrt(difference.samples)
+        detectable = claim.margin + minimal_detectable_effect(sd, samples, alpha=ALPHA / tests)
+        below = largest_size(difference, alpha=ALPHA) if verdict is Verdict.NOT_SHOWN else None
+    return dataclasses.replace(tested, verdict=verdict, p_adjusted=p_adjusted, detectable=detectable, below=below)
+
+
+def _unjudged(each: Answer) -> Answer:
+    """Return an answer at a scale without verdicts: the numbers and no test."""
+    verdict = Verdict.NOT_TESTED if each.difference is None else Verdict.NO_VERDICT
+    return dataclasses.replace(each, verdict=verdict, p_value=None, detectable=None, below=None)
+
+
+def _corrected(results: Sequence[ClaimResult], primary: Answer | None) -> tuple[ClaimResult, ...]:
+    """Return the results with verdicts by Holm-adjusted p-values, except for the primary one."""
+    others = {
+        str((i, j)): each.p_value
+        for i, result in enumerate(results)
+        for j, each in enumerate(result.answers)
+        if each.p_value is not None and each is not primary
+    }
+    adjusted = holm(others) if others else {}
+
+    def corrected(claim: Claim, each: Answer, name: str) -> Answer:
+        if each is primary:
+            return dataclasses.replace(each, is_primary=True)
+        if name not in adjusted:
+            return each
+        return _judged(claim, each, tests=len(adjusted), p_adjusted=adjusted[name])
+
+    return tuple(
+        _replaced(result, [corrected(result.claim, each, str((i, j))) for j, each in enumerate(result.answers)])
+        for i, result in enumerate(results)
+    )
+
+
+def _replaced(result: ClaimResult, answers: Sequence[Answer]) -> ClaimResult:
+    return dataclasses.replace(result, answers=tuple(answers))
+
+
+def _primary(file: ClaimsFile, results: Sequence[ClaimResult]) -> Answer | None:
+    """Return the answer that the file names as its primary test; None where there was nothing to test."""
+    for result in results:
+        if result.claim.id == file.primary and any(each.numbers for each in result.answers):
+            try:
+                return result.answer(file.primary_case)
+            except IsolossError as error:
+                raise IsolossError(f"{file.name}: primary_case: {error}") from error
+    return None
+
+
+def _at_same_loss(contrast: Contrast, key: str, measured: Estimate) -> Estimate | None:
+    if key not in contrast.slopes:
+        return None
+    from isoloss.statistics.clusters import at_same_loss
+
+    loss = change(contrast.pairs, loss_key(contrast.pairs), clusters=contrast.clusters)
+    return at_same_loss(measured, loss, contrast.slopes[key], same_clusters=False)
+
+
+def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
+    """Return what the error of a difference is over, with McNemar's test for a single pair of probes."""
+    pairs = contrast.pairs
+    if contrast.clusters:
+        return (
+            f"{len(pairs)} pairs by seed, 95 % interval over {measured.samples} {contrast.clusters_are} (t with "
+            f"{measured.samples - 1} degrees of freedom)"
+        )
+    if len(pairs) > 1:
+        return f"paired by seed, 95 % interval over {len(pairs)} seeds (t with {len(pairs) - 1} degrees of freedom)"
+    if measured.is_exact:
+        return "both exact: the verdict is on these two models, not on others that are trained alike"
+    first, second = (checkpoint[key] for checkpoint in pairs[0])
+    if not first.is_accuracy:
+        return f"paired over {len(first.examples['influence']):,} sentences"
+    from isoloss.lab.transfer.compare import mcnemar
+
+    probes, examples = first.examples["predictions"].shape
+    test = mcnemar(second.votes, first.votes)
+    return (
+        f"paired over {examples:,} test sentences and {probes} probes; McNemar's test on the probes' plurality "
+        f"votes: {test.only_first} sentences gained, {test.only_second} lost, p = {test.p_value:.2g}"
+    )

@@ -27,7 +27,7 @@ from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.comparison import paired_difference
-from isoloss.studies.comparison import difference, measured
+from isoloss.studies.results import difference, measured
 from isoloss.text.masking import IGNORED
 
 CONFIG = TrainConfig(

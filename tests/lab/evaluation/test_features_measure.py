@@ -19,7 +19,7 @@ from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import generator
-from isoloss.studies.comparison import cka, difference, measured
+from isoloss.studies.results import cka, difference, measured
 from isoloss.text.masking import with_start
 
 CONFIG = TrainConfig(
@@ -72,7 +72,7 @@ def test_the_gram_matrix_is_that_of_the_states_that_a_probe_reads(runs, name):
     kept = found(run).examples["gram"]
     assert (kept.dtype, kept.shape) == (np.float32, (40 * 41 // 2,))
     np.testing.assert_allclose(from_upper_triangle(kept), expected, atol=1e-6 * np.abs(expected).max())
-    estimate = found(run).estimate
+    estimate = found(run)
     assert estimate.value == pytest.approx(effective_dimension(expected).value, rel=1e-4)
     assert estimate.stderr == pytest.approx(effective_dimension(expected).stderr, rel=1e-3)
 
@@ -92,8 +92,8 @@ def test_checkpoints_and_architectures_are_compared_on_the_same_sentences(runs):
 def test_effective_dimensions_have_a_paired_difference(runs):
     late, early = found(runs["bert"]), found(runs["bert"], 10)
     moved = difference(late, early)
-    assert moved.value == pytest.approx(late.estimate.value - early.estimate.value)
-    assert 0 < moved.stderr < late.estimate.stderr + early.estimate.stderr
+    assert moved.value == pytest.approx(late.value - early.value)
+    assert 0 < moved.stderr < late.stderr + early.stderr
 
 
 def test_other_sentences_and_other_measures_have_no_cka(runs, tmp_path):

@@ -22,11 +22,10 @@ from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.comparison import paired_difference
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.answers import answer
-from isoloss.studies.claims import Claim, Contrast
-from isoloss.studies.comparison import difference, measured
+from isoloss.studies.claims import Claim, Contrast, Verdict
+from isoloss.studies.results import difference, measured
 from isoloss.studies.spec import Experiment
-from isoloss.studies.verdicts import Verdict
+from isoloss.studies.verdicts import answer
 from isoloss.studies.verify import verify_run
 
 ONE = ObjectiveConfig(masking="one")
@@ -164,7 +163,7 @@ def test_evaluations_of_a_run_are_kept_and_measured_again_to_the_same(run):
 
 def test_differences_of_exact_values_are_exact(run):
     later, earlier = (measured(run, "loss", step) for step in (20, 10))
-    a, b = later["kl"].estimate.value, earlier["kl"].estimate.value
+    a, b = later["kl"].value, earlier["kl"].value
     assert a != b
     moved, halved = (difference(later["kl"], earlier["kl"], factor=factor) for factor in (1.0, 0.5))
     assert (moved.value, halved.value) == (a - b, a - 0.5 * b)
@@ -180,7 +179,7 @@ def test_differences_of_exact_values_are_exact(run):
     others = replace(earlier["kl"], inputs="others")
     with pytest.raises(IsolossError, match="not made on the same examples"):
         difference(later["kl"], others)
-    sampled = replace(earlier["kl"], estimate=replace(earlier["kl"].estimate, stderr=0.1, samples=9))
+    sampled = replace(earlier["kl"], stderr=0.1, samples=9)
     with pytest.raises(IsolossError, match="not made on the same examples"):
         difference(later["kl"], sampled)
 

@@ -26,7 +26,7 @@ from isoloss.lab.transfer.finetuning import finetune
 from isoloss.lab.transfer.tasks import labeling, make_task, read_from_start
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
-from isoloss.studies.comparison import difference, measured
+from isoloss.studies.results import difference, measured
 from isoloss.text.masking import with_start
 
 GRAMMAR = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=5)

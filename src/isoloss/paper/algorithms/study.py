@@ -15,11 +15,11 @@ from isoloss.paper.reproduction.spec import Arm, Dataset, Replicate, StudySize
 from isoloss.paper.same_loss.design import sgd
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.answers import same_loss
 from isoloss.studies.claims import Contrast
-from isoloss.studies.comparison import Checkpoint, Pair, change, mean
-from isoloss.studies.results import Results, SummaryTable
+from isoloss.studies.results import Checkpoint, Pair, Results, change, mean
 from isoloss.studies.spec import Study
+from isoloss.studies.summary import SummaryTable
+from isoloss.studies.verdicts import same_loss
 
 BASELINE = "adamw"
 SGD_RATE = 0.4
@@ -146,7 +146,7 @@ def matched(results: Results, algorithm: str) -> Matched:
     pairs, steps, last = [], [], dataset_of(results).last
     for one in compared(results):
         control, own = (results.of_run(one.run(name)) for name in (BASELINE, algorithm))
-        if own[last]["kl"].estimate.value >= control[last]["kl"].estimate.value:
+        if own[last]["kl"].value >= control[last]["kl"].value:
             pair = _nearest(control, own[last]), last
         else:
             pair = last, _nearest(own, control[last])
@@ -179,7 +179,7 @@ def last_checkpoints(results: Results, algorithm: str) -> list[Checkpoint]:
 def means(results: Results, algorithm: str) -> dict[str, Estimate]:
     """Return means over grammars of the estimates at the last checkpoints."""
     last, clusters = last_checkpoints(results, algorithm), clusters_of(results)
-    return {key: mean([checkpoint[key].estimate for checkpoint in last], clusters=clusters) for key in results.keys}
+    return {key: mean([checkpoint[key] for checkpoint in last], clusters=clusters) for key in results.keys}
 
 
 def differences(results: Results, algorithm: str) -> dict[str, Estimate]:
@@ -252,8 +252,8 @@ def _range(steps: list[int]) -> str:
 
 def _nearest(checkpoints: Mapping[int, Checkpoint], target: Checkpoint) -> int:
     """The step whose KL is nearest to that of `target`; of two as near, the later."""
-    kl = target["kl"].estimate.value
-    return min(checkpoints, key=lambda step: (abs(checkpoints[step]["kl"].estimate.value - kl), -step))
+    kl = target["kl"].value
+    return min(checkpoints, key=lambda step: (abs(checkpoints[step]["kl"].value - kl), -step))
 
 
 STUDY = Study(

@@ -14,8 +14,7 @@ from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.paper.reproduction.compare import mean, replicates
 from isoloss.paper.reproduction.spec import Dataset, Replicate
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.comparison import Checkpoint, difference
-from isoloss.studies.results import Results
+from isoloss.studies.results import Checkpoint, Results, difference
 from isoloss.studies.spec import Experiment
 
 
@@ -89,7 +88,7 @@ def mean_limits(results: Results, dataset: Dataset) -> tuple[float, float]:
 
 def average(results: Results, dataset: Dataset, model: Model, key: str) -> Estimate:
     """Return the mean of an estimate of a model over languages and seeds, with its error over languages."""
-    return mean([(one, model.at(results, one)[key].estimate) for one in replicates(results, dataset)])
+    return mean([(one, model.at(results, one)[key]) for one in replicates(results, dataset)])
 
 
 def paired_difference(results: Results, dataset: Dataset, model: Model, other: Model, key: str) -> Estimate:
@@ -126,11 +125,11 @@ def by_replicate(
         return size is None or (experiment.size == size and len(set(kinds)) == 1)
 
     for one in replicates(results, dataset):
-        low, high = limits(middle.at(results, one)["kl"].estimate.value, dataset)
+        low, high = limits(middle.at(results, one)["kl"].value, dataset)
         like = results.experiments[one.run(middle.arm)]
         of_size = [model for model in every if is_wanted(results.experiments[one.run(model.arm)], like)]
         checkpoints = [model.at(results, one) for model in of_size]
-        found.append((one, [each for each in checkpoints if low <= each["kl"].estimate.value <= high]))
+        found.append((one, [each for each in checkpoints if low <= each["kl"].value <= high]))
     return found
 
 

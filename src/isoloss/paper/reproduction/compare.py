@@ -13,8 +13,7 @@ from isoloss.paper.reproduction.spec import SGD_EXACT, SGD_SAMPLED, Dataset, Rep
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Contrast
-from isoloss.studies.comparison import Checkpoint, Measured, Pair, loss_key
-from isoloss.studies.results import Results
+from isoloss.studies.results import Checkpoint, Measured, Pair, Results, loss_key
 
 TRAJECTORY = "AdamW at the same loss"
 PAIR = Callable[[Replicate], Pair | None]
@@ -74,15 +73,14 @@ def at_same_loss(controls: Sequence[Checkpoint], treated: Checkpoint) -> Pair | 
         treated: The checkpoint that the control is compared with.
     """
     key = loss_key([(treated, treated)])
-    loss = treated[key].estimate.value
+    loss = treated[key].value
     for first, second in reversed(list(itertools.pairwise(controls))):
-        ends = first[key].estimate.value, second[key].estimate.value
+        ends = first[key].value, second[key].value
         if min(ends) <= loss <= max(ends) and ends[0] != ends[1]:
             fraction = math.log(loss / ends[0]) / math.log(ends[1] / ends[0])
             both = [name for name in first if name in second]
             mixed = {name: _mixed(first[name], second[name], fraction) for name in both}
-            exactly = dataclasses.replace(mixed[key].estimate, value=loss)
-            mixed[key] = dataclasses.replace(mixed[key], estimate=exactly)
+            mixed[key] = dataclasses.replace(mixed[key], value=loss)
             return mixed, {name: _by_example(each) for name, each in treated.items()}
     return None
 
@@ -102,13 +100,12 @@ def _mixed(first: Measured, second: Measured, fraction: float) -> Measured:
     def mix(a: Any, b: Any) -> Any:
         return (1 - fraction) * a + fraction * b
 
-    estimate = dataclasses.replace(
-        first.estimate,
-        value=mix(first.estimate.value, second.estimate.value),
-        stderr=mix(first.estimate.stderr, second.estimate.stderr),
+    return dataclasses.replace(
+        first,
+        value=mix(first.value, second.value),
+        stderr=mix(first.stderr, second.stderr),
+        examples={name: mix(values, second.examples[name]) for name, values in first.examples.items()},
     )
-    examples = {name: mix(values, second.examples[name]) for name, values in first.examples.items()}
-    return dataclasses.replace(first, estimate=estimate, examples=examples)
 
 
 def mean(found: Sequence[tuple[Replicate, Estimate]]) -> Estimate:

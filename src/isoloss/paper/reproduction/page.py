@@ -94,7 +94,7 @@ def _baselines(results: Results, dataset: Dataset) -> Mapping[str, Mapping[str, 
     starts = [(one, at_step(results, one, dataset.main, 0)) for one in replicates(results, dataset)]
 
     def accuracy_of(kind: str, probe: str) -> float:
-        return mean([(one, start[f"{kind}-{probe.removeprefix('probe-')}"].estimate) for one, start in starts]).value
+        return mean([(one, start[f"{kind}-{probe.removeprefix('probe-')}"]) for one, start in starts]).value
 
     return {
         column.name: {title: accuracy_of(kind, column.name) for kind, title in BASELINES.items()}
@@ -302,7 +302,7 @@ def _means(results: Results, dataset: Dataset, series: Sequence[Series], shown: 
                 "step": step,
             }
             for column in shown:
-                value = mean([(one, at_step(results, one, arm, step)[column.name].estimate) for one in found])
+                value = mean([(one, at_step(results, one, arm, step)[column.name]) for one in found])
                 row |= {column.name: value.value, f"{column.name}_stderr": value.stderr}
             rows.append(row)
     return pl.DataFrame(rows)

@@ -13,10 +13,9 @@ from isoloss.paper.reproduction.compare import contrasts, measures
 from isoloss.paper.reproduction.gpu_scales import AUTHORS, PAPER, WORKSTATION
 from isoloss.paper.reproduction.spec import EVENING, SMOKE, StudySize
 from isoloss.paper.reproduction.tables import tables
-from isoloss.studies.claims import Answer, ClaimResult
+from isoloss.studies.claims import Answer, ClaimResult, Verdict
 from isoloss.studies.results import Results
 from isoloss.studies.spec import Study
-from isoloss.studies.verdicts import Verdict
 
 LANGUAGES = {"pcfg": "grammars", "hmm": "hidden Markov models"}
 # claims about transfer and flatness of one pair

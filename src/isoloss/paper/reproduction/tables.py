@@ -14,8 +14,8 @@ from isoloss.paper.reproduction.compare import at_same_loss, at_step, by_polish,
 from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replicate, StudySize, polished
 from isoloss.statistics.correlation import Kind, correlation, granulated_kendall
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.comparison import Checkpoint, Measured, Pair, cka, difference
-from isoloss.studies.results import Results, SummaryTable
+from isoloss.studies.results import Checkpoint, Measured, Pair, Results, cka, difference
+from isoloss.studies.summary import SummaryTable
 
 Row = tuple[tuple[str | int, ...], Mapping[str, Estimate]]
 At = Callable[[Replicate], Checkpoint]
@@ -54,7 +54,7 @@ def _over(dataset: Dataset) -> str:
 
 def _row(results: Results, dataset: Dataset, labels: tuple[str | int, ...], at: At, keys: Sequence[str]) -> Row:
     ones = replicates(results, dataset)
-    return labels, {key: mean([(one, at(one)[key].estimate) for one in ones]) for key in keys}
+    return labels, {key: mean([(one, at(one)[key]) for one in ones]) for key in keys}
 
 
 def _arms(dataset: Dataset) -> dict[str, str]:
@@ -84,9 +84,7 @@ def _algorithms(results: Results, dataset: Dataset) -> SummaryTable:
         for kind in ("lookup", "log-lookup"):  # their KL is 0
             tasks = {probe: f"{kind}-{probe.removeprefix('probe-')}" for probe in probes}
             ones = [(one, at_step(results, one, dataset.main, 0)) for one in replicates(results, dataset)]
-            accuracies = {
-                probe: mean([(one, start[table].estimate) for one, start in ones]) for probe, table in tasks.items()
-            }
+            accuracies = {probe: mean([(one, start[table]) for one, start in ones]) for probe, table in tasks.items()}
             rows.append(((BASELINES[kind],), {loss: _zero(rows[0][1][loss]), **accuracies}))
     caption = _after(dataset) + _of_table(dataset, "table 1") + _over(dataset) + _published(dataset, "table 1")
     return SummaryTable(
@@ -289,8 +287,8 @@ def _granulated(results: Results, dataset: Dataset) -> SummaryTable:
         found: dict[str, Estimate] = {}
         for probe in probes:
             with contextlib.suppress(IsolossError):  # too few languages, or an error that is not known
-                accuracy = [end[probe].estimate.value for end in ends]
-                flatness = [end[name].estimate.value for end in ends]
+                accuracy = [end[probe].value for end in ends]
+                flatness = [end[name].value for end in ends]
                 own = granulated_kendall(flatness, accuracy, within, languages).by_hyperparameter
                 found |= {f"{probe}, {each}": own[each] for each in hyperparameters}
         if len(found) == len(probes) * len(hyperparameters):
@@ -356,7 +354,7 @@ def _correlation(
         if len(checkpoints) < 2:
             continue
         for key, column in columns.items():
-            values = [each[key].estimate.value for each in checkpoints]
+            values = [each[key].value for each in checkpoints]
             values = values if key == probe else _logarithms(values)
             column += [value - sum(values) / len(values) for value in values]
         clusters += [one.cluster] * len(checkpoints)

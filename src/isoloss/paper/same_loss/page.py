@@ -17,9 +17,8 @@ from isoloss.report.html import Figure, Finding
 from isoloss.report.intervals import Interval, IntervalPanel, intervals
 from isoloss.statistics.correlation import correlation
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.comparison import Checkpoint, change
 from isoloss.studies.page import PageParts
-from isoloss.studies.results import RESCALED, Results
+from isoloss.studies.results import RESCALED, Checkpoint, Results, change
 
 # nats: in correlations, models this close in KL to the untouched arm count as having the same loss. At the steeper end
 # of the pilot's slope, this much KL changes the accuracy by 0.5 percentage points
@@ -183,9 +182,9 @@ def _correlation(results: Results, trace: str, probe: str, left_out: Collection[
         arms = [arm for arm in GROUPS if arm not in left_out and unit.run(arm) in results.experiments]
         ends = [end for end in (last(results, unit, arm) for arm in arms) if _in_band(results, unit, end)]
         own = {
-            "trace": [math.log(end[trace].estimate.value) for end in ends],
-            "probe": [end[probe].estimate.value for end in ends],
-            "kl": [end["kl"].estimate.value for end in ends],
+            "trace": [math.log(end[trace].value) for end in ends],
+            "probe": [end[probe].value for end in ends],
+            "kl": [end["kl"].value for end in ends],
         }
         for name, values in own.items():
             columns[name] += [value - sum(values) / len(values) for value in values]
@@ -199,8 +198,8 @@ def _correlation(results: Results, trace: str, probe: str, left_out: Collection[
 
 
 def _in_band(results: Results, unit: Unit, end: Checkpoint) -> bool:
-    untouched = last(results, unit, UNTOUCHED)["kl"].estimate.value
-    return abs(end["kl"].estimate.value - untouched) <= BAND
+    untouched = last(results, unit, UNTOUCHED)["kl"].value
+    return abs(end["kl"].value - untouched) <= BAND
 
 
 # --- how it was made -------------------------------------------------------------------------------------------------

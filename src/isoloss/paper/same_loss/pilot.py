@@ -20,9 +20,9 @@ from isoloss.paper.same_loss.design import SCALES as STUDY_SIZES
 from isoloss.statistics.clusters import slope_within
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import pairs_for_equivalence, pairs_for_power, sd_upper_bound
-from isoloss.studies.comparison import Pair, change, difference
-from isoloss.studies.results import RESCALED, Results, SummaryTable
+from isoloss.studies.results import RESCALED, Pair, Results, change, difference
 from isoloss.studies.spec import Experiment, Study
+from isoloss.studies.summary import SummaryTable
 
 PATH = Path(__file__).with_name("pilot.toml")
 UNIT = "percentage points per nat"
@@ -161,9 +161,9 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     for size in scale.like.sizes:
         ends = [(unit, results.at(unit.run(f"{size}-{steps}"))) for unit in units for steps in scale.lengths]
         clusters = grammars_of([unit for unit, _ in ends])
-        losses = [one["kl"].estimate.value for _, one in ends]
+        losses = [one["kl"].value for _, one in ends]
         for measure in scale.accuracies:
-            values = [100 * one[measure].estimate.value for _, one in ends]
+            values = [100 * one[measure].value for _, one in ends]
             rows.append(((size, measure), {"slope": slope_within(values, losses, clusters, unit=UNIT)}))
     slopes = SummaryTable(
         "slopes",

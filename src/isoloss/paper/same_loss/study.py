@@ -26,9 +26,9 @@ from isoloss.paper.same_loss.design import (
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Contrast
-from isoloss.studies.comparison import Checkpoint, Measured, Pair, change
-from isoloss.studies.results import RESCALED, Results, SummaryTable, common_measures
+from isoloss.studies.results import RESCALED, Checkpoint, Measured, Pair, Results, change, common_measures
 from isoloss.studies.spec import Study
+from isoloss.studies.summary import SummaryTable
 
 OVER = "mean ± standard error over grammars"
 
@@ -276,7 +276,7 @@ def _baselines(results: Results) -> SummaryTable:
 
     def detail(name: str) -> dict[str, list[float]]:
         # sums of probabilities, which rounding takes a little off 1
-        return {t: [round(one[key].estimate.details[name], 12) for one in starts] for t, key in scale.probes.items()}
+        return {t: [round(one[key].details[name], 12) for one in starts] for t, key in scale.probes.items()}
 
     rows = []
     if _number(units) > 1:
@@ -314,8 +314,8 @@ def _number(units: Sequence[Unit]) -> int:
 
 
 def _mean(units: Sequence[Unit], values: Sequence[Measured | float]) -> Estimate:
-    numbers = [value.estimate.value if isinstance(value, Measured) else value for value in values]
-    unit = values[0].estimate.unit if isinstance(values[0], Measured) else "accuracy"
+    numbers = [value.value if isinstance(value, Measured) else value for value in values]
+    unit = values[0].unit if isinstance(values[0], Measured) else "accuracy"
     return cluster_mean(numbers, grammars_of(units), unit=unit)
 
 
@@ -329,7 +329,7 @@ def _changes(units: Sequence[Unit], pairs: Sequence[Pair], keys: Sequence[str]) 
 
 def factor(pairs: Sequence[Pair], key: str, clusters: Sequence[str]) -> Estimate:
     """Return the geometric mean of second over first; its error is that of the mean logarithm, times the value."""
-    logs = [math.log(second[key].estimate.value / first[key].estimate.value) for first, second in pairs]
+    logs = [math.log(second[key].value / first[key].value) for first, second in pairs]
     mean = cluster_mean(logs, clusters, unit="times")
     value = math.exp(mean.value)
     return dataclasses.replace(mean, value=value, stderr=value * mean.stderr, influence=None)

@@ -1,0 +1,289 @@
+"""The summary of a study: tables of estimates and the result of each claim, as JSON types and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isoloss.statistics.estimate import Estimate, interval, number, rounded
+from isoloss.studies.claims import Answer, Claim, ClaimResult, ClaimsFile
+from isoloss.studies.results import RESCALED, UNITS, Results
+
+if TYPE_CHECKING:
+    from isoloss.report.charts import Spec
+
+VERDICT = "verdict"  # the column of the verdicts; this and the one before it, the case, are text
+WIDTH = 300  # pixels of the figure without the names of the cases
+ROW = 34  # pixels of a case
+
+
+@dataclass(frozen=True)
+class SummaryTable:
+    """Rows of estimates.
+
+    Attributes:
+        name: Its key in JSON, a plural word.
+        title: What is printed above it.
+        labels: Headings of the columns that name a row, e.g. run and step.
+        rows: The labels and estimates of each row, with the same keys in all.
+        caption: Its caption on the page.
+    """
+
+    name: str
+    title: str
+    labels: tuple[str, ...]
+    rows: Sequence[tuple[tuple[str | int, ...], Mapping[str, Estimate]]]
+    caption: str = ""
+
+    @property
+    def left(self) -> int:
+        """How many of the first columns are text, not numbers."""
+        return sum(isinstance(label, str) for label in self.rows[0][0])
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Return columns and rows as text; accuracies are in percent."""
+        columns = [*self.labels, *(_column(key, estimate.unit) for key, estimate in self.rows[0][1].items())]
+        return columns, [
+            [*(f"{x:,}" if isinstance(x, int) else x for x in labels), *map(number, some.values())]
+            for labels, some in self.rows
+        ]
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return the rows as JSON types."""
+        return [
+            {**dict(zip(self.labels, labels, strict=True)), "estimates": {key: bare(e) for key, e in some.items()}}
+            for labels, some in self.rows
+        ]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Summary of a study's results."""
+
+    tables: Sequence[SummaryTable]  # tables of estimates
+    claims: Sequence[ClaimResult]  # the result of each claim
+    claims_file: ClaimsFile | None = None  # the file that states them
+    warning: str = ""  # that no verdict is given at this scale, or that models are identical
+    answer: Sequence[str] = ()  # the study's answer, in sentences
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary as JSON types."""
+        file = self.claims_file
+        return {
+            **{table.name: table.to_dict() for table in self.tables},
+            "claims": [
+                {
+                    "claim": result.claim.id,
+                    "verdict": result.verdict,
+                    "answers": [_answer_to_dict(answer) for answer in result.answers],
+                }
+                for result in self.claims
+            ],
+            "claims_file": file and {"name": file.name, "sha256": file.sha256, "same_loss_nats": file.same_loss_nats},
+            "warning": self.warning,
+            "answer": list(self.answer),
+        }
+
+
+def tables_in(summary: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each table in what `Summary.to_dict` returned, by the table's name."""
+    return {key: rows for key, rows in summary.items() if isinstance(rows, list) and key not in ("claims", "answer")}
+
+
+def _answer_to_dict(answer: Answer) -> dict[str, Any]:
+    gate = answer.same_loss
+    return {
+        "case": answer.case,
+        "verdict": answer.verdict.value,
+        "is_primary": answer.is_primary,
+        "difference": answer.difference and bare(answer.difference),
+        "interval95": answer.interval95,
+        "p_value": answer.p_value,
+        "p_adjusted": answer.p_adjusted,
+        "detectable": answer.detectable,
+        "below": answer.below,
+        "adjusted": answer.adjusted and bare(answer.adjusted),
+        "same_loss": gate
+        and {
+            "difference": bare(gate.difference),
+            "margin": gate.margin,
+            "p_value": gate.p_value,
+            "interval90": gate.interval,
+            "smallest_margin": gate.smallest_margin,
+            "shown": gate.shown,
+        },
+        "numbers": {name: str(estimate) for name, estimate in answer.numbers.items()},
+        "explanation": answer.explanation,
+    }
+
+
+def checkpoint_tables(results: Results) -> tuple[SummaryTable, ...]:
+    """Return the table of every checkpoint, the default of a study without tables of its own."""
+    rows = [(label, {key: each[key] for key in results.keys}) for label, each in results.checkpoints.items()]
+    return (SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),)
+
+
+def control_tables(results: Results) -> tuple[SummaryTable, ...]:
+    """Return the table of the checkpoints that were also measured after a random rescaling; empty if none was."""
+    rows: list[tuple[tuple[str | int, ...], Mapping[str, Estimate]]] = []
+    for label, each in results.checkpoints.items():
+        if all(key in each and rescaled in each for key, rescaled in RESCALED.items()):
+            shown = [name for pair in RESCALED.items() for name in pair]
+            rows.append((label, {key: each[key] for key in shown}))
+    if not rows:
+        return ()
+    factors = {
+        key: [estimates[rescaled].value / estimates[key].value for _, estimates in rows]
+        for key, rescaled in RESCALED.items()
+    }
+    plain, off = factors["trace"], max(abs(factor - 1) for factor in factors["minimal-trace"])
+    caption = (
+        "In each of these models, some weights are multiplied and others divided by random factors between 2 and 3, "
+        f"which leaves every prediction unchanged. The trace is multiplied by {min(plain):.3g} to {max(plain):.3g}; "
+        f"the minimal trace changes by at most {off:.0e} of its value."
+    )
+    return (SummaryTable("controls", "the same models, rescaled at random", ("run", "step"), rows, caption),)
+
+
+def bare(estimate: Estimate) -> dict[str, Any]:
+    """Return an estimate as JSON types, without its parts by parameter and layer."""
+    parts = ("by_parameter", "by_parameter_stderr", "by_layer", "by_layer_stderr")
+    return {**estimate.to_dict(), **dict.fromkeys(parts)}
+
+
+def _column(key: str, unit: str) -> str:
+    short = UNITS.get(unit, unit)
+    return f"{'KL' if key == 'kl' else key} ({short})" if short else key
+
+
+# --- claims as text
+
+
+def claim_table(result: ClaimResult) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows, one row per case; empty columns are left out.
+
+    A unit stands in the heading of a column if all its numbers share it, otherwise after each number. The interval and
+    the columns after it are in the unit of the difference.
+    """
+    headings = _headings(result)
+    rows = [_cells(answer) for answer in result.answers]
+    shown = [i for i in range(len(headings)) if any(row[i][0] for row in rows)]
+    units = {i: {row[i][1] for row in rows if row[i][0]} for i in shown}
+    columns = [_with(headings[i], *units[i]) if len(units[i]) == 1 else headings[i] for i in shown]
+    texts = [[row[i][0] if len(units[i]) == 1 else f"{row[i][0]} {row[i][1]}".rstrip() for i in shown] for row in rows]
+    return columns, texts
+
+
+def all_claims_table(results: Sequence[ClaimResult]) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows, one row for each claim and case; the interval is in the unit of the difference."""
+    columns = ["claim", "case", VERDICT, "unit", "difference", "95 % interval", "p", "adjusted p"]
+    rows = []
+    for result in results:
+        for answer in result.answers:
+            case, verdict, _, _, (difference, unit), interval95, p, adjusted, *_ = _cells(answer)
+            rows.append([result.claim.id, case[0], verdict[0], unit, difference, interval95[0], p[0], adjusted[0]])
+    return columns, rows
+
+
+def _headings(result: ClaimResult) -> list[str]:
+    """Return the columns; the two models have their own names where these are the same throughout."""
+    names = {tuple(answer.numbers)[:2] for answer in result.answers if answer.numbers}
+    first, second = names.pop() if len(names) == 1 else ("first", "second")
+    factor = result.claim.factor
+    difference = "difference" if factor == 1 else f"{second} minus {factor:g} times {first}"
+    about = ("95 % interval", "p", "adjusted p", "found with 80 % power", "smaller than", "at the same loss")
+    return ["case", VERDICT, first, second, difference, *about]
+
+
+def _cells(answer: Answer) -> list[tuple[str, str]]:
+    """Return the text and the unit of each cell."""
+    difference = answer.difference
+    about: list[str] = [""] * 6
+    if difference is not None:
+        about = [
+            "" if difference.stderr == 0 else interval(difference),
+            _p_text(answer.p_value),
+            "primary" if answer.is_primary else _p_text(answer.p_adjusted),
+            "" if answer.detectable is None else _size(answer.detectable, answer.detectable),
+            "" if answer.below is None else _size(answer.below, difference.stderr),
+            "" if answer.adjusted is None else number(answer.adjusted),
+        ]
+    numbers = [(number(each), UNITS.get(each.unit, each.unit)) for each in answer.numbers.values()]
+    return [
+        *((text, "") for text in (answer.case, answer.verdict.value)),
+        *(numbers or [("", "")] * 3),
+        *((text, "") for text in about),
+    ]
+
+
+def _with(heading: str, unit: str) -> str:
+    return f"{heading} ({unit})" if unit else heading
+
+
+def _p_text(p: float | None) -> str:
+    if p is None:
+        return ""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _size(size: float, error: float) -> str:
+    """Return a size with as many digits as two of the error."""
+    return rounded(size, error).split(" ±")[0]
+
+
+def explanations(result: ClaimResult) -> list[str]:
+    """Return each explanation once, preceded by its cases if there are several explanations."""
+    cases: dict[str, list[str]] = {}
+    for answer in result.answers:
+        cases.setdefault(answer.explanation, []).append(answer.case)
+    return [text if len(cases) == 1 else f"{', '.join(names)}: {text}" for text, names in cases.items()]
+
+
+def claim_figures(result: ClaimResult) -> list[tuple[Spec, str]]:
+    """Return a small chart for each unit that the claim's differences have, each with the same in words.
+
+    It shows the difference in each case with its interval, against what the claim states.
+    """
+    by_unit: dict[str, dict[str, Answer]] = {}
+    for answer in result.answers:
+        if answer.difference is not None:
+            by_unit.setdefault(answer.difference.unit, {})[answer.case] = answer
+    return [_figure(result.claim, unit, answers) for unit, answers in by_unit.items()]
+
+
+def _figure(claim: Claim, unit: str, answers: dict[str, Answer]) -> tuple[Spec, str]:
+    from isoloss.report.intervals import Interval, IntervalPanel, intervals  # which the command line does without
+
+    drawn, told = [], []
+    for case, answer in answers.items():
+        assert answer.difference is not None
+        low, high = answer.difference.ci95
+        text = f"{number(answer.difference)}, 95 % interval {interval(answer.difference)}"
+        row = Interval(row=case, series="", value=answer.difference.value, low=low, high=high, text=text)
+        drawn.append(row)
+        told.append(f"{case}: {text}" if case else text)
+    panel = IntervalPanel(title=f"difference ({UNITS.get(unit, unit)})", intervals=drawn, claimed=claimed(claim))
+    chart = intervals([panel], list(answers), note="", size=(WIDTH, ROW * len(drawn)))
+    return chart, f"{panel.title}. {'; '.join(told)}. The claim states {_range(claim)}."
+
+
+def claimed(claim: Claim) -> tuple[float | None, float | None]:
+    """Return the ends of the range of differences that a claim states; None: open.
+
+    Example:
+        >>> claimed(Claim(id="a", statement="", paper="", direction="decrease", margin=0.1))
+        (None, -0.1)
+    """
+    return {
+        "increase": (claim.margin, None),
+        "decrease": (None, -claim.margin),
+        "no change within": (-claim.margin, claim.margin),
+    }[claim.direction]
+
+
+def _range(claim: Claim) -> str:
+    low, high = claimed(claim)
+    if low is None:
+        return f"a difference below {high:g}"
+    return f"a difference above {low:g}" if high is None else f"a difference from {low:g} to {high:g}"
