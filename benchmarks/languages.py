@@ -29,8 +29,8 @@ from timing import OURS, Contender, Task, machine, measure, summary, table, vers
 
 from isoloss.files import write_text  # noqa: E402
 from isoloss.lab.languages.config import HMMConfig, PCFGConfig  # noqa: E402
-from isoloss.lab.languages.hmm.language import HMM  # noqa: E402
-from isoloss.lab.languages.pcfg.language import PCFG  # noqa: E402
+from isoloss.lab.languages.hmm import HMM  # noqa: E402
+from isoloss.lab.languages.pcfg import PCFG  # noqa: E402
 from isoloss.seeds import generator  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"

@@ -21,7 +21,7 @@ PRELOADED = [
     *("transformers.models.opt.modeling_opt", "transformers.trainer"),
     *(
         "isoloss.lab.evaluation.evaluator",
-        "isoloss.lab.languages.pcfg.numba_kernels",
+        "isoloss.lab.languages._pcfg.kernels",
         "isoloss.lab.models.compiled_bert",
     ),
     *(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from isoloss.flatness.fisher import fisher_trace
     from isoloss.lab.evaluation.evaluator import evaluate
     from isoloss.lab.evaluation.pretraining import pretrain
-    from isoloss.lab.languages.resolving import load_language
+    from isoloss.lab.languages.config import load_language
     from isoloss.lab.transfer.compare import compare_accuracy
     from isoloss.lab.transfer.finetuning import finetune
     from isoloss.lab.transfer.probe import linear_probe
@@ -70,7 +70,7 @@ _load = lazy.exports(
         "finetune": "isoloss.lab.transfer.finetuning",
         "fisher_trace": "isoloss.flatness.fisher",
         "linear_probe": "isoloss.lab.transfer.probe",
-        "load_language": "isoloss.lab.languages.resolving",
+        "load_language": "isoloss.lab.languages.config",
         "load_model": "isoloss.loading",
         "make_task": "isoloss.lab.transfer.tasks",
         "pretrain": "isoloss.lab.evaluation.pretraining",

@@ -219,7 +219,7 @@ class LanguageConfig:
     kind: str
 
     def build(self, progress: Callable[[int, int], None] | None = None) -> Any:
-        """Return the language (`isoloss.lab.languages.api.Language`).
+        """Return the language (`isoloss.lab.languages.base.Language`).
 
         Args:
             progress: Called with (done, total) while a slow language is built.
@@ -257,7 +257,7 @@ class LanguageConfig:
         """Return the language that `isoloss.lab.languages.save` stored under this kind.
 
         Args:
-            stored: What the file holds (`isoloss.lab.languages.api.Stored`).
+            stored: What the file holds (`isoloss.lab.languages.base.Stored`).
             path: The file, for messages.
 
         Raises:

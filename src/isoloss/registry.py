@@ -278,7 +278,7 @@ TASKS = Registry(
     _entries("isoloss.lab.transfer.text_sources", builtin_components.TEXT_TASKS),
     Form(
         "isoloss.lab.transfer.text_sources:TextTask",
-        "a function of a language that returns an isoloss.lab.languages.api.Labeling",
+        "a function of a language that returns an isoloss.lab.languages.base.Labeling",
     ),
 )
 EXECUTORS = Registry(
@@ -381,7 +381,7 @@ register_task = _register_function(
     """
     Example:
         >>> from isoloss import make_task, register_task
-        >>> from isoloss.lab.languages.api import Labeling
+        >>> from isoloss.lab.languages.base import Labeling
         >>> def starts_with(language, token):
         ...     index = language.vocabulary.index(token)
         ...     return Labeling(classes=("no", "yes"), label=lambda s: (s.tokens[:, 0] == index).long())

@@ -14,7 +14,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from isoloss.cli.main import main
-from isoloss.lab.languages.teacher.language import Teacher
+from isoloss.lab.languages.teacher import Teacher
 from isoloss.loading import quiet
 
 GOOD = ["a fine film", "fresh and funny", "warm , witty and wise", "the best of the year"]

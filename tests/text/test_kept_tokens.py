@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, BertConfig, DataCollatorForLanguageModel
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import CorpusConfig
-from isoloss.lab.languages.corpus import Corpus
+from isoloss.lab.languages.text import Corpus
 from isoloss.text.kept_tokens import KeptTokensTokenizer
 from isoloss.text.tokenizers import encode, keep, load_tokenizer, serialized
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from isoloss.lab.languages import Sentences
-from isoloss.lab.languages.api import Start
+from isoloss.lab.languages.base import Start
 from isoloss.lab.languages.config import PRESETS, CorpusConfig
-from isoloss.lab.languages.corpus import Corpus
+from isoloss.lab.languages.text import Corpus
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
 from isoloss.text.masking import IGNORED, mask, objective_batch, predict_next, with_start

@@ -162,7 +162,7 @@ def train_config(
     """
     chosen = load_preset(preset) if isinstance(preset, str) else preset
     if isinstance(language, str):
-        from isoloss.lab.languages.resolving import resolve
+        from isoloss.lab.languages.config import resolve
 
         language = resolve(language)
     model = model or ModelConfig(architecture=chosen.architecture, dropout=chosen.dropout)

@@ -37,7 +37,7 @@ class Start(NamedTuple):
 
 
 class SpecialTokens(Protocol):
-    """What masking must know of a language; see `isoloss.lab.languages.api.Language`."""
+    """What masking must know of a language; see `isoloss.lab.languages.base.Language`."""
 
     mask_id: int
     special_token_ids: tuple[int, ...]

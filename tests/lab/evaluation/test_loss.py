@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation import loss
-from isoloss.lab.languages.api import ExactLanguage, Language, Sentences
+from isoloss.lab.languages.base import ExactLanguage, Language, Sentences
 from isoloss.lab.languages.config import HMMConfig, PCFGConfig
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator

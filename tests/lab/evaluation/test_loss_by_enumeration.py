@@ -14,7 +14,7 @@ from isoloss.lab.evaluation.evaluator import Evaluator, evaluate, pending
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.loss import exact_targets, pretraining_loss
 from isoloss.lab.languages.config import BracketsConfig, HMMConfig, PCFGConfig
-from isoloss.lab.languages.hmm.language import HMM
+from isoloss.lab.languages.hmm import HMM
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.train import train
 from isoloss.loading import load_model

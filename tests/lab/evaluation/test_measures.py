@@ -20,7 +20,7 @@ from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import Measure, MeasureResult, make_measure, name_fields, settings_of
 from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure
-from isoloss.lab.languages.api import Language
+from isoloss.lab.languages.base import Language
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.models.make import make_model
 from isoloss.loading import load_model

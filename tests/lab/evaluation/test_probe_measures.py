@@ -17,7 +17,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.context import MeasureContext
 from isoloss.lab.evaluation.evaluator import Evaluator
 from isoloss.lab.evaluation.measures.base import make_measure, settings_of
-from isoloss.lab.languages.api import Sentences
+from isoloss.lab.languages.base import Sentences
 from isoloss.lab.languages.config import BracketsConfig, DyckConfig, PCFGConfig
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.train import train

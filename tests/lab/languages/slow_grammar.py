@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.pcfg.grammar import parse_grammar
+from isoloss.lab.languages._pcfg.grammar import parse_grammar
 
 
 class SlowGrammar:

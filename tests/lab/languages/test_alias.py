@@ -11,7 +11,7 @@ from numba import njit
 
 from isoloss.lab.languages import alias_sampling
 from isoloss.lab.languages.config import HMMConfig
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages.pcfg import PCFG
 from isoloss.seeds import generator
 
 

@@ -11,7 +11,7 @@ from slow_grammar import SlowGrammar, random_rules
 from test_pcfg import LANGUAGES, TINY, acceptance, some
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages.pcfg import PCFG
 from isoloss.seeds import generator
 
 MASKED = {name: LANGUAGES[name] for name in ("random", "stops", "recursive", "unary")}  # of few tokens: enumerable

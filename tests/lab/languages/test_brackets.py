@@ -13,11 +13,11 @@ from isoloss import config as configs
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab.languages import resolve
-from isoloss.lab.languages.api import ExactLanguage
+from isoloss.lab.languages._pcfg.grammar import dyck_grammar
+from isoloss.lab.languages.base import ExactLanguage
 from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.config import PRESETS, BracketsConfig, DyckConfig
-from isoloss.lab.languages.pcfg.language import PCFG
-from isoloss.lab.languages.pcfg.random_grammar import dyck_grammar
+from isoloss.lab.languages.pcfg import PCFG
 from isoloss.seeds import generator
 
 TINY = math.log(torch.finfo(torch.float64).tiny)

@@ -14,7 +14,7 @@ import torch
 from isoloss.config import LanguageConfig, check, setting
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
-from isoloss.lab.languages.api import UNDEFINED, ExactLanguage, Labeling, Language, Sentences, Stored
+from isoloss.lab.languages.base import UNDEFINED, ExactLanguage, Labeling, Language, Sentences, Stored
 from isoloss.lab.languages.config import (
     PRESETS,
     BracketsConfig,

@@ -16,7 +16,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab import languages
 from isoloss.lab.languages import Language
 from isoloss.lab.languages.config import CorpusConfig
-from isoloss.lab.languages.corpus import Corpus
+from isoloss.lab.languages.text import Corpus
 from isoloss.seeds import generator
 from isoloss.text.packing import pack
 from isoloss.text.tokenizers import load_tokenizer, train_tokenizer, vocabulary

@@ -12,12 +12,11 @@ from slow_grammar import SlowGrammar, random_rules
 
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
+from isoloss.lab.languages._pcfg.grammar import parse_grammar
 from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.config import DyckConfig, HMMConfig, PCFGConfig
-from isoloss.lab.languages.entropies import derivation_sums
-from isoloss.lab.languages.hmm.language import HMM
-from isoloss.lab.languages.pcfg.grammar import parse_grammar
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages.hmm import HMM
+from isoloss.lab.languages.pcfg import PCFG, derivation_sums
 
 AMBIGUOUS = "S S S 0.3\nS A A 0.3\nS a 0.2\nS b 0.2\nA a 0.8\nA A B 0.2\nB b 0.9\nB c 0.1"
 

@@ -10,12 +10,12 @@ from slow_grammar import SlowGrammar
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages import load_language
-from isoloss.lab.languages.api import Language, Sentences
+from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.config import GrammarConfig, HMMConfig, PCFGConfig
-from isoloss.lab.languages.enumeration import all_sentences, masked_sentences, why_not_enumerable
-from isoloss.lab.languages.hmm.language import HMM
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages.exact import all_sentences, masked_sentences, why_not_enumerable
+from isoloss.lab.languages.hmm import HMM
+from isoloss.lab.languages.pcfg import PCFG
 
 PARSED = PCFGConfig(levels=2, symbols_per_level=2, rules_per_symbol=3, vocab_size=3, stop_probability=0.3).build()
 MARKOV = HMMConfig(states=4, blocks=2, vocab_size=4, length=3, seed=5).build()
@@ -114,7 +114,7 @@ def test_special_tokens_are_never_masked():
 
 def test_several_batches_are_the_sentences_of_one(monkeypatch):
     whole = all_sentences(PARSED)
-    monkeypatch.setattr("isoloss.lab.languages.enumeration._BATCH", 7)
+    monkeypatch.setattr("isoloss.lab.languages.exact._BATCH", 7)
     parts = all_sentences(PARSED)
     assert torch.equal(parts[0].tokens, whole[0].tokens)
     torch.testing.assert_close(parts[1], whole[1], rtol=1e-12, atol=0)

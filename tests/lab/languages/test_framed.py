@@ -18,7 +18,7 @@ from isoloss.lab.languages.config import (
     PCFGConfig,
     WithSpecialTokensConfig,
 )
-from isoloss.lab.languages.enumeration import all_sentences, masked_sentences, why_not_enumerable
+from isoloss.lab.languages.exact import all_sentences, masked_sentences, why_not_enumerable
 from isoloss.lab.languages.special_tokens import WithSpecialTokens
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.objectives import training_batch

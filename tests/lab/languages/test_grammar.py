@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from slow_grammar import SlowGrammar, error_of, random_rules
 
 from isoloss.errors import IsolossError, IsolossWarning
+from isoloss.lab.languages._pcfg.grammar import parse_grammar, random_grammar
 from isoloss.lab.languages.config import PCFGConfig
-from isoloss.lab.languages.pcfg.grammar import parse_grammar
-from isoloss.lab.languages.pcfg.language import PCFG
-from isoloss.lab.languages.pcfg.random_grammar import random_grammar
+from isoloss.lab.languages.pcfg import PCFG
 
 NLTK = """
 # a comment

@@ -14,7 +14,7 @@ from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
 from isoloss.lab.languages.config import FileConfig, HMMConfig
-from isoloss.lab.languages.hmm.language import HMM
+from isoloss.lab.languages.hmm import HMM
 from isoloss.seeds import generator
 
 

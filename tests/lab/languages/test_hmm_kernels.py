@@ -7,9 +7,9 @@ import pytest
 import torch
 from test_hmm import LANGUAGES
 
+from isoloss.lab.languages._hmm.forward_backward import ForwardBackward
 from isoloss.lab.languages.config import HMMConfig
-from isoloss.lab.languages.hmm.forward_backward import ForwardBackward
-from isoloss.lab.languages.hmm.language import HMM
+from isoloss.lab.languages.hmm import HMM
 
 CPU = torch.device("cpu")
 PAPER = {"closed blocks": HMMConfig(), "dense": HMMConfig(mixing_weight=0.1)}

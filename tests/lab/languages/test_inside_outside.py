@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from slow_grammar import SlowGrammar, random_rules
 
 from isoloss.errors import IsolossError
+from isoloss.lab.languages._pcfg.charts import FoldedRules, Planner
+from isoloss.lab.languages._pcfg.grammar import parse_grammar, random_grammar
+from isoloss.lab.languages._pcfg.inside_outside import InsideOutside
 from isoloss.lab.languages.config import PCFGConfig
-from isoloss.lab.languages.pcfg.chart_plan import FoldedRules, Planner
-from isoloss.lab.languages.pcfg.grammar import parse_grammar
-from isoloss.lab.languages.pcfg.inside_outside import InsideOutside
-from isoloss.lab.languages.pcfg.random_grammar import random_grammar
 
 CPU = torch.device("cpu")
 CATALAN = "S S S 0.4\nS a 0.36\nS b 0.24"  # Pr(x) = C(T-1) 0.4^(T-1) times the tokens' probabilities

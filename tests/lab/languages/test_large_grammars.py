@@ -9,10 +9,10 @@ from slow_grammar import random_rules
 
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.pcfg import numba_kernels
-from isoloss.lab.languages.pcfg.chart_plan import FoldedRules
-from isoloss.lab.languages.pcfg.grammar import parse_grammar
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages._pcfg import kernels
+from isoloss.lab.languages._pcfg.charts import FoldedRules
+from isoloss.lab.languages._pcfg.grammar import parse_grammar
+from isoloss.lab.languages.pcfg import PCFG
 
 
 def treebank(symbols=3900, rules=25_000, tokens=11_000):
@@ -62,7 +62,7 @@ def test_a_treebanks_grammar(capsys, tmp_path):
 def test_chains_of_a_large_grammar_are_those_of_a_small_one(seed, monkeypatch):
     grammar = parse_grammar(random_rules(seed, symbols=8))
     small = FoldedRules(grammar, 6)
-    monkeypatch.setattr("isoloss.lab.languages.pcfg.chart_plan._SMALL", 0)
+    monkeypatch.setattr("isoloss.lab.languages._pcfg.charts._SMALL", 0)
     large = FoldedRules(grammar, 6)
     unary = np.zeros((8, 8))
     unary[tuple(grammar.unary.T)] = grammar.unary_probs
@@ -77,7 +77,7 @@ def test_a_narrow_chart_gives_the_bits_of_a_wide_one(monkeypatch):
     language = PCFG(parse_grammar(random_rules(3)), max_length=9)
     tokens, lengths, _ = language.sample(5, length=7)
     narrow = language.log_conditionals(tokens, lengths)
-    monkeypatch.setattr(numba_kernels, "_FEWEST_LANES", numba_kernels.LANES)
+    monkeypatch.setattr(kernels, "_FEWEST_LANES", kernels.LANES)
     assert torch.equal(language.log_conditionals(tokens, lengths), narrow)
 
 

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from slow_grammar import random_rules
 
 import isoloss
+from isoloss.lab.languages._pcfg import inside_outside
+from isoloss.lab.languages._pcfg.charts import FoldedRules
+from isoloss.lab.languages._pcfg.grammar import parse_grammar, random_grammar
+from isoloss.lab.languages._pcfg.inside_outside import InsideOutside, choose_backend
 from isoloss.lab.languages.config import PCFGConfig
-from isoloss.lab.languages.pcfg import inside_outside
-from isoloss.lab.languages.pcfg.chart_plan import FoldedRules
-from isoloss.lab.languages.pcfg.grammar import parse_grammar
-from isoloss.lab.languages.pcfg.inside_outside import InsideOutside, choose_backend
-from isoloss.lab.languages.pcfg.random_grammar import random_grammar
 
 CPU = torch.device("cpu")
 LEVELLED = PCFGConfig(levels=3, symbols_per_level=5, rules_per_symbol=6, vocab_size=20, stop_probability=0.2)
@@ -164,12 +163,12 @@ def test_the_back_end_follows_the_device(monkeypatch):
 
 PROBE = """
 import torch
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages.pcfg import PCFG
 language = PCFG.from_text("S -> 'a' [0.25] | 'b' [0.75]")
 found = language.log_conditionals(torch.tensor([[1]]), torch.tensor([1])).exp()
 assert torch.allclose(found, torch.tensor([0.25, 0.75]).double()), found
-from isoloss.lab.languages import numba_kernels
-print(numba_kernels.fill_inside.stats.cache_path)
+from isoloss.lab.languages._pcfg import kernels
+print(kernels.fill_inside.stats.cache_path)
 """
 
 
@@ -180,7 +179,7 @@ def test_an_installation_that_cannot_be_written(tmp_path):
 
     package = tmp_path / "isoloss"
     shutil.copytree(Path(isoloss.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "languages" / "__pycache__").write_text("a file where the folder would be")
+    (package / "lab" / "languages" / "_pcfg" / "__pycache__").write_text("a file where the folder would be")
     nowhere = tmp_path / "file"
     nowhere.write_text("")
     environment = {

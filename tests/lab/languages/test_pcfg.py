@@ -16,10 +16,10 @@ from isoloss import config as configs
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab import languages
-from isoloss.lab.languages.api import ExactLanguage
+from isoloss.lab.languages._pcfg.grammar import parse_grammar
+from isoloss.lab.languages.base import ExactLanguage
 from isoloss.lab.languages.config import GrammarConfig, PCFGConfig
-from isoloss.lab.languages.pcfg.grammar import parse_grammar
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages.pcfg import PCFG
 from isoloss.seeds import generator
 
 TINY = math.log(torch.finfo(torch.float64).tiny)

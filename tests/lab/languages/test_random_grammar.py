@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isoloss.errors import IsolossError
+from isoloss.lab.languages._pcfg.grammar import random_grammar
 from isoloss.lab.languages.config import PCFGConfig
-from isoloss.lab.languages.pcfg.random_grammar import random_grammar
 
 
 @given(

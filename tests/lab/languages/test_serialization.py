@@ -16,9 +16,9 @@ from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab import languages
 from isoloss.lab.languages.config import PRESETS, CorpusConfig, DyckConfig, FileConfig, GrammarConfig
-from isoloss.lab.languages.corpus import Corpus
-from isoloss.lab.languages.hmm.language import HMM
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages.hmm import HMM
+from isoloss.lab.languages.pcfg import PCFG
+from isoloss.lab.languages.text import Corpus
 from isoloss.seeds import generator
 
 # only sentences of odd length, while a symbol that is on the way yields even ones

@@ -15,7 +15,7 @@ from isoloss import config as configs
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
 from isoloss.lab.languages.config import TeacherConfig
-from isoloss.lab.languages.teacher.language import Teacher
+from isoloss.lab.languages.teacher import Teacher
 from isoloss.loading import load_model, quiet
 
 IDS, LENGTH = (5, 2, 8), 4
@@ -130,8 +130,8 @@ def test_parts_of_any_size_give_the_same(monkeypatch):
     sequences = enumerated(build("opt"), IDS, LENGTH)[0]
     lengths = torch.full((len(sequences),), LENGTH)
     expected = teacher.log_conditionals(sequences, lengths)
-    monkeypatch.setattr("isoloss.lab.languages.teacher.scores._POSITIONS", 7 * LENGTH)
-    monkeypatch.setattr("isoloss.lab.languages.teacher.language._ROWS", 10)
+    monkeypatch.setattr("isoloss.lab.languages.teacher._POSITIONS", 7 * LENGTH)
+    monkeypatch.setattr("isoloss.lab.languages.teacher._ROWS", 10)
     torch.testing.assert_close(teacher.log_conditionals(sequences, lengths), expected, rtol=0, atol=1e-12)
 
 
@@ -254,7 +254,7 @@ def test_where_a_sentence_begins():
 
 
 def test_too_many_completions_are_refused_and_one_token_never(monkeypatch):
-    monkeypatch.setattr("isoloss.lab.languages.teacher.language._COMPLETIONS", 100)
+    monkeypatch.setattr("isoloss.lab.languages.teacher._COMPLETIONS", 100)
     model = build("gpt2")
     with torch.no_grad():
         model.resize_token_embeddings(300, mean_resizing=False)

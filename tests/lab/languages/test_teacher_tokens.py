@@ -10,31 +10,31 @@ from teacher_models import VOCAB, build, next_logs
 from transformers import BertTokenizerFast, GPT2Config, GPT2LMHeadModel
 
 from isoloss.errors import IsolossError
+from isoloss.lab.languages import teacher
 from isoloss.lab.languages.config import TeacherConfig
-from isoloss.lab.languages.teacher import scores
 from isoloss.loading import quiet
 
 
 def test_ties_go_to_the_smaller_id_and_what_does_not_occur_is_left_out():
     counts = np.array([3, 7, 0, 3, 9, 3, 7])
-    assert scores.most_frequent(counts, {4, 40}, 10) == (1, 6, 0, 3, 5)
-    assert scores.most_frequent(counts, (), 2) == (4, 1)
+    assert teacher.most_frequent(counts, {4, 40}, 10) == (1, 6, 0, 3, 5)
+    assert teacher.most_frequent(counts, (), 2) == (4, 1)
     assert counts[4] == 9
 
 
 def test_special_ids_are_those_of_the_config_and_of_the_tokenizer(vocab):
     model = build("gpt2")
-    assert scores.special_token_ids(model) == {0, 1}
+    assert teacher.special_token_ids(model) == {0, 1}
     model.config.eos_token_id = [1, 6]
-    assert scores.special_token_ids(model) == {0, 1, 6}
+    assert teacher.special_token_ids(model) == {0, 1, 6}
     tokenizer = BertTokenizerFast(vocab=str(vocab))
     specials = set(tokenizer.convert_tokens_to_ids(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]))
-    assert scores.special_token_ids(model, tokenizer) == {0, 1, 6} | specials
+    assert teacher.special_token_ids(model, tokenizer) == {0, 1, 6} | specials
 
 
 def test_samples_are_counted_as_the_whole_model_draws_them():
     model, n, length = build("gpt2", scale=0.4), 4000, 2
-    counts = scores.count_samples(model, 0, sequences=n, length=length, seed=0)
+    counts = teacher.count_samples(model, 0, sequences=n, length=length, seed=0)
     assert counts.sum() == n * length
     ids = list(range(VOCAB))
     first = next_logs(model, torch.zeros(1, 2, dtype=torch.int64), ids)[0, 0].exp()
@@ -43,9 +43,9 @@ def test_samples_are_counted_as_the_whole_model_draws_them():
     variance = mean + 2 * both - mean**2  # of a token's count in one sequence
     z = (torch.from_numpy(counts) - n * mean) / (n * variance).sqrt()
     assert z.abs().max() < stats.norm.isf(1e-4)
-    again = scores.count_samples(model, 0, sequences=n, length=length, seed=0)
+    again = teacher.count_samples(model, 0, sequences=n, length=length, seed=0)
     assert np.array_equal(again, counts)
-    assert not np.array_equal(scores.count_samples(model, 0, sequences=n, length=length, seed=1), counts)
+    assert not np.array_equal(teacher.count_samples(model, 0, sequences=n, length=length, seed=1), counts)
 
 
 @pytest.fixture
@@ -79,4 +79,4 @@ def test_tokens_of_a_corpus(folder, tmp_path, words):
 def test_a_tokenizer_with_more_tokens_than_the_model(folder, tmp_path, words):
     (tmp_path / "text.txt").write_text(words[-1])
     with pytest.raises(IsolossError, match=r"the tokenizer gives the id \d+; the teacher's ids are from 0 to 8"):
-        scores.count_text([str(tmp_path / "text.txt")], BertTokenizerFast.from_pretrained(folder), VOCAB)
+        teacher.count_text([str(tmp_path / "text.txt")], BertTokenizerFast.from_pretrained(folder), VOCAB)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from teacher_models import build, enumerated, next_logs
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.teacher.language import Teacher
+from isoloss.lab.languages.teacher import Teacher
 
 IDS, LENGTH = (5, 2, 8, 3), 3
 EVERYWHERE = torch.arange(LENGTH)

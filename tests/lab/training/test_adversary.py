@@ -8,7 +8,7 @@ from stepping import batches, check, context, gradients_of, plain_loss, run, tin
 from toy_language import PairLanguage
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Sentences
+from isoloss.lab.languages.base import Sentences
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.algorithms.adversarial import Adversarial, ridge_predictions, token_states
 from isoloss.lab.training.algorithms.base import Examples, TrainingAlgorithm

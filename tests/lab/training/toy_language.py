@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from isoloss.lab.languages.api import Language, Sentences
+from isoloss.lab.languages.base import Language, Sentences
 from isoloss.seeds import generator as stream
 
 

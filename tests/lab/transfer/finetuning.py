@@ -6,7 +6,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from isoloss import seeds
-from isoloss.lab.languages.api import Sentences
+from isoloss.lab.languages.base import Sentences
 from isoloss.lab.transfer.tasks import TaskData, majority_rate
 
 

@@ -13,9 +13,9 @@ from transformers import RobertaPreLayerNormForMaskedLM as PreNorm
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Sentences
+from isoloss.lab.languages.base import Sentences
 from isoloss.lab.languages.config import PCFGConfig
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages.pcfg import PCFG
 from isoloss.lab.transfer.features import extract, lookup_features, open_features, store
 
 SHAPE = {

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from isoloss import seeds
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.lab.languages.api import Sentences
+from isoloss.lab.languages.base import Sentences
 from isoloss.lab.training.train import Interrupted
 from isoloss.lab.transfer.config import FinetuneConfig
 from isoloss.lab.transfer.finetuning import finetune, num_steps

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import UNDEFINED
+from isoloss.lab.languages.base import UNDEFINED
 from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.config import HMMConfig, PCFGConfig
-from isoloss.lab.languages.hmm.language import HMM
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages.hmm import HMM
+from isoloss.lab.languages.pcfg import PCFG
 from isoloss.lab.transfer.tasks import bayes_accuracy, labeling, make_task
 
 # symbols on levels, some of which stop early: sentences of 1 to 4 tokens

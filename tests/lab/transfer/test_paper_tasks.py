@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from isoloss.lab.languages.config import PRESETS
-from isoloss.lab.languages.hmm.language import HMM
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages.hmm import HMM
+from isoloss.lab.languages.pcfg import PCFG
 from isoloss.lab.transfer.probe import lookup_probe
 from isoloss.lab.transfer.tasks import make_task
 

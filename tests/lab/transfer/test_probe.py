@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from isoloss import seeds
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages.pcfg import PCFG
 from isoloss.lab.models.architectures import BERT
 from isoloss.lab.transfer import probe
 from isoloss.lab.transfer.config import ClassifierConfig, Solver

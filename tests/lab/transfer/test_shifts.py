@@ -12,8 +12,8 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.config import HMMConfig, PCFGConfig
-from isoloss.lab.languages.hmm.language import HMM
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages.hmm import HMM
+from isoloss.lab.languages.pcfg import PCFG
 from isoloss.lab.transfer.tasks import make_task
 
 GRAMMAR = PCFGConfig(

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Labeling, Sentences
+from isoloss.lab.languages.base import Labeling, Sentences
 from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.config import HMMConfig, PCFGConfig
-from isoloss.lab.languages.pcfg.language import PCFG
+from isoloss.lab.languages.pcfg import PCFG
 from isoloss.lab.transfer.probe import lookup_probe
 from isoloss.lab.transfer.tasks import TaskData, majority_rate, make_task
 from isoloss.registry import TASKS, Entry

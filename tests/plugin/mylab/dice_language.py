@@ -2,7 +2,7 @@
 
 import torch
 
-from isoloss.lab.languages.api import ExactLanguage, Labeling, Sentences, cpu_generator
+from isoloss.lab.languages.base import ExactLanguage, Labeling, Sentences, cpu_generator
 from mylab.dice import DiceConfig
 
 

@@ -16,8 +16,8 @@ from isoloss.flatness.comparison import Outline
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.loss import ExactTargets, exact_targets
 from isoloss.lab.evaluation.measures.base import weights_digest
-from isoloss.lab.languages.api import Language, Sentences
-from isoloss.lab.languages.enumeration import all_sentences, why_not_enumerable
+from isoloss.lab.languages.base import Language, Sentences
+from isoloss.lab.languages.exact import all_sentences, why_not_enumerable
 from isoloss.lab.transfer.tasks import TaskData, WholeTask, make_task, whole_task
 from isoloss.lab.transfer.text_sources import TextTask
 from isoloss.lab.transfer.text_tasks import TextExamples, as_read_by, read_examples

@@ -131,7 +131,7 @@ def evaluate(
     if data is not None:
         hub_datasets.check_data(data)
     else:
-        from isoloss.lab.languages.resolving import resolve
+        from isoloss.lab.languages.config import resolve
 
         language = language if isinstance(language, configs.LanguageConfig) else resolve(str(language))
     folders = [] if output is None else [_folder_name(name) for name in checkpoints]

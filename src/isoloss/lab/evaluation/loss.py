@@ -18,9 +18,9 @@ from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Language, Sentences
+from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.languages.batches import run_in_threads
-from isoloss.lab.languages.enumeration import masked_sentences, why_not_enumerable
+from isoloss.lab.languages.exact import masked_sentences, why_not_enumerable
 from isoloss.lab.languages.special_tokens import WithSpecialTokens
 from isoloss.lab.models.make import predicted_logits
 from isoloss.model_checks import device_of, refuse_dropout
@@ -127,7 +127,7 @@ def exact_targets(
     """Draw sentences, mask tokens of each and compute the exact conditionals there (paper, A.5 and A.7).
 
     With `num_sentences="all"` nothing is drawn: it takes every distinct sentence with one masked token, weighted by its
-    probability (`isoloss.lab.languages.enumeration.masked_sentences`).
+    probability (`isoloss.lab.languages.exact.masked_sentences`).
 
     Each conditional is given the visible tokens, as the model's prediction is: with several tokens of a sentence masked
     it is a sum over all tokens at the other masked positions. Where the conditionals take more than 512 MiB, their

@@ -12,7 +12,7 @@ import torch
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Language
+from isoloss.lab.languages.base import Language
 from isoloss.lab.training.algorithms.base import Examples
 from isoloss.lab.training.distributed import process_group
 from isoloss.lab.training.train import Progress, is_complete, train

@@ -13,7 +13,7 @@ import torch
 from isoloss.config import check
 from isoloss.errors import IsolossError
 from isoloss.lab.languages import batches
-from isoloss.lab.languages.api import ExactLanguage, Labeling, Sentences, Stored, cpu_generator
+from isoloss.lab.languages.base import ExactLanguage, Labeling, Sentences, Stored, cpu_generator
 from isoloss.lab.languages.config import BRACKET_TASKS, BracketsConfig
 
 OPEN, CLOSE = 0, 1

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from isoloss import config as configs
 from isoloss import files
 from isoloss.config import LanguageConfig, check, setting
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, did_you_mean, require
+from isoloss.registry import LANGUAGES
+from isoloss.runs import refuse_run
 
 if TYPE_CHECKING:
-    from isoloss.lab.languages.api import Stored
+    from isoloss.lab.languages.base import Language, Stored
 
 Progress = Callable[[int, int], None]  # called with (done, total)
 
@@ -80,7 +84,7 @@ class PCFGConfig(_Config):
 
     is_self_contained: ClassVar[bool] = True
     task_patterns: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
-    language_class = "pcfg.language:PCFG"
+    language_class = "pcfg:PCFG"
     kind: Literal["pcfg"] = "pcfg"
     levels: int = setting(3, minimum=1, maximum=_MAX_LEVELS)
     """Number of binary levels: a sentence has at most 2^levels tokens."""
@@ -109,7 +113,7 @@ class GrammarConfig(_Config):
     """A grammar given by its rules, as `PCFG.to_file` writes them: the run keeps the rules, not a path to them."""
 
     task_patterns: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
-    language_class = "pcfg.language:PCFG"
+    language_class = "pcfg:PCFG"
     kind: Literal["grammar"] = "grammar"
     rules: str
     """One rule per line: LHS RHS [RHS] weight."""
@@ -160,11 +164,11 @@ class BracketsConfig(_Config):
 
 @dataclass(frozen=True, kw_only=True)
 class DyckConfig(_Config):
-    """Nested brackets of several kinds, as a grammar (see `isoloss.lab.languages.pcfg.random_grammar.dyck_grammar`)."""
+    """Nested brackets of several kinds, as a grammar (see `isoloss.lab.languages._pcfg.grammar.dyck_grammar`)."""
 
     is_self_contained: ClassVar[bool] = True
     task_patterns: ClassVar[Mapping[str, str]] = GRAMMAR_TASKS
-    language_class = "pcfg.language:Dyck"
+    language_class = "pcfg:Dyck"
     kind: Literal["dyck"] = "dyck"
     kinds: int = setting(2, minimum=1)
     """Kinds of bracket; all are equally likely."""
@@ -205,7 +209,7 @@ class HMMConfig(_Config):
 
     is_self_contained: ClassVar[bool] = True
     task_patterns: ClassVar[Mapping[str, str]] = STATE_TASKS
-    language_class = "hmm.language:HMM"
+    language_class = "hmm:HMM"
     kind: Literal["hmm"] = "hmm"
     states: int = setting(100, minimum=1)
     """Hidden states."""
@@ -251,7 +255,7 @@ class WithSpecialTokensConfig(_Config):
         prefix, colon, inner = spec.partition(":")
         if prefix != "framed" or not colon:
             return None
-        return cls(language=importlib.import_module("isoloss.lab.languages.resolving").resolve(inner, **options))
+        return cls(language=resolve(inner, **options))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,9 +294,9 @@ class FileConfig(LanguageConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig(_Config):
-    """A causal language model that writes the sentences (see `isoloss.lab.languages.teacher.language.Teacher`)."""
+    """A causal language model that writes the sentences (see `isoloss.lab.languages.teacher.Teacher`)."""
 
-    language_class = "teacher.language:Teacher"
+    language_class = "teacher:Teacher"
     kind: Literal["teacher"] = "teacher"
     checkpoint: str
     """A Hugging Face folder or name."""
@@ -334,7 +338,7 @@ class CorpusConfig(_Config):
 
     reports_progress: ClassVar[bool] = True
     is_finite: ClassVar[bool] = True
-    language_class = "corpus:Corpus"
+    language_class = "text:Corpus"
     kind: Literal["corpus"] = "corpus"
     paths: tuple[str, ...]
     """Text files (.txt), JSON lines (.jsonl), folders of them, or datasets: hf:NAME[:CONFIG][@REVISION], or python:docs
@@ -442,3 +446,113 @@ PRESETS: dict[str, tuple[LanguageConfig, str]] = {
         "nested brackets of 2 kinds, at most 3 deep; sentences of 2 to 16 tokens",
     ),
 }
+
+
+_ALIASES = {"A": "prefix-32", "B": "prefix-16", "C": "prefix-8"}  # the paper's names of tasks, appendix A.1
+_NUMBERED = re.compile(r"([a-z]+)-(0|[1-9]\d*)")
+
+
+def canonical(name: str) -> str:
+    """Return the one name of a task that has several.
+
+    Example:
+        >>> canonical("B"), canonical("C-latent"), canonical("task-6"), canonical("root")
+        ('prefix-16', 'prefix-8-latent', 'state-6', 'root')
+    """
+    base = name.removesuffix(LATENT)
+    suffix = name[len(base) :]
+    base = _ALIASES.get(base, base)
+    return ("state-" + base.removeprefix("task-") if base.startswith("task-") else base) + suffix
+
+
+def task_number(name: str, kind: str, low: int, high: int) -> int | None:
+    """Return the number in e.g. `state-6`, or None where the name is of another kind or the number out of range.
+
+    Example:
+        >>> task_number("state-6", "state", 1, 8), task_number("state-9", "state", 1, 8)
+        (6, None)
+    """
+    match = _NUMBERED.fullmatch(name)
+    return int(match[2]) if match and match[1] == kind and low <= int(match[2]) <= high else None
+
+
+def load_language(spec: str | Path | LanguageConfig, *, progress: Progress | None = None, **options: Any) -> Language:
+    """Return the language that `spec` names or describes.
+
+    Args:
+        spec: A config; or a name or path, as for `resolve`.
+        progress: Called with (done, total) while a slow language is built.
+        options: For a name or path, those of `resolve`: `tokenizer`, `length`, `column`, `split`, `max_documents`.
+
+    Raises:
+        IsolossError: `spec` names no language, or an option does not apply to it.
+
+    Example:
+        >>> from isoloss import load_language
+        >>> from isoloss.lab.languages.config import BracketsConfig
+        >>> load_language("dyck-2").vocabulary
+        ('(', ')', '[', ']')
+        >>> load_language(BracketsConfig(length=4)).max_length
+        4
+    """
+    require("spec", spec, (str, Path, LanguageConfig), "a name, a path or the config of a language")
+    config = resolve(str(spec), **options) if isinstance(spec, str | Path) else spec
+    language: Language = config.build(progress)
+    return language
+
+
+def resolve(
+    spec: str,
+    *,
+    tokenizer: str | None = None,
+    length: int | None = None,
+    column: str | None = None,
+    split: str | None = None,
+    max_documents: int | None = None,
+) -> LanguageConfig:
+    """Return the config of the language that `spec` names.
+
+    Args:
+        spec: A preset, or a registered kind, which has its defaults then (`isoloss ls languages`), a `.toml` file
+            with a language's config, a `.safetensors` file (see `save`), a grammar file (NLTK's PCFG text or rule
+            lines), the folder of a causal checkpoint, or, together with a tokenizer, a text file, JSON lines, a folder
+            of them or a dataset (`hf:NAME`, see `isoloss.text.hub_datasets`); or what a registered kind of another
+            package reads.
+        tokenizer: For text: a Hugging Face folder or name, or a `vocab.txt`.
+        length: For text: the length that tokens are packed to. For a grammar file: the longest sentence. For a
+            checkpoint: tokens of a sentence.
+        column: For JSON lines and datasets: where the text is; None: `text`.
+        split: For datasets; None: `train`.
+        max_documents: For text: how many documents are taken; None: all.
+
+    Raises:
+        IsolossError: `spec` names nothing, text comes without a tokenizer, or what is no text with an option of it.
+    """
+    named = {"tokenizer": tokenizer, "length": length, "column": column, "split": split, "max_documents": max_documents}
+    options = {name: value for name, value in named.items() if value is not None}
+    path = Path(spec)
+    is_kind, is_toml = spec in LANGUAGES and not path.exists(), path.suffix == ".toml" and path.exists()
+    if spec in PRESETS or is_kind or is_toml:
+        refuse_options(spec, options)
+        if spec in PRESETS:
+            return PRESETS[spec][0]
+        config: LanguageConfig = _with_defaults(spec) if is_kind else configs.read_toml(LanguageConfig, path)
+        return config.resolved()
+    refuse_run(path, "not a language; a causal model can be one")
+    for kind in reversed(LANGUAGES.loaded().values()):
+        own: LanguageConfig | None = kind.read(spec, options)
+        if own is not None:
+            return own
+    raise IsolossError(
+        f"no language {spec!r}{did_you_mean(spec, [*PRESETS, *LANGUAGES]) or files.nearest(spec) or ':'} it is "
+        f"neither a preset ({', '.join(PRESETS)}), a registered kind ({', '.join(LANGUAGES)}), a file or folder that "
+        "exists, nor a dataset hf:NAME"
+    )
+
+
+def _with_defaults(kind: str) -> LanguageConfig:
+    config = LANGUAGES.load(kind)
+    if missing := config.required_fields():
+        raise IsolossError(f"a language of the kind {kind} needs {', '.join(missing)}: give them in a .toml file")
+    made: LanguageConfig = config()
+    return made

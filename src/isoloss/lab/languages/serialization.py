@@ -17,7 +17,7 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Language, Stored
+from isoloss.lab.languages.base import Language, Stored
 from isoloss.lab.languages.config import check_name, check_unchanged
 from isoloss.registry import LANGUAGES
 
@@ -48,7 +48,7 @@ def save(language: Language, path: Path | str, *, overwrite: bool = False) -> No
 
     Example:
         >>> import tempfile
-        >>> from isoloss.lab.languages.pcfg.language import PCFG
+        >>> from isoloss.lab.languages.pcfg import PCFG
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder, "grammar.safetensors")
         ...     save(PCFG.from_text("S A A 1\nA a 0.25\nA b 0.75"), path)

@@ -16,7 +16,7 @@ import torch
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab.languages import batches
-from isoloss.lab.languages.api import ExactLanguage, Labeling, Language, Sentences, Stored
+from isoloss.lab.languages.base import ExactLanguage, Labeling, Language, Sentences, Stored
 from isoloss.lab.languages.config import FileConfig, WithSpecialTokensConfig
 from isoloss.registry import LANGUAGES
 from isoloss.text.sentences import Start

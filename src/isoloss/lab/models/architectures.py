@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from isoloss.lab.languages.api import Language
+    from isoloss.lab.languages.base import Language
     from isoloss.run_config import ModelConfig
     from isoloss.text.masking import Batch
 

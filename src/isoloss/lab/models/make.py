@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Language
+from isoloss.lab.languages.base import Language
 from isoloss.lab.models.architectures import Architecture, at_predicted
 from isoloss.lab.models.dropout import with_fast_dropout
 from isoloss.registry import MODELS

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Language, Sentences
+from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.models.make import predicted_states
 from isoloss.lab.training import training_set
 from isoloss.lab.training.cross_entropy import linear_cross_entropy

@@ -24,8 +24,8 @@ import torch
 from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Language
-from isoloss.lab.languages.pcfg.inside_outside import choose_backend
+from isoloss.lab.languages._pcfg.inside_outside import choose_backend
+from isoloss.lab.languages.base import Language
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training import checkpoints, loggers, objectives
 from isoloss.lab.training.algorithms.base import (

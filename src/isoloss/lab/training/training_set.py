@@ -16,7 +16,7 @@ import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Language, Sentences
+from isoloss.lab.languages.base import Language, Sentences
 from isoloss.run_config import TrainConfig
 from isoloss.text.masking import Batch, corrupt_by, mask_by
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from isoloss import files, seeds
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Language, Sentences
+from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.transfer.config import Pooling
 
 LEAST_PROBABILITY = 1e-4  # the logarithms of the look-up table are clipped here

@@ -18,7 +18,7 @@ import torch
 from isoloss import seeds
 from isoloss.config import replaced
 from isoloss.errors import IsolossError, require
-from isoloss.lab.languages.api import ExactLanguage, Language, Sentences
+from isoloss.lab.languages.base import ExactLanguage, Language, Sentences
 from isoloss.lab.transfer import logistic_regression
 from isoloss.lab.transfer.config import ClassifierConfig, LinearProbeConfig
 from isoloss.lab.transfer.features import extract, lookup_features, projection_matrix, rows_at_once
@@ -116,7 +116,7 @@ def lookup_probe(
         IsolossError: As `fit_linear_probe`; or a sentence is not one of the language.
 
     Example:
-        >>> from isoloss.lab.languages.pcfg.language import PCFG
+        >>> from isoloss.lab.languages.pcfg import PCFG
         >>> from isoloss.lab.transfer.tasks import make_task
         >>> language = PCFG.from_text("S A 1\nS B 1\nA C D 1\nB D C 1\nC c 1\nD d 1")
         >>> task = make_task(language, "root", num_train=100, num_test=50)

@@ -13,9 +13,9 @@ import torch
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
-from isoloss.lab.languages.api import UNDEFINED, Labeling, Language, Sentences
+from isoloss.lab.languages.base import UNDEFINED, Labeling, Language, Sentences
 from isoloss.lab.languages.config import LATENT
-from isoloss.lab.languages.enumeration import all_sentences, why_not_enumerable
+from isoloss.lab.languages.exact import all_sentences, why_not_enumerable
 from isoloss.lab.transfer.results import majority_rate as majority_rate
 from isoloss.lab.transfer.text_sources import TextTask
 from isoloss.registry import TASKS
@@ -450,7 +450,7 @@ def whole_task(
 
     Example:
         >>> from isoloss.lab.languages.config import PCFGConfig
-        >>> from isoloss.lab.languages.enumeration import all_sentences
+        >>> from isoloss.lab.languages.exact import all_sentences
         >>> language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=5).build()
         >>> whole_task(language, "prefix-2", all_sentences(language), num_train=100, seed=0)
         WholeTask(prefix-2: 3 classes, 512 sentences)

@@ -11,7 +11,7 @@ import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError, warn
-from isoloss.lab.languages.api import Sentences
+from isoloss.lab.languages.base import Sentences
 from isoloss.lab.transfer.results import majority_rate
 from isoloss.lab.transfer.tasks import TaskData, overlap
 from isoloss.lab.transfer.text_sources import TextTask

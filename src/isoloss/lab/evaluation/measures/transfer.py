@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from isoloss.lab.evaluation.context import MeasureContext
-    from isoloss.lab.languages.api import Sentences
+    from isoloss.lab.languages.base import Sentences
     from isoloss.lab.transfer.probe import Fitted
     from isoloss.lab.transfer.results import TransferResult
     from isoloss.lab.transfer.tasks import TaskData, WholeTask

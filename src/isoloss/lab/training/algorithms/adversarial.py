@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Language, Sentences
+from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.training.algorithms.base import Loss, TrainingAlgorithm, TrainingContext, without_dropout
 from isoloss.lab.training.algorithms.config import AdversarialConfig
 from isoloss.seeds import generator

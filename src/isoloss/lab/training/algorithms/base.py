@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Language, Sentences
+from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.training.data_parallel import SingleProcess
 from isoloss.lab.training.optimizers import Optimizer
 from isoloss.run_config import OptimizerConfig

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import graphlib
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from isoloss.config import check
 from isoloss.errors import IsolossError, warn
-from isoloss.lab.languages.pcfg.rules import (
+from isoloss.lab.languages._pcfg.rules import (
     ARROW,
     NLTK_SYMBOL,
     Rule,
@@ -23,6 +26,9 @@ from isoloss.lab.languages.pcfg.rules import (
     numbers_only,
     read_rules,
 )
+from isoloss.lab.languages.base import Perturbation, Stored
+from isoloss.lab.languages.config import DyckConfig, PCFGConfig
+from isoloss.seeds import derive
 
 Format = Literal["rules", "nltk"]
 
@@ -320,3 +326,171 @@ def _quoted(token: str) -> str:
     if '"' in token:
         raise IsolossError(f"the token {token!r} has both kinds of quotes, which NLTK's format cannot hold")
     return f'"{token}"'
+
+
+_PAIRS = ("()", "[]", "{}", "<>")  # the first kinds of bracket; further ones are numbered
+
+
+def random_grammar(config: PCFGConfig) -> Grammar:
+    """Return the grammar that `config` describes (see `PCFGConfig`)."""
+    check(config)
+    rng = np.random.default_rng(derive(config.seed, "pcfg"))
+    size, vocab_size = config.symbols_per_level, config.vocab_size
+    names = [[f"L{level}.{index}" for index in range(size)] for level in range(config.levels + 1)]
+    tokens = [f"w{index}" for index in range(vocab_size)]
+    rules: list[Rule] = []
+
+    def add(lhs: str, rhs: list[tuple[tuple[str, bool], ...]], total: float) -> None:
+        probabilities = total * rng.dirichlet(np.ones(len(rhs)))
+        rules.extend(Rule(0, lhs, right, float(p)) for right, p in zip(rhs, probabilities, strict=True))
+
+    add("S", [((name, False),) for name in names[0]], 1.0)
+    for level in range(config.levels):
+        below = names[level + 1]
+        first_children = rng.permutation(size)  # dealt one to each symbol: every symbol below is used
+        for index, lhs in enumerate(names[level]):
+            first = int(first_children[index]) * size + int(rng.integers(size))
+            others = [int(code) for code in rng.permutation(size * size) if code != first]
+            pairs = [first, *others[: config.rules_per_symbol - 1]]
+            splits = [((below[code // size], False), (below[code % size], False)) for code in pairs]
+            add(lhs, list(splits), 1.0 - config.stop_probability)
+            if config.stop_probability > 0:
+                few = rng.permutation(vocab_size)[: config.rules_per_symbol]
+                add(lhs, [((tokens[token], True),) for token in few], config.stop_probability)
+    emitted = min(vocab_size, max(config.rules_per_symbol, math.ceil(2 * vocab_size / size)))
+    dealt = rng.permutation(vocab_size)  # every token is emitted by the symbol that it is dealt to
+    for index, lhs in enumerate(names[config.levels]):
+        own = dealt[index::size]
+        others_ = rng.permutation(np.setdiff1d(dealt, own))[: emitted - len(own)]
+        add(lhs, [((tokens[token], True),) for token in (*own, *others_)], 1.0)
+    return build_grammar(rules, start="S", source="random grammar")
+
+
+def perturbed_grammar(grammar: Grammar, perturbation: Perturbation) -> Grammar:
+    """Return a grammar of the same rules, of which some symbols have other probabilities (see `PCFG.perturbed`)."""
+    owners = {kind: getattr(grammar, kind)[:, 0] for kind in ("binary", "unary", "emission")}
+    counts = [np.bincount(owner, minlength=len(grammar.symbols)) for owner in owners.values()]
+    chosen = perturbation.choose(np.any([count > 1 for count in counts], axis=0))
+    drawn = {}
+    for kind, owner in owners.items():
+        probs = getattr(grammar, f"{kind}_probs").copy()
+        for symbol in chosen:
+            own = owner == symbol
+            probs[own] = perturbation.draw(probs[own])
+        probs.flags.writeable = False
+        drawn[f"{kind}_probs"] = probs
+    return dataclasses.replace(grammar, **drawn)
+
+
+def dyck_grammar(config: DyckConfig) -> Grammar:
+    r"""Return Dyck-k with a depth limit as a grammar: groups of nested brackets of k kinds, at most `max_depth` deep.
+
+    With D symbols for a row of groups and B symbols for one group, each with the depth that they may still reach::
+
+        D_d -> B_d          1 - continue_probability       B_d -> O_i C_i    (1 - nest_probability) / k
+        D_d -> B_d D_d      continue_probability           B_d -> O_i R_d,i  nest_probability / k
+                                                           R_d,i -> D_(d-1) C_i
+
+    A group of depth 1 is always `O_i C_i`, so that the limit holds exactly and the rules need no empty string: the
+    language has none. Each sentence has one derivation. Where one bracket is masked, the others imply it (its kind is
+    that of its partner, and which of the two it is follows from the number of each), so with `tokens_per_bracket` 1
+    every full conditional has entropy 0. With more, O_i and C_i each emit one of so many tokens of their own, by
+    probabilities from the flat Dirichlet distribution, and the full conditional of a bracket is that distribution.
+
+    Example:
+        >>> import torch
+        >>> language = DyckConfig(kinds=1, max_depth=2, max_length=4).build()
+        >>> language.vocabulary
+        ('(', ')')
+        >>> language.log_prob(torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]), torch.tensor([4, 4])).exp()
+        tensor([0.2857, 0.1429], dtype=torch.float64)
+    """
+    check(config)
+    rules: list[Rule] = []
+
+    def add(lhs: str, *rhs: str, weight: float, token: bool = False) -> None:
+        rules.append(Rule(0, lhs, tuple((name, token) for name in rhs), weight))
+
+    kinds = range(config.kinds)
+    for depth in range(config.max_depth, 0, -1):
+        row, group = f"D{depth}", f"B{depth}"
+        add(row, group, weight=1 - config.continue_probability)
+        add(row, group, row, weight=config.continue_probability)
+        nest = config.nest_probability if depth > 1 else 0.0
+        for kind in kinds:
+            add(group, f"O{kind}", f"C{kind}", weight=(1 - nest) / config.kinds)
+            if nest > 0:
+                rest = f"R{depth}_{kind}"
+                add(group, f"O{kind}", rest, weight=nest / config.kinds)
+                add(rest, f"D{depth - 1}", f"C{kind}", weight=1.0)
+    rng = np.random.default_rng(derive(config.seed, "dyck"))
+    for kind in kinds:
+        pair = _PAIRS[kind] if kind < len(_PAIRS) else (f"({kind}", f"){kind}")
+        for symbol, bracket in zip((f"O{kind}", f"C{kind}"), pair, strict=True):
+            if config.tokens_per_bracket == 1:
+                add(symbol, bracket, weight=1.0, token=True)
+                continue
+            for index, weight in enumerate(rng.dirichlet(np.ones(config.tokens_per_bracket))):
+                add(symbol, f"{bracket}.{index}", weight=float(weight), token=True)
+    return build_grammar(rules, start=f"D{config.max_depth}", source="Dyck grammar")
+
+
+_RULES = {"binary": 3, "unary": 2, "emission": 2}  # tensors of rules and the ids in a row
+_NAMES = [name for rules in _RULES for name in (rules, f"{rules}_probs")]
+_TOLERANCE = 1e-6  # of a sum of probabilities, as for the rows of a hidden Markov model
+
+
+def grammar_tables(grammar: Grammar, max_length: int) -> Stored:
+    """Return what a file keeps of a grammar's language (see `isoloss.lab.languages.save`)."""
+    tables = {name: getattr(grammar, name) for name in _NAMES}
+    words = {"vocabulary": grammar.vocabulary, "symbols": grammar.symbols}
+    return Stored(kind="pcfg", max_length=max_length, tables=tables, **words)
+
+
+def read_grammar(stored: Stored, path: Path) -> Grammar:
+    """Return the grammar in a file's tables, checked as one that is read from text."""
+    tables, symbols, vocabulary = stored.tables, stored.symbols, stored.vocabulary
+    stored.check_names(_NAMES, path)
+    if not symbols or len(set(symbols)) < len(symbols):
+        raise IsolossError(f"{path}: the symbols must be different names, at least one, not {', '.join(symbols)!r}")
+    rules: list[tuple[int, Rule]] = []
+    for name in _RULES:
+        _check_rules(name, tables, path, num_symbols=len(symbols), num_tokens=len(vocabulary))
+        is_token = name == "emission"
+        names = vocabulary if is_token else symbols
+        for (lhs, *rhs), prob in zip(tables[name].tolist(), tables[f"{name}_probs"].tolist(), strict=True):
+            rules.append((lhs, Rule(0, symbols[lhs], tuple((names[index], is_token) for index in rhs), prob)))
+    rules.sort(key=lambda entry: entry[0])  # symbols are numbered by their first rule
+    for lhs, symbol in enumerate(symbols):
+        total = math.fsum(rule.weight for owner, rule in rules if owner == lhs)
+        if abs(total - 1) > _TOLERANCE:
+            raise IsolossError(f"{path}: the rules of {symbol} add up to {total:.9g}; they must add up to 1")
+    if vocabulary_of(rule for _, rule in rules) != vocabulary:
+        raise IsolossError(
+            f"{path}: the tokens of the vocabulary must be those of the rules, a token w2 before a token w10"
+        )
+    return build_grammar((rule for _, rule in rules), start=symbols[0], source=str(path))
+
+
+def _check_rules(
+    name: str, tables: Mapping[str, npt.NDArray[Any]], path: Path, *, num_symbols: int, num_tokens: int
+) -> None:
+    """Check that the rules called `name` are rows of ids within the names and probabilities above 0."""
+    ids, probs = tables[name], tables[f"{name}_probs"]
+    width, size = _RULES[name], len(probs) if probs.ndim else 0
+    for called, table, dtype, shape in (
+        (f"{name}_probs", probs, "float64", (size,)),
+        (name, ids, "int64", (size, width)),
+    ):
+        if table.dtype != dtype or table.shape != shape:
+            raise IsolossError(
+                f"{path}: {called} must be {dtype} of shape {shape}, not {table.dtype} of shape {table.shape}"
+            )
+    limits = np.full(width, num_symbols)
+    limits[-1] = num_tokens if name == "emission" else num_symbols
+    if (wrong := ((ids < 0) | (ids >= limits)).any(axis=1)).any():
+        row = int(wrong.argmax())
+        raise IsolossError(f"{path}: row {row} of {name} is {ids[row].tolist()}; ids there are below {limits.tolist()}")
+    if (wrong := ~(np.isfinite(probs) & (probs > 0))).any():
+        row = int(wrong.argmax())
+        raise IsolossError(f"{path}: row {row} of {name}_probs is {probs[row]}; a rule's probability is above 0")

@@ -15,10 +15,10 @@ import torch
 from scipy.sparse.csgraph import connected_components
 
 from isoloss.lab.languages import batches
-from isoloss.lab.languages.pcfg.inside_outside import Backend, choose_backend
+from isoloss.lab.languages._pcfg.inside_outside import Backend, choose_backend
 
 if TYPE_CHECKING:
-    from isoloss.lab.languages.hmm.numba_kernels import Kernels
+    from isoloss.lab.languages._hmm.kernels import Kernels
 
 Float = npt.NDArray[np.float64]
 Index = slice | torch.Tensor
@@ -71,7 +71,7 @@ class ForwardBackward:
             )
         )
         if self.backend == "numba":
-            from isoloss.lab.languages.hmm.numba_kernels import Kernels
+            from isoloss.lab.languages._hmm.kernels import Kernels
 
             self._engine: Recursions | Kernels = Kernels(first, step, scaled, self.emission)
         else:
@@ -126,7 +126,7 @@ class ForwardBackward:
 
 
 class Recursions:
-    """The recursions of one model in torch, on any device; `numba_kernels.Kernels` computes the same.
+    """The recursions of one model in torch, on any device; `kernels.Kernels` computes the same.
 
     `scaled` is (ids, S), the emission factors of each id that may come; `transition` is (S, S), `emission` (S, V).
     """

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.pcfg.grammar import Grammar
+from isoloss.lab.languages._pcfg.grammar import Grammar
 from isoloss.text.sentences import Sentences
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from isoloss.lab.languages.pcfg.chart_plan import FoldedRules, Key, Plan, Planner
+from isoloss.lab.languages._pcfg.charts import FoldedRules, Key, Plan, Planner
 
 LANES = 128  # sentences of a chart: long enough for vector loops, short enough for a second-level cache
 _FEWEST_LANES = 8  # the widest vector of a processor in float64

@@ -1,31 +1,48 @@
-"""The language of a probabilistic context-free grammar: sentences, and the exact probability of every token in them."""
+"""The language of a probabilistic context-free grammar: sentences, and the exact probability of every token in them.
+
+Shapes: n sentences, S symbols, V tokens, C classes of a task.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from isoloss import files
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab.languages import batches
-from isoloss.lab.languages.api import ExactLanguage, Labeling, Sentences, Stored
+from isoloss.lab.languages._pcfg.charts import FoldedRules, check_size
+from isoloss.lab.languages._pcfg.grammar import (
+    Format,
+    Grammar,
+    dyck_grammar,
+    grammar_tables,
+    parse_grammar,
+    perturbed_grammar,
+    random_grammar,
+    read_grammar,
+)
+from isoloss.lab.languages._pcfg.inside_outside import InsideOutside
+from isoloss.lab.languages._pcfg.sampler import Sampler, derivations, longest_yields
+from isoloss.lab.languages.base import UNDEFINED, ExactLanguage, Labeling, Perturbation, Sentences, Stored
 from isoloss.lab.languages.batches import Rows, run_in_threads
-from isoloss.lab.languages.config import GRAMMAR_TASKS, MAX_LENGTH, DyckConfig, GrammarConfig
-from isoloss.lab.languages.entropies import derivation_sums, entropy_terms
-from isoloss.lab.languages.pcfg.chart_plan import FoldedRules, check_size
-from isoloss.lab.languages.pcfg.grammar import Format, Grammar, parse_grammar
-from isoloss.lab.languages.pcfg.inside_outside import InsideOutside
-from isoloss.lab.languages.pcfg.labeling import grammar_labeling
-from isoloss.lab.languages.pcfg.random_grammar import dyck_grammar, perturbed_grammar, random_grammar
-from isoloss.lab.languages.pcfg.sampler import Sampler, derivations, longest_yields
-from isoloss.lab.languages.pcfg.tables import grammar_tables, read_grammar
-from isoloss.lab.languages.perturbation import Perturbation
+from isoloss.lab.languages.config import (
+    GRAMMAR_TASKS,
+    LATENT,
+    MAX_LENGTH,
+    DyckConfig,
+    GrammarConfig,
+    canonical,
+    task_number,
+)
 from isoloss.text.documents import reading
 
 _OUTPUT_BYTES = {"cpu": 1 << 19, "cuda": 1 << 28}  # of probabilities at a time: half a second-level cache, on a CPU
@@ -108,7 +125,7 @@ class PCFG(ExactLanguage):
     def from_text(text: str, *, source: str = "<text>", max_length: int = GrammarConfig.max_length) -> PCFG:
         """Return the language of the rules in `text`, with arrows or as plain rule lines.
 
-        See `isoloss.lab.languages.pcfg.grammar.parse_grammar` and the constructor.
+        See `isoloss.lab.languages._pcfg.grammar.parse_grammar` and the constructor.
         """
         return PCFG(parse_grammar(text, source=source), max_length=max_length, source=source)
 
@@ -361,6 +378,51 @@ class PCFG(ExactLanguage):
             raise IsolossError(f"sentence {row} has probability 0: the grammar does not derive it")
 
 
+def derivation_sums(grammar: Grammar, max_length: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    r"""Return P and S, each (max_length + 1,): over the derivations d of each length, sum p(d) and -sum p(d) log p(d).
+
+    By length, with r the probability of a rule and the sums over A's rules and the splits u + v = w,
+
+        P(A, w) = sum r P(B, u) P(C, v)
+        S(A, w) = sum r (S(B, u) P(C, v) + P(B, u) S(C, v)) - r log r P(B, u) P(C, v)
+
+    and likewise for tokens; rules A -> B make both a linear system over the symbols of one length, which (I - U)^-1
+    solves, U the matrix of their probabilities. Given w, a derivation of the start symbol has the entropy
+    S(w) / P(w) + log P(w). It is the entropy of the sentences where each has one derivation, and else more.
+
+    Example:
+        >>> from isoloss.lab.languages._pcfg.grammar import parse_grammar
+        >>> derivation_sums(parse_grammar("S A A 1\nA a 0.5\nA b 0.5"), 2)[1] / math.log(2)
+        array([0., 0., 2.])
+    """
+    size = len(grammar.symbols)
+    unary = np.zeros((size, size))
+    unary[tuple(grammar.unary.T)] = grammar.unary_probs
+    closure = np.linalg.inv(np.eye(size) - unary)
+    unary_terms = entropy_terms(unary)
+    owner, token_probs = grammar.emission[:, 0], grammar.emission_probs
+    a, b, c = grammar.binary.T
+    r, own_terms = grammar.binary_probs, entropy_terms(grammar.binary_probs)
+    p, s = np.zeros((size, max_length + 1)), np.zeros((size, max_length + 1))
+    for width in range(1, max_length + 1):
+        left, right = slice(1, width), slice(width - 1, 0, -1)
+        pairs = np.einsum("ru,ru->r", p[b, left], p[c, right])
+        inner = np.einsum("ru,ru->r", s[b, left], p[c, right]) + np.einsum("ru,ru->r", p[b, left], s[c, right])
+        own = np.bincount(a, weights=r * pairs, minlength=size)
+        own_sums = np.bincount(a, weights=r * inner + own_terms * pairs, minlength=size)
+        if width == 1:
+            own += np.bincount(owner, weights=token_probs, minlength=size)
+            own_sums += np.bincount(owner, weights=entropy_terms(token_probs), minlength=size)
+        p[:, width] = closure @ own
+        s[:, width] = closure @ (own_sums + unary_terms @ p[:, width])
+    return p[0], s[0]
+
+
+def entropy_terms(probs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return -p log p, 0 at 0."""
+    return -probs * np.log(np.where(probs > 0, probs, 1))
+
+
 class Dyck(PCFG):
     """The language of `dyck_grammar`: a `PCFG` whose entropies have a closed form."""
 
@@ -382,3 +444,137 @@ class Dyck(PCFG):
         # the symbols that emit tokens are those of the brackets: one to open and one to close each kind
         brackets = len(np.unique(self.grammar.emission[:, 0]))
         return given_length, math.fsum(entropy_terms(self.grammar.emission_probs)) / brackets
+
+
+@dataclass(frozen=True)
+class _Node:
+    """The node of a parse that a task asks for: it begins at the first token, and at most one in a tree fits."""
+
+    candidates: list[int]  # ids of the symbols that it can have
+    widths: tuple[int, ...]  # how many tokens it can cover; none: all of the sentence
+
+
+def grammar_labeling(language: PCFG, asked: str) -> Labeling:
+    """Return what the task `asked` asks of a grammar's sentences (see `isoloss.lab.transfer.tasks.make_task`).
+
+    Scores are in float64 whatever the language computes in, so that the labels are the same.
+    """
+    name = canonical(asked)
+    base, latent = name.removesuffix(LATENT), name.endswith(LATENT)
+    node = _node(language, asked, base)
+    names = tuple(language.symbols[symbol] for symbol in node.candidates)
+    is_prefix = base.startswith("prefix-")
+    if latent or base.startswith("level-"):
+        _check_exclusive(language.grammar, node.candidates, asked)
+    if not latent and is_prefix:
+        return Labeling(name=name, classes=names, label=_by_inside(language, node.candidates, node.widths[0]))
+    exact = language.to(dtype=torch.float64)
+
+    def scores(sentences: Sentences) -> torch.Tensor:
+        return _posterior(exact, node, sentences)
+
+    def likely(sentences: Sentences) -> torch.Tensor:
+        values = scores(sentences)
+        return values.argmax(dim=1).masked_fill(values.amax(dim=1) == 0, UNDEFINED)
+
+    index = torch.full((len(language.symbols) + 1,), UNDEFINED)  # the last is for padding, -1
+    index[node.candidates] = torch.arange(len(node.candidates))
+
+    def drawn(sentences: Sentences) -> torch.Tensor:
+        start, stop, symbol = sentences.latent.unbind(dim=2)
+        widths = torch.tensor(node.widths, device=stop.device)
+        fits = torch.isin(stop, widths) if node.widths else stop == sentences.lengths[:, None]
+        labels = index.to(symbol.device)[symbol].masked_fill((start != 0) | ~fits, UNDEFINED)
+        return labels.amax(dim=1)
+
+    if latent:
+        return Labeling(name=name, classes=names, label=drawn, scores=scores, needs_latent=True)
+    return Labeling(name=name, classes=names, label=likely)
+
+
+def _node(language: PCFG, name: str, base: str) -> _Node:
+    grammar = language.grammar
+    start = grammar.symbols.index(language.start_symbol)
+    if base == "root":
+        return _Node(grammar.unary[grammar.unary[:, 0] == start, 1].tolist(), ())
+    # a start symbol that is only ever rewritten to a single symbol stands for no choice
+    passes_on = not (grammar.binary[:, 0] == start).any() and not (grammar.emission[:, 0] == start).any()
+    feasible = FoldedRules(grammar, language.max_length).feasible
+    width = task_number(base, "prefix", 1, language.max_length)
+    if width is not None:
+        yields = feasible[:, width].nonzero()[0].tolist()
+        return _Node([symbol for symbol in yields if symbol != start or not passes_on], (width,))
+    levels = _levels(grammar) if base.startswith("level-") else []
+    level = task_number(base, "level", 0, max(levels, default=0))
+    if level is None:
+        called = f"{name!r}" if name == base else f"{name!r} ({base})"
+        raise IsolossError(
+            f"no task {called}: choose root or prefix-L with L from 1 to {language.max_length}, or level-D"
+            + (f" with D from 0 to {max(levels)}" if levels else "")
+            + ", each also with -latent"
+        )
+    candidates = [symbol for symbol, own in enumerate(levels) if own == level and (symbol != start or not passes_on)]
+    return _Node(candidates, tuple(np.flatnonzero(feasible[candidates].any(axis=0)).tolist()))
+
+
+def _levels(grammar: Grammar) -> list[int]:
+    """Return the number of binary rules above each symbol, which must be the same wherever it occurs."""
+    levels = [-1] * len(grammar.symbols)
+    levels[0], frontier = 0, [0]
+    children: list[list[tuple[int, int]]] = [[] for _ in grammar.symbols]
+    for a, b, c in grammar.binary.tolist():
+        children[a] += [(b, 1), (c, 1)]
+    for a, b in grammar.unary.tolist():
+        children[a].append((b, 0))
+    while frontier:
+        symbol = frontier.pop()
+        for child, step in children[symbol]:
+            level = levels[symbol] + step
+            if levels[child] == -1:
+                levels[child] = level
+                frontier.append(child)
+            elif levels[child] != level:
+                raise IsolossError(
+                    f"the symbols of this grammar do not lie on levels: {grammar.symbols[child]} occurs on "
+                    f"{levels[child]} and {level}; choose root or prefix-L"
+                )
+    return levels
+
+
+def _check_exclusive(grammar: Grammar, candidates: list[int], name: str) -> None:
+    """Refuse symbols of which a chain of unary rules can put two on the same tokens."""
+    for upper, lower in FoldedRules(grammar, 1).chains.tolist():
+        if upper != lower and {upper, lower} <= set(candidates):
+            both = " and ".join(grammar.symbols[symbol] for symbol in (upper, lower))
+            raise IsolossError(f"task {name}: {both} can cover the same tokens, so the label would not be one symbol")
+
+
+def _by_inside(language: PCFG, candidates: list[int], width: int) -> Callable[[Sentences], torch.Tensor]:
+    """Return the function from sentences to the symbol of the highest inside score over the first `width` tokens."""
+    exact = language.to(dtype=torch.float64)
+
+    def prefix(sentences: Sentences) -> torch.Tensor:
+        labels = torch.full_like(sentences.lengths, UNDEFINED)
+        long_enough = sentences.lengths >= width
+        tokens = sentences.tokens[long_enough]
+        scores = exact.inside(tokens, sentences.lengths[long_enough], stop=width)
+        # symbols that cannot yield the tokens share one value, of at most the log of the smallest normal number
+        best = scores.amax(dim=1)
+        none = (best <= math.log(torch.finfo(torch.float64).tiny)) & (best == scores.amin(dim=1))
+        labels[long_enough] = scores[:, candidates].argmax(dim=1).masked_fill(none, UNDEFINED)
+        return labels
+
+    return prefix
+
+
+def _posterior(language: PCFG, node: _Node, sentences: Sentences) -> torch.Tensor:
+    """Return (n, C): the probability that the node is there and has each symbol, given the sentence."""
+    tokens, lengths, _ = sentences
+    if not node.widths:
+        return language.span_posterior(tokens, lengths)[:, node.candidates]
+    out = torch.zeros(len(tokens), len(node.candidates), dtype=torch.float64, device=language.device)
+    for width in node.widths:
+        rows = torch.nonzero(lengths >= width).flatten()
+        if len(rows):
+            out[rows] += language.span_posterior(tokens[rows], lengths[rows], stop=width)[:, node.candidates]
+    return out

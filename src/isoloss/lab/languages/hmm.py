@@ -18,11 +18,9 @@ from isoloss import seeds
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab.languages import batches
-from isoloss.lab.languages.api import UNDEFINED, ExactLanguage, Labeling, Sentences, Stored
-from isoloss.lab.languages.config import LATENT, MAX_LENGTH, STATE_TASKS, FileConfig, HMMConfig
-from isoloss.lab.languages.hmm.forward_backward import Components, ForwardBackward, Index
-from isoloss.lab.languages.perturbation import Perturbation
-from isoloss.lab.languages.task_names import canonical, task_number
+from isoloss.lab.languages._hmm.forward_backward import Components, ForwardBackward, Index
+from isoloss.lab.languages.base import UNDEFINED, ExactLanguage, Labeling, Perturbation, Sentences, Stored
+from isoloss.lab.languages.config import LATENT, MAX_LENGTH, STATE_TASKS, FileConfig, HMMConfig, canonical, task_number
 
 if TYPE_CHECKING:
     from isoloss.lab.languages.alias_sampling import AliasTables

@@ -19,7 +19,7 @@ import torch
 from isoloss import files
 from isoloss.config import check
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Labeling, Language, Sentences, Stored
+from isoloss.lab.languages.base import Labeling, Language, Sentences, Stored
 from isoloss.lab.languages.config import CorpusConfig, Progress, check_unchanged
 from isoloss.seeds import generator
 from isoloss.text import documents, hub_datasets, packing, tokenizers

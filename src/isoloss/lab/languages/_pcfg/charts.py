@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.pcfg.grammar import Grammar
+from isoloss.lab.languages._pcfg.grammar import Grammar
 
 _SMALL = 1024  # symbols
 _LARGEST_TABLE = 1 << 27  # numbers: 1 GiB in float64

@@ -1,18 +1,26 @@
-"""Every sentence of a small language with its probability, for exact sums instead of estimates from a sample.
+"""Exact sums over a language: every sentence of a small one with its probability, and the entropies of any.
+
+Entropies are in nats. They are exact where a closed form exists; elsewhere they are means over drawn sentences of exact
+probabilities, with a standard error.
 
 Shapes: n sentences padded to T tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.api import Language, Sentences
+from isoloss.lab.languages.base import ExactLanguage, Language, Sentences
 from isoloss.lab.languages.special_tokens import WithSpecialTokens
+from isoloss.statistics.estimate import Estimate
 from isoloss.text.masking import maskable
 
 MOST_STRINGS = 1 << 16  # of tokens, sentences or not: the most that are enumerated
@@ -113,3 +121,99 @@ def masked_sentences(language: Language) -> tuple[Sentences, torch.Tensor, torch
 def _possible_lengths(language: Language) -> list[int]:
     lengths: list[int] = language.exact().length_probs.nonzero().flatten().tolist()
     return lengths
+
+
+EXACT = "exact"
+_CHUNK = 4096  # sentences drawn together; part of what a seed stands for
+_ROUNDING = 1e-13  # a spread this much smaller than the value is that of rounding
+_SENTENCE, _TOKEN = "nats per sentence", "nats per masked token"  # units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entropy:
+    """The entropies of a language. An exact one has a standard error of 0 and the method `exact`.
+
+    Attributes:
+        sentence: H(x) = -E log Pr(x) of a sentence x with its length, which is `length` + `given_length`.
+        length: `H(|x|)`, the entropy of the number of tokens; 0 where all sentences have the same. Always exact.
+        given_length: `H(x | |x|)`, the entropy of the tokens once their number is known.
+        masked_token: The entropy of a token given all others and the length, averaged over the positions of a sentence
+            and then over sentences: what a perfect model loses where one token of each sentence is masked.
+    """
+
+    sentence: Estimate
+    length: Estimate
+    given_length: Estimate
+    masked_token: Estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the estimates by name, as JSON types."""
+        return dataclasses.asdict(self)
+
+
+def entropy(language: Language, *, num_sentences: int = 4096, seed: int = 0) -> Entropy:
+    r"""Return the entropies of a language whose probabilities are known.
+
+    Where a language has a closed form (`closed_form_entropies`), as brackets and Dyck languages do, it is exact. In
+    general a grammar is ambiguous, the entropy of its derivations is more than that of its sentences, and both
+    entropies are Monte-Carlo estimates; so are those of a hidden Markov model and of a teacher. They are computed in
+    float64, a teacher's in its own dtype.
+
+    Args:
+        language: An exact language; another is an `IsolossError`.
+        num_sentences: Sentences that a Monte-Carlo estimate is the mean over, at least 2.
+        seed: Decides them.
+
+    Example:
+        >>> from isoloss.lab.languages.brackets import Brackets
+        >>> entropies = entropy(Brackets(4))  # one of 6 sentences
+        >>> print(entropies.sentence, entropies.sentence.method, entropies.masked_token.value)
+        1.7918 nats per sentence (exact) exact 0.0
+    """
+    exact = language.exact()
+    if num_sentences < 2:
+        raise IsolossError(f"num_sentences is {num_sentences}; an estimate with an error needs at least 2")
+    if not exact.costs_forward_passes:
+        exact = exact.to(dtype=torch.float64)
+    probs = exact.length_probs
+    length = _exact(-float(torch.special.xlogy(probs, probs).sum()), _SENTENCE)
+    closed = exact.closed_form_entropies()
+    if closed is not None:
+        given_length, masked_token = _exact(closed[0], _SENTENCE), _exact(closed[1], _TOKEN)
+    else:
+        given_length, masked_token = _monte_carlo(exact, probs.log().to("cpu"), num_sentences, seed)
+    sentence = dataclasses.replace(given_length, value=length.value + given_length.value)
+    return Entropy(sentence=sentence, length=length, given_length=given_length, masked_token=masked_token)
+
+
+def _monte_carlo(
+    language: ExactLanguage, log_length_probs: torch.Tensor, num_sentences: int, seed: int
+) -> tuple[Estimate, Estimate]:
+    """Return estimates of H(x | length) and of the entropy of a masked token."""
+    generator = seeds.generator(seed, "entropy")
+    given_length, masked = [], []
+    for first in range(0, num_sentences, _CHUNK):
+        tokens, lengths, _ = language.sample(min(_CHUNK, num_sentences - first), generator=generator)
+        counts = lengths.to("cpu")
+        log_probs = language.log_prob(tokens, lengths).to("cpu", torch.float64)
+        given_length.append(log_length_probs[counts] - log_probs)
+        entropies = language.conditional_entropy(tokens, lengths).to("cpu", torch.float64)
+        masked.append(entropies.sum(dim=1) / maskable(Sentences(tokens, lengths), language).sum(dim=1).cpu())
+    return _mean(torch.cat(given_length), _SENTENCE), _mean(torch.cat(masked), _TOKEN)
+
+
+def _mean(values: torch.Tensor, unit: str) -> Estimate:
+    n, mean = len(values), float(values.mean())
+    stderr = float(values.std()) / math.sqrt(n)
+    return Estimate(
+        value=mean,
+        stderr=stderr if stderr > _ROUNDING * abs(mean) else 0.0,
+        samples=n,
+        unit=unit,
+        num_predictions=n,
+        method="Monte Carlo: mean over drawn sentences",
+    )
+
+
+def _exact(value: float, unit: str) -> Estimate:
+    return Estimate(value=max(value, 0.0) + 0.0, stderr=0.0, samples=0, unit=unit, num_predictions=0, method=EXACT)

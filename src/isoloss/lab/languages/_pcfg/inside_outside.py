@@ -2,7 +2,7 @@
 
 Emissions are divided by a constant per token, a power of two, so that nothing is rounded. All splits of a span share
 its tokens, so no step rescales. Every sum is of non-negative products, so nothing cancels. On the CPU compiled kernels
-do the work (`numba_kernels`), elsewhere torch.
+do the work (`kernels`), elsewhere torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy.typing as npt
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.pcfg.chart_plan import FoldedRules, Key, Plan, Planner, intersection, part_of
+from isoloss.lab.languages._pcfg.charts import FoldedRules, Key, Plan, Planner, intersection, part_of
 
 if TYPE_CHECKING:
-    from isoloss.lab.languages.pcfg.numba_kernels import Kernels
+    from isoloss.lab.languages._pcfg.kernels import Kernels
 
 # Shapes: n sentences, T tokens, S symbols, G symbols of a group, K pairs of a block, P start positions of an item.
 # The sentences are the last axis of charts: every operation runs along contiguous memory.
@@ -344,7 +344,7 @@ class InsideOutside:
 
     def _compiled(self) -> Kernels:
         if self._kernels is None:
-            from isoloss.lab.languages.pcfg.numba_kernels import Kernels
+            from isoloss.lab.languages._pcfg.kernels import Kernels
 
             self._kernels = Kernels(self._rules, self._planner, self._scaled, self.emitting)
         return self._kernels

@@ -71,7 +71,7 @@ class _Alternative(NamedTuple):
 
 
 def read_rules(text: str, source: str) -> RuleText:
-    """Return the rules in a text, and its start symbol (see `isoloss.lab.languages.pcfg.grammar.parse_grammar`)."""
+    """Return the rules in a text, and its start symbol (see `isoloss.lab.languages._pcfg.grammar.parse_grammar`)."""
     lines, start = _header(_rule_lines(text, source), source)
     if not lines:
         raise IsolossError(f"{source} holds no rules: it is empty, or all of it is comments")

@@ -1,0 +1,1 @@
+"""Grammars: their rules, charts, exact inference and sampling."""

@@ -1,1 +1,0 @@
-"""Probabilistic context-free grammars with exact inference."""

@@ -1,1 +1,0 @@
-"""A causal language model as a language."""
