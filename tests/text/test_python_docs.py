@@ -3,6 +3,8 @@
 import inspect
 import json
 import logging
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,19 @@ from isoloss.lab.transfer.text_tasks import read_examples
 from isoloss.text import documents, python_docs
 from isoloss.text.hub_datasets import is_dataset, load, parse, read_rows
 from isoloss.text.python_docs import MODULES, docstrings, rows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_library(tmp_path_factory):
+    """A standard library of the modules that the tests ask about: to read all of it takes seconds."""
+    whole, folder = Path(python_docs.sysconfig.get_path("stdlib")), tmp_path_factory.mktemp("library")
+    for name in {*MODULES, "json"}:
+        shutil.copytree(whole / name, folder / name)
+    for name in ("argparse", "statistics", "textwrap"):
+        shutil.copy(whole / f"{name}.py", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(python_docs.sysconfig, "get_path", lambda name: str(folder))
+        yield
 
 
 def test_docstrings_are_those_that_python_shows():

@@ -111,7 +111,7 @@ def joint_of(language: PCFG | HMM, name: str) -> Joint:
 def test_latent_labels_and_sentences_have_their_joint_distribution(language: PCFG | HMM, name: str) -> None:
     joint = joint_of(language, name)
     total = sum(p for labels in joint.values() for p in labels.values())
-    task = make_task(language, f"{name}-latent", num_train=20_000, num_test=2000, seed=0)
+    task = make_task(language, f"{name}-latent", num_train=8_000, num_test=100, seed=0)
     counts: Counter[tuple[String, str]] = Counter()
     rows = zip(task.train.tokens.tolist(), task.train.lengths.tolist(), task.train_labels.tolist(), strict=True)
     for tokens, length, label in rows:
@@ -119,8 +119,8 @@ def test_latent_labels_and_sentences_have_their_joint_distribution(language: PCF
     expected = {(string, symbol): p / total for string, labels in joint.items() for symbol, p in labels.items()}
     assert set(counts) <= set(expected)
     # cells of fewer than 5 expected examples are put together
-    cells = [(counts[cell], 20_000 * p) for cell, p in expected.items() if 20_000 * p >= 5]
-    cells.append((20_000 - sum(n for n, _ in cells), 20_000 - sum(e for _, e in cells)))
+    cells = [(counts[cell], 8_000 * p) for cell, p in expected.items() if 8_000 * p >= 5]
+    cells.append((8_000 - sum(n for n, _ in cells), 8_000 - sum(e for _, e in cells)))
     chi2 = sum((n - e) ** 2 / e for n, e in cells if e > 1)
     degrees = len(cells) - 1
     assert degrees > 8
