@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Literal
 
 from isoloss.config import AlgorithmConfig, LanguageConfig, check, setting
 from isoloss.errors import IsolossError
@@ -228,7 +228,7 @@ class TrainConfig:
     """Decay per step of an exponential moving average of the weights, saved beside each checkpoint; 0: none."""
     compiled: bool = setting(False, omit_default=True)
     """Compute loss and gradient in one compiled piece, several times as fast where the model is narrow: BERT, one
-    masked token a sentence, one thread of a CPU."""
+    masked token a sentence, one thread of a CPU. `isoloss train` turns it on by itself where it is faster."""
     loggers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = setting((), exclude_from_fingerprint=True)
     """What else gets the lines of metrics.jsonl; each needs its package."""
     parallel: Literal["ddp", "fsdp"] = setting("ddp", exclude_from_fingerprint=True)
@@ -295,8 +295,8 @@ class TrainConfig:
             )
         if self.parallel == "fsdp" and not architecture.supports_fsdp:
             raise IsolossError(f"parallel is 'fsdp', but {self.model.architecture} needs full weights: use ddp")
-        if self.compiled:
-            self._check_compiled(architecture)
+        if self.compiled and (reason := self.compiled_lacks()):
+            raise IsolossError(f"compiled is on and {reason}: leave compiled out")
         for number, stage in enumerate(self.stages):
             self._check_stage(f"stages[{number}]", stage)
         if not self.stages:
@@ -319,8 +319,9 @@ class TrainConfig:
                 "come in batches of one size: leave out the stages' batch_size, num_sentences and masked_copies"
             )
 
-    def _check_compiled(self, architecture: Any) -> None:
-        """Refuse what the compiled loss and gradient do not have."""
+    def compiled_lacks(self) -> str:
+        """Return the first thing that this run needs and the compiled step does not have; empty: it has everything."""
+        architecture = MODELS.load(self.model.architecture)
         shape = architecture.shape(self.model) if architecture.has_compiled_loss else None
         width, inner = (0, 0) if shape is None else (shape.d_model, shape.intermediate)
         wrong = {
@@ -331,8 +332,7 @@ class TrainConfig:
             f"precision is {self.precision}; it must be float32": self.precision != "float32",
             f"threads is {self.threads}; it must be 1, or 0": self.threads > 1,
         }
-        if reasons := [reason for reason, is_wrong in wrong.items() if is_wrong]:
-            raise IsolossError(f"compiled is on and {reasons[0]}: leave compiled out")
+        return next((reason for reason, is_wrong in wrong.items() if is_wrong), "")
 
     def _check_stage(self, name: str, stage: StageConfig) -> None:
         """Refuse what the run's settings and a stage's refuse of each other."""

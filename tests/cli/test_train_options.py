@@ -159,21 +159,32 @@ def test_the_config_is_printed_as_json_too(capsys, tmp_path):
 # --- the compiled step
 
 
-def test_the_compiled_step_is_an_option(capsys, tmp_path):
-    command = [
-        "train",
-        str(tmp_path / "run"),
-        "--language",
-        "pcfg-laptop",
-        "--size",
-        "d16",
-        "--steps",
-        "4",
-        "--compiled",
-    ]
-    assert main([*command, "--batch-size", "8", "--device", "cpu", "--json"]) == 0
+@pytest.mark.parametrize("option", ["", "--no-compiled"])
+def test_a_narrow_bert_is_compiled_unless_told(capsys, tmp_path, option):
+    words = f"--language pcfg-laptop --size d16 --steps 4 --batch-size 8 --device cpu --json {option}".split()
+    assert main(["train", str(tmp_path / "run"), *words]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 4
-    assert Run(tmp_path / "run").config.compiled
+    assert Run(tmp_path / "run").config.compiled is (not option)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_compiled"),
+    [
+        ("--size d64 --device cpu", True),
+        ("--size d128 --device cpu", False),
+        ("--size d128 --device cpu --compiled", True),
+        ("--size d64 --device cpu --threads 2", False),
+        ("--size d64 --device cpu --masking fraction", False),
+        ("--architecture lstm --device cpu", False),
+    ],
+)
+def test_where_the_step_is_compiled_unasked(capsys, tmp_path, options, is_compiled):
+    assert config_of(capsys, tmp_path, *options.split()).compiled is is_compiled
+
+
+def test_a_run_goes_on_with_the_step_it_was_made_with(capsys, tmp_path):
+    Run(tmp_path / "run").create(config_of(capsys, tmp_path, "--no-compiled"))
+    assert not config_of(capsys, tmp_path).compiled
 
 
 @pytest.mark.parametrize(
@@ -181,6 +192,7 @@ def test_the_compiled_step_is_an_option(capsys, tmp_path):
     [
         ("", "Missing from isoloss train: RUN"),
         ("a --language pcfg-laptop --compiled --masking fraction", "compiled is on and masking is 'fraction'"),
+        ("a --language pcfg-laptop --compiled --no-compiled", "--compiled and --no-compiled contradict each other"),
         ("a --language pcfg-laptop --compiled --architecture lstm", "compiled is on and the architecture is lstm"),
     ],
 )

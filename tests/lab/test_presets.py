@@ -147,7 +147,7 @@ def test_options_that_are_given_win_even_at_their_defaults(capsys, tmp_path):
         "--preset authors --language pcfg-authors --frame none --learning-rate 1e-3 --schedule constant --steps 1000 "
         "--masking one --masked-copies 0 --num-sentences 0 --batch-size 128 --architecture bert --warmup-proportion 0.1"
     )
-    plain = words.replace("--preset authors ", "") + " --weight-decay 0.01 --dropout 0.1"
+    plain = words.replace("--preset authors ", "") + " --weight-decay 0.01 --dropout 0.1 --no-compiled"
     config = of_command(capsys, tmp_path, *words.split())
     assert config == of_command(capsys, tmp_path, *plain.split())
     assert isinstance(config.language, PCFGConfig)

@@ -12,7 +12,7 @@ import pytest
 
 from isoloss.runs import Run
 
-HELPERS = Path(__file__).parents[1] / "training"
+HELPERS = Path(__file__).parents[1] / "lab" / "training"
 
 SCRIPT = """
 import json, os, signal, sys

@@ -15,12 +15,14 @@ the weights (h, n, T), of the output (d, n) and of the feed-forward block (d, n)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numba import types
+from numba.core import event
 from torch.autograd.function import once_differentiable
 
 from isoloss.lab.models.compiled_kernels import (
@@ -71,6 +73,7 @@ from isoloss.lab.models.compiled_kernels import (
     single_query,
     single_query_backward,
     transpose,
+    transposed,
 )
 from isoloss.lab.models.dropout import LEVELS, num_levels, random_bits
 from isoloss.text.masking import IGNORED, Batch
@@ -309,7 +312,8 @@ def loss_and_gradient(
     a = at[FIRST + OF_BLOCK * full :]
     selected = empty(n, d)
     for i in range(n):
-        selected[i] = states[positions[i] * n + i]
+        for j in range(d):
+            selected[i, j] = states[positions[i] * n + i, j]
     query, keyed = np.empty((n, d), np.float32), np.empty((heads, n, d), np.float32)
     seen, values = np.empty((heads, n, d), np.float32), np.empty((n, d), np.float32)
     p1, w1 = np.empty((heads * n, length), np.float32), np.empty((heads * n, length), np.float32)
@@ -342,7 +346,7 @@ def loss_and_gradient(
     d_features, d_top, unused, unused_bias = empty(d, n), empty(d, n), empty(d, n), np.empty(d, np.float32)
     outer_product(logits[: z.ids], features, matrix(grad, at[WORDS], z.ids, d))
     add_rows(logits[: z.ids], grad[at[OUTPUT] :])
-    _transposed_product(words, logits, d_features)
+    product(transposed(words), logits, d_features)
     add_norm_backward(
         d_features, v3, i3, nothing, KEEP_ALL, scale, head_norm, d_top, unused, unused_bias,
         grad[at[HEAD_NORM] :], grad[at[HEAD_SHIFT] :],
@@ -350,7 +354,7 @@ def loss_and_gradient(
     _multiply(d_top, head_slope)
     outer_product(d_top, top, matrix(grad, at[HEAD], d, d))
     add_rows(d_top, grad[at[HEAD_BIAS] :])
-    product(head.T, d_top, d_features)
+    product(transposed(head), d_top, d_features)
     d_mixture, d_last = empty(d, n), empty(d, n)
     _after_attention_backward(
         theta, grad, a, d, m, mixture, d_features, dropped, more, level, scale, v1, i1, before, last_slope, last_hidden,
@@ -364,7 +368,8 @@ def loss_and_gradient(
         d_selected,
     )  # fmt: skip
     for i in range(n):
-        d_states[positions[i] * n + i] += d_selected[i]
+        for j in range(d):
+            d_states[positions[i] * n + i, j] += d_selected[i, j]
     drawn -= heads * n * length
     d_x, d_mixed, d_qkv, d_residual = empty(d, rows), empty(d, rows), empty(3 * d, rows), empty(d, rows)
     if full:
@@ -386,7 +391,7 @@ def loss_and_gradient(
         attention_backward(z, qkv[layer], p[layer], w[layer], d_mixed, dropped, level, scale, d_qkv)
         outer_product(d_qkv, x[layer], matrix(grad, a[QKV], 3 * d, d))
         add_rows(d_qkv, grad[a[QKV_BIAS] :])
-        product(matrix(theta, a[QKV], 3 * d, d).T, d_qkv, d_x)
+        product(transposed(matrix(theta, a[QKV], 3 * d, d)), d_qkv, d_x)
         for j in range(d):
             for i in range(rows):
                 d_x[j, i] += d_residual[j, i]
@@ -396,11 +401,35 @@ def loss_and_gradient(
     d_words, d_position = matrix(grad, at[WORDS], z.ids, d), matrix(grad, at[POSITIONS], length, d)
     dropped = _taken(bits, 0, rows, d)
     embed_backward(d_states, u0, inverse0, norm, tokens, z.padding, dropped, level, scale, d_words, d_position, sums)
-    grad[at[NORM] :][:d] = sums[0]
-    grad[at[SHIFT] :][:d] = sums[1]
+    for j in range(d):
+        grad[at[NORM] + j] = sums[0, j]
+        grad[at[SHIFT] + j] = sums[1, j]
     for t in range(length):
         for j in range(d):
             grad[at[TYPES] + j] += d_position[t, j]
+
+
+def compile_step(note: Callable[[], object] = lambda: None) -> None:
+    """Compile the step, or read it from the disk, before the first batch needs it; `note` is called if it compiles."""
+    floats, ints, table = types.float32[::1], types.int64[::1], types.float32[:, ::1]
+    sizes = numba.typeof(Sizes(*[0] * len(Sizes._fields)))
+    of_batch = (types.int64[:, ::1], ints, table, ints, table, types.int16[::1], types.int16, types.float32, floats)
+    listener = _Listener(note)
+    with event.install_listener("numba:compile", listener):
+        loss_and_gradient.compile((floats, floats, ints, sizes, *of_batch))  # type: ignore[attr-defined]
+
+
+class _Listener(event.Listener):  # type: ignore[misc]
+    def __init__(self, note: Callable[[], object]) -> None:
+        self._note, self._is_new = note, True
+
+    def on_start(self, event: Any) -> None:
+        if self._is_new:  # every part has an event of its own
+            self._note()
+        self._is_new = False
+
+    def on_end(self, event: Any) -> None:
+        pass
 
 
 @part
@@ -409,14 +438,6 @@ def _taken(bits: Bits, start: int, rows: int, columns: int) -> Bits:
     if bits.shape[0] == 0:
         return bits.reshape(0, columns)
     return bits[start : start + rows * columns].reshape(rows, columns)
-
-
-@part
-def _transposed_product(w: Floats, y: Floats, x: Floats) -> None:
-    """Set x (k, N) to the product of the transpose of w (m, k) and y, which has rows of zeros up to a multiple of 4."""
-    padded = np.zeros((y.shape[0], w.shape[1]), np.float32)
-    padded[: w.shape[0]] = w
-    product(padded.T, y, x)
 
 
 @part
@@ -489,11 +510,11 @@ def _after_attention_backward(
         grad[a[NORM2] :], grad[a[SHIFT2] :],
     )  # fmt: skip
     outer_product(d_product, hidden, matrix(grad, a[OUTER], d, m))
-    product(matrix(theta, a[OUTER], d, m).T, d_product, d_hidden)
+    product(transposed(matrix(theta, a[OUTER], d, m)), d_product, d_hidden)
     _multiply(d_hidden, slope)
     outer_product(d_hidden, between, matrix(grad, a[INNER], m, d))
     add_rows(d_hidden, grad[a[INNER_BIAS] :])
-    product(matrix(theta, a[INNER], m, d).T, d_hidden, more)
+    product(transposed(matrix(theta, a[INNER], m, d)), d_hidden, more)
     for j in range(d):
         for i in range(columns):
             d_between[j, i] += more[j, i]
@@ -502,4 +523,4 @@ def _after_attention_backward(
         grad[a[NORM1] :], grad[a[SHIFT1] :],
     )  # fmt: skip
     outer_product(d_product, mixed, matrix(grad, a[OUT], d, d))
-    product(matrix(theta, a[OUT], d, d).T, d_product, d_mixed)
+    product(transposed(matrix(theta, a[OUT], d, d)), d_product, d_mixed)

@@ -54,19 +54,22 @@ class Sizes(NamedTuple):
     tokens: int
 
 
+_OPTIONS: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "nogil": True, "error_model": "numpy"}
+
+
 def part(kernel: Kernel) -> Kernel:
-    """Compile what only other kernels call, into each of them.
+    """Compile what only other kernels call, into each of them; what lets Python call it would take as long.
 
     It is not kept on the disk by itself: a kernel that finds its parts there may round otherwise than one that is
     compiled with them. Nor are sums reordered: in what order depends on the process that compiles, and large kernels
     would differ from process to process.
     """
-    return numba.njit(nogil=True, error_model="numpy", fastmath={"contract", "nsz"})(kernel)  # type: ignore[no-any-return]
+    return numba.njit(fastmath={"contract", "nsz"}, **_OPTIONS)(kernel)  # type: ignore[no-any-return]
 
 
 def sums(kernel: Kernel) -> Kernel:
     """Compile a `part` that does nothing but add up, in the order that fills the vector registers."""
-    return numba.njit(nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})(kernel)  # type: ignore[no-any-return]
+    return numba.njit(fastmath={"contract", "reassoc", "nsz"}, **_OPTIONS)(kernel)  # type: ignore[no-any-return]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -110,6 +113,16 @@ def transpose(x: Floats, y: Floats) -> None:
     for j in range(y.shape[0]):
         for i in range(y.shape[1]):
             y[j, i] = x[i, j]
+
+
+@part
+def transposed(w: Floats) -> Floats:
+    """Return the transpose of w (m, k), with columns of zeros up to a multiple of 4: `product` has one layout."""
+    copy = np.zeros((w.shape[1], -(-w.shape[0] // 4) * 4), np.float32)
+    for i in range(w.shape[0]):
+        for j in range(w.shape[1]):
+            copy[j, i] = w[i, j]
+    return copy
 
 
 @part
@@ -482,6 +495,14 @@ def add_columns(values: Floats, totals: Floats) -> None:
 
 
 @part
+def copy_columns(x: Floats, start: int, y: Floats) -> None:
+    """Set y (N, k) to k columns of x, from `start` on; numba compiles loops in a tenth of the time of a slice."""
+    for i in range(y.shape[0]):
+        for j in range(y.shape[1]):
+            y[i, j] = x[i, start + j]
+
+
+@part
 def attention(
     theta: Floats,
     a: Ints,
@@ -634,7 +655,7 @@ def single_query(
     states, before, after = x.reshape(length, n, d), p.reshape(heads, n, length), w.reshape(heads, n, length)
     part, own = np.empty((n, e), np.float32), np.empty((n, e), np.float32)
     for head in range(heads):
-        part[:] = query[:, head * e : (head + 1) * e]
+        copy_columns(query, head * e, part)
         np.dot(part, weight[d + head * e : d + (head + 1) * e], keyed[head])
         for i in range(n):
             highest = F32(-np.inf)
@@ -699,7 +720,7 @@ def single_query_backward(
     for head in range(heads):
         values = slice(2 * d + head * e, 2 * d + (head + 1) * e)
         keys = slice(d + head * e, d + (head + 1) * e)
-        part[:] = d_values[:, head * e : (head + 1) * e]
+        copy_columns(d_values, head * e, part)
         np.dot(part.T, seen[head], d_weight[values])
         d_seen = np.dot(part, weight[values])
         for i in range(n):
@@ -725,9 +746,12 @@ def single_query_backward(
                     d_keyed[i, j] += slope * states[t, i, j]
                 for j in range(d):
                     d_states[t, i, j] += weight_of_state * d_seen[i, j] + slope * keyed[head, i, j]
-        part[:] = query[:, head * e : (head + 1) * e]
+        copy_columns(query, head * e, part)
         np.dot(part.T, d_keyed, d_weight[keys])
-        d_query[:, head * e : (head + 1) * e] = np.dot(d_keyed, weight[keys].T)
+        np.dot(d_keyed, weight[keys].T, part)
+        for i in range(n):
+            for c in range(e):
+                d_query[i, head * e + c] = part[i, c]
     np.dot(d_query.T, selected, d_weight[:d])
     add_columns(d_query, d_bias)
     more = np.dot(d_query, weight[:d])
