@@ -19,7 +19,7 @@ UNARY = (
 )
 GRAMMARS = {
     "unary": (UNARY, 4),
-    **{f"recursive {seed}": (random_rules(seed, tokens=2), 5) for seed in range(4)},
+    **{f"recursive {seed}": (random_rules(seed, tokens=2), 5) for seed in (2,)},
     "rare": ("S S S 0.99999\nS a 0.000004\nS b 0.000006", 5),
     "free": (random_rules(4, tokens=2, recursive=False), 8),
     "free unary": ("S A 0.4\nS B B 0.6\nA B 0.5\nA B C 0.3\nA x 0.2\nB C 0.5\nB y 0.3\nB C C 0.2\nC x 0.5\nC z 0.5", 8),
@@ -74,7 +74,7 @@ def counted(drawn):
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_sentences_follow_the_conditioned_distribution(name):
-    (sampler, slow, longest), n = sampler_of(name), 40_000
+    (sampler, slow, longest), n = sampler_of(name), 20_000
     assert sampler._bounded == (name in FREE)
     truth = {sentence: p for sentence in slow.sentences(longest) if (p := slow.inside(0, sentence))}
     drawn = sampler(n, 1)
@@ -96,7 +96,7 @@ def test_the_test_sees_a_wrong_distribution():
     assert p_value(counts, [20_000, 20_000]) < 1e-3 < p_value(counts, [20_800, 19_200])
 
 
-@pytest.mark.parametrize("name", ["unary", "recursive 2", "free", "free unary"])
+@pytest.mark.parametrize("name", ["unary", "free unary"])
 def test_trees_follow_their_distribution(name):
     (sampler, slow, longest), n = sampler_of(name), 40_000
     longest = longest if name in FREE else 3
@@ -112,7 +112,7 @@ def test_trees_follow_their_distribution(name):
 
 
 @given(seed=st.integers(0, 1000), recursive=st.booleans())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_every_tree_is_a_parse_in_preorder(seed, recursive):
     grammar = parse_grammar(random_rules(seed, recursive=recursive))
     slow = SlowGrammar(grammar)
@@ -169,23 +169,23 @@ def test_a_grammar_whose_derivations_never_end_on_average():
 
 def test_the_longest_sentences():
     """The root of a binary tree of 1024 tokens splits anywhere, by Catalan numbers."""
-    drawn = Sampler(parse_grammar("S S S 0.5\nS a 0.5"), 1024)(4000, 0, length=1024, trees=True)
-    assert drawn.latent.shape == (4000, 2047, 3)
+    drawn = Sampler(parse_grammar("S S S 0.5\nS a 0.5"), 1024)(1000, 0, length=1024, trees=True)
+    assert drawn.latent.shape == (1000, 2047, 3)
     catalan = [1]
     for k in range(1023):
         catalan.append(catalan[-1] * 2 * (2 * k + 1) // (k + 2))
     splits = Counter(drawn.latent[:, 1, 1].tolist())
-    expected = [4000 * catalan[u - 1] * catalan[1023 - u] / catalan[1023] for u in range(1, 1024)]
+    expected = [1000 * catalan[u - 1] * catalan[1023 - u] / catalan[1023] for u in range(1, 1024)]
     assert p_value([splits[u] for u in range(1, 1024)], expected) > 1e-3
 
 
 def test_memory_is_that_of_the_rules():
-    """One symbol emits 50,000 tokens and 200 others one each: no table is symbols x 50,000."""
-    rules = ["S A B0 0.9", "S S S 0.1", *(f"A t{i} {1 + i % 7}" for i in range(50_000))]
+    """One symbol emits 5,000 tokens and 200 others one each: no table is symbols x 5,000."""
+    rules = ["S A B0 0.9", "S S S 0.1", *(f"A t{i} {1 + i % 7}" for i in range(5_000))]
     rules += [f"B{i} B{i + 1} u{i} 1\nB{i} v{i} 1" for i in range(200)] + ["B200 w 1"]
     grammar = parse_grammar("\n".join(rules))
     sampler = Sampler(grammar, 6)
-    drawn = sampler(100_000, 0)
+    drawn = sampler(40_000, 0)
     assert len(sampler._free.tables.kept) == len(grammar.binary) + len(grammar.emission)
     assert len(sampler._refined.tables.kept) <= 6 * len(grammar.binary) + len(grammar.emission) + 6
     names = grammar.vocabulary
@@ -193,7 +193,7 @@ def test_memory_is_that_of_the_rules():
     weights /= weights.sum()
     counts = torch.bincount(drawn.tokens[:, 0], minlength=len(names)).view(-1)
     blocks = torch.arange(len(names)) % 97  # of tokens, whose sums are large enough for the test
-    found, expected = (torch.zeros(97).double().index_add_(0, blocks, x.double()) for x in (counts, 1e5 * weights))
+    found, expected = (torch.zeros(97).double().index_add_(0, blocks, x.double()) for x in (counts, 4e4 * weights))
     assert p_value(found.tolist(), expected.tolist()) > 1e-3
 
 

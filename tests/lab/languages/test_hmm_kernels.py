@@ -41,7 +41,7 @@ def everything(model, ids):
 
 @pytest.mark.parametrize("name", [*LANGUAGES, "wide"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(("n", "length"), [(1, 1), (16, 3), (300, 5), (129, 4)])
+@pytest.mark.parametrize(("n", "length"), [(1, 1), (300, 5), (129, 4)])
 def test_the_two_back_ends_agree(name, dtype, n, length):
     language = LANGUAGES[name] if name in LANGUAGES else HMMConfig(states=37, blocks=1, vocab_size=9).build()
     models = [engine(language, dtype, backend) for backend in ("numba", "torch")]
@@ -56,8 +56,7 @@ def test_the_two_back_ends_agree(name, dtype, n, length):
         torch.testing.assert_close(left[seen], right[seen], **close)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize(("name", "dtype"), [("closed blocks", torch.float64), ("dense", torch.float32)])
 def test_no_sentence_depends_on_its_neighbors_or_the_threads(name, dtype):
     language = PAPER[name].build().to(dtype=dtype)
     tokens, lengths, _ = language.sample(1000, generator=torch.Generator().manual_seed(0))

@@ -67,7 +67,7 @@ def test_closed_form_at_every_length(backend):
 
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])
-@pytest.mark.parametrize("text", [random_rules(3), random_rules(11), random_rules(5, recursive=False), CATALAN])
+@pytest.mark.parametrize("text", [random_rules(3), random_rules(5, recursive=False), CATALAN])
 def test_outside_is_the_gradient_of_the_partition(text, backend):
     """Substituting one token changes Z linearly: the scores must reproduce every substituted probability."""
     grammar = parse_grammar(text)
@@ -98,13 +98,11 @@ def test_outside_is_the_gradient_of_the_partition(text, backend):
     [
         (random_grammar(PCFGConfig(levels=6)), (64,)),
         (random_grammar(PCFGConfig(levels=6, stop_probability=0.05, vocab_size=100)), (17, 40, 64)),
-        (parse_grammar(random_rules(3, symbols=6, tokens=5)), (1, 16, 33, 64)),
-        (parse_grammar(random_rules(8, symbols=6, tokens=5)), (2, 64)),
+        (parse_grammar(random_rules(3, symbols=6, tokens=5)), (1, 33, 64)),
     ],
 )
 @pytest.mark.parametrize("backend", ["numba", "torch"])
-@pytest.mark.parametrize("hidden", [0.0, 0.15])
-def test_float32_to_length_64(grammar, lengths, backend, hidden):
+def test_float32_to_length_64(grammar, lengths, backend):
     rules = FoldedRules(grammar, 64)
     double, single = (InsideOutside(rules, CPU, dtype, backend) for dtype in (torch.float64, torch.float32))
     emission = torch.from_numpy(rules.emission[double.emitting])
@@ -113,7 +111,7 @@ def test_float32_to_length_64(grammar, lengths, backend, hidden):
         tokens = torch.randint(len(grammar.vocabulary), (300, length), generator=generator)
         tokens = tokens[double.log_partition(tokens) > -math.inf][:40]
         assert len(tokens) >= 5
-        tokens[torch.rand(tokens.shape, generator=generator) < hidden] = double.unknown
+        tokens[torch.rand(tokens.shape, generator=generator) < 0.15] = double.unknown
         wide, log_z = double.leaf_outside(tokens)
         narrow, log_z32 = single.leaf_outside(tokens)
         assert narrow.dtype == torch.float32
