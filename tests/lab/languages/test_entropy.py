@@ -121,7 +121,7 @@ def derivations(slow, symbol, length):
             yield p
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(1, 4))
 def test_derivation_sums_against_all_derivations(seed):
     grammar = parse_grammar(random_rules(seed, tokens=2))
     p, s = derivation_sums(grammar, 4)
