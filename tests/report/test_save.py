@@ -23,8 +23,8 @@ def draw(name, table):
     return getattr(charts, name)(table, (KL, TRACE, ROOT, accuracy("prefix-4")))
 
 
-@pytest.mark.parametrize("name", ["scatter", "curves", "sizes"])
-def test_the_same_table_gives_the_same_bytes(table, tmp_path, name):
+def test_the_same_table_gives_the_same_bytes(table, tmp_path):
+    name = "scatter"
     for kind, start in (("pdf", b"%PDF"), ("png", b"\x89PNG"), ("svg", b"<svg")):
         one, other = tmp_path / "a" / f"{name}.{kind}", tmp_path / "b" / f"{name}.{kind}"
         save(draw(name, table), one)

@@ -1,10 +1,7 @@
 """Checkpoints trained elsewhere, compared by a study of one short file; and the file that `study new` writes."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -86,13 +83,10 @@ def contents(folder):
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "log.jsonl"}
 
 
-def test_three_checkpoints_are_compared_by_a_short_file(study, capsys):
+def test_three_checkpoints_are_compared_by_a_short_file(study, capsys, here):
     assert len(FILE.splitlines()) <= 30
     before = contents(Path("models"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-m", "isoloss", "study", "run", study, "--folder", "out"], env=environment, check=True
-    )
+    call(capsys, "run", study, "--folder", "out", *here)
     assert contents(Path("models")) == before  # nothing is written there
     page = Path("out/report/index.html").read_text()
     for architecture in ("BertForMaskedLM", "OPTForCausalLM", "GPT2LMHeadModel"):
@@ -122,14 +116,14 @@ def test_three_checkpoints_are_compared_by_a_short_file(study, capsys):
         Path("out/runs/opt/evaluations", file).unlink()
     state = json.loads(call(capsys, "status", study, "--folder", "out", "--json"))
     assert [unit["state"] for unit in state["units"]] == ["done", "interrupted", "done"]
-    call(capsys, "run", study, "--folder", "out", "--workers", "1")
+    call(capsys, "run", study, "--folder", "out", *here)
     assert contents(Path("out/runs")) == runs
     # a changed checkpoint is noticed and measured again
     kept = results.at("gpt2")["trace"].value
     save(gpt2(1), Path("models/gpt2"))
     assert main(["study", "verify", str(study), "--folder", "out"]) == 1
     assert "its weights are not those that were measured" in capsys.readouterr().out
-    call(capsys, "run", study, "--folder", "out", "--workers", "1")
+    call(capsys, "run", study, "--folder", "out", *here)
     again = StudyFolder(load_study(study), Path("out")).results()
     assert again.at("gpt2")["trace"].value != kept
     assert call(capsys, "verify", study, "--folder", "out").endswith("0 failed\n")
@@ -139,23 +133,23 @@ def test_three_checkpoints_are_compared_by_a_short_file(study, capsys):
         main_study("run", study, "--folder", "out")
 
 
-def test_copies_of_a_checkpoint_are_called_identical(study, capsys):
+def test_copies_of_a_checkpoint_are_called_identical(study, capsys, here):
     shutil.copytree("models/gpt2", "models/copy")
     study.write_text(FILE.replace('("bert", "opt", "gpt2")', '("opt", "gpt2", "copy")'))
-    assert "Identical weights: gpt2 and copy." in call(capsys, "run", study, "--folder", "out", "--workers", "1")
+    assert "Identical weights: gpt2 and copy." in call(capsys, "run", study, "--folder", "out", *here)
     assert "Identical weights: gpt2 and copy." in Path("out/report/index.html").read_text()
 
 
-def test_what_is_passed_on_names_no_folder_of_this_machine(study, capsys):
-    here = str(Path.cwd())
-    text = FILE.replace("models/{name}", f"{here}/models/{{name}}").replace("text.txt", f"{here}/text.txt")
+def test_what_is_passed_on_names_no_folder_of_this_machine(study, capsys, here):
+    folder = str(Path.cwd())
+    text = FILE.replace("models/{name}", f"{folder}/models/{{name}}").replace("text.txt", f"{folder}/text.txt")
     text = text.replace('("bert", "opt", "gpt2")', '("gpt2",)').replace('"trace", "minimal-trace"', "")
     study.write_text(text)
-    call(capsys, "run", study, "--folder", "out", "--workers", "1")
+    call(capsys, "run", study, "--folder", "out", *here)
     call(capsys, "export", study, "--folder", "out", "--output", "kept")
-    files = [path for folder in ("out/report", "kept") for path in Path(folder).rglob("*.*")]
+    files = [path for place in ("out/report", "kept") for path in Path(place).rglob("*.*")]
     assert {path.suffix for path in files} >= {".html", ".json", ".csv", ".md", ".tex"}
-    assert not [path for path in files if here.encode() in path.read_bytes()]
+    assert not [path for path in files if folder.encode() in path.read_bytes()]
     page = Path("kept/index.html").read_text()
     assert "gpt2" in page
     assert "text.txt" in page
@@ -184,7 +178,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(study, ol
     assert not Path("out").exists()
 
 
-def test_a_plan_needs_neither_a_folder_nor_a_checkpoint_of_the_hub(study, capsys):
+def test_a_plan_needs_neither_a_folder_nor_a_checkpoint_of_the_hub(study, capsys, here):
     study.write_text(FILE.replace('f"models/{name}"', '"nobody/has-this"'))
     plan = json.loads(call(capsys, "plan", study, "--folder", "out", "--json"))["units"]
     assert [(unit["unit"], unit["state"]) for unit in plan] == [
@@ -218,22 +212,22 @@ def test_a_dataset_is_known_by_its_texts_wherever_it_lies(tmp_path, monkeypatch)
     assert "column" not in configs.identity(plain)["inputs"]  # what was measured before stays measured
 
 
-def test_a_checkpoint_is_measured_on_a_language_with_its_probes(study, capsys):
+def test_a_checkpoint_is_measured_on_a_language_with_its_probes(study, capsys, here):
     language = "PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)"
     text = FILE.replace('data="text.txt"', f"language={language}").replace('("bert", "opt", "gpt2")', '("bert",)')
     text = text.replace('"minimal-trace")', '"probe-root")').replace(
         '"num_sequences": 16', '"num_sequences": 16, "num_train": 64, "num_test": 64, "probe_seeds": 2'
     )
     study.write_text(text.replace("\nMEASURED", "from isoloss.lab.languages.config import PCFGConfig\n\nMEASURED", 1))
-    call(capsys, "run", study, "--folder", "out", "--workers", "1")
+    call(capsys, "run", study, "--folder", "out", *here)
     assert set(StudyFolder(load_study(study), Path("out")).results().at("bert")) >= {"kl", "trace", "probe-root"}
 
 
-def test_new_writes_a_study_that_compares_external_checkpoints(study, capsys):
+def test_new_writes_a_study_that_compares_external_checkpoints(study, capsys, here):
     data = ("--data", "text.txt")
     call(capsys, "new", "mine", "--checkpoints", "models/opt", "models/gpt2", *data)
     assert len(Path("mine.py").read_text().splitlines()) <= 30
-    call(capsys, "run", "mine.py", "--workers", "1")
+    call(capsys, "run", "mine.py", *here)
     assert set(StudyFolder(load_study("mine.py"), Path("runs/mine-all")).results().experiments) == {"opt", "gpt2"}
     with pytest.raises(IsolossError, match=r"mine\.py is there already"):
         main_study("new", "mine")

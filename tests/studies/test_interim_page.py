@@ -1,14 +1,8 @@
 """Studies in blocks: the order of their units, and the page that grows with the blocks."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -111,7 +105,7 @@ def test_the_hook_is_called_when_the_workers_have_work_again(tmp_path):
 
 
 def test_pages_grow_with_the_blocks_and_the_last_is_as_if_they_had_not(
-    capsys, file, tmp_path, here, finished, monkeypatch
+    capsys, file, partly, here, finished, monkeypatch
 ):
     monkeypatch.setattr(interim_page, "INTERVAL_SECONDS", 0.0)
     seen = {}
@@ -123,7 +117,7 @@ def test_pages_grow_with_the_blocks_and_the_last_is_as_if_they_had_not(
         return path
 
     monkeypatch.setattr(StudyFolder, "report", watched)
-    call(capsys, "run", file, "--folder", tmp_path / "out", *here)
+    call(capsys, "run", file, "--folder", partly, *here)
     assert list(seen) == [(0, 1), None]
     interim, final = seen.values()
     assert "Interim: 2 of 3 blocks (grammars) are done. Verdicts follow when all are." in interim
@@ -133,7 +127,7 @@ def test_pages_grow_with_the_blocks_and_the_last_is_as_if_they_had_not(
     assert "badge" not in re.sub(r"<style.*?</style>", "", interim, flags=re.DOTALL)
     assert "Interim" not in final
     assert "Dropout makes a model flatter" in final
-    assert report(tmp_path / "out") == report(finished)
+    assert report(partly) == report(finished)
 
 
 def test_an_unfinished_study_is_reported_from_its_complete_blocks(capsys, file, partly, finished, here):
@@ -158,17 +152,17 @@ def test_too_few_blocks_are_refused(capsys, file, partly):
     assert not (partly / "report").exists()
 
 
-def test_a_page_that_fails_is_told_in_a_line_and_the_last_one_is_an_error(capsys, file, tmp_path, here, finished):
+def test_a_page_that_fails_is_told_in_a_line_and_the_last_one_is_an_error(capsys, file, partly, here, finished):
     text = file.read_text()
     broken = "def tables(results):\n    if results.blocks_done < results.blocks: raise ValueError('too\\nfew')\n"
     file.write_text(text.replace("def tables(results):\n", broken))
-    call(capsys, "run", file, "--folder", tmp_path / "out", *here)
-    assert report(tmp_path / "out") == report(finished)
-    shutil.rmtree(tmp_path / "out" / "runs" / "plain-3" / "evaluations")
-    shutil.rmtree(tmp_path / "out" / "runs" / "dropped-3" / "evaluations")
-    (tmp_path / "out" / "report" / "index.html").unlink()
+    call(capsys, "run", file, "--folder", partly, *here)
+    assert report(partly) == report(finished)
+    shutil.rmtree(partly / "runs" / "plain-3" / "evaluations")
+    shutil.rmtree(partly / "runs" / "dropped-3" / "evaluations")
+    (partly / "report" / "index.html").unlink()
     capsys.readouterr()
-    folder = StudyFolder(load_study(file), tmp_path / "out")
+    folder = StudyFolder(load_study(file), partly)
     said = []
     page = interim_page.InterimPage(folder, folder.plan(), said.append)
     page(folder.plan()[0])
@@ -177,7 +171,7 @@ def test_a_page_that_fails_is_told_in_a_line_and_the_last_one_is_an_error(capsys
     assert said == [f"the page of 2 of 3 blocks could not be written: {why}"]
     file.write_text(text.replace("def tables(results):\n", "def tables(results):\n    raise ValueError('never')\n"))
     with pytest.raises(IsolossError, match="tables of the study blocks fails with ValueError: never"):
-        call(capsys, "run", file, "--folder", tmp_path / "out", *here)
+        call(capsys, "run", file, "--folder", partly, *here)
 
 
 def test_pages_keep_their_distance(file, tmp_path, monkeypatch):
@@ -208,34 +202,3 @@ def test_blocks_are_counted_from_one(file, tmp_path):
     file.write_text(file.read_text().replace("first_page_blocks=2", "first_page_blocks=0"))
     with pytest.raises(IsolossError, match="first_page_blocks of the study blocks is 0; it must be at least 1"):
         StudyFolder(load_study(file), tmp_path / "out").prepare()
-
-
-KILLED = """
-import sys
-import studies_in_process
-from isoloss import registry
-from isoloss.cli import study
-registry.EXECUTORS.register("here", studies_in_process.run)
-study.main(["run", *sys.argv[1:], "--executor", "here"])
-"""
-
-
-def test_a_study_killed_after_its_first_page_ends_the_same(capsys, file, tmp_path, here, finished):
-    out = tmp_path / "out"
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(file), "--folder", str(out)],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 120
-    while not (out / "report" / "index.html").is_file():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert "Interim" in text_of(out)
-    assert any(not unit.done() for unit in StudyFolder(load_study(file), out).plan())
-    call(capsys, "run", file, "--folder", out, *here)
-    assert report(out) == report(finished)

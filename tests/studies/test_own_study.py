@@ -13,7 +13,7 @@ from isoloss.errors import IsolossError
 from isoloss.studies import page
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.spec import load_study
-from studies_in_process import call
+from studies_in_process import call, carry_out
 
 FILE = """
 from isoloss.lab.languages.config import PCFGConfig
@@ -35,12 +35,51 @@ STUDY = Study(
 )
 """
 
+CLAIMS = """
+[[claims]]
+id = "flatter"
+statement = "Dropout flattens"
+paper = "not tried"
+compares = "dropout"
+measures = "flatness"
+direction = "decrease"
+"""
+CONTRASTS = """
+import dataclasses
+from pathlib import Path
+from isoloss.studies import Contrast
+
+def contrasts(results):
+    pair = results.at("without", 6), results.at("with", 6)
+    return {"dropout": [Contrast(names=("without", "with"), pairs=[pair], at_same_loss=False)]}
+
+STUDY = dataclasses.replace(STUDY, claims=Path(__file__).with_name("claims.toml"), contrasts=contrasts)
+"""
+
 
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "my_study.py"
     path.write_text(FILE)
     return path
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """The folder of the study with its claims, carried out without a page."""
+    folder = tmp_path_factory.mktemp("once")
+    (folder / "my_study.py").write_text(FILE + CONTRASTS)
+    (folder / "claims.toml").write_text(CLAIMS)
+    made = StudyFolder(load_study(folder / "my_study.py"), folder / "out")
+    made.prepare()
+    carry_out(made.plan(), made.path)
+    return made.path
+
+
+@pytest.fixture
+def done(once, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(once, tmp_path / "out")
 
 
 def test_a_setting_may_have_several_values(capsys, file, tmp_path, here):
@@ -189,39 +228,16 @@ def test_a_plan_names_a_run_that_is_not_in_the_study(file, tmp_path):
         command.main(["plan", str(file), "--folder", str(tmp_path / "out")])
 
 
-CLAIMS = """
-[[claims]]
-id = "flatter"
-statement = "Dropout flattens"
-paper = "not tried"
-compares = "dropout"
-measures = "flatness"
-direction = "decrease"
-"""
-
-
 @pytest.fixture
 def claiming(file):
     claims = file.with_name("claims.toml")
     claims.write_text(CLAIMS)
-    text = FILE.replace("import Experiment", "import Contrast, Experiment")
-    text += f"""
-import dataclasses
-from pathlib import Path
-
-def contrasts(results):
-    pair = results.at("without", 6), results.at("with", 6)
-    return {{"dropout": [Contrast(names=("without", "with"), pairs=[pair], at_same_loss=False)]}}
-
-STUDY = dataclasses.replace(STUDY, claims=Path({str(claims)!r}), contrasts=contrasts)
-"""
-    file.write_text(text)
+    file.write_text(FILE + CONTRASTS)
     return claims
 
 
-def test_claims_that_change_after_the_start_are_said_to_have_changed(capsys, file, claiming, tmp_path, here):
-    where = ("--folder", tmp_path / "out")
-    call(capsys, "run", file, *where, *here)
+def test_claims_that_change_after_the_start_are_said_to_have_changed(capsys, file, claiming, done):
+    where = ("--folder", done)
     started = json.loads(call(capsys, "report", file, *where, "--json"))
     assert (started["warning"], started["claims"][0]["claim"]) == ("", "flatter")
     claiming.write_text(CLAIMS.replace("decrease", "increase"))
@@ -229,11 +245,11 @@ def test_claims_that_change_after_the_start_are_said_to_have_changed(capsys, fil
     was, now = started["claims_file"]["sha256"], changed["claims_file"]["sha256"]
     assert was != now
     assert changed["warning"] == f"claims.toml was changed after this study was started: its SHA-256 was {was}."
-    assert changed["warning"] in (tmp_path / "out" / "report" / "index.html").read_text()
+    assert changed["warning"] in (done / "report" / "index.html").read_text()
     # a study begun before the hash was written down
-    document = json.loads((tmp_path / "out" / "study.json").read_text())
+    document = json.loads((done / "study.json").read_text())
     del document["claims_sha256"]
-    (tmp_path / "out" / "study.json").write_text(json.dumps(document))
+    (done / "study.json").write_text(json.dumps(document))
     assert json.loads(call(capsys, "report", file, *where, "--json"))["warning"] == ""
 
 
@@ -281,21 +297,18 @@ def test_a_part_of_a_study_that_is_no_function_is_refused_at_once(file, claiming
         (
             "pairs=",
             "pair=",
-            r"contrasts of the study dropout fails with TypeError: .*'pair'.* \(my_study.py, line 25\)",
+            r"contrasts of the study dropout fails with TypeError: .*'pair'.* \(my_study.py, line 32\)",
         ),
     ],
 )
-def test_contrasts_that_fail_are_one_sentence(capsys, file, claiming, tmp_path, here, old, new, message):
-    where = ("--folder", tmp_path / "out")
-    call(capsys, "run", file, *where, *here)
+def test_contrasts_that_fail_are_one_sentence(capsys, file, claiming, done, old, new, message):
     file.write_text(file.read_text().replace(old, new))
     with pytest.raises(IsolossError, match=message):
-        call(capsys, "report", file, *where)
+        call(capsys, "report", file, "--folder", done)
 
 
-def test_an_interrupted_report_says_how_to_go_on(capsys, file, tmp_path, here, monkeypatch):
-    words = ["study", "report", str(file), "--folder", str(tmp_path / "out")]
-    call(capsys, "run", *words[2:], *here)
+def test_an_interrupted_report_says_how_to_go_on(capsys, file, done, monkeypatch):
+    words = ["study", "report", str(file), "--folder", str(done)]
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -307,13 +320,12 @@ def test_an_interrupted_report_says_how_to_go_on(capsys, file, tmp_path, here, m
     assert shlex.split(second) == ["isoloss", *words]
 
 
-def test_watching_ends_when_all_is_done_or_nothing_can_go_on(capsys, file, tmp_path, here, monkeypatch):
+def test_watching_ends_when_all_is_done_or_nothing_can_go_on(capsys, file, done, here, monkeypatch):
     monkeypatch.setattr(command, "LINE_SECONDS", 0.01)
-    where = ("--folder", tmp_path / "out")
-    call(capsys, "run", file, *where, *here)
+    where = ("--folder", done)
     assert call(capsys, "status", file, *where, "--watch") == "4 of 4 units done; about 0 s left\n"
-    shutil.rmtree(tmp_path / "out" / "runs" / "with")
-    (tmp_path / "out" / "configs" / "with.toml").write_text("steps = -1\n")
+    shutil.rmtree(done / "runs" / "with")
+    (done / "configs" / "with.toml").write_text("steps = -1\n")
     with pytest.raises(IsolossError, match="train with failed with status 2"):
         command.main(["run", str(file), *map(str, where), *here])
     capsys.readouterr()

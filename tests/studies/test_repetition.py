@@ -16,6 +16,7 @@ from isoloss.errors import IsolossError
 from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.runs import Run
 from isoloss.statistics.significance import p_value
+from isoloss.studies.export import export
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.repetition import compare
 from isoloss.studies.results import Results
@@ -96,13 +97,14 @@ def test_a_folder_that_names_no_offset_has_none(file, finished, tmp_path):
 # --- exports
 
 
-@pytest.fixture
-def exports(capsys, file, tmp_path, finished, repeated):
+@pytest.fixture(scope="module")
+def exports(finished, repeated, tmp_path_factory):
     """The study and its repetition, exported."""
+    results = tmp_path_factory.mktemp("results")
     for offset, folder in enumerate((finished, repeated)):
-        where = ("--folder", folder, "--seed-offset", offset)
-        call(capsys, "export", file, *where, "--output", tmp_path / "results" / "ab"[offset])
-    return tmp_path / "results" / "a", tmp_path / "results" / "b"
+        study = load_study(folder.parent / "blocks.py")
+        export(StudyFolder(study, folder, seed_offset=offset), results / "ab"[offset])
+    return results / "a", results / "b"
 
 
 def test_an_export_has_the_numbers_and_how_they_were_made(capsys, file, exports, finished, tmp_path):
@@ -139,12 +141,12 @@ def test_an_export_has_the_numbers_and_how_they_were_made(capsys, file, exports,
     assert provenance["unit_seconds"] == pytest.approx(sum(seconds), abs=0.06)
 
 
-def test_an_export_names_no_place_of_this_machine(exports, finished, repeated, tmp_path):
+def test_an_export_names_no_place_of_this_machine(exports, finished, repeated):
     for folder in exports:
         for path in folder.rglob("*"):
             if path.is_file():
                 content = path.read_bytes()
-                for place in (tmp_path, finished.parent, repeated.parent, tmp_path.parents[1]):
+                for place in (finished.parent, repeated.parent, finished.parents[1]):
                     assert str(place).encode() not in content, path
         page = (folder / "index.html").read_text()
         assert "../" not in page.partition("<main>")[2].partition("<script>")[0]
@@ -153,7 +155,7 @@ def test_an_export_names_no_place_of_this_machine(exports, finished, repeated, t
 
 
 def test_the_same_study_is_exported_again_and_nothing_else_is_replaced(capsys, file, exports, finished, tmp_path):
-    a, b = exports
+    a, b = (shutil.copytree(each, tmp_path / each.name) for each in exports)
     before = {path.name: path.read_bytes() for path in a.rglob("*") if path.is_file()}
     (a / "values.csv").write_text("")
     printed = call(capsys, "export", file, "--folder", finished, "--output", a)

@@ -31,7 +31,7 @@ def within_chance(count, number, probability):
 
 
 def test_wrong_verdicts_are_as_rare_as_they_say():
-    number = 1000
+    number = 300
     losses = draws(number, seed=1, between=0.002, within=0.002)
     of_primary = of_others = uncorrected = tested = 0
     for moves, loss in zip(draws(number, CLAIMS, seed=0), losses, strict=True):
@@ -48,7 +48,7 @@ def test_wrong_verdicts_are_as_rare_as_they_say():
 
 
 def test_tests_that_depend_on_each_other_are_not_wrong_more_often():
-    number, wrong = 500, 0
+    number, wrong = 150, 0
     moves = draws(number, 1, seed=2) + draws(number, CLAIMS, seed=3, between=0.3, within=0.3)
     for own in moves:
         _, *others = answers(FILE, contrast(own, clusters=CLUSTERS))
@@ -57,7 +57,7 @@ def test_tests_that_depend_on_each_other_are_not_wrong_more_often():
 
 
 def test_losses_at_the_margin_are_let_through_as_rarely_as_they_say():
-    number, file = 1500, claims_file(claim(0))
+    number, file = 400, claims_file(claim(0))
     losses = 0.01 + draws(number, seed=4, between=0.001, within=0.001)
     through = sum(
         answers(file, contrast([np.zeros(len(loss))], loss, clusters=CLUSTERS))[0].verdict is not Verdict.NOT_TESTED
@@ -67,7 +67,7 @@ def test_losses_at_the_margin_are_let_through_as_rarely_as_they_say():
 
 
 def test_the_stated_effect_is_found_with_the_stated_power():
-    number, alphas = 800, (0.05, 0.05 / (CLAIMS - 1))
+    number, alphas = 250, (0.05, 0.05 / (CLAIMS - 1))
     effects = [minimal_detectable_effect(SD_OF_MEANS, GRAMMARS, alpha=alpha) for alpha in alphas]
     moves = draws(number, CLAIMS, seed=5)
     moves[:, 0] += effects[0]  # the primary, which says that it increases
@@ -89,7 +89,7 @@ def test_the_stated_effect_is_found_with_the_stated_power():
 
 @pytest.mark.parametrize("of_loss", [0.004, 0.05])  # through the gate in most cases, and never
 def test_the_adjusted_interval_holds_the_difference_at_the_same_loss(of_loss):
-    number, degrees, slope, true, error, file = 1000, 7, -20.0, 0.5, 4.0, claims_file(claim(0))
+    number, degrees, slope, true, error, file = 300, 7, -20.0, 0.5, 4.0, claims_file(claim(0))
     g = np.random.default_rng(6)
     losses = of_loss + draws(number, seed=7, between=0.002, within=0.002)
     moves = true + slope * losses + draws(number, seed=8, between=0.05, within=0.05)
