@@ -17,9 +17,8 @@ from isoloss.errors import IsolossError, warn
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import generator
 from isoloss.text import documents, hub_datasets, tokenizers
-from isoloss.text.masking import IGNORED, Batch, SpecialIds, mask
+from isoloss.text.masking import IGNORED, Batch, Sentences, SpecialIds, mask
 from isoloss.text.packing import boundary_token_ids, pack
-from isoloss.text.sentences import Sentences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from isoloss.text.sentences import Sentences
+from isoloss.text.masking import Sentences
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int32]

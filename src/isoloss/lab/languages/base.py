@@ -21,7 +21,7 @@ from isoloss import seeds
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab.languages import batches
-from isoloss.text.sentences import Sentences, Start
+from isoloss.text.masking import Sentences, Start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -19,7 +19,7 @@ from isoloss.lab.languages import batches
 from isoloss.lab.languages.base import ExactLanguage, Labeling, Language, Sentences, Stored
 from isoloss.lab.languages.config import FileConfig, WithSpecialTokensConfig
 from isoloss.registry import LANGUAGES
-from isoloss.text.sentences import Start
+from isoloss.text.masking import Start
 
 CLS, SEP = "[CLS]", "[SEP]"
 

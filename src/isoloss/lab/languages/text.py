@@ -23,7 +23,7 @@ from isoloss.lab.languages.base import Labeling, Language, Sentences, Stored
 from isoloss.lab.languages.config import CorpusConfig, Progress, check_unchanged
 from isoloss.seeds import generator
 from isoloss.text import documents, hub_datasets, packing, tokenizers
-from isoloss.text.sentences import Start
+from isoloss.text.masking import Start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -143,14 +143,20 @@ def _pooled(
     if types is not None:
         inputs["token_type_ids"] = types[:, :longest].to(device)
     states = _states(backbone, inputs, layer).float()
+    if pooling == "concatenate":
+        states = states.masked_fill(~present[:, :, None], 0.0)
+        return torch.nn.functional.pad(states, (0, 0, 0, total - longest)).flatten(1)
+    return pool(states, present, pooling)
+
+
+def pool(states: torch.Tensor, present: torch.Tensor, pooling: str) -> torch.Tensor:
+    """Return (B, d) of states (B, T, d): of the `first` token, the `last` or their `mean`; present (B, T) is bool."""
     if pooling == "first":
         return states[:, 0]
+    lengths = present.sum(dim=1)
     if pooling == "last":
-        return states[torch.arange(len(states), device=device), lengths - 1]
-    states = states.masked_fill(~present[:, :, None], 0.0)
-    if pooling == "mean":
-        return states.sum(1) / lengths[:, None]
-    return torch.nn.functional.pad(states, (0, 0, 0, total - longest)).flatten(1)
+        return states[torch.arange(len(states), device=states.device), lengths - 1]
+    return states.masked_fill(~present[:, :, None], 0.0).sum(dim=1) / lengths[:, None]
 
 
 def _states(backbone: Any, inputs: dict[str, torch.Tensor], layer: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ from isoloss.lab.training.algorithms.base import TrainingAlgorithm, TrainingCont
 from isoloss.lab.training.process import process_settings, seed_dropout, signals
 from isoloss.lab.training.train import Interrupted
 from isoloss.lab.transfer.config import FinetuneConfig
-from isoloss.lab.transfer.features import backbone_of, check_sentences
+from isoloss.lab.transfer.features import backbone_of, check_sentences, pool
 from isoloss.lab.transfer.results import TransferResult, absent_classes, check_labels, score
 from isoloss.lab.transfer.tasks import TaskData
 from isoloss.runs import versions
@@ -165,14 +165,7 @@ class Classifier(nn.Module):
         """Return the logits (n, C) of `input_ids`, `attention_mask` and, where it is there, `token_type_ids`."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         states: torch.Tensor = self.backbone(**inputs).last_hidden_state
-        present = batch["attention_mask"]
-        if self.pooling == "first":
-            read = states[:, 0]
-        elif self.pooling == "last":
-            read = states[torch.arange(len(states), device=states.device), present.sum(dim=1) - 1]
-        else:
-            read = (states * present[:, :, None]).sum(dim=1) / present.sum(dim=1, keepdim=True)
-        logits: torch.Tensor = self.head(read)
+        logits: torch.Tensor = self.head(pool(states, batch["attention_mask"].bool(), self.pooling))
         return logits
 
     def loss(self, batch: Batch) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages._pcfg.grammar import Grammar
-from isoloss.text.sentences import Sentences
+from isoloss.text.masking import Sentences
 
 if TYPE_CHECKING:
     from isoloss.lab.languages.alias_sampling import Rewrites
