@@ -199,7 +199,7 @@ def test_arms_of_a_small_scale_differ_from_the_main_model_in_what_they_are_named
     assert weights["adversary"] == -weights["helper"] > 0
 
 
-def test_a_plan_says_which_figures_show_polishes():
+def test_a_plan_says_which_figures_show_cooldowns():
     shown = {name: one.shown_in for name, one in experiments("evening", "pcfg").items() if "polished" in name}
     assert shown["d16-2000-polished-500"] == shown["d64-2000-polished"] == ("figure 1", "figure 5")
     assert shown["d32-8000-polished"] == shown["pre-ln-2000-polished"] == ("figure 1",)

@@ -310,7 +310,7 @@ def known_text(losses=LOSSES):
     return Known(scale, checkpoints, None)
 
 
-def test_without_a_polish_the_last_checkpoint_that_the_other_encloses_is_compared():
+def test_without_a_cooldown_the_last_checkpoint_that_the_other_encloses_is_compared():
     made = contrasts(known_text())
     (unregularized,), (sam,) = made["text unregularized"], made["text sam"]
     assert unregularized.names == ("AdamW", "Without dropout and weight decay")
@@ -351,7 +351,7 @@ def test_what_no_checkpoint_of_the_other_encloses_is_not_tested():
     ],
 )
 def test_claims_need_half_of_the_models_and_three_languages(seeds, enclosed, is_tested):
-    """Some seeds of three grammars; the arm of some has a KL within the control's polishes, the others' is 9."""
+    """Some seeds of three grammars; the arm of some has a KL within the control's cooldowns, the others' is 9."""
     results = known_results({}, seeds=seeds)
     for place, one in enumerate(results.scale.datasets[0].replicates):
         for length, kl in (("-10", 0.3), ("", 0.2), ("-40", 0.1)):
@@ -381,8 +381,8 @@ def test_a_trajectory_against_itself_has_no_difference():
     assert control["trace"].value == treated["trace"].value == 30.0
 
 
-def test_the_error_of_the_interpolation_is_that_of_a_polish_between_two_others():
-    """The middle polish has the KL half way in the logarithm, and a trace that is 2 above the straight line."""
+def test_the_error_of_the_interpolation_is_that_of_a_cooldown_between_two_others():
+    """The middle cooldown has the KL half way in the logarithm, and a trace that is 2 above the straight line."""
     near = {
         ("d32-40-polished-10", 10): (0.4, 0.5, 40.0),
         ("d32-40-polished", 20): (0.2, 0.6, 32.0),
@@ -402,7 +402,7 @@ def test_the_error_of_the_interpolation_is_that_of_a_polish_between_two_others()
 
 
 def test_larger_models_minus_smaller_ones_by_expansion():
-    """The smaller model's KL is half way, in the logarithm, between two polishes of the larger one."""
+    """The smaller model's KL is half way, in the logarithm, between two cooldowns of the larger one."""
     inside = {  # arm and step: the KL; inside the largest, the trace by the paper's and by the exact expansion
         ("d16-40-polished-40", 40): (0.2, 90.0, 20.0),
         ("d32-40-polished", 20): (0.4, 50.0, 34.0),
@@ -461,7 +461,7 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
     claims = answer_all(read_claims(STUDY.claims), contrasts(results), measures(results.scale), scale=name)
     tested = {each.claim.id for each in claims if any(one.difference is not None for one in each.answers)}
     assert tested >= (
-        {"noise-transfer", "lookup-transfer"} if whole.datasets[0].polish_steps else {"adversary-transfer"}
+        {"noise-transfer", "lookup-transfer"} if whole.datasets[0].cooldown_steps else {"adversary-transfer"}
     )
     assert all(each.answers for each in claims)
     if name == "evening":  # at the others no verdict is given

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.paper.same_loss import page, pilot
-from isoloss.paper.same_loss.design import BASE, GROUPS, UNTOUCHED, polished
+from isoloss.paper.same_loss.design import BASE, GROUPS, UNTOUCHED, cooldown_run
 from isoloss.paper.same_loss.study import SCALES, STUDY, contrasts, factor, measures, tables
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Verdict, read_claims
@@ -39,6 +40,13 @@ def value(key, arm, grammar, changes):
     return scale * base + (0 if arm == UNTOUCHED and key != "kl" else noise) + changes.get((arm, key), 0.0)
 
 
+class Known(Results):
+    """Results without runs."""
+
+    def run(self, name):
+        return SimpleNamespace(result=lambda: {"num_parameters": 1000})
+
+
 def known_results(folder, scale=SCALE, **given):
     """Results in which nothing differs but what is `given`: by arm, the change of each estimate at all checkpoints."""
     changes = {(arm.replace("_", "-"), key): by for arm, some in given.items() for key, by in some.items()}
@@ -54,7 +62,7 @@ def known_results(folder, scale=SCALE, **given):
                     at = checkpoints.setdefault((name, step), {})
                     for measure in part.measures:
                         at |= estimates(measure, part.settings, arm, unit.grammar, changes)
-    return Results(scale, checkpoints, folder)
+    return Known(scale, checkpoints, folder)
 
 
 def estimates(measure, settings, arm, grammar, changes):
@@ -146,12 +154,12 @@ def test_no_grammar_is_the_pilots_and_no_two_units_share_a_seed():
     )  # that of the base, and that of what goes on from it
 
 
-def test_all_arms_of_a_unit_have_the_same_polish_and_are_measured_alike():
+def test_all_arms_of_a_unit_have_the_same_cooldown_and_are_measured_alike():
     unit = SCALE.units[0]
     arms = [SCALE.experiments[unit.run(arm)] for arm in GROUPS]
-    polishes = {arm.config.stages[-1].applied_to(arm.config).optimizer for arm in arms}
-    assert [polish.weight_decay for polish in polishes] == [0.0]
-    assert {arm.config.stages[-1].steps for arm in arms} == {SCALE.polish_steps}
+    cooldowns = {arm.config.stages[-1].applied_to(arm.config).optimizer for arm in arms}
+    assert [cooldown.weight_decay for cooldown in cooldowns] == [0.0]
+    assert {arm.config.stages[-1].steps for arm in arms} == {SCALE.cooldown_steps}
     assert len({str(arm.measurements[0].settings) for arm in SCALE.experiments.values() if arm.block == 0}) == 1
     seeds = {arm.measurements[0].settings["seed"] for arm in arms}
     assert not seeds & {arm.config.seed for arm in arms}  # no probe is fitted on the adversary's examples
@@ -162,7 +170,7 @@ def test_the_plan_trains_before_it_measures_a_grammar_at_a_time(tmp_path):
     check(units)
     after = {unit.name: unit.after for unit in units}
     assert after[f"train {FIRST}-untouched"] == (f"train {FIRST}-base",)
-    assert after[f"train {FIRST}-{polished('no-noise', 1000)}"] == (f"train {FIRST}-no-noise",)
+    assert after[f"train {FIRST}-{cooldown_run('no-noise', 1000)}"] == (f"train {FIRST}-no-noise",)
     assert after[f"train {FIRST}-helper"] == (f"train {FIRST}-base",)
     assert after[f"measure {FIRST}-helper"] == (f"train {FIRST}-helper",)
     assert after[f"measure {FIRST}-longer"] == (f"train {FIRST}-longer",)
@@ -328,15 +336,15 @@ def test_tables_of_differences(tmp_path):
     for run in (unit.run("label-noise") for unit in SCALE.units):
         step = SCALE.sgd_steps
         found.checkpoints[run, step]["kl"] = exactly(found.checkpoints[run, step]["kl"], 0.013)
-    by_name = {table.name: dict(table.rows) for table in tables_of(found)}
+    by_name = {table.name: dict(table.rows) for table in tables(found)}
     after, before = by_name["after"], by_name["before"]
     label = GROUPS["label-noise"], GROUPS[UNTOUCHED], len(SCALE.grammars)
     assert after[label]["kl"].value == pytest.approx(1e-3, abs=5e-5)
     assert after[label]["trace"].value == pytest.approx(0.5, abs=0.01)
     assert after[label]["few-shot-prefix-4-100"].value == pytest.approx(10, abs=0.3)
     assert before[label]["kl"].value == pytest.approx(1e-2, abs=5e-5)
-    polishes = by_name["polishes"]
-    assert [row[0] for row in polishes] == [0, *SCALE.other_polishes, SCALE.polish_steps]
+    cooldowns = by_name["cooldowns"]
+    assert [row[0] for row in cooldowns] == [0, *SCALE.other_cooldowns, SCALE.cooldown_steps]
     baselines = by_name["baselines"]
     assert baselines[("Bayes-optimal classifier",)]["probe-prefix-4"].value == 1.0
     assert baselines[("Majority class",)]["probe-prefix-4"].value == pytest.approx(0.2)
@@ -345,16 +353,6 @@ def test_tables_of_differences(tmp_path):
 def exactly(one, value):
     """The same with another value."""
     return dataclasses.replace(one, value=value)
-
-
-def tables_of(results):
-    """The tables; sizes are counted in the files of runs."""
-    for name, experiment in results.experiments.items():
-        run = run_of(results.folder, name, experiment)
-        if not run.exists:
-            run.create(experiment.config)
-            known.files.write_json(run.path / "result.json", {"num_parameters": 1000})
-    return tables(results)
 
 
 def test_a_folder_of_another_plan_is_refused_and_left_alone(tmp_path):
@@ -426,7 +424,7 @@ def test_the_correlation_is_within_grammars_and_given_the_loss(tmp_path):
     assert "not known" in page._correlation(known_results(tmp_path, SCALES["smoke"]), "trace", "probe-prefix-4", ())
 
 
-def test_the_base_is_what_the_untouched_arm_has_before_its_polish(tmp_path):
+def test_the_base_is_what_the_untouched_arm_has_before_its_cooldown(tmp_path):
     unit = SCALE.units[0]
     base = SCALE.experiments[unit.run(BASE)]
     assert SCALE.experiments[unit.run(UNTOUCHED)].config.init_from == f"../{unit.run(BASE)}"

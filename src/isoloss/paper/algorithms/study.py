@@ -11,8 +11,7 @@ from typing import Any
 from isoloss.lab.languages.config import LAPTOP_PCFG, PCFGConfig
 from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 from isoloss.paper.reproduction.compare import replicates
-from isoloss.paper.reproduction.spec import Arm, Dataset, Replicate, StudySize
-from isoloss.paper.same_loss.design import sgd
+from isoloss.paper.reproduction.spec import Arm, Dataset, Replicate, StudySize, sgd
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Contrast

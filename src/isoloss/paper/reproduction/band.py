@@ -48,7 +48,7 @@ class Spread:
 
 
 def models(results: Results, dataset: Dataset) -> list[Model]:
-    """Return all models of a dataset whose KL is known: every size, arm and polish at every measured step."""
+    """Return all models of a dataset whose KL is known: every size, arm and cooldown at every measured step."""
     prefix = replicates(results, dataset)[0].run("")
     return [
         Model(run.removeprefix(prefix), step)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isoloss.paper.reproduction.spec import SGD_EXACT, SGD_SAMPLED, Dataset, Replicate, StudySize, polished
+from isoloss.paper.reproduction.spec import SGD_EXACT, SGD_SAMPLED, Dataset, Replicate, StudySize, cooldown_run
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Contrast
@@ -45,15 +45,15 @@ def at_step(results: Results, replicate: Replicate, arm: str, step: int) -> Chec
 
 
 def end(results: Results, dataset: Dataset, replicate: Replicate, arm: str) -> Checkpoint:
-    """Return the end of a size or arm: after its polish, where the scale has one."""
-    run = polished(arm, dataset.last) if dataset.polish_steps else arm
+    """Return the end of a size or arm: after its cooldown, where the scale has one."""
+    run = cooldown_run(arm, dataset.last) if dataset.cooldown_steps else arm
     name = replicate.run(run)
     return results.at(name if name in results.experiments else replicate.run(arm))
 
 
-def by_polish(results: Results, dataset: Dataset, replicate: Replicate, size: str) -> list[Checkpoint]:
-    """Return a size after polishes of every length, the shortest first, all from the step where arms branch off."""
-    return [results.at(replicate.run(polished(size, dataset.start, length))) for length in dataset.polish_lengths]
+def by_cooldown(results: Results, dataset: Dataset, replicate: Replicate, size: str) -> list[Checkpoint]:
+    """Return a size after cooldowns of every length, the shortest first, all from the step where arms branch off."""
+    return [results.at(replicate.run(cooldown_run(size, dataset.start, length))) for length in dataset.cooldown_lengths]
 
 
 def trained(results: Results, dataset: Dataset, replicate: Replicate, arm: str) -> list[Checkpoint]:
@@ -69,7 +69,7 @@ def at_same_loss(controls: Sequence[Checkpoint], treated: Checkpoint) -> Pair | 
     example adds to them. None if no two neighbors do.
 
     Args:
-        controls: Checkpoints of the control, in the order of their steps or of their polishes' lengths.
+        controls: Checkpoints of the control, in the order of their steps or of their cooldowns' lengths.
         treated: The checkpoint that the control is compared with.
     """
     key = loss_key([(treated, treated)])
@@ -124,7 +124,7 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
     found: dict[str, Sequence[Contrast]] = {f"{name} {each}": () for name, all_ in CONTRASTS.items() for each in all_}
     for dataset in scale.datasets:
         if replicates(results, dataset):
-            made = (_after_polish if dataset.polish_steps else _along_training)(_Contrasts(results, dataset))
+            made = (_after_cooldown if dataset.cooldown_steps else _along_training)(_Contrasts(results, dataset))
             found |= {f"{dataset.name} {name}": each for name, each in made.items()}
     return found
 
@@ -164,25 +164,25 @@ class _Contrasts:
         results, dataset = self.results, self.dataset
         return self.make(
             (TRAJECTORY, name),
-            lambda one: at_same_loss(by_polish(results, dataset, one, dataset.main), end(results, dataset, one, arm)),
+            lambda one: at_same_loss(by_cooldown(results, dataset, one, dataset.main), end(results, dataset, one, arm)),
             INTERPOLATED.format(between=between),
             at_same_loss=False,
         )
 
 
-def _after_polish(make: _Contrasts) -> dict[str, list[Contrast]]:
+def _after_cooldown(make: _Contrasts) -> dict[str, list[Contrast]]:
     results, dataset, main = make.results, make.dataset, make.dataset.main
-    between = f"of {main} after {dataset.start:,} steps and polishes of different lengths"
+    between = f"of {main} after {dataset.start:,} steps and cooldowns of different lengths"
     made = {
         "sgd": make.against_adamw("SGD", SGD_SAMPLED, between),
         "label noise": make.make(
             ("SGD (exact labels)", "SGD (sampled labels)"),
             lambda one: (end(results, dataset, one, SGD_EXACT), end(results, dataset, one, SGD_SAMPLED)),
-            "Both after the same polish.",
+            "Both after the same cooldown.",
         ),
         "longer": make.make(
             (f"{dataset.start:,} steps", f"{dataset.last:,} steps"),
-            lambda one: at_same_loss(by_polish(results, dataset, one, main), end(results, dataset, one, main)),
+            lambda one: at_same_loss(by_cooldown(results, dataset, one, main), end(results, dataset, one, main)),
             INTERPOLATED.format(between=between),
             at_same_loss=False,
         ),
@@ -192,8 +192,8 @@ def _after_polish(make: _Contrasts) -> dict[str, list[Contrast]]:
             for each in make.make(
                 (smaller, larger),
                 lambda one, pair=(smaller, larger): size_pair(results, dataset, one, pair),  # type: ignore[misc]
-                "The second model is interpolated, linearly in log KL, between polishes of different lengths; the "
-                "first has had the longest polish that leaves its KL between the second's. So both have the same KL "
+                "The second model is interpolated, linearly in log KL, between cooldowns of different lengths; the "
+                "first has had the longest cooldown that leaves its KL between the second's. So both have the same KL "
                 "by construction.",
                 case=f"{smaller} to {larger}",
                 at_same_loss=False,
@@ -209,7 +209,7 @@ def _after_polish(make: _Contrasts) -> dict[str, list[Contrast]]:
             for each in make.make(
                 ("Look-up table", main),
                 lambda one, kind=kind: _against_table(results, dataset, one, kind),  # type: ignore[misc]
-                f"{main} after {dataset.last:,} steps and the polish. The features of the look-up table are the true "
+                f"{main} after {dataset.last:,} steps and the cooldown. The features of the look-up table are the true "
                 f"conditionals, as {words}; its KL is 0.",
                 case=words,
                 at_same_loss=False,
@@ -219,7 +219,7 @@ def _after_polish(make: _Contrasts) -> dict[str, list[Contrast]]:
         made["pre-ln"] = make.make(
             ("Post-layer-norm", "Pre-layer-norm"),
             lambda one: at_same_loss(
-                by_polish(results, dataset, one, main), results.at(one.run(polished("pre-ln", dataset.start)))
+                by_cooldown(results, dataset, one, main), results.at(one.run(cooldown_run("pre-ln", dataset.start)))
             ),
             INTERPOLATED.format(between=between),
             at_same_loss=False,
@@ -228,7 +228,7 @@ def _after_polish(make: _Contrasts) -> dict[str, list[Contrast]]:
 
 
 def _along_training(make: _Contrasts) -> dict[str, list[Contrast]]:
-    """Return the contrasts of a dataset without a polish: of models at one loss in the course of their training."""
+    """Return the contrasts of a dataset without a cooldown: of models at one loss in the course of their training."""
     results, dataset = make.results, make.dataset
 
     def enclosed(one: Replicate, treated: str, control: str) -> Pair | None:
@@ -263,8 +263,8 @@ def _along_training(make: _Contrasts) -> dict[str, list[Contrast]]:
 
 
 def size_pair(results: Results, dataset: Dataset, one: Replicate, sizes: tuple[str, str]) -> Pair | None:
-    """Return two sizes at the same loss, by polishes of different lengths; None where no two bracket the loss."""
-    return _last(*(by_polish(results, dataset, one, size) for size in sizes))
+    """Return two sizes at the same loss, by cooldowns of different lengths; None where no two bracket the loss."""
+    return _last(*(by_cooldown(results, dataset, one, size) for size in sizes))
 
 
 def _last(firsts: Sequence[Checkpoint], seconds: Sequence[Checkpoint]) -> Pair | None:

@@ -7,15 +7,16 @@ parameters, and the tasks of the adversary.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 from isoloss.config import LanguageConfig
 from isoloss.lab.languages.config import PRESETS, CorpusConfig, TeacherConfig
 from isoloss.lab.presets import Preset, load_preset, train_config
-from isoloss.lab.training.algorithms.config import AdversarialConfig, SAMConfig
+from isoloss.lab.training.algorithms.config import AdversarialConfig
 from isoloss.paper.reproduction.costs import Tokens
-from isoloss.paper.reproduction.spec import SGD_EXACT, SGD_SAMPLED, SGD_SHOWN, SHOWN, Arm, Dataset, StudySize
-from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig
+from isoloss.paper.reproduction.spec import SHOWN, Arm, Dataset, StudySize, sgd_arms, without_regularization
+from isoloss.run_config import ModelConfig, OptimizerConfig
 from isoloss.studies.plan import Resources
 
 TABLE_3 = ("d64", "d128", "d192", "d256", "d512", "d768", "d1024", "d1280", "d1536")
@@ -49,15 +50,26 @@ WORKSTATION_SETTINGS = {
 }
 
 
-def _common(preset: Preset, language: LanguageConfig) -> tuple[LanguageConfig, dict[str, Any]]:
+def _dataset(preset: Preset, language: LanguageConfig, *, tasks: Mapping[str, str], **more: Any) -> Dataset:
+    """Return a dataset with what the preset decides; `more` are its other fields, some of which have defaults here."""
     config = train_config(preset, language)
-    names = ("batch_size", "objective", "optimizer", "num_sentences", "masked_copies")
-    shared = {name: getattr(config, name) for name in names}
-    return config.language, {**shared, "precision": "bfloat16", "device": "cuda", "threads": 4}
-
-
-def _settings(preset: Preset) -> dict[str, Any]:
-    return {**preset.measures, "num_test": NUM_TEST}
+    shared = ("batch_size", "objective", "optimizer", "num_sentences", "masked_copies")
+    return Dataset(
+        **{
+            "languages": (config.language,),
+            "tasks": tasks,
+            "common": {
+                **{name: getattr(config, name) for name in shared},
+                **{"precision": "bfloat16", "device": "cuda", "threads": 4},
+            },
+            "watched": watched_steps(preset.steps),
+            "measures": ("loss", "trace", "minimal-trace", *tasks.values()),
+            "settings": {**preset.measures, "num_test": NUM_TEST},
+            "shown": SHOWN[more["name"]],
+            "needs": NEEDS,
+            **more,
+        }
+    )
 
 
 def berts(preset: Preset, *sizes: str) -> dict[str, ModelConfig]:
@@ -65,29 +77,17 @@ def berts(preset: Preset, *sizes: str) -> dict[str, ModelConfig]:
     return {size: ModelConfig(architecture=preset.architecture, size=size) for size in sizes}
 
 
-def sgd_arms(shown_in: tuple[str, ...], steps: int = SGD_STEPS) -> dict[str, Arm]:
+def _sgd_arms(steps: int = SGD_STEPS) -> dict[str, Arm]:
     """Return SGD after the last step: warm-up over 12 % of the steps, then 1e-3 (appendix B.2)."""
     optimizer = OptimizerConfig(name="sgd", learning_rate=1e-3, warmup_proportion=0.12, weight_decay=0.0)
-    kinds: tuple[tuple[str, Literal["sampled", "exact"]], ...] = ((SGD_SAMPLED, "sampled"), (SGD_EXACT, "exact"))
-    return {
-        name: Arm(
-            title=f"SGD ({labels} labels)",
-            stages=(StageConfig(steps=steps, labels=labels, optimizer=optimizer),),
-            watched=tuple(range(steps // 6, steps, steps // 6)),
-            shown_in=shown_in,
-        )
-        for name, labels in kinds
-    }
+    return sgd_arms(steps, optimizer, watched=tuple(range(steps // 6, steps, steps // 6)))
 
 
-def _adversary(preset: Preset, task: str, *shown_in: str) -> Arm:
-    algorithm = AdversarialConfig(task=preset.tasks[task])
-    return Arm(title=f"Adversary ({task})", changes={"algorithm": algorithm}, shown_in=shown_in)
-
-
-def _helper(preset: Preset, task: str, *shown_in: str) -> Arm:
-    algorithm = AdversarialConfig(task=preset.tasks[task], weight=-AdversarialConfig.weight)
-    return Arm(title=f"Helper ({task})", changes={"algorithm": algorithm}, shown_in=shown_in)
+def _algorithm(preset: Preset, title: str, task: str, *shown_in: str) -> Arm:
+    """Return the adversary of a task, or the helper, whose term has the other sign."""
+    weight = AdversarialConfig.weight if title == "Adversary" else -AdversarialConfig.weight
+    algorithm = AdversarialConfig(task=preset.tasks[task], weight=weight)
+    return Arm(title=f"{title} ({task})", changes={"algorithm": algorithm}, shown_in=shown_in)
 
 
 def _inside(largest: str) -> tuple[str, ...]:
@@ -102,56 +102,47 @@ def watched_steps(last: int, every: int = 5_000) -> tuple[int, ...]:
 def pcfg(preset: Preset) -> Dataset:
     """Return the grammar: Tables 3 and 4, SGD, and an adversary for each task."""
     is_framed = preset.is_framed
-    language, common = _common(preset, PRESETS["pcfg-authors" if is_framed else "pcfg-paper"][0])
+    language = PRESETS["pcfg-authors" if is_framed else "pcfg-paper"][0]
     tasks = {name: f"probe-{task}" for name, task in preset.tasks.items()}
-    return Dataset(
+    return _dataset(
+        preset,
+        language,
         name="pcfg",
         title="PCFG",
-        languages=(language,),
         tasks=tasks,
-        common=common,
         sizes=berts(preset, *TABLE_3),
         expanded=berts(preset, *TABLE_4),
         main="d1024",
         followed="d512",
-        watched=watched_steps(preset.steps),
         arms={
-            **sgd_arms(SGD_SHOWN),
+            **_sgd_arms(),
             **{
-                f"adversary-{name}": _adversary(preset, name, "table 2" if name == "C" else "table 1")
-                for name in preset.tasks
+                f"adversary-{task}": _algorithm(preset, "Adversary", task, "table 2" if task == "C" else "table 1")
+                for task in preset.tasks
             },
-            "helper-C": _helper(preset, "C", "table 2"),
+            "helper-C": _algorithm(preset, "Helper", "C", "table 2"),
         },
-        measures=("loss", "trace", "minimal-trace", *tasks.values()),
         expanded_measures=_inside(TABLE_4[-1]),
-        settings=_settings(preset),
-        shown=SHOWN["pcfg"],
-        needs=NEEDS,
         tokens=Tokens(vocab_size=204, length=18, predicted=3) if is_framed else Tokens(vocab_size=202, length=32),
     )
 
 
 def hmm(preset: Preset) -> Dataset:
     """Return the hidden Markov model with the LSTMs of appendix A.4."""
-    language, common = _common(preset, PRESETS["hmm-paper"][0])
     tasks = {"6": "probe-task-6", "10": "probe-task-10"}
     lstms = {size: ModelConfig(architecture="lstm", size=size) for size in LSTMS}
     # "67M": width 1024 and 8 layers give that number in one direction (docs/errata.md); both are read here
     lstms["h1024-8-layers"] = ModelConfig(architecture="lstm", size="h1024", layers=8)
-    return Dataset(
+    return _dataset(
+        preset,
+        PRESETS["hmm-paper"][0],
         name="hmm",
         title="HMM",
-        languages=(language,),
         tasks=tasks,
-        common=common,
         sizes=lstms,
         main="h1024-8-layers",
-        watched=watched_steps(preset.steps),
-        arms=sgd_arms(SGD_SHOWN),
+        arms=_sgd_arms(),
         measures=("loss", "trace", *tasks.values()),
-        settings=_settings(preset),
-        shown=SHOWN["hmm"],
         needs=((0, NEEDS[0][1]),),
         tokens=Tokens(vocab_size=202, length=16),
     )
@@ -159,23 +150,16 @@ def hmm(preset: Preset) -> Dataset:
 
 def generated(preset: Preset) -> Dataset:
     """Return the text that OPT-125M writes, with two tasks of GLUE."""
-    language, common = _common(preset, TeacherConfig(checkpoint="facebook/opt-125m"))
-    tasks = {"QNLI": "probe-qnli", "SST-2": "probe-sst2"}
-    return Dataset(
+    return _dataset(
+        preset,
+        TeacherConfig(checkpoint="facebook/opt-125m"),
         name="generated",
         title="OPT-generated",
-        languages=(language,),
-        tasks=tasks,
-        common=common,
+        tasks={"QNLI": "probe-qnli", "SST-2": "probe-sst2"},
         sizes=berts(preset, *TABLE_3),
         expanded=berts(preset, *TABLE_4),
         main="d1024",
-        watched=watched_steps(preset.steps),
-        measures=("loss", "trace", "minimal-trace", *tasks.values()),
         expanded_measures=_inside(TABLE_4[-1]),
-        settings=_settings(preset),
-        shown=SHOWN["generated"],
-        needs=NEEDS,
         # a conditional takes each of the 2,000 tokens in turn, and from there on the rest of the sentence
         tokens=Tokens(vocab_size=2_002, length=24, truth=2_000 * 12 * 2 * TEACHER_PARAMETERS),
     )
@@ -184,58 +168,35 @@ def generated(preset: Preset) -> Dataset:
 def web(preset: Preset) -> Dataset:
     """Return OpenWebText, on which one model is followed."""
     corpus = CorpusConfig(paths=("hf:Skylion007/openwebtext",), tokenizer=BERT_TOKENIZER)
-    language, common = _common(preset, corpus)
-    tasks = {"SST-2": "finetune-sst2"}
-    return Dataset(
+    return _dataset(
+        preset,
+        corpus,
         name="web",
         title="OpenWebText",
-        languages=(language,),
-        tasks=tasks,
-        common=common,
+        tasks={"SST-2": "finetune-sst2"},
         sizes=berts(preset, "d384"),  # "25M": 24.4M with the embedding, as the paper counts elsewhere
         main="d384",
         watched=tuple(range(400_000, 1_400_001, 200_000)),
-        measures=("loss", "trace", "minimal-trace", *tasks.values()),
-        settings=_settings(preset),
-        shown=SHOWN["web"],
-        needs=NEEDS,
         tokens=Tokens(vocab_size=VOCABULARY, length=128, predicted=19),
     )
 
 
 def text(preset: Preset) -> Dataset:
     """Return BookCorpus, with and without regularization, and with SAM."""
-    tasks = {"QNLI": "finetune-qnli", "SST-2": "finetune-sst2", "RTE": "finetune-rte"}
     large = ModelConfig(architecture=preset.architecture, size="d1024", layers=24)  # 335M with the embedding
-    bare = dataclasses.replace(large, dropout=0.0)
     corpus = CorpusConfig(paths=("hf:bookcorpus/bookcorpus",), tokenizer=BERT_TOKENIZER)
-    language, common = _common(preset, corpus)
-    no_decay = dataclasses.replace(common["optimizer"], weight_decay=0.0)
-    shown_in = ("table 1", "table 2")
-    return Dataset(
+    decay_off = dataclasses.replace(train_config(preset, corpus).optimizer, weight_decay=0.0)
+    changes = {"model": dataclasses.replace(large, dropout=0.0), "optimizer": decay_off}
+    return _dataset(
+        preset,
+        corpus,
         name="text",
         title="BookCorpus",
-        languages=(language,),
-        tasks=tasks,
-        common=common,
+        tasks={"QNLI": "finetune-qnli", "SST-2": "finetune-sst2", "RTE": "finetune-rte"},
         sizes={"d1024-24-layers": large},
         main="d1024-24-layers",
         watched=watched_steps(BOOKS_STEPS, 50_000),
-        arms={
-            "unregularized": Arm(
-                title="Without dropout and weight decay",
-                changes={"model": bare, "optimizer": no_decay},
-                shown_in=shown_in,
-            ),
-            "sam": Arm(
-                title="SAM, without dropout and weight decay",
-                changes={"model": bare, "optimizer": no_decay, "algorithm": SAMConfig()},
-                shown_in=shown_in,
-            ),
-        },
-        measures=("loss", "trace", "minimal-trace", *tasks.values()),
-        settings=_settings(preset),
-        shown=SHOWN["text"],
+        arms=without_regularization(changes),
         needs=((0, NEEDS[1][1]),),
         tokens=Tokens(vocab_size=VOCABULARY, length=128, predicted=19),
     )
@@ -250,10 +211,6 @@ def scale(preset: Preset) -> StudySize:
 PAPER, AUTHORS = (scale(load_preset(name)) for name in ("paper", "authors"))
 
 
-def _workstation_preset() -> Preset:
-    return dataclasses.replace(load_preset("paper"), steps=WORKSTATION_STEPS, measures=WORKSTATION_SETTINGS)
-
-
 def _workstation_pcfg(preset: Preset) -> Dataset:
     return dataclasses.replace(
         pcfg(preset),
@@ -263,9 +220,9 @@ def _workstation_pcfg(preset: Preset) -> Dataset:
         main="d512",
         watched=watched_steps(WORKSTATION_STEPS, 2_000),
         arms={
-            **sgd_arms(SGD_SHOWN, WORKSTATION_SGD_STEPS),
-            "adversary-C": _adversary(preset, "C", "table 1", "table 2"),
-            "helper-C": _helper(preset, "C", "table 1", "table 2"),
+            **_sgd_arms(WORKSTATION_SGD_STEPS),
+            "adversary-C": _algorithm(preset, "Adversary", "C", "table 1", "table 2"),
+            "helper-C": _algorithm(preset, "Helper", "C", "table 1", "table 2"),
             "pre-ln": Arm(
                 title="Pre-layer-norm", changes={"model": ModelConfig(architecture="bert-pre-ln", size="d512")}
             ),
@@ -279,7 +236,7 @@ def _workstation_hmm(preset: Preset) -> Dataset:
         sizes={size: ModelConfig(architecture="lstm", size=size) for size in WORKSTATION_LSTMS},
         main="h256",
         watched=watched_steps(WORKSTATION_STEPS, 2_000),
-        arms=sgd_arms(SGD_SHOWN, WORKSTATION_SGD_STEPS),
+        arms=_sgd_arms(WORKSTATION_SGD_STEPS),
         needs=NEEDS,
     )
 
@@ -319,10 +276,11 @@ def _fewer_documents(dataset: Dataset) -> Dataset:
     return dataclasses.replace(dataset, languages=(dataclasses.replace(corpus, max_documents=DOCUMENTS),))
 
 
+_WORKSTATION_PRESET = dataclasses.replace(load_preset("paper"), steps=WORKSTATION_STEPS, measures=WORKSTATION_SETTINGS)
 WORKSTATION = StudySize(
     description="about a day on one GPU: models of up to about 100M parameters, 5,000 to 10,000 steps",
     datasets=tuple(
-        make(_workstation_preset())
+        make(_WORKSTATION_PRESET)
         for make in (_workstation_pcfg, _workstation_hmm, _workstation_generated, _workstation_web, _workstation_text)
     ),
 )

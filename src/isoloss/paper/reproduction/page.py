@@ -12,7 +12,7 @@ import polars as pl
 
 from isoloss.paper.reproduction import band, published
 from isoloss.paper.reproduction.compare import at_step, mean, replicates
-from isoloss.paper.reproduction.spec import BASELINES, FIGURE_1, SGD_SHOWN, Dataset, StudySize, polished
+from isoloss.paper.reproduction.spec import BASELINES, FIGURE_1, SGD_SHOWN, Dataset, StudySize, cooldown_run
 from isoloss.report import charts
 from isoloss.report.data import KL, LOSS, MARKERS, MINIMAL_TRACE, TRACE, Column, Style, column_of
 from isoloss.report.html import Figure
@@ -106,8 +106,8 @@ def _caption(results: Results, dataset: Dataset) -> str:
     every, near = band.models(results, dataset), band.in_band(results, dataset)
     spreads, control = band.spreads(results, dataset), dataset.control
     parts = [
-        f"Each point is one checkpoint of a size, an arm or a polish{averaged(dataset)}; lines join the checkpoints of "
-        "a run. Horizontal lines: probes on features that need no model.",
+        f"Each point is one checkpoint of a size, an arm or a cooldown{averaged(dataset)}; lines join the checkpoints "
+        "of a run. Horizontal lines: probes on features that need no model.",
         f"The rectangle holds the models whose KL is within {dataset.band:.0%} of that of the control, {control}: "
         f"{len(near)} of {len(every)}. The other panels show these alone.",
         f"Their mean KL ranges from {' to '.join(f'{end.value:.3g}' for end in spreads['kl'].ends)} nats, and their "
@@ -186,11 +186,11 @@ class _Figures:
         return charts.scatter(rows, axes, style=_style(rows))
 
     def _each(self, what: str) -> str:
-        return f"Each point is one {what} at one training step{averaged(self.dataset)}.{self._unpolished}"
+        return f"Each point is one {what} at one training step{averaged(self.dataset)}.{self._uncooled}"
 
     @property
-    def _unpolished(self) -> str:
-        return " Before any polish." if self.dataset.polish_steps else ""
+    def _uncooled(self) -> str:
+        return " Before any cooldown." if self.dataset.cooldown_steps else ""
 
     def sizes(self) -> Figure | None:
         """Return every size at its watched steps."""
@@ -203,7 +203,7 @@ class _Figures:
             return None
         rows = self._watched.filter(pl.col("step") == self.dataset.last)
         chart = charts.sizes(rows, [self._across[0], *self._tasks], style=_style(rows))
-        caption = f"Each size at the end of training.{self._unpolished}"
+        caption = f"Each size at the end of training.{self._uncooled}"
         return self._figure("last", "sizes at the last step", chart, self.dataset.shown.sizes, caption)
 
     def longer(self) -> Figure | None:
@@ -211,7 +211,7 @@ class _Figures:
         followed = self.dataset.followed or self.dataset.main
         rows = self._watched.filter(pl.col("group") == followed)
         chart = charts.curves(rows, [*self._across, *self._tasks], style=_style(rows))
-        caption = f"The model {followed} during training with AdamW{averaged(self.dataset)}.{self._unpolished}"
+        caption = f"The model {followed} during training with AdamW{averaged(self.dataset)}.{self._uncooled}"
         return self._figure("longer", "training for longer", chart, self.dataset.shown.longer, caption)
 
     def sgd(self) -> Figure | None:
@@ -231,7 +231,7 @@ class _Figures:
         chart = charts.curves(rows, [*self._across, *self._tasks], style=_style(rows))
         caption = (
             f"Training of {dataset.main} continues with SGD from step {dataset.start:,} of AdamW; the horizontal axis "
-            f"counts the steps of SGD.{self._unpolished}"
+            f"counts the steps of SGD.{self._uncooled}"
         )
         return self._figure("sgd", "SGD after AdamW", chart, SGD_SHOWN, caption)
 
@@ -255,9 +255,9 @@ class _Figures:
             return None
         traces = [column_of(key) for key in keys]
         rows = _means(self.results, dataset, _expanded(dataset), [self._across[0], *traces, *self._tasks])
-        polish = f" after {dataset.start:,} steps and a polish of some length" if dataset.polish_steps else ""
+        cooldown = f" after {dataset.start:,} steps and a cooldown of some length" if dataset.cooldown_steps else ""
         caption = (
-            f"Each point is one size{polish}{averaged(dataset)}. Traces are those of the model expanded into "
+            f"Each point is one size{cooldown}{averaged(dataset)}. Traces are those of the model expanded into "
             f"{dataset.largest}, accuracies those of the model itself: wider models give the probe more features, so "
             "accuracies of different sizes are not comparable."
         )
@@ -266,11 +266,11 @@ class _Figures:
 
 
 def _expanded(dataset: Dataset) -> list[Series]:
-    if not dataset.polish_steps:
+    if not dataset.cooldown_steps:
         return [(size, size, (dataset.last,)) for size in dataset.expanded]
-    lengths = {length: length or dataset.polish_steps for length in dataset.polish_lengths}
+    lengths = {length: length or dataset.cooldown_steps for length in dataset.cooldown_lengths}
     return [
-        (size, polished(size, dataset.start, length), (steps,))
+        (size, cooldown_run(size, dataset.start, length), (steps,))
         for size in dataset.sizes
         for length, steps in lengths.items()
     ]

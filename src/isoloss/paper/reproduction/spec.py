@@ -22,7 +22,7 @@ from isoloss.studies.spec import Experiment, Measurement
 
 # what is added to a replicate's seed: for what follows the main run, and for the measures
 CONTINUED, MEASURED = 30, 60
-FIGURE_1 = "figure 1"  # which on the page shows polishes too
+FIGURE_1 = "figure 1"  # which on the page shows cooldowns too
 SGD_SAMPLED, SGD_EXACT = "sgd-sampled", "sgd-exact"
 # baselines of the probe without a model, and what they are called
 BASELINES = {"lookup": "Look-up table", "log-lookup": "Look-up table, logarithms", "one-hot": "One-hot tokens"}
@@ -123,19 +123,19 @@ class Dataset:
         followed: The size of figure 2, where it is another one.
         watched: The measured steps; the last is the end of training.
         branch: The watched step of the main model that arms continue from; 0: its last.
-        polish_steps: Steps of AdamW with a learning rate that decays to 0, after the last step of every size and arm,
+        cooldown_steps: Steps of AdamW with a learning rate that decays to 0, after the last step of every size and arm,
             and after each watched step of the main size, in a run of its own: they bring models to about the same loss.
             0: there are none, as in the paper.
-        other_polishes: Other lengths of the polish after `branch`, for every size: together with `polish_steps`, they
-            give losses that bracket those of the other models.
-        polish_labels: What the polish learns from: the exact conditionals, where they are known, or sampled tokens.
-        polish_rate: Its highest learning rate.
+        other_cooldowns: Other lengths of the cooldown after `branch`, for every size: together with `cooldown_steps`,
+            they give losses that bracket the losses of the other models.
+        cooldown_labels: The labels of the cooldown: the exact conditionals, where they are known, or sampled tokens.
+        cooldown_rate: Its highest learning rate.
         band: Models whose KL differs from the control's by at most this fraction of it count as having its loss. The
             paper's models of one loss have losses of 3.204 to 3.208 and an entropy of 3.196: a KL of 0.010 ± 20 %.
         arms: Variants of the main model, by name.
         measures: What is measured of every watched checkpoint.
-        end_measures: What is also measured at the end of every size, arm and polish.
-        extra_measures: What is also measured of the main model, its arms and their polishes.
+        end_measures: What is also measured at the end of every size, arm and cooldown.
+        extra_measures: What is also measured of the main model, its arms and their cooldowns.
         first_measures: What is also measured at the end of the first replicate's runs.
         expanded_measures: What is also measured of the models in `expanded` at their last step.
         settings: Settings of the measures.
@@ -158,10 +158,10 @@ class Dataset:
     followed: str = ""
     watched: tuple[int, ...]
     branch: int = 0
-    polish_steps: int = 0
-    other_polishes: tuple[int, ...] = ()
-    polish_labels: Literal["exact", "sampled"] = "exact"
-    polish_rate: float = 3e-3
+    cooldown_steps: int = 0
+    other_cooldowns: tuple[int, ...] = ()
+    cooldown_labels: Literal["exact", "sampled"] = "exact"
+    cooldown_rate: float = 3e-3
     band: float = 0.2
     arms: Mapping[str, Arm] = field(default_factory=dict)
     measures: tuple[str, ...]
@@ -195,8 +195,8 @@ class Dataset:
 
     @property
     def control(self) -> str:
-        """The run that others are compared with: the main model where arms branch off, after the usual polish."""
-        return polished(self.main, self.start) if self.polish_steps else self.main
+        """The run that others are compared with: the main model where arms branch off, after the usual cooldown."""
+        return cooldown_run(self.main, self.start) if self.cooldown_steps else self.main
 
     @property
     def when_expanded(self) -> tuple[str, ...]:
@@ -208,17 +208,17 @@ class Dataset:
         """The size that others are expanded into."""
         return list(self.expanded or self.sizes)[-1]
 
-    def polished_steps(self, size: str) -> tuple[int, ...]:
-        """Return the steps of a size, or of an arm from scratch, that are followed by a polish of the usual length."""
-        if not self.polish_steps:
+    def steps_before_cooldown(self, size: str) -> tuple[int, ...]:
+        """Return the steps of a size, or of an arm from scratch, after which a usual cooldown branches off."""
+        if not self.cooldown_steps:
             return ()
         return self.watched if size == self.main else tuple(sorted({self.start, self.last}))
 
     @property
-    def polish_lengths(self) -> tuple[int, ...]:
-        """All lengths of the polish after `branch`, ascending; 0 stands for the usual one, as in `polished`."""
-        lengths = sorted((*self.other_polishes, self.polish_steps))
-        return tuple(0 if length == self.polish_steps else length for length in lengths)
+    def cooldown_lengths(self) -> tuple[int, ...]:
+        """All lengths of the cooldown after `branch`, ascending; 0 stands for the usual one, as in `cooldown_run`."""
+        lengths = sorted((*self.other_cooldowns, self.cooldown_steps))
+        return tuple(0 if length == self.cooldown_steps else length for length in lengths)
 
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
@@ -230,8 +230,8 @@ class Dataset:
         }
 
 
-def polished(arm: str, step: int, length: int = 0) -> str:
-    """Return the name of the polish that follows a step of a run; of another length than all, if one is given."""
+def cooldown_run(arm: str, step: int, length: int = 0) -> str:
+    """Return the name of the cooldown that follows a step of a run; of another length than all, if one is given."""
     return f"{arm}-{step}-polished{f'-{length}' if length else ''}"
 
 
@@ -268,7 +268,7 @@ class _Runs:
             shown_in += dataset.shown.longer
         if size == dataset.main:
             shown_in += dataset.shown.main
-        if size in dataset.expanded or (dataset.polish_steps and dataset.shown.expanded):
+        if size in dataset.expanded or (dataset.cooldown_steps and dataset.shown.expanded):
             shown_in += dataset.shown.expanded
         tables: tuple[Measurement, ...] = ()
         config = self._config(model)
@@ -283,11 +283,11 @@ class _Runs:
         is_main = size == dataset.main
         group = (is_main and dataset.main_title) or size
         runs = {size: self._trained(config, group, steps=dataset.watched, shown_in=shown, more=more)}
-        for step in dataset.polished_steps(size):
-            runs[polished(size, step)] = self._polish(size, step, config, size, with_all=is_main)
-        for length in dataset.other_polishes:
-            name = polished(size, dataset.start, length)
-            runs[name] = self._polish(size, dataset.start, config, size, with_all=is_main, length=length)
+        for step in dataset.steps_before_cooldown(size):
+            runs[cooldown_run(size, step)] = self._cooldown(size, step, config, size, with_all=is_main)
+        for length in dataset.other_cooldowns:
+            name = cooldown_run(size, dataset.start, length)
+            runs[name] = self._cooldown(size, dataset.start, config, size, with_all=is_main, length=length)
         return runs
 
     def _inside(self, size: str) -> tuple[Measurement, ...]:
@@ -300,22 +300,24 @@ class _Runs:
         return (self._measurement(wanted, (dataset.last,), f"measure inside {largest} of", dataset.expanded[largest]),)
 
     def _of_arm(self, name: str, arm: Arm) -> dict[str, Experiment]:
-        """Return the run of an arm and, if it is trained from scratch, a polish after its last step."""
+        """Return the run of an arm and, if it is trained from scratch, a cooldown after its last step."""
         dataset = self.dataset
         if arm.stages:
             return {name: self._continued(arm)}
         changes, steps = dict(arm.changes), (*arm.watched, *dataset.watched)
         config = self._config(changes.pop("model", dataset.sizes[dataset.main]), checkpoints=steps[:-1], **changes)
         runs = {name: self._trained(config, arm.title, steps=steps, shown_in=arm.shown_in)}
-        # after its last step, as other sizes, and after the step from which the control has been polished
-        for step in dataset.polished_steps(name):
-            runs[polished(name, step)] = self._polish(name, step, config, arm.title, with_all=step == dataset.last)
+        # after its last step, as other sizes, and after the step from which the cooldown of the control starts
+        for step in dataset.steps_before_cooldown(name):
+            runs[cooldown_run(name, step)] = self._cooldown(
+                name, step, config, arm.title, with_all=step == dataset.last
+            )
         return runs
 
     def _continued(self, arm: Arm) -> Experiment:
-        """Return an arm that continues the main model; its last stage is the polish, if there is one."""
+        """Return an arm that continues the main model; its last stage is the cooldown, if there is one."""
         dataset, start = self.dataset, self.replicate.run(self.dataset.main)
-        stages = (*arm.stages, *([self._polish_stage()] if dataset.polish_steps else []))
+        stages = (*arm.stages, *([self._cooldown_stage()] if dataset.cooldown_steps else []))
         config = self._config(
             dataset.sizes[dataset.main],
             steps=sum(stage.steps for stage in stages),
@@ -324,35 +326,37 @@ class _Runs:
             init_from=f"../{start}/checkpoints/step-{dataset.start}",
         )
         config = dataclasses.replace(config, seed=self.replicate.seed + CONTINUED)
-        before = config.stage_ends()[:-1] if dataset.polish_steps else ()
+        before = config.stage_ends()[:-1] if dataset.cooldown_steps else ()
         steps = (*arm.watched, *before, config.steps)
         return self._trained(config, arm.title, steps=steps, shown_in=arm.shown_in, after=(start,), with_all=True)
 
-    def _polish_stage(self) -> StageConfig:
+    def _cooldown_stage(self) -> StageConfig:
         dataset = self.dataset
-        return StageConfig(steps=dataset.polish_steps, labels=dataset.polish_labels, optimizer=self._polish_optimizer())
+        return StageConfig(
+            steps=dataset.cooldown_steps, labels=dataset.cooldown_labels, optimizer=self._cooldown_optimizer()
+        )
 
-    def _polish_optimizer(self) -> OptimizerConfig:
-        return OptimizerConfig(learning_rate=self.dataset.polish_rate, schedule="cosine", weight_decay=0.0)
+    def _cooldown_optimizer(self) -> OptimizerConfig:
+        return OptimizerConfig(learning_rate=self.dataset.cooldown_rate, schedule="cosine", weight_decay=0.0)
 
-    def _polish(
+    def _cooldown(
         self, arm: str, step: int, config: TrainConfig, group: str, *, with_all: bool, length: int = 0
     ) -> Experiment:
         dataset, start = self.dataset, self.replicate.run(arm)
-        polish = dataclasses.replace(
+        cooldown = dataclasses.replace(
             config,
-            steps=length or dataset.polish_steps,
+            steps=length or dataset.cooldown_steps,
             checkpoints=(),
-            objective=dataclasses.replace(config.objective, labels=dataset.polish_labels),
-            optimizer=self._polish_optimizer(),
+            objective=dataclasses.replace(config.objective, labels=dataset.cooldown_labels),
+            optimizer=self._cooldown_optimizer(),
             init_from=f"../{start}/checkpoints/step-{step}",
             seed=self.replicate.seed + CONTINUED,
         )
         shown = [each for each in dataset.shown.sizes if each == FIGURE_1]
         if arm in dataset.sizes and step == dataset.start:
             shown += dataset.shown.expanded
-        steps, shown_in = (polish.steps,), tuple(shown)
-        return self._trained(polish, group, steps=steps, shown_in=shown_in, after=(start,), with_all=with_all)
+        steps, shown_in = (cooldown.steps,), tuple(shown)
+        return self._trained(cooldown, group, steps=steps, shown_in=shown_in, after=(start,), with_all=with_all)
 
     def _trained(
         self,
@@ -486,18 +490,36 @@ def small_bert(size: str, layers: int = 2, architecture: str = "bert") -> ModelC
     )
 
 
-def _sgd(steps: int, rate: float, labels: Any) -> StageConfig:
+def sgd(steps: int, rate: float) -> OptimizerConfig:
     """Return plain SGD with the paper's warm-up, 12 % of the steps (appendix B.2)."""
-    optimizer = OptimizerConfig(name="sgd", learning_rate=rate, warmup_steps=round(0.12 * steps), weight_decay=0.0)
-    return StageConfig(steps=steps, labels=labels, optimizer=optimizer)
+    return OptimizerConfig(name="sgd", learning_rate=rate, warmup_steps=round(0.12 * steps), weight_decay=0.0)
 
 
-def _sgd_arms(steps: int, rate: float, watched: tuple[int, ...]) -> dict[str, Arm]:
+def sgd_arms(steps: int, optimizer: OptimizerConfig, *, watched: tuple[int, ...]) -> dict[str, Arm]:
+    """Return SGD without label noise, the control, and with it."""
+    kinds: tuple[tuple[str, Literal["sampled", "exact"]], ...] = ((SGD_EXACT, "exact"), (SGD_SAMPLED, "sampled"))
     return {
-        f"sgd-{labels}": Arm(
-            title=f"SGD ({labels} labels)", stages=(_sgd(steps, rate, labels),), watched=watched, shown_in=SGD_SHOWN
+        name: Arm(
+            title=f"SGD ({labels} labels)",
+            stages=(StageConfig(steps=steps, labels=labels, optimizer=optimizer),),
+            watched=watched,
+            shown_in=SGD_SHOWN,
         )
-        for labels in ("exact", "sampled")
+        for name, labels in kinds
+    }
+
+
+def _small_sgd_arms(steps: int) -> dict[str, Arm]:
+    return sgd_arms(steps, sgd(steps, 0.2), watched=(steps // 4, steps // 2))
+
+
+def without_regularization(changes: Mapping[str, Any]) -> dict[str, Arm]:
+    """Return the arms of text, with and without SAM; `changes` take away dropout and weight decay."""
+    shown_in = ("table 1", "table 2")
+    sam = {**changes, "algorithm": SAMConfig()}
+    return {
+        "unregularized": Arm(title="Without dropout and weight decay", changes=changes, shown_in=shown_in),
+        "sam": Arm(title="SAM, without dropout and weight decay", changes=sam, shown_in=shown_in),
     }
 
 
@@ -554,7 +576,7 @@ def _small_pcfg(
         sizes={size: small_bert(size, layers) for size in sizes},
         main=main,
         arms={
-            **_sgd_arms(sgd_steps, 0.2, (sgd_steps // 4, sgd_steps // 2)),
+            **_small_sgd_arms(sgd_steps),
             **_algorithms("prefix-4", adversary=adversary, helper=helper, rate=3e-3),
             "pre-ln": Arm(
                 title="Pre-layer-norm",
@@ -603,7 +625,7 @@ def _small_hmm(
             "threads": 1,
         },
         sizes={size: ModelConfig(architecture="lstm", size=size, dropout=0.0) for size in sizes},
-        arms=_sgd_arms(sgd_steps, 0.2, (sgd_steps // 4, sgd_steps // 2)),
+        arms=_small_sgd_arms(sgd_steps),
         measures=("loss", "trace", *tasks.values()),
         end_measures=tuple(f"projected-state-{state}-{features}" for state in (2, 3)),
         extra_measures=(*OTHER_FLATNESS, "features"),
@@ -617,8 +639,8 @@ def _small_text(*, seeds: int, size: str, watched: tuple[int, ...], settings: Ma
     last = watched[-1]
     regularized = dataclasses.replace(small_bert(size), dropout=0.1)
     adamw = OptimizerConfig(learning_rate=1e-3, warmup_steps=round(0.025 * last), weight_decay=0.01)
+    tasks = {"SST-2": "finetune-docstring-kind", "QNLI": "finetune-docstring-module"}
     bare = {"model": small_bert(size), "optimizer": dataclasses.replace(adamw, weight_decay=0.0)}
-    shown_in = ("table 1", "table 2")
     return Dataset(
         name="text",
         title="Docstrings",
@@ -628,10 +650,7 @@ def _small_text(*, seeds: int, size: str, watched: tuple[int, ...], settings: Ma
             ),
         ),
         seeds=seeds,
-        tasks={
-            "SST-2": "finetune-docstring-kind",
-            "QNLI": "finetune-docstring-module",
-        },
+        tasks=tasks,
         common={
             "batch_size": 16,
             "optimizer": adamw,
@@ -642,15 +661,8 @@ def _small_text(*, seeds: int, size: str, watched: tuple[int, ...], settings: Ma
         sizes={size: regularized},
         main=size,
         watched=watched,
-        arms={
-            "unregularized": Arm(title="Without dropout and weight decay", changes=bare, shown_in=shown_in),
-            "sam": Arm(
-                title="SAM, without dropout and weight decay",
-                changes={**bare, "algorithm": SAMConfig()},
-                shown_in=shown_in,
-            ),
-        },
-        measures=("loss", "trace", "minimal-trace", "finetune-docstring-kind", "finetune-docstring-module"),
+        arms=without_regularization(bare),
+        measures=("loss", "trace", "minimal-trace", *tasks.values()),
         settings={"finetune_seeds": 1, "finetune_learning_rate": 1e-3, **settings},
         shown=SHOWN["text"],
     )
@@ -668,8 +680,8 @@ SMOKE = StudySize(
             layers=1,
             watched=(20, 40, 60),
             branch=40,
-            polish_steps=20,
-            other_polishes=(10, 40),
+            cooldown_steps=20,
+            other_cooldowns=(10, 40),
             sgd_steps=20,
             algorithm_steps=(10, 10),
             settings={"num_train": 256, "num_sequences": 64},
@@ -683,8 +695,8 @@ SMOKE = StudySize(
             main="h32",
             watched=(20, 40, 60),
             branch=40,
-            polish_steps=20,
-            other_polishes=(10, 40),
+            cooldown_steps=20,
+            other_cooldowns=(10, 40),
             sgd_steps=20,
             settings={"num_train": 256, "num_sequences": 64},
             band=0.4,  # after so few steps, models are further apart
@@ -713,8 +725,8 @@ EVENING = StudySize(
             layers=2,
             watched=(1_000, 2_000, 4_000, 8_000),
             branch=2_000,
-            polish_steps=2_000,
-            other_polishes=(250, 500, 1_000, 4_000),
+            cooldown_steps=2_000,
+            other_cooldowns=(250, 500, 1_000, 4_000),
             sgd_steps=2_000,
             algorithm_steps=(500, 300),
             settings={"num_train": 8_192, "num_sequences": 1_024},
@@ -727,8 +739,8 @@ EVENING = StudySize(
             main="h32",
             watched=(500, 1_000, 2_000, 4_000),
             branch=1_000,
-            polish_steps=1_000,
-            other_polishes=(125, 250, 500, 2_000),
+            cooldown_steps=1_000,
+            other_cooldowns=(125, 250, 500, 2_000),
             sgd_steps=2_000,
             settings={"num_train": 8_192, "num_sequences": 1_024},
         ),

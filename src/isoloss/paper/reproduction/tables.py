@@ -10,8 +10,8 @@ from typing import Any
 
 from isoloss.errors import IsolossError
 from isoloss.paper.reproduction import band, published
-from isoloss.paper.reproduction.compare import at_same_loss, at_step, by_polish, mean, replicates, size_pair
-from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replicate, StudySize, polished
+from isoloss.paper.reproduction.compare import at_same_loss, at_step, by_cooldown, mean, replicates, size_pair
+from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replicate, StudySize, cooldown_run
 from isoloss.statistics.correlation import Kind, correlation, granulated_kendall
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.results import Checkpoint, Measured, Pair, Results, cka, difference
@@ -30,7 +30,7 @@ def tables(results: Results) -> tuple[SummaryTable, ...]:
             if band.models(results, dataset):
                 made.append(_same_loss(results, dataset))
             made += [_algorithms(results, dataset), _flatness(results, dataset), _sizes(results, dataset)]
-            if dataset.polish_steps:
+            if dataset.cooldown_steps:
                 made += [_expansions(results, dataset), _interpolation(results, dataset)]
             if dataset.extra_measures:
                 made += [_ranking(results, dataset, kind) for kind in ("pearson", "spearman", "kendall")]
@@ -59,12 +59,12 @@ def _row(results: Results, dataset: Dataset, labels: tuple[str | int, ...], at: 
 
 def _arms(dataset: Dataset) -> dict[str, str]:
     adamw = f"AdamW ({dataset.main})"
-    if not dataset.polish_steps:
+    if not dataset.cooldown_steps:
         return {dataset.main: adamw, **{name: arm.title for name, arm in dataset.arms.items()}}
-    after = {dataset.control: dataset.start, polished(dataset.main, dataset.last): dataset.last}
+    after = {dataset.control: dataset.start, cooldown_run(dataset.main, dataset.last): dataset.last}
     main = {run: f"{adamw}, {steps:,} steps" for run, steps in after.items()}
     arms = {
-        name if arm.stages else polished(name, dataset.start): arm.title
+        name if arm.stages else cooldown_run(name, dataset.start): arm.title
         if arm.stages
         else f"{arm.title}, {dataset.start:,} steps"
         for name, arm in dataset.arms.items()
@@ -127,10 +127,10 @@ def _sizes(results: Results, dataset: Dataset) -> SummaryTable:
     ]
     rows: list[Row] = []
     for size in dataset.sizes:
-        for step in dataset.polished_steps(size) or dataset.watched:
-            run = polished(size, step) if dataset.polish_steps else size
+        for step in dataset.steps_before_cooldown(size) or dataset.watched:
+            run = cooldown_run(size, step) if dataset.cooldown_steps else size
             at: At = lambda one, run=run, step=step: (  # type: ignore[misc]  # noqa: E731
-                results.at(one.run(run)) if dataset.polish_steps else at_step(results, one, run, step)
+                results.at(one.run(run)) if dataset.cooldown_steps else at_step(results, one, run, step)
             )
             known = at(replicates(results, dataset)[0])
             rows.append(_row(results, dataset, (size, step), at, [key for key in keys if key in known]))
@@ -162,23 +162,23 @@ def _interpolation(results: Results, dataset: Dataset) -> SummaryTable:
     traces = [key for key in ("trace", "minimal-trace") if key in dataset.measures]
     keys = dict.fromkeys((*dataset.tasks.values(), *traces, *dataset.end_measures))
     rows: list[Row] = []
-    lengths = dataset.polish_lengths
+    lengths = dataset.cooldown_lengths
     for size in dataset.sizes:
         for place in range(1, len(lengths) - 1):
             pairs = []
             for one in replicates(results, dataset):
-                polishes = by_polish(results, dataset, one, size)
-                if pair := at_same_loss([polishes[place - 1], polishes[place + 1]], polishes[place]):
+                cooldowns = by_cooldown(results, dataset, one, size)
+                if pair := at_same_loss([cooldowns[place - 1], cooldowns[place + 1]], cooldowns[place]):
                     pairs.append((one, pair))
             if missed := _differences(pairs, keys):
-                rows.append(((size, lengths[place] or dataset.polish_steps), missed))
+                rows.append(((size, lengths[place] or dataset.cooldown_steps), missed))
     caption = (
-        "By leaving one out: each polish minus the value interpolated, at its KL, from the next shorter and the next "
+        "By leaving one out: each cooldown minus the value interpolated, at its KL, from the next shorter and the next "
         "longer one. The comparisons interpolate between closer neighbors, so their error should be smaller. "
         + _over(dataset)
     )
     title = f"{dataset.title}: error of the interpolation"
-    return SummaryTable(f"{dataset.name}_interpolation", title, ("size", "polish"), rows, caption)
+    return SummaryTable(f"{dataset.name}_interpolation", title, ("size", "cooldown"), rows, caption)
 
 
 def _differences(pairs: Sequence[tuple[Replicate, Pair]], keys: Iterable[str]) -> dict[str, Estimate]:
@@ -190,9 +190,9 @@ def _differences(pairs: Sequence[tuple[Replicate, Pair]], keys: Iterable[str]) -
 
 
 def _after(dataset: Dataset) -> str:
-    if not dataset.polish_steps:
+    if not dataset.cooldown_steps:
         return ""
-    after = f"After the polish of {dataset.polish_steps:,} steps. "
+    after = f"After the cooldown of {dataset.cooldown_steps:,} steps. "
     return after + "Rows differ in KL; the claims compare models at the same KL. "
 
 
@@ -206,14 +206,14 @@ def _loss(results: Results, dataset: Dataset) -> str:
 
 def compared(dataset: Dataset) -> list[str]:
     """Return the runs of one replicate whose flatness and transfer are correlated: the main model and its arms."""
-    if not dataset.polish_steps:
+    if not dataset.cooldown_steps:
         return [dataset.main, *dataset.arms]
     main = dataset.main
-    lengths = [polished(main, dataset.start, length) for length in dataset.other_polishes]
+    lengths = [cooldown_run(main, dataset.start, length) for length in dataset.other_cooldowns]
     return [
-        *(polished(main, step) for step in dataset.watched),
+        *(cooldown_run(main, step) for step in dataset.watched),
         *lengths,
-        *(name if arm.stages else polished(name, dataset.last) for name, arm in dataset.arms.items()),
+        *(name if arm.stages else cooldown_run(name, dataset.last) for name, arm in dataset.arms.items()),
     ]
 
 
@@ -260,8 +260,8 @@ def _ranking(results: Results, dataset: Dataset, kind: Kind) -> SummaryTable:
         f"Partial {kind.capitalize()} correlation of each measure with the accuracy of the probe, given the KL, within "
         "languages and seeds; errors by the jackknife over languages. The measures and the KL are taken as logarithms. "
         "If flatter models transferred better at the same loss, it would be negative. Models: the main size after "
-        "every number of steps and polish, and all its arms. The order is by these same data, without a correction for "
-        "the number of measures; a measure whose correlation is undefined is left out."
+        "every number of steps and cooldown, and all its arms. The order is by these same data, without a correction "
+        "for the number of measures; a measure whose correlation is undefined is left out."
         + (" Kendall's partial coefficient need not be 0 where the KL explains all." if kind == "kendall" else "")
     )
     return SummaryTable(

@@ -12,11 +12,11 @@ from typing import Any, Self
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.models.sizes import shape
 from isoloss.lab.training.algorithms.config import AdversarialConfig
+from isoloss.paper.reproduction.spec import CONTINUED, MEASURED, OFFSET, sgd, small_bert
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.studies.spec import Experiment, Measurement
 
 EMBEDDING_SCALES = ("paper", "balanced", "exact")  # all values of isoloss expand --embedding-scale
-OFFSET = 1000  # added to the seeds of grammars per seed offset
 BASE, UNTOUCHED = "base", "untouched"
 # what the runs are called in figures and tables
 GROUPS: Mapping[str, str] = MappingProxyType(
@@ -42,7 +42,6 @@ CONTRASTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "weight decay": (UNTOUCHED, "weight-decay"),
     }
 )
-HEAD_WIDTH = 8
 WEIGHT_DECAY = 0.1
 # what is probed beside models, functions of the language alone
 BASELINES: Mapping[str, str] = MappingProxyType(
@@ -52,13 +51,10 @@ BASELINES: Mapping[str, str] = MappingProxyType(
         "log-lookup": "Look-up table: their logarithms",
     }
 )
-# what is added to a unit's seed: for the stages after the base, and for the measures. The adversary and the helper draw
-# examples of their task with the seed of training
-CONTINUED, MEASURED = 30, 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class Replicate:
     """A grammar and a pre-training seed: what every arm has in common."""
 
     grammar: int  # the seed of the grammar
@@ -89,15 +85,15 @@ class StudySize:
     layers: int = 2
     batch_size: int = 64
     steps: int  # of the base: AdamW with exact labels
-    learning_rate: float = 3e-3  # AdamW's highest, in base and polish
+    learning_rate: float = 3e-3  # AdamW's highest, in base and cooldown
     sgd_steps: int
     sgd_learning_rate: float = 0.2
     longer_steps: int  # of AdamW alone after the base
     # of AdamW with adversary or helper after the base; in the pilot, these give the same KL as AdamW for longer
     adversary_steps: int
     helper_steps: int
-    polish_steps: int  # of the polish that ends every arm
-    other_polishes: tuple[int, ...]  # its other lengths
+    cooldown_steps: int  # of the cooldown that ends every arm
+    other_cooldowns: tuple[int, ...]  # its other lengths
     tasks: tuple[str, ...]  # downstream tasks; the first is the primary one, which adversary and helper train with
     shots: tuple[int, ...]  # training examples of few-shot probes
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
@@ -107,10 +103,10 @@ class StudySize:
         return dataclasses.replace(self, grammars=tuple(OFFSET * offset + grammar for grammar in self.grammars))
 
     @property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[Replicate, ...]:
         """Every grammar with every seed."""
         return tuple(
-            Unit(grammar=grammar, seed=100 * grammar + index, is_complete=place < self.complete)
+            Replicate(grammar=grammar, seed=100 * grammar + index, is_complete=place < self.complete)
             for place, grammar in enumerate(self.grammars)
             for index in range(self.seeds_per_grammar)
         )
@@ -143,8 +139,7 @@ class StudySize:
 
     def model(self, size: str) -> ModelConfig:
         """Return the model of a size: heads are of one width in all sizes, so that one can be expanded into another."""
-        heads = shape(size).d_model // HEAD_WIDTH
-        return ModelConfig(size=size, layers=self.layers, heads=heads, dropout=0.0)
+        return small_bert(size, self.layers)
 
     def arm_of_size(self, size: str) -> str:
         """Return the arm whose model has that size and is otherwise untouched."""
@@ -166,14 +161,14 @@ class Arms:
     """The runs of one unit, and what is measured of each."""
 
     scale: StudySize  # what decides their settings
-    unit: Unit  # the grammar and the seed
+    unit: Replicate  # the grammar and the seed
 
     def experiments(self) -> dict[str, Experiment]:
         """Return the runs by the names of their arms."""
         scale = self.scale
         arms = {BASE: self._base(), UNTOUCHED: self._from_base(UNTOUCHED)}
         for arm, labels in (("label-noise", "sampled"), ("no-noise", "exact")):
-            arms |= {arm: self._from_base(arm, self.sgd_stage(labels)), **self._polishes(arm)}
+            arms |= {arm: self._from_base(arm, self.sgd_stage(labels)), **self._cooldowns(arm)}
         if not self.unit.is_complete:
             return arms
         for arm, stage in self.more_stages().items():
@@ -219,23 +214,23 @@ class Arms:
         start = self.unit.run(BASE)
         return self._measured(arm, self.continued(f"../{start}", *stages), after=(start,))
 
-    def continued(self, start: str, *stages: StageConfig, polish_steps: int | None = None) -> TrainConfig:
-        """Return the config that continues training another model, on other sentences; its last stage is the polish.
+    def continued(self, start: str, *stages: StageConfig, cooldown_steps: int | None = None) -> TrainConfig:
+        """Return the config that continues training another model, on other sentences; its last stage is the cooldown.
 
         Args:
             start: The run or checkpoint that it goes on from, relative to the folder of the run.
-            stages: The stages before the polish.
-            polish_steps: The length of the polish; None: that of all arms.
+            stages: The stages before the cooldown.
+            cooldown_steps: The length of the cooldown; None: that of all arms.
         """
-        polish = StageConfig(steps=polish_steps or self.scale.polish_steps)
-        config = self._config(self.scale.main_size, self._adamw(), stages=(*stages, polish), init_from=start)
+        cooldown = StageConfig(steps=cooldown_steps or self.scale.cooldown_steps)
+        config = self._config(self.scale.main_size, self._adamw(), stages=(*stages, cooldown), init_from=start)
         return dataclasses.replace(config, seed=self.unit.seed + CONTINUED)
 
     def from_scratch(self, size: str, *, steps: int | None = None, weight_decay: float = 0.0) -> TrainConfig:
-        """Return the config of training from scratch; its last stage is the polish, which has no weight decay."""
+        """Return the config of training from scratch; its last stage is the cooldown, which has no weight decay."""
         decaying = self._adamw(weight_decay) if weight_decay else None
         base = StageConfig(steps=steps or self.scale.steps, optimizer=decaying)
-        return self._config(size, self._adamw(), stages=(base, StageConfig(steps=self.scale.polish_steps)))
+        return self._config(size, self._adamw(), stages=(base, StageConfig(steps=self.scale.cooldown_steps)))
 
     def sgd_stage(self, labels: Any) -> StageConfig:
         """SGD with the paper's warm-up, 12 % of the steps (appendix B.2)."""
@@ -254,18 +249,18 @@ class Arms:
             "helper": StageConfig(steps=scale.helper_steps, algorithm=helper),
         }
 
-    def _polishes(self, arm: str) -> dict[str, Experiment]:
-        """Return an arm of SGD with polishes of other lengths, by name; they branch off before the polish."""
+    def _cooldowns(self, arm: str) -> dict[str, Experiment]:
+        """Return an arm of SGD with cooldowns of other lengths, by name; they branch off before the cooldown."""
         start = self.unit.run(arm)
         before = f"../{start}/checkpoints/step-{self.scale.sgd_steps}"
         return {
-            polished(arm, steps): Experiment(
-                config=self.continued(before, polish_steps=steps),
+            cooldown_run(arm, steps): Experiment(
+                config=self.continued(before, cooldown_steps=steps),
                 measurements=(self.measurement(self.common()),),
                 after=(start,),
                 group=GROUPS[arm],
             )
-            for steps in (self.scale.other_polishes if self.unit.is_complete else ())
+            for steps in (self.scale.other_cooldowns if self.unit.is_complete else ())
         }
 
     # --- what is measured --------------------------------------------------------------------------------------------
@@ -284,8 +279,8 @@ class Arms:
             measures.append("rescaling-control")
         parts = [self.measurement(measures, steps=(config.steps,))]
         if len(config.stages) > 1 and arm not in scale.sizes:
-            before = (config.steps - scale.polish_steps,)
-            parts.append(self.measurement(self.common(), steps=before, name="measure before the polish of"))
+            before = (config.steps - scale.cooldown_steps,)
+            parts.append(self.measurement(self.common(), steps=before, name="measure before the cooldown of"))
         return Experiment(
             config=config,
             measurements=tuple(parts),
@@ -305,17 +300,12 @@ class Arms:
         return Measurement(measures=tuple(measures), settings=settings, **more)
 
 
-def polished(arm: str, steps: int) -> str:
-    """Return the name of an arm with a polish of another length."""
+def cooldown_run(arm: str, steps: int) -> str:
+    """Return the name of an arm with a cooldown of another length."""
     return f"{arm}-polished-{steps}"
 
 
-def sgd(steps: int, learning_rate: float) -> OptimizerConfig:
-    """Return plain SGD with the paper's warm-up, 12 % of the steps (appendix B.2)."""
-    return OptimizerConfig(name="sgd", learning_rate=learning_rate, warmup_steps=round(0.12 * steps), weight_decay=0.0)
-
-
-def grammars_of(units: Sequence[Unit]) -> list[str]:
+def grammars_of(units: Sequence[Replicate]) -> list[str]:
     """Return the grammar of each unit, as the clusters that errors are over."""
     return [f"grammar {unit.grammar}" for unit in units]
 
@@ -333,8 +323,8 @@ SCALES = {
         longer_steps=800,
         adversary_steps=500,
         helper_steps=300,
-        polish_steps=2_000,
-        other_polishes=(1_000,),
+        cooldown_steps=2_000,
+        other_cooldowns=(1_000,),
         tasks=("prefix-4", "prefix-2"),
         shots=(100, 1_000),
         settings={
@@ -355,8 +345,8 @@ SCALES = {
         longer_steps=20,
         adversary_steps=15,
         helper_steps=10,
-        polish_steps=40,
-        other_polishes=(20,),
+        cooldown_steps=40,
+        other_cooldowns=(20,),
         tasks=("prefix-4", "prefix-2"),
         shots=(20, 50),
         settings={

@@ -9,8 +9,8 @@ import polars as pl
 
 from isoloss.errors import IsolossError
 from isoloss.lab.training.algorithms.config import AdversarialConfig
-from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, UNTOUCHED, WEIGHT_DECAY, StudySize, Unit, grammars_of
-from isoloss.paper.same_loss.study import factor, last, pairs_of, sizes_expanded, units_with
+from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, UNTOUCHED, WEIGHT_DECAY, Replicate, StudySize, grammars_of
+from isoloss.paper.same_loss.study import factor, last, pairs_of, replicates_with, sizes_expanded
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Column, Style, accuracy
 from isoloss.report.html import Figure, Finding
@@ -49,9 +49,9 @@ def _figures(results: Results) -> list[Figure]:
                     [_contrast_title(*arms) for arms in CONTRASTS.values()],
                     note="Lines: 95 % confidence intervals over grammars, not adjusted for the number of arms",
                 ),
-                caption="After the same polish, paired by grammar and seed: the difference in KL, the factor by which "
-                "each trace changes, and the difference in probe accuracy. If flatness predicted transfer at the same "
-                "loss, arms with a smaller trace would transfer better.",
+                caption="After the same cooldown, paired by grammar and seed: the difference in KL, the factor by "
+                "which each trace changes, and the difference in probe accuracy. If flatness predicted transfer at the "
+                "same loss, arms with a smaller trace would transfer better.",
             )
         )
     style = Style.of(ends)
@@ -86,7 +86,7 @@ def _panels(results: Results) -> list[IntervalPanel]:
     scale: StudySize = results.scale
     loss, traces, probes = [], [], []
     for control, arm in CONTRASTS.values():
-        units, title = units_with(results, control, arm), _contrast_title(control, arm)
+        units, title = replicates_with(results, control, arm), _contrast_title(control, arm)
         if len(set(clusters := grammars_of(units))) < 2:
             continue
         pairs = pairs_of(results, units, (control, arm))
@@ -128,7 +128,7 @@ def _ends(results: Results) -> pl.DataFrame:
     arms = [*GROUPS, *(size for size in scale.sizes if size != scale.main_size)]
     rows = []
     for arm in arms:
-        for unit in units_with(results, arm):
+        for unit in replicates_with(results, arm):
             run = unit.run(arm)
             rows.append(results.row(run, results.experiments[run].last_step, last(results, unit, arm), keys))
     return pl.DataFrame(rows)
@@ -147,7 +147,7 @@ def _by_size(results: Results) -> pl.DataFrame:
     rows = []
     for size in scale.sizes:
         arm = scale.arm_of_size(size)
-        for unit in units_with(results, arm):
+        for unit in replicates_with(results, arm):
             if unit.is_complete:
                 run, own = unit.run(arm), sizes_expanded(scale, size, last(results, unit, arm))
                 own = {**own, "trace-own": own["trace"]}
@@ -197,7 +197,7 @@ def _correlation(results: Results, trace: str, probe: str, left_out: Collection[
     return f"{found.value:+.2f} [{low:+.2f}, {high:+.2f}] of {found.observations} models"
 
 
-def _in_band(results: Results, unit: Unit, end: Checkpoint) -> bool:
+def _in_band(results: Results, unit: Replicate, end: Checkpoint) -> bool:
     untouched = last(results, unit, UNTOUCHED)["kl"].value
     return abs(end["kl"].value - untouched) <= BAND
 
@@ -214,12 +214,12 @@ def _settings(scale: StudySize) -> dict[str, str]:
         "per step, one masked token each",
         "Base": f"{scale.steps:,} steps of AdamW on exact labels, learning rate {scale.learning_rate:g} with cosine "
         "decay to 0, no weight decay",
-        "Polish": f"{scale.polish_steps:,} steps, settings as for the base",
+        "Cooldown": f"{scale.cooldown_steps:,} steps, settings as for the base",
         "SGD": f"{scale.sgd_steps:,} steps, learning rate {scale.sgd_learning_rate:g} after a warm-up of 12 %, on "
         "sampled or exact labels",
         "AdamW for longer": f"{scale.longer_steps:,} more steps, settings as for the base",
         "Adversary, helper": f"{scale.adversary_steps:,} and {scale.helper_steps:,} more steps with the loss of a head "
         f"for {scale.tasks[0]}, weighted {weight:g} and {-weight:g}",
-        "Weight decay": f"{WEIGHT_DECAY:g} in the base, none in the polish",
+        "Weight decay": f"{WEIGHT_DECAY:g} in the base, none in the cooldown",
         "Errors": "over grammars, with Student's t; losses and accuracies have no measurement error",
     }

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Self
 
 from isoloss import config
-from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, OFFSET, UNTOUCHED, Arms, StudySize, Unit, grammars_of
+from isoloss.paper.reproduction.spec import OFFSET
+from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, UNTOUCHED, Arms, Replicate, StudySize, grammars_of
 from isoloss.paper.same_loss.design import SCALES as STUDY_SIZES
 from isoloss.statistics.clusters import slope_within
 from isoloss.statistics.estimate import Estimate
@@ -91,16 +92,16 @@ class PilotSize:
     description: str  # what it is for and how long it takes
     like: StudySize  # the study's scale, for its settings
     grammars: tuple[int, ...]  # the seeds of its grammars, none of which the study has
-    lengths: tuple[int, ...]  # steps of AdamW before the polish: they spread the loss
+    lengths: tuple[int, ...]  # steps of AdamW before the cooldown: they spread the loss
 
     def with_seed_offset(self, offset: int) -> Self:
         """Return the pilot on other grammars, with other seeds."""
         return dataclasses.replace(self, grammars=tuple(OFFSET * offset + grammar for grammar in self.grammars))
 
     @property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[Replicate, ...]:
         """Every grammar, with one seed."""
-        return tuple(Unit(grammar=g, seed=100 * g, is_complete=True) for g in self.grammars)
+        return tuple(Replicate(grammar=g, seed=100 * g, is_complete=True) for g in self.grammars)
 
     @property
     def accuracies(self) -> tuple[str, ...]:
@@ -170,7 +171,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         "slopes of transfer on the KL, mean ± standard error over grammars",
         ("size", "accuracy"),
         rows,
-        f"Within grammars, over models with {', '.join(map(str, scale.lengths))} steps before the polish.",
+        f"Within grammars, over models with {', '.join(map(str, scale.lengths))} steps before the cooldown.",
     )
     clusters = grammars_of(units)
     keys = ("kl", *scale.like.probes.values())
@@ -200,13 +201,13 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     return slopes, differences, controls
 
 
-def pairs(results: Results, units: Sequence[Unit], arms: tuple[str, str]) -> list[Pair]:
+def pairs(results: Results, units: Sequence[Replicate], arms: tuple[str, str]) -> list[Pair]:
     """Return the last checkpoints of a control and an arm, by grammar."""
     control, treated = arms
     return [(results.at(unit.run(control)), results.at(unit.run(treated))) for unit in units]
 
 
-def power_in_words(results: Results, units: Sequence[Unit], slope: Estimate) -> str:
+def power_in_words(results: Results, units: Sequence[Replicate], slope: Estimate) -> str:
     """Return as text the grammars needed for the smallest effect of interest, and the equivalence margin of the loss.
 
     The margin is a fifth of that effect divided by the slope of the primary accuracy on the KL. It takes the steeper

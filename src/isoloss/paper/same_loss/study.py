@@ -18,10 +18,10 @@ from isoloss.paper.same_loss.design import (
     GROUPS,
     SCALES,
     UNTOUCHED,
+    Replicate,
     StudySize,
-    Unit,
+    cooldown_run,
     grammars_of,
-    polished,
 )
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
@@ -43,13 +43,13 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
     """
     scale: StudySize = results.scale
     slopes = pilot.slopes(scale.main_size)
-    where = f"Both after the same polish of {scale.polish_steps:,} steps."
+    where = f"Both after the same cooldown of {scale.cooldown_steps:,} steps."
     task = f"The task used in training is {scale.tasks[0]}."
     by_name = {
         name: [
             Contrast(
                 names=(GROUPS[arms[0]], GROUPS[arms[1]]),
-                pairs=pairs_of(results, units := units_with(results, *arms), arms),
+                pairs=pairs_of(results, units := replicates_with(results, *arms), arms),
                 clusters=grammars_of(units),
                 where=f"{where} {task}" if name in ("adversary", "helper") else where,
                 slopes=slopes,
@@ -57,7 +57,7 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
         ]
         for name, arms in CONTRASTS.items()
     }
-    all_units = units_with(results, BASE, UNTOUCHED)
+    all_units = replicates_with(results, BASE, UNTOUCHED)
     by_name["larger"] = [
         _sizes_contrast(results, smaller, larger, where) for smaller, larger in itertools.pairwise(scale.sizes)
     ]
@@ -84,30 +84,30 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
     return by_name
 
 
-def units_with(results: Results, *arms: str) -> list[Unit]:
+def replicates_with(results: Results, *arms: str) -> list[Replicate]:
     """Return the units that have results for all of these arms."""
     scale: StudySize = results.scale
     return [unit for unit in scale.units if all(unit.run(arm) in results.experiments for arm in arms)]
 
 
-def last(results: Results, unit: Unit, arm: str) -> Checkpoint:
-    """Return the last checkpoint of an arm, which is after the polish, except for the base."""
+def last(results: Results, unit: Replicate, arm: str) -> Checkpoint:
+    """Return the last checkpoint of an arm, which is after the cooldown, except for the base."""
     return results.at(unit.run(arm))
 
 
-def before_polish(results: Results, unit: Unit, arm: str) -> Checkpoint:
-    """Return the checkpoint from which an arm's polish starts; for the untouched arm, the last of the base."""
+def before_cooldown(results: Results, unit: Replicate, arm: str) -> Checkpoint:
+    """Return the checkpoint from which an arm's cooldown starts; for the untouched arm, the last of the base."""
     if arm == UNTOUCHED:
         return results.at(unit.run(BASE))
     run = unit.run(arm)
-    return results.at(run, results.experiments[run].last_step - results.scale.polish_steps)
+    return results.at(run, results.experiments[run].last_step - results.scale.cooldown_steps)
 
 
 def pairs_of(
     results: Results,
-    units: Sequence[Unit],
+    units: Sequence[Replicate],
     arms: tuple[str, str],
-    at: Callable[[Results, Unit, str], Checkpoint] = last,
+    at: Callable[[Results, Replicate, str], Checkpoint] = last,
 ) -> list[Pair]:
     """Return a checkpoint of a control and of an arm, by default their last, by unit."""
     control, arm = arms
@@ -117,7 +117,7 @@ def pairs_of(
 def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> Contrast:
     scale: StudySize = results.scale
     arms = {size: scale.arm_of_size(size) for size in (smaller, larger)}
-    units = [unit for unit in units_with(results, *arms.values()) if unit.is_complete]
+    units = [unit for unit in replicates_with(results, *arms.values()) if unit.is_complete]
     first, second = (
         [sizes_expanded(scale, size, last(results, unit, arm)) for unit in units] for size, arm in arms.items()
     )
@@ -132,7 +132,7 @@ def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> 
     )
 
 
-def _against_tables(results: Results, units: Sequence[Unit], kind: str) -> list[Pair]:
+def _against_tables(results: Results, units: Sequence[Replicate], kind: str) -> list[Pair]:
     probes: dict[str, str] = results.scale.probes
     pairs: list[Pair] = []
     for unit in units:
@@ -141,7 +141,7 @@ def _against_tables(results: Results, units: Sequence[Unit], kind: str) -> list[
     return pairs
 
 
-def _rescaled(results: Results, units: Sequence[Unit]) -> list[Pair]:
+def _rescaled(results: Results, units: Sequence[Replicate]) -> list[Pair]:
     pairs: list[Pair] = []
     for unit in units:
         model = last(results, unit, UNTOUCHED)
@@ -170,12 +170,12 @@ def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
 
 
 def tables(results: Results) -> tuple[SummaryTable, ...]:
-    """Return the tables: arms, differences from the untouched arm, lengths of the polish, sizes and baselines."""
+    """Return the tables: arms, differences from the untouched arm, lengths of the cooldown, sizes and baselines."""
     made = (
         _arms(results),
-        _differences(results, "after", "after the polish", last),
-        _differences(results, "before", "before the polish", before_polish),
-        _polishes(results),
+        _differences(results, "after", "after the cooldown", last),
+        _differences(results, "before", "before the cooldown", before_cooldown),
+        _cooldowns(results),
         _sizes(results),
         _baselines(results),
     )
@@ -187,28 +187,28 @@ def _arms(results: Results) -> SummaryTable:
     keys = ("kl", *RESCALED, *scale.probes.values(), *scale.few_shot_probes.values())
     rows = []
     for arm, title in GROUPS.items():
-        if _number(units := units_with(results, arm)) > 1:
+        if _number(units := replicates_with(results, arm)) > 1:
             ends = [last(results, unit, arm) for unit in units]
             rows.append(((title, _number(units)), {key: _mean(units, [end[key] for end in ends]) for key in keys}))
     caption = (
-        f"Every arm ends in the same polish: {scale.polish_steps:,} steps of AdamW on exact labels, with a learning "
-        f"rate that decays to 0. Probes are fitted on {scale.settings['num_train']:,} sentences, few-shot probes on "
-        "the number in their name. All are tested on every sentence of the language. Arms with fewer grammars are "
+        f"Every arm ends in the same cooldown: {scale.cooldown_steps:,} steps of AdamW on exact labels, with a "
+        f"learning rate that decays to 0. Probes are fitted on {scale.settings['num_train']:,} sentences, few-shot probes "
+        "on the number in their name. All are tested on every sentence of the language. Arms with fewer grammars are "
         "means over other languages: compare them in the tables of pairs."
     )
-    return SummaryTable("arms", f"all arms after the polish, {OVER}", ("arm", "grammars"), rows, caption)
+    return SummaryTable("arms", f"all arms after the cooldown, {OVER}", ("arm", "grammars"), rows, caption)
 
 
 def _differences(
-    results: Results, name: str, when: str, at: Callable[[Results, Unit, str], Checkpoint]
+    results: Results, name: str, when: str, at: Callable[[Results, Replicate, str], Checkpoint]
 ) -> SummaryTable:
     scale: StudySize = results.scale
     keys = ["kl", *RESCALED, *scale.probes.values()]
-    if at is last:  # the base, which is the untouched arm before its polish, has no few-shot probes
+    if at is last:  # the base, which is the untouched arm before its cooldown, has no few-shot probes
         keys += scale.few_shot_probes.values()
     rows = []
     for control, arm in CONTRASTS.values():
-        units = units_with(results, control, arm)
+        units = replicates_with(results, control, arm)
         if _number(units) > 1:
             pairs = pairs_of(results, units, (control, arm), at)
             rows.append(((GROUPS[arm], GROUPS[control], _number(units)), _changes(units, pairs, keys)))
@@ -216,32 +216,32 @@ def _differences(
         "Paired by grammar and seed. KL and probe accuracies: arm minus control. Traces: arm over control, as "
         "geometric means."
     )
-    if at is before_polish:
-        caption += " Before the polish the untouched arm is the base."
+    if at is before_cooldown:
+        caption += " Before the cooldown the untouched arm is the base."
     return SummaryTable(name, f"arms vs. controls, {when}, {OVER}", ("arm", "control", "grammars"), rows, caption)
 
 
-def _polishes(results: Results) -> SummaryTable:
+def _cooldowns(results: Results) -> SummaryTable:
     scale: StudySize = results.scale
     keys, rows, arms = ["kl", *RESCALED, *scale.probes.values()], [], CONTRASTS["label noise"]
-    units = [unit for unit in units_with(results, *arms) if unit.is_complete]
-    for steps in (0, *scale.other_polishes, scale.polish_steps):
+    units = [unit for unit in replicates_with(results, *arms) if unit.is_complete]
+    for steps in (0, *scale.other_cooldowns, scale.cooldown_steps):
         if _number(units) > 1:
-            pairs = pairs_of(results, units, arms, functools.partial(_after_polish, steps=steps))
+            pairs = pairs_of(results, units, arms, functools.partial(_after_cooldown, steps=steps))
             rows.append(((steps, _number(units)), _changes(units, pairs, keys)))
     caption = (
-        "KL and probe accuracies as differences, traces as factors. Both arms had a polish of this many steps; 0 is no "
-        "polish."
+        "KL and probe accuracies as differences, traces as factors. Both arms had a cooldown of this many steps; 0 is "
+        "no cooldown."
     )
-    title = f"SGD with sampled vs. exact labels, by length of the polish, {OVER}"
-    return SummaryTable("polishes", title, ("polish", "grammars"), rows, caption)
+    title = f"SGD with sampled vs. exact labels, by length of the cooldown, {OVER}"
+    return SummaryTable("cooldowns", title, ("cooldown", "grammars"), rows, caption)
 
 
-def _after_polish(results: Results, unit: Unit, arm: str, steps: int) -> Checkpoint:
-    """Return an arm's checkpoint after a polish of this length; 0: before it."""
+def _after_cooldown(results: Results, unit: Replicate, arm: str, steps: int) -> Checkpoint:
+    """Return an arm's checkpoint after a cooldown of this length; 0: before it."""
     if steps == 0:
-        return before_polish(results, unit, arm)
-    return last(results, unit, arm if steps == results.scale.polish_steps else polished(arm, steps))
+        return before_cooldown(results, unit, arm)
+    return last(results, unit, arm if steps == results.scale.cooldown_steps else cooldown_run(arm, steps))
 
 
 def _sizes(results: Results) -> SummaryTable:
@@ -251,7 +251,7 @@ def _sizes(results: Results) -> SummaryTable:
     rows = []
     for size in scale.sizes:
         arm = scale.arm_of_size(size)
-        units = [unit for unit in units_with(results, arm) if unit.is_complete]
+        units = [unit for unit in replicates_with(results, arm) if unit.is_complete]
         if _number(units) > 1:
             own = [sizes_expanded(scale, size, last(results, unit, arm)) for unit in units]
             label = (size, results.run(units[0].run(arm)).result()["num_parameters"], _number(units))
@@ -267,7 +267,7 @@ def _sizes(results: Results) -> SummaryTable:
 
 def _baselines(results: Results) -> SummaryTable:
     scale: StudySize = results.scale
-    units = units_with(results, BASE, UNTOUCHED)
+    units = replicates_with(results, BASE, UNTOUCHED)
     starts = [results.at(unit.run(BASE), 0) for unit in units]
     models = [last(results, unit, UNTOUCHED) for unit in units]
 
@@ -309,17 +309,17 @@ def sizes_expanded(scale: StudySize, size: str, checkpoint: Checkpoint) -> Check
     return {**checkpoint, **dict.fromkeys(scale.expanded_traces.values(), plain), scale.expanded_minimum: minimum}
 
 
-def _number(units: Sequence[Unit]) -> int:
+def _number(units: Sequence[Replicate]) -> int:
     return len({unit.grammar for unit in units})
 
 
-def _mean(units: Sequence[Unit], values: Sequence[Measured | float]) -> Estimate:
+def _mean(units: Sequence[Replicate], values: Sequence[Measured | float]) -> Estimate:
     numbers = [value.value if isinstance(value, Measured) else value for value in values]
     unit = values[0].unit if isinstance(values[0], Measured) else "accuracy"
     return cluster_mean(numbers, grammars_of(units), unit=unit)
 
 
-def _changes(units: Sequence[Unit], pairs: Sequence[Pair], keys: Sequence[str]) -> dict[str, Estimate]:
+def _changes(units: Sequence[Replicate], pairs: Sequence[Pair], keys: Sequence[str]) -> dict[str, Estimate]:
     """Return the mean difference over pairs by key; of traces, the mean factor."""
     clusters = grammars_of(units)
     return {
@@ -346,9 +346,9 @@ STUDY = Study(
         "all of them, without sampling error.",
         "Each arm treats the model differently: SGD with sampled or exact labels, more AdamW, an adversary or a helper "
         "that makes a downstream task harder or easier to decode, weight decay, or another size. The untouched arm has "
-        "none of these; the tables name the control of each arm. Every arm ends in the same polish, which is meant to "
-        "bring all to the same loss; whether the losses are the same is tested. Differences are paired by grammar and "
-        "seed, and standard errors are over grammars.",
+        "none of these; the tables name the control of each arm. Every arm ends in the same cooldown, which is meant "
+        "to bring all to the same loss; whether the losses are the same is tested. Differences are paired by grammar "
+        "and seed, and standard errors are over grammars.",
         "Flatness is measured by the trace of the Fisher information (smaller is flatter), and by its minimum over all "
         "rescalings of the weights that leave every prediction unchanged.",
     ),
