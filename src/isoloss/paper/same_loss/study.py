@@ -192,9 +192,9 @@ def _arms(results: Results) -> SummaryTable:
             rows.append(((title, _number(units)), {key: _mean(units, [end[key] for end in ends]) for key in keys}))
     caption = (
         f"Every arm ends in the same cooldown: {scale.cooldown_steps:,} steps of AdamW on exact labels, with a "
-        f"learning rate that decays to 0. Probes are fitted on {scale.settings['num_train']:,} sentences, few-shot probes "
-        "on the number in their name. All are tested on every sentence of the language. Arms with fewer grammars are "
-        "means over other languages: compare them in the tables of pairs."
+        f"learning rate that decays to 0. Probes are fitted on {scale.settings['num_train']:,} sentences, few-shot "
+        "probes on the number in their name. All are tested on every sentence of the language. Arms with fewer "
+        "grammars are means over other languages: compare them in the tables of pairs."
     )
     return SummaryTable("arms", f"all arms after the cooldown, {OVER}", ("arm", "grammars"), rows, caption)
 
