@@ -8,10 +8,10 @@ import pytest
 
 from isoloss import files
 from isoloss.runs import Run
-from isoloss.studies.estimates import estimates
 from isoloss.studies.plan import Unit
 from isoloss.studies.run import local, usage
 from isoloss.studies.run.lease import Leases
+from isoloss.studies.status import statuses
 from studies_in_process import carry_out
 
 
@@ -35,7 +35,7 @@ def test_units_are_like_those_of_their_group_or_else_of_their_subcommand(tmp_pat
     leases.take("b", 1).end("done", seconds=40.0, memory=300, gpu_memory=0, disk=30)
     leases.take("c", 1)  # lost after an unknown time
     leases.take("c", 2).end("done", seconds=100.0)
-    found = {one.unit.name: one for one in estimates(units, tmp_path)}
+    found = {one.unit.name: one for one in statuses(units, tmp_path)}
     assert {name: one.unit.seconds for name, one in found.items()} == {
         **{"a": 5.0, "b": 40.0, "c": 15.0, "d": 6.0, "e": 6.0, "f": 6.0, "g": 4.0}
     }
@@ -44,13 +44,13 @@ def test_units_are_like_those_of_their_group_or_else_of_their_subcommand(tmp_pat
         *((100, 10), (300, 30), (300, 20), (300, 20), (300, 20), (300, 20), (None, None))
     ]
     leases.take("e", 1).end("done", seconds=8.0, memory=50, gpu_memory=7, disk=1)
-    found = {one.unit.name: one for one in estimates(units, tmp_path)}
+    found = {one.unit.name: one for one in statuses(units, tmp_path)}
     assert (found["c"].unit.seconds, found["c"].memory, found["c"].gpu_memory, found["c"].disk) == (20.0, 50, 7, 1)
     assert (found["f"].unit.seconds, found["f"].memory) == (4 * 53 / 34, 300)
 
 
 def test_a_plan_without_results_has_only_its_own_guess(tmp_path):
-    (one,) = estimates([unit("a", 3.0)], tmp_path)
+    (one,) = statuses([unit("a", 3.0)], tmp_path)
     assert (one.unit.seconds, one.memory, one.gpu_memory, one.disk, one.is_measured) == (3.0, None, None, None, False)
 
 
@@ -71,7 +71,7 @@ def test_a_unit_records_its_peak_memory_and_what_it_left_on_disk(tmp_path):
     carry_out([training], tmp_path, local.run)
     before = {file: file.stat().st_size for file in path.rglob("*") if file.is_file()}
     carry_out([training, measuring], tmp_path, local.run)
-    trained, measured = estimates([training, measuring], tmp_path)
+    trained, measured = statuses([training, measuring], tmp_path)
     assert trained.disk == sum(before.values())
     evaluations = [file for file in (path / "evaluations").iterdir() if file not in before]
     assert measured.disk == sum(file.stat().st_size for file in evaluations) > 0

@@ -297,7 +297,7 @@ def test_a_part_of_a_study_that_is_no_function_is_refused_at_once(file, claiming
         (
             "pairs=",
             "pair=",
-            r"contrasts of the study dropout fails with TypeError: .*'pair'.* \(my_study.py, line 32\)",
+            r"contrasts of the study dropout fails with TypeError: .*'pair'.* \(my_study.py, line 26\)",
         ),
     ],
 )

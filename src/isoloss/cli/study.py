@@ -26,7 +26,6 @@ from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
     from isoloss.studies.claims import ClaimResult
-    from isoloss.studies.estimates import Estimate
     from isoloss.studies.folder import StudyFolder
     from isoloss.studies.repetition import Repeated
     from isoloss.studies.run.loop import Executor, Options
@@ -231,12 +230,12 @@ class _Plan(_Command):
         folder = self.study()
         folder.check()
         folder.exists()  # refuses a folder that holds something else
-        states, needed = _states(folder)
+        states = _states(folder)
         left = remaining(states, self.workers)
         if self.json:
-            common.emit_json(_document(folder, states, needed, left, self.workers))
+            common.emit_json(_document(folder, states, left, self.workers))
         else:
-            _print_plan(folder, states, needed, left, self.workers)
+            _print_plan(folder, states, left, self.workers)
         return 0
 
 
@@ -248,7 +247,7 @@ class _Status(_Command):
     """Keep refreshing until all units are done."""
 
     def run(self) -> int:
-        from isoloss.studies.status import remaining, statuses
+        from isoloss.studies.status import remaining
 
         folder = self.study()
         if not folder.exists():
@@ -256,11 +255,11 @@ class _Status(_Command):
             raise IsolossError(f"{folder.path} holds no study: {start} starts one{nearest}")
         if self.watch:
             return _watch(folder, self.json)
+        states = _states(folder)
         if self.json:
-            states, needed = _states(folder)
-            common.emit_json(_document(folder, states, needed, remaining(states, 2), 2))
+            common.emit_json(_document(folder, states, remaining(states, 2), 2))
         else:
-            _print_status(folder, statuses(folder.plan(), folder.path))
+            _print_status(folder, states)
         return 0
 
 
@@ -485,18 +484,13 @@ def _quoted(text: str) -> str:
 # --- units, how far along each is, and the time that is left ---------------------------------------------------------
 
 
-def _states(folder: StudyFolder) -> tuple[list[UnitStatus], list[Estimate]]:
-    """Return the status of each unit, with its expected seconds, and the estimates of what each needs."""
-    from isoloss.studies.estimates import estimates
+def _states(folder: StudyFolder) -> list[UnitStatus]:
     from isoloss.studies.status import statuses
 
-    needed = estimates(folder.plan(), folder.path)
-    return statuses([estimate.unit for estimate in needed], folder.path), needed
+    return statuses(folder.plan(), folder.path)
 
 
-def _document(
-    folder: StudyFolder, states: Sequence[UnitStatus], needed: Sequence[Estimate], left: Remaining, workers: int
-) -> dict[str, object]:
+def _document(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaining, workers: int) -> dict[str, object]:
     rows = [
         {
             "unit": status.unit.name,
@@ -509,14 +503,14 @@ def _document(
             "after": list(status.unit.after),
             "needs": dataclasses.asdict(status.unit.needs),
             "expected_seconds": round(status.unit.seconds, 3),
-            "memory_bytes": estimate.memory,
-            "gpu_memory_bytes": estimate.gpu_memory,
-            "disk_bytes": estimate.disk,
-            "measured": estimate.is_measured,
+            "memory_bytes": status.memory,
+            "gpu_memory_bytes": status.gpu_memory,
+            "disk_bytes": status.disk,
+            "measured": status.is_measured,
             "shown_in": list(status.unit.shown_in),
             "arguments": list(status.unit.arguments),
         }
-        for status, estimate in zip(states, needed, strict=True)
+        for status in states
     ]
     return {
         "study": folder.study.name,
@@ -528,9 +522,7 @@ def _document(
     }
 
 
-def _print_plan(
-    folder: StudyFolder, states: Sequence[UnitStatus], needed: Sequence[Estimate], left: Remaining, workers: int
-) -> None:
+def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaining, workers: int) -> None:
     columns = {
         "unit": [status.unit.name for status in states],
         "shown in": [", ".join(status.unit.shown_in) for status in states],
@@ -540,9 +532,9 @@ def _print_plan(
         "cores": [str(status.unit.needs.all_cores) for status in states],
         "GPUs": [f"{status.unit.needs.all_gpus:g}" for status in states],
         "reserved (GiB)": [f"{status.unit.needs.memory:g}" for status in states],
-        "memory (MiB)": [_mib(estimate.memory) for estimate in needed],
-        "GPU memory (MiB)": [_mib(estimate.gpu_memory) for estimate in needed],
-        "disk (MiB)": [_mib(estimate.disk) for estimate in needed],
+        "memory (MiB)": [_mib(status.memory) for status in states],
+        "GPU memory (MiB)": [_mib(status.gpu_memory) for status in states],
+        "disk (MiB)": [_mib(status.disk) for status in states],
     }
     # left out where it is the same in every row: most plans have one-core units only, and no figures
     none = {"", _mib(0)}
@@ -553,11 +545,11 @@ def _print_plan(
     rows = list(zip(*shown.values(), strict=True))
     common.print_table(title, list(shown), rows, left=4 if "shown in" in shown else 3)
     _say_done(folder, states)
-    measured = sum(estimate.is_measured for estimate in needed)
+    measured = sum(status.is_measured for status in states)
     basis = f"from the {measured} units measured here" if measured else "a rough guess, as no unit is measured yet"
     if all(status.state == "done" for status in states):
         used = sum(status.unit.seconds * status.unit.needs.all_cores for status in states)
-        size = sum(estimate.disk or 0 for estimate in needed)
+        size = sum(status.disk or 0 for status in states)
         common.say_wrapped(f"All units are done: {_hours(used, 'core')} and {_mib(size)} MiB of disk space.")
         return
     common.say_wrapped(
@@ -566,8 +558,8 @@ def _print_plan(
         f"Cost: {_hours(left.core_seconds, 'core')}"
         + (f" and {_hours(left.gpu_seconds, 'GPU')}." if left.gpu_seconds else ".")
     )
-    if measured or all(estimate.disk is not None for estimate in needed):
-        sizes = [(estimate.disk, status.state == "done") for estimate, status in zip(needed, states, strict=True)]
+    if measured or all(status.disk is not None for status in states):
+        sizes = [(status.disk, status.state == "done") for status in states]
         to_come = sum(size for size, is_done in sizes if size and not is_done)
         unknown = sum(size is None for size, _ in sizes)
         common.say_wrapped(
@@ -639,7 +631,7 @@ def _watch(folder: StudyFolder, as_json: bool) -> int:
     looks = 0  # one after the other in which nothing was running
     with Live(auto_refresh=False) if sys.stdout.isatty() else contextlib.nullcontext() as live:
         while True:
-            states, _ = _states(folder)
+            states = _states(folder)
             if live is None:
                 common.say(line(states))
             else:

@@ -25,7 +25,7 @@ from isoloss.studies.verdicts import answer_all, check_measures
 
 CONFIGS = "configs"  # the folder of the runs' configs, written before study.json
 # seconds on one core of a recent server, of the models that studies on a laptop have; only the order matters before
-# anything is measured, and `isoloss.studies.estimates` corrects them by what has been
+# anything is measured, and `isoloss.studies.status` corrects them by what has been
 MEASURING_SECONDS = 5.0  # of one checkpoint
 STEP_SECONDS = 0.0005  # of a step with a batch of one sentence; it grows with the square root of the batch
 COMPILED = 3.0  # how many times as fast compiled runs train

@@ -1,18 +1,20 @@
-"""How far along a study is, from its files alone: what is done, running or failed, and how long the rest will take."""
+"""How far along a study is, from its files alone: what is done, running or failed, and what the rest will take."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from isoloss.studies.plan import Unit, in_order, makespan, upward_rank
 from isoloss.studies.run.attempt import folder as folder_of
 from isoloss.studies.run.attempt import last_line
 from isoloss.studies.run.lease import Last, Leases
+
+_AMOUNTS = ("memory", "gpu_memory", "disk")  # in bytes, of what a unit needs
 
 State = Literal["done", "running", "failed", "interrupted", "to do"]
 
@@ -22,7 +24,7 @@ class UnitStatus:
     """How far along a unit is.
 
     Attributes:
-        unit: The unit.
+        unit: The unit; if it is done, its seconds are those that it took, else those expected of it.
         state: Its state; `interrupted`: it was started, and no process works on it now.
         progress: Progress of a unit that was started and is not done, e.g. `step 100 of 300`.
         host: The machine on which it runs or last ran.
@@ -30,6 +32,10 @@ class UnitStatus:
         attempts: How many times it was started.
         is_given_up: Whether it failed and is not retried.
         last_line: The last line of its log, if it failed.
+        memory: Peak memory of all its processes, in bytes: measured, or estimated from units like it; None: not known.
+        gpu_memory: The same for the memory of its GPUs.
+        disk: Size of its result in bytes.
+        is_measured: Whether the unit is done and was measured itself.
     """
 
     unit: Unit
@@ -40,14 +46,23 @@ class UnitStatus:
     attempts: int = 0
     is_given_up: bool = False
     last_line: str = ""
+    memory: int | None = None
+    gpu_memory: int | None = None
+    disk: int | None = None
+    is_measured: bool = False
 
 
 def statuses(units: Sequence[Unit], folder: Path) -> list[UnitStatus]:
-    """Return how far along each unit of a plan is.
+    """Return how far along each unit of a plan is, and what it needs.
 
     A unit whose lease says that it is done counts as done if the files of its result exist. Their contents are not
     read, as that would take minutes for thousands of runs. `isoloss study run`, which redoes a unit whose result does
     not match the plan, and `isoloss study verify` do read them.
+
+    What a unit that is not done needs is estimated from the measured units of the same subcommand and group, or else
+    from those of the same subcommand. Its seconds are those expected beforehand, times the ratio of the time that the
+    measured units took to the time expected for them. Its memory is their maximum, and its disk space their mean;
+    without such units, all are what the plan expects.
 
     Args:
         units: The plan.
@@ -55,7 +70,25 @@ def statuses(units: Sequence[Unit], folder: Path) -> list[UnitStatus]:
     """
     leases = Leases(folder / "leases")
     last = leases.attempts()
-    return [_status(unit, last.get(unit.file_name, Last()), leases, folder / "logs") for unit in units]
+    measured = _records(units, leases, last)
+    alike: dict[tuple[str, ...], list[tuple[Unit, Mapping[str, Any]]]] = {}
+    for unit in units:
+        if unit.name in measured:
+            for key in _keys(unit):
+                alike.setdefault(key, []).append((unit, measured[unit.name]))
+    summaries: dict[tuple[str, ...], dict[str, float]] = {key: _summary(records) for key, records in alike.items()}
+    result = []
+    for unit in units:
+        common = next((summaries[key] for key in _keys(unit) if key in summaries), {})
+        record = measured.get(unit.name, {})
+        guessed = {} if unit.expected is None else vars(unit.expected)
+        needs = {kind: record.get(kind, common.get(kind, guessed.get(kind))) for kind in _AMOUNTS}
+        amounts: dict[str, Any] = {kind: None if needed is None else round(needed) for kind, needed in needs.items()}
+        seconds = record.get("seconds", unit.seconds * common.get("factor", 1.0))
+        state = _status(unit, last.get(unit.file_name, Last()), leases, folder / "logs")
+        timed = dataclasses.replace(unit, seconds=seconds)
+        result.append(dataclasses.replace(state, unit=timed, is_measured=unit.name in measured, **amounts))
+    return result
 
 
 def _status(unit: Unit, attempt: Last, leases: Leases, logs: Path) -> UnitStatus:
@@ -88,6 +121,39 @@ def _latest(path: Path, number: int) -> Path:
     """Return where a run is being made: looked up by name, as listing the folder once per run would take long."""
     folder = folder_of(path, number)
     return folder if folder.exists() else path
+
+
+def _keys(unit: Unit) -> tuple[tuple[str, ...], ...]:
+    """Return the keys that this unit shares with units like it, the most specific first."""
+    subcommand = unit.arguments[0] if unit.arguments else ""
+    return (subcommand, unit.group), (subcommand,)
+
+
+def _records(units: Iterable[Unit], leases: Leases, last: Mapping[str, Last]) -> dict[str, Mapping[str, Any]]:
+    """Return what was recorded about the units that are done, by name."""
+    records: dict[str, Mapping[str, Any]] = {}
+    for unit in units:
+        attempt = last.get(unit.file_name, Last())
+        if attempt.end != "done":
+            continue
+        # each attempt goes on from the one before; the time of one that was lost is unknown, and so is the sum then
+        parts = [leases.end_record(unit.file_name, number, "stopped") for number in range(1, attempt.number)]
+        parts.append(leases.end_record(unit.file_name, attempt.number, "done"))
+        if all("seconds" in part for part in parts):
+            records[unit.name] = {**parts[-1], "seconds": sum(part["seconds"] for part in parts)}
+    return records
+
+
+def _summary(records: Sequence[tuple[Unit, Mapping[str, Any]]]) -> dict[str, float]:
+    """Return the ratio of measured to expected seconds, the largest memory and the mean disk space of some units."""
+    expected = sum(unit.seconds for unit, _ in records)
+    summary = {"factor": sum(record["seconds"] for _, record in records) / expected if expected else 1.0}
+    for kind in ("memory", "gpu_memory"):
+        if amounts := [record[kind] for _, record in records if kind in record]:
+            summary[kind] = max(amounts)
+    if amounts := [record["disk"] for _, record in records if "disk" in record]:
+        summary["disk"] = sum(amounts) / len(amounts)
+    return summary
 
 
 @dataclass(frozen=True, kw_only=True)
