@@ -97,10 +97,11 @@ class SequenceClusters:
             if len(keys) != size or any(isinstance(key, list) or key is None or key != key for key in keys):  # NaN
                 raise IsolossError(f"`documents` must be the id of the document of each of the {size} sequences")
             return torch.tensor([self._number(key) for key in keys], dtype=torch.int64)
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:  # tokens that cannot be told from others
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:  # no token ids to tell copies by
             return torch.tensor([self._number(-1 - row) for row in range(first, first + size)]) // self._size
         labels, mask = batch.get("labels"), batch.get("attention_mask")
         if isinstance(labels, torch.Tensor) and labels.shape == ids.shape:
+            # the tokens behind the masks: copies of a text are one cluster whatever was masked in each
             ids = torch.where(labels == IGNORED, ids, labels.to(ids.device))
         ids = ids.detach().cpu().long()
         is_plain = not isinstance(mask, torch.Tensor) or mask.shape != ids.shape

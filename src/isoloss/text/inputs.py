@@ -195,7 +195,7 @@ def read_inputs(
     auxiliary_sample = Rows(rows, origins)
     if wanted < len(rows):
         chosen = torch.randperm(len(rows), generator=generator(seed, "inputs"))[:wanted]
-        rows_taken = np.sort(chosen.numpy())
+        rows_taken = np.sort(chosen.numpy())  # in the order of the text, which errors over neighbors rest on
         rows, origins = rows[rows_taken], None if origins is None else origins[rows_taken]
     of_config = getattr(text_config, "pad_token_id", None)
     pads = (None if own_tokenizer is None else own_tokenizer.pad_token_id, of_config, 0)
@@ -326,7 +326,7 @@ def _from_text(
     if not packed:
         raise IsolossError(f"the text in {data} is shorter than one sequence of {length} tokens")
     rows = np.concatenate(packed)
-    firsts = body * np.arange(len(rows))
+    firsts = body * np.arange(len(rows))  # of the stream: the token that each row begins with
     origins = np.array(numbers)[np.searchsorted(np.cumsum(sizes), firsts, side="right")]
     fraction = sum(unknown) / max(1, sum(sizes) - len(sizes) * len(added))
     note = f", {100 * fraction:.1f} % of the tokens unknown to the tokenizer" if fraction else ""

@@ -198,7 +198,7 @@ def predict_next(sentences: Sentences, language: TokenIds) -> Batch:
     whole = with_start(sentences, language)
     present = whole.present()
     predicted = present.clone()
-    predicted[:, 0] = False
+    predicted[:, 0] = False  # nothing comes before it
     for special in language.special_token_ids:
         predicted &= whole.tokens != special
     return {

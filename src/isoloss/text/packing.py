@@ -46,7 +46,8 @@ def write_rows(path: Path, rows: Iterable[np.ndarray], length: int, dtype: np.dt
             description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n, length)}
             np.lib.format.write_array_header_1_0(file, description)
 
-        header(0)  # NumPy leaves room in it for any number of rows
+        # the number of rows is known only at the end; NumPy leaves room in the header for any number
+        header(0)
         start, n = file.tell(), 0
         for array in rows:
             file.write(array.astype(dtype).tobytes())

@@ -162,6 +162,7 @@ def read_labeled_text(
         labels.append(name)
         locations.append(location)
     absent = missing_labels(set(labels), () if label_names is None else label_names)
+    # only all labels together show whether `-` and -1 are classes, so these rows are left out last
     for location, name in zip(locations, labels, strict=True):
         if name in absent:
             leave_out(location, f"with the label {name}, read as a missing label (a class needs another name)")

@@ -239,6 +239,7 @@ class _Seed:
         """Make the next step and return its loss."""
         epoch, index = divmod(self.step, self.per_epoch)
         count, size = len(self.task.train_labels), self.config.batch_size
+        # a function of the epoch, so that a resumed seed has no random state to restore
         order = torch.randperm(count, generator=generator(self.config.seed, "finetune", "order", self.index, epoch))
         rows = order[index * size : (index + 1) * size]
         batch = _trimmed(self.task.batch("train", rows), self.device)

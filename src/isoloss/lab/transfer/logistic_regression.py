@@ -101,7 +101,7 @@ def fit(
     x = features.to(where, torch.float64)
     if broken := int((~x.isfinite()).any(dim=1).sum()):
         raise IsolossError(f"{broken} of {len(x)} examples have NaN or infinite features")
-    center = x.mean(dim=0)
+    center = x.mean(dim=0)  # far means would cost digits, and the free intercepts make up for it
     x = x - center
     labels = labels.to(x.device)
     moments = _second_moments(x)

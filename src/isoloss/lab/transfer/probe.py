@@ -433,7 +433,7 @@ def _center_and_scale(x: torch.Tensor, device: torch.device | str) -> tuple[torc
     center = total / n
     squares = sum(float((block - center.float()).square().sum(dtype=torch.float64)) for block in _blocks(x, device))
     scale = math.sqrt(squares / (n * width))
-    if scale <= 1e-6 * largest:
+    if scale <= 1e-6 * largest:  # what remains after centering is the rounding of float32
         raise IsolossError("the training features are the same for every example, so there is nothing to classify by")
     return center.float(), scale
 
@@ -542,6 +542,7 @@ def _fit_convex(
     best = strengths[0]
     if len(strengths) > 1:
         folds = _folds(targets.cpu(), seeds.generator(seed, "probe", "folds")).to(y.device)
+        # the folds are those of the labels alone, so that all models of a task are held out on the same examples
         correct = torch.zeros(len(strengths), device=y.device)
         for fold in range(_FOLDS):
             if (held_out := folds == fold).any():
