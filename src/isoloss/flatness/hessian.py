@@ -43,9 +43,9 @@ def hessian_trace(
     depends on each label, so it is far noisier than the Fisher's trace: `details` has both parts with their errors.
 
     `method="residual"` takes the Fisher's part as `fisher_trace` does, and for the rest z^T H z with a Rademacher probe
-    z (independent random signs) and H the Hessian of `<p - y, f>` with p held fixed, summed over a group of sequences;
-    each group has its own z. Groups are the clusters that the error rests on, so it covers inputs, labels and probes.
-    Smaller groups have less of the probes' noise and cost more.
+    z (independent random signs; Hutchinson 1989) and H the Hessian of `<p - y, f>` with p held fixed, summed over a
+    group of sequences; each group has its own z. Groups are the clusters that the error rests on, so it covers inputs,
+    labels and probes. Smaller groups have less of the probes' noise and cost more.
 
     `method="published-code"` is what the paper's published code does, which is not its appendix B.1: Gaussian z,
     z^T H z of the whole Hessian of a batch's mean loss, one probe per batch, the mean over batches. Like that code it

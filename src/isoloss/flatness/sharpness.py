@@ -154,7 +154,8 @@ def noise_sharpness(
 
     Each parameter tensor gets independent noise of standard deviation `relative_std` times the tensor's root mean
     square; a tensor of zeros gets none. Noise comes in pairs: `(L(w + e) + L(w - e)) / 2 - L(w)`, so that the gradient
-    cancels; to leading order it is half the noise's variances times the Hessian's diagonal.
+    cancels; to leading order it is half the noise's variances times the Hessian's diagonal. It is the sharpness in
+    expectation of PAC-Bayes bounds (Neyshabur et al. 2017, "Exploring generalization in deep learning").
 
     All pairs see the same data. The error covers both, as crossed random effects: with a_ij the rise of cluster i under
     pair j, it is the squared error of the means over pairs, plus that of the means over clusters, minus that of what

@@ -240,8 +240,9 @@ class Capture(TorchFunctionMode):
             output = func(*args, **kwargs)
         else:
             output = result.output
-            if result.alias is not None:
-                self._add_alias(output, result.alias)
+            if result.alias is not None and id(output) not in self._handles:
+                self._handles[id(output)] = result.alias
+                self._aliases.append(output)
             if result.contributions and not output.requires_grad:
                 # below the first trainable use nothing requires a gradient, and no node would tell the cotangent
                 output = output.requires_grad_().clone()  # a node of its own, and the model may overwrite it
@@ -259,11 +260,6 @@ class Capture(TorchFunctionMode):
 
     def _is_lost(self, value: torch.Tensor) -> bool:
         return value in self._sequence_ids and self._sequence_ids.get(value) is None
-
-    def _add_alias(self, value: torch.Tensor, handle: TrackedParameter) -> None:
-        if id(value) not in self._handles:
-            self._handles[id(value)] = handle
-            self._aliases.append(value)
 
     def _note(self, output: torch.Tensor, contributions: dict[str, Contribution], by_row: int) -> None:
         base = output._base

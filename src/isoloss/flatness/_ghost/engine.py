@@ -267,7 +267,11 @@ class GhostNorms:
         read = batch if isinstance(batch, Batch) else Batch.read(batch, self._model, causal=self._causal)
         read.require_predictions()
         if not self._calibrated:
-            self._calibrate(read.head(_FEWEST_CHECKED))
+            first = read.head(_FEWEST_CHECKED)
+            # a single sequence is taken twice, so that an axis of length 1 is not taken for that of the sequences
+            two = first.rows(torch.arange(_FEWEST_CHECKED) % len(first.predicted))
+            self.selection = self._earliest(two.every_other())
+            self._check(first)
             self._calibrated = True
         predictions = self._run(read)
         several = predictions.num_sequences > 1
@@ -503,12 +507,6 @@ class GhostNorms:
 
     # --- checks against plain passes, on the first batches and on later ones ---
 
-    def _calibrate(self, batch: Batch) -> None:
-        # a single sequence is taken twice, so that an axis of length 1 is not taken for that of the sequences
-        two = batch.rows(torch.arange(_FEWEST_CHECKED) % len(batch.predicted))
-        self.selection = self._earliest(two.every_other())
-        self._check(batch)
-
     def _check(self, batch: Batch) -> None:
         """Compare with plain automatic differentiation, in which nothing is selected and no parameter is watched.
 
@@ -571,9 +569,12 @@ class GhostNorms:
         multiplied by another number in each sequence, so are the cotangents of that sequence's rows, and of no others.
         """
         number = predictions.num_sequences
-        doubtful = [use for use in predictions.capture.uses if use.is_doubtful or self._is_square(use, number)]
-        doubtful = doubtful if number > 1 else []
-        if not doubtful:
+
+        def is_square(use: ParameterUse) -> bool:  # either of two axes may be that of the sequences
+            return self._time_first and not use.selected and use.shape[:2] == (number, number)
+
+        doubtful = [use for use in predictions.capture.uses if use.is_doubtful or is_square(use)]
+        if not doubtful or number == 1:
             return set()
         logits, edges = predictions.logits, [use.edge for use in doubtful]
         cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
@@ -593,10 +594,6 @@ class GhostNorms:
                 if not agree(two.reshape(number, -1).to(narrow), expected.to(narrow)):
                     misplaced |= set(use.contributions)
         return misplaced
-
-    def _is_square(self, use: ParameterUse, number: int) -> bool:
-        """Whether either of two axes of a use may be that of the sequences."""
-        return self._time_first and not use.selected and use.shape[:2] == (number, number)
 
     def _plainly(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return logits (m, V), a random cotangent (m, V) and (B, P) squared norms, with no rule and no selection."""

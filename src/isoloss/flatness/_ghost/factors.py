@@ -275,7 +275,11 @@ def _outer_norms(
             continue
         total = torch.zeros(stop - start, dtype=torch.float64, device=norms.device)
         if matrices is not None and not without_matrices:
-            total += _direct(*matrices) if direct else _inner(_gram(matrices[0]), _gram(matrices[1]))
+            left, right = matrices
+            if direct:
+                total += (left.mT @ right).square_().sum(dim=(1, 2), dtype=torch.float64)
+            else:
+                total += _inner(_gram(left), _gram(right))
         if lookups is not None:
             # one-hot factors: their Gram matrix says which tokens are equal
             same = lookups[0][:, :, None] == lookups[0][:, None, :]
@@ -346,10 +350,6 @@ def _gram(values: torch.Tensor) -> torch.Tensor:
 
 def _inner(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return (first * second).sum(dim=(1, 2), dtype=torch.float64)
-
-
-def _direct(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return (left.mT @ right).square_().sum(dim=(1, 2), dtype=torch.float64)
 
 
 # --- norms of a gradient's parts, which are groups of its rows or columns, or both ------------------------------------
