@@ -51,7 +51,7 @@ class Attempt:
     def environment(self) -> dict[str, str]:
         """The environment variables that the command needs."""
         return {
-            "OMP_NUM_THREADS": str(self.unit.needs.cores),
+            "OMP_NUM_THREADS": str(self.unit.needs.cores),  # read when libraries are imported, before --threads is
             files.LEASE: str(self.lease.path.absolute()),
             usage.USAGE: str(self.usage.absolute()),
         }
@@ -91,6 +91,7 @@ class Attempt:
             if left is None:
                 continue
             own = attempt_folder(path, self.lease.number)
+            # a rename and no copy: whoever was paused while writing there then finds no folder to write to
             with _naming(own):
                 left.rename(own)
             # whoever was paused may have these files open: what it adds when it resumes goes to the old ones
@@ -106,6 +107,7 @@ class Attempt:
         """
         for path in self.unit.outputs:
             own = attempt_folder(path, self.lease.number)
+            # an attempt that took over may have published first: its bytes are the same, so nothing is replaced
             if Run(path).complete or not Run(own).complete:
                 continue
             if not Run(path).exists:

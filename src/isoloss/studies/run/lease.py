@@ -79,9 +79,10 @@ class Lease:
 
     def end(self, how: End, **details: Any) -> None:
         """Record how the attempt ended, unless another process has taken a later one."""
+        # a later attempt may have ended otherwise, and its record is the one that counts
         if self.is_held():
             files.write_json(self.path.with_suffix(f".{how}"), details)
-        os.close(self.descriptor)
+        os.close(self.descriptor)  # only now: while the lock is held, nobody takes the attempt for a lost one
 
 
 class Leases:
@@ -132,6 +133,7 @@ class Leases:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
+                # of all processes that try, on any machine, exactly one creates the file
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             except FileExistsError:
                 return None
@@ -159,7 +161,7 @@ class Leases:
                         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                         return True
                 heartbeat = os.fstat(file.fileno()).st_mtime
-        except FileNotFoundError:
+        except FileNotFoundError:  # a network file system does not show the file yet
             return False
         # the owner's own expiry sets how often it renews the heartbeat, and may be longer
         return self._time() - heartbeat > max(self.expiry, float(owner.get("expiry", 0.0)))
@@ -178,6 +180,7 @@ class Leases:
 
     def _time(self) -> float:
         """Return the time by the clock that sets the modification times of files in this folder."""
+        # this machine's clock may differ from the file server's, which stamps the heartbeats of all machines
         clock = self.folder / f".clock-{socket.gethostname()}-{os.getpid()}"
         try:
             clock.touch()

@@ -187,6 +187,7 @@ class Loop:
             unit = self.units[heapq.heappop(heap)]
             if not heap:
                 heaps.remove(heap)
+            # a heap may have a unit twice, or one that is done by now: entries are not taken out when that happens
             if unit.name not in self._open or unit.name in self._held:
                 continue
             if self._not_before.get(unit.name, 0.0) > time.monotonic():
@@ -208,6 +209,7 @@ class Loop:
         """
         unit, lease = attempt.unit, attempt.lease
         del self._held[unit.name]
+        # nothing is recorded or published: what the later attempt says is the state of the unit now
         if not lease.is_held():
             os.close(lease.descriptor)
             self.say(f"{unit.name}: another process has taken it over")
@@ -219,7 +221,7 @@ class Loop:
             except IsolossError as error:
                 self._fail(attempt, f"{unit.name}: {error}", reason=str(error), is_final=True)
                 return
-        is_done = status == 0 and unit.done()
+        is_done = status == 0 and unit.done()  # the files decide, not the status alone
         used = usage.collect(attempt.usage, unit.needs.processes, unit.outputs if is_done else ())
         used = {"seconds": round(attempt.seconds, 3), **used}
         if is_done:
@@ -280,6 +282,7 @@ class Loop:
                 self._elsewhere.discard(name)
                 self._make_ready(name)
         self._looked = time.monotonic()
+        # a slow file system is looked at less often, so that looking does not take most of the time
         self._look_seconds = LOOK_SECONDS * max(1.0, (self._looked - began) / LONG_LOOK)
 
     # --- what this process does
@@ -306,6 +309,7 @@ class Loop:
             lease.end("stopped")
             raise
         self._held[unit.name] = attempt
+        # one thread for all leases, from the first one on: a process that only watches needs none
         if self._heart is None:
             self._heart = threading.Thread(target=self._beat, daemon=True)
             self._heart.start()
@@ -323,6 +327,7 @@ class Loop:
 
     def _is_free(self, unit: Unit, last: Last) -> bool:
         """Whether the next attempt at a unit may be made."""
+        # done before, but without its result: deleted, or not yet shown by a network file system, which gets an expiry
         if last.end == "done":
             seconds = self.leases.seconds_since(unit.file_name, last.number, "done")
             return unit.name in self._deleted or seconds > self.options.expiry
@@ -382,6 +387,7 @@ class Loop:
             self._given_up[unit.name] = text
             self.say(text.splitlines()[0])
             return
+        # what fails at once, such as a full disk, may need a while to pass
         delay = min(2.0 ** (tries - 1), LONGEST_DELAY)
         self._not_before[unit.name] = time.monotonic() + delay
         if unit.name in self._open:
