@@ -7,6 +7,7 @@ do the work (`kernels`), elsewhere torch.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 from collections.abc import Callable
@@ -29,22 +30,6 @@ if TYPE_CHECKING:
 _BYTES = {"cpu": 1 << 23, "cuda": 1 << 30}  # working memory of one chunk of sentences: what the caches hold, on a CPU
 _COMFORTABLE = {torch.float32: 80, torch.float64: 700}  # |log2| of a scaled sentence probability that is not recomputed
 _CALIBRATION = 16  # sentences of a chunk whose float64 probabilities set the scale in which float32 works
-
-
-@dataclass(frozen=True)
-class _Chart:
-    items: dict[Key, torch.Tensor]  # (G, P, n) each
-    sentences: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Tables:
-    """A grammar's numbers in one dtype."""
-
-    dtype: torch.dtype
-    emission: list[torch.Tensor]  # by group: (G, V), scaled
-    blocks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # by block: weights (G, K), b, c
 
 
 Backend = Literal["numba", "torch"]
@@ -89,16 +74,21 @@ class InsideOutside:
         self._planner = Planner(rules)
         self.unknown = rules.emission.shape[1]
         total = rules.emission.sum(axis=1)
-        emits = total > 0
-        self.emitting = np.flatnonzero(emits)
+        self.emitting = np.flatnonzero(total > 0)
         emission = np.concatenate([rules.emission, total[:, None]], axis=1)
-        log2_scale = np.round(np.log2(emission[emits].mean(axis=0))).clip(min=-1000)
-        self._log2_scale = self._tensor(log2_scale, torch.float64)
+        log2_scale = np.round(np.log2(emission[self.emitting].mean(axis=0))).clip(min=-1000)
+        self._log2_scale = torch.as_tensor(log2_scale, device=device)
         self._scaled = emission * np.exp2(-log2_scale)
-        self._total = total[emits]
-        self._cache: dict[torch.dtype, _Tables] = {}
+        self._torch = TorchCharts(rules, self._planner, self._scaled, self.emitting, device)
         self.backend: Backend = backend or choose_backend(device)
-        self._kernels: Kernels | None = None
+
+    @functools.cached_property  # its tables take a while in a large grammar, which may be there to be drawn from only
+    def _engine(self) -> TorchCharts | Kernels:
+        if self.backend == "torch":
+            return self._torch
+        from isoloss.lab.languages._pcfg.kernels import Kernels
+
+        return Kernels(self._rules, self._planner, self._scaled, self.emitting)
 
     def chunk(self, length: int) -> int:
         """Return how many sentences `log_partition` and `leaf_outside` take at once with bounded working memory."""
@@ -133,16 +123,10 @@ class InsideOutside:
         With the emission probabilities e they give the full conditionals,
         `Pr(x_t = c | x_-t) = sum_A score[t, A] e[A, c]`; they do not depend on x_t.
         """
-        length = tokens.shape[1]
-        plan = self._planner.plan(length)
+        plan = self._planner.plan(tokens.shape[1])
 
         def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if self.backend == "numba":
-                return self._compiled().run(plan, tokens, torch.exp2(shift).to(dtype), leaves=True)
-            chart = self._inside(plan, tokens, shift, dtype)
-            outside = self._outside(plan, chart)
-            scores = self._by_symbol(plan, outside, 1, range(length), self.emitting)
-            return self._root(plan, chart), scores / (scores @ self._tensor(self._total, dtype)).unsqueeze(-1)
+            return self._engine.run(plan, tokens, torch.exp2(shift).to(dtype), leaves=True)
 
         return self._robust(plan, tokens, run)
 
@@ -156,7 +140,7 @@ class InsideOutside:
         plan = self._planner.plan(tokens.shape[1], every_root=True)
 
         def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scaled = self._inside_whole(plan, tokens, shift, dtype)
+            scaled = self._engine.span(plan, tokens, torch.exp2(shift).to(dtype), 0, plan.length, outer=False)[1]
             log_scale = self._log_scale(tokens, shift)[:, None]
             floor = torch.finfo(torch.float64).tiny
             impossible = math.log(floor) - log_scale.clamp(min=0)
@@ -170,16 +154,12 @@ class InsideOutside:
         plan, inner = self._planner.plan(tokens.shape[1]), self._planner.plan(width, every_root=True)
 
         def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if self.backend == "numba":
-                z, above = self._compiled().span(plan, tokens, torch.exp2(shift).to(dtype), start, width, outer=True)
-            else:
-                chart = self._inside(plan, tokens, shift, dtype)
-                outside = self._outside(plan, chart, narrowest=width)
-                z, above = self._root(plan, chart), self._by_symbol(plan, outside, width, range(start, start + 1))[:, 0]
+            factor = torch.exp2(shift).to(dtype)
+            z, above = self._engine.span(plan, tokens, factor, start, width, outer=True)
             # a chart holds the topmost symbol of a chain of unary rules: the closure leads to those below it
-            chained = self._tensor(self._rules.chained, torch.int64)
-            above[:, chained] = above[:, chained] @ self._tensor(self._rules.closure, dtype)
-            below = self._inside_whole(inner, tokens[:, start:stop], shift, dtype)
+            chained = torch.as_tensor(self._rules.chained, device=self._device)
+            above[:, chained] = above[:, chained] @ torch.as_tensor(self._rules.closure, device=self._device).to(dtype)
+            below = self._engine.span(inner, tokens[:, start:stop], factor, 0, width, outer=False)[1]
             return z, (above * below / z[:, None]).clamp(max=1)
 
         return self._robust(plan, tokens, run)
@@ -228,7 +208,7 @@ class InsideOutside:
         """Return (n,) the shift with which float64 holds each row, and whether the row is possible at all."""
         low = torch.full((len(tokens),), -1000.0, dtype=torch.float64, device=self._device)
         high, shift = -low, torch.zeros_like(low)
-        possible = self._root(plan, self._inside(plan, tokens, shift, torch.float64, support=True)) > 0
+        possible = self._torch.possible(plan, tokens)
         while True:
             z = self._probabilities(plan, tokens, shift)
             done = _within(z, torch.float64) | ~possible
@@ -243,19 +223,91 @@ class InsideOutside:
     def _probabilities(
         self, plan: Plan, tokens: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype = torch.float64
     ) -> torch.Tensor:
+        factor = torch.exp2(shift).to(dtype)
         if plan.every_root:
-            return self._inside_whole(plan, tokens, shift, dtype).amax(dim=1)
-        if self.backend == "numba":
-            return self._compiled().run(plan, tokens, torch.exp2(shift).to(dtype), leaves=False)[0]
-        return self._root(plan, self._inside(plan, tokens, shift, dtype))
+            return self._engine.span(plan, tokens, factor, 0, plan.length, outer=False)[1].amax(dim=1)
+        return self._engine.run(plan, tokens, factor, leaves=False)[0]
 
-    def _inside(
-        self, plan: Plan, tokens: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype, *, support: bool = False
-    ) -> _Chart:
+
+_TOO_WIDE = "the scores of a sentence span a wider range than float64 holds; leave the sentence out"
+
+
+def _within(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return whether numbers are far from the underflow and overflow of `dtype`; false for NaN."""
+    bound = 2.0 ** _COMFORTABLE[dtype]
+    return (z > 1 / bound) & (z < bound)
+
+
+def _finite(result: torch.Tensor) -> torch.Tensor:
+    return torch.isfinite(result).flatten(1).all(dim=1) if result.dim() > 1 else torch.isfinite(result)
+
+
+# --- the engine in torch ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Chart:
+    items: dict[Key, torch.Tensor]  # (G, P, n) each
+    sentences: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """A grammar's numbers in one dtype."""
+
+    dtype: torch.dtype
+    emission: list[torch.Tensor]  # by group: (G, V), scaled
+    blocks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # by block: weights (G, K), b, c
+
+
+class TorchCharts:
+    """The engine of one grammar in torch, on any device; arguments and methods are those of `kernels.Kernels`."""
+
+    def __init__(
+        self,
+        rules: FoldedRules,
+        planner: Planner,
+        emission: npt.NDArray[np.float64],
+        emitting: npt.NDArray[np.int64],
+        device: torch.device,
+    ) -> None:
+        self._planner, self._scaled, self._emitting, self._device = planner, emission, emitting, device
+        self._total = rules.emission.sum(axis=1)[emitting]
+        self._cache: dict[torch.dtype, _Tables] = {}
+
+    def run(
+        self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, *, leaves: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n,) scaled probabilities and, with `leaves`, (n, T, E) normalized outside scores of the tokens."""
+        inside = self._inside(plan, tokens, factor)
+        z = self._root(plan, inside)
+        if not leaves:
+            return z, z.new_zeros(len(z), 0, len(self._emitting))
+        outside = self._outside(plan, inside, narrowest=1)
+        scores = self._by_symbol(plan, outside, 1, range(plan.length), self._emitting)
+        return z, scores / (scores @ self._tensor(self._total, factor.dtype)).unsqueeze(-1)
+
+    def span(
+        self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, start: int, width: int, *, outer: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n,) scaled probabilities and (n, S) scores of the symbols over one span, 0 where a chart has none."""
+        inside = self._inside(plan, tokens, factor)
+        chart = self._outside(plan, inside, narrowest=width) if outer else inside
+        return self._root(plan, inside), self._by_symbol(plan, chart, width, range(start, start + 1))[:, 0]
+
+    def possible(self, plan: Plan, tokens: torch.Tensor) -> torch.Tensor:
+        """Return (n,) bool: whether a root of the plan yields each sentence, decided without underflow."""
+        ones = torch.ones(len(tokens), dtype=torch.float64, device=self._device)
+        chart = self._inside(plan, tokens, ones, support=True)
+        if plan.every_root:
+            return self._by_symbol(plan, chart, plan.length, range(1))[:, 0].amax(dim=1) > 0
+        return self._root(plan, chart) > 0
+
+    def _inside(self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, *, support: bool = False) -> _Chart:
         """Return the inside scores; with `support`, 1 where they are positive and 0 elsewhere, free of underflow."""
-        n, tables = len(tokens), self._tables(dtype)
+        n, tables = len(tokens), self._tables(factor.dtype)
         items = {}
-        factor = torch.exp2(shift).to(tables.dtype)
         for (group, width), starts in plan.starts.items():
             if width == 1:
                 columns = tokens.T[starts.start : starts.stop : starts.step]
@@ -281,7 +333,7 @@ class InsideOutside:
             items[step.key] = total.view(-1, step.starts, n)
         return _Chart(items, n, tables.dtype)
 
-    def _outside(self, plan: Plan, chart: _Chart, *, narrowest: int = 1) -> _Chart:
+    def _outside(self, plan: Plan, chart: _Chart, *, narrowest: int) -> _Chart:
         """Return the outside scores of the items at least `narrowest` wide: dZ / d inside, exactly."""
         inside, n, tables = chart.items, chart.sentences, self._tables(chart.dtype)
         outside = {key: torch.zeros_like(scores) for key, scores in inside.items()}
@@ -309,18 +361,9 @@ class InsideOutside:
         return _Chart(outside, n, chart.dtype)
 
     def _root(self, plan: Plan, chart: _Chart) -> torch.Tensor:
-        """Return (n,): the start symbol's score over the whole length, or the largest where every symbol is a root."""
-        if plan.every_root:
-            return self._by_symbol(plan, chart, plan.length, range(1))[:, 0].amax(dim=1)
-        root = chart.items.get((int(self._planner.group_of[0]), plan.length))
+        """Return (n,): the start symbol's score over the whole length, 0 where every symbol is a root."""
+        root = None if plan.every_root else chart.items.get((int(self._planner.group_of[0]), plan.length))
         return torch.zeros(chart.sentences, dtype=chart.dtype, device=self._device) if root is None else root[0, 0]
-
-    def _inside_whole(self, plan: Plan, tokens: torch.Tensor, shift: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return (n, S): the scaled inside scores of all symbols over all tokens, of a plan with every root."""
-        if self.backend == "numba":
-            factor = torch.exp2(shift).to(dtype)
-            return self._compiled().span(plan, tokens, factor, 0, plan.length, outer=False)[1]
-        return self._by_symbol(plan, self._inside(plan, tokens, shift, dtype), plan.length, range(1))[:, 0]
 
     def _by_symbol(
         self,
@@ -342,13 +385,6 @@ class InsideOutside:
                 out[self._tensor(rows, torch.int64), part_of(positions, shared)] = own
         return out.permute(2, 1, 0)
 
-    def _compiled(self) -> Kernels:
-        if self._kernels is None:
-            from isoloss.lab.languages._pcfg.kernels import Kernels
-
-            self._kernels = Kernels(self._rules, self._planner, self._scaled, self.emitting)
-        return self._kernels
-
     def _tensor(self, array: npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(array, device=self._device).to(dtype)
 
@@ -364,16 +400,3 @@ class InsideOutside:
                 ],
             )
         return self._cache[dtype]
-
-
-_TOO_WIDE = "the scores of a sentence span a wider range than float64 holds; leave the sentence out"
-
-
-def _within(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return whether numbers are far from the underflow and overflow of `dtype`; false for NaN."""
-    bound = 2.0 ** _COMFORTABLE[dtype]
-    return (z > 1 / bound) & (z < bound)
-
-
-def _finite(result: torch.Tensor) -> torch.Tensor:
-    return torch.isfinite(result).flatten(1).all(dim=1) if result.dim() > 1 else torch.isfinite(result)
