@@ -9,20 +9,8 @@ from isoloss.cli import theory
 from isoloss.cli.main import main
 
 BARTLETT = ["bartlett", "--length", "2", "--directions", "2"]
-FLOW = [
-    "sgd-flow",
-    "--trajectories",
-    "64",
-    "--step-sizes",
-    "0.2",
-    "0.1",
-    "--times",
-    "0.5",
-    "1",
-    "--batch-sizes",
-    "1",
-    "2",
-]
+FLOW = ["sgd-flow", "--trajectories", "64", "--step-sizes", "0.2", "0.1"]
+FLOW += ["--times", "0.5", "1", "--batch-sizes", "1", "2"]
 BRACKETS = ["brackets", "--lengths", "4", "--steps", "400", "--trials", "50", "--samples", "2", "4", "--draws", "2"]
 
 

@@ -98,7 +98,8 @@ def main(arguments: list[str]) -> int:
     from isoloss.loading import load_model
     from isoloss.paper.theory.expansion import judge_expansion
 
-    name = _checkpoint(args.model)
+    run = Run(Path(args.model))
+    name = str(run.checkpoint(run.last_step())) if run.exists else args.model
     loaded = load_model(name, dtype=getattr(torch, args.dtype), **vars(args.loading))
     check_fits(shape_of(loaded.model), into)
     inputs = _inputs(args, name, loaded)
@@ -141,12 +142,6 @@ def _name_of(args: Args) -> str:
     """Return the large model's size and what is set beside it."""
     own = [f"{name} {value}" for name in ("layers", "width", "heads", "ffn") if (value := getattr(args, name))]
     return ", ".join([args.into, *own])
-
-
-def _checkpoint(model: str) -> str:
-    """Return the checkpoint that a run stands for, or `model` itself."""
-    run = Run(Path(model))
-    return str(run.checkpoint(run.last_step())) if run.exists else model
 
 
 def _inputs(args: Args, name: str, loaded: LoadedModel) -> Inputs:

@@ -162,7 +162,9 @@ def main(arguments: list[str]) -> int:
             document["verdict"] = dataclasses.asdict(judged)
         common.emit_json({"data": inputs.description, "measures": list(args.measures), **document})
     else:
-        _print(args, results, inputs, is_random=_is_shuffled(args) or not _is_text(args, context))
+        # text has an order of its own, and the sentences that a language draws have none
+        is_text = args.data is not None or (context.language is not None and context.language.num_held_out > 0)
+        _print(args, results, inputs, is_random=_is_shuffled(args) or not is_text)
         if results.compared is not None and len(results.compared.models) > 1:
             common.say("")
             common.say_wrapped(str(judged))
@@ -226,11 +228,6 @@ def _context(args: Any, models: list[ModelInfo]) -> MeasureContext:
 
 def _is_shuffled(args: Any) -> bool:
     return args.rtol is not None or args.seconds is not None  # it may stop before the end of the inputs
-
-
-def _is_text(args: Any, context: MeasureContext) -> bool:
-    """Whether the inputs have an order of their own: sentences that a language draws have none."""
-    return args.data is not None or (context.language is not None and context.language.num_held_out > 0)
 
 
 def _say_how_to_go_on(args: Any, arguments: list[str]) -> None:
@@ -422,12 +419,11 @@ def _print_largest(estimate: Estimate) -> None:
 def _print_rows(
     title: str, part: str, estimate: Estimate, rows: list[tuple[str, float, float | None]], *, digits: int
 ) -> None:
-    cells = [(name, _part(value, error), f"{100 * value / estimate.value:.{digits}f} %") for name, value, error in rows]
+    cells = []
+    for name, value, error in rows:
+        number = f"{value:.4g}" if error is None else rounded(value, error)
+        cells.append((name, number, f"{100 * value / estimate.value:.{digits}f} %"))
     common.print_table(title, (part, estimate.unit, "fraction"), cells)
-
-
-def _part(value: float, error: float | None) -> str:
-    return f"{value:.4g}" if error is None else rounded(value, error)
 
 
 # --- several models --------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PRESETS as LANGUAGE_PRESETS
 from isoloss.lab.presets import PRESETS
 from isoloss.registry import ALGORITHMS, EXECUTORS, LANGUAGES, MEASURES, MODELS, RESCALINGS, STUDIES, TASKS, Registry
+from isoloss.runs import Run, find_runs
 
 if TYPE_CHECKING:
     from isoloss.config import LanguageConfig
-    from isoloss.runs import Run
 
 EXAMPLES = [
     ("isoloss ls", "everything that can be named on the command line"),
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
         "executors": lambda: _components(EXECUTORS),
         "studies": _studies,
         "presets": lambda: [{"preset": name, "description": one.description} for name, one in PRESETS.items()],
-        "runs": lambda: _runs(args.folder),
+        "runs": lambda: [_run(run) for run in (find_runs(args.folder) if args.folder.is_dir() else [])],
     }
     chosen = {name: make() for name, make in lists.items() if args.what in ("all", name)}
     if args.json:
@@ -216,12 +216,6 @@ def _studies() -> list[Row]:
         for name, study in STUDIES.loaded(load_study).items()
         for scale, size in study.scales.items()
     ]
-
-
-def _runs(folder: Path) -> list[Row]:
-    from isoloss.runs import find_runs
-
-    return [_run(run) for run in (find_runs(folder) if folder.is_dir() else [])]
 
 
 def _run(run: Run) -> Row:
