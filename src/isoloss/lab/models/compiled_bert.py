@@ -74,6 +74,8 @@ from isoloss.lab.models.compiled_kernels import (
     single_query_backward,
     transpose,
     transposed,
+    vector,
+    zeros,
 )
 from isoloss.lab.models.dropout import LEVELS, num_levels, random_bits
 from isoloss.text.masking import IGNORED, Batch
@@ -272,78 +274,92 @@ def loss_and_gradient(
     from the first to the last.
     """
     n, length, d, m, layers, heads = z.sentences, z.tokens, z.width, z.inner, z.layers, z.heads
-    rows, full = n * length, layers - 1
+    rows, last, of_layer = n * length, layers - 1, d * n * length
     words, position = matrix(theta, at[WORDS], z.ids, d), matrix(theta, at[POSITIONS], length, d)
     kind, norm, shift = theta[at[TYPES] :][:d], theta[at[NORM] :][:d], theta[at[SHIFT] :][:d]
-    u0, inverse0, states = empty(rows, d), np.empty(rows, np.float32), empty(rows, d)
 
     # --- forward
+    u0, inverse0, states = empty(rows, d), vector(rows), empty(rows, d)
     embed(words, position, kind, norm, shift, tokens, _taken(bits, 0, rows, d), level, scale, u0, inverse0, states)
     drawn = rows * d
-    x = empty(layers * d, rows).reshape(layers, d, rows)  # what goes into each full layer, and comes out of the last
-    mixed = empty(layers * d, rows).reshape(layers, d, rows)
-    qkv = empty(layers * 3 * d, rows).reshape(layers, 3 * d, rows)
-    p = empty(layers * heads * length, length * n).reshape(layers, heads * length, length * n)
-    w = empty(layers * heads * length, length * n).reshape(layers, heads * length, length * n)
-    between, u1, u2 = empty(full * d, rows), empty(full * d, rows), empty(full * d, rows)
-    inverse1, inverse2 = np.empty((layers, rows), np.float32), np.empty((layers, rows), np.float32)
-    slope, hidden = empty(full * m, rows), empty(full * m, rows)
-    if full:
-        transpose(states, x[0])
-    for layer in range(full):
-        a, own, inner = (
-            at[FIRST + OF_BLOCK * layer :],
-            slice(layer * d, (layer + 1) * d),
-            slice(layer * m, (layer + 1) * m),
+    # What each layer keeps for the backward pass. The last one has n columns, so it fills only the start of its part.
+    # Parts are called once in this text: each call would be compiled again.
+    x, mixed, between = vector((layers + 1) * of_layer), vector(layers * of_layer), vector(layers * of_layer)
+    u1, u2, inverse1, inverse2 = (
+        vector(layers * of_layer),
+        vector(layers * of_layer),
+        vector(layers * rows),
+        vector(layers * rows),
+    )
+    slope, hidden, qkv = vector(layers * m * rows), vector(layers * m * rows), vector(last * 3 * of_layer)
+    p, w = vector(last * heads * length * rows), vector(last * heads * length * rows)
+    selected, chosen, values = empty(n, d), empty(d, n), empty(n, d)
+    query, keyed, seen = empty(n, d), empty(heads * n, d).reshape(heads, n, d), empty(heads * n, d).reshape(heads, n, d)
+    p1, w1 = empty(heads * n, length), empty(heads * n, length)
+    if last:
+        transpose(states, matrix(x, 0, d, rows))
+    for layer in range(layers):
+        a, columns = at[FIRST + OF_BLOCK * layer :], rows if layer < last else n
+        start, inner = layer * of_layer, layer * m * rows
+        mixture, after, y = (
+            matrix(mixed, start, d, columns),
+            matrix(between, start, d, columns),
+            matrix(x, start + of_layer, d, columns),
         )
-        dropped = _taken(bits, drawn, heads * length, length * n)
-        attention(
-            theta, a, z, x[layer], attention_bias, qkv[layer], p[layer], w[layer], mixed[layer], dropped, level, scale
-        )
-        drawn += heads * length * rows
-        dropped, more = _taken(bits, drawn, d, rows), _taken(bits, drawn + rows * d, d, rows)
-        drawn += 2 * rows * d
-        _after_attention(
-            theta, a, d, m, mixed[layer], x[layer], dropped, more, level, scale, u1[own], inverse1[layer],
-            between[own], slope[inner], hidden[inner], u2[own], inverse2[layer], x[layer + 1],
+        residual = matrix(x, start, d, rows)
+        if layer < last:
+            mine, square = matrix(qkv, 3 * start, 3 * d, rows), heads * length * rows
+            product(matrix(theta, a[QKV], 3 * d, d), residual, mine)
+            before, kept = (
+                matrix(p, layer * square, heads * length, rows),
+                matrix(w, layer * square, heads * length, rows),
+            )
+            dropped = _taken(bits, drawn, heads * length, rows)
+            attention(theta[a[QKV_BIAS] :], z, attention_bias, mine, before, kept, mixture, dropped, level, scale)
+            drawn += square
+        else:
+            if last:
+                transpose(residual, states)
+            for i in range(n):
+                for j in range(d):
+                    selected[i, j] = states[positions[i] * n + i, j]
+            dropped = _taken(bits, drawn, heads * n, length)
+            single_query(
+                theta, a, z, states, selected, attention_bias, query, keyed, p1, w1, seen, values, dropped, level, scale
+            )
+            drawn += heads * rows
+            transpose(values, mixture)
+            transpose(selected, chosen)
+            residual = chosen
+        one, other = matrix(u1, start, d, columns), matrix(u2, start, d, columns)
+        slopes, inside = matrix(slope, inner, m, columns), matrix(hidden, inner, m, columns)
+        product(matrix(theta, a[OUT], d, d), mixture, one)
+        dropped, more = _taken(bits, drawn, d, columns), _taken(bits, drawn + columns * d, d, columns)
+        drawn += 2 * columns * d
+        add_norm(
+            one, theta[a[OUT_BIAS] :], residual, dropped, level, scale, theta[a[NORM1] :], theta[a[SHIFT1] :],
+            inverse1[layer * rows :], after,
         )  # fmt: skip
-    if full:
-        transpose(x[full], states)
-    a = at[FIRST + OF_BLOCK * full :]
-    selected = empty(n, d)
-    for i in range(n):
-        for j in range(d):
-            selected[i, j] = states[positions[i] * n + i, j]
-    query, keyed = np.empty((n, d), np.float32), np.empty((heads, n, d), np.float32)
-    seen, values = np.empty((heads, n, d), np.float32), np.empty((n, d), np.float32)
-    p1, w1 = np.empty((heads * n, length), np.float32), np.empty((heads * n, length), np.float32)
-    of_scores = _taken(bits, drawn, heads * n, length)
-    single_query(
-        theta, a, z, states, selected, attention_bias, query, keyed, p1, w1, seen, values, of_scores, level, scale
-    )
-    drawn += heads * n * length
-    dropped, more = _taken(bits, drawn, d, n), _taken(bits, drawn + n * d, d, n)
-    last, before, top, v1, v2, v3 = empty(d, n), empty(d, n), empty(d, n), empty(d, n), empty(d, n), empty(d, n)
-    last_slope, last_hidden, mixture = empty(m, n), empty(m, n), empty(d, n)
-    i1, i2, i3 = np.empty(n, np.float32), np.empty(n, np.float32), np.empty(n, np.float32)
-    transpose(values, mixture)
-    transpose(selected, last)
-    _after_attention(
-        theta, a, d, m, mixture, last, dropped, more, level, scale, v1, i1, before, last_slope, last_hidden, v2, i2, top
-    )
+        product(matrix(theta, a[INNER], m, d), after, slopes)
+        gelu(slopes, theta[a[INNER_BIAS] :], inside)
+        product(matrix(theta, a[OUTER], d, m), inside, other)
+        add_norm(
+            other, theta[a[OUTER_BIAS] :], after, more, level, scale, theta[a[NORM2] :], theta[a[SHIFT2] :],
+            inverse2[layer * rows :], y,
+        )  # fmt: skip
+    top = matrix(x, layers * of_layer, d, n)
     head, head_slope, features = matrix(theta, at[HEAD], d, d), empty(d, n), empty(d, n)
-    nothing, zero = bits[:0].reshape(0, n), np.zeros((d, n), np.float32)
+    v3, i3, nothing, zero = empty(d, n), vector(n), bits[:0].reshape(0, n), zeros(d, n)
     product(head, top, head_slope)
     gelu(head_slope, theta[at[HEAD_BIAS] :], v3)
     head_norm = theta[at[HEAD_NORM] :]
     add_norm(v3, zero.reshape(-1), zero, nothing, KEEP_ALL, scale, head_norm, theta[at[HEAD_SHIFT] :], i3, features)
-    logits = empty(-(-z.ids // 4) * 4, n)
-    logits[z.ids :] = 0
+    logits = zeros(-(-z.ids // 4) * 4, n)
     product(words, features, logits[: z.ids])
     cross_entropy(logits[: z.ids], theta[at[OUTPUT] :], labels, targets, losses)
 
     # --- backward
-    d_features, d_top, unused, unused_bias = empty(d, n), empty(d, n), empty(d, n), np.empty(d, np.float32)
+    d_features, d_top, unused, unused_bias = empty(d, n), empty(d, n), empty(d, n), vector(d)
     outer_product(logits[: z.ids], features, matrix(grad, at[WORDS], z.ids, d))
     add_rows(logits[: z.ids], grad[at[OUTPUT] :])
     product(transposed(words), logits, d_features)
@@ -355,49 +371,64 @@ def loss_and_gradient(
     outer_product(d_top, top, matrix(grad, at[HEAD], d, d))
     add_rows(d_top, grad[at[HEAD_BIAS] :])
     product(transposed(head), d_top, d_features)
-    d_mixture, d_last = empty(d, n), empty(d, n)
-    _after_attention_backward(
-        theta, grad, a, d, m, mixture, d_features, dropped, more, level, scale, v1, i1, before, last_slope, last_hidden,
-        v2, i2, d_mixture, d_last,
-    )  # fmt: skip
-    d_states, d_values, d_selected = np.zeros((rows, d), np.float32), empty(n, d), empty(n, d)
-    transpose(d_mixture, d_values)
-    transpose(d_last, d_selected)
-    single_query_backward(
-        theta, grad, a, z, states, selected, query, keyed, p1, w1, seen, d_values, of_scores, level, scale, d_states,
-        d_selected,
-    )  # fmt: skip
-    for i in range(n):
-        for j in range(d):
-            d_states[positions[i] * n + i, j] += d_selected[i, j]
-    drawn -= heads * n * length
-    d_x, d_mixed, d_qkv, d_residual = empty(d, rows), empty(d, rows), empty(3 * d, rows), empty(d, rows)
-    if full:
-        transpose(d_states, d_x)
-    for layer in range(full - 1, -1, -1):
-        a, own, inner = (
-            at[FIRST + OF_BLOCK * layer :],
-            slice(layer * d, (layer + 1) * d),
-            slice(layer * m, (layer + 1) * m),
-        )
-        drawn -= 2 * rows * d
-        dropped, more = _taken(bits, drawn, d, rows), _taken(bits, drawn + rows * d, d, rows)
-        _after_attention_backward(
-            theta, grad, a, d, m, mixed[layer], d_x, dropped, more, level, scale, u1[own], inverse1[layer],
-            between[own], slope[inner], hidden[inner], u2[own], inverse2[layer], d_mixed, d_residual,
+    d_states, d_values, d_selected = zeros(rows, d), empty(n, d), empty(n, d)
+    d_x, d_qkv = empty(d, rows), empty(3 * d, rows)
+    d_y = d_features
+    for layer in range(last, -1, -1):
+        a, columns = at[FIRST + OF_BLOCK * layer :], rows if layer < last else n
+        start, inner = layer * of_layer, layer * m * rows
+        drawn -= 2 * columns * d
+        dropped, more = _taken(bits, drawn, d, columns), _taken(bits, drawn + columns * d, d, columns)
+        d_product, d_between, d_more = empty(d, columns), empty(d, columns), empty(d, columns)
+        d_hidden, d_mixed, d_residual = empty(m, columns), empty(d, columns), empty(d, columns)
+        add_norm_backward(
+            d_y, matrix(u2, start, d, columns), inverse2[layer * rows :], more, level, scale, theta[a[NORM2] :],
+            d_product, d_between, grad[a[OUTER_BIAS] :], grad[a[NORM2] :], grad[a[SHIFT2] :],
         )  # fmt: skip
-        drawn -= heads * length * rows
-        dropped = _taken(bits, drawn, heads * length, length * n)
-        attention_backward(z, qkv[layer], p[layer], w[layer], d_mixed, dropped, level, scale, d_qkv)
-        outer_product(d_qkv, x[layer], matrix(grad, a[QKV], 3 * d, d))
-        add_rows(d_qkv, grad[a[QKV_BIAS] :])
-        product(transposed(matrix(theta, a[QKV], 3 * d, d)), d_qkv, d_x)
-        for j in range(d):
-            for i in range(rows):
-                d_x[j, i] += d_residual[j, i]
-    if full:
+        outer_product(d_product, matrix(hidden, inner, m, columns), matrix(grad, a[OUTER], d, m))
+        product(transposed(matrix(theta, a[OUTER], d, m)), d_product, d_hidden)
+        _multiply(d_hidden, matrix(slope, inner, m, columns))
+        outer_product(d_hidden, matrix(between, start, d, columns), matrix(grad, a[INNER], m, d))
+        add_rows(d_hidden, grad[a[INNER_BIAS] :])
+        product(transposed(matrix(theta, a[INNER], m, d)), d_hidden, d_more)
+        _add(d_between, d_more)
+        add_norm_backward(
+            d_between, matrix(u1, start, d, columns), inverse1[layer * rows :], dropped, level, scale,
+            theta[a[NORM1] :], d_product, d_residual, grad[a[OUT_BIAS] :], grad[a[NORM1] :], grad[a[SHIFT1] :],
+        )  # fmt: skip
+        outer_product(d_product, matrix(mixed, start, d, columns), matrix(grad, a[OUT], d, d))
+        product(transposed(matrix(theta, a[OUT], d, d)), d_product, d_mixed)
+        if layer < last:
+            mine, square = matrix(qkv, 3 * start, 3 * d, rows), heads * length * rows
+            before, kept = (
+                matrix(p, layer * square, heads * length, rows),
+                matrix(w, layer * square, heads * length, rows),
+            )
+            drawn -= square
+            attention_backward(
+                z, mine, before, kept, d_mixed, _taken(bits, drawn, heads * length, rows), level, scale, d_qkv
+            )
+            outer_product(d_qkv, matrix(x, start, d, rows), matrix(grad, a[QKV], 3 * d, d))
+            add_rows(d_qkv, grad[a[QKV_BIAS] :])
+            product(transposed(matrix(theta, a[QKV], 3 * d, d)), d_qkv, d_x)
+            _add(d_x, d_residual)
+        else:
+            transpose(d_mixed, d_values)
+            transpose(d_residual, d_selected)
+            drawn -= heads * rows
+            single_query_backward(
+                theta, grad, a, z, states, selected, query, keyed, p1, w1, seen, d_values,
+                _taken(bits, drawn, heads * n, length), level, scale, d_states, d_selected,
+            )  # fmt: skip
+            for i in range(n):
+                for j in range(d):
+                    d_states[positions[i] * n + i, j] += d_selected[i, j]
+            if last:
+                transpose(d_states, d_x)
+        d_y = d_x
+    if last:
         transpose(d_x, d_states)
-    sums = np.zeros((2, d), np.float32)
+    sums = zeros(2, d)
     d_words, d_position = matrix(grad, at[WORDS], z.ids, d), matrix(grad, at[POSITIONS], length, d)
     dropped = _taken(bits, 0, rows, d)
     embed_backward(d_states, u0, inverse0, norm, tokens, z.padding, dropped, level, scale, d_words, d_position, sums)
@@ -448,79 +479,7 @@ def _multiply(x: Floats, y: Floats) -> None:
 
 
 @part
-def _after_attention(
-    theta: Floats,
-    a: Ints,
-    d: int,
-    m: int,
-    mixed: Floats,
-    x: Floats,
-    bits: Bits,
-    more_bits: Bits,
-    level: np.int16,
-    scale: np.float32,
-    u1: Floats,
-    inverse1: Floats,
-    between: Floats,
-    slope: Floats,
-    hidden: Floats,
-    u2: Floats,
-    inverse2: Floats,
-    y: Floats,
-) -> None:
-    """Set y (d, N) to a block's output from the attention's mixed values (d, N) and the block's input x (d, N)."""
-    product(matrix(theta, a[OUT], d, d), mixed, u1)
-    bias, norm, shift = theta[a[OUT_BIAS] :], theta[a[NORM1] :], theta[a[SHIFT1] :]
-    add_norm(u1, bias, x, bits, level, scale, norm, shift, inverse1, between)
-    product(matrix(theta, a[INNER], m, d), between, slope)
-    gelu(slope, theta[a[INNER_BIAS] :], hidden)
-    product(matrix(theta, a[OUTER], d, m), hidden, u2)
-    bias, norm, shift = theta[a[OUTER_BIAS] :], theta[a[NORM2] :], theta[a[SHIFT2] :]
-    add_norm(u2, bias, between, more_bits, level, scale, norm, shift, inverse2, y)
-
-
-@part
-def _after_attention_backward(
-    theta: Floats,
-    grad: Floats,
-    a: Ints,
-    d: int,
-    m: int,
-    mixed: Floats,
-    d_y: Floats,
-    bits: Bits,
-    more_bits: Bits,
-    level: np.int16,
-    scale: np.float32,
-    u1: Floats,
-    inverse1: Floats,
-    between: Floats,
-    slope: Floats,
-    hidden: Floats,
-    u2: Floats,
-    inverse2: Floats,
-    d_mixed: Floats,
-    d_x: Floats,
-) -> None:
-    """Set the gradients of `mixed` and x of `_after_attention`, and those of its parameters."""
-    columns = d_y.shape[1]
-    d_product, d_between, d_hidden, more = empty(d, columns), empty(d, columns), empty(m, columns), empty(d, columns)
-    add_norm_backward(
-        d_y, u2, inverse2, more_bits, level, scale, theta[a[NORM2] :], d_product, d_between, grad[a[OUTER_BIAS] :],
-        grad[a[NORM2] :], grad[a[SHIFT2] :],
-    )  # fmt: skip
-    outer_product(d_product, hidden, matrix(grad, a[OUTER], d, m))
-    product(transposed(matrix(theta, a[OUTER], d, m)), d_product, d_hidden)
-    _multiply(d_hidden, slope)
-    outer_product(d_hidden, between, matrix(grad, a[INNER], m, d))
-    add_rows(d_hidden, grad[a[INNER_BIAS] :])
-    product(transposed(matrix(theta, a[INNER], m, d)), d_hidden, more)
-    for j in range(d):
-        for i in range(columns):
-            d_between[j, i] += more[j, i]
-    add_norm_backward(
-        d_between, u1, inverse1, bits, level, scale, theta[a[NORM1] :], d_product, d_x, grad[a[OUT_BIAS] :],
-        grad[a[NORM1] :], grad[a[SHIFT1] :],
-    )  # fmt: skip
-    outer_product(d_product, mixed, matrix(grad, a[OUT], d, d))
-    product(transposed(matrix(theta, a[OUT], d, d)), d_product, d_mixed)
+def _add(x: Floats, y: Floats) -> None:
+    for j in range(x.shape[0]):
+        for n in range(x.shape[1]):
+            x[j, n] += y[j, n]

@@ -100,11 +100,25 @@ def exp(x: np.float32) -> np.float32:
 
 
 @part
-def empty(rows: int, columns: int) -> Floats:
-    """Return an uninitialized (rows, columns) that begins on a cache line: elsewhere products take twice as long."""
-    buffer = np.empty(rows * columns + 16, np.float32)
+def vector(size: int) -> Floats:
+    """Return an uninitialized vector that begins on a cache line: elsewhere products take twice as long."""
+    buffer = np.empty(size + 16, np.float32)
     skipped = (-(buffer.ctypes.data // 4)) % 16
-    return buffer[skipped : skipped + rows * columns].reshape(rows, columns)
+    return buffer[skipped : skipped + size]
+
+
+@part
+def empty(rows: int, columns: int) -> Floats:
+    """Return an uninitialized (rows, columns) that begins on a cache line."""
+    return vector(rows * columns).reshape(rows, columns)
+
+
+@part
+def zeros(rows: int, columns: int) -> Floats:
+    """Return zeros."""
+    values = vector(rows * columns)
+    values[:] = 0
+    return values.reshape(rows, columns)
 
 
 @part
@@ -118,7 +132,7 @@ def transpose(x: Floats, y: Floats) -> None:
 @part
 def transposed(w: Floats) -> Floats:
     """Return the transpose of w (m, k), with columns of zeros up to a multiple of 4: `product` has one layout."""
-    copy = np.zeros((w.shape[1], -(-w.shape[0] // 4) * 4), np.float32)
+    copy = zeros(w.shape[1], -(-w.shape[0] // 4) * 4)
     for i in range(w.shape[0]):
         for j in range(w.shape[1]):
             copy[j, i] = w[i, j]
@@ -257,7 +271,7 @@ def add_norm(
     What the backward pass needs is left in x, the normalized columns, and in `inverse` (N,), by which they were scaled.
     """
     width, columns = x.shape
-    one, mean = F32(1) / F32(width), np.zeros(columns, np.float32)
+    one, mean = F32(1) / F32(width), zeros(1, columns)[0]
     for j in range(width):
         b = bias[j]
         for n in range(columns):
@@ -302,7 +316,7 @@ def add_norm_backward(
     """Set the gradients of `add_norm`."""
     width, columns = d_y.shape
     one = F32(1) / F32(width)
-    plain, along = np.zeros(columns, np.float32), np.zeros(columns, np.float32)
+    plain, along = zeros(1, columns)[0], zeros(1, columns)[0]
     for j in range(width):
         f = weight[j]
         for n in range(columns):
@@ -379,7 +393,7 @@ def embed(
     """Set y (N, d) to the embedding of the tokens (T, n), with layer norm and dropout; keep u (N, d) and inverse."""
     length, n = tokens.shape
     d = words.shape[1]
-    one, added = F32(1) / F32(d), np.empty(d, np.float32)
+    one, added = F32(1) / F32(d), vector(d)
     for t in range(length):
         for j in range(d):
             added[j] = position[t, j] + kind[j]
@@ -417,7 +431,7 @@ def embed_backward(
     """Add the gradients of `embed`, but none to the padding's word; in `d_norm` (2, d), the layer norm's."""
     length, n = tokens.shape
     d = u.shape[1]
-    one, g = F32(1) / F32(d), np.empty(d, np.float32)
+    one, g = F32(1) / F32(d), vector(d)
     for t in range(length):
         for i in range(n):
             row, token = t * n + i, tokens[t, i]
@@ -449,7 +463,8 @@ def cross_entropy(logits: Floats, bias: Floats, labels: Ints, targets: Floats, l
     """
     ids, n = logits.shape
     one = F32(1) / F32(n)
-    highest, total, mass = np.full(n, -np.inf, np.float32), np.zeros(n, np.float32), np.zeros(n, np.float32)
+    highest, total, mass = vector(n), zeros(1, n)[0], zeros(1, n)[0]
+    highest[:] = -np.inf
     for j in range(ids):
         for i in range(n):
             logits[j, i] += bias[j]
@@ -504,10 +519,8 @@ def copy_columns(x: Floats, start: int, y: Floats) -> None:
 
 @part
 def attention(
-    theta: Floats,
-    a: Ints,
+    bias: Floats,
     z: Sizes,
-    x: Floats,
     attention_bias: Floats,
     qkv: Floats,
     p: Floats,
@@ -517,18 +530,20 @@ def attention(
     level: np.int16,
     scale: np.float32,
 ) -> None:
-    """Set `mixed` (d, N) to the attention of x (d, N) from every position; keep qkv (3 d, N), p and w (h T, T n)."""
+    """Set `mixed` (d, N) to the attention from every position, of qkv (3 d, N), to which `bias` is added here.
+
+    For the backward pass, p and w (h T, T n) are set to the weights before and after dropout.
+    """
     n, length, d, heads = z.sentences, z.tokens, z.width, z.heads
     e = d // heads
     factor = F32(1) / np.sqrt(F32(e))
-    product(matrix(theta, a[QKV], 3 * d, d), x, qkv)
     for j in range(3 * d):
-        b = theta[a[QKV_BIAS] + j]
+        b = bias[j]
         for i in range(n * length):
             qkv[j, i] += b
     parts, out = qkv.reshape(3, heads, e, length, n), mixed.reshape(heads, e, length, n)
     before, after = p.reshape(heads, length, length, n), w.reshape(heads, length, length, n)
-    highest, total = np.empty(n, np.float32), np.empty(n, np.float32)
+    highest, total = vector(n), vector(n)
     for head in range(heads):
         for t in range(length):
             highest[:] = -np.inf
@@ -585,7 +600,7 @@ def attention_backward(
     before, after = p.reshape(heads, length, length, n), w.reshape(heads, length, length, n)
     d_qkv[:] = 0
     d_parts = d_qkv.reshape(3, heads, e, length, n)
-    g, mean = np.empty((length, n), np.float32), np.empty(n, np.float32)
+    g, mean = empty(length, n), vector(n)
     for head in range(heads):
         for t in range(length):
             mean[:] = 0
@@ -653,7 +668,7 @@ def single_query(
         for j in range(d):
             query[i, j] += bias[j]
     states, before, after = x.reshape(length, n, d), p.reshape(heads, n, length), w.reshape(heads, n, length)
-    part, own = np.empty((n, e), np.float32), np.empty((n, e), np.float32)
+    part, own = empty(n, e), empty(n, e)
     for head in range(heads):
         copy_columns(query, head * e, part)
         np.dot(part, weight[d + head * e : d + (head + 1) * e], keyed[head])
@@ -715,8 +730,8 @@ def single_query_backward(
     d_weight, d_bias = matrix(grad, a[QKV], 3 * d, d), grad[a[QKV_BIAS] :]
     states, before, after = x.reshape(length, n, d), p.reshape(heads, n, length), w.reshape(heads, n, length)
     d_states = d_x.reshape(length, n, d)
-    d_query, d_keyed = np.empty((n, d), np.float32), np.empty((n, d), np.float32)
-    part, slopes = np.empty((n, e), np.float32), np.empty(length, np.float32)
+    d_query, d_keyed = empty(n, d), empty(n, d)
+    part, slopes = empty(n, e), vector(length)
     for head in range(heads):
         values = slice(2 * d + head * e, 2 * d + (head + 1) * e)
         keys = slice(d + head * e, d + (head + 1) * e)
