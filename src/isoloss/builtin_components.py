@@ -1,4 +1,4 @@
-"""The components that come with isoloss: by name, the attribute of their module and a line about each."""
+"""The components that come with isoloss: by name, the attribute of their module and, of most, a line about each."""
 
 # a file is read by the last kind that takes it: other packages' come before the grammars, which take any file
 LANGUAGE_CONFIGS = {
@@ -24,65 +24,38 @@ ARCHITECTURES = {
     "lstm": ("LSTM", "LSTM layers that read both ways, or one; a decoder tied to the token embedding"),
     "opt": ("OPT", "OPT: pre-layer-norm blocks, ReLU, a tied decoder without bias"),
 }
-LOSS = "loss per predicted token: entropy of the true conditionals + KL to them; without these, cross-entropy"
-FLATNESS_MEASURES = {
-    "trace": ("Trace", "trace of the Fisher of that loss, which at saturation is the trace of its Hessian"),
-    "minimal-trace": (
-        "MinimalTrace",
-        "minimum of that trace over exact rescalings of the weights",
-    ),
-    "rescaling-control": (
-        "RescalingControl",
-        "both traces after a random exact rescaling: only the plain one should change",
-    ),
-    "trace-in-SIZE-EMBEDDING_SCALE": (
-        "TraceIn",
-        "that trace after expanding the model to a size, e.g. trace-in-d64-paper (isoloss expand --embedding-scale)",
-    ),
-    "minimal-trace-in-SIZE": ("MinimalTraceIn", "that minimum after expanding the model to a size"),
-    "empirical-fisher": ("EmpiricalFisher", "mean squared gradient norm at the given labels"),
-    "hessian-trace": ("HessianTrace", "trace of the Hessian at the given labels"),
-    "weighted-trace": (
-        "WeightedTrace",
-        "trace of the Fisher weighted by squared parameters: invariant to rescaling",
-    ),
-    "fisher-rao": ("FisherRao", "squared Fisher-Rao norm: invariant to rescaling"),
-    "relative-flatness": (
-        "RelativeFlatness",
-        "relative flatness of the last linear map: invariant to rescaling whole tensors",
-    ),
-    "largest-eigenvalue": ("LargestEigenvalue", "largest eigenvalues of the Gauss-Newton matrix or the Hessian"),
-    "spectral-density": ("SpectralDensity", "distribution of these eigenvalues"),
-    "sam-sharpness": ("SAMSharpness", "rise of the loss in a batch's worst direction"),
-    "adaptive-sharpness": (
-        "AdaptiveSharpness",
-        "that rise, each weight's move in units of the weight: invariant to rescaling",
-    ),
-    "noise-sharpness": ("NoiseSharpness", "expected rise of the loss under noise on the weights"),
-    "squared-norm": ("SquaredNorm", "sum of the squared parameters, exact"),
+# by module of `isoloss.lab.evaluation.measures`, the classes, each of whose docstrings is the line about it
+MEASURES = {
+    "loss": {"loss": "Loss"},
+    "flatness": {
+        "trace": "Trace",
+        "minimal-trace": "MinimalTrace",
+        "rescaling-control": "RescalingControl",
+        "trace-in-SIZE-EMBEDDING_SCALE": "TraceIn",
+        "minimal-trace-in-SIZE": "MinimalTraceIn",
+        "empirical-fisher": "EmpiricalFisher",
+        "hessian-trace": "HessianTrace",
+        "weighted-trace": "WeightedTrace",
+        "fisher-rao": "FisherRao",
+        "relative-flatness": "RelativeFlatness",
+        "largest-eigenvalue": "LargestEigenvalue",
+        "spectral-density": "SpectralDensity",
+        "sam-sharpness": "SAMSharpness",
+        "adaptive-sharpness": "AdaptiveSharpness",
+        "noise-sharpness": "NoiseSharpness",
+        "squared-norm": "SquaredNorm",
+    },
+    "transfer": {
+        "probe-TASK": "Probe",
+        "lookup-TASK": "Lookup",
+        "log-lookup-TASK": "LogLookup",
+        "one-hot-TASK": "OneHot",
+        "few-shot-TASK-NUMBER": "FewShot",
+        "projected-TASK-WIDTH": "Projected",
+        "finetune-TASK": "Finetune",
+        "features": "Features",
+    },
 }
-TRANSFER_MEASURES = {
-    "probe-TASK": (
-        "Probe",
-        "accuracy of a linear probe on the last hidden states of all tokens, concatenated, e.g. probe-root, probe-sst2",
-    ),
-    "lookup-TASK": (
-        "Lookup",
-        "the same probe on the true conditionals: the look-up table, a model without parameters",
-    ),
-    "log-lookup-TASK": ("LogLookup", "the same probe on their logarithms, of at least log 1e-4"),
-    "one-hot-TASK": ("OneHot", "the same probe on the tokens themselves"),
-    "few-shot-TASK-NUMBER": (
-        "FewShot",
-        "mean accuracy of convex probes fitted to few sentences each, over draws of these, e.g. few-shot-prefix-4-100",
-    ),
-    "projected-TASK-WIDTH": (
-        "Projected",
-        "accuracy of convex probes on random projections to a width, for models of several, e.g. projected-prefix-4-64",
-    ),
-    "finetune-TASK": ("Finetune", "accuracy of the fine-tuned model, e.g. finetune-root, finetune-rte"),
-}
-FEATURES = "effective dimension of the last hidden states; keeps their Gram matrix, for the CKA of two checkpoints"
 TEXT_TASKS = {
     "cola": ("COLA", "GLUE: whether a sentence is acceptable"),
     "mnli": ("MNLI", "GLUE: whether a premise entails a hypothesis, contradicts it, or neither"),

@@ -266,10 +266,11 @@ MODELS = Registry(
 MEASURES = Registry(
     "measure",
     "measures",
-    _entries("isoloss.lab.evaluation.measures.loss", {"loss": ("Loss", builtin_components.LOSS)})
-    | _entries("isoloss.lab.evaluation.measures.flatness", builtin_components.FLATNESS_MEASURES)
-    | _entries("isoloss.lab.evaluation.measures.transfer", builtin_components.TRANSFER_MEASURES)
-    | _entries("isoloss.lab.evaluation.measures.transfer", {"features": ("Features", builtin_components.FEATURES)}),
+    {
+        name: Entry(f"isoloss.lab.evaluation.measures.{module}:{attribute}")
+        for module, classes in builtin_components.MEASURES.items()
+        for name, attribute in classes.items()
+    },
     Form("isoloss.lab.evaluation.measures.base:Measure", is_config=True),
 )
 TASKS = Registry(

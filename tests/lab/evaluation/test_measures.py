@@ -1,6 +1,8 @@
 """Every registered measure, found by name: its settings, its error, and that it is what the library function gives."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -19,7 +21,7 @@ from isoloss.lab.evaluation.context import MeasureContext
 from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import Measure, MeasureResult, make_measure, name_fields, settings_of
-from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure
+from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure, Trace
 from isoloss.lab.languages.base import Language
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.models.make import make_model
@@ -74,9 +76,9 @@ def has_error(estimate):
     return estimate["stderr"] > 0 or "(exact)" in str(Estimate.from_dict(estimate))
 
 
-def options(name):
-    cls = MEASURES.load(name)
-    fields = {field.name for field in dataclasses.fields(cls)}
+def options(names):
+    """The small settings that one of these measures has, as words of a command."""
+    fields = {field.name for name in names for field in dataclasses.fields(MEASURES.load(name))}
     return [word for key, value in SMALL.items() if key in fields for word in (f"--{key.replace('_', '-')}", value)]
 
 
@@ -90,18 +92,20 @@ def test_a_measure_is_a_frozen_dataclass_whose_fields_are_its_settings(name):
     assert set(settings_of(NAMED.get(name, name), SMALL)) == given
 
 
-@pytest.mark.parametrize("name", list(MEASURES))
-def test_isoloss_eval_takes_every_measure_of_a_language(capsys, checkpoints, tmp_path, name):
-    asked = NAMED.get(name, name)
-    words = ("eval", checkpoints / "a", "--language", config_file(tmp_path), "--measures", asked, *options(name))
-    (found,) = as_json(capsys, *words, "--output", tmp_path / "out")["evaluations"]
-    assert (found["measure"], found["settings"]) == (asked, settings_of(asked, SMALL))
-    assert all(has_error(estimate) for estimate in found["estimates"].values())
-    (kept,) = (tmp_path / "out").rglob("*.json")
-    assert json.loads(kept.read_text()) == found
-    assert kept.with_suffix(".safetensors").exists()
-    (again,) = evaluate(checkpoints / "a", [asked], language=LANGUAGE, settings=SMALL, device="cpu")
-    assert json.loads(json.dumps(again.to_dict())) == {key: value for key, value in found.items() if key != "model"}
+def test_isoloss_eval_takes_every_measure_of_a_language(capsys, checkpoints, tmp_path):
+    asked = [NAMED.get(name, name) for name in MEASURES]
+    words = ("eval", checkpoints / "a", "--language", config_file(tmp_path), "--measures", *asked, *options(MEASURES))
+    evaluations = as_json(capsys, *words, "--output", tmp_path / "out")["evaluations"]
+    assert [found["measure"] for found in evaluations] == asked
+    kept = {path.stem: path for path in (tmp_path / "out").rglob("*.json")}
+    again = evaluate(checkpoints / "a", asked, language=LANGUAGE, settings=SMALL, device="cpu")
+    for found, other in zip(evaluations, again, strict=True):
+        name = found["measure"]
+        assert found["settings"] == settings_of(name, SMALL)
+        assert all(has_error(estimate) for estimate in found["estimates"].values()), name
+        assert json.loads(kept[name].read_text()) == found
+        assert kept[name].with_suffix(".safetensors").exists()
+        assert json.loads(json.dumps(other.to_dict())) == {key: value for key, value in found.items() if key != "model"}
 
 
 def config_file(folder):
@@ -112,12 +116,25 @@ def config_file(folder):
     return path
 
 
+@pytest.fixture(scope="module")
+def of_flatness(checkpoints):
+    """What `isoloss flatness` says of one model and of two, by every measure at once."""
+    asked = [NAMED.get(name, name) for name in FLATNESS]
+    words = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--measures", *asked, *options(FLATNESS))
+    documents = []
+    for models in ("a", "ab"):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            command = ["flatness", *(checkpoints / model for model in models), *words, "--threads", "1", "--json"]
+            assert main([*map(str, command)]) == 0
+        documents.append(json.loads(out.getvalue()))
+    return documents
+
+
 @pytest.mark.parametrize("name", FLATNESS)
-def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_function_gives(capsys, checkpoints, name):
-    asked = NAMED.get(name, name)
-    data = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--num-sequences", "40")
-    own = [word for word in options(name) if word not in ("--num-sequences", 40)]
-    document = as_json(capsys, "flatness", checkpoints / "a", *data, "--measures", asked, *own)
+def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_function_gives(
+    of_flatness, checkpoints, name
+):
+    asked, document = NAMED.get(name, name), of_flatness[0]
     (model,) = document["models"]
     assert (document["comparisons"], document["interrupted"], model["model"]) == ({}, None, str(checkpoints / "a"))
     assert all(has_error(estimate) for estimate in model["estimates"][asked].values())
@@ -137,7 +154,7 @@ def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_fun
         mask_id=9,
         masking=ObjectiveConfig(masking="fraction"),
     )
-    given = {"auxiliary_sample": inputs.auxiliary_sample} if "auxiliary_sample" in measure.takes else {}
+    given = {"auxiliary_sample": inputs.auxiliary_sample} if isinstance(measure, Trace) else {}
     if name == "rescaling-control":  # both traces, of another model
         loaded = dataclasses.replace(loaded, model=rescaled_at_random(loaded.model, seed=measure.seed))
         minimal = fisher_trace(loaded.model, inputs.batches, rescaling="minimal", seed=measure.seed, **given)
@@ -156,12 +173,8 @@ def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_fun
 
 
 @pytest.mark.parametrize("name", FLATNESS)
-def test_two_models_are_compared_by_every_measure_that_can_be_paired(capsys, checkpoints, name):
-    asked = NAMED.get(name, name)
-    data = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--num-sequences", "40")
-    own = [word for word in options(name) if word not in ("--num-sequences", 40)]
-    words = ("flatness", checkpoints / "a", checkpoints / "b", *data, "--measures", asked, *own)
-    document = as_json(capsys, *words)
+def test_two_models_are_compared_by_every_measure_that_can_be_paired(of_flatness, name):
+    asked, document = NAMED.get(name, name), of_flatness[1]
     comparison = document["comparisons"][asked]
     first, second = (model["estimates"][asked] for model in document["models"])
     for pair in comparison["pairs"]:
@@ -169,10 +182,16 @@ def test_two_models_are_compared_by_every_measure_that_can_be_paired(capsys, che
         assert difference["value"] == pytest.approx(first[key]["value"] - second[key]["value"], rel=1e-9)
         assert 0 < difference["stderr"] < 2 * np.hypot(first[key]["stderr"], second[key]["stderr"])
     assert bool(comparison["pairs"]) == (name != "squared-norm")
+
+
+@pytest.mark.parametrize("name", ["trace", "fisher-rao", "squared-norm"])  # of the pass for traces, paired and exact
+def test_two_models_stand_below_each_other_with_their_difference(capsys, checkpoints, name):
+    data = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--num-sequences", "40")
+    words = ("flatness", checkpoints / "a", checkpoints / "b", *data, "--measures", name)
     assert main([*map(str, words)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^a  .*\nb  ", out, re.MULTILINE)
-    assert bool(re.search("a minus b|b minus a", out)) == bool(comparison["pairs"])
+    assert bool(re.search("a minus b|b minus a", out)) == (name != "squared-norm")
 
 
 def context_of(checkpoints, **more):
@@ -229,7 +248,7 @@ def test_every_function_of_flatness_that_returns_an_estimate_has_a_measure():
         for name in dir(isoloss.flatness)
         if "Estimate" in str(getattr(getattr(isoloss.flatness, name), "__annotations__", {}).get("return", ""))
     }
-    calls = [vars(MEASURES.load(name)).get("__call__") for name in FLATNESS]
+    calls = [vars(MEASURES.load(name)).get(call) for name in FLATNESS for call in ("__call__", "_estimate")]
     called = {name for call in calls if call is not None for name in call.__code__.co_names}
     assert functions <= called, functions - called
 
@@ -338,9 +357,9 @@ def test_results_of_estimates_alone_have_their_influences():
     estimate = Estimate(
         value=1.0, stderr=1.0, samples=2, unit="", num_predictions=2, method="", influence=np.array([1.0, -1.0])
     )
-    result = MeasureResult.of({"x": estimate, "y": dataclasses.replace(estimate, influence=None)}, "mine")
-    assert list(result.arrays) == ["x.influence"]
-    assert result.arrays["x.influence"].dtype == np.float32
+    result = MeasureResult.of("mine", {"x": estimate, "y": dataclasses.replace(estimate, influence=None)})
+    assert list(result.arrays()) == ["x.influence"]
+    assert result.arrays()["x.influence"].dtype == np.float32
 
 
 @pytest.mark.parametrize(

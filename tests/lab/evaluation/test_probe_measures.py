@@ -191,7 +191,7 @@ def test_the_draws_of_a_few_shot_probe_are_slices_of_one_stream(model, language,
     assert result.value == pytest.approx(np.mean(result.details["accuracies"]))
     assert result.stderr == pytest.approx(np.std(result.details["accuracies"], ddof=1) / math.sqrt(3))
     assert (result.samples, result.details["draws"], result.details["num_train"]) == (3, 3, 40)
-    assert few.arrays["accuracy.influence"] == pytest.approx(np.array(result.details["accuracies"]) - result.value)
+    assert few.arrays()["accuracy.influence"] == pytest.approx(np.array(result.details["accuracies"]) - result.value)
     same = accuracy("probe-prefix-2", {**WHOLE, **settings, "num_train": 40}, model, context)
     assert (same.value, same.stderr) == (result.value, result.stderr)
     first = accuracy("few-shot-prefix-2-40", {**settings, "probe_draws": 1}, model, context)
@@ -210,7 +210,7 @@ def test_few_sentences_that_lack_a_class_never_predict_it_and_warn_of_nothing(mo
             shares = joint.sum(axis=0)[stream.train_labels.numpy()]
             assert estimate.details["accuracies"] == pytest.approx(shares)
         else:
-            assert (result.arrays["accuracy.predictions"] == stream.train_labels.numpy()[:, None]).all()
+            assert (result.more["accuracy.predictions"] == stream.train_labels.numpy()[:, None]).all()
 
 
 def test_a_projected_probe_is_the_probe_of_the_projected_features(model, language, context):
@@ -261,8 +261,8 @@ def test_tables_are_functions_of_the_language_and_take_a_sampled_test(model, lan
 
 def test_draws_on_sampled_sentences_have_the_errors_of_both(model, language, context):
     result = found("few-shot-prefix-2-30", {"num_test": 200}, model, context)
-    estimate, predictions = result.estimates["accuracy"], result.arrays["accuracy.predictions"]
-    each = (predictions == result.arrays["accuracy.labels"]).mean(axis=1)
+    estimate, predictions = result.estimates["accuracy"], result.more["accuracy.predictions"]
+    each = (predictions == result.more["accuracy.labels"]).mean(axis=1)
     assert predictions.shape == (5, 200)
     assert estimate.details["accuracies"] == pytest.approx(each)
     variance = each.mean() * (1 - each.mean()) / 200 + each.var(ddof=1) / 5

@@ -250,8 +250,8 @@ def _measured(
     """Return the evaluation of a model by the measure called `name`, and the file of its examples."""
     from safetensors.numpy import save
 
-    result = MeasureResult.of(make_measure(name, settings).run(model, context), name)
-    examples = save(dict(result.arrays))
+    result = MeasureResult.of(name, make_measure(name, settings).run(model, context))
+    examples = save(result.arrays())
     evaluation = Evaluation(
         measure=name,
         step=step,

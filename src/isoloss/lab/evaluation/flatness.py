@@ -151,7 +151,7 @@ def _measure_each(
     for model, load in models.items():
         step = None if progress is None else functools.partial(progress, name, model)
         try:
-            result = MeasureResult.of(own.run(load(), dataclasses.replace(own_context, progress=step)), name)
+            result = MeasureResult.of(name, own.run(load(), dataclasses.replace(own_context, progress=step)))
         except InterruptedEstimate as stop:
             results.interrupted = name, model, stop.partial
             break

@@ -34,24 +34,35 @@ class MeasureResult:
     """What a measure found on one model."""
 
     estimates: Mapping[str, Estimate]  # the numbers, by name
-    # what each example adds to them, as numpy arrays by name, see `isoloss.runs.Run.examples`
-    arrays: Mapping[str, Any] = field(default_factory=dict)
+    # numpy arrays by name that are kept with them besides their influences (see `isoloss.runs.Run.examples`)
+    more: Mapping[str, Any] = field(default_factory=dict)
     # SHA-256 of the inputs (`digest`); empty where there are none. Two results on the same inputs are paired
     inputs: str = ""
 
     @classmethod
-    def of(cls, result: MeasureResult | Mapping[str, Estimate], measure: str) -> MeasureResult:
-        """Return the result of the measure called so; from estimates alone, with their influences as arrays.
+    def of(cls, measure: str, result: MeasureResult | Mapping[str, Estimate]) -> MeasureResult:
+        """Return the result of the measure called so, which may have returned its estimates alone.
 
         Raises:
             IsolossError: It is none.
         """
         from isoloss.statistics.estimate import Estimate
 
-        estimates = result.estimates if isinstance(result, cls) else result
-        if not isinstance(estimates, Mapping) or not all(isinstance(e, Estimate) for e in estimates.values()):
-            raise IsolossError(f"the measure {measure} returned {estimates!r}; it must be estimates by name")
-        return result if isinstance(result, cls) else cls(estimates=estimates, arrays=influences(estimates))
+        made = result if isinstance(result, cls) else cls(estimates=result)  # type: ignore[arg-type]
+        if not isinstance(made.estimates, Mapping) or not all(isinstance(e, Estimate) for e in made.estimates.values()):
+            raise IsolossError(f"the measure {measure} returned {made.estimates!r}; it must be estimates by name")
+        return made
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the influences of the estimates, in float32 as `<name>.influence`, and what there is more."""
+        import numpy as np
+
+        influences = {
+            f"{name}.influence": estimate.influence.astype(np.float32)
+            for name, estimate in self.estimates.items()
+            if estimate.influence is not None
+        }
+        return {**influences, **self.more}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,17 +160,6 @@ def _example(pattern: str) -> str:
     """Return what a pattern becomes with its placeholders replaced; empty where one of them is not isoloss's own."""
     words = [_REPLACED.get(word, word) if word.isupper() else word for word in pattern.split("-")]
     return "" if any(word.isupper() for word in words) else f", e.g. {'-'.join(words)}"
-
-
-def influences(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
-    """Return the influences of estimates that have any, in float32, as `<name>.influence`."""
-    import numpy as np
-
-    return {
-        f"{name}.influence": estimate.influence.astype(np.float32)
-        for name, estimate in estimates.items()
-        if estimate.influence is not None
-    }
 
 
 def digest(*tensors: torch.Tensor, more: object = None) -> str:

@@ -6,7 +6,7 @@ The functions are imported when a measure is taken, because settings and their h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -17,7 +17,6 @@ from isoloss.lab.evaluation.measures.base import (
     MeasureResult,
     SeededMeasure,
     digest_batches,
-    influences,
     make_measure,
 )
 from isoloss.registry import MEASURES
@@ -36,11 +35,12 @@ class FlatnessMeasure(Measure):
     """A measure of flatness, which every language model has; `isoloss flatness` takes it too."""
 
     name: ClassVar[str]  # what its estimate is called
-    # which options of `isoloss.flatness.Options`, and `auxiliary_sample`, it takes
-    takes: ClassVar[tuple[str, ...]] = ("causal", "num_sequences", "rtol", "seconds", "resume", "progress")
 
     def __call__(self, model: Any, batches: Any, **options: Any) -> Mapping[str, Estimate]:
-        """Return the estimates, by name, of a model on batches; `options` are among `takes`."""
+        """Return the estimates, by name, of a model on batches; `options` as the functions of `isoloss.flatness`."""
+        return {self.name: self._estimate(model, batches, **options)}
+
+    def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
         raise NotImplementedError
 
     @property
@@ -51,12 +51,6 @@ class FlatnessMeasure(Measure):
     def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
         """Return what `progress` counts to at most, given the number of sequences, and what it counts."""
         return num_sequences, "sequences"
-
-    def why_not_applicable(self, context: MeasureContext) -> str | None:
-        """Return which of `rtol`, `seconds` and `resume` are set although the measure has no use for them."""
-        given = [name for name in ("rtol", "seconds", "resume") if getattr(context, name) is not None]
-        unused = [name for name in given if name not in self.takes]
-        return f"it takes no {' and no '.join(unused)}" if unused else None
 
 
 def flatness_measure(name: str, settings: Mapping[str, Any] | None = None) -> FlatnessMeasure:
@@ -73,17 +67,20 @@ class SquaredNorm(FlatnessMeasure):
     """Sum of the squared parameters: exact."""
 
     name: ClassVar[str] = "squared-norm"
-    takes: ClassVar[tuple[str, ...]] = ()
 
-    def __call__(self, model: Any, batches: Any = (), **options: Any) -> dict[str, Estimate]:
-        """Return the norm; it needs no inputs."""
+    def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
         from isoloss.flatness import squared_parameter_norm
 
-        return {self.name: squared_parameter_norm(model)}
+        return squared_parameter_norm(model)
 
-    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
-        """Return the norm."""
-        return MeasureResult(estimates=self(model))
+    def why_not_applicable(self, context: MeasureContext) -> str | None:
+        """Return which of `rtol`, `seconds` and `resume` are set, although an exact value has no use for them."""
+        unused = [name for name in ("rtol", "seconds", "resume") if getattr(context, name) is not None]
+        return f"it takes no {' and no '.join(unused)}" if unused else None
+
+    def run(self, model: Any, context: MeasureContext) -> Mapping[str, Estimate]:
+        """Return the norm, which needs no inputs."""
+        return self(model, ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +93,22 @@ class SampledFlatness(FlatnessMeasure, SeededMeasure):
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Measure on the inputs of the context."""
         inputs = context.inputs(self.num_sequences, self.seed)
-        given = {
-            "causal": context.is_causal,
-            "num_sequences": context.num_sequences,
-            "rtol": context.rtol,
-            "seconds": context.seconds,
-            "resume": context.resume,
-            "progress": context.progress,
-            "auxiliary_sample": inputs.auxiliary_sample if context.has_embeddings else None,
-        }
-        options = {name: value for name, value in given.items() if name in self.takes and value is not None}
-        estimates = self(model, self.cut(inputs).batches, **options)
-        return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=digest_batches(inputs.batches))
+        estimates = self(
+            model,
+            self.cut(inputs).batches,
+            causal=context.is_causal,
+            num_sequences=context.num_sequences,
+            rtol=context.rtol,
+            seconds=context.seconds,
+            resume=context.resume,
+            progress=context.progress,
+            **self.further_options(inputs, context),
+        )
+        return MeasureResult(estimates=estimates, inputs=digest_batches(inputs.batches))
+
+    def further_options(self, inputs: Inputs, context: MeasureContext) -> dict[str, Any]:
+        """Return what `__call__` is given besides the options that all measures on inputs take."""
+        return {}
 
     def cut(self, inputs: Inputs) -> Inputs:
         """Return the inputs in batches of the size that the value depends on; as they are where it depends on none."""
@@ -139,22 +140,22 @@ class Trace(_Probed):
     """One backward pass per batch with the exact expectation over labels (ghost), or the paper's estimator: one
     backward pass for each of 50 sampled labels."""
     name: ClassVar[str] = "trace"
-    takes: ClassVar[tuple[str, ...]] = (*FlatnessMeasure.takes, "auxiliary_sample")
 
     @property
     def is_compared(self) -> bool:
         """Whether `isoloss.flatness.compare` takes it of several models: not by the paper's sampled labels."""
         return self.trace_method == "ghost"
 
-    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
-        """Return the estimate, by name."""
+    def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
         from isoloss.flatness import fisher_trace
 
-        return {
-            self.name: fisher_trace(
-                model, batches, method=self.trace_method, num_probes=self.num_probes, seed=self.seed, **options
-            )
-        }
+        return fisher_trace(
+            model, batches, method=self.trace_method, num_probes=self.num_probes, seed=self.seed, **options
+        )
+
+    def further_options(self, inputs: Inputs, context: MeasureContext) -> dict[str, Any]:
+        """Return the auxiliary sample, which only models with input embeddings can read."""
+        return {"auxiliary_sample": inputs.auxiliary_sample if context.has_embeddings else None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +167,9 @@ class MinimalTrace(Trace):
     hidden units (ReLU or gated)."""
     name: ClassVar[str] = "minimal-trace"
 
-    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
-        """Return the estimate, by name."""
+    def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
         rescaling: dict[str, Any] = {"rescaling": "minimal", "granularity": self.rescaling_granularity}
-        return super().__call__(model, batches, **rescaling, **options)
+        return super()._estimate(model, batches, **rescaling, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ class RescalingControl(MinimalTrace):
         return False
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
-        """Measure a random rescaling of the model."""
+        """Return both traces of a random rescaling of the model."""
         from isoloss.flatness import rescaled_at_random
 
         other = rescaled_at_random(model, granularity=self.rescaling_granularity, seed=self.seed)
@@ -197,12 +197,12 @@ class RescalingControl(MinimalTrace):
             "trace-rescaled-at-random": plain.estimates["trace"],
             "minimal-trace-rescaled-at-random": minimal.estimates[self.name],
         }
-        return dataclasses.replace(minimal, estimates=estimates, arrays=influences(estimates))
+        return dataclasses.replace(minimal, estimates=estimates)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Expansion:
-    """The architecture that a model is expanded into."""
+class _Expanded(Trace):
+    """A trace after the model is expanded into an architecture."""
 
     size: str
     expanded_layers: int | None = setting(None, minimum=1, omit_default=True)
@@ -215,52 +215,83 @@ class _Expansion:
         """False: each model is made larger first."""
         return False
 
-
-@dataclass(frozen=True, kw_only=True)
-class TraceIn(_Expansion, Trace):
-    """The same trace after expanding the model to a larger size."""
-
-    embedding_scale: str
+    @property
+    def _scale(self) -> Any:
+        return "exact"
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Return the trace of the same function in the larger model; its details say how far the logits differ."""
-        return _expanded(super().run, model, context, self, self.embedding_scale)
+        from isoloss.lab.models.expansion import expand
+        from isoloss.lab.models.sizes import reshaped, shape
+
+        into = reshaped(shape(self.size), layers=self.expanded_layers, heads=self.expanded_heads)
+        large = expand(model, into, embedding_scale=self._scale).model  # refuses an unknown scale
+        result = super().run(large, context)
+        batches = context.inputs(self.num_sequences, self.seed).batches
+        trace = result.estimates[self.name]
+        details = {
+            **trace.details,
+            "expanded_into": self.size,
+            "embedding_scale": self._scale,
+            "logits_differ_by": _logits_differ(model, large, batches, causal=context.is_causal),
+        }
+        return dataclasses.replace(result, estimates={self.name: dataclasses.replace(trace, details=details)})
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinimalTraceIn(_Expansion, MinimalTrace):
-    """The same minimum after expanding the model to a larger size; it does not depend on the embedding scale."""
+class TraceIn(_Expanded):
+    """The trace after expanding the model to a size, e.g. trace-in-d64-paper (isoloss expand --embedding-scale)."""
 
-    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
-        """Return the minimum over the rescalings of the larger model; its details say how far the logits differ."""
-        return _expanded(super().run, model, context, self, "exact")
+    embedding_scale: str
+
+    @property
+    def _scale(self) -> str:
+        return self.embedding_scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinimalTraceIn(_Expanded, MinimalTrace):
+    """Minimum of the trace after expanding the model to a size; it does not depend on the embedding scale."""
+
+
+def _logits_differ(small: Any, large: Any, batches: Sequence[Batch], *, causal: bool) -> float:
+    """Return the largest difference of two logits over the largest logit, at the predicted positions."""
+    import torch
+
+    from isoloss.lab.models.make import predicted_logits
+
+    gap = largest = 0.0
+    with torch.no_grad():
+        for batch in batches:
+            given = {name: value.to(small.device) for name, value in batch.items() if name != "documents"}
+            few, many = (predicted_logits(model, given, causal=causal) for model in (small, large))
+            gap, largest = max(gap, float((few - many).abs().max())), max(largest, float(few.abs().max()))
+    return gap / largest
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmpiricalFisher(SampledFlatness):
-    """Trace of the empirical Fisher: squared gradients at the given labels."""
+    """Trace of the empirical Fisher: mean squared gradient norm at the given labels."""
 
     name: ClassVar[str] = "empirical-fisher"
 
-    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
-        """Return the estimate, by name."""
+    def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
         from isoloss.flatness import empirical_fisher_trace
 
-        return {self.name: empirical_fisher_trace(model, batches, seed=self.seed, **options)}
+        return empirical_fisher_trace(model, batches, seed=self.seed, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedTrace(_Probed):
-    """Trace of the Fisher, each parameter counted by its square: rescaling a unit does not change it."""
+    """Trace of the Fisher, each parameter counted by its square: invariant to rescaling."""
 
     name: ClassVar[str] = "weighted-trace"
 
-    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
-        """Return the estimate, by name."""
+    def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
         from isoloss.flatness import weighted_fisher_trace
 
         num_probes = self.num_probes or 1
-        return {self.name: weighted_fisher_trace(model, batches, num_probes=num_probes, seed=self.seed, **options)}
+        return weighted_fisher_trace(model, batches, num_probes=num_probes, seed=self.seed, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,11 +305,10 @@ class HessianTrace(_Probed):
     """hessian-trace: sequences that share a random vector for the residual; of the published code, a batch."""
     name: ClassVar[str] = "hessian-trace"
 
-    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
-        """Return the estimate, by name."""
+    def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
         from isoloss.flatness import hessian_trace
 
-        estimate = hessian_trace(
+        return hessian_trace(
             model,
             batches,
             method=self.hessian_method,
@@ -287,7 +317,6 @@ class HessianTrace(_Probed):
             group_size=self.hessian_group_size,
             **options,
         )
-        return {self.name: estimate}
 
     def cut(self, inputs: Inputs) -> Inputs:
         """Return the inputs; for the published code, whose probes and error are those of batches, in batches."""
@@ -296,28 +325,26 @@ class HessianTrace(_Probed):
 
 @dataclass(frozen=True, kw_only=True)
 class FisherRao(SampledFlatness):
-    """Squared Fisher-Rao norm of the parameters: rescaling a unit does not change it."""
+    """Squared Fisher-Rao norm of the parameters: invariant to rescaling."""
 
     name: ClassVar[str] = "fisher-rao"
 
-    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
-        """Return the estimate, by name."""
+    def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
         from isoloss.flatness import fisher_rao_norm
 
-        return {self.name: fisher_rao_norm(model, batches, **options)}
+        return fisher_rao_norm(model, batches, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelativeFlatness(SampledFlatness):
-    """Relative flatness of the last linear map, from its weight, its inputs and the predictions."""
+    """Relative flatness of the last linear map: invariant to rescaling whole tensors."""
 
     name: ClassVar[str] = "relative-flatness"
 
-    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
-        """Return the estimate, by name."""
+    def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
         from isoloss.flatness import relative_flatness
 
-        return {self.name: relative_flatness(model, batches, **options)}
+        return relative_flatness(model, batches, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,12 +361,17 @@ class SAMSharpness(SampledFlatness):
     adaptive: ClassVar[bool] = False
     name: ClassVar[str] = "sam-sharpness"
 
-    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
-        """Return the estimate, by name."""
+    def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
         from isoloss.flatness import sam_sharpness
 
-        ball: dict[str, Any] = {"rho": self.sharpness_rho, "num_steps": self.sharpness_steps, "adaptive": self.adaptive}
-        return {self.name: sam_sharpness(model, batches, **ball, **options)}
+        return sam_sharpness(
+            model,
+            batches,
+            rho=self.sharpness_rho,
+            num_steps=self.sharpness_steps,
+            adaptive=self.adaptive,
+            **options,
+        )
 
     def cut(self, inputs: Inputs) -> Inputs:
         """Return the inputs in batches, each of which has its own worst direction."""
@@ -348,7 +380,7 @@ class SAMSharpness(SampledFlatness):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveSharpness(SAMSharpness):
-    """The same rise, the ball measured in units of each weight: rescaling a unit does not change it."""
+    """The same rise, the ball measured in units of each weight: invariant to rescaling."""
 
     adaptive: ClassVar[bool] = True
     name: ClassVar[str] = "adaptive-sharpness"
@@ -381,16 +413,17 @@ class NoiseSharpness(_OverProbes):
     name: ClassVar[str] = "noise-sharpness"
     default_probes: ClassVar[int] = 16
 
-    def __call__(self, model: Any, batches: Any, **options: Any) -> dict[str, Estimate]:
-        """Return the estimate, by name."""
+    def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
         from isoloss.flatness import noise_sharpness
 
-        noise: dict[str, Any] = {
-            "relative_std": self.noise_relative_std,
-            "num_probes": self.num_probes,
-            "seed": self.seed,
-        }
-        return {self.name: noise_sharpness(model, batches, **noise, **options)}
+        return noise_sharpness(
+            model,
+            batches,
+            relative_std=self.noise_relative_std,
+            num_probes=self.num_probes,
+            seed=self.seed,
+            **options,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -450,43 +483,3 @@ class SpectralDensity(_Spectral, _OverProbes):
             "trace": dataclasses.replace(first, details={**first.details, **quadrature}),
             "squared-frobenius-norm": second,
         }
-
-
-def _expanded(
-    run: Callable[[Any, MeasureContext], MeasureResult],
-    model: Any,
-    context: MeasureContext,
-    measure: TraceIn | MinimalTraceIn,
-    embedding_scale: Any,
-) -> MeasureResult:
-    """Return what a trace's `run` gives of the model in the larger size."""
-    from isoloss.lab.models.expansion import expand
-    from isoloss.lab.models.sizes import reshaped, shape
-
-    into = reshaped(shape(measure.size), layers=measure.expanded_layers, heads=measure.expanded_heads)
-    large = expand(model, into, embedding_scale=embedding_scale).model  # refuses an unknown scale
-    result = run(large, context)
-    batches = context.inputs(measure.num_sequences, measure.seed).batches
-    more = {
-        "expanded_into": measure.size,
-        "embedding_scale": embedding_scale,
-        "logits_differ_by": _logits_differ(model, large, batches, causal=context.is_causal),
-    }
-    trace = result.estimates[measure.name]
-    expanded = dataclasses.replace(trace, details={**trace.details, **more})
-    return dataclasses.replace(result, estimates={measure.name: expanded})
-
-
-def _logits_differ(small: Any, large: Any, batches: Sequence[Batch], *, causal: bool) -> float:
-    """Return the largest difference of two logits over the largest logit, at the predicted positions."""
-    import torch
-
-    from isoloss.lab.models.make import predicted_logits
-
-    gap = largest = 0.0
-    with torch.no_grad():
-        for batch in batches:
-            given = {name: value.to(small.device) for name, value in batch.items() if name != "documents"}
-            few, many = (predicted_logits(model, given, causal=causal) for model in (small, large))
-            gap, largest = max(gap, float((few - many).abs().max())), max(largest, float(few.abs().max()))
-    return gap / largest

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isoloss.config import setting
 from isoloss.errors import IsolossError
-from isoloss.lab.evaluation.measures.base import MeasureResult, SeededMeasure, digest, digest_batches, influences
+from isoloss.lab.evaluation.measures.base import MeasureResult, SeededMeasure, digest, digest_batches
 
 if TYPE_CHECKING:
     from isoloss.lab.evaluation.context import MeasureContext
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(SeededMeasure):
-    """Entropy of the true conditionals + KL divergence from them; without these, cross-entropy of text or sentences."""
+    """Loss per predicted token: entropy of the true conditionals + KL to them; without these, cross-entropy."""
 
     loss_sentences: int | Literal["all"] = setting(4096, minimum=1)
     """Sentences for the loss; for text, held-out sequences at most. all: the exact sum over all masked sentences of a
@@ -45,7 +45,7 @@ class Loss(SeededMeasure):
             estimates = loss.pretraining_loss(model, targets, progress=context.progress)
             weights = () if targets.weights is None else (targets.weights,)
             inputs = digest(*targets.batch.values(), *weights)
-            return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=inputs)
+            return MeasureResult(estimates=estimates, inputs=inputs)
         if num == "all":
             raise IsolossError(self.why_not_applicable(context))
         if context.language is not None and context.language.num_held_out:
@@ -65,7 +65,7 @@ class Loss(SeededMeasure):
                 method="held-out text" if context.language is None else "fresh sentences",
                 progress=context.progress,
             )
-        return MeasureResult(estimates=estimates, arrays=influences(estimates), inputs=inputs)
+        return MeasureResult(estimates=estimates, inputs=inputs)
 
     def _has_exact_targets(self, context: MeasureContext) -> bool:
         """Whether the loss is against true conditionals, not a cross-entropy."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isoloss.config import setting
 from isoloss.errors import IsolossError
-from isoloss.lab.evaluation.measures.base import MeasureResult, SeededMeasure, digest, influences
+from isoloss.lab.evaluation.measures.base import MeasureResult, SeededMeasure, digest
 from isoloss.lab.transfer.config import ClassifierConfig
 from isoloss.lab.transfer.text_sources import TextTask, registered_name, registered_text_task
 from isoloss.registry import TASKS
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from isoloss.lab.transfer.tasks import TaskData, WholeTask
     from isoloss.lab.transfer.text_tasks import TextExamples
     from isoloss.statistics.estimate import Estimate
-
-_DIMENSION = "effective-dimension"
-
 
 # --- any task --------------------------------------------------------------------------------------------------------
 
@@ -100,16 +97,15 @@ class TaskMeasure(SeededMeasure):
             return self._run_on_text(model, context, self._examples(source, context))
         data = self._sentences(context)
         if isinstance(data, WholeTask):
-            whole = data.task
+            whole, more = data.task, {}
             accuracy = self._exact(model, context, data)
-            arrays = influences({"accuracy": accuracy})
         else:
             whole, result = data, self._result(model, context, data)
-            accuracy, arrays = result.accuracy, _predictions(result)
+            accuracy, more = result.accuracy, _predictions(result)
         inputs = digest(
             whole.train.tokens, whole.train_labels, whole.test.tokens, whole.test_labels, more=list(whole.classes)
         )
-        return MeasureResult(estimates={"accuracy": accuracy}, arrays=arrays, inputs=inputs)
+        return MeasureResult(estimates={"accuracy": accuracy}, more=more, inputs=inputs)
 
     def _run_on_text(self, model: Any, context: MeasureContext, examples: TextExamples) -> MeasureResult:
         """Return the accuracy on examples of text, which are the inputs: models may read them in different tokens."""
@@ -122,7 +118,7 @@ class TaskMeasure(SeededMeasure):
         for split in ("train", "test"):
             del texts[split]["num_unlabeled"], texts[split]["num_incomplete"]  # the examples alone are the inputs
         inputs = digest(more=texts)
-        return MeasureResult(estimates={"accuracy": accuracy}, arrays=_predictions(result), inputs=inputs)
+        return MeasureResult(estimates={"accuracy": accuracy}, more=_predictions(result), inputs=inputs)
 
     def _drawn(self) -> tuple[int | Literal["all"], int | None]:
         """Return how many training examples a draw has, and how many draws there are; None: one, and it may be less."""
@@ -298,7 +294,7 @@ class _ProbeMeasure(TaskMeasure):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe(_ProbeMeasure, Trained):
-    """Accuracy of a linear probe on the last hidden states of all tokens, concatenated."""
+    """Accuracy of a linear probe on the last hidden states of all tokens, concatenated, e.g. probe-root, probe-sst2."""
 
     probe_seeds: int = setting(5, minimum=1)
     """AdamW's probes, each with its own initial weights and order."""
@@ -339,7 +335,7 @@ class Probe(_ProbeMeasure, Trained):
 
 @dataclass(frozen=True, kw_only=True)
 class FewShot(_ProbeMeasure):
-    """Mean accuracy of convex probes with few training sentences each, over several draws."""
+    """Mean accuracy of convex probes fitted to few sentences each, over draws of these, e.g. few-shot-prefix-4-100."""
 
     number: int = setting(minimum=1)
 
@@ -351,7 +347,7 @@ class FewShot(_ProbeMeasure):
 
 @dataclass(frozen=True, kw_only=True)
 class Projected(_ProbeMeasure, Trained):
-    """Mean accuracy of convex probes on random projections of the features, for models of different widths."""
+    """Accuracy of convex probes on random projections to a width, for models of several, e.g. projected-root-64."""
 
     width: int = setting(minimum=1)
 
@@ -400,7 +396,7 @@ class Lookup(Probe):
 
 @dataclass(frozen=True, kw_only=True)
 class LogLookup(Lookup):
-    """Accuracy of the same probe on the logarithms of the true conditionals, clipped at 1e-4 from below."""
+    """Accuracy of the same probe on the logarithms of the true conditionals, clipped at log 1e-4 from below."""
 
     features: ClassVar[str] = "log_lookup_features"
 
@@ -426,7 +422,7 @@ class OneHot(Lookup):
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(TaskMeasure, Trained):
-    """Accuracy of the fine-tuned model with a linear head."""
+    """Accuracy of the fine-tuned model with a linear head, e.g. finetune-root, finetune-rte."""
 
     finetune_seeds: int = setting(5, minimum=1)
     """Models, each with its own head, order and dropout."""
@@ -479,7 +475,7 @@ _OF_SAMPLED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Features(SeededMeasure):
-    """Effective dimension of the last hidden states of all tokens, concatenated, as linear probes read them."""
+    """Effective dimension of the last hidden states; keeps their Gram matrix, for the CKA of two checkpoints."""
 
     feature_sentences: int = setting(256, minimum=5)
     """Sentences whose features are compared; for text, held-out sequences at most."""
@@ -502,9 +498,8 @@ class Features(SeededMeasure):
         takes_start = context.is_causal and context.language is not None
         features: Any = extract(model, with_start(sentences, context.language) if takes_start else sentences)
         gram = upper_triangle(gram_matrix(features))
-        estimates = {_DIMENSION: effective_dimension(from_upper_triangle(gram))}
         return MeasureResult(
-            estimates=estimates,
-            arrays={**influences(estimates), f"{_DIMENSION}.gram": gram},
+            estimates={"effective-dimension": effective_dimension(from_upper_triangle(gram))},
+            more={"effective-dimension.gram": gram},
             inputs=digest(sentences.tokens, sentences.lengths),
         )
