@@ -18,7 +18,7 @@ from isoloss.paper.algorithms.study import STUDY
 from isoloss.studies.claims import Verdict
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
-from isoloss.studies.results import Results
+from isoloss.studies.results import Results, run_of
 
 SCALE = design.SCALES["laptop"]
 (DATASET,) = SCALE.datasets
@@ -291,6 +291,13 @@ def test_the_summary_the_page_and_what_is_printed_say_it(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [f"report: {page}", "The adversary's task: shown, by 5 of 5 blocks."]
     assert f"claims.toml, SHA-256 {folder.claims_file().sha256}" in lines
+    # what is said follows the files: an accuracy that its sampled examples make uncertain
+    name = FIRST.run("adversarial")
+    changed = run_of(tmp_path, name, SCALE.experiments[name])
+    known.save_evaluation(changed, "probe-prefix-4", DATASET.last, {"accuracy": known.accuracy(0.2)})
+    claims = json.loads(json.dumps(folder.summary().to_dict()))["claims"]
+    shown = {claim["claim"]: claim["answers"][0]["numbers"] for claim in claims}
+    assert shown["adversarial-transfer"]["difference"] == "-18.0 ± 3.0 percentage points"
     # at a scale without verdicts there is none
     file = tmp_path / "claims.toml"
     file.write_text(STUDY.claims.read_text().replace('["laptop"]', '["smoke"]'))
