@@ -243,5 +243,5 @@ def exact_trace(workload: Workload, batch: Batch) -> float:
                 cotangent[rows] = -p[rows]
                 cotangent[rows, label] += 1
                 cotangent[rows] *= p[rows, label, None].sqrt()
-                total += float(predictor.squared_norms(predictions, cotangent).by_parameter.sum())
+                total += float(predictor.squared_norms(predictions, cotangent).by_column.sum())
     return total / len(p)

@@ -48,11 +48,14 @@ class ObjectiveConfig:
             )
 
 
+OptimizerName = Literal["adamw", "sgd"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """How a gradient becomes an update: the optimizer, clipping, and the schedule of the learning rate."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: OptimizerName = "adamw"
     learning_rate: float = setting(1e-3, above=0)
     """The highest, at the end of the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -274,7 +277,8 @@ class TrainConfig:
         if self.stages and self.steps != (total := sum(stage.steps for stage in self.stages)):
             raise IsolossError(f"steps is {self.steps}, and the stages have {total} together: leave steps out")
         if not all(0 <= step <= self.steps for step in self.checkpoints):
-            raise IsolossError(f"checkpoints is {self.checkpoints!r}; it must be steps from 0 to {self.steps}")
+            steps = ", ".join(map(str, self.checkpoints))
+            raise IsolossError(f"checkpoints is {steps}; it must be steps from 0 to {self.steps}")
         self._check_training_set()
         if self.measure_every % self.log_every:
             raise IsolossError(

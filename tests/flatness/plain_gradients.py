@@ -111,7 +111,7 @@ def measure(model, batch, *, causal, seed=5):
     names, expected, logits = reference(model, batch, cotangent.to(predictions.logits.dtype), causal=causal)
     assert predictor.names == names
     torch.testing.assert_close(predictions.logits.detach(), logits)
-    torch.testing.assert_close(again.by_parameter, 4 * norms.by_parameter)
+    torch.testing.assert_close(again.by_column, 4 * norms.by_column)
     return norms, expected, predictor, predictions
 
 

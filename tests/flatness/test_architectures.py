@@ -55,7 +55,7 @@ def test_it_sees_a_share_that_is_wrong(monkeypatch):
 
     def wrong(self, *args, **options):
         found = norms(self, *args, **options)
-        found.by_parameter[:, 3] *= 1 + 1e-7
+        found.by_column[:, 3] *= 1 + 1e-7
         return found
 
     monkeypatch.setattr(GhostNorms, "squared_norms", wrong)

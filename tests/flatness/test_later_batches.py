@@ -76,7 +76,7 @@ def assert_right(model, batches):
             predictions = predictor.forward(batch)
             generator = torch.Generator().manual_seed(number)
             cotangent = torch.randn(predictions.logits.shape, generator=generator, dtype=torch.float64)
-            found = predictor.squared_norms(predictions, cotangent).by_parameter
+            found = predictor.squared_norms(predictions, cotangent).by_column
             del predictions
             flags = [parameter.requires_grad for parameter in model.parameters()]
             model.requires_grad_()

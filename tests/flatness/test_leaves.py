@@ -41,8 +41,8 @@ def test_adapters_of_peft(name, started, hooked):
     norms, expected, predictor, _ = measure(model, batch_of(), causal=name != "bert")
     assert predictor.slow_parameters == ()
     assert predictor.selection.is_early
-    assert_norms(norms.by_parameter, expected, rtol=1e-10 if name != "qwen3" else 1e-5)
-    assert (norms.by_parameter > 0).any()
+    assert_norms(norms.by_column, expected, rtol=1e-10 if name != "qwen3" else 1e-5)
+    assert (norms.by_column > 0).any()
 
 
 def test_input_gradients_without_adapters():
@@ -50,7 +50,7 @@ def test_input_gradients_without_adapters():
     model.enable_input_require_grads()
     norms, expected, predictor, _ = measure(model, batch_of(), causal=True)
     assert predictor.slow_parameters == ()
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 def test_a_kernel_that_returns_a_leaf_of_its_own():
@@ -61,7 +61,7 @@ def test_a_kernel_that_returns_a_leaf_of_its_own():
     biases = [place for place, name in enumerate(predictor.names) if name.endswith("attention.output.dense.bias")]
     assert len(biases) == 2
     assert (expected[:3, biases] > 0.01).all()
-    assert_norms(norms.by_parameter, expected, rtol=1e-5)
+    assert_norms(norms.by_column, expected, rtol=1e-5)
 
 
 class Leaves(nn.Module):
@@ -84,7 +84,7 @@ def test_parameters_above_and_below_leaves():
     norms, expected, predictor, _ = measure(Leaves().double(), batch_of(), causal=False)
     assert set(predictor.unreached) == {"embed.weight", "first.weight", "first.bias"}  # behind `detach`
     assert predictor.slow_parameters == ()
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 def test_leaves_of_a_model_are_left_to_it():

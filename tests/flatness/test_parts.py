@@ -113,7 +113,7 @@ def test_every_part_has_the_norm_of_its_entries(name):
         with GhostNorms(model, causal=causal, parameter_blocks=splits) as predictor:
             predictions = predictor.forward(batch)
             cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(5)).double()
-            found = predictor.squared_norms(predictions, cotangent).by_parameter
+            found = predictor.squared_norms(predictions, cotangent).by_column
             assert predictor.slow_parameters == ()
         expected = dense(model, batch, cotangent, splits, causal=causal)
         assert found.shape == expected.shape
@@ -132,7 +132,7 @@ def test_single_positions_are_parts_of_the_exact_expectation(name):
     with GhostNorms(model, causal=causal, parameter_blocks=splits) as predictor:
         predictions = predictor.forward(batch)
         cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(5)).double()
-        found = predictor.squared_norms(predictions, cotangent, separate=True).by_parameter
+        found = predictor.squared_norms(predictions, cotangent, separate=True).by_column
     torch.testing.assert_close(found, dense(model, batch, cotangent, splits, causal=causal), rtol=1e-8, atol=1e-12)
 
 

@@ -37,8 +37,8 @@ def test_norms_are_those_of_one_backward_pass_a_sequence(name, tied):
     assert predictor.slow_parameters == ()
     assert str(predictor.selection) == f"before {_GATHERED[name]}"
     # some norms of transformers compute in float32 whatever the model's dtype
-    assert_norms(norms.by_parameter, expected, rtol=1e-10 if wide else 1e-5)
-    assert (norms.by_parameter[3] == 0).all()
+    assert_norms(norms.by_column, expected, rtol=1e-10 if wide else 1e-5)
+    assert (norms.by_column[3] == 0).all()
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3", "gemma"])
@@ -47,24 +47,24 @@ def test_norms_in_float32(name):
     model = build(name, dtype=torch.float32)
     norms, expected, predictor, _ = measure(model, batch_of(), causal=causal)
     assert predictor.slow_parameters == ()
-    assert_norms(norms.by_parameter, expected, rtol=1e-5)
+    assert_norms(norms.by_column, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
 def test_norms_in_bfloat16_are_near_those_of_plain_gradients(name):
     model = build(name, dtype=torch.bfloat16)
     norms, expected, predictor, _ = measure(model, batch_of(), causal=ARCHITECTURES[name][3])
-    assert norms.by_parameter.dtype == torch.float64
+    assert norms.by_column.dtype == torch.float64
     assert predictor.slow_parameters == ()
     # a plain gradient is rounded to 8 bits after sums that this one takes in float32
-    torch.testing.assert_close(norms.by_parameter.sum(1), expected.sum(1), rtol=0.02, atol=0)
+    torch.testing.assert_close(norms.by_column.sum(1), expected.sum(1), rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize("name", ["roberta", "opt", "gpt2"])
 def test_every_position_predicted(name):
     causal = ARCHITECTURES[name][3]
     norms, expected, _, _ = measure(build(name), batch_of(every=True, causal=causal), causal=causal)
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize(("sequences", "length"), [(1, 6), (4, 4), (2, 2), (6, 3), (2, 7)])
@@ -73,7 +73,7 @@ def test_any_number_of_sequences(sequences, length):
     batch = batch_of(sequences=sequences, length=max(length, 4))
     norms, expected, predictor, _ = measure(build("bert"), batch, causal=False)
     assert predictor.slow_parameters == ()
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["", "V2"])  # V3 is in test_sharing
@@ -84,7 +84,7 @@ def test_positions_that_sequences_share_and_those_behind_a_layer_norm(kind):
     assert predictor.slow_parameters == ()
     assert any("intermediate.dense.weight" in name for name in predictor.names)
     assert not any("intermediate" in name or "word_embeddings" in name for name in predictor.slow_parameters)
-    assert_norms(norms.by_parameter, expected, rtol=1e-10 if kind else 1e-5)
+    assert_norms(norms.by_column, expected, rtol=1e-10 if kind else 1e-5)
 
 
 def test_only_the_parameters_asked_for():
@@ -96,7 +96,7 @@ def test_only_the_parameters_asked_for():
     wanted = {name: value for name, value in model.named_parameters() if "layer.1" in name}
     with GhostNorms(model, causal=False, parameters=wanted) as predictor:
         predictions = predictor.forward(batch)
-        found = predictor.squared_norms(predictions, torch.ones_like(predictions.logits)).by_parameter
+        found = predictor.squared_norms(predictions, torch.ones_like(predictions.logits)).by_column
     assert_norms(found, expected[:, [names.index(name) for name in wanted]], rtol=1e-10)
 
 

@@ -227,7 +227,7 @@ def test_what_belongs_to_the_positions_of_a_sequence_is_not_given_to_the_gathere
     tokens = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
     norms, expected, predictor, _ = measure(Moved().double(), {"input_ids": tokens, "labels": tokens}, causal=False)
     assert str(predictor.selection) == "before head"
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 class Veiled(nn.Module):

@@ -48,7 +48,7 @@ def test_positions_are_gathered_where_that_leaves_the_logits_as_they_are(after, 
     assert str(predictor.selection) == selected
     assert (predictions.decoder is None) == after
     assert predictor.slow_parameters == ()
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 class Bare(nn.Module):
@@ -68,7 +68,7 @@ def test_positions_are_gathered_before_a_decoder_that_is_no_submodule():
     norms, expected, predictor, predictions = measure(Bare().double(), batch_of(), causal=False)
     assert str(predictor.selection) == "before the decoder"
     assert predictions.hidden.shape == (len(predictions.rows), 8)
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "opt", "llama"])
@@ -170,7 +170,7 @@ def test_positions_of_very_short_sequences(length):
     batch = {key: value[:, :length] for key, value in batch.items()}
     norms, expected, predictor, _ = measure(build("bert"), batch, causal=False)
     assert str(predictor.selection) == "after the head"
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 def test_another_place_is_found_where_the_last_one_no_longer_fits():
@@ -183,7 +183,7 @@ def test_another_place_is_found_where_the_last_one_no_longer_fits():
     assert str(predictor.selection) == "before bert.encoder.layer.0.attention.output.dense"
     reached = [not name.startswith("bert.encoder.layer.1") for name in predictor.names]
     assert all(reached)
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 class Allocations(TorchDispatchMode):

@@ -37,7 +37,7 @@ def test_deberta(name, variant):
     assert tiny_models.zero(model, variant) or variant == VARIANTS[0]
     norms, expected, predictor, _ = measure(model, batch_of(), causal=False)
     assert set(predictor.slow_parameters) == LOST.get(name, set())
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize(("sequences", "length"), [(1, 6), (2, 7), (4, 8), (8, 8), (16, 4)])
@@ -46,7 +46,7 @@ def test_as_many_sequences_as_heads_or_positions(sequences, length):
     batch = batch_of(sequences=sequences, length=length)
     norms, expected, predictor, _ = measure(deberta(), batch, causal=False)
     assert predictor.slow_parameters == ()
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 def test_batches_of_other_sizes():
@@ -56,7 +56,7 @@ def test_batches_of_other_sizes():
         for batch in batches:
             predictions = predictor.forward(batch)
             cotangent = torch.ones_like(predictions.logits)
-            found.append((batch, cotangent, predictor.squared_norms(predictions, cotangent).by_parameter))
+            found.append((batch, cotangent, predictor.squared_norms(predictions, cotangent).by_column))
         assert predictor.slow_parameters == ()
     for batch, cotangent, norms in found:
         assert_norms(norms, reference(model, batch, cotangent, causal=False)[1], rtol=1e-10)
@@ -151,6 +151,6 @@ def test_what_sequences_share(kind):
     for sequences in (1, 2, 5, 7, 8):  # as many as heads, as positions, as channels
         model = Sharer(kind).double()
         norms, expected, predictor, _ = measure(model, batch_of(sequences=sequences, every=True), causal=False)
-        assert_norms(norms.by_parameter, expected, rtol=1e-10)
+        assert_norms(norms.by_column, expected, rtol=1e-10)
         if sequences > 1:  # one alone shares with no other
             assert set(predictor.slow_parameters) == set(KINDS[kind])

@@ -34,7 +34,7 @@ def test_norms_of_a_model_with_slices_or_time_first(name, variant):
     batch = batch_of(vocab=tiny_models.VOCABULARY, length=8)
     norms, expected, predictor, _ = measure(model, batch, causal=KNOWN[name].causal)
     assert predictor.slow_parameters == ()
-    assert_norms(norms.by_parameter, expected, rtol=1e-4)  # routers and norms compute in float32
+    assert_norms(norms.by_column, expected, rtol=1e-4)  # routers and norms compute in float32
 
 
 @pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
@@ -45,7 +45,7 @@ def test_experts_whatever_computes_them(name, way):
     batch = batch_of(vocab=tiny_models.VOCABULARY, sequences=6)
     norms, expected, predictor, _ = measure(model, batch, causal=True)
     assert predictor.slow_parameters == ()
-    assert_norms(norms.by_parameter, expected, rtol=1e-3)
+    assert_norms(norms.by_column, expected, rtol=1e-3)
 
 
 class Routed(nn.Module):
@@ -95,7 +95,7 @@ def test_rows_in_another_order_are_never_taken_for_other_sequences(kind, sequenc
     model = Routed(kind).double()
     norms, expected, predictor, _ = measure(model, batch_of(sequences=sequences, every=True), causal=False)
     assert set(predictor.slow_parameters) == set(ROUTED[kind])
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 def test_a_later_batch_in_which_rows_are_moved_by_an_unknown_function():
@@ -129,7 +129,7 @@ class TimeFirst(nn.Module):
 def test_time_first(sequences):
     torch.manual_seed(3)
     norms, expected, predictor, _ = measure(TimeFirst().double(), batch_of(sequences=sequences), causal=False)
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
     # with as many sequences as positions no shape says which axis is which
     assert bool(predictor.slow_parameters) == (sequences == 7)
 

@@ -43,7 +43,7 @@ def test_norms_of_an_lstm(tied, options):
     norms, expected, predictor, _ = measure(model, batch_of(), causal=True)
     assert predictor.slow_parameters == ()
     assert str(predictor.selection) == "before lift"
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 class Odd(nn.Module):
@@ -121,7 +121,7 @@ def test_odd_uses_are_exact_and_only_unknown_ones_are_slow(kind):
     model = Odd(kind).double()
     norms, expected, predictor, predictions = measure(model, batch_of(), causal=False)
     assert set(predictor.slow_parameters) == set(ODD[kind])
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
     assert "never" in predictor.unreached
     assert "embed.weight" not in predictor.unreached
     assert (predictions.decoder is None) == ("scaled" in kind)
@@ -152,7 +152,7 @@ def test_a_parameter_that_a_later_batch_reaches_first_is_checked(known):
         assert predictor.unreached == ("late.weight", "late.bias")
         predictions = predictor.forward(later)
         cotangent = torch.ones_like(predictions.logits)
-        norms = predictor.squared_norms(predictions, cotangent).by_parameter
+        norms = predictor.squared_norms(predictions, cotangent).by_column
     assert predictor.slow_parameters == (("late.weight", "late.bias") if known else ("late.weight",))
     assert predictor.unreached == (() if known else ("late.bias",))
     assert_norms(norms, reference(model, later, cotangent, causal=False)[1], rtol=1e-10)

@@ -174,7 +174,7 @@ def test_a_model_that_checkpoints_by_itself():
     model, batch = Checkpointing(use_reentrant=False).double(), batches()[0]
     norms, expected, predictor, _ = measure(model, batch, causal=False)
     assert predictor.slow_parameters == ()
-    assert_norms(norms.by_parameter, expected, rtol=1e-10)
+    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", WAYS[:4])

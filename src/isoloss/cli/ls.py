@@ -132,7 +132,7 @@ def _languages() -> list[Row]:
     texts = "text (.txt, .jsonl or a folder) together with --tokenizer"
     rows: list[Row] = [{"language": name, "description": text} for name, (_, text) in LANGUAGE_PRESETS.items()]
     rows += [
-        {"language": name, "description": f"{LANGUAGES.summary(name)}; {_settings(config)}"}
+        {"language": name, "description": f"{LANGUAGES.summary(name).rstrip('.')}; {_settings(config)}"}
         for name, config in LANGUAGES.loaded().items()
     ]
     return [*rows, {"language": "FILE", "description": files}, {"language": "TEXT", "description": texts}]

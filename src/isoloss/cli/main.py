@@ -31,7 +31,7 @@ SUBCOMMANDS = {
     "expand": "a small transformer inside a larger one: the same function, and its flatness there",
     "transfer": "accuracy of models on a downstream task, by a probe or fine-tuning, and how they compare",
     "show": "what is in a run directory",
-    "study": "new, plan, run, status, report, verify, export or compare: a whole study",
+    "study": "new, plan, run, work, status, report, verify, export or compare: a whole study",
     "theory": "the paper's statements as programs, each with a verdict: bartlett, sgd-flow, brackets",
     "doctor": "what this machine has: versions, devices, threads",
 }

@@ -20,7 +20,7 @@ from isoloss.cli.options import LanguageOptions, Options, option_name, sources_o
 from isoloss.config import AlgorithmConfig, LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.registry import ALGORITHMS, MODELS
-from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, OptimizerName, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.run import usage
 
@@ -124,7 +124,7 @@ class Args:
     objective: Literal["masked", "causal"] | None = None
     """Predict masked tokens, or each token from those before it; default: what the architecture learns."""
     algorithm: Annotated[str, tyro.conf.arg(help=f"The training algorithm: {', '.join(ALGORITHMS)}.")] = "gradient"
-    optimizer: Literal["adamw", "sgd"] = OptimizerConfig.name
+    optimizer: OptimizerName = OptimizerConfig.name
     """What turns the gradient into an update."""
     compiled: bool = False
     """Compute loss and gradient of a narrow BERT in one compiled piece, several times as fast; default: where a run

@@ -285,8 +285,8 @@ class ExactLabels(_PerSequence):
             predictions, cotangent.to(predictions.logits.dtype), separate=self.separate, keep=keep
         )
         if variates is None or norms.hidden_cotangent is None:
-            return norms.by_parameter, None
-        return norms.by_parameter, variates.centered(
+            return norms.by_column, None
+        return norms.by_column, variates.centered(
             cotangent, norms.hidden_cotangent, norms.intermediate_cotangents, others
         )
 
@@ -326,7 +326,7 @@ class GivenLabels(_PerSequence):
         controls.given_labels_(cotangent, predictions.targets, positions, indices, seed=self.seed)
         return self._predictor.squared_norms(
             predictions, cotangent.to(predictions.logits.dtype), separate=True, keep=keep
-        ).by_parameter, None
+        ).by_column, None
 
 
 class SampledLabels(Estimator):

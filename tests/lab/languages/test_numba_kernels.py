@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from slow_grammar import random_rules
 
 import isoloss
-from isoloss.lab.languages._pcfg import inside_outside
 from isoloss.lab.languages._pcfg.charts import FoldedRules
 from isoloss.lab.languages._pcfg.grammar import parse_grammar, random_grammar
-from isoloss.lab.languages._pcfg.inside_outside import InsideOutside, choose_backend
+from isoloss.lab.languages._pcfg.inside_outside import InsideOutside
+from isoloss.lab.languages.backend import choose_backend, describe_backend
 from isoloss.lab.languages.config import PCFGConfig
 
 CPU = torch.device("cpu")
@@ -153,10 +153,10 @@ def test_no_sentences():
 def test_the_back_end_follows_the_device(monkeypatch):
     assert choose_backend(CPU) == "numba"
     assert choose_backend(torch.device("cuda")) == choose_backend(torch.device("mps")) == "torch"
-    assert "numba" in inside_outside.describe_backend(CPU)
+    assert "numba" in describe_backend(CPU)
     monkeypatch.setitem(sys.modules, "numba", None)  # an import of it fails
     assert choose_backend(CPU) == "torch"
-    assert "numba" not in inside_outside.describe_backend(CPU)
+    assert "numba" not in describe_backend(CPU)
     exact = InsideOutside(FoldedRules(random_grammar(LEVELLED), 8), CPU, torch.float64)
     assert exact.backend == "torch"
 

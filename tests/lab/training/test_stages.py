@@ -274,7 +274,7 @@ DECAYING = OptimizerConfig(schedule="cosine", warmup_steps=6)
     ("changes", "message"),
     [
         ({"steps": 11}, r"steps is 11, and the stages have 10 together: leave steps out"),
-        ({"checkpoints": (11,)}, r"checkpoints is \(11,\); it must be steps from 0 to 10"),
+        ({"checkpoints": (11,)}, "checkpoints is 11; it must be steps from 0 to 10"),
         ({"stages": ({"steps": 10},)}, r"stages\[0\] is of the type dict; it must be an isoloss config, StageConfig"),
         ({"stages": 3}, r"stages\[0\] is 3; it must be an isoloss config, StageConfig"),
         ({"stages": [{"steps": 0}]}, r"stages\[0\]\.steps is 0; it must be at least 1"),

@@ -45,7 +45,7 @@ from isoloss.model_checks import (
 # the last selection that was right for a model, which is tried before all others are
 LAST_SELECTION: weakref.WeakKeyDictionary[nn.Module, PositionSelection] = weakref.WeakKeyDictionary()
 HIDDEN = -1  # the index of the decoder's input among the cotangents that are kept; intermediates count from 0
-_PART = 1 << 18  # numbers compared at a time, so that no further buffer of the logits' shape is
+_PART = 1 << 18  # numbers compared at a time, so that no further buffer as large as the logits is needed
 _FEWEST_CHECKED = 2  # sequences: the fewest that can be mixed up
 _EVERY = 32  # sequences: of so many one is also run by itself, with all its positions
 _FEWEST_POSITIONS = 3  # of which one keeps its logits while the first and the last are NaN
@@ -194,7 +194,7 @@ def _check_finite(logits: torch.Tensor, rows: torch.Tensor) -> None:
 class SquaredNorms:
     """What one backward pass gave."""
 
-    by_parameter: torch.Tensor  # (B, K) float64 on the CPU: squared gradient norms of each sequence
+    by_column: torch.Tensor  # (B, K) float64 on the CPU: squared gradient norms of each sequence, by column
     # (m, d) the cotangent times the decoder's weight; None where there is no decoder
     hidden_cotangent: torch.Tensor | None
     intermediate_cotangents: list[torch.Tensor]  # (m, d) of each intermediate activation (`intermediates_of`)
@@ -203,12 +203,12 @@ class SquaredNorms:
 class GhostNorms:
     """Predictions of a language model and the squared gradient norms of each sequence.
 
-    For a cotangent u (m, V) and each sequence b, it is the squared norm of the gradient of
+    For a cotangent u (m, V) and each sequence b, the squared norm is of the gradient of
     sum_{r in b} <u_r, logits_r>, parameter by parameter, tied ones once. No gradient of a parameter is formed: each
     torch function that takes parameters has a rule (see `isoloss.flatness._ghost.rules`). A parameter with a use
     that no rule knows takes a slow path, one backward pass per sequence. The first sequences are checked against plain
-    automatic differentiation of all positions, and a parameter that disagrees takes the slow path too; so do parameters
-    that a later batch reaches first.
+    automatic differentiation of all positions, and a parameter that disagrees takes the slow path too. Parameters that
+    a later batch is the first to reach are checked then.
 
     A parameter that `parameter_blocks` has parts of has a norm for each of them.
 
@@ -562,7 +562,7 @@ class GhostNorms:
         LAST_SELECTION[self._model] = self.selection
 
     def _misplaced(self, predictions: Predictions) -> set[str]:
-        """Return the parameters with a use whose rows are not those of the sequences that its shape says.
+        """Return the parameters with a use whose rows belong to other sequences than its shape suggests.
 
         As many rows as sequences may have been chosen by a mask, others may have been put in another order, and where
         there are as many positions as sequences a shape does not say which axis is which. If the logits' cotangent is
@@ -642,7 +642,7 @@ class GhostNorms:
         return agrees, {name for name, near_enough in zip(self.names, is_near, strict=True) if not near_enough}
 
     def _leading(self, predictions: Predictions, names: Iterable[str]) -> torch.Tensor:
-        """Return the sequences, ascending, for which parameters have the largest gradients of those that predict."""
+        """Return the predicting sequences, ascending, in which the named parameters have the largest gradients."""
         logits = predictions.logits
         cotangent = torch.randn(logits.shape, generator=seeds.generator(0, "check of the rules")).to(logits)
         norms = self.columns.by_parameter(self._collect(predictions, cotangent, keep=False).norms.cpu())
@@ -695,7 +695,7 @@ def mostly_agree(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def intermediates_of(predictions: Predictions) -> list[GradientEdge]:
-    """Return the first outputs with parameters behind where positions were selected, at most 3.
+    """Return the first outputs of operations with parameters after positions were selected, at most 3.
 
     They are (m, n) with n the width that most such outputs have, that of the model. The cotangent of each at a
     position depends on the logits' cotangent at this position alone.

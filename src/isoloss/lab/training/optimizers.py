@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from isoloss.errors import IsolossError
 from isoloss.lab.training import distributed
-from isoloss.run_config import OptimizerConfig
+from isoloss.run_config import OptimizerConfig, OptimizerName
 
 if TYPE_CHECKING:
     from isoloss.lab.models.compiled_bert import CompiledLoss
@@ -37,6 +37,26 @@ def learning_rate(config: OptimizerConfig, step: int, *, total: int) -> float:
     done = (step - highest) / (total + 1 - highest)
     remaining = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.learning_rate * remaining
+
+
+Groups = list[dict[str, Any]]  # of parameters: those with weight decay, and those without
+
+
+def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+
+
+def _sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    # torch fuses AdamW on shards of parameters, too, but not SGD
+    fused = not any(distributed.is_sharded(p) for group in groups for p in group["params"])
+    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
+
+
+# An optimizer of your own: its function here, and its name in `OptimizerName` of `isoloss.run_config`.
+OPTIMIZERS: dict[OptimizerName, Callable[[Groups, OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+}
 
 
 class Optimizer:
@@ -67,17 +87,11 @@ class Optimizer:
             num_decaying = sum(p.ndim > 1 for p in self.parameters)
         else:
             self.parameters, num_decaying = compiled.parts, 1
-        groups = [
+        groups: Groups = [
             {"params": self.parameters[:num_decaying], "weight_decay": config.weight_decay},
             {"params": self.parameters[num_decaying:], "weight_decay": 0.0},
         ]
-        self._optimizer: torch.optim.Optimizer
-        if config.name == "adamw":
-            self._optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
-        else:
-            # torch fuses AdamW on shards of parameters, too, but not SGD
-            fused = not any(distributed.is_sharded(p) for p in self.parameters)
-            self._optimizer = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
+        self._optimizer = OPTIMIZERS[config.name](groups, config)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

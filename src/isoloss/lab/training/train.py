@@ -1,7 +1,8 @@
 """Training a run directory, from wherever an earlier process left it until it is complete.
 
-Everything a step depends on is a function of seed and step, so weights, the algorithm's state and the step itself are
-all that a checkpoint has to hold, and a run that was killed ends with the same bytes as one that was not.
+Everything a step draws is a function of seed and step. So a checkpoint holds the weights, the state of the algorithm
+and of the averages, and a few counts (`TrainerState`), but no random state; and a run that was killed ends with the
+same bytes as one that was not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,7 +26,6 @@ import torch
 from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.lab.languages._pcfg.inside_outside import choose_backend
 from isoloss.lab.languages.base import Language
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training import checkpoints, loggers, objectives
@@ -52,7 +53,7 @@ from isoloss.runs import Run
 from isoloss.seeds import derive
 
 Measure = Callable[[Any], Mapping[str, float]]  # of a model in eval mode, by name
-Validate = Callable[[str, Any], Mapping[str, float]]  # of "kl" or "loss" and a model: `validation_<that>_nats`, ...
+Validate = Callable[[str, Any], Mapping[str, float]]  # takes "kl" or "loss" and a model: `validation_kl_nats`, ...
 REPORT_SECONDS = 1.0  # between two calls of `progress`
 
 T = TypeVar("T")
@@ -112,8 +113,8 @@ def train(
 
     Where several processes call this together (`isoloss.lab.training.distributed.process_group`), each takes its part
     of every batch, and rank 0 writes the files. The batch of a step is the same for any number of them, and so is the
-    gradient, up to rounding; dropout and what is per rank are not. A run goes on with any number, bit for bit with
-    that it had.
+    gradient, up to rounding; dropout and what is per rank are not. A run may go on with any number of processes, and
+    with the same number it goes on bit for bit.
 
     Args:
         run: The directory; new, or of the same config.
@@ -130,7 +131,8 @@ def train(
         IsolossError: A config that `isoloss.config.check` refuses; a directory of another config, in use by another
             process, or with a damaged checkpoint; initial weights that do not fit; task examples, a `measure` or a
             `validate` that are asked for and missing; exact labels where the language has none; a batch that does not
-            divide equally among the processes; or a loss that is not finite.
+            divide equally among the processes; a compiled step where it cannot run; too little memory; or a loss
+            that is not finite.
         ProcessLost: Another process has gone.
         Interrupted: A signal came, to any of the processes.
     """
@@ -223,7 +225,7 @@ class Training:
 
     @property
     def kept(self) -> set[int]:
-        """The steps whose checkpoint is kept; of those to come, as if no further target were reached."""
+        """The steps whose checkpoint is kept; future steps, as if no further target were reached."""
         return {*self.config.checkpoints, *self.stages.ends}
 
     def _weights(self) -> tuple[int, dict[str, torch.Tensor]]:
@@ -458,7 +460,7 @@ class Training:
 def check_request(
     config: TrainConfig, language: Language, *, measure: Measure | None, validate: Validate | None
 ) -> None:
-    """Refuse a config that cannot be trained, or whose measurements nobody makes."""
+    """Refuse a config that cannot be trained, or that asks for measurements without a `measure` or `validate`."""
     configs.check(config)
     loggers.check_installed(config.loggers)
     for stage in config.stage_configs():
@@ -477,7 +479,7 @@ def check_request(
 
 
 def check_memory(config: TrainConfig, language: Language, device: torch.device, num_processes: int = 1) -> None:
-    """Refuse a model, or batches, for which the machine has not the memory, by what they need at least."""
+    """Refuse a model or batches that need more memory than the machine has, by a lower bound of the need."""
     architecture = MODELS.load(config.model.architecture)
     size = max(stage.batch_size for stage in config.stage_configs()) // num_processes
     in_a_pass = min(size, config.micro_batch_size or size) if device.type == "cpu" else 0
@@ -490,7 +492,7 @@ def check_memory(config: TrainConfig, language: Language, device: torch.device, 
 
 def check_compiled(device: torch.device, group: ProcessGroup) -> None:
     """Refuse to train with the compiled step where it cannot run."""
-    if choose_backend(torch.device("cpu")) != "numba":
+    if find_spec("numba") is None:
         raise IsolossError("compiled is on, and the compiled step needs the package numba: leave compiled out")
     if group.world_size > 1:
         raise IsolossError(f"compiled is on, which takes one process, and these are {group.world_size}")
@@ -539,7 +541,7 @@ class Stages:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The last step of each stage, of those to come as if no further target were reached."""
+        """The last step of each stage; of future stages, as if no further target were reached."""
         return self._config.stage_ends(self.reached)
 
     def begin(self, index: int) -> int:

@@ -206,9 +206,9 @@ class _Expanded(Trace):
 
     size: str
     expanded_layers: int | None = setting(None, minimum=1, omit_default=True)
-    """Layers of the larger architecture; default: those of the size."""
+    """Of trace-in-SIZE and minimal-trace-in-SIZE: layers of the larger architecture; default: as many as SIZE has."""
     expanded_heads: int | None = setting(None, minimum=1, omit_default=True)
-    """Heads per layer of the larger architecture; default: those of the size."""
+    """Of the same: heads per layer of the larger architecture; default: as many as SIZE has."""
 
     @property
     def is_compared(self) -> bool:

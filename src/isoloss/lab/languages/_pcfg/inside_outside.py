@@ -8,11 +8,10 @@ do the work (`kernels`), elsewhere torch.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages._pcfg.charts import FoldedRules, Key, Plan, Planner, intersection, part_of
+from isoloss.lab.languages.backend import Backend, choose_backend
 
 if TYPE_CHECKING:
     from isoloss.lab.languages._pcfg.kernels import Kernels
@@ -30,27 +30,6 @@ if TYPE_CHECKING:
 _BYTES = {"cpu": 1 << 23, "cuda": 1 << 30}  # working memory of one chunk of sentences: what the caches hold, on a CPU
 _COMFORTABLE = {torch.float32: 80, torch.float64: 700}  # |log2| of a scaled sentence probability that is not recomputed
 _CALIBRATION = 16  # sentences of a chunk whose float64 probabilities set the scale in which float32 works
-
-
-Backend = Literal["numba", "torch"]
-
-
-def choose_backend(device: torch.device) -> Backend:
-    """Return what computes on `device`: numba on the CPU where it can be imported, torch elsewhere."""
-    if device.type != "cpu":
-        return "torch"
-    try:
-        import numba  # noqa: F401
-    except ImportError:
-        return "torch"
-    return "numba"
-
-
-def describe_backend(device: torch.device) -> str:
-    """Return what computes on `device`, with its version, in words."""
-    name = choose_backend(device)
-    return f"{name} {importlib.metadata.version(name)}, scaled inside-outside in linear space"
-
 
 _Run = Callable[[torch.Tensor, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
