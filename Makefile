@@ -22,7 +22,7 @@ install: .venv/.installed
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
-	$(BIN)/python -c 'from isoloss.lab.models import compiled_bert; compiled_bert.compile_step()'
+	@$(BIN)/python -c 'from isoloss.lab.models import compiled_bert; compiled_bert.compile_step()'
 	touch $@
 
 demo: install

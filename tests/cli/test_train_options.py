@@ -187,6 +187,12 @@ def test_a_run_goes_on_with_the_step_it_was_made_with(capsys, tmp_path):
     assert not config_of(capsys, tmp_path).compiled
 
 
+def test_a_run_that_was_compiled_takes_no_option_that_the_compiled_step_lacks(capsys, tmp_path):
+    Run(tmp_path / "run").create(config_of(capsys, tmp_path))
+    told = refusal(capsys, "train", tmp_path / "run", "--language", "pcfg-laptop", "--precision", "bfloat16")
+    assert "run was begun with the compiled step, and precision is bfloat16" in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -222,6 +222,8 @@ def _check_machine(run: Run, config: TrainConfig) -> None:
 def _is_compiled(run: Run, config: TrainConfig) -> bool:
     """Whether a run whose command does not say so is compiled."""
     if run.exists:  # the step decides the bits, so the same command goes on with the same step on any machine
+        if run.config.compiled and (reason := config.compiled_lacks()):
+            raise IsolossError(f"{run.path} was begun with the compiled step, and {reason}")
         return run.config.compiled
     width = getattr(MODELS.load(config.model.architecture).shape(config.model), "d_model", math.inf)
     # wider models spend their time in matrix products, where a BLAS is as fast

@@ -50,7 +50,9 @@ class InputConfig:
         if is_causal:
             return ObjectiveConfig(kind="causal")
         fraction = ObjectiveConfig.fraction if self.fraction is None else self.fraction
-        return ObjectiveConfig(masking=self.masking or default, fraction=fraction)
+        objective = ObjectiveConfig(masking=self.masking or default, fraction=fraction)
+        configs.check(objective)
+        return objective
 
     def check(self) -> None:
         """Refuse a value out of its range, or a tokenizer that is nowhere."""
