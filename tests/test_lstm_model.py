@@ -221,7 +221,7 @@ def test_the_trace_knows_an_exact_rule_for_every_parameter(directions):
     assert list(fisher_trace(model, [batch]).details["parameters_by_autograd"]) == []
     cotangent = torch.randn(5, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     with GhostNorms(model, causal=False) as predictor:
-        norms = predictor.squared_norms(predictor.forward(batch), cotangent).by_parameter
+        norms = predictor.squared_norms(predictor.forward(batch), cotangent).by_column
         assert predictor.slow_parameters == predictor.unreached == ()
     named = dict(model.named_parameters())
     assert predictor.names == list(named)
