@@ -324,7 +324,7 @@ def test_sentences_of_a_language_are_masked_as_asked(checkpoints):
     assert masked() == masked(masking="one") == 40  # one token of each sentence
     assert masked(masking="fraction", fraction=1.0) == 40 * 4
     assert 40 <= masked(masking="fraction") < 80
-    with pytest.raises(IsolossError, match="fraction is 0.3, but masking is 'one'"):
+    with pytest.raises(IsolossError, match=r"fraction is 0.3, but masking is 'one'"):
         masked(fraction=0.3)
     with pytest.raises(IsolossError, match=r"is measured on a language: leave out --length"):
         masked(length=3)
