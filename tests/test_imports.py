@@ -19,6 +19,7 @@ LAYERS = [
     ("lstm", "early_checks"),
     ("loading",),
     ("text",),
+    ("lab.jit",),
     ("lab.languages", "flatness"),
     ("lab.models",),
     ("lab.training",),

@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from isoloss.lab.jit import jit
 from isoloss.text.masking import Sentences
 
 Float = npt.NDArray[np.float64]
@@ -186,7 +187,7 @@ def _high(context: Any, a: Any, b: Any) -> Any:
     return types.uint64(types.uint64, types.uint64), generate
 
 
-@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+@jit(inline="always")
 def philox(seed: np.uint64, sentence: np.uint64, block: np.uint64) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
     """Return four uint64: Philox4x64-10 with the key (seed, 0) at the counter (block, sentence, 0, 0)."""
     a, b, c, d = block, sentence, _ZERO, _ZERO
@@ -197,8 +198,8 @@ def philox(seed: np.uint64, sentence: np.uint64, block: np.uint64) -> tuple[np.u
     return a, b, c, d
 
 
-@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
-def draw(bits: np.uint64, tables: AliasTables, row: int) -> np.int32:
+@jit(inline="always")
+def draw(bits: np.uint64, tables: AliasTables, row: int | np.int32) -> np.int32:
     """Return an outcome of one row of alias tables: 53 of the bits choose the cell and, within it, the outcome."""
     begin = tables.offsets[row]
     width = tables.offsets[row + 1] - begin
@@ -211,7 +212,7 @@ def draw(bits: np.uint64, tables: AliasTables, row: int) -> np.int32:
     return outcome
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@jit(nogil=True)
 def _uniforms(seed: np.uint64, numbers: Long, out: Float) -> None:
     words = np.empty(4, np.uint64)
     for row in range(len(numbers)):
@@ -221,7 +222,7 @@ def _uniforms(seed: np.uint64, numbers: Long, out: Float) -> None:
             out[row, column] = (words[column & 3] >> _SHIFT) * _UNIT
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@jit(nogil=True)
 def _pair(offsets: Long, threshold: Float, partner: Long) -> None:
     """Turn each row of cell contents, of mean 1, into thresholds and partners, in place (Vose's algorithm)."""
     widest = 0
@@ -254,7 +255,7 @@ def _pair(offsets: Long, threshold: Float, partner: Long) -> None:
             threshold[large[index]] = 1.0
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@jit(nogil=True)
 def _chains(
     seed: np.uint64,
     numbers: Long,
@@ -281,7 +282,7 @@ def _chains(
                 tokens[row, t + 1] = draw(d, emission, state)
 
 
-@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+@jit(inline="always")
 def _split(bits: np.uint64, left: Float, right: Float, width: int, scale: float) -> int:
     """Return u with probability left[u] right[width - u] scale / 2^52, to 2^-52.
 
@@ -298,7 +299,7 @@ def _split(bits: np.uint64, left: Float, right: Float, width: int, scale: float)
     return chosen
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@jit(nogil=True)
 def _derive(
     seed: np.uint64,
     sentences: Long,
@@ -358,7 +359,7 @@ def _derive(
             _close(nodes[own:node], token - start, widths)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@jit(nogil=True)
 def _close(nodes: Int, length: int, starts: Long) -> None:
     """Replace each node's number of waiting symbols by its stop: where the first of these begins."""
     for index in range(len(nodes) - 1, -1, -1):
@@ -367,7 +368,7 @@ def _close(nodes: Int, length: int, starts: Long) -> None:
         nodes[index, 1] = starts[waiting - 1] if waiting else length
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@jit(nogil=True)
 def _spread(flat: Int, sizes: Long, padding: int, out: Long) -> None:
     """Fill (n, widest, d) from the rows of all sentences one after another."""
     begin = 0

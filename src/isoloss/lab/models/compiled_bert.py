@@ -25,6 +25,7 @@ from numba import types
 from numba.core import event
 from torch.autograd.function import once_differentiable
 
+from isoloss.lab.jit import jit
 from isoloss.lab.models.compiled_kernels import (
     FIRST,
     HEAD,
@@ -54,7 +55,6 @@ from isoloss.lab.models.compiled_kernels import (
     Bits,
     Floats,
     Ints,
-    Kernel,
     Sizes,
     add_norm,
     add_norm_backward,
@@ -241,16 +241,7 @@ def num_drawn(z: Sizes) -> int:
     return rows * z.width + (z.layers - 1) * full + z.heads * rows + 2 * z.sentences * z.width
 
 
-def _compiled(kernel: Kernel) -> Kernel:
-    """Compile a kernel when it is first called, or read it from the disk where an earlier process left it."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
-    try:
-        return numba.njit(cache=True, **options)(kernel)  # type: ignore[no-any-return]
-    except RuntimeError:  # no folder can be written
-        return numba.njit(**options)(kernel)  # type: ignore[no-any-return]
-
-
-@_compiled
+@jit(nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
 def loss_and_gradient(
     theta: Floats,
     grad: Floats,

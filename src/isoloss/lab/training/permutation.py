@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from isoloss import seeds
+from isoloss.lab.jit import jit
 
 _ROUNDS = 8  # of the Feistel network
 _LEAST_BITS = 3  # of half a number: a network on fewer is far from all permutations
@@ -43,7 +43,7 @@ def shuffled(positions: _Long, size: int, *, seed: int) -> _Long:
     return out
 
 
-@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+@jit(inline="always")
 def _mixed(number: np.uint64) -> np.uint64:
     """Return 64 well-mixed bits: the finalizer of SplitMix64 (Steele et al. 2014)."""
     number = number + _STEP
@@ -52,7 +52,7 @@ def _mixed(number: np.uint64) -> np.uint64:
     return number ^ (number >> _S3)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@jit(nogil=True)
 def _fill(positions: _Long, size: np.int64, half: np.uint64, keys: _Words, out: _Long) -> None:
     low, end = (_ONE << half) - _ONE, np.uint64(size)
     for index in range(len(positions)):

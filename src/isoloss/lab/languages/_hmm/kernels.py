@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from isoloss.lab.jit import jit
 from isoloss.lab.languages.batches import clamped_log_
 
 LANE_BYTES = 1024  # of a chart's row: long enough for vector loops, short enough for a second-level cache
@@ -112,17 +112,8 @@ def _blocks(table: torch.Tensor) -> Floats:
 # --- compiled --------------------------------------------------------------------------------------------------------
 
 
-def _compiled(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return a kernel that is compiled when first called, or read from the disk where an earlier process left it.
-
-    Products may be fused with the sums that take them, which rounds once instead of twice; nothing is reordered.
-    Calls from several threads run side by side; only one of them compiles.
-    """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
-    try:
-        return numba.njit(cache=True, **options)(kernel)  # type: ignore[no-any-return]
-    except RuntimeError:  # no folder can be written
-        return numba.njit(**options)(kernel)  # type: ignore[no-any-return]
+# Products may be fused with the sums that take them, which rounds once instead of twice; nothing is reordered.
+_compiled = jit(nogil=True, error_model="numpy", fastmath={"contract"})
 
 
 @_compiled

@@ -6,15 +6,15 @@ runs over sentences, whose numbers no other sentence touches: results depend on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from isoloss.lab.jit import jit
 from isoloss.lab.languages._pcfg.charts import FoldedRules, Key, Plan, Planner
 
 LANES = 128  # sentences of a chart: long enough for vector loops, short enough for a second-level cache
@@ -211,17 +211,8 @@ def _table(rows: list[Any], columns: int) -> Integers:
 # --- compiled --------------------------------------------------------------------------------------------------------
 
 
-def _compiled(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return a kernel that is compiled when first called, or read from the disk where an earlier process left it.
-
-    Products may be fused with the sums that take them, which rounds once instead of twice; nothing is reordered.
-    Calls from several threads run side by side; only one of them compiles.
-    """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
-    try:
-        return numba.njit(cache=True, **options)(kernel)  # type: ignore[no-any-return]
-    except RuntimeError:  # no folder can be written
-        return numba.njit(**options)(kernel)  # type: ignore[no-any-return]
+# Products may be fused with the sums that take them, which rounds once instead of twice; nothing is reordered.
+_compiled = jit(nogil=True, error_model="numpy", fastmath={"contract"})
 
 
 @_compiled
