@@ -65,7 +65,7 @@ def write_cli_reference() -> None:
 
 
 PACKAGES = ["statistics", "text", "flatness", "lab.languages", "lab.models", "lab.training", "lab.transfer"]
-PACKAGES += ["lab.evaluation", "lab.presets", "studies", "report", "paper", "ground"]
+PACKAGES += ["lab.evaluation", "lab.presets", "lab.jit", "studies", "report", "paper", "ground"]
 RESULTS = {  # what the public functions take and return
     "isoloss.flatness.comparison": "TraceComparison",
     "isoloss.runs": "Run",
