@@ -198,6 +198,7 @@ def slope_within(outcomes: ArrayLike, losses: ArrayLike, clusters: Sequence[Any]
     x = column("losses", losses)
     y = column("outcomes", outcomes, len(x))
     names, codes = labels(clusters, len(x))
+    # the range: it is exactly 0 for equal numbers, where the variance about a rounded mean need not be
     spreads = [float(np.ptp(x[codes == g])) for g in range(len(names))]
     if min(spreads) == 0:
         raise IsolossError(f"the loss is constant in the cluster {names[spreads.index(0)]!r}, which so has no slope")
@@ -236,6 +237,7 @@ def at_same_loss(difference: Estimate, change: Estimate, slope: Estimate, *, sam
     together = paired_difference(difference, times(change, slope.value))
     about: dict[str, Any] = {"method": "difference at the same loss", "details": difference.details}
     if same_clusters:
+        # b L moves by b psi_L, which is in `together`, and by L psi_b, which is this
         of_slope = dataclasses.replace(times(slope, change.value), value=0.0)  # its error alone
         return dataclasses.replace(paired_difference(together, of_slope), **about)
     parts = [(together.stderr**2, together.freedom), ((change.value * slope.stderr) ** 2, slope.freedom)]

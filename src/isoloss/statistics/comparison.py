@@ -70,6 +70,12 @@ def paired_log_ratio(first: Estimate, second: Estimate) -> Estimate:
 
     Raises:
         IsolossError: A value is not above 0.
+
+    Example:
+        >>> from isoloss.statistics.ratio import ratio_estimate
+        >>> a, b = (ratio_estimate(x, unit="nats", method="loss") for x in ([1.5, 2.5, 4.0], [1.0, 2.0, 3.0]))
+        >>> print(paired_log_ratio(a, b))
+        0.288 ± 0.036 logarithm of a ratio
     """
     for estimate in (first, second):
         if estimate.value <= 0:
@@ -148,8 +154,14 @@ def probability_above_zero(difference: Estimate) -> float:
 def probabilities_of_smallest(estimates: Sequence[Estimate]) -> list[float]:
     """Return for each of L estimates on the same samples the probability that its true value is the smallest.
 
-    That of the smallest of L numbers with a joint Student's t distribution of their `freedom`, with the estimates as
-    means and the influences' covariance: in closed form for two, from 200,000 draws for more.
+    The true values are taken as jointly Student's t of the estimates' `freedom`, with the estimates as means and the
+    influences' covariance: in closed form for two, from 200,000 draws for more.
+
+    Example:
+        >>> from isoloss.statistics.ratio import ratio_estimate
+        >>> a, b = (ratio_estimate(x, unit="nats", method="loss") for x in ([1.5, 2.5, 4.0], [1.0, 2.0, 3.0]))
+        >>> [round(chance, 3) for chance in probabilities_of_smallest([a, b])]
+        [0.029, 0.971]
     """
     if len(estimates) == 1:
         return [1.0]
@@ -160,9 +172,12 @@ def probabilities_of_smallest(estimates: Sequence[Estimate]) -> list[float]:
 
     n, freedom = estimates[0].samples, estimates[0].freedom
     influences = torch.from_numpy(np.stack(_influences(estimates)))
+    # from the influences by QR: the covariance has no Cholesky factor where two models are copies
     root = torch.linalg.qr(influences.T / math.sqrt(n * (n - 1)), mode="r").R  # R^T R is the covariance
     generator = seeds.generator(0, "flattest")
     normals = torch.randn(_DRAWS, len(root), generator=generator, dtype=torch.float64)
+    # one draw for all estimates, which share their samples: a difference of two then has the Student's t of its
+    # interval. `torch.distributions.Chi2` takes no generator
     chi_squared = 2 * torch._standard_gamma(torch.full((_DRAWS, 1), freedom / 2, dtype=torch.float64), generator)
     drawn = torch.tensor([estimate.value for estimate in estimates], dtype=torch.float64)
     drawn = drawn + normals @ root * (freedom / chi_squared).sqrt()
@@ -213,6 +228,7 @@ def _unexplained(estimate: Estimate) -> float:
     """Return what of the squared error is not in the influence, such as the residual of an eigenvalue."""
     assert estimate.influence is not None
     n, square = estimate.samples, estimate.stderr**2
+    # where the error is the larger of two, over clusters and over blocks, the influence may be by the other one
     rest = square - float(np.square(estimate.influence).sum()) / (n * (n - 1))
     return rest if rest > _ROUNDING * square else 0.0
 
@@ -267,7 +283,7 @@ class Comparison:
         return paired_log_ratio(one, other) if min(one.value, other.value) > 0 else None
 
     def ratio(self, name: str, first: str, second: str) -> tuple[float, tuple[float, float]]:
-        """Return the ratio of two models' estimates and its 95 % interval, that of the logarithm carried over.
+        """Return the ratio of two models' estimates and its 95 % interval, from the interval of the logarithm.
 
         Raises:
             IsolossError: As for `difference`, or a value is not above 0.
@@ -277,7 +293,7 @@ class Comparison:
         return math.exp(logarithm.value), (math.exp(low), math.exp(high))
 
     def ranking(self, name: str) -> tuple[str, ...]:
-        """Return the models' names, that of the smallest value first."""
+        """Return the models' names by value, the smallest first."""
         values = self.of(name)
         return tuple(sorted(values, key=lambda model: values[model].value))
 
@@ -289,7 +305,8 @@ class Comparison:
         return self._chances[name]
 
     @functools.cached_property
-    def _chances(self) -> dict[str, Mapping[str, float]]:  # of three models and more they are drawn, so they are kept
+    def _chances(self) -> dict[str, Mapping[str, float]]:
+        # kept, as those of three models and more are drawn; a cached property is stored in a frozen dataclass too
         return {}
 
     def _estimate(self, model: str, name: str) -> Estimate:

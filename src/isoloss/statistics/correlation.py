@@ -169,12 +169,14 @@ def correlation(
     if math.isnan(value):
         of = f"given {', '.join(given)}, nothing is left of x or y" if given else "x or y is constant"
         raise IsolossError(f"{of}, so that there is no correlation")
+    # leaving a cluster out is a resample that counts it 0 times: one function serves the jackknife and the bootstrap
     without = correlations(1 - np.eye(groups))
     for name, each in zip([None, *names], [value, *without], strict=True):
+        # not `>=`, which NaN would pass
         if not abs(each) < 1 - _NONE_LEFT:
-            left = "" if name is None else f" without the cluster {name!r}"
-            found = "not defined" if math.isnan(each) else f"{each:.0f}"
-            raise IsolossError(f"the correlation is {found}{left}, so that its error is not known; take more clusters")
+            where = "" if name is None else f" without the cluster {name!r}"
+            shown = "not defined" if math.isnan(each) else f"{each:.0f}"
+            raise IsolossError(f"the correlation is {shown}{where}, so that its error is not known; take more clusters")
     if np.ptp([value, *without]) < _NONE_LEFT:
         raise IsolossError(
             f"the correlation is {value:.3g} without each cluster, so that its error is not known; take more clusters"
@@ -234,14 +236,17 @@ def _given_others(products: Floats, rounding: float | Floats) -> Floats:
         rounding: (R, p) or one for all: the root of a variable's own product that counts as 0.
     """
     scale = np.sqrt(np.einsum("rpp->rp", products))
+    # `np.where` computes both branches, so the division needs a guard of its own
     inverse = np.where(scale > rounding, 1 / np.where(scale > 0, scale, 1.0), 0.0)
     unit = products * inverse[:, :, None] * inverse[:, None, :]
-    own, others, between = unit[:, :2, :2], unit[:, 2:, 2:], unit[:, :2, 2:]
-    left = own - between @ np.linalg.pinv(others, rcond=_NONE_LEFT, hermitian=True) @ between.swapaxes(1, 2)
-    defined = (left[:, 0, 0] > _NONE_LEFT) & (left[:, 1, 1] > _NONE_LEFT)
-    spread = np.sqrt(np.where(defined, left[:, 0, 0] * left[:, 1, 1], 1.0))
-    found: Floats = np.where(defined, np.clip(left[:, 0, 1] / spread, -1, 1), np.nan)
-    return found
+    # the Schur complement: the covariance of the two that least squares on the others leaves, and of tau-b the entry of
+    # P. Covariates may be collinear, as settings that change together are: hence the pseudo-inverse
+    pair, others, between = unit[:, :2, :2], unit[:, 2:, 2:], unit[:, :2, 2:]
+    partial = pair - between @ np.linalg.pinv(others, rcond=_NONE_LEFT, hermitian=True) @ between.swapaxes(1, 2)
+    defined = (partial[:, 0, 0] > _NONE_LEFT) & (partial[:, 1, 1] > _NONE_LEFT)
+    spread = np.sqrt(np.where(defined, partial[:, 0, 0] * partial[:, 1, 1], 1.0))
+    coefficients: Floats = np.where(defined, np.clip(partial[:, 0, 1] / spread, -1, 1), np.nan)
+    return coefficients
 
 
 def _products(weights: Floats, values: Floats, *, ranks: bool) -> tuple[Floats, Floats]:
@@ -271,6 +276,7 @@ def _concordances(codes: Integers, values: Floats) -> Floats:
     order = np.stack([np.unique(each, return_inverse=True)[1] for each in values]).astype(np.float64)
     members = np.eye(codes.max() + 1)[codes]
     rows = []
+    # one cluster at a time: the signs of all pairs at once would be (p, N, N)
     for cluster in range(members.shape[1]):
         signs = np.sign(order[:, codes == cluster, None] - order[:, None, :])  # (p, cluster's size, N)
         products = signs.transpose(2, 0, 1) @ signs.transpose(2, 1, 0)  # (N, p, p), each summed over the cluster
@@ -282,6 +288,7 @@ def _ranks(weights: Floats, values: Floats) -> Floats:
     """Return the mean ranks (R, N) of values (N,), of which each counts as often as weights (R, N) say."""
     distinct, codes = np.unique(values, return_inverse=True)
     counts = weights @ np.eye(len(distinct))[codes]
+    # c equal values that end at rank n have the mean rank n - (c - 1) / 2
     return np.asarray((np.cumsum(counts, axis=1) - (counts - 1) / 2)[:, codes])
 
 
@@ -323,10 +330,10 @@ class _Pairs:
 
     def mean(self, without: int = -1) -> float:
         """Return the mean over cells of the mean sign, without a cluster; NaN where no pair is left."""
-        kept = (self.first != without) & (self.second != without)
-        numbers = np.bincount(self.cells[kept])
+        used = (self.first != without) & (self.second != without)
+        numbers = np.bincount(self.cells[used])
         some = numbers > 0
-        sums = np.bincount(self.cells[kept], self.signs[kept])
+        sums = np.bincount(self.cells[used], self.signs[used])
         return float((sums[some] / numbers[some]).mean()) if some.any() else float("nan")
 
 
@@ -388,6 +395,8 @@ def granulated_kendall(
             "error is not known; take more clusters, or leave it out"
         )
     values = np.array([each.mean() for each in pairs.values()])
+    # so that a tau that is the same without each cluster has the error 0, which is printed as not known, and not one of
+    # rounding
     without = np.where(np.abs(without - values) < _SAME, values, without)
     overall, of_others = float(values.mean()), without.mean(axis=1)
     if np.abs(of_others - overall).max() < _SAME:
@@ -407,10 +416,11 @@ def granulated_kendall(
 
 def _pairs(x: Floats, y: Floats, name: str, codes: Mapping[str, Integers], groups: Integers) -> _Pairs:
     """Return the pairs of observations that differ in the hyper-parameter `name` alone."""
+    # the zeros are for a single hyper-parameter, which has no others: all runs are then one cell
     others = np.stack([np.zeros_like(groups), *(each for other, each in codes.items() if other != name)], axis=1)
     cells = np.unique(others, axis=0, return_inverse=True)[1].reshape(-1)
-    own = codes[name]
-    first, second = np.nonzero(np.triu((cells[:, None] == cells) & (own[:, None] != own)))
+    values = codes[name]
+    first, second = np.nonzero(np.triu((cells[:, None] == cells) & (values[:, None] != values)))
     if not len(first):
         raise IsolossError(f"no two observations differ in {name!r} alone; leave it out of the hyper-parameters")
     signs = np.sign(x[first] - x[second]) * np.sign(y[first] - y[second])

@@ -97,6 +97,8 @@ class Estimate:
     @property
     def freedom(self) -> float:
         """The degrees of freedom of the error: `effective_samples` - 1, at least 1; without these, `samples` - 1."""
+        # one text that dwarfs all others leaves hardly more than one effective sample, and t of 0 degrees of freedom
+        # has no quantiles
         return self.samples - 1 if self.effective_samples is None else max(1.0, self.effective_samples - 1)
 
     @property
@@ -122,6 +124,7 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, without `influence`."""
+        # without the array first: `asdict` copies whatever it meets
         document = dataclasses.asdict(dataclasses.replace(self, influence=None))
         del document["influence"]
         return document
@@ -156,7 +159,12 @@ def interval(estimate: Estimate) -> str:
 
 
 def signed(difference: Estimate) -> str:
-    """Return a difference with its sign, also where it is above 0."""
+    """Return a difference with its sign, also where it is above 0.
+
+    Example:
+        >>> signed(Estimate(value=0.5, stderr=0.01, samples=9, unit="nats", num_predictions=9, method="difference"))
+        '+0.500 ± 0.010 nats'
+    """
     return f"{'+' if difference.value > 0 else ''}{difference}"
 
 
@@ -252,6 +260,7 @@ def rounded(value: float, stderr: float) -> str:
     if stderr <= _ROUNDING * abs(value):  # exact, but for the rounding of sums
         nearest = float(f"{value:.{_EXACT_DIGITS}g}" if abs(value) < 10**_EXACT_DIGITS else f"{value:.0f}")
         return f"{nearest + 0.0:.10g}"  # no -0
+    # below 0 for errors from 100 on, where the digits before the point are rounded too
     decimals = 1 - math.floor(math.log10(stderr))
     if decimals > _MOST_DECIMALS:  # rounding, in a difference of two that are the same
         return f"{value + 0.0:.1e} ± {stderr:.1e}"

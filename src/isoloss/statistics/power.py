@@ -44,6 +44,7 @@ def paired_power(effect: float, sd: float, pairs: int, *, alpha: float = 0.05) -
     _check(effect, sd, pairs)
     fraction("alpha", alpha)
     shift, t = effect / sd * math.sqrt(pairs), float(stdtrit(pairs - 1, 1 - alpha / 2))
+    # given the measured deviation u, the test finds an effect where a normal number with the mean `shift` is beyond t u
     return _mean_over_sd(pairs - 1, lambda u: float(ndtr(shift - t * u) + ndtr(-shift - t * u)), t, [abs(shift)])
 
 
@@ -206,11 +207,13 @@ def _mean_over_sd(
     from scipy.special import chdtri, gammaln
 
     half = freedom / 2
+    # in logarithms: the power of half and the gamma function overflow from a few hundred pairs on
     constant = math.log(2) + half * math.log(half) - float(gammaln(half))
 
     def density(u: float) -> float:
         return math.exp(constant + (freedom - 1) * math.log(u) - half * u * u)
 
+    # chdtri inverts the upper tail, so the low end comes first
     low, high = (math.sqrt(float(chdtri(freedom, p)) / freedom) for p in (1 - _TAIL, _TAIL))
     high = min(high, most)
     if high <= low:

@@ -74,6 +74,7 @@ def by_leaving_out(residuals: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor
 
     n - 1 times what the ratio changes by with each cluster: `residuals * n / sum(sizes)` where all are of one size.
     """
+    # never 0: the callers refuse fewer than two clusters with a size above 0
     others = (sizes.sum() - sizes).view(-1, *[1] * (residuals.ndim - 1))
     return residuals * ((len(sizes) - 1) / others)
 
@@ -129,6 +130,12 @@ def crossed_ratio(values: torch.Tensor, sizes: torch.Tensor) -> tuple[float, flo
         The ratio, its standard error, and (n + R,) what each row and each column adds to the error, as
         `Estimate.influence` for min(n, R) samples. As the noise counts with the rows and with the columns, the error
         that follows from the influence is the larger one.
+
+    Example:
+        >>> values = torch.tensor([[1.0, 2.0], [2.0, 4.0], [3.0, 3.0]], dtype=torch.float64)  # 3 inputs, 2 probes
+        >>> value, stderr, influence = crossed_ratio(values, torch.ones(3, dtype=torch.float64))
+        >>> value, round(stderr, 3), tuple(influence.shape)
+        (2.5, 0.645, (5,))
     """
     n, columns = values.shape
     scale = n / float(sizes.sum())
@@ -138,7 +145,10 @@ def crossed_ratio(values: torch.Tensor, sizes: torch.Tensor) -> tuple[float, flo
     neither = residuals - by_row[:, None] - by_column + residuals.mean()
     of_noise = float(neither.square().sum()) / ((n - 1) * (columns - 1)) / (n * columns)
     of_rows, of_columns = float(by_row.var()) / n, float(by_column.var()) / columns
+    # the means of rows and of columns both contain the noise, so it is counted twice and taken off once
     variance = max(of_rows + of_columns - of_noise, of_noise)  # s_rows and s_columns are at least 0
+    # scaled from len(effect) to `samples`, so that the squares of both effects add up by one rule, as
+    # `Estimate.influence` says
     parts = [effect * (scale / math.sqrt(len(effect) * (len(effect) - 1))) for effect in (by_row, by_column)]
     samples = min(n, columns)
     return ratio, math.sqrt(variance) * n / float(sizes.sum()), torch.cat(parts) * math.sqrt(samples * (samples - 1))
@@ -149,6 +159,14 @@ def subset_deviation(numerators: Values, denominators: Values, *, subsets: int =
 
     The paper's own error bar (appendix A.5): the deviation of a value measured on one subset, sqrt(subsets) times the
     error of the mean over all of them.
+
+    Raises:
+        IsolossError: There are fewer than two samples for each subset.
+
+    Example:
+        >>> deviation, size = subset_deviation(range(1, 9), [1] * 8, subsets=2)  # the means 2.5 and 6.5
+        >>> round(deviation, 3), size
+        (2.828, 4)
     """
     a = torch.as_tensor(numerators, dtype=torch.float64)
     b = torch.as_tensor(denominators, dtype=torch.float64)
@@ -230,6 +248,8 @@ class ControlledClusters:
     @cached_property
     def root(self) -> torch.Tensor:
         """(r, r), with root root^T the covariance."""
+        # no Cholesky factor: an auxiliary sample of few clusters has a singular covariance, and rounding leaves
+        # eigenvalues below 0
         variances, vectors = torch.linalg.eigh(self.covariance)
         root: torch.Tensor = vectors * variances.clamp(min=0).sqrt()
         return root
@@ -255,12 +275,13 @@ class ControlledClusters:
         """Return the estimates of columns, given what each sequence adds to them, a (n, K)."""
         total, known = self.total, self.controls.shape[1] - len(self.covariance)
         beta = self._coefficients(a)
+        # a copy: `summed` returns `a` itself where each sequence is a cluster, and the residuals are written in place
         residuals = self.summed(a).clone()
         sums = torch.zeros(FOLDS, a.shape[1], dtype=torch.float64)
         for fold in range(FOLDS):
-            own = self.folds == fold
-            residuals[own] -= self.controls[own] @ beta[fold]
-            sums[fold] = residuals[own].sum(dim=0)
+            inside = self.folds == fold
+            residuals[inside] -= self.controls[inside] @ beta[fold]
+            sums[fold] = residuals[inside].sum(dim=0)
         ratios = sums.sum(dim=0) / total
         slopes = (self.by_fold[:, None, None] * beta[:, known:]).sum(dim=0) / total
         residuals -= ratios * self.positions[:, None]
@@ -276,16 +297,19 @@ class ControlledClusters:
 
         def others(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
             """Return the products (F, ., .) of columns, summed over all folds but each."""
+            # the total less each fold: one pass over the rows, where a product for each complement would take seven
             by_fold = torch.stack([left[folds == fold].T @ right[folds == fold] for fold in range(FOLDS)])
             return by_fold.sum(dim=0) - by_fold
 
         d, m = self.controls_by_sequence, self.positions_by_sequence[:, None]
         one = torch.ones(len(a), 1, dtype=torch.float64)
+        # R from the other folds too: with coefficients that have seen their own clusters the estimate would be biased
         ratios = others(one, a) / others(one, m)  # (F, 1, K)
         products = others(d, a) - ratios * others(d, m)
         moments = others(d, d)
         scales = moments.diagonal(dim1=1, dim2=2).sqrt()
         scales = torch.where(scales > 0, 1 / scales, 0.0)  # controls of any two units count alike
+        # a pseudo-inverse: controls that are left out are zeros, and two controls may be proportional
         inverse: torch.Tensor = torch.linalg.pinv(
             scales[:, :, None] * moments * scales[:, None, :], rtol=_SINGULAR, hermitian=True
         )
@@ -302,6 +326,8 @@ class ControlledClusters:
     def influence_of(self, residuals: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
         """Return (G + r, K): the influences of ratios with residuals (N, K) and slopes (r, K)."""
         g, of_blocks = self.samples, by_leaving_out(self._in_blocks(residuals), self.sizes)
+        # sqrt(g (g - 1)) undoes the division by g (g - 1) that turns influences into a squared error: these are errors
+        # already
         return torch.cat([of_blocks, self.root.T @ slopes * math.sqrt(g * (g - 1))])
 
     def stderr(self, residuals: torch.Tensor, slopes: torch.Tensor, influence: torch.Tensor) -> torch.Tensor:
@@ -359,12 +385,14 @@ class ColumnRatios:
         to `shares_without(fold)` do, the value has no bias by them.
         """
         by_fold = weights.double().expand(FOLDS, len(self.ratios))
-        own = (self.a @ by_fold.T).gather(1, self.fit.folds[:, None])[:, 0]
+        # (N, F), from which each cluster takes its own fold: gathering weights (N, K) first would need as much memory
+        # as `a`
+        sums = (self.a @ by_fold.T).gather(1, self.fit.folds[:, None])[:, 0]
         beta = torch.einsum("fck,fk->fc", self.fitted.beta, by_fold)
         known = beta.shape[1] - len(self.fit.covariance)
         slopes = self.fit.by_fold @ beta[:, known:] / self.total
         value = float((self.fold_sums() * by_fold).sum()) / self.total
-        return Weighted(value, *self.fit.influence(own, beta, slopes, value))
+        return Weighted(value, *self.fit.influence(sums, beta, slopes, value))
 
     def influences(
         self, weights: torch.Tensor, groups: torch.Tensor, number: int, responses: tuple[Any, torch.Tensor]
@@ -384,6 +412,7 @@ class ColumnRatios:
             """Return (n, G) of values (n, K) of given folds (n,)."""
             weighted = values * weights[folds]
             sums = torch.zeros(len(values), number, dtype=torch.float64).index_add_(1, groups, weighted)
+            # the sparse factor first: the product (K, G) of both would be dense
             return sums + torch.from_numpy(weighted.numpy() @ responses[0]) @ responses[1]
 
         values = summed(self.fold_sums(), folds).sum(dim=0) / self.total
@@ -455,6 +484,7 @@ class ClusteredRatio:
             value=self.value + other.value,
             stderr=math.sqrt(float(influence.square().sum()) / (n * (n - 1))),
             by_parameter=self.by_parameter + other.by_parameter,
+            # columns have no influences, so that the error of a sum of two is not known
             by_parameter_stderr=None,
             by_group=self.by_group + other.by_group,
             by_group_stderr=None,
@@ -611,6 +641,7 @@ class ClusteredRatioEstimator:
 
     def _best(self, blocks: torch.Tensor | None) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
         """Return the result with as many of the auxiliary sample's controls as make its error smallest."""
+        # kept in one piece: estimates are taken again and again with `rtol`, and would copy all batches each time
         self._rows, self._clusters = [torch.cat(self._rows)], [torch.cat(self._clusters)]
         (rows,), (given,) = self._rows, self._clusters
         _, index, sizes = torch.unique(given, return_inverse=True, return_counts=True)
@@ -686,6 +717,7 @@ class ClusteredRatioEstimator:
         used[known:] &= self._auxiliary.num_sequences >= _FEWEST_AUXILIARY * n
         most = torch.full((len(used),), fit.number // _CLUSTERS_A_CONTROL)
         most[:known] = (n - int(fit.by_fold.max())) // _SEQUENCES_A_CONTROL  # n / 16 where each is a cluster
+        # controls come in the order of their worth (`Controls`, then the auxiliary sample): the first ones stay
         used &= used.cumsum(dim=0) <= most
         chosen = used[known:]
         features, covariance = fit.controls[:, known:][:, chosen], self._auxiliary.covariance[chosen][:, chosen]
@@ -705,7 +737,10 @@ def _chance(sequences: torch.Tensor, d: torch.Tensor, of_auxiliary: torch.Tensor
         return 1.0
     mean = d.sum(dim=0) / total
     residuals = d - sequences[:, None] * mean
+    # the sum treats both means as independent; where the sample contains the measured sequences that is too large, and
+    # the test only less strict
     covariance = residuals.T @ residuals * (n / (n - 1) / total**2) + of_auxiliary
     square = float(mean @ torch.linalg.solve(covariance, mean))
+    # the upper tail of chi-squared with r degrees of freedom is Q(r / 2, T^2 / 2)
     half = torch.tensor([directions / 2, square / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))

@@ -32,6 +32,7 @@ def p_value(difference: Estimate) -> float:
         return float(difference.value == 0)
     if difference.samples < 2:
         raise IsolossError(f"a p-value needs at least 2 independent samples, not {difference.samples}")
+    # the lower tail: 1 - stdtr would round small p-values to 0
     return 2 * float(stdtr(difference.freedom, -abs(difference.value) / difference.stderr))
 
 
@@ -164,6 +165,7 @@ def _interval(difference: Estimate, alpha: float) -> tuple[float, float]:
 def _p_value(difference: Estimate, margin: float) -> float:
     from scipy.special import stdtr
 
+    # the larger of the two p-values is at the end of the margin that the value is nearer to
     nearer = abs(difference.value) - margin
     if difference.stderr == 0:
         return float(nearer >= 0)

@@ -36,9 +36,10 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
         {'runs/x/step-1': 'step-1', 'runs/x/step-2': 'step-2'}
     """
     parts = {name: Path(name).parts for name in names}
+    # `os.path.commonpath` raises where some paths are absolute and others relative
     shared = len(Path(os.path.commonpath(names)).parts) if len({Path(name).is_absolute() for name in names}) == 1 else 0
-    shared = max(0, min(shared, *(len(own) - 1 for own in parts.values())))  # one may lie in another
-    return {name: str(Path(*own[shared:])) for name, own in parts.items()}
+    shared = max(0, min(shared, *(len(path) - 1 for path in parts.values())))  # one may lie in another
+    return {name: str(Path(*path[shared:])) for name, path in parts.items()}
 
 
 def probability(fraction: float) -> str:
