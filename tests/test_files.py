@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from isoloss import files
 from isoloss.errors import IsolossError
@@ -94,6 +95,14 @@ def test_json_errors_name_the_file(tmp_path):
     (tmp_path / "b.json").write_text('{"half": ')
     with pytest.raises(IsolossError, match=r"b\.json is not a readable JSON file"):
         files.read_json(tmp_path / "b.json")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool])
+def test_tensors_of_any_type_and_shape_have_a_checksum_of_their_bytes(dtype):
+    one, zero = torch.ones(2, 3, dtype=dtype), torch.zeros(2, 3, dtype=dtype)
+    sums = {files.tensors_sha256({"x": x}.items()) for x in (one, zero, one[0], one[0, 0], one.T)}
+    assert len(sums) == 5
+    assert files.tensors_sha256({"x": one.T.contiguous()}.items()) == files.tensors_sha256({"x": one.T}.items())
 
 
 def test_sha256_is_the_systems(tmp_path):

@@ -125,6 +125,7 @@ def check(config: Any, path: str = "") -> None:
             if parts:
                 require(f"{name}[{number}]", item, parts[0], f"an isoloss config, {parts[0].__name__}")
                 check(item, f"{name}[{number}]")
+            # a listed word, or None, is exempt from the type and the range of the number that it stands for
             if choices and item in choices:
                 continue
             if kinds and not any(_is_a(item, kind) for kind in kinds):
@@ -313,6 +314,7 @@ def _structure_strict(value: Any, target: Any) -> Any:
     """Refuse a value of another type instead of converting it: steps = "100" is a mistake, not a number."""
     if target is float and type(value) is int:
         return float(value)
+    # not isinstance: True is an int
     if type(value) is not target:
         raise _OtherTypeError(f", not {value!r}")
     return value
@@ -332,7 +334,8 @@ for _primitive in (bool, int, float, str):
 _converter.register_structure_hook_func(_is_number_or_word, _structure_number_or_word)
 for _base, _registry in ((LanguageConfig, LANGUAGES), (AlgorithmConfig, ALGORITHMS)):
     _converter.register_structure_hook_func(
-        functools.partial(operator.is_, _base),  # not of its subclasses
+        # of the base alone: a hook for its subclasses too would be asked for the kind that it has just found, forever
+        functools.partial(operator.is_, _base),
         functools.partial(_structure_component, registry=_registry),
     )
 
@@ -411,6 +414,7 @@ def to_toml(config: Any) -> str:
 
 def fingerprint(config: Any) -> str:
     """Return 16 hexadecimal digits over the fields that decide a result, not how it is computed (device, threads)."""
+    # sorted: moving a field within its class must not change the fingerprint
     document = json.dumps(identity(config), sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
 
@@ -445,6 +449,7 @@ def identity(config: Any) -> Any:
         return {
             f.name: identity(getattr(config, f.name))
             for f in _deciding(type(config))
+            # runs made before such a field existed keep their fingerprint
             if not (f.metadata.get("omit_default") and getattr(config, f.name) == f.default)
         }
     return [identity(item) for item in config] if isinstance(config, tuple | list) else config

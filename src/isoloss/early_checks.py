@@ -59,6 +59,7 @@ def check_checkpoint(name: str) -> None:
 
 def check_folder(folder: Path) -> None:
     """Refuse a folder that holds neither a model nor an adapter, in a sentence that says what it is instead."""
+    # first of all: read as JSON, the pointer would only seem damaged
     for path in (folder / CONFIG, folder / ADAPTER, *sorted(folder.glob("*.safetensors"))):
         check_content(path)
     if (folder / ADAPTER).is_file():
@@ -87,6 +88,7 @@ def _instead(folder: Path) -> str:
     shards = next(iter([*folder.glob("*.distcp"), *_below(folder, "*.distcp")]), None)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     safetensors = sorted(path.name for path in folder.glob("*.safetensors"))
+    # DeepSpeed and FSDP come before pickles: beside their parts lie scheduler.pt and the like, which are no weights
     if (folder / "zero_to_fp32.py").is_file():
         return (
             "DeepSpeed saves weights in parts; merge them with: "
@@ -97,6 +99,7 @@ def _instead(folder: Path) -> str:
     if shards is not None:
         return f"FSDP saves weights in parts; merge them with: accelerate merge-weights {shards.parent} {folder}"
     if inside:
+        # by numbers, not letters: checkpoint-1000 comes after checkpoint-200
         last = max(inside, key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
         return f"name a checkpoint in it, such as {last}"
     if any("-of-" in name for name in safetensors):

@@ -51,10 +51,14 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             yield file
+            # before the rename: a power failure could otherwise leave the name with an empty file
             file.flush()
             os.fsync(file.fileno())
+            # by path: a file that is written ten times takes its space once
             published[path] = file.tell()
         _check_lease()
+        # neither this rename nor the folder is flushed. After a power failure the old file may be back; a resumed
+        # command then does that part again
         temporary.replace(path)
     except BaseException as error:  # of the disk, or Ctrl-C
         with contextlib.suppress(OSError):
@@ -66,6 +70,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 def _temporary(path: Path) -> Path:
     """Return the name under which this process makes a file or folder; on other machines the same number is another."""
+    # in the folder of `path`: a rename is atomic only within one file system
     return path.with_name(f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}-{path.name}")
 
 
@@ -89,6 +94,8 @@ def append_json(path: Path, line: Any) -> None:
     """Add a line to a file of JSON lines."""
     _check_lease()
     try:
+        # a kill may leave half a line here. `Run.metrics` and `Run.log_lines` cope with that, and resumed training cuts
+        # metrics.jsonl off at its checkpoint
         with path.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
     except OSError as error:
@@ -101,6 +108,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise IsolossError(f"{path} does not exist") from error
+    # json raises RecursionError where brackets are nested too deep, and no ValueError
     except (OSError, ValueError, RecursionError) as error:
         raise IsolossError(f"{path} is not a readable JSON file: {error}") from error
 
@@ -117,18 +125,18 @@ def nearest(path: str | Path) -> str:
         ...     nearest(f"{folder}/runs/frist").removeprefix(f"; did you mean {folder}")
         '/runs/first?'
     """
-    found = Path()
+    existing = Path()
     for name in Path(path).parts:
-        if not (found / name).exists():
+        if not (existing / name).exists():
             try:
-                beside = [other.name for other in found.iterdir() if not other.name.startswith(".")]
+                beside = [other.name for other in existing.iterdir() if not other.name.startswith(".")]
             except OSError:  # no folder, or one that cannot be read
                 return ""
             name = most_like(name, beside) or ""
             if not name:
                 return ""
-        found /= name
-    return "" if found == Path(path) else f"; did you mean {found}?"
+        existing /= name
+    return "" if existing == Path(path) else f"; did you mean {existing}?"
 
 
 def check_writable(folder: Path) -> None:
@@ -157,6 +165,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     replaced = temporary.with_name(f"{temporary.name}-replaced")
+    # a killed process that had the same number may have left it
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -220,6 +229,8 @@ def lock(folder: Path, *, name: str = ".lock", wait: bool = False) -> Iterator[N
         raise IsolossError(f"cannot write in {folder}: {error.strerror or error}") from error
     with handle:
         try:
+            # the file stays when the lock is released: if it were deleted, one process could lock the old file while
+            # another locks a new one
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
             raise IsolossError(f"{folder} is in use by another isoloss process; wait for it or stop it") from error
@@ -230,10 +241,14 @@ def lock(folder: Path, *, name: str = ".lock", wait: bool = False) -> Iterator[N
 
 def tensors_sha256(tensors: Iterable[tuple[str, Any]]) -> str:
     """Return the SHA-256 of torch's tensors by name, their shapes and types included, in hexadecimal."""
+    import torch
+
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        # as bytes, since numpy has no bfloat16; flat, since torch views no tensor without axes as another type
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(data.numpy().tobytes())
     return digest.hexdigest()
 
 

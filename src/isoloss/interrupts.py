@@ -39,6 +39,7 @@ def raise_on_sigterm() -> None:
 
     def end(number: int, _frame: FrameType | None) -> None:
         note(number)
+        # Python's handlers run only between bytecodes: the system's own also ends a process that hangs in a write
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise KeyboardInterrupt
 

@@ -188,6 +188,7 @@ def load_model(
         model, info = cls.from_pretrained(
             name,
             config=config,
+            # transformers 5 would keep the type in which the weights are stored, often bfloat16
             dtype=dtype or torch.float32,
             attn_implementation=None if attention == "auto" else attention,
             # grouped products, which transformers would choose for experts, are not for float64
@@ -300,6 +301,7 @@ def _stored_weights(name: str, place: _Place) -> dict[str, Path]:
         weight_map = document.get("weight_map") if isinstance(document, dict) else None
         if not isinstance(weight_map, dict):
             raise IsolossError(f"{index} has no weight_map, which says what file each weight is in")
+        # an index comes with the checkpoint: a name such as ../x must not make us read another file
         for shard in sorted(set(map(str, weight_map.values()))):
             if not re.fullmatch(r"[^/\\]+\.safetensors", shard):
                 raise IsolossError(f"{index} names the file {shard!r}: it must be a *.safetensors file beside it")
@@ -461,6 +463,7 @@ def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
             raise IsolossError(f"{name} is an adapter ({adapted.peft_type.value}) that cannot be merged into {base}")
         with safe_open(weights, framework="pt") as file:
             held = set(file.keys())
+        # an adapter's file may hold the embeddings or leave them out
         needed = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
         known = set(get_peft_model_state_dict(adapted, save_embedding_layers=True))
         if wrong := (needed - held) | (held - known):
@@ -492,6 +495,7 @@ def _kind(config: Any, name: str) -> tuple[Kind, str]:
 
 def _check_causal(model: Any, name: str) -> None:
     """Refuse a model whose logits change with a later token: it sees what it would be scored on."""
+    # the two rows differ in their last token alone, so the logits before it must be the same
     ids = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0]])
     try:
         first, second = run_on_ids(model, ids)[:, :-1].float()

@@ -74,6 +74,7 @@ class LSTMModel(LSTMPreTrainedModel):
         h, layers = config.hidden_size, range(config.num_hidden_layers)
         width, reads_back = config.num_directions * h, config.num_directions == 2
         self.embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
+        # not one `nn.LSTM(bidirectional=True)`: its backward direction would begin with the padding
         self.forwards = nn.ModuleList(nn.LSTM(width, h, batch_first=True) for _ in layers)
         self.backwards = nn.ModuleList(nn.LSTM(width, h, batch_first=True) for _ in layers if reads_back)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -110,6 +111,7 @@ class LSTMModel(LSTMPreTrainedModel):
                     sides.append(_rows(self.backwards[number](_rows(states, reverse))[0], reverse))
                 states = torch.cat(sides, dim=-1)
                 collected.append(states)
+        # the inverse of a permutation is its argsort
         home = None if order is None else order.argsort(dim=1)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutput(
@@ -169,7 +171,9 @@ def _orders(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tup
         return None, positions.flip(1)
     present = attention_mask.bool()
     lengths = present.sum(dim=1, keepdim=True)
+    # stable, so that the tokens of a row keep their order
     order = (~present).long().argsort(dim=1, stable=True)
+    # token t goes to lengths - 1 - t; padding stays in place, which makes the reversal its own inverse
     return order, torch.where(positions < lengths, lengths - 1 - positions, positions)
 
 

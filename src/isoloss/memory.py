@@ -17,6 +17,8 @@ def keep_freed() -> None:
     """
     import torch
 
+    # freed at once: freeing a block raises glibc's mmap threshold to the size of the block, and the trim threshold to
+    # twice that. From 32 MiB (DEFAULT_MMAP_THRESHOLD_MAX) on, it no longer does
     torch.empty(31 << 20, dtype=torch.uint8)
 
 

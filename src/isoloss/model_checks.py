@@ -80,6 +80,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model that `torch.compile` or data parallelism was put around, else the model itself."""
+    # a compiled model may hold a DataParallel one and the other way round, so wrappers are taken off until none is left
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
@@ -225,6 +226,8 @@ def max_length(model: nn.Module) -> int | None:
     bounds = [number for number in said if isinstance(number, int) and number > 0]
     token = 2 if getattr(text, "pad_token_id", None) == 0 else 0  # padding may have no position
     lookups = []
+    # the table of positions is the one whose last used row moves by one with one more token: other tables, such as that
+    # of token types, use the same rows for both lengths
     for length in (2, 3):
         with _Lookups() as mode:
             try:
@@ -234,5 +237,6 @@ def max_length(model: nn.Module) -> int | None:
         lookups.append(mode.seen)
     for (rows, last), (_, next_last) in zip(*lookups, strict=False):
         if next_last == last + 1:  # a table of positions
+            # of two tokens, the first used row last - 1: so many rows are left from there on
             bounds.append(rows - last + 1)
     return min(bounds, default=None)

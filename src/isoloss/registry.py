@@ -113,6 +113,7 @@ class Registry:
         """
         if not _NAME.fullmatch(name):
             raise IsolossError(f"{name!r} is no name of a {self.kind}: it has letters, digits, -, _ and .")
+        # importing a module just to check it would cost seconds: a string is checked when it is loaded
         if not isinstance(target, str):
             self._check(name, target, "")
         known = self._all().get(name)
@@ -202,6 +203,7 @@ class Registry:
         for point in _entry_points(self.group):
             if point.name not in entries:
                 entries[point.name] = Entry(point.value)
+            # a package may offer one component both ways, by an entry point and by calling `register`
             elif entries[point.name].target not in (point.value, _loaded(point)):
                 package = point.dist.name if point.dist is not None else point.value
                 warn(f"{package} has a {self.kind} {point.name!r}, which is not used: the name is taken")
@@ -222,6 +224,7 @@ def _values(pattern: str, name: str) -> dict[str, str] | None:
     first = next((place for place, word in enumerate(words) if word.isupper()), None)
     if first is None or not name.startswith(prefix := "".join(f"{word}-" for word in words[:first])):
         return None
+    # from the right: only the first value may hold dashes, such as prefix-4 in few-shot-prefix-4-100
     parts = name.removeprefix(prefix).rsplit("-", len(words) - first - 1)
     if len(parts) < len(words) - first or not all(parts):
         return None

@@ -33,9 +33,9 @@ class ObjectiveConfig:
     def check_fields(self) -> None:
         """Refuse settings that contradict each other."""
         if self.kind == "causal":
-            given = [f.name for f in fields(self) if f.name != "kind" and getattr(self, f.name) != f.default]
-            if given:
-                raise IsolossError(f"the causal objective masks no tokens: leave out {', '.join(given)}")
+            of_masking = [f.name for f in fields(self) if f.name != "kind" and getattr(self, f.name) != f.default]
+            if of_masking:
+                raise IsolossError(f"the causal objective masks no tokens: leave out {', '.join(of_masking)}")
         if self.masking == "one" and self.fraction != ObjectiveConfig.fraction:
             raise IsolossError(
                 f"fraction is {self.fraction}, but masking is 'one', which masks one token of each sentence: "
@@ -121,13 +121,15 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Name the default size."""
+        # an unknown architecture passes here, and `check` names the choices. The size is filled in at once, so that
+        # run.json and the fingerprint say which one it was
         if not self.size and self.architecture in MODELS:
             object.__setattr__(self, "size", MODELS.load(self.architecture).default_size)
 
     def __str__(self) -> str:
-        own = [f"{name} {value}" for name in ("layers", "width", "heads", "ffn") if (value := getattr(self, name))]
-        own += [f"directions {self.directions}"] * (self.directions != 2)
-        return ", ".join([f"{self.architecture} {self.size}", *own])
+        changes = [f"{name} {value}" for name in ("layers", "width", "heads", "ffn") if (value := getattr(self, name))]
+        changes += [f"directions {self.directions}"] * (self.directions != 2)
+        return ", ".join([f"{self.architecture} {self.size}", *changes])
 
     def check_fields(self) -> None:
         """Refuse an unknown architecture or size, or a shape that cannot be."""
@@ -176,7 +178,7 @@ class StageConfig:
 
     def applied_to(self, config: TrainConfig) -> TrainConfig:
         """Return the config of a run that is this stage of `config` alone, without target and checkpoints."""
-        own = {name: getattr(self, name) for name in ("optimizer", "batch_size", "algorithm")}
+        named = {name: getattr(self, name) for name in ("optimizer", "batch_size", "algorithm")}
         labels = self.labels or config.objective.labels
         return dataclasses.replace(
             config,
@@ -184,7 +186,7 @@ class StageConfig:
             steps=self.steps,
             stages=(),
             checkpoints=(),
-            **{name: value for name, value in own.items() if value is not None},
+            **{name: value for name, value in named.items() if value is not None},
         )
 
 

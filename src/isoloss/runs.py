@@ -202,6 +202,7 @@ class Run:
         record = self.record
         resumed = record.get("resumed_with", [])
         started = self.log_lines("start")
+        # run.json has the threads that were asked for, and 0 stands for all cores: how many those were is in the log
         before = (resumed[-1] if resumed else record)["versions"], started[-1]["threads"] if started else threads
         now = versions(), threads
         if before == now:
@@ -304,6 +305,8 @@ class Run:
     def save(self, evaluation: Evaluation, examples: bytes = b"") -> None:
         """Write an evaluation to its file, after the file of its examples, if it has any."""
         path = self.evaluation_path(evaluation.measure, evaluation.step)
+        # the JSON holds the SHA-256 of the other file and comes last. If a kill leaves the new file beside the old
+        # JSON, the two do not match, which counts as missing
         if examples:
             files.write_bytes(path.with_suffix(".safetensors"), examples)
         files.write_json(path, evaluation.to_dict())
@@ -367,6 +370,7 @@ def refuse_twice(names: Sequence[str]) -> None:
     """Refuse a model that is named twice, in one spelling or in two."""
     known: dict[str, str] = {}
     for name in names:
+        # a name on the hub is no path
         place = os.path.realpath(name) if os.path.exists(name) else name
         if place in known:
             also = "" if known[place] == name else f", the other time as {known[place]}"
@@ -451,7 +455,9 @@ def commit() -> str | None:
             return None
         return done.stdout.strip()
 
+    # an installed isoloss may lie inside another project's checkout, whose commit says nothing about it
     if git("ls-files", "runs.py") != "runs.py":
         return None
+    # `-- .`: of changes, only those inside the package count
     head = git("rev-parse", "HEAD")
     return head + "+" if head and git("status", "--porcelain", "--", ".") else head

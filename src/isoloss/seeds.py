@@ -20,6 +20,7 @@ def derive(seed: int, *names: str | int) -> int:
         >>> derive(0, "masks", 7) == derive(0, "masks", 7), derive(0, "masks", 7) == derive(0, "masks", 8)
         (True, False)
     """
+    # `repr` keeps 1 and "1" apart, and ("ab", "c") from ("a", "bc"). Python's own hash differs from process to process
     text = repr((int(seed), *names)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 

@@ -29,6 +29,13 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(units, words):
         check(units)
 
 
+@pytest.mark.parametrize("letter", ["a", "é", "語"])
+def test_long_names_are_cut_to_what_file_systems_take(letter):
+    one, other = unit(letter * 300), unit(letter * 301)
+    assert len(one.file_name.encode()) <= 150
+    assert one.file_name != other.file_name
+
+
 def test_the_longest_chain_comes_first():
     first, long = unit("first", seconds=2), unit("long", seconds=5)
     units = [long, first, unit("second", "first", seconds=4), unit("third", "second")]

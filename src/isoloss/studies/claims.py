@@ -60,6 +60,7 @@ class Claim:
     not_tested: str = ""
 
 
+# the keys that the TOML file may have; `ClaimsFile` adds what is known of the file itself, which no file may state
 @dataclass(frozen=True, kw_only=True)
 class _Document:
     claims: tuple[Claim, ...]
@@ -226,7 +227,7 @@ class Answer:
 class ClaimResult:
     """A claim and its result in each case."""
 
-    claim: Claim  # the claim
+    claim: Claim
     answers: tuple[Answer, ...]  # one for each case, at least one
 
     def answer(self, case: str = "") -> Answer:
@@ -235,11 +236,11 @@ class ClaimResult:
         Raises:
             IsolossError: There is no such case, or more than one.
         """
-        found = [answer for answer in self.answers if answer.case == case]
-        if len(found) != 1:
+        matching = [answer for answer in self.answers if answer.case == case]
+        if len(matching) != 1:
             cases = ", ".join(repr(answer.case) for answer in self.answers)
             raise IsolossError(f"the claim {self.claim.id} has no one case {case!r}; its cases are {cases}")
-        return found[0]
+        return matching[0]
 
     @property
     def agree(self) -> bool:

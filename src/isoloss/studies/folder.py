@@ -169,6 +169,7 @@ class StudyFolder:
         for name, experiment in self.scale.experiments.items():
             files.write_text(self._config(name), configs.to_toml(experiment.config))
         started = {} if claims is None else {CLAIMS: claims.sha256}
+        # last: until it is there, `exists` takes the folder for a new one, and the same command writes all of it again
         files.write_json(self.path / "study.json", self.document() | started)
 
     def plan(self) -> list[Unit]:
@@ -188,6 +189,7 @@ class StudyFolder:
                 Unit(
                     name=f"{part.name} {name}",
                     arguments=_eval_arguments(run, experiment, part),
+                    # partial, not lambda: a lambda would see the last run of this loop
                     done=functools.partial(_is_measured, run, experiment, part),
                     has_files=functools.partial(_has_evaluations, run, experiment, part),
                     progress=functools.partial(_measuring_progress, run, experiment, part),
@@ -296,6 +298,7 @@ class StudyFolder:
         """
         if not (self.path / "study.json").is_file():
             raise IsolossError(f"{self.path} holds no study: it has no study.json")
+        # only now: a folder without a study is refused at once, before the seconds that torch takes
         import torch
 
         from isoloss.studies.verify import verify_run

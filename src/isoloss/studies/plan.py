@@ -14,7 +14,7 @@ from pathlib import Path
 
 from isoloss.errors import IsolossError
 
-_LONGEST_NAME = 150  # bytes of a unit's name in file names, to which several suffixes are added
+_LONGEST_NAME = 150  # bytes of a unit's name in file names: suffixes are added, and file systems allow 255
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,9 @@ class Unit:
         plain = re.sub(r"[^\w-]+", "-", self.name)
         if len(plain.encode()) <= _LONGEST_NAME:
             return plain
-        return f"{plain[: _LONGEST_NAME - 9]}-{hashlib.sha256(self.name.encode()).hexdigest()[:8]}"
+        # cut by bytes, of which a letter may have several
+        start = plain.encode()[: _LONGEST_NAME - 9].decode(errors="ignore")
+        return f"{start}-{hashlib.sha256(self.name.encode()).hexdigest()[:8]}"
 
 
 def in_order(units: Sequence[Unit]) -> list[Unit]:
@@ -149,6 +151,7 @@ def in_order(units: Sequence[Unit]) -> list[Unit]:
     """
     check(units)
     rank = upward_rank(units)
+    # the order of HEFT (Topcuoglu, Hariri and Wu, 2002): a unit on the longest chain that starts late delays everything
     return sorted(units, key=lambda unit: (unit.block, -rank[unit.name]))
 
 
@@ -160,6 +163,7 @@ def check(units: Sequence[Unit]) -> None:
         if unit.name in blocks:
             raise IsolossError(f"two units of the plan are called {unit.name!r}")
         blocks[unit.name] = unit.block
+        # they would share their leases and logs
         other = names.setdefault(unit.file_name, unit.name)
         if other != unit.name:
             raise IsolossError(
@@ -206,6 +210,7 @@ def upward_rank(units: Sequence[Unit]) -> dict[str, float]:
     by_name = {unit.name: unit for unit in units}
     longest = dict.fromkeys(by_name, 0.0)  # the longest chain after each unit
     result: dict[str, float] = {}
+    # backwards, so that the chains of all followers are known
     for name in reversed(_sorted(units)):
         result[name] = by_name[name].seconds + longest[name]
         for before in by_name[name].after:
@@ -234,6 +239,7 @@ def makespan(units: Sequence[Unit], workers: int) -> float:
     for unit in units:
         for name in unit.after:
             followers.setdefault(name, []).append(unit.name)
+    # a unit that needs more cores than these counts as taking all of them: else it would never start
     cores = [min(unit.needs.all_cores, workers) for unit in units]
     ready: dict[int, list[int]] = {count: [] for count in cores}  # a heap of places for each number of cores
     for name, count in waits.items():

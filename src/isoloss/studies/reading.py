@@ -136,6 +136,7 @@ def as_csv(values: pl.DataFrame) -> pl.DataFrame:
     """Return values with an apostrophe before each text that a spreadsheet would take for a formula."""
     import polars as pl
 
+    # only in columns of text: in one of numbers, a minus is a minus
     return values.with_columns(pl.col(pl.String).str.replace(r"^([=+\-@\t\r])", "'$1"))
 
 
@@ -206,6 +207,7 @@ def _table(rows: list[dict[str, Any]]) -> pl.DataFrame:
         for label, row in zip(labels, rows, strict=True)
         for key, one in row["estimates"].items()
     ]
+    # by all rows: polars would guess a label's type from the first 100
     return pl.DataFrame(cells, schema_overrides=ESTIMATE, infer_schema_length=None)
 
 

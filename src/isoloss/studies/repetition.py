@@ -124,12 +124,13 @@ def compare(first: Path, second: Path) -> Repetition:
     ours, theirs = (_provenance(path) for path in (first, second))
     for key, what in (("study", "studies"), ("scale", "scales"), ("claims_sha256", "claims files")):
         if ours.get(key) != theirs.get(key):
-            found = "" if key == "claims_sha256" else f": {ours[key]} and {theirs[key]}"
-            raise IsolossError(f"{first} and {second} are results of different {what}{found}, which cannot be compared")
+            both = "" if key == "claims_sha256" else f": {ours[key]} and {theirs[key]}"
+            raise IsolossError(f"{first} and {second} are results of different {what}{both}, which cannot be compared")
     if ours["seed_offset"] == theirs["seed_offset"]:
         raise IsolossError(
             f"{first} and {second} both have the seed offset {ours['seed_offset']}: a repetition needs a different one"
         )
+    # two exports with a common run are not independent, as the error of the difference assumes
     if shared := ours["runs"].items() & theirs["runs"].items():
         name = min(shared)[0]
         raise IsolossError(f"{first} and {second} have the same run {name}: a repetition needs runs of its own")
@@ -191,6 +192,8 @@ def _table_cells(summary: dict[str, Any]) -> dict[tuple[str, ...], Estimate]:
             labels = (str(label) for name, label in row.items() if name != "estimates")
             where = (table, *labels)
             for key, document in row["estimates"].items():
+                # an error over examples leaves out the seeds, in which a repetition differs: its interval would miss
+                # far too often
                 if document["method"] == OVER_SEEDS or "labels" in document["details"]:
                     cells[*where, key] = Estimate.from_dict(document)
     return cells

@@ -45,6 +45,7 @@ class Measured(Estimate):
 
     inputs: str
     settings: Mapping[str, Any]
+    # not compared: `==` of two arrays is an array, which has no truth value
     examples: Mapping[str, np.ndarray[Any, Any]] = field(compare=False)
     weights: str = ""
 
@@ -198,6 +199,7 @@ class Results:
         import polars as pl
 
         rows = [self.row(*key, each, keys or self.columns) for key, each in self.checkpoints.items()]
+        # by all rows: polars would guess a column's type from the first 100, where a measure may be null throughout
         return pl.DataFrame(rows, infer_schema_length=None)
 
     def values(self) -> pl.DataFrame:

@@ -180,11 +180,12 @@ def remaining(states: Sequence[UnitStatus], workers: int) -> Remaining:
         states: The statuses of the plan's units, with expected seconds.
         workers: How many cores units may use at a time.
     """
-    left = {status.unit.name for status in states if status.state != "done"}
+    unfinished = {status.unit.name for status in states if status.state != "done"}
+    # units wait only for those that are left: the others would never end in this plan
     units = [
-        dataclasses.replace(status.unit, after=tuple(name for name in status.unit.after if name in left))
+        dataclasses.replace(status.unit, after=tuple(name for name in status.unit.after if name in unfinished))
         for status in states
-        if status.unit.name in left
+        if status.unit.name in unfinished
     ]
     return Remaining(
         core_seconds=sum(unit.seconds * unit.needs.all_cores for unit in units),

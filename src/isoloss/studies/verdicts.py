@@ -80,6 +80,7 @@ def p_value(difference: Estimate, direction: Direction, margin: float = 0.0) -> 
     """
     check_margin(direction, margin)
     beyond = _beyond(difference.value, direction, margin)
+    # by the general rule p would be 1 here, but the margin itself counts as within
     if difference.stderr == 0 and _at_the_edge_of_no_change(beyond, direction):
         return 0.0
     return significance.p_value(dataclasses.replace(difference, value=beyond))
@@ -165,6 +166,7 @@ def answer(
         case, why = contrast.case, contrast.not_tested
         return [Answer(case=case, contrast=case, numbers={}, verdict=Verdict.NOT_TESTED, explanation=why)]
     gate = None
+    # a claim about the loss itself cannot require that the losses are the same
     if contrast.at_same_loss and loss_key(contrast.pairs) not in keys.values():
         gate = same_loss(contrast.pairs, clusters=contrast.clusters, margin=margin)
     measured = {case: key for case, key in keys.items() if all(key in one for pair in contrast.pairs for one in pair)}
@@ -209,6 +211,7 @@ def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equival
     )
     if gate is not None and not gate.shown:
         return measured_answer
+    # the difference is exactly 0 ± 0: a test would show "no change" of a model compared with itself
     if all(one[key].weights == two[key].weights != "" for one, two in pairs):
         return dataclasses.replace(measured_answer, explanation=f"Their weights are identical. {explanation}")
     p = p_value(measured, claim.direction, claim.margin)
@@ -223,6 +226,7 @@ def _judged(claim: Claim, tested: Answer, *, tests: int, p_adjusted: float | Non
     detectable = below = None
     if difference.stderr > 0:
         samples, sd = difference.samples, difference.stderr * math.sqrt(difference.samples)
+        # at Holm's strictest level: which of his levels a test gets depends on the other p-values
         detectable = claim.margin + minimal_detectable_effect(sd, samples, alpha=ALPHA / tests)
         below = largest_size(difference, alpha=ALPHA) if verdict is Verdict.NOT_SHOWN else None
     return dataclasses.replace(tested, verdict=verdict, p_adjusted=p_adjusted, detectable=detectable, below=below)

@@ -91,5 +91,6 @@ def _measured_again(run: Run, measures: Sequence[str], step: int, settings: Mapp
     for measure in measures:
         kept, (again, _) = run.evaluation(measure, step), evaluator.measure(measure, step)
         before = {} if kept is None else kept.to_dict()
+        # as JSON gives it back: tuples are lists there, and keys are text
         differing = configs.differences(before, json.loads(json.dumps(again.to_dict())))
         yield f"{run.name}: {measure} at step {step}, measured again", "; ".join(differing[:1]) or None

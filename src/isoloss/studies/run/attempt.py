@@ -84,19 +84,20 @@ class Attempt:
                 continue
             # looked up by name: listing the parent folder would take longer the more runs there are
             earlier = [attempt_folder(path, n) for n in range(self.lease.number - 1, 0, -1)]
-            left = next((each for each in earlier if Run(each).exists), None)
-            if left is None and Run(path).exists:  # begun by hand
+            begun = next((each for each in earlier if Run(each).exists), None)
+            if begun is None and Run(path).exists:
+                # begun by hand; the lock, which `isoloss train` holds too, tells whether it is still being trained
                 with contextlib.suppress(IsolossError), files.lock(path):
-                    left = path
-            if left is None:
+                    begun = path
+            if begun is None:
                 continue
-            own = attempt_folder(path, self.lease.number)
+            attempt = attempt_folder(path, self.lease.number)
             # a rename and no copy: whoever was paused while writing there then finds no folder to write to
-            with _naming(own):
-                left.rename(own)
+            with _naming(attempt):
+                begun.rename(attempt)
             # whoever was paused may have these files open: what it adds when it resumes goes to the old ones
-            (own / ".lock").unlink(missing_ok=True)
-            for growing in own.glob("*.jsonl"):
+            (attempt / ".lock").unlink(missing_ok=True)
+            for growing in attempt.glob("*.jsonl"):
                 files.write_bytes(growing, growing.read_bytes())
 
     def publish(self) -> None:
@@ -106,15 +107,15 @@ class Attempt:
             IsolossError: A folder cannot be renamed.
         """
         for path in self.unit.outputs:
-            own = attempt_folder(path, self.lease.number)
+            attempt = attempt_folder(path, self.lease.number)
             # an attempt that took over may have published first: its bytes are the same, so nothing is replaced
-            if Run(path).complete or not Run(own).complete:
+            if Run(path).complete or not Run(attempt).complete:
                 continue
             if not Run(path).exists:
                 (path / ".lock").unlink(missing_ok=True)  # all that is left of a command that was killed as it started
             with _naming(path):
                 try:
-                    own.rename(path)  # fails if a folder of that name holds files
+                    attempt.rename(path)  # fails if a folder of that name holds files
                 except OSError:
                     if not Run(path).complete:
                         raise
@@ -145,6 +146,7 @@ def command(arguments: Sequence[str], needs: Resources) -> list[str]:
     """Return the command that runs `isoloss` with these arguments, under torchrun if it has several processes."""
     if needs.processes == 1:
         return [sys.executable, "-m", "isoloss", *arguments]
+    # with --standalone each unit gets a free port of its own, as several such units may run on one machine
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(needs.processes))
     return [sys.executable, "-m", *torchrun, "-m", "isoloss", *arguments]
 

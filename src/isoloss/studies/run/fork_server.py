@@ -40,6 +40,7 @@ def preload(arguments: Sequence[str], needs: Resources) -> None:
 
 def start(arguments: Sequence[str], needs: Resources, log: Path, environment: Mapping[str, str]) -> ForkServerProcess:
     """Start an `isoloss` command, with its output in `log` and further variables in its environment."""
+    # the fork server keeps the environment that it was started with, so all variables are sent along
     variables = {**os.environ, **environment, "ISOLOSS_EXIT_WITH_STDIN": "1"}
     words = [] if can_fork(arguments, needs) else command(arguments, needs)
     process = _CONTEXT.Process(target=_become, args=(list(arguments), words, str(log), variables))
@@ -58,6 +59,7 @@ def _become(arguments: list[str], words: list[str], log: str, environment: dict[
     executor = multiprocessing.parent_process()
     assert executor is not None
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    # standard input is the pipe of `multiprocessing` whose other end the executor holds: it closes when that ends
     for target, source in ((0, executor.sentinel), (1, file), (2, file)):
         os.dup2(source, target)
     if words:

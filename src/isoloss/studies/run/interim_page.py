@@ -50,10 +50,13 @@ class InterimPage:
         complete = tuple(sorted(self._complete))
         what, start = f"the page of {len(complete)} of {blocks} blocks", time.monotonic()
         try:
+            # several executors on one folder may all want to write a page
             with files.lock(self._folder.path, wait=True):
                 page = self._folder.report(complete)
             self._say(f"{what}: {page}, written in {time.monotonic() - start:.0f} s")
         except Exception as error:  # whatever fails on part of the results does not stop the study
             kind = "" if isinstance(error, IsolossError) else f"{type(error).__name__}: "
             self._say(f"{what} could not be written: {kind}{' '.join(str(error).split())}")
+        # also after a failure, so that it is tried again only when there is more to show; and by the time now, as
+        # writing takes seconds
         self._shown, self._written = len(complete), time.monotonic()

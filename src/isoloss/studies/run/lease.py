@@ -75,6 +75,7 @@ class Lease:
     def renew(self) -> None:
         """Renew the heartbeat."""
         with contextlib.suppress(OSError):  # the file system may not respond now; the next heartbeat may succeed
+            # without a time of ours: over NFS, the file server then stamps the heartbeat with its own clock
             os.utime(self.path)
 
     def end(self, how: End, **details: Any) -> None:
@@ -133,18 +134,21 @@ class Leases:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                # of all processes that try, on any machine, exactly one creates the file
+                # of all processes that try, on any machine, exactly one creates the file. Children do not inherit it
+                # (PEP 446), so the lock does not live on in a command that outlives this process
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             except FileExistsError:
                 return None
             boot = _boot()
             try:
+                # flock, not lockf: a process loses a POSIX lock as soon as it closes any other handle of the file
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # a file system without locks: only the heartbeat says whether this process lives
                 boot = ""
             # the lock comes first: whoever reads the boot id may rely on it
             owner = {"host": socket.gethostname(), "pid": os.getpid(), "boot": boot, "expiry": self.expiry}
             owner["began"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            # into the file itself: written beside it and renamed, it would be another file, which nobody has locked
             os.write(descriptor, json.dumps(owner).encode())
         except OSError as error:
             raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
@@ -157,6 +161,7 @@ class Leases:
             # on network file systems, opening a file refreshes its cached attributes
             with (self.folder / f"{unit}.{number}.json").open() as file:
                 if owner.get("boot") and owner["boot"] == _boot():
+                    # a shared lock: two processes that look at once must not take each other for the owner
                     with contextlib.suppress(OSError):  # of a lock that its owner holds
                         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                         return True

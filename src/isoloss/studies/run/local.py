@@ -44,6 +44,7 @@ def run(loop: Loop, options: Options) -> None:
     if not todo:
         return
     for unit in todo:
+        # before the first command: the server reads the list of imports when it starts, and never again
         fork_server.preload(unit.arguments, unit.needs)
     where = f"{options.workers} at a time" + (f" on {len(capacity.gpus)} GPUs" if capacity.gpus else "")
     loop.say(f"{len(todo)} of {len(loop.units)} units to do, {where}; their output is in {loop.logs}")
@@ -57,6 +58,7 @@ def run(loop: Loop, options: Options) -> None:
                 process = fork_server.start(attempt.arguments, attempt.unit.needs, attempt.log, environment)
                 running[attempt] = process, gpus
             loop.report_done()
+            # with a timeout, as units of other executors may end and a failed one may be due again meanwhile
             wait([process.sentinel for process, _ in running.values()], timeout=POLL_SECONDS)
             for attempt, (process, gpus) in list(running.items()):
                 if (status := process.exitcode) is not None:
@@ -82,6 +84,7 @@ def _stop(loop: Loop, running: dict[Attempt, ForkServerProcess]) -> None:
             with contextlib.suppress(ProcessLookupError):  # it ends now
                 os.kill(process.pid, signal.SIGINT)
     deadline = time.monotonic() + GRACE_SECONDS
+    # a second Ctrl-C ends the wait
     with contextlib.suppress(KeyboardInterrupt):
         for process in running.values():
             process.join(max(0.1, deadline - time.monotonic()))
@@ -155,6 +158,7 @@ class Capacity:
         """Return GPUs with room, the fullest first so that whole ones stay free; None if there are too few."""
         if not needs.gpus:
             return ()
+        # a fraction of a GPU is a share of one, though it rounds to none
         each, count = min(needs.gpus, 1.0), max(1, round(needs.all_gpus))
         free = sorted((room, gpu) for gpu, room in self.gpus.items() if room >= each - _ROUNDING)
         return tuple(gpu for _, gpu in free[:count]) if len(free) >= count else None
@@ -172,8 +176,8 @@ def _memory() -> float:
 
 def visible_gpus() -> tuple[str, ...]:
     """Return the NVIDIA GPUs that this process may use, as named in `CUDA_VISIBLE_DEVICES`, without loading torch."""
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return tuple(name for name in given.split(",") if name and name != "-1")
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return tuple(name for name in visible.split(",") if name and name != "-1")
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):

@@ -125,6 +125,7 @@ class Loop:
         self._deleted = {unit.name for unit in units if unit.name not in self._done and self._state(unit).end == "done"}
         self._released: set[str] = set()  # what they wait for is done
         self._open: set[str] = set()  # of these, those that are neither done nor given up
+        # plans have thousands of units and few kinds of needs: an executor is asked once a kind whether there is room
         self._ready: dict[Resources, list[int]] = {}  # a heap of places of open units for each kind of needs
         self._held: dict[str, Attempt] = {}
         self._elsewhere: set[str] = set()  # open, but another process has them
@@ -268,6 +269,7 @@ class Loop:
             if last.end == "done" and unit.done():
                 self._note_done(unit)
                 self.say(f"{unit.name}: done elsewhere ({self.num_done} of {len(self.units)} units)")
+            # only once: a failure that was there at the last look has been noted
             elif last.end == "failed" and last != before.get(file_name):
                 end = self.leases.end_record(file_name, last.number, "failed")
                 text = f"{unit.name} {end.get('reason', 'failed')} in another process: {end.get('last_line', '')}"
@@ -344,6 +346,7 @@ class Loop:
         """Renew the leases that are held, forever."""
         while True:
             time.sleep(self.options.expiry / HEARTBEATS)
+            # a copy, as the main thread takes and finishes attempts meanwhile
             for attempt in list(self._held.values()):
                 if attempt.lease.is_held():
                     attempt.lease.renew()
@@ -355,6 +358,7 @@ class Loop:
 
     def _open_next(self) -> None:
         """Open the units that have nothing to wait for any more."""
+        # again, as marking what is done already may free more
         while names := self._order.get_ready():
             self._released.update(names)
             for name in names:
@@ -374,6 +378,7 @@ class Loop:
         self._elsewhere.discard(unit.name)
         self._open.discard(unit.name)
         self._given_up.pop(unit.name, None)  # another process has tried again
+        # the sorter takes only what it has handed out; what was done before that is marked in `_open_next`
         if unit.name in self._released:
             self._order.done(unit.name)
             self._open_next()

@@ -70,13 +70,13 @@ def run(loop: Loop, options: Options) -> None:
 
 
 def _connect(options: Options) -> Any:
-    own: dict[str, Any] = {}
+    local: dict[str, Any] = {}
     if not options.address:
         # whoever reaches Ray's ports can run code: the ports of our own cluster are those of the loopback interface,
         # and ask other users of this machine for a token. Ray reads these variables when it is imported
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux too, 127.0.0.1 stays what it is
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        own = {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
+        local = {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
     try:
         import ray
     except ImportError:
@@ -88,7 +88,7 @@ def _connect(options: Options) -> Any:
         if colon and port.isdecimal():  # Ray itself would wait for minutes
             socket.create_connection((host, int(port)), timeout=CONNECTING_SECONDS).close()
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        ray.init(address=options.address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
+        ray.init(address=options.address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
         if on_sigterm is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray has replaced it
     except (OSError, RuntimeError, ValueError) as error:
@@ -112,6 +112,7 @@ def _carry_out_all(ray: Any, loop: Loop) -> None:
                 time.sleep(POLL_SECONDS)
                 continue
             ray.wait(list(running), timeout=POLL_SECONDS)  # returns when one has ended
+            # all that have ended by now: the call above waits for one and names no more
             for reference in ray.wait(list(running), num_returns=len(running), timeout=0)[0]:
                 attempt = running.pop(reference)
                 status, was_stopped = _status(ray, reference, attempt, loop)
@@ -136,12 +137,12 @@ def _carry_out_all(ray: Any, loop: Loop) -> None:
 
 
 def _size(ray: Any) -> dict[str, float]:
-    """Return the number of cores and GPUs and the memory (GiB) of all nodes that the cluster has now."""
-    found = ray.cluster_resources()
+    """Return the cores, GPUs and memory (GiB) of all nodes that the cluster has now."""
+    resources = ray.cluster_resources()
     return {
-        "cores": found.get("CPU", 0.0),
-        "gpus": found.get("GPU", 0.0),
-        "memory": found.get("memory", 0.0) / 2**30,
+        "cores": resources.get("CPU", 0.0),
+        "gpus": resources.get("GPU", 0.0),
+        "memory": resources.get("memory", 0.0) / 2**30,
     }
 
 
@@ -152,6 +153,7 @@ def _fits(size: Mapping[str, float], options: Options, running: Sequence[Resourc
     """
     wanted = _amounts(needs)
     used = {kind: sum(_amounts(other)[kind] for other in running) for kind in wanted}
+    # a unit that needs more cores than `workers` runs alone, instead of never
     if used["cores"] and used["cores"] + wanted["cores"] > options.workers:
         return False
     if all(not amount or used[kind] + amount <= size[kind] + _ROUNDING for kind, amount in wanted.items()):
@@ -164,7 +166,6 @@ def _amounts(needs: Resources) -> dict[str, float]:
 
 
 def _submit(attempt: Attempt) -> Any:
-    """Submit an attempt as a Ray task, and return its reference."""
     needs = attempt.unit.needs
     wanted: dict[str, Any] = {"num_cpus": needs.all_cores, "num_gpus": needs.all_gpus, "name": attempt.unit.name}
     if needs.memory:
@@ -177,6 +178,7 @@ def _task() -> Any:
     """Return `carry_out` as a Ray task, made only once: the cluster gets a copy of it each time it is made."""
     import ray
 
+    # retries are the loop's: a task that Ray itself repeated would write under a lease that may be lost
     return ray.remote(max_retries=0)(carry_out)
 
 
@@ -221,6 +223,7 @@ def carry_out(arguments: tuple[str, ...], needs: Resources, log: Path, environme
     if lease is not None and not Path(lease).is_file():
         return FOLDER_NOT_FOUND
     more = dict(environment)
+    # for a task with GPUs, Ray has set the variable to those that it chose
     if not needs.gpus:
         more["CUDA_VISIBLE_DEVICES"] = ""
     fork_server.preload(arguments, needs)

@@ -40,6 +40,8 @@ class Worker:
 
     def __call__(self) -> int:
         """Run the command; when the job is interrupted, the command saves first."""
+        # a process of its own: at the time limit, submitit's handler requeues the job and raises SystemExit in this
+        # one, which leaves the command time to save
         process = subprocess.Popen([sys.executable, "-m", "isoloss", *self.arguments])
         try:
             return process.wait()
@@ -78,6 +80,7 @@ def run(loop: Loop, options: Options) -> None:
     loop.say(f"{len(todo)} of {len(loop.units)} units to do by {options.workers} jobs; their output is in {loop.logs}")
     running: list[Any] = []
     last_message = time.monotonic()
+    # below 0, so that workers are submitted at least once
     done_before = -1
     try:
         while True:
@@ -87,6 +90,7 @@ def run(loop: Loop, options: Options) -> None:
             if loop.finished:
                 return
             if have_ended:
+                # workers that finish no unit would otherwise be submitted forever
                 if loop.num_done == done_before:
                     raise IsolossError(_without_progress(running))
                 done_before = loop.num_done
@@ -109,8 +113,8 @@ def _executor(loop: Loop, options: Options, folder: Path) -> tuple[Any, int]:
         import submitit
     except ImportError:
         raise IsolossError("the executor slurm needs submitit: pip install 'isoloss[slurm]'") from None
-    given = dict(options.submit_parameters)
-    cluster = given.pop("cluster", "slurm")
+    submitted = dict(options.submit_parameters)
+    cluster = submitted.pop("cluster", "slurm")
     if cluster not in CLUSTERS:
         raise IsolossError(f"cluster is {cluster!r}; it must be one of {', '.join(CLUSTERS)}")
     if cluster == "slurm" and shutil.which("sbatch") is None:
@@ -125,7 +129,7 @@ def _executor(loop: Loop, options: Options, folder: Path) -> tuple[Any, int]:
         "tasks_per_node": 1,
         "cpus_per_task": max(each.all_cores for each in needs),
         "gpus_per_node": math.ceil(max(each.all_gpus for each in needs)),
-        **given,
+        **submitted,
     }
     if memory := max(each.memory for each in needs):
         parameters.setdefault("mem_gb", memory)
