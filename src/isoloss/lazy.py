@@ -21,7 +21,8 @@ def exports(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(names[name]), name)
-        setattr(sys.modules[package], name, value)  # Python then finds it by itself, and asks here no more
+        # once it is an attribute, Python finds it by itself and does not ask here again
+        setattr(sys.modules[package], name, value)
         return value
 
     return get, lambda: sorted(names)

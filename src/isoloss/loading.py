@@ -181,9 +181,11 @@ def load_model(
         stored = _stored_weights(name, place)
         if getattr(config, "quantization_config", None) is None:
             _check_types(name, stored)
+        # only prefixes that occur: transformers keeps a mapping, and applies it backwards when the model is saved
         wrappers = {pattern: "" for pattern in _WRAPPERS if any(re.search(pattern, key) for key in stored)}
         known, cls = _AUTO[kind]
-        if type(config) not in known and not hasattr(config, "auto_map"):  # the text part of a multimodal model, or all
+        # the Auto class knows no multimodal model, whole or its text part; the class that the config names does
+        if type(config) not in known and not hasattr(config, "auto_map"):
             cls = getattr(transformers, architecture, cls)
         model, info = cls.from_pretrained(
             name,
@@ -207,7 +209,8 @@ def load_model(
         raise IsolossError(f"{name} lacks weights of {type(model).__name__}: {_some(info['missing_keys'])}{instead}")
     _check_unexpected(model, info["unexpected_keys"], name, are_ignored=ignore_unexpected_weights)
     if wrappers:
-        del model._weight_conversions  # by which save_pretrained would put the prefixes back
+        # by these, save_pretrained would put the prefixes back
+        del model._weight_conversions
         warn(f"the weights of {name} have prefixes of torch.compile or DataParallel in their names: they are left out")
     _restore_padding(model, stored, wrappers)
     model = model.to(target).eval()
@@ -370,7 +373,8 @@ def _clear_errors(name: str, revision: str | None, *, is_online: bool) -> Iterat
         raise
     except SafetensorError as error:
         raise IsolossError(f"the weights in {name} are damaged: {error}") from error
-    except Exception as error:  # what a config can get wrong has no common class, some of it is the hub's own
+    # what a config can get wrong raises errors without a common class, some of them the hub's own
+    except Exception as error:
         reason = _reason(error)
         if isinstance(error, KeyError):
             reason = f"transformers does not know {reason}, which its config.json names"
@@ -405,9 +409,11 @@ def _check_unexpected(model: PreTrainedModel, keys: set[str], name: str, *, are_
         # in a file that was saved without a head, names lack their first part
         full = key if owner(key) else f"{model.base_model_prefix}.{key}"
         inner = modules[owner(full)]
+        # a head is a container at the top of the model: it has modules and no parameters of its own
         is_head = "." not in owner(full) and not isinstance(inner, nn.ModuleList) and not [*inner.parameters(False)]
+        # the module that the weight was in is missing as a whole: another task's part, such as a pooler
         if full.rpartition(".")[0] not in modules and (isinstance(inner, PreTrainedModel) or is_head):
-            parts.add(key.rpartition(".")[0])  # another task's, such as a pooler
+            parts.add(key.rpartition(".")[0])
         else:
             inside.add(key)
     if parts:
@@ -457,9 +463,11 @@ def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
 
     ids = torch.arange(8, device=loaded.model.device)[None] % loaded.model.get_input_embeddings().num_embeddings
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of missing weights, which are an error here, and of names about to go
+        # PEFT warns of missing weights, which are an error below, and of names that merging removes
+        warnings.simplefilter("ignore")
         adapted: Any = PeftModel.from_pretrained(loaded.model, str(config.parent))
-        if not hasattr(adapted, "merge_and_unload"):  # prompts, which are no change of weights
+        # prompts are put before the input: no change of weights gives the same function
+        if not hasattr(adapted, "merge_and_unload"):
             raise IsolossError(f"{name} is an adapter ({adapted.peft_type.value}) that cannot be merged into {base}")
         with safe_open(weights, framework="pt") as file:
             held = set(file.keys())
@@ -472,7 +480,8 @@ def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
             apart = adapted.eval()(input_ids=ids).logits
             model = adapted.merge_and_unload().requires_grad_(True).eval()  # PEFT froze the base
             change = (model(input_ids=ids).logits - apart).abs().max() / apart.abs().max()
-        if not change < torch.finfo(apart.dtype).eps ** 0.5:  # more than rounding, or NaN
+        # more than rounding; written so that NaN is refused too
+        if not change < torch.finfo(apart.dtype).eps ** 0.5:
             raise IsolossError(
                 f"{name} is an adapter that cannot be merged into {base}: merged, the model predicts otherwise (logits "
                 f"change by up to {100 * change:.2g} %), as where an adapter changes one of two tied weights"

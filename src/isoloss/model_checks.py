@@ -125,7 +125,8 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
     inner = unwrapped(model)
     checkpointing = [module for module in inner.modules() if getattr(module, "gradient_checkpointing", False) is True]
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        # without it nothing is compiled, and `set_stance` would import it, which takes seconds
+        if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -176,7 +177,8 @@ def is_causal_class(name: str, config: Any) -> bool | None:
         return False
     if name.endswith("WithLMHeadModel"):  # XLM and FlauBERT
         return bool(getattr(config, "causal", False))
-    if name == "XLNetLMHeadModel":  # which sees all tokens, but for those that a permutation mask hides
+    # XLNet sees all tokens, but for those that a permutation mask hides
+    if name == "XLNetLMHeadModel":
         return getattr(config, "attn_type", "bi") == "uni"
     if "ForCausalLM" in name or name.endswith("LMHeadModel"):
         return True
@@ -224,7 +226,8 @@ def max_length(model: nn.Module) -> int | None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     said = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len", "max_target_positions"))
     bounds = [number for number in said if isinstance(number, int) and number > 0]
-    token = 2 if getattr(text, "pad_token_id", None) == 0 else 0  # padding may have no position
+    # not the padding's id, for which some models look up no position
+    token = 2 if getattr(text, "pad_token_id", None) == 0 else 0
     lookups = []
     # the table of positions is the one whose last used row moves by one with one more token: other tables, such as that
     # of token types, use the same rows for both lengths
@@ -236,7 +239,7 @@ def max_length(model: nn.Module) -> int | None:
                 return min(bounds, default=None)
         lookups.append(mode.seen)
     for (rows, last), (_, next_last) in zip(*lookups, strict=False):
-        if next_last == last + 1:  # a table of positions
+        if next_last == last + 1:
             # of two tokens, the first used row last - 1: so many rows are left from there on
             bounds.append(rows - last + 1)
     return min(bounds, default=None)

@@ -117,7 +117,8 @@ class Registry:
         if not isinstance(target, str):
             self._check(name, target, "")
         known = self._all().get(name)
-        if known is not None and _place(known.target) != _place(target):  # a notebook runs its cells again
+        # by place, not identity: a notebook that runs a cell again registers a new class of the same name
+        if known is not None and _place(known.target) != _place(target):
             raise IsolossError(f"there is a {self.kind} {name!r} already; choose another name")
         self._entries[name] = Entry(target, summary)
 
@@ -133,7 +134,8 @@ class Registry:
         if entry.summary:
             return entry.summary
         component = self.load(name)
-        if not (inspect.isclass(component) or callable(component)):  # an object, which its module describes
+        # an object has its class's docstring, which is about no component: the module describes it
+        if not (inspect.isclass(component) or callable(component)):
             component = (
                 importlib.import_module(entry.target.partition(":")[0]) if isinstance(entry.target, str) else None
             )

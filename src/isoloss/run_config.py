@@ -249,7 +249,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Count the steps of the stages."""
-        with contextlib.suppress(TypeError, AttributeError):  # of stages that are none: `check` says so
+        # something that is no stage passes here, and `check` names it
+        with contextlib.suppress(TypeError, AttributeError):
             if self.stages and self.steps == TrainConfig.steps:
                 object.__setattr__(self, "steps", sum(stage.steps for stage in self.stages))
 

@@ -86,8 +86,9 @@ def say_wrapped(text: str, *, indent: int = 0) -> None:
         max(20, width),
         initial_indent=" " * indent,
         subsequent_indent=" " * (indent + 2),
-        break_long_words=False,  # paths are
-        break_on_hyphens=False,  # and names have them
+        # a path or a name that is torn could not be copied from the terminal
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     say(wrapper.fill(text))
 
@@ -165,6 +166,7 @@ def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, wi
         min(size.maximum, max(size.minimum, LEAST_TEXT)) if i < left else size.maximum for i, size in enumerate(sizes)
     ]
     room = width - sum(widths) - GAP * (len(widths) - 1)
+    # the spare columns go one by one to the narrowest text that still folds
     for _ in range(room):
         folding = [i for i, size in enumerate(sizes) if widths[i] < size.maximum]
         if folding:

@@ -104,6 +104,7 @@ def main(arguments: list[str]) -> int:
     check_fits(shape_of(loaded.model), into)
     inputs = _inputs(args, name, loaded)
     expanded = expand(loaded.model, into, embedding_scale=args.embedding_scale)
+    # both models take the same batches, so the larger one decides how large they may be
     inputs = inputs.cut(inputs.fitting_batch_size(expanded.model.config))
     common.note(f"{name}: {loaded.architecture}, {loaded.kind}; {inputs.description}")
     with common.Progress("expand", 3 * inputs.num_sequences, "sequences") as progress:

@@ -104,7 +104,8 @@ def main(arguments: list[str]) -> int:
     known = {name: measure for name, measure in MEASURES.loaded().items() if issubclass(measure, FlatnessMeasure)}
     cls = options.with_measures(Args, known)
     args: Any = options.parse(cls, "flatness", arguments, examples=EXAMPLES)
-    trace: Any = flatness_measure("trace", args.measure)  # whose settings for the inputs are those of all
+    # all measures see the same inputs: how many and which is asked of the trace's settings, which every measure shares
+    trace: Any = flatness_measure("trace", args.measure)
     where_known = not (args.measures or args.control)
     if where_known:
         several = len(args.models) > 1 and trace.trace_method == "ghost"
@@ -227,7 +228,8 @@ def _context(args: Any, models: list[ModelInfo]) -> MeasureContext:
 
 
 def _is_shuffled(args: Any) -> bool:
-    return args.rtol is not None or args.seconds is not None  # it may stop before the end of the inputs
+    # a measurement that may stop early needs its inputs in random order, or it would estimate the start of the data
+    return args.rtol is not None or args.seconds is not None
 
 
 def _say_how_to_go_on(args: Any, arguments: list[str]) -> None:
@@ -244,7 +246,8 @@ def _print(args: Any, results: FlatnessResults, inputs: Inputs, *, is_random: bo
         if partial_estimate is not None:
             order = "" if is_random else " in the order of the data, which are not a random sample"
             part = f"the first {partial_estimate.details['sequences']:,} sequences{order}"
-            if "clusters" not in partial_estimate.details:  # by probes, each of which sees all sequences
+            # without clusters the error is over probes, and each probe has seen all sequences
+            if "clusters" not in partial_estimate.details:
                 part = f"{partial_estimate.num_probes} probes"
             so_far = f"; the estimate from {part}:"
         common.note(f"interrupted while {measure} of {model} was measured{so_far}")

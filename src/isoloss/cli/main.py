@@ -88,6 +88,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         with _warnings_as_lines(subcommand):
+            # only this subcommand's module: importing all of them would take seconds
             return int(importlib.import_module(f"isoloss.cli.{subcommand}").main(rest))
     except SystemExit as end:  # of tyro, which has printed the help, or what is wrong with the command line
         return int(end.code or 0)
@@ -100,7 +101,8 @@ def main(arguments: list[str]) -> int:
             _tell(f"  {shlex.join(['isoloss', *arguments])}")
         return interrupts.status()
     except BrokenPipeError:
-        raise  # for `entry`
+        # `entry` deals with a reader that has gone; a BrokenPipeError is an OSError too, hence this clause before it
+        raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _tell(f"isoloss {subcommand}: {where}{error.strerror or error}")
@@ -116,7 +118,8 @@ def _is_temporary(error: BaseException | None) -> bool:
     while error is not None:
         number = error.errno if isinstance(error, OSError) else None
         if isinstance(error, Exception) and (match := re.search(r"\(os error (\d+)\)", str(error))):
-            number = int(match[1])  # of libraries written in Rust, such as safetensors
+            # libraries written in Rust, such as safetensors, give the number of the error only in its text
+            number = int(match[1])
         if number in DISK_ERRORS:
             return True
         error = error.__cause__
@@ -147,6 +150,7 @@ def entry() -> NoReturn:
     start = time.monotonic()
     if os.environ.get("ISOLOSS_EXIT_WITH_STDIN"):
         _exit_with_stdin()
+    # a terminal without ± must not end a command of an hour with a traceback
     codecs.register_error("isoloss", _spell)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -155,10 +159,13 @@ def entry() -> NoReturn:
     status = 0
     try:
         status = main(sys.argv[1:])
+        # now, while a failure can still be told: Python itself would flush at exit
         sys.stdout.flush()
-    except OSError as error:  # of writing the output, which Python would try again at exit
+    # the output could not be written. Python would try again at exit, and fail with a traceback: /dev/null takes it
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # whose reader has gone: there is nobody left to tell
+        # a reader that has gone, such as `head`, is no failure
+        if not isinstance(error, BrokenPipeError):
             _tell(f"isoloss: cannot write the output: {error.strerror or error}")
             status = TEMPORARY_FAILURE if _is_temporary(error) else 2
     if os.environ.get("ISOLOSS_USAGE"):
@@ -185,6 +192,7 @@ def _exit_with_stdin() -> None:
     def watch() -> None:
         while os.read(0, 1024):
             pass
+        # sys.exit would end this thread alone
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -103,7 +103,8 @@ def _problem(known: Collection[str], others: Mapping[str, Collection[str]], word
         if having := [other for other, names in others.items() if name in names]:
             return f"{option} is an option of {', '.join(having)};"
         guess = FOREIGN.get(name, "")
-        if guess not in known:  # compared without the dashes, which would make all short options alike
+        # without the dashes, which would make all short options alike
+        if guess not in known:
             choices = [other.removeprefix("--") for other in (*known, *itertools.chain(*others.values()))]
             guess = f"--{most_like(name.removeprefix('--'), choices) or ''}"
         return f"there is no option {option}{f'; did you mean {guess}?' if guess != '--' else ':'}"
@@ -228,6 +229,7 @@ def _texts(config: type) -> Mapping[str, str]:
     import docstring_parser
 
     texts: dict[str, str] = {}
+    # a subclass may describe a field anew, so it comes after its bases
     for cls in reversed(config.__mro__[:-1]):
         for param in docstring_parser.parse_from_object(cls).params:
             texts[param.arg_name] = " ".join((param.description or "").split())
@@ -279,7 +281,8 @@ def _option(options: type[Options], name: str) -> StructFieldSpec:
 
 def _argument(field: dataclasses.Field[Any], hint: Any, cls: Any, default: Any) -> StructFieldSpec:
     """Return an argument of a command: no `(default: None)`, as the text says what None stands for."""
-    if default is MISSING_NONPROP and get_origin(_bare(hint)) is tuple:  # tyro would show it as optional
+    # tyro would show a tuple as optional, though without a default it is required
+    if default is MISSING_NONPROP and get_origin(_bare(hint)) is tuple:
         mark = tyro.conf.arg(metavar=f"{field.name.upper()} ...", help_behavior_hint="(required)")
     else:
         mark = tyro.conf.arg(help_behavior_hint="" if default in (None, (), "") else None)
@@ -357,6 +360,7 @@ def _whole_number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | No
 def _read_whole(word: str) -> int:
     try:
         number = Decimal(word)
+        # the exponent is looked at first: as an int, 1e999999999 would fill the memory
         if number.is_finite() and number.adjusted() < _MOST_DIGITS and number == number.to_integral_value():
             return int(number)
     except InvalidOperation:

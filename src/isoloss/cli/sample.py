@@ -186,6 +186,7 @@ def _conditionals(language: ExactLanguage, sentences: Sentences, number: int) ->
     wanted = min(number, length)
     if wanted == 0:
         return []
+    # the middles of `wanted` equal parts of the sentence
     positions = [int((2 * index + 1) * length / (2 * wanted)) for index in range(wanted)]
     chosen = torch.tensor([positions])
     logs = language.log_conditionals(sentences.tokens[:1], sentences.lengths[:1], positions=chosen)

@@ -151,10 +151,12 @@ class _Run(_Working):
             if getattr(self, option) and self.executor != executor:
                 raise IsolossError(f"--{option} is for --executor {executor}; the executor is {self.executor}")
         folder = self.study()
-        if self.executor != "local":  # commands may start in another folder or on another machine
+        # commands of other executors may start in another folder or on another machine
+        if self.executor != "local":
             folder.path = folder.path.absolute()
         folder.check()
-        folder.exists()  # refuses a folder that is not this study's before anything is written
+        # refuses a folder of something else before anything is written into it
+        folder.exists()
         execute: Executor = EXECUTORS.load(self.executor)
         settings = self.executor_options(folder, address=self.address, submit_parameters=self._submit_parameters())
         with files.lock(folder.path, wait=True):
@@ -628,7 +630,7 @@ def _watch(folder: StudyFolder, as_json: bool) -> int:
                 shown.add_row(*(Text(printable(cell)) for cell in _cells(status)))
         return shown
 
-    looks = 0  # one after the other in which nothing was running
+    looks = 0  # in a row that found nothing running
     with Live(auto_refresh=False) if sys.stdout.isatty() else contextlib.nullcontext() as live:
         while True:
             states = _states(folder)
@@ -640,7 +642,8 @@ def _watch(folder: StudyFolder, as_json: bool) -> int:
                 return 0
             looks = 0 if any(status.state == "running" for status in states) else looks + 1
             given_up = [status.unit.name for status in states if status.is_given_up]
-            if given_up and looks > 1:  # between two units nothing runs for a moment, too
+            # between two units nothing runs for a moment: hence a second look
+            if given_up and looks > 1:
                 break
             time.sleep(LINE_SECONDS if live is None else WATCH_SECONDS)
     common.say_wrapped(f"Nothing is running, and what is left waits for failed units: {', '.join(given_up)}.")

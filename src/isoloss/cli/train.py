@@ -172,7 +172,8 @@ def _main(arguments: list[str]) -> int:
     run, config = Run(args.run), _config(args)
     configs.check(config)
     _check_machine(run, config)
-    is_free = args.config is None and args.language is not None and args.preset is None  # these say how it is trained
+    # a config, a run or a preset already says how it is trained
+    is_free = args.config is None and args.language is not None and args.preset is None
     if is_free and not (args.compiled or args.no_compiled):
         config = dataclasses.replace(config, compiled=_is_compiled(run, config))
     if args.print_config:
@@ -198,7 +199,8 @@ def _main(arguments: list[str]) -> int:
     common.say(f"{run.path}: {result['steps']} steps done, last training loss {result['loss_nats']:.4f} nats")
     common.say_stages(run)
     steps = ", ".join(map(str, run.steps()))
-    if usage.USAGE in os.environ:  # a study gives the run another path, and measures it
+    # a unit of a study: the study renames the run and measures it, so a command for that would only mislead
+    if usage.USAGE in os.environ:
         common.say(f"checkpoints (step): {steps}")
         return 0
     common.say(f"checkpoints (step): {steps}; measure them with")
@@ -212,7 +214,8 @@ def _check_machine(run: Run, config: TrainConfig) -> None:
     early_checks.check_threads(config.threads)
     if config.init_from is not None and not run.steps():
         first = run.path / config.init_from
-        if not first.resolve().exists():  # the run's folder may not be there yet, and `..` of it is
+        # resolved, as the path may begin with `..` of a folder that is not there yet
+        if not first.resolve().exists():
             raise IsolossError(
                 f"init_from is {config.init_from}, relative to the run's folder, and there is no {first}"
                 f"{files.nearest(first)}"
@@ -221,7 +224,8 @@ def _check_machine(run: Run, config: TrainConfig) -> None:
 
 def _is_compiled(run: Run, config: TrainConfig) -> bool:
     """Whether a run whose command does not say so is compiled."""
-    if run.exists:  # the step decides the bits, so the same command goes on with the same step on any machine
+    # the step decides the bits of the result, so a run goes on with the step that it began with, on any machine
+    if run.exists:
         if run.config.compiled and (reason := config.compiled_lacks()):
             raise IsolossError(f"{run.path} was begun with the compiled step, and {reason}")
         return run.config.compiled
@@ -293,7 +297,8 @@ def _from_options(args: Args) -> TrainConfig:
     if {"warmup_steps", "warmup_proportion"} <= optimization.keys():
         raise IsolossError("--warmup-steps and --warmup-proportion say the same: leave one out")
     if "warmup_proportion" in optimization:
-        optimization["warmup_steps"] = None  # of the preset
+        # in the place of the preset's steps: a config states one of the two
+        optimization["warmup_steps"] = None
     preset = None if args.preset is None else presets.load_preset(args.preset)
     language = languages.resolve(str(args.language), **args.reading)
     own: dict[str, Any] = {"architecture": preset.architecture, "dropout": preset.dropout} if preset else {}

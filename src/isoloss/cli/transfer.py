@@ -216,7 +216,8 @@ def method_config(args: Args) -> Any:
     if unknown := [option_name(name) for name in given if not hasattr(config, name)]:
         raise IsolossError(f"{', '.join(unknown)}: no effect with --method {args.method}")
     if "warmup_proportion" in given:
-        given = {"warmup_steps": None} | given  # not the preset's
+        # in the place of the preset's steps: a config states one of the two
+        given = {"warmup_steps": None} | given
     chosen = dataclasses.replace(preset or config(), **given, seed=args.seed)
     check(chosen)
     return chosen
@@ -478,7 +479,8 @@ def _seeds(details: Mapping[str, Any]) -> str:
 
 def _document(task: TaskData, result: TransferResult) -> dict[str, Any]:
     document = result.to_dict()
-    document["accuracy"]["seconds"] = None  # so that the document is a function of model and settings
+    # the document is to be a function of model and settings alone
+    document["accuracy"]["seconds"] = None
     text = {} if task.coverage is None else {"text": dataclasses.asdict(task.coverage)}
     return {"majority_rate": task.majority_rate, "overlap": task.overlap, **text, **document}
 

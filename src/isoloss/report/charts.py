@@ -103,7 +103,8 @@ def magnified(
         rows, ends = data.panel(drawing.frame, loss, up)
         _, near_ends = data.panel(inside, loss, up)
         full = data.ends([*ends[up], *(line["y"] for line in lines)], log=up.log) if lines else ends[up]
-        left, right = max(band[0], ends[loss][0]), min(band[1], ends[loss][1])  # a band may reach 0 or beyond the axis
+        # a band may begin at 0, which no logarithmic axis has, or end beyond the axis
+        left, right = max(band[0], ends[loss][0]), min(band[1], ends[loss][1])
         x, y = _measured(loss, ends[loss]), _measured(up, full)
         corners = {"x": left, "x2": right, "y": near_ends[up][0], "y2": near_ends[up][1]}
         everything = [
@@ -118,6 +119,7 @@ def magnified(
             *drawing.against(rows, (x, loss), (y, up)),
         ]
         if lines:
+            # below the points, which stay the last layer: selections are made there
             everything.insert(-1, _baselines(lines, names, {**y, "field": "y"}))
         panels.append({"layer": everything, "title": "All models"})
         y = _measured(up, near_ends[up])
@@ -133,7 +135,8 @@ def magnified(
 def _baselines(lines: Sequence[Mapping[str, Any]], names: list[str], y: Spec) -> Spec:
     """Return horizontal lines with a legend of their patterns."""
     scale = {"domain": names, "range": [list(dash) for dash in DASHES[: len(names)]]}
-    legend = {"symbolSize": 484}  # 22 pixels long, which show the whole pattern
+    # 22 pixels long, which show the whole pattern
+    legend = {"symbolSize": 484}
     return layer(
         lines,
         {"type": "rule", "color": INK, "strokeWidth": RULE},
@@ -163,6 +166,7 @@ def curves(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None 
             {
                 "layer": [
                     layer(rows, {"type": "area"}, **common, **interval, opacity=opacity(0.2, whole_run=True)),
+                    # a rule too: the band of a single checkpoint has no width
                     layer(rows, {"type": "rule", "strokeWidth": RULE}, **common, **interval, opacity=opacity()),
                     layer(rows, {"type": "line", "strokeWidth": LINE}, **common, y=y, opacity=opacity(whole_run=True)),
                     drawing.points(rows, **common, y=y),
@@ -218,6 +222,7 @@ class _Drawing:
     def __init__(self, table: pl.DataFrame, shown: Sequence[Column], style: Style | None) -> None:
         style = style or Style.of(table)
         names = {column.name for column in shown}
+        # the tooltip of a point has all measures of its checkpoint, also those that no panel shows
         everything = (*dict.fromkeys(shown), *(each for each in data.measures(table) if each.name not in names))
         self.frame = data.prepare(table, everything)
         self.pick = _Pick(style)
@@ -339,6 +344,8 @@ def axis(
         "field": field,
         "type": "quantitative",
         "title": title,
+        # the ends hold every bar already. With `nice`, Vega would move them, and a panel would no longer show just what
+        # is in the rectangle of the panel beside it
         "scale": {"type": "log" if log else "linear", "domain": list(ends), "nice": False},
         "axis": {"labelOverlap": "greedy", "labelSeparation": 6, **marks, **shown},
     }
@@ -352,7 +359,8 @@ def _side_by_side(panels: list[Spec], pick: _Pick, description: str, *, note: st
     """Panels in a row; the page sets their width and, where it is narrow, puts them below each other."""
     views = [f"points_{number}" for number in range(len(panels))]
     for panel, view in zip(panels, views, strict=True):
-        panel["layer"][-1]["name"] = view  # the selections are made at points
+        # the points, which every panel has as its last layer: selections are made there
+        panel["layer"][-1]["name"] = view
     return {**concat(panels, note, together=together), "params": pick.params(views), "description": description}
 
 
@@ -372,6 +380,7 @@ def concat(panels: Sequence[Spec], note: str, size: tuple[int, int] = SIZE, *, t
         layers = []
         for one in panel["layer"]:
             rows = one["data"]["values"]
+            # the lines, bars and points of a panel have the same rows: by their hash, the page holds them once
             name = f"data-{hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]}"
             datasets[name] = rows
             layers.append({**one, "data": {"name": name}})

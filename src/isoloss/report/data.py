@@ -138,6 +138,7 @@ def prepare(table: pl.DataFrame, shown: Sequence[Column]) -> pl.DataFrame:
         columns |= _drawn(table, column)
     order = list(dict.fromkeys(columns["run"]))  # runs keep the table's order
     return (
+        # by all rows: polars would guess a column's type from the first 100, where a measure may be null throughout
         pl.DataFrame(columns, infer_schema_length=None)
         .with_columns(pl.col("run").map_elements(order.index, return_dtype=pl.Int64).alias("_order"))
         .sort("_order", "step")
@@ -185,6 +186,7 @@ def panel(frame: pl.DataFrame, *shown: Column) -> tuple[pl.DataFrame, dict[Colum
         raise IsolossError(f"no checkpoint has {' and '.join(m.name for m in shown)}")
     axes = {}
     for column in shown:
+        # a null low end reached 0, where a logarithmic axis has no place: the value itself bounds the axis then
         lows = rows.select(pl.coalesce(f"{column.field}_low", column.field)).to_series().to_list()
         axes[column] = ends([*lows, *rows.get_column(f"{column.field}_high")], log=column.log)
     return rows.with_columns(pl.col(f"{m.field}_low").fill_null(axes[m][0]) for m in shown), axes
@@ -244,6 +246,7 @@ def ends(values: Sequence[float], *, log: bool) -> tuple[float, float]:
     if log:
         room = max((high / low) ** PADDING, 1.05)
         return low / room, high * room
+    # equal values span nothing: they get a part of their own size, and zeros get 1
     room = (high - low) * PADDING or abs(high) * PADDING or 1.0
     return low - room, high + room
 

@@ -139,6 +139,7 @@ def checkpoint_cells(table: pl.DataFrame, shown: Sequence[Column]) -> list[list[
     Raises:
         IsolossError: The table lacks a column or holds a number that cannot be shown.
     """
+    # `prepare` turns accuracies into percent; tables are sorted and saved by the numbers as they are here
     raw = {(row["run"], row["step"]): row for row in table.iter_rows(named=True)}
     return [
         [
@@ -185,6 +186,7 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("isoloss.report"),
         autoescape=True,
+        # a misspelled name would otherwise leave a blank on the page
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -201,7 +203,8 @@ def script_json(document: Any) -> Markup:
         >>> print(script_json({"run": "</script>"}))
         {"run":"\u003c/script\u003e"}
     """
-    text = json.dumps(document, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 is escaped as well
+    # as ASCII, since older JavaScript takes U+2028 in a string for the end of a line
+    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)  # noqa: S704 - escaped just above

@@ -81,6 +81,7 @@ def _panel(panel: IntervalPanel, rows: Sequence[str], series: list[str], color: 
         raise IsolossError(f"the panel {panel.title!r} has no interval")
     if missing := [each.row for each in panel.intervals if each.row not in rows]:
         raise IsolossError(f"the panel {panel.title!r} has the row {missing[0]!r}, which is none of {', '.join(rows)}")
+    # the claimed range is on the axis even where no interval comes near it
     edges = [end for end in panel.claimed or () if end is not None]
     shown = [panel.reference, *edges, *(end for each in panel.intervals for end in (each.low, each.high))]
     ends = data.ends(shown, log=panel.log)

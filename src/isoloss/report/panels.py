@@ -48,6 +48,7 @@ class Panel:
 def draw(panels: Sequence[Panel], *, note: str) -> Spec:
     """Return panels beside each other; a series without points has a line as its legend's symbol."""
     chart = charts.concat([_panel(panel) for panel in panels], note)
+    # panels may give one name two colors, so each has scales and legends of its own
     return {**chart, "resolve": {"scale": {"color": "independent", "shape": "independent"}}}
 
 
@@ -57,7 +58,8 @@ def _panel(panel: Panel) -> Spec:
     drawn = [*points, *curves, *([] if panel.rule is None else [{"y": panel.rule}])]
     x, x_ends = _channel("x", panel.x, drawn)
     y, y_ends = _channel("y", panel.y, drawn)
-    for row in points:  # a bar that reaches 0 on a logarithmic axis runs to the end of the axis
+    # as in `data.panel`, a bar that reaches 0 on a logarithmic axis runs to the end of the axis
+    for row in points:
         for name, axis, ends in (("x", panel.x, x_ends), ("y", panel.y, y_ends)):
             if axis.log and row[f"{name}_low"] <= 0:
                 row[f"{name}_low"] = ends[0]

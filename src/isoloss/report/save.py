@@ -66,6 +66,7 @@ def printed(spec: Spec) -> Spec:
     entries = _legend_entries(spec)
     longest = max((len(line) for entry in entries for line in entry.splitlines()), default=1)
     room = (1 if has_own_legends else columns) * (PANEL[0] + AXES)
+    # Vega wraps a legend by a number of columns alone, never by width: the number follows from the longest name
     legend_columns = max(1, min(6, int(room / (longest * _LETTER + _SYMBOL))))
     # one family in one weight, which vl-convert brings along: the same bytes on every machine
     letters = {"labelFont": "Liberation Sans", "titleFont": "Liberation Sans", "titleFontWeight": "normal"}
@@ -99,6 +100,7 @@ def printed(spec: Spec) -> Spec:
 
 def _thinned(panel: Spec) -> Spec:
     """Return a panel with markers and strokes for a paper."""
+    # the size of a marker is an area
     factors = {"size": _THIN**2, "strokeWidth": _THIN}
     layers = [
         {**layer, "mark": {key: value * factors.get(key, 1) for key, value in layer["mark"].items()}}

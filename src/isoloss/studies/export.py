@@ -107,7 +107,8 @@ def text_table(
         left: How many of the first columns are text; the others are numbers, aligned on the right.
         label: Of a LaTeX table.
     """
-    environment = jinja2.Environment(  # texts are escaped for Markdown or LaTeX, not for HTML
+    # texts are escaped for Markdown or LaTeX, not for HTML
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("isoloss.report"),
         autoescape=False,  # noqa: S701
         undefined=jinja2.StrictUndefined,
@@ -130,4 +131,5 @@ def _markdown(text: str) -> str:
 
 def _latex(text: str) -> str:
     escaped = "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
-    return re.sub(r"(?<![\w$-])-(?=\d)", "$-$", escaped)  # a minus, not a hyphen
+    # a hyphen before a number, unless it joins two words, is a minus
+    return re.sub(r"(?<![\w$-])-(?=\d)", "$-$", escaped)

@@ -92,7 +92,8 @@ class StudyFolder:
         folder, path = self.path, self.path / "study.json"
         planned = self.document()
         if path.is_file():
-            document = {"seed_offset": 0, **files.read_json(path)}  # 0 if the file does not say
+            # folders made before there were seed offsets do not say theirs
+            document = {"seed_offset": 0, **files.read_json(path)}
             keys = [key for key in planned if document.get(key) != planned[key]]
             if keys:
                 raise IsolossError(
@@ -123,7 +124,8 @@ class StudyFolder:
         if (first := self.study.first_page_blocks) is not None and first < 1:
             raise IsolossError(f"first_page_blocks of the study {self.study.name} is {first}; it must be at least 1")
         groups = {one.group or name for name, one in self.scale.experiments.items()}
-        if self.study.page is None and len(groups) > len(COLORS):  # a page of its own chooses what each figure shows
+        # a page of the study's own chooses what each figure shows
+        if self.study.page is None and len(groups) > len(COLORS):
             raise IsolossError(
                 f"the study {self.study.name} has {len(groups)} groups of runs, and figures {len(COLORS)} colors: give "
                 "runs of one kind the same Experiment.group"
@@ -161,7 +163,8 @@ class StudyFolder:
         """
         claims, is_new = self.claims_file(), not self.exists()
         for name, experiment in self.scale.experiments.items():
-            if isinstance(experiment.config, ExternalCheckpoint):  # again, as its folder may have moved
+            # written again each time, as the checkpoint's folder may have moved
+            if isinstance(experiment.config, ExternalCheckpoint):
                 external = configs.to_dict(experiment.config.absolute())
                 files.write_json(self.path / "runs" / name / RECORD, external)
         if not is_new:
@@ -303,13 +306,15 @@ class StudyFolder:
 
         from isoloss.studies.verify import verify_run
 
-        torch.set_num_threads(1)  # as the study's workers have
+        # as units of one core have: with other threads, sums may differ in their last digits
+        torch.set_num_threads(1)
         said = set()
         for name, experiment in self.scale.experiments.items():
             for part in experiment.measurements:
                 run, steps = run_of(self.path, name, experiment), list(experiment.steps(part))
                 for check in verify_run(run, experiment, part.measures, steps, part.settings):
-                    if check not in said:  # several measurements of one run look at the same files
+                    # several measurements of one run look at the same files
+                    if check not in said:
                         said.add(check)
                         yield check
 
@@ -397,7 +402,8 @@ def _has_evaluations(run: Run, experiment: Experiment, part: Measurement) -> boo
 
 
 def _measuring_progress(run: Run, experiment: Experiment, part: Measurement, _: Callable[[Path], Path]) -> str:
-    if not _is_trained(run, experiment):  # nor is an external checkpoint known before it was loaded
+    # an external checkpoint too counts as trained only once it was loaded
+    if not _is_trained(run, experiment):
         return ""
     present = [step for step in experiment.steps(part) if step in run.steps()]
     total = len(experiment.steps(part)) * len(part.measures)

@@ -56,7 +56,8 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
     for file, chart in drawn.items():
         save(chart, file)
     for file in {file for place in {file.parent for file in drawn} for file in place.iterdir()} - drawn.keys():
-        file.unlink()  # of an earlier page
+        # figures of an earlier page would otherwise seem to belong to this one
+        file.unlink()
     document = render(
         title=f"{study.title or study.name} ({study.name} at {folder.scale_name} scale)",
         interim=interim,

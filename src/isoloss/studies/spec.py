@@ -256,7 +256,8 @@ def _from_file(path: Path) -> object:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses of the file look up their module
+    # `dataclass` looks up the module of a class here, to read its annotations
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except IsolossError:

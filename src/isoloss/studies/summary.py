@@ -253,7 +253,8 @@ def claim_figures(result: ClaimResult) -> list[tuple[Spec, str]]:
 
 
 def _figure(claim: Claim, unit: str, answers: dict[str, Answer]) -> tuple[Spec, str]:
-    from isoloss.report.intervals import Interval, IntervalPanel, intervals  # which the command line does without
+    # only here: the command line prints claims without loading what draws them
+    from isoloss.report.intervals import Interval, IntervalPanel, intervals
 
     drawn, told = [], []
     for case, answer in answers.items():

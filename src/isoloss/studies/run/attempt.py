@@ -51,7 +51,8 @@ class Attempt:
     def environment(self) -> dict[str, str]:
         """The environment variables that the command needs."""
         return {
-            "OMP_NUM_THREADS": str(self.unit.needs.cores),  # read when libraries are imported, before --threads is
+            # read when libraries are imported, before `--threads` is
+            "OMP_NUM_THREADS": str(self.unit.needs.cores),
             files.LEASE: str(self.lease.path.absolute()),
             usage.USAGE: str(self.usage.absolute()),
         }
@@ -112,10 +113,14 @@ class Attempt:
             if Run(path).complete or not Run(attempt).complete:
                 continue
             if not Run(path).exists:
-                (path / ".lock").unlink(missing_ok=True)  # all that is left of a command that was killed as it started
+                # all that is left of a command by hand that was killed as it started, and enough to make the rename
+                # fail
+                (path / ".lock").unlink(missing_ok=True)
             with _naming(path):
                 try:
-                    attempt.rename(path)  # fails if a folder of that name holds files
+                    # fails if a folder of that name holds files, so a run that another process has published is never
+                    # replaced
+                    attempt.rename(path)
                 except OSError:
                     if not Run(path).complete:
                         raise

@@ -45,7 +45,8 @@ def start(arguments: Sequence[str], needs: Resources, log: Path, environment: Ma
     words = [] if can_fork(arguments, needs) else command(arguments, needs)
     process = _CONTEXT.Process(target=_become, args=(list(arguments), words, str(log), variables))
     main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")  # or the new process would import the caller's script
+    # multiprocessing would import the caller's main script in the new process
+    sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         process.start()
     finally:
@@ -55,7 +56,8 @@ def start(arguments: Sequence[str], needs: Resources, log: Path, environment: Ma
 
 def _become(arguments: list[str], words: list[str], log: str, environment: dict[str, str]) -> None:
     """Become the command: `words` if there are any, else `isoloss` with these arguments, in this process."""
-    os.setsid()  # so that Ctrl-C reaches only the executor, which passes it on
+    # in a session of its own: Ctrl-C in the terminal reaches only the executor, which passes it on once
+    os.setsid()
     executor = multiprocessing.parent_process()
     assert executor is not None
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -69,12 +69,14 @@ class Lease:
         """Whether no later attempt has been taken."""
         try:
             return not files.successor(self.path).exists()
-        except OSError:  # the file system does not respond; nothing is published on the strength of this answer
+        # the file system does not respond; nothing is published on the strength of this answer
+        except OSError:
             return True
 
     def renew(self) -> None:
         """Renew the heartbeat."""
-        with contextlib.suppress(OSError):  # the file system may not respond now; the next heartbeat may succeed
+        # the file system may not respond now; the next heartbeat may succeed
+        with contextlib.suppress(OSError):
             # without a time of ours: over NFS, the file server then stamps the heartbeat with its own clock
             os.utime(self.path)
 
@@ -83,7 +85,8 @@ class Lease:
         # a later attempt may have ended otherwise, and its record is the one that counts
         if self.is_held():
             files.write_json(self.path.with_suffix(f".{how}"), details)
-        os.close(self.descriptor)  # only now: while the lock is held, nobody takes the attempt for a lost one
+        # only now: while the lock is held, nobody takes the attempt for a lost one
+        os.close(self.descriptor)
 
 
 class Leases:
@@ -116,7 +119,8 @@ class Leases:
             unit, _, rest = name.partition(".")
             number, _, kind = rest.partition(".")
             if unit and number.isdecimal() and kind in ("json", *_ENDS):
-                key = (int(number), "" if kind == "json" else kind)  # an attempt's end outranks its beginning
+                # the end of an attempt outranks its beginning: "" sorts before any name of an end
+                key = (int(number), "" if kind == "json" else kind)
                 found[unit] = max(found.get(unit, key), key)
         return {unit: Last(number, end or None) for unit, (number, end) in found.items()}  # type: ignore[arg-type]
 

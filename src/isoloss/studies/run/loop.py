@@ -300,13 +300,16 @@ class Loop:
             self._elsewhere.add(unit.name)
             return None
         self._last[unit.file_name] = Last(lease.number)
-        if lease.number > 1 and unit.done():  # published by a process that ended before it could record so
+        # published by a process that was killed before it could record so. The files tell, and the new lease is given
+        # up at once
+        if lease.number > 1 and unit.done():
             lease.end("done")
             self._note_done(unit)
             return None
         attempt = Attempt(unit, lease, self.logs / f"{unit.file_name}.{lease.number}.log")
         try:
-            files.write_bytes(attempt.log, b"")  # now, as the log may be read at any time from here on
+            # now, as `last_line` may read the log at any time from here on
+            files.write_bytes(attempt.log, b"")
         except BaseException:  # nothing can be written in this folder
             lease.end("stopped")
             raise
@@ -377,7 +380,8 @@ class Loop:
         self._unseen.append(unit)
         self._elsewhere.discard(unit.name)
         self._open.discard(unit.name)
-        self._given_up.pop(unit.name, None)  # another process has tried again
+        # another process may have tried again what was given up here
+        self._given_up.pop(unit.name, None)
         # the sorter takes only what it has handed out; what was done before that is marked in `_open_next`
         if unit.name in self._released:
             self._order.done(unit.name)

@@ -85,12 +85,14 @@ def _connect(options: Options) -> Any:
         return ray
     host, colon, port = options.address.removeprefix("ray://").rpartition(":")
     try:
-        if colon and port.isdecimal():  # Ray itself would wait for minutes
+        # Ray itself would wait for minutes for a head that is not there
+        if colon and port.isdecimal():
             socket.create_connection((host, int(port)), timeout=CONNECTING_SECONDS).close()
         on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(address=options.address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
         if on_sigterm is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)  # Ray has replaced it
+            # ray.init has put its own handler in the place of ours
+            signal.signal(signal.SIGTERM, on_sigterm)
     except (OSError, RuntimeError, ValueError) as error:
         raise IsolossError(f"no Ray cluster answers at {options.address}: {error}") from error
     return ray
@@ -229,10 +231,12 @@ def carry_out(arguments: tuple[str, ...], needs: Resources, log: Path, environme
     fork_server.preload(arguments, needs)
     process = fork_server.start(arguments, needs, log, more)
     try:
-        while process.exitcode is None:  # Ray's interrupt is noticed between two waits only
+        # in short waits: Python raises Ray's KeyboardInterrupt only between two of them
+        while process.exitcode is None:
             process.join(POLL_SECONDS)
     except BaseException:
-        process.terminate()  # Ray's processes start others with SIGINT blocked
+        # SIGTERM, not SIGINT: Ray's workers start other processes with SIGINT blocked
+        process.terminate()
         process.join(GRACE_SECONDS)
         process.kill()
         raise

@@ -85,7 +85,8 @@ def run(loop: Loop, options: Options) -> None:
     try:
         while True:
             have_ended = all(job.done() for job in running)
-            loop.refresh()  # only now, so that it sees what the last worker wrote
+            # after the look at the jobs, so that it sees what the last worker wrote
+            loop.refresh()
             loop.report_done()
             if loop.finished:
                 return

@@ -64,7 +64,8 @@ def collect(name: Path, processes: int, outputs: Iterable[Path]) -> dict[str, fl
 
 
 def _gpu_memory() -> int:
-    torch = sys.modules.get("torch")  # a command that has not imported it has used no GPU
+    # a command that has not imported torch has used no GPU
+    torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
     return int(torch.cuda.max_memory_allocated())
