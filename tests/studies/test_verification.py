@@ -14,7 +14,8 @@ from isoloss.paper.same_loss.study import STUDY
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.folder import StudyFolder
-from isoloss.studies.spec import Experiment
+from isoloss.studies.plan import Resources
+from isoloss.studies.spec import Experiment, Measurement, Scale, Study
 from isoloss.studies.verify import verify_run
 
 CONFIG = TrainConfig(
@@ -123,6 +124,20 @@ def test_a_study_says_the_same_of_a_run_once(tmp_path):
     assert sorted(check for check, _ in checks) == sorted(f"{name}: run.json" for name in names)
     assert {problem for _, problem in checks} == {"it has not been made yet"}  # whatever stands beside it
     assert len(folder.plan()) > 2 * len(names)
+
+
+def test_a_study_is_verified_with_the_threads_that_it_was_measured_with(tmp_path, monkeypatch):
+    parts = tuple(Measurement(measures=("loss",), needs=Resources(cores=cores)) for cores in (2, 1))
+    experiments = {"run": Experiment(config=CONFIG, measurements=parts)}
+    study = Study(name="threads", scales={"one": Scale(description="none", experiments=experiments)})
+    folder = StudyFolder(study, tmp_path)
+    folder.prepare()
+    used = []
+    monkeypatch.setattr("isoloss.studies.verify.verify_run", lambda *_: used.append(torch.get_num_threads()) or ())
+    before = torch.get_num_threads()
+    assert list(folder.verify()) == []
+    torch.set_num_threads(before)
+    assert used == [2, 1]
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"measure": "loss"}', "[" * 100_000])

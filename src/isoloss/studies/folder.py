@@ -306,12 +306,12 @@ class StudyFolder:
 
         from isoloss.studies.verify import verify_run
 
-        # as units of one core have: with other threads, sums may differ in their last digits
-        torch.set_num_threads(1)
         said = set()
         for name, experiment in self.scale.experiments.items():
             for part in experiment.measurements:
                 run, steps = run_of(self.path, name, experiment), list(experiment.steps(part))
+                # as the unit that measured: with other threads, sums may differ in their last digits
+                torch.set_num_threads(part.needs.cores)
                 for check in verify_run(run, experiment, part.measures, steps, part.settings):
                     # several measurements of one run look at the same files
                     if check not in said:
