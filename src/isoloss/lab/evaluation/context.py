@@ -72,6 +72,7 @@ class MeasureContext:
         batches = self.inputs(num_sequences=num_sentences, seed=seed).batches
         whole = {name: torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "attention_mask")}
         labels = torch.cat([batch["labels"] for batch in batches])
+        # a label is the token that was there before the mask
         tokens = torch.where(labels == IGNORED, whole["input_ids"], labels)
         return Sentences(tokens, whole["attention_mask"].sum(dim=1))
 
@@ -143,6 +144,7 @@ class MeasureContext:
         """
         if model is None:
             return self._once(("features", make), lambda: make(*inputs))
+        # by the object, which the reference does not keep alive, and by its weights, which may have changed in place
         weights = weights_digest(model)
         if self._latest is None or self._latest[0]() is not model or self._latest[1] != weights:
             self._latest = (weakref.ref(model), weights, make(*inputs))
@@ -167,6 +169,12 @@ class ModelInfo:
     has_embeddings: bool  # whether it embeds token ids, as an auxiliary sample needs
 
     @property
+    def tokenizer_name(self) -> str:
+        """Where the checkpoint's tokenizer is: its folder, or its name on the hub without a revision."""
+        # a folder may have an @ in its name
+        return self.name if Path(self.name).expanduser().is_dir() else self.name.partition("@")[0]
+
+    @property
     def kind(self) -> Kind:
         """Whether it predicts masked or next tokens: masked, or causal."""
         return "causal" if self.outline.causal else "masked"
@@ -181,13 +189,11 @@ class ModelInfo:
 
 
 def data_context(data: Path, models: Sequence[ModelInfo], config: InputConfig, *, shuffled: bool) -> MeasureContext:
-    """Return the context of measuring models on text or token ids, which must mean the same to all of
-    them.
-    """
+    """Return the context of measuring models on text or token ids, which must mean the same to all of them."""
     first = models[0]
     for other in models[1:]:
         first.outline.check(other.outline)
-    _check_tokenizers([model.name for model in models])
+    _check_tokenizers(models)
     objective = config.objective(first.name, is_causal=first.outline.causal)
 
     def read(num_sequences: int, seed: int) -> Inputs:
@@ -195,7 +201,7 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: InputConfig, *
             data,
             column=config.column,
             split=config.split,
-            checkpoint=first.name.partition("@")[0],
+            checkpoint=first.tokenizer_name,
             tokenizer=config.tokenizer,
             config=first.config,
             kind=objective.kind,
@@ -210,7 +216,7 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: InputConfig, *
             check_model(inputs, other.config, other.max_length, other.name)
         return _fitting(inputs, models, config, seed if shuffled else None)
 
-    named = config.tokenizer or first.name.partition("@")[0]
+    named = config.tokenizer or first.tokenizer_name
     return MeasureContext(
         read=read,
         objective=objective,
@@ -232,8 +238,9 @@ def language_context(
         models[0].outline.check(other.outline)
     config.check_language(models[0].name)
     made: Language = language.build()
+    one = language_inputs(made, objective, num_sequences=1, seed=0)  # a mistake shows before all are drawn
     for model in models:
-        _check_fits(model, made, language_inputs(made, objective, num_sequences=1, seed=0))
+        _check_fits(model, made, one)
 
     def read(num_sequences: int, seed: int) -> Inputs:
         inputs = language_inputs(made, objective, num_sequences=num_sequences, seed=seed)
@@ -275,19 +282,20 @@ def _check_fits(model: ModelInfo, language: Language, inputs: Inputs) -> None:
     check_model(inputs, model.config, model.max_length, model.name)
 
 
-def _check_tokenizers(names: Sequence[str]) -> None:
+def _check_tokenizers(models: Sequence[ModelInfo]) -> None:
     """Refuse checkpoints that bring tokenizers in which an id is not the same token."""
     known: tuple[str, dict[str, int]] | None = None
-    for name in names:
+    for model in models:
         try:
-            vocabulary = load_tokenizer(name.partition("@")[0]).get_vocab()
+            vocabulary = load_tokenizer(model.tokenizer_name).get_vocab()
         except IsolossError:
             continue  # it has none of its own: token ids, or a tokenizer that is given, say what it reads
         if known is not None and known[1] != vocabulary:
             raise IsolossError(
-                f"{known[0]} and {name} have different tokenizers, so their losses per token are not of the same thing"
+                f"{known[0]} and {model.name} have different tokenizers, so their losses per token are not of the same "
+                "thing"
             )
-        known = known or (name, vocabulary)
+        known = known or (model.name, vocabulary)
 
 
 def _sentences(language: Language, number: int, seed: int) -> Sentences:

@@ -134,6 +134,7 @@ def evaluate(
         from isoloss.lab.languages.config import resolve
 
         language = language if isinstance(language, configs.LanguageConfig) else resolve(str(language))
+    # two names may become one, as a folder's name has none of their special characters
     folders = [] if output is None else [_folder_name(name) for name in checkpoints]
     if same := next((i for i, folder in enumerate(folders) if folder in folders[:i]), None):
         first = checkpoints[folders.index(folders[same])]
@@ -152,6 +153,7 @@ def evaluate(
         "trust_remote_code": trust_remote_code,
         "ignore_unexpected_weights": ignore_unexpected_weights,
     }
+    # each is loaded twice, as inputs must fit all of them and only one is held in memory
     infos = [contexts.ModelInfo.of(load_model(name, **options)) for name in checkpoints]
     if data is not None:
         context = contexts.data_context(Path(data), infos, inputs, shuffled=False)
@@ -219,6 +221,7 @@ class Evaluator:
         if context is None:
             context = run.context(self.device) if isinstance(run, ExternalRun) else run_context(run.config)
         self.context = context
+        # by step; `pending` goes step by step, so that one model is held and each is loaded once
         self._loaded: tuple[int, Any] | None = None
 
     def evaluate(self, measure: str, step: int) -> Evaluation:
@@ -311,7 +314,7 @@ def _evaluate_runs(
 ) -> Evaluations:
     """Return the evaluations of runs, of which those that are missing are made."""
     todo = [(name, run, pending(run, measures or DEFAULT, steps, settings or {})) for name, run, steps in parts]
-    contexts: dict[Any, MeasureContext] = {}
+    contexts: dict[Any, MeasureContext] = {}  # runs on one language share inputs and targets, which take long to make
     total, done = sum(len(pairs) for *_, pairs in todo), 0
     for name, run, pairs in todo:
         if not pairs:
@@ -326,7 +329,8 @@ def _evaluate_runs(
                 if progress is not None:
                     progress(done, total, f"{measure} of {name} at step {step}")
                 evaluator.evaluate(measure, step)
-            done += 1
+            done += 1  # also where it was left out, as `total` counts these too
+    # from the files, which also hold the evaluations that were made before
     return Evaluations.of(
         (name, evaluation)
         for name, run, steps in parts

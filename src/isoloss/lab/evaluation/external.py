@@ -111,7 +111,7 @@ class ExternalCheckpoint:
         name, _, revision = self.checkpoint.partition("@")
         try:
             found = Path(snapshot_download(name, revision=revision or None, local_files_only=True))
-            if any(found.glob("model*.safetensors")):
+            if any(found.glob("model*.safetensors")):  # the cache may hold nothing but a config that was looked at
                 return found
         except LocalEntryNotFoundError:
             pass
@@ -173,6 +173,7 @@ class ExternalRun(Run):
         shards = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))
         if not shards:
             raise IsolossError(f"{folder} has no weights: there is no model.safetensors in it")
+        # of a single file its own, as of a run's checkpoint
         return files.sha256(shards[0]) if len(shards) == 1 else _digest(shards)
 
     def context(self, device: Any) -> MeasureContext:
@@ -183,6 +184,7 @@ class ExternalRun(Run):
         external = self.external
         loaded = load_model(external.folder(download=True), device=device)
         weights = self.weights(0)
+        # other weights may have come under the same name; `weights` reads the record once the checkpoint is gone
         if not self.complete or self.result()["weights"] != weights:
             files.write_json(
                 self.path / "result.json",

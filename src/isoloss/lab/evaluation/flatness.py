@@ -96,8 +96,9 @@ def measure_flatness(
     for name, measure in made.items():
         if name not in traces:
             _measure_each(results, models, name, measure, context, progress)
-        elif results.compared is None:
+        elif results.compared is None:  # for the second of the two there is nothing left to do
             is_asked = any(isinstance(each, MinimalTrace) for each in traces.values())
+            # None: `compare` takes the minimal traces if it can, and says why if it cannot
             minimal = None if is_asked and where_known else is_asked
             _compare_traces(results, models, traces, minimal, context, progress)
         if results.interrupted is not None:
@@ -133,9 +134,9 @@ def _compare_traces(
         )
     except InterruptedComparison as stop:
         results.compared, results.interrupted = stop.complete, ("trace", stop.name, stop.partial)
-    for own, comparison in ({} if results.compared is None else results.compared.by_measure).items():
+    for compared_name, comparison in ({} if results.compared is None else results.compared.by_measure).items():
         for model, estimates in comparison.models.items():
-            results.estimates[model][own] = estimates
+            results.estimates[model][compared_name] = estimates
 
 
 def _measure_each(
@@ -147,22 +148,23 @@ def _measure_each(
     progress: Progress | None,
 ) -> None:
     """Take any measure of each model."""
-    own, own_context = measure, context
+    # of the first model, then of the others: `rtol` and `seconds` end the first one's, and they take as much as it did
+    current, current_context = measure, context
     for model, load in models.items():
         step = None if progress is None else functools.partial(progress, name, model)
         try:
-            result = MeasureResult.of(name, own.run(load(), dataclasses.replace(own_context, progress=step)))
+            result = MeasureResult.of(name, current.run(load(), dataclasses.replace(current_context, progress=step)))
         except InterruptedEstimate as stop:
             results.interrupted = name, model, stop.partial
             break
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # outside a measurement: while a model is loaded, or before there is an error
             if not any(results.estimates.values()):
                 raise
             results.interrupted = name, model, None
             break
         results.estimates[model][name] = result.estimates
-        if isinstance(own, SampledFlatness) and own_context is context:
-            own, own_context = own.continued(context, next(iter(result.estimates.values())))
+        if isinstance(current, SampledFlatness) and current_context is context:
+            current, current_context = current.continued(context, next(iter(result.estimates.values())))
     done = {model: estimates[name] for model, estimates in results.estimates.items() if name in estimates}
     if len(done) > 1:
         if isinstance(measure, Trace):

@@ -110,6 +110,7 @@ def why_no_exact_targets(
         shape = (num_sentences, inner.max_length)
         blank = Sentences(torch.zeros(shape, dtype=torch.int64), torch.full(shape[:1], shape[1]))
         blank = language.frame(blank) if isinstance(language, WithSpecialTokens) else blank
+        # by the stream of `exact_targets`: whether a sentence has too many masks is decided by the draw
         batch = mask(blank, language, objective, generator=seeds.generator(seed, "evaluation masks"))
         masked = int((batch["labels"] != IGNORED).sum(dim=1).max())
         if masked > most:
@@ -152,7 +153,7 @@ def exact_targets(
         sentences = Sentences(tokens.cpu(), lengths.cpu())
         batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
         del tokens
-    del sentences  # the batch has them
+    del sentences  # the batch has them, and both may be large
     chosen = batch["labels"] != IGNORED
     counts = chosen.sum(dim=1)
     total = int(counts.sum())
@@ -197,11 +198,13 @@ def _fill(
         size = min(_PART, max(1, _PART_BYTES // (count * row_bytes)))
         for rows in (counts == count).nonzero()[:, 0].split(size):
             masked = chosen[rows]
+            # the sentence before the masking: a language is told the tokens and which of them it may not look at
             tokens = torch.where(masked, batch["labels"][rows], batch["input_ids"][rows])
             positions = masked.nonzero()[:, 1].view(-1, count)
+            # one masked token needs no mask, as a conditional never looks at the token that it is of
             unknown = None if objective.masking == "one" else masked
             values = compute(tokens, lengths[rows], mask=unknown, positions=positions)
-            indices = firsts[rows, None] + torch.arange(count)
+            indices = firsts[rows, None] + torch.arange(count)  # in `out`, where a sentence's positions are in a row
             out.numpy()[indices.flatten().numpy()] = values.flatten(0, 1).cpu().numpy()
     return out
 
@@ -237,6 +240,8 @@ def kl_values(
     held = values[:0]  # conditionals of the masked positions up to `upto`
     at_once = targets.held_at_once(max(1, batch_size))
     for log_q in _log_predictions(model, targets.batch, batch_size=batch_size):
+        # Conditionals come by whole sentences and predictions by rows, in the same order. `held_at_once` is a multiple
+        # of the batch size, and predictions never span two batches: the conditionals end where a batch does.
         if done == upto:
             first = int(torch.searchsorted(ends, done, right=True))
             held = targets.log_conditionals(first, first + at_once)
@@ -273,6 +278,7 @@ def pretraining_loss(
     sums = {"entropy": targets.entropy, "kl": kl, "loss": targets.entropy + kl}
     seconds = time.perf_counter() - started
     if targets.weights is not None:
+        # each has one masked token, so that the mean over sentences is per predicted token
         return {
             name: Estimate(
                 value=float(targets.weights @ values),
@@ -347,6 +353,7 @@ def text_loss(
     )
     clusters = SequenceClusters(getattr(model, "config", None))
     numbers = clusters.add(batch)
+    # copies of a sequence, or the sequences of a document, become one: the error is over what is independent
     nats, counts = (x.new_zeros(len(clusters)).index_add_(0, numbers, x) for x in (nats, counts))
     if len(nats) < 2 * SUBSETS:
         raise IsolossError(f"there are {len(nats)} {clusters.name}; an error bar needs at least {2 * SUBSETS}")
@@ -421,6 +428,7 @@ def _log_predictions(
             raise IsolossError(
                 f"the model's logits are NaN or infinite in sentences {start} to {start + len(part['labels']) - 1}"
             )
+        # in float64, so that the only rounding is the logits' own: a KL near 0 is a sum of terms that cancel
         for first in range(0, len(logits), ROWS):
             yield logits[first : first + ROWS].to(wide).double().log_softmax(dim=1)
 

@@ -77,6 +77,7 @@ def pretrain(
 
             if labeling(known, name).draw is not None:
                 raise IsolossError(f"the sentences of task {name!r} are not the language's, so it cannot be spoiled")
+            # of the test sentences, which a task must have, none is used
             task = make_task(known, name, num_train=n, num_test=1, seed=config.seed)
             return Examples(task.train, task.train_labels, len(task.classes))
 
@@ -89,6 +90,7 @@ def _measurements(
     language: Language, config: TrainConfig, *, is_main: bool = True
 ) -> tuple[Callable[[Any], Mapping[str, float]] | None, Validation | None]:
     """Return what measures in training and what decides where a stage ends; rank 0 alone measures."""
+    # `train` asks for a measure in every process and calls it in rank 0: elsewhere any function will do
     measure = Monitor(language, config) if config.measure_every and is_main else dict
     return measure, Validation(language, config) if any(stage.target for stage in config.stages) else None
 
@@ -161,6 +163,8 @@ class Validation:
         else:
             estimate = loss.text_loss(model, self._batches, objective=self._objective, seed=_VALIDATION_SEED)["loss"]
         return {f"validation_{what}_nats": estimate.value, f"validation_{what}_stderr": estimate.stderr}
+
+    # made when first compared with, which only rank 0 does: the others hold neither
 
     @functools.cached_property
     def _targets(self) -> ExactTargets:

@@ -43,6 +43,7 @@ class WeightAverage:
     def update(self) -> None:
         """Take in the weights as they are now."""
         if self._averages:
+            # a + (1 - decay) (theta - a), in one call for all parameters; each process has the same part of both
             averages = [distributed.local_shard(average) for average in self._averages.values()]
             torch._foreach_lerp_(
                 averages, [distributed.local_shard(p) for p in self._weights.values()], 1 - self._decay
@@ -74,7 +75,8 @@ def without_average(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
 @contextlib.contextmanager
 def averaged(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Give `model` the average of its weights that `WeightAverage.state` returned, for a while."""
-    own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    # in the model itself, so that `save_pretrained` can write it and no second model is built
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with torch.no_grad():
         try:
             for name, parameter in model.named_parameters():
@@ -82,4 +84,4 @@ def averaged(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Itera
             yield
         finally:
             for name, parameter in model.named_parameters():
-                parameter.copy_(own[name])
+                parameter.copy_(weights[name])

@@ -67,6 +67,7 @@ def save(
     Raises:
         IsolossError: The weights are not all finite, or the folder cannot be written.
     """
+    # a finite loss can have an update that is not, and every later start would go on from what is saved here
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise IsolossError(f"after step {state.step} the weights {name} are not finite: lower the learning rate")
@@ -120,7 +121,7 @@ def load_weights(path: Path, model: torch.nn.Module) -> str:
     tensors = _read_tensors(source)
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
     stored = {name: tuple(t.shape) for name, t in tensors.items()}
-    for name in [*expected, *stored]:
+    for name in [*expected, *stored]:  # names that the file lacks are refused, and names that it has besides
         if expected.get(name) != stored.get(name):
             raise IsolossError(
                 f"the weights in {path} do not fit the model: {name} has the shape {stored.get(name, 'none')} there "
@@ -142,6 +143,7 @@ def remove_except(run: Run, keep: Iterable[int]) -> None:
     """Delete every checkpoint of `run` whose step is not in `keep`."""
     for step in set(run.steps()) - set(keep):
         # renamed first: a folder that is deleted halfway must not look like a checkpoint
+        # (under a name that `files.remove_unfinished` deletes, should this process be killed here)
         doomed = run.checkpoint(step).with_name(f"{files.TEMPORARY}removed-step-{step}")
         shutil.rmtree(doomed, ignore_errors=True)
         run.checkpoint(step).rename(doomed)

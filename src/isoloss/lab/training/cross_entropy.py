@@ -48,7 +48,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         k, num_ids, is_ids = len(states), len(weight), labels.ndim == 1
         size = max(1, min(k, _CHUNK // num_ids))
-        buffer = states.new_empty(size, num_ids)
+        buffer = states.new_empty(size, num_ids)  # of every chunk, in which its logits become their gradient
         losses = states.new_empty(k)
         d_states, d_weight = torch.empty_like(states), torch.zeros_like(weight)
         d_bias = None if bias is None else torch.zeros_like(bias)
@@ -57,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = torch.mm(states[rows], weight.T, out=buffer[: rows.stop - start])
             if bias is not None:
                 logits += bias
-            logits -= logits.amax(dim=1, keepdim=True)
+            logits -= logits.amax(dim=1, keepdim=True)  # exp cannot overflow, and neither loss nor gradient changes
             losses[rows] = _ids(logits, labels[rows, None]) if is_ids else _mixed(logits, labels[rows])
             logits /= k
             torch.mm(logits, weight, out=d_states[rows])
@@ -77,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _ids(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     """Return the losses (r,) of labels (r, 1), and put their gradients in the place of the logits (r, V)."""
-    at_label = logits.gather(1, label)
+    at_label = logits.gather(1, label)  # first: from here on the logits are overwritten
     total = logits.exp_().sum(dim=1, keepdim=True)
     logits.div_(total).scatter_add_(1, label, torch.full_like(at_label, -1))
     return (total.log() - at_label)[:, 0]
@@ -88,6 +88,6 @@ def _mixed(logits: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     mass = q.sum(dim=1, keepdim=True)
     at_labels = (q * logits[:, : q.shape[1]]).sum(dim=1)
     total = logits.exp_().sum(dim=1, keepdim=True)
-    logits.div_(total / mass)
+    logits.div_(total / mass)  # sum(q) p: float32 probabilities need not add up to exactly 1
     logits[:, : q.shape[1]] -= q
     return (total.log() * mass)[:, 0] - at_labels

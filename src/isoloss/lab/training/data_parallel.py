@@ -81,11 +81,13 @@ class FSDP(SingleProcess):
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
         super().__init__(model, group)
-        # what is saved and measured: on the CPU, so that the device holds no second model
+        # what is saved and measured: made before the parameters are cut, and on the CPU, so that the device holds no
+        # second model
         self._full = copy.deepcopy(model).cpu() if group.is_main else None
         mesh = init_device_mesh(next(model.parameters()).device.type, (group.world_size,))
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         self._root = _Applied(model)
+        # blocks first: a call takes all parameters below it that no earlier one has, and the root what is left
         for module in [*(block for blocks in lists for block in blocks), self._root]:
             module.register_forward_hook(_own_memory)
             sharded = fully_shard(module, mesh=mesh)
@@ -97,14 +99,14 @@ class FSDP(SingleProcess):
         value: torch.Tensor = self._root(function, *arguments)
         return value
 
-    auxiliary = loss
+    auxiliary = loss  # only the hooks around the root's forward pass put parameters together
 
     def full_model(self) -> Any:
         """Return a copy of the model on the CPU in rank 0; see `SingleProcess.full_model`."""
         targets = {} if self._full is None else dict(self._full.cpu().named_parameters())
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                value = full_tensor(parameter)
+                value = full_tensor(parameter)  # in every process, as all send their shards
                 if name in targets:
                     targets[name].copy_(value)
         return self._full

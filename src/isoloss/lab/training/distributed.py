@@ -65,6 +65,7 @@ class ProcessGroup:
 
     def rows(self) -> slice:
         """Return which sentences of a batch are this process's: every `world_size`-th."""
+        # not a block of them: the first half of a batch, and its first sentences, are then spread over all processes
         return slice(self.rank, None, self.world_size)
 
     def count(self, n: int) -> int:
@@ -96,7 +97,7 @@ class ProcessGroup:
         """Return the sum over the processes of each value."""
         if self.world_size == 1:
             return values
-        totals = torch.tensor(values, dtype=torch.float64)
+        totals = torch.tensor(values, dtype=torch.float64)  # counts and steps stay exact
         with _listening():
             distributed.all_reduce(totals)
         return tuple(totals.tolist())
@@ -114,7 +115,7 @@ class ProcessGroup:
         tensors = [tensor.detach() for tensor in tensors]
         if self.world_size == 1:
             return tensors
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        flat = torch.cat([tensor.flatten() for tensor in tensors])  # one exchange in place of one a tensor
         with _listening():
             distributed.all_reduce(flat)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
@@ -128,6 +129,7 @@ class ProcessGroup:
                 function()
             except IsolossError as raised:
                 error = raised
+        # where nothing failed the text is empty; the others wait here until the function is done
         if text := self._text_from_main("" if error is None else str(error)):
             raise error or IsolossError(text)
 
@@ -172,6 +174,7 @@ def process_group() -> Iterator[ProcessGroup]:
         yield ProcessGroup()
         return
     with _listening():
+        # what init_process_group does by itself, but with the store at hand, which `is_first_to_report` needs
         store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
         has_nccl = torch.cuda.is_available() and distributed.is_nccl_available()
         distributed.init_process_group(
@@ -188,7 +191,7 @@ def process_group() -> Iterator[ProcessGroup]:
         _forget(error)
         raise
     finally:
-        gc.collect()
+        gc.collect()  # cycles may hold what `_forget` is about
         distributed.destroy_process_group()
 
 
@@ -209,6 +212,7 @@ def _listening() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # gloo raises a plain RuntimeError, with its name in the message
         if isinstance(error, distributed.DistError) or "gloo" in str(error):
             raise ProcessLost(
                 "another process of this run has ended or has stopped answering; what was saved is kept, and the same "
@@ -239,8 +243,8 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor that all processes have, sharded as `like` of the same shape is."""
     if not isinstance(like, DTensor):
         return tensor
-    own = tensor.to(like.device)
-    return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None)
+    # without a source each process cuts its shard out of the tensor that it has, and nothing is sent
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -43,7 +43,7 @@ def _tensorboard(run: Run) -> Logger:
     from torch.utils.tensorboard import SummaryWriter
 
     folder = run.path / "tensorboard"
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)  # what an earlier process wrote comes again from metrics.jsonl
     writer: Any = SummaryWriter(str(folder))
 
     def log(step: int, values: Mapping[str, float]) -> None:
@@ -116,7 +116,7 @@ class Loggers:
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Log one line."""
-        for name, logger in list(self._open.items()):
+        for name, logger in list(self._open.items()):  # a copy: one that fails is taken out
             with self._protected(name):
                 logger.log(*_numbers(line))
 
@@ -134,7 +134,7 @@ class Loggers:
             with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")
                 yield
-        except Exception as error:
+        except Exception as error:  # but not Ctrl-C, which is for training
             self._open.pop(name, None)
             self._run.log("logger failed", logger=name, error=f"{type(error).__name__}: {error}")
             _logger.warning("the logger %s failed and is left out from here on: %s", name, error)

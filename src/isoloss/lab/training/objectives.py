@@ -41,6 +41,7 @@ def exact_targets(language: Language, sentences: Sentences, labels: torch.Tensor
     """
     masked = labels != IGNORED
     tokens, lengths, _ = sentences
+    # one masked token of a sentence is hidden by being the one asked for; the others would be computed for nothing
     if bool((masked.sum(dim=1) == 1).all()):
         positions = masked.int().argmax(dim=1, keepdim=True)
         return language.log_conditionals(tokens, lengths, positions=positions)[:, 0].double().exp()
@@ -67,7 +68,8 @@ def training_batch(
         batch = corrupt(batch, language, config.objective, generator=masks)
     num_tokens = int(batch["attention_mask"].sum())
     if num_tokens == batch["attention_mask"].numel():
-        del batch["attention_mask"]
+        del batch["attention_mask"]  # attention then adds no mask to its scores
+    # only now: the draws are of the whole batch, so that the processes' parts are those of one process
     batch = {name: tensor[rows] for name, tensor in batch.items()}
     if config.objective.labels == "exact":
         wanted = Sentences(sentences.tokens[rows], sentences.lengths[rows])
@@ -83,7 +85,7 @@ def prediction_loss(model: PreTrainedModel, batch: Batch, *, causal: bool, preci
     layer and the softmax over the vocabulary, and in both cases the weights and their gradients, are of the weights'
     own dtype.
     """
-    labels = batch["labels"][:, 1:] if causal else batch["labels"]
+    labels = batch["labels"][:, 1:] if causal else batch["labels"]  # nothing predicts a first token
     output = model.get_output_embeddings()
     with torch.autocast(labels.device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"):
         states = predicted_states(model, batch).to(output.weight.dtype)

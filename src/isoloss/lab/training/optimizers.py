@@ -80,7 +80,7 @@ class Optimizer:
     ) -> None:
         self._config, self._total, self._compiled = config, total, compiled
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # the matrices first: in this order the optimizer numbers them
+        # the matrices first, as in the two groups below: the optimizer's state has numbers in this order, no names
         self._names = sorted(self._trainable, key=lambda name: self._trainable[name].ndim <= 1)
         if compiled is None:
             self.parameters = [self._trainable[name] for name in self._names]
@@ -153,8 +153,9 @@ class Optimizer:
                 raise IsolossError(
                     f"the optimizer's {key}, of shape {tuple(tensor.shape)}, fits no parameter of the model"
                 )
-            own = distributed.shard_like(tensor, parameter) if tensor.ndim > 0 else tensor
-            by_kind.setdefault(what, {})[name] = own.clone()
+            # a copy: the optimizer updates its state in place, and the caller's tensors are to stay as they are
+            shard = distributed.shard_like(tensor, parameter) if tensor.ndim > 0 else tensor
+            by_kind.setdefault(what, {})[name] = shard.clone()
         by_index: dict[int, dict[str, torch.Tensor]] = {}
         for what, tensors in by_kind.items():
             if self._compiled is None:
@@ -163,6 +164,7 @@ class Optimizer:
             else:
                 for part in range(len(self._compiled.parts)):
                     by_index.setdefault(part, {})[what] = self._compiled.joined(part, tensors)
+        # settings such as betas stay those of the config
         self._optimizer.load_state_dict(
             {"state": by_index, "param_groups": self._optimizer.state_dict()["param_groups"]}
         )

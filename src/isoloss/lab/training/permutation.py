@@ -11,6 +11,7 @@ from isoloss.lab.jit import jit
 _ROUNDS = 8  # of the Feistel network
 _LEAST_BITS = 3  # of half a number: a network on fewer is far from all permutations
 
+# typed: numba, like numpy, makes a float64 of an unsigned and a signed integer, and the low bits are lost
 _ONE = np.uint64(1)
 _STEP, _M1, _M2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
@@ -36,6 +37,7 @@ def shuffled(positions: _Long, size: int, *, seed: int) -> _Long:
         >>> sorted(row[:6]) == sorted(row[6:]) == [0, 1, 2, 3, 4, 5]
         True
     """
+    # above 16 numbers the domain, 4^half, is below 4 size, so that a number takes fewer than 4 turns on average
     half = max(_LEAST_BITS, ((size - 1).bit_length() + 1) // 2)
     keys = np.array([seeds.derive(seed, "round", index) for index in range(_ROUNDS)], np.uint64)
     out = np.empty(len(positions), np.int64)
@@ -57,6 +59,7 @@ def _fill(positions: _Long, size: np.int64, half: np.uint64, keys: _Words, out: 
     low, end = (_ONE << half) - _ONE, np.uint64(size)
     for index in range(len(positions)):
         epoch, number = np.uint64(positions[index] // size), np.uint64(positions[index] % size)
+        # the network is a permutation, so its cycle through a number below `size` comes back below it: this ends
         while True:
             upper, lower = number >> half, number & low
             for key in keys:

@@ -22,6 +22,7 @@ def process_settings(threads: int, device: torch.device, *, compiled: bool = Fal
     """
     before = torch.get_num_threads()
     is_cuda = device.type == "cuda"
+    # empty for a CPU: given None, `fork_rng` would keep the random state of every GPU that there is
     devices = [torch.cuda.current_device() if device.index is None else device.index] if is_cuda else []
     if threads or compiled:
         torch.set_num_threads(1 if compiled else threads)
@@ -71,6 +72,7 @@ def signals() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
+    # None stands for a handler that is not Python's: it could not be put back
     previous = {
         number: handler
         for number in (signal.SIGINT, signal.SIGTERM)
@@ -84,7 +86,7 @@ def signals() -> Iterator[Callable[[], bool]]:
     def note(number: int, _frame: Any) -> None:
         interrupts.note(number)
         received.append(number)
-        restore()
+        restore()  # at once: the second signal is not ours
 
     for number in previous:
         signal.signal(number, note)

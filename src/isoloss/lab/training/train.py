@@ -3,6 +3,9 @@
 Everything a step draws is a function of seed and step. So a checkpoint holds the weights, the state of the algorithm
 and of the averages, and a few counts (`TrainerState`), but no random state; and a run that was killed ends with the
 same bytes as one that was not.
+
+In the order in which it runs: `train` refuses and locks, `Training.__post_init__` makes the model and what updates it,
+`run_all` goes through the stages, `_train_stage` is the loop, and `_log`, `_save` and `_close` write the files.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -137,7 +140,8 @@ def train(
         Interrupted: A signal came, to any of the processes.
     """
     check_request(config, language, measure=measure, validate=validate)
-    with process_group() as group, contextlib.ExitStack() as held:
+    with process_group() as group, contextlib.ExitStack() as until_the_end:
+        # the config was checked for one process; how many there are is known only here
         for stage in config.stage_configs():
             if stage.batch_size % (n := group.world_size):
                 raise IsolossError(f"batch_size is {stage.batch_size}; {n} processes need a multiple of {n}")
@@ -145,11 +149,13 @@ def train(
         device = group.device(config.device)
         if config.compiled:
             check_compiled(device, group)
-        if is_complete(run, config, group):
+        if is_complete(run, config, group):  # needs neither the lock nor the memory
             return
         check_memory(config, language, device, group.world_size)
-        group.on_main(run.check_folder)
-        group.on_main(lambda: held.enter_context(files.lock(run.path)))
+        group.on_main(run.check_folder)  # before the lock, which makes the folder and a file in it
+        # rank 0 alone: to the others a lock that it holds is another process's
+        group.on_main(lambda: until_the_end.enter_context(files.lock(run.path)))
+        # a run of another config is refused here; a new one is made once its model is there, in `_open`
         group.on_main(lambda: run.create(config) if run.exists else None)
         if group.from_main(run.complete):  # by the process that held the lock before
             return
@@ -160,7 +166,11 @@ def train(
 
 @dataclass(eq=False)
 class Training:
-    """One process's work on a run; the arguments are those of `train`."""
+    """One process's work on a run; the arguments are those of `train`.
+
+    With several processes, each makes the same calls in the same order, as whatever needs all shards or a sum waits for
+    the others. What depends on files or on time is therefore decided in rank 0 and told to the others.
+    """
 
     run: Run
     config: TrainConfig
@@ -172,64 +182,44 @@ class Training:
     measure: Measure | None
     validate: Validate | None
 
+    # --- the model, and what updates it
+
     def __post_init__(self) -> None:
         config, language, device, group = self.config, self.language, self.device, self.group
         self.loggers: Loggers | None = None
         self.stages = Stages(config)
+        # drawn and loaded on the CPU, so that the initial weights are the same on every device
         self.model: Any = make_model(config.model, language, seed=config.seed)
-        self.loss_sum, self.loss_count = 0.0, 0
+        self.loss_sum, self.loss_count = 0.0, 0  # of the steps since the last line of metrics.jsonl
         self.initial_sha256: str | None = None
         self.metrics_sha256 = ""
-        self.step, tensors = self._weights()
+        self.step, saved_tensors = self._load()  # before FSDP cuts the parameters that weights are copied into
         self.model.to(device)
+
         self.parallel = make_parallel(self.model, config.parallel, group)
         forward = partial(prediction_loss, causal=config.objective.kind == "causal", precision=config.precision)
         self.loss: Loss = partial(self.parallel.loss, forward)
         self.compiled = None
         if config.compiled:
-            from isoloss.lab.models.compiled_bert import CompiledLoss
+            from isoloss.lab.models.compiled_bert import CompiledLoss  # loads numba
 
             self.loss = self.compiled = CompiledLoss(self.model)
-        # those of the stages to come too, so that what one of them refuses is told at once
-        left = range(min(self.stages.num_ended(self.step), len(self.stages.configs) - 1), len(self.stages.configs))
-        self.algorithms = deque(self._algorithm(index) for index in left)
-        if own := without_average(tensors):
-            self.algorithms[0].load_state(own)
+
+        # Below, the optimizer and the average take the parameters as FSDP or the compiled loss has left them.
+        # Stages to come have their algorithms already, so that what one of them refuses is told at once; their
+        # optimizers hold no tensors before their first step. With every stage done but result.json, one is left.
+        first = min(self.stages.num_ended(self.step), len(self.stages.configs) - 1)
+        self.algorithms = deque(self._algorithm(index) for index in range(first, len(self.stages.configs)))
+        if algorithm_tensors := without_average(saved_tensors):
+            self.algorithms[0].load_state(algorithm_tensors)
         self.average = WeightAverage(self.model, config.ema)
-        if tensors:
-            self.average.load_state(tensors)
+        if saved_tensors:
+            self.average.load_state(saved_tensors)
         self.timing = Timing(self.step, config.steps, self.progress if group.is_main else None)
         self.batches: Batches[TrainingBatch]  # of the stage that is being trained
 
-    def _algorithm(self, index: int) -> TrainingAlgorithm:
-        """Return the algorithm of a stage, before its first step."""
-        stage = self.stages.configs[index]
-        context = TrainingContext(
-            optimizer=stage.optimizer,
-            total_steps=stage.steps,
-            micro_batch_size=stage.micro_batch_size,
-            causal=stage.objective.kind == "causal",
-            seed=derive(stage.seed, "stage", index) if index else stage.seed,  # it counts its steps from 1
-            language=self.language,
-            parallel=self.parallel,
-            task_examples=self.task_examples,
-            compiled=self.compiled,
-        )
-        made = stage.algorithm.build(self.model, context)
-        if not isinstance(made, TrainingAlgorithm):
-            raise IsolossError(
-                f"the config of the training algorithm {stage.algorithm.kind} builds a {type(made).__name__}; it must "
-                "be an isoloss.lab.training.algorithms.base.TrainingAlgorithm"
-            )
-        return made
-
-    @property
-    def kept(self) -> set[int]:
-        """The steps whose checkpoint is kept; future steps, as if no further target were reached."""
-        return {*self.config.checkpoints, *self.stages.ends}
-
-    def _weights(self) -> tuple[int, dict[str, torch.Tensor]]:
-        """Give the model the weights to go on from; return the step they are of and the algorithm's tensors."""
+    def _load(self) -> tuple[int, dict[str, torch.Tensor]]:
+        """Give the model the weights to go on from; return the step they are of and the trainer's tensors."""
         newest = self.group.from_main(max(self.run.steps(), default=-1))
         if newest < 0:
             if self.config.init_from is not None:
@@ -247,64 +237,111 @@ class Training:
         self.stages.reached = list(state.targets_reached)
         return newest, tensors
 
+    def _algorithm(self, index: int) -> TrainingAlgorithm:
+        """Return the algorithm of a stage, before its first step."""
+        stage = self.stages.configs[index]
+        context = TrainingContext(
+            optimizer=stage.optimizer,
+            total_steps=stage.steps,
+            micro_batch_size=stage.micro_batch_size,
+            causal=stage.objective.kind == "causal",
+            # an algorithm counts its steps from 1, and later stages must not repeat the first one's draws
+            seed=derive(stage.seed, "stage", index) if index else stage.seed,
+            language=self.language,
+            parallel=self.parallel,
+            task_examples=self.task_examples,
+            compiled=self.compiled,
+        )
+        algorithm = stage.algorithm.build(self.model, context)
+        if not isinstance(algorithm, TrainingAlgorithm):
+            raise IsolossError(
+                f"the config of the training algorithm {stage.algorithm.kind} builds a {type(algorithm).__name__}; it "
+                "must be an isoloss.lab.training.algorithms.base.TrainingAlgorithm"
+            )
+        return algorithm
+
+    @property
+    def kept_steps(self) -> set[int]:
+        """The steps whose checkpoint is kept; future steps, as if no further target were reached."""
+        return {*self.config.checkpoints, *self.stages.ends}
+
+    # --- the loop
+
     def run_all(self) -> None:
         """Make every step that is left, and the run complete."""
         stop = False
-        with signals() as interrupted, contextlib.ExitStack() as held:
-            self.group.on_main(lambda: self._open(held))
-            if self.step == 0 and 0 in self.kept and not self.group.from_main(self.run.checkpoint(0).exists()):
+        with signals() as interrupted, contextlib.ExitStack() as until_the_end:
+            self.group.on_main(lambda: self._open(until_the_end))
+            if self.step == 0 and 0 in self.kept_steps and not self.group.from_main(self.run.checkpoint(0).exists()):
                 self._save()
             while not stop and not self.stages.is_last(self.step):
-                index = self.stages.num_ended(self.step)
-                make = partial(self._batch, self.stages.configs[index])
-                last = self.stages.ends[index]
-                with Batches(make, last=last, ahead=self.config.prefetch) as self.batches:
-                    while not stop and self.stages.num_ended(self.step) == index:
-                        self._make_step(index)
-                        if self.stages.num_ended(self.step) > index and len(self.algorithms) > 1:
-                            self.algorithms.popleft()  # its optimizer's state is neither saved nor needed again
-                        is_due = self.group.is_main and self.timing.save_is_due(self.config.save_every_seconds)
-                        stop, is_due = self.group.any(interrupted(), is_due)
-                        if stop or is_due or self.step in self.kept:
-                            self._save()
+                stop = self._train_stage(self.stages.num_ended(self.step), interrupted)
             self.group.on_main(self._close)
-            (stop,) = self.group.any(stop or interrupted())
+            (stop,) = self.group.any(stop or interrupted())  # also one that came after the last step
             if stop:
                 raise Interrupted(self.step)
 
-    def _batch(self, stage: TrainConfig, step: int) -> TrainingBatch:
-        """Return this process's part of the batch of `step`, on the CPU."""
-        return training_batch(self.language, stage, step, torch.device("cpu"), self.group.rows())
+    def _train_stage(self, index: int, interrupted: Callable[[], bool]) -> bool:
+        """Make the steps that are left of a stage, and return whether a signal ended it early."""
+        stage, begin, end = self.stages.configs[index], self.stages.begin(index), self.stages.ends[index]
+        stop = False
+        # a partial of what it needs alone: with `self` in it, this and the batches would hold each other, and the
+        # model would not be freed at the end
+        make = partial(training_batch, self.language, stage, device=torch.device("cpu"), rows=self.group.rows())
+        with Batches(make, last=end, ahead=self.config.prefetch) as self.batches:
+            while not stop and self.stages.num_ended(self.step) == index:
+                number = self.step + 1
+                inputs, num_tokens = self.batches.of(number)
+                batch = {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
-    def _make_step(self, index: int) -> None:
-        """Make the next step, which is of the stage `index`, and count it."""
-        number = self.step + 1
-        inputs, num_tokens = self.batches.of(number)
-        batch = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        is_logged = number % self.config.log_every == 0 or number == self.stages.ends[index]
-        seed_dropout(derive(self.config.seed, "dropout", number, *self.group.stream), self.device)
-        of_stage = number - self.stages.begin(index)
-        result = self.algorithms[0].step(of_stage, batch, self.loss, with_norm=is_logged)
-        self.average.update()
-        self._check_finite({"loss": result.loss_nats, **result.details}, number)
-        self.step = number
-        self.loss_sum += result.loss_nats
-        self.loss_count += 1
-        if is_logged:
-            self._log(index, result)
-        self.timing.tick(number, result.loss_nats, num_tokens)
+                is_logged = number % self.config.log_every == 0 or number == end
+                # at every step, so that there is no random state to save
+                seed_dropout(derive(self.config.seed, "dropout", number, *self.group.stream), self.device)
+                # where nothing is clipped, the norm is one more pass over the gradients for metrics.jsonl alone
+                result = self.algorithms[0].step(number - begin, batch, self.loss, with_norm=is_logged)
+                self.average.update()
 
-    def _open(self, held: contextlib.ExitStack) -> None:
+                # before the step counts: an update from such a gradient gets into no line and no checkpoint
+                self._check_finite({"loss": result.loss_nats, **result.details}, number)
+                self.step = number
+                self.loss_sum += result.loss_nats
+                self.loss_count += 1
+                if is_logged:
+                    self._log(index, result)  # may end the stage, at its target
+                self.timing.tick(number, result.loss_nats, num_tokens)
+
+                if self.stages.num_ended(self.step) > index and len(self.algorithms) > 1:
+                    # before the checkpoint, which is then that of a stage that begins: without an optimizer's state
+                    self.algorithms.popleft()
+                is_due = self.group.is_main and self.timing.save_is_due(self.config.save_every_seconds)
+                # saving puts shards together, so that all must agree; one sum answers both questions
+                stop, is_due = self.group.any(interrupted(), is_due)
+                if stop or is_due or self.step in self.kept_steps:
+                    self._save()
+        return stop
+
+    def _check_finite(self, values: Mapping[str, float], number: int) -> None:
+        for name, value in values.items():
+            if not math.isfinite(value):
+                newest = max(self.run.steps(), default=None)
+                saved = "no checkpoint was saved" if newest is None else f"the checkpoint of step {newest} is kept"
+                raise IsolossError(
+                    f"the {name} at step {number} is {value}: lower the learning rate or lengthen the warm-up ({saved})"
+                )
+
+    # --- files: at the start, a line, a checkpoint, at the end
+
+    def _open(self, until_the_end: contextlib.ExitStack) -> None:
         """Bring the directory to where training goes on from."""
         self.run.create(self.config)  # after initial weights that do not fit were refused: a mistake makes no run
         files.remove_unfinished(self.run.path)
-        missing = [step for step in self.kept if step < self.step and not self.run.checkpoint(step).is_dir()]
-        if missing:
+        made = sorted(step for step in self.kept_steps if step < self.step)
+        if missing := [step for step in made if not self.run.checkpoint(step).is_dir()]:
             raise IsolossError(
-                f"{self.run.path} lacks the checkpoint of step {min(missing)}: "
+                f"{self.run.path} lacks the checkpoint of step {missing[0]}: "
                 "delete the later ones too, and training makes them again"
             )
-        for step in sorted(step for step in self.kept if step < self.step):
+        for step in made:
             checkpoints.read_state(self.run.checkpoint(step))  # refuses what was damaged since it was written
         if self.step:
             self.run.note_resume(self.step, threads=torch.get_num_threads())
@@ -319,61 +356,17 @@ class Training:
             compiled=self.config.compiled,
             precision=self.config.precision,
         )
-        checkpoints.remove_except(self.run, {*self.kept, self.step})
-        num_lines = _num_lines(self.step, ends=self.stages.ends, log_every=self.config.log_every)
+        # a process that was killed between saving one and removing the one before leaves both
+        checkpoints.remove_except(self.run, {*self.kept_steps, self.step})
+        every, ends = self.config.log_every, self.stages.ends
+        num_lines = self.step // every + sum(end <= self.step and end % every != 0 for end in ends)
         _truncate_metrics(self.run, self.step, num_lines, self.metrics_sha256)
         if self.config.loggers:
-            self.loggers = Loggers(self.config.loggers, self.run)
-            held.callback(self.loggers.close)  # they write what they have, however training ended
-
-    def _close(self) -> None:
-        """Write the result if all steps are made, and the throughput."""
-        is_complete = self.stages.is_last(self.step)
-        if is_complete:
-            self._finish()
-        self.timing.report(last=True)
-        self.run.log(
-            "complete" if is_complete else "interrupted",
-            step=self.step,
-            seconds=self.timing.seconds(),
-            tokens_per_second=self.timing.tokens_per_second(),
-        )
-
-    def _check_finite(self, values: Mapping[str, float], number: int) -> None:
-        for name, value in values.items():
-            if not math.isfinite(value):
-                newest = max(self.run.steps(), default=None)
-                kept = "no checkpoint was saved" if newest is None else f"the checkpoint of step {newest} is kept"
-                raise IsolossError(
-                    f"the {name} at step {number} is {value}: lower the learning rate or lengthen the warm-up ({kept})"
-                )
-
-    def _measured(self, measure: Measure) -> Mapping[str, float]:
-        """Return what `measure` says of the model in rank 0, and nothing elsewhere."""
-        model = self.parallel.full_model()
-        if model is None:
-            return {}
-        model.to(self.device)
-        self.batches.wait()
-        with without_dropout(model):  # each step seeds its own random state, so none has to be kept
-            return measure(model)
-
-    def _validated(self, index: int) -> Mapping[str, float]:
-        """Compare the model with the target of its stage, if this is one of the steps for that; return what was found.
-
-        If it reaches the target, the stage ends.
-        """
-        target = self.stages.target(index, self.step)
-        if target is None or self.validate is None:
-            return {}
-        what, nats = target
-        values = self._measured(partial(self.validate, what))
-        (is_reached,) = self.group.any(self.group.is_main and values[f"validation_{what}_nats"] <= nats)
-        if is_reached:
-            self.stages.reached.append(self.step)
-        return values
+            self.loggers = Loggers(self.config.loggers, self.run)  # which begin with the lines that are left
+            until_the_end.callback(self.loggers.close)  # they write what they have, however training ended
 
     def _log(self, index: int, result: StepResult) -> None:
+        """Add a line to metrics.jsonl; in a run with stages, compare with the target of the stage, and end it there."""
         every = self.config.measure_every
         line: dict[str, Any] = {
             "step": self.step,
@@ -390,6 +383,31 @@ class Training:
         self.loss_sum, self.loss_count = 0.0, 0
         self.group.on_main(lambda: self._append(line))
 
+    def _measured(self, measure: Measure) -> Mapping[str, float]:
+        """Return what `measure` says of the model in rank 0, and nothing elsewhere."""
+        model = self.parallel.full_model()
+        if model is None:
+            return {}
+        model.to(self.device)  # a copy that was put together from shards is on the CPU
+        self.batches.wait()  # a measure may use the language, which need not stand two threads
+        with without_dropout(model):  # each step seeds its own random state, so none has to be kept
+            return measure(model)
+
+    def _validated(self, index: int) -> Mapping[str, float]:
+        """Compare the model with the target of its stage, if this is one of the steps for that; return the values.
+
+        If it reaches the target, the stage ends.
+        """
+        target = self.stages.target(index, self.step)
+        if target is None or self.validate is None:
+            return {}
+        what, nats = target
+        values = self._measured(partial(self.validate, what))  # empty but in rank 0, which decides
+        (is_reached,) = self.group.any(self.group.is_main and values[f"validation_{what}_nats"] <= nats)
+        if is_reached:
+            self.stages.reached.append(self.step)
+        return values
+
     def _append(self, line: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl and to the loggers."""
         files.append_json(self.run.path / "metrics.jsonl", line)
@@ -397,6 +415,37 @@ class Training:
             self.loggers.log(line)
         if "stage_ended" in line:
             self.run.log("stage ended", stage=line["stage"], step=line["step"], why=line["stage_ended"])
+
+    def _save(self) -> None:
+        """Save this step, and drop the checkpoints that were only there to go on from."""
+        # all processes put the shards together, then rank 0 writes
+        model, average = self.parallel.full_model(), self.average.state()
+        tensors = {**self._algorithm_state(), **average}
+
+        def write() -> None:
+            state = TrainerState(
+                step=self.step,
+                config=configs.identity(self.config),
+                loss_sum_nats=self.loss_sum,
+                loss_count=self.loss_count,
+                initial_sha256=self.initial_sha256,
+                targets_reached=self.stages.reached,
+                metrics_sha256=_flush_metrics(self.run),
+            )
+            checkpoints.save(
+                self.run.checkpoint(self.step),
+                model,
+                tensors,
+                state,
+                tokenizer=getattr(self.language, "tokenizer", None),
+                # as a model of its own, for readers; training goes on from the one in `tensors`
+                average=average if self.step in self.kept_steps else None,
+            )
+            # only now: killed at any moment, the run has a whole checkpoint
+            checkpoints.remove_except(self.run, {*self.kept_steps, self.step})
+
+        self.group.on_main(write)
+        self.timing.saved()
 
     def _algorithm_state(self) -> dict[str, torch.Tensor]:
         """Return the algorithm's state, which a file of tensors must be able to hold."""
@@ -410,47 +459,32 @@ class Training:
                 )
         return state
 
-    def _save(self) -> None:
-        """Save this step, and drop the checkpoints that were only there to go on from."""
-        state = partial(
-            TrainerState,
-            step=self.step,
-            config=configs.identity(self.config),
-            loss_sum_nats=self.loss_sum,
-            loss_count=self.loss_count,
-            initial_sha256=self.initial_sha256,
-            targets_reached=self.stages.reached,
-        )
-        model, average = self.parallel.full_model(), self.average.state()
-        tensors = {**self._algorithm_state(), **average}
-        kept_average = average if self.step in self.kept else None
-        tokenizer = getattr(self.language, "tokenizer", None)
-
-        def write() -> None:
-            of_steps = state(metrics_sha256=_flush_metrics(self.run))
-            folder = self.run.checkpoint(self.step)
-            checkpoints.save(folder, model, tensors, of_steps, tokenizer=tokenizer, average=kept_average)
-            checkpoints.remove_except(self.run, {*self.kept, self.step})
-
-        self.group.on_main(write)
-        self.timing.saved()
-
-    def _finish(self) -> None:
-        files.write_json(
-            self.run.path / "result.json",
-            {
-                "steps": self.step,
-                "loss_nats": self.run.metrics()[-1]["loss_nats"],
-                "num_parameters": self.model.num_parameters(),
-                "dtype": str(self.model.dtype).removeprefix("torch."),
-                "initial_sha256": self.initial_sha256,
-                "checkpoints": {
-                    str(step): checkpoints.weights_sha256(self.run.checkpoint(step))
-                    for step in sorted(self.kept)
-                    if step <= self.step
+    def _close(self) -> None:
+        """Write the result if all steps are made, and the throughput."""
+        if is_complete := self.stages.is_last(self.step):
+            files.write_json(
+                self.run.path / "result.json",  # the last file of the run: where it is, all others are
+                {
+                    "steps": self.step,
+                    "loss_nats": self.run.metrics()[-1]["loss_nats"],
+                    "num_parameters": self.model.num_parameters(),
+                    "dtype": str(self.model.dtype).removeprefix("torch."),
+                    "initial_sha256": self.initial_sha256,
+                    # steps of `checkpoints` that an early end of a stage left out are not among them
+                    "checkpoints": {
+                        str(step): checkpoints.weights_sha256(self.run.checkpoint(step))
+                        for step in sorted(self.kept_steps)
+                        if step <= self.step
+                    },
+                    **({"stages": self.run.stages()} if self.config.stages else {}),
                 },
-                **({"stages": self.run.stages()} if self.config.stages else {}),
-            },
+            )
+        self.timing.report(last=True)
+        self.run.log(
+            "complete" if is_complete else "interrupted",
+            step=self.step,
+            seconds=self.timing.seconds(),
+            tokens_per_second=self.timing.tokens_per_second(),
         )
 
 
@@ -482,11 +516,12 @@ def check_memory(config: TrainConfig, language: Language, device: torch.device, 
     """Refuse a model or batches that need more memory than the machine has, by a lower bound of the need."""
     architecture = MODELS.load(config.model.architecture)
     size = max(stage.batch_size for stage in config.stage_configs()) // num_processes
+    # an accelerator has memory of its own for activations; the model and the batches are made here all the same
     in_a_pass = min(size, config.micro_batch_size or size) if device.type == "cpu" else 0
     length = language.max_length
     shape = architecture.shape(config.model)
     needed = architecture.least_memory(shape, language.model_vocab_size, length, num_tokens=in_a_pass * length)
-    needed += 3 * 8 * size * length  # ids, mask and labels
+    needed += 3 * 8 * size * length  # ids, mask and labels, 8 bytes each
     check_fits(needed, f"the model {config.model} on batches of {size:,} sentences is too large")
 
 
@@ -508,7 +543,7 @@ def is_complete(run: Run, config: TrainConfig, group: ProcessGroup) -> bool:
     """
     if not group.from_main(run.complete):
         return False
-    group.on_main(lambda: run.create(config))
+    group.on_main(lambda: run.create(config))  # of a run that exists, this compares the configs and writes nothing
     return True
 
 
@@ -594,8 +629,7 @@ class Batches(Generic[T]):
         """Wait for the batch that is being made, and let go of the thread."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        self._next = None
-        del self._make  # it may hold who holds this: training, and so its model, would not be freed at its end
+        self._next = None  # a stage that ended at its target leaves a batch that nobody asks for
 
     def of(self, step: int) -> T:
         """Return the batch of `step`, and begin the next one; what `make` raised is raised here, at its own step."""
@@ -611,7 +645,7 @@ class Batches(Generic[T]):
     def wait(self) -> None:
         """Wait until nothing is being made: for what must not use the language at the same time."""
         if self._next is not None:
-            wait([self._next[1]])
+            wait([self._next[1]])  # not `result`: an error of its making belongs to its own step
 
 
 class Timing:
@@ -656,15 +690,10 @@ class Timing:
         self._saved = time.monotonic()
 
 
-def _num_lines(step: int, *, ends: Collection[int], log_every: int) -> int:
-    """Return how many lines metrics.jsonl has after `step` steps, if these are the last steps of the stages."""
-    return step // log_every + sum(end <= step and end % log_every != 0 for end in ends)
-
-
 def _flush_metrics(run: Run) -> str:
     """Bring metrics.jsonl to the disk, as a checkpoint must not outlive the lines before it; return its SHA-256."""
     path = run.path / "metrics.jsonl"
-    if not path.exists():
+    if not path.exists():  # before the first line: of nothing, as `_truncate_metrics` finds it
         return hashlib.sha256().hexdigest()
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -690,11 +719,11 @@ def _truncate_metrics(run: Run, step: int, count: int, sha256: str) -> None:
         complete = len(lines) == count and all(json.loads(line)["step"] <= step for line in lines)
     except (ValueError, KeyError, TypeError):
         complete = False
-    kept = b"".join(lines)
-    if not complete or (sha256 and hashlib.sha256(kept).hexdigest() != sha256):
+    remaining = b"".join(lines)
+    if not complete or (sha256 and hashlib.sha256(remaining).hexdigest() != sha256):
         raise IsolossError(
             f"{path} is damaged: its first {count} lines are not those of the {step} steps that were made; "
             "restore the file, or delete the run to start it again"
         )
-    if len(content) > len(kept):
-        files.write_bytes(path, kept)
+    if len(content) > len(remaining):
+        files.write_bytes(path, remaining)

@@ -22,7 +22,7 @@ from isoloss.text.masking import Batch, corrupt_by, mask_by
 
 MOST_TOKENS = 1 << 27  # of a set that is held in memory: 1 GiB
 
-# sets of languages whose sentences have no numbers, by (sentences, seed)
+# sets of languages whose sentences have no numbers, by (sentences, seed); freed with their language
 _held: weakref.WeakKeyDictionary[Language, dict[tuple[int, int], Sentences]] = weakref.WeakKeyDictionary()
 
 
@@ -71,7 +71,7 @@ def examples(language: Language, config: TrainConfig, step: int) -> Examples:
     order = seeds.derive(config.seed, "training order")
     numbers = torch.from_numpy(shuffled(positions, num * copies, seed=order))
     seed = seeds.derive(config.seed, "training set")
-    wanted = numbers // copies
+    wanted = numbers // copies  # a sentence has `copies` numbers in a row, one for each of its fixed masks
     if language.has_numbered_sentences:
         return Examples(language.sentences_at(wanted, seed=seed), numbers)
     held = _held.setdefault(language, {})

@@ -209,6 +209,7 @@ def mcnemar(correct_a: torch.Tensor, correct_b: torch.Tensor) -> McNemar:
     _check_shapes("McNemar's test", "examples,", correct_a, correct_b, 1)
     only_a, only_b = int((correct_a & ~correct_b).sum()), int((correct_b & ~correct_a).sum())
     p_value = 2 * float(bdtr(min(only_a, only_b), only_a + only_b, 0.5))  # as scipy.stats.binomtest, which loads slowly
+    # where the split is even, both tails have the middle, and twice the probability is above 1
     return McNemar(only_first=only_a, only_second=only_b, p_value=min(1.0, p_value))
 
 
@@ -233,9 +234,10 @@ def bootstrap95(
     rng = np.random.default_rng(seeds.derive(seed, "bootstrap"))
     difference = correct_a.cpu().numpy().astype(np.int64) - correct_b.cpu().numpy().astype(np.int64)
     num_seeds, num_examples = difference.shape
+    # (S, P) patterns, of which there are at most 3^S: the memory of a resample is P numbers, not n
     patterns, counts = np.unique(difference, axis=1, return_counts=True)
     drawn = rng.multinomial(num_examples, counts / num_examples, size=resamples)
-    by_seed = drawn @ patterns.T / num_examples
+    by_seed = drawn @ patterns.T / num_examples  # (resamples, S)
     chosen = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), size=resamples)
     low, high = np.quantile((by_seed * chosen).sum(axis=1) / num_seeds, [0.025, 0.975])
     return float(low), float(high)

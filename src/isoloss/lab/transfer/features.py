@@ -99,12 +99,13 @@ def extract(
     matrix = functools.cache(lambda width, columns: projection_matrix(width, columns, projection_seed).to(device))
 
     def read(rows: slice) -> torch.Tensor:
-        own = Sentences(sentences.tokens[rows], sentences.lengths[rows])
-        pooled = _pooled(backbone, own, None if types is None else types[rows], pooling, layer, device)
+        batch = Sentences(sentences.tokens[rows], sentences.lengths[rows])
+        pooled = _pooled(backbone, batch, None if types is None else types[rows], pooling, layer, device)
         return (pooled if projection is None else pooled @ matrix(pooled.shape[1], projection)).to(dtype)
 
     blocks = (read(slice(first, first + batch_size)) for first in range(0, len(sentences.lengths), batch_size))
     if path is not None:
+        # the width is that of a row which was read: how wide states are depends on the model, the layer and the pooling
         shape = (len(sentences.lengths), read(slice(0, 1)).shape[1])
         if math.prod(shape) * dtype.itemsize > memory_bytes:
             return store(path, blocks, shape=shape, dtype=dtype)
@@ -210,6 +211,7 @@ def log_lookup_features(language: Language, sentences: Sentences) -> torch.Tenso
         IsolossError: As `lookup_features`.
     """
     floored = lookup_features(language, sentences).clamp(min=LEAST_PROBABILITY).log()
+    # the zeros at padding have become the logarithm of the floor
     shape = (*sentences.tokens.shape, -1)
     return floored.view(shape).masked_fill(~sentences.present().to(floored.device)[:, :, None], 0.0).flatten(1)
 
@@ -247,6 +249,7 @@ def one_hot(sentences: Sentences, width: int) -> torch.Tensor:
         )
     features = torch.zeros(n, total, width)
     present = sentences.present()
+    # the id of padding may be beyond `width`: it becomes token 0 here, where a 0 is written
     features.scatter_(2, sentences.tokens.masked_fill(~present, 0)[:, :, None], present[:, :, None].float())
     return features.flatten(1)
 
@@ -338,6 +341,7 @@ def store(path: Path, blocks: Iterable[torch.Tensor], *, shape: tuple[int, int],
         for block in blocks:
             if block.ndim != 2 or block.shape[1] != shape[1]:
                 raise IsolossError(f"a block of features has the shape {tuple(block.shape)}, not (B, {shape[1]})")
+            # as bytes: numpy has no bfloat16
             file.write(block.to("cpu", dtype).contiguous().view(torch.uint8).numpy().data)
             rows += len(block)
         if rows != shape[0]:

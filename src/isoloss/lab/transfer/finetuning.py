@@ -107,14 +107,18 @@ def finetune(
         raise IsolossError(f"the model is {str(model.dtype).removeprefix('torch.')}; fine-tuning needs float32")
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_settings(0, model.device))
+        # without a folder there is nothing to save, and Ctrl-C is a KeyboardInterrupt as ever
         stopped: Callable[[], bool] = lambda: False  # noqa: E731
         if output is not None:
             stack.enter_context(files.lock(output))
             _claim(output, _identity(backbone, task, config))
-            files.remove_unfinished(output)
+            files.remove_unfinished(output)  # only in a folder that `_claim` has found to be this fine-tuning's
             stopped = stack.enter_context(signals())
-        seeds = [_Seed(index, backbone, pooling, task, config, output) for index in range(config.seeds)]
-        done = [seed.run(stopped, progress) for seed in seeds]
+        # one after another, and each without a name, so that only one seed's copy of the model is in memory
+        done = [
+            _Seed(index, backbone, pooling, task, config, output).run(stopped, progress)
+            for index in range(config.seeds)
+        ]
     return score(
         torch.tensor([seed["predictions"] for seed in done]),
         task.test_labels,
@@ -202,7 +206,7 @@ class _Seed:
             if progress is not None:
                 note = f"seed {self.index + 1} of {self.config.seeds}, loss {loss:.4f} nats"
                 progress(self.index * self.total + self.step, note)
-            if self.folder is not None and self.step < self.total:
+            if self.folder is not None and self.step < self.total:  # after the last step, the result says it all
                 stop = stopped()
                 if stop or time.monotonic() - saved >= self.config.save_every_seconds:
                     self._save()
@@ -211,7 +215,7 @@ class _Seed:
                     raise Interrupted(self.index * self.total + self.step)
         result = {"predictions": self._predict().tolist(), "losses_nats": self.losses.tolist()}
         if self.folder is not None:
-            files.write_json(self._result, result)
+            files.write_json(self._result, result)  # first: killed in between, the seed is done and its state unread
             self._state.unlink(missing_ok=True)
         return result
 
@@ -249,7 +253,7 @@ class _Seed:
         loss = self.algorithm.step(number, batch, self.classifier.loss).loss_nats
         self._check_finite(loss, f"the loss at step {number}")
         self.step = number
-        self.losses[epoch] += loss * len(rows) / count
+        self.losses[epoch] += loss * len(rows) / count  # the last step of an epoch may have fewer examples
         return loss
 
     def _check_finite(self, value: float, what: str) -> None:
@@ -268,6 +272,7 @@ class _Seed:
             for first in range(0, len(self.task.test_labels), _PREDICTED_AT_ONCE):
                 rows = slice(first, first + _PREDICTED_AT_ONCE)
                 logits = self.classifier(_trimmed(self.task.batch("test", rows), self.device))
+                # a single NaN or infinity makes the sum one
                 self._check_finite(float(logits.sum()), "a logit after the last step")
                 logits[:, absent] = -math.inf  # the random start may have left them likely
                 predictions.append(logits.argmax(dim=1).cpu())
@@ -330,7 +335,7 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
                 f"{folder} holds a fine-tuning of another config ({'; '.join(differing)}): choose another directory, "
                 "or what it was made with"
             )
-    elif any(not entry.name.startswith(".") for entry in folder.iterdir()):
+    elif any(not entry.name.startswith(".") for entry in folder.iterdir()):  # the lock's own file is there already
         raise IsolossError(f"{folder} is not empty and holds no fine-tuning: choose another directory")
     else:
         files.write_json(path, {"identity": identity, "versions": versions()})

@@ -137,7 +137,7 @@ def _second_moments(x: torch.Tensor) -> _Moments:
         return _Moments(vectors, values.clamp(min=0), 0.0)
     rank = min(_RANK, n)
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):  # the library draws from the global state
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # the same descent, and so the same bits, each time
         _, singular, vectors = torch.svd_lowrank(x, q=rank, niter=1)
     values = singular.square() / n
     rest = max(float(x.square().sum()) / n - float(values.sum()), 0.0) / (width - rank)
@@ -160,7 +160,7 @@ class _Problem:
         curvature = float((self._frequencies * (1 - self._frequencies)).mean())
         self._outside = (moments.rest * curvature + strength) ** -0.5
         self._inside = (moments.values * curvature + strength).rsqrt() - self._outside
-        start = self._frequencies.log()
+        start = self._frequencies.log()  # the best intercepts at W = 0, where the descent begins
         self._last_bias = start - start.mean()
         self.objective = self.gap = math.inf
         self.evaluations = 0
@@ -170,6 +170,7 @@ class _Problem:
         import numpy as np
         from scipy import optimize
 
+        # SciPy goes by the argument's name: with another one it would pass the point alone
         def stop_if_done(intermediate_result: optimize.OptimizeResult) -> None:
             if self.gap <= tolerance * self.objective or self.evaluations >= max_evaluations:
                 raise StopIteration
@@ -196,8 +197,9 @@ class _Problem:
         objective = loss + self.strength / 2 * float(weight.square().sum())
         gap = float(gradient.square().sum()) / (2 * self.strength)
         self.evaluations += 1
-        if gap < self.gap:
+        if gap < self.gap:  # not simply the last: the bound need not fall in every step, nor within a line search
             self.weight, self.bias, self.objective, self.gap = weight, bias, objective, gap
+        # by the chain rule, with the same matrix, which is symmetric
         return objective, self._scaled(gradient).flatten().cpu().numpy()
 
     def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
@@ -225,7 +227,8 @@ class _Problem:
             gradient = means - self._frequencies
             if float(gradient.abs().max()) < 1e-14:
                 break
-            hessian = torch.diag(means) - probs @ probs.T / len(self.labels) + 1 / len(bias)  # its null space is 1
+            # one constant for all classes changes nothing, so that the Hessian is singular but for the last term
+            hessian = torch.diag(means) - probs @ probs.T / len(self.labels) + 1 / len(bias)
             step = torch.linalg.solve(hessian, gradient)
             size = 1.0
             log_probs, new = probabilities_at(bias - step)

@@ -385,7 +385,7 @@ class Probe:
         classes = []
         for first in range(0, len(x), size := rows_at_once(x.shape[1])):
             rows = (x[first : first + size].to(self.center) - self.center) / self.scale
-            logits = (rows @ stacked).view(-1, *self.weight.shape[:2]) + self.bias[:, 0]
+            logits = (rows @ stacked).view(-1, *self.weight.shape[:2]) + self.bias[:, 0]  # (B, S, C)
             classes.append(logits.argmax(dim=2))
         return torch.cat(classes).T.contiguous()
 
@@ -400,6 +400,7 @@ def fit_probe(train_x: torch.Tensor, train_y: torch.Tensor, num_classes: int, co
         weight, bias, details = _fit_convex(
             train_x, train_y, num_classes, config.regularization, center, scale, config.seed
         )
+        # the bias is written to below, which a view with one memory for all seeds does not allow
         weight, bias = weight.expand(config.seeds, -1, -1), bias.repeat(config.seeds, 1, 1)
     else:
         used = ("epochs", "learning_rate", "weight_decay", "batch_size", "seed")
@@ -431,6 +432,7 @@ def _center_and_scale(x: torch.Tensor, device: torch.device | str) -> tuple[torc
         total += block.sum(dim=0, dtype=torch.float64)
         largest = max(largest, float(block.abs().amax()))
     center = total / n
+    # in a second pass: mean square minus squared mean cancels where the mean is far from 0
     squares = sum(float((block - center.float()).square().sum(dtype=torch.float64)) for block in _blocks(x, device))
     scale = math.sqrt(squares / (n * width))
     if scale <= 1e-6 * largest:  # what remains after centering is the rounding of float32
@@ -446,6 +448,7 @@ def _blocks(x: torch.Tensor, device: torch.device | str) -> Iterator[torch.Tenso
 
 def _standardized(x: torch.Tensor, center: torch.Tensor, scale: float) -> _RowReader:
     """Return a function that reads rows of `(x - center) / scale`; features that are not too large are copied once."""
+    # rows (S, B) give (S, B, D)
     if 4 * x.numel() <= MEMORY_BYTES:
         return ((x.to(center) - center) / scale).__getitem__
     return lambda rows: (x[rows.to(x.device)].to(center) - center) / scale  # they may be mapped from a file
@@ -468,6 +471,7 @@ def _fit_adamw(
     """
     generators = [seeds.generator(config.seed, "probe", index) for index in range(config.seeds)]
     weight, bias = _initial(generators, num_features, num_classes, y.device)
+    # AdamW goes by elements, so that one optimizer of all seeds is one of each: S times fewer calls
     optimizer = torch.optim.AdamW([weight, bias], lr=config.learning_rate, weight_decay=config.weight_decay)
     for _ in range(config.epochs):
         orders = torch.stack([torch.randperm(len(y), generator=g) for g in generators]).to(y.device)
@@ -496,6 +500,7 @@ def _gradients(
     The gradient at the logits is (softmax - one-hot) / B; written out, a step takes 0.6 of autograd's time.
     """
     residual = torch.baddbmm(bias, x, weight.transpose(1, 2)).softmax(dim=2)
+    # in place of the one-hot labels, which would be as large as the logits
     residual.scatter_add_(2, y[:, :, None], residual.new_full((1, 1, 1), -1.0).expand(*y.shape, 1))
     residual /= y.shape[1]
     return residual.transpose(1, 2) @ x, residual.sum(dim=1, keepdim=True)
@@ -529,7 +534,7 @@ def _fit_convex(
     if len(present) == 1:
         bias[..., present] = 0.0
         return weight.float(), bias.float(), {"regularization": max(strengths), "objective_nats": 0.0, "gap_nats": 0.0}
-    targets = torch.searchsorted(present, y)
+    targets = torch.searchsorted(present, y)  # classes that no example has would have no best intercept
 
     def fit(rows: torch.Tensor | slice, chosen: Sequence[float]) -> logistic_regression.LogisticFit:
         # the features are as they are, and their penalty is `scale` squared times the penalty of scaled ones
@@ -545,7 +550,7 @@ def _fit_convex(
         # the folds are those of the labels alone, so that all models of a task are held out on the same examples
         correct = torch.zeros(len(strengths), device=y.device)
         for fold in range(_FOLDS):
-            if (held_out := folds == fold).any():
+            if (held_out := folds == fold).any():  # with few examples a fold may have none
                 correct += (fit(~held_out, strengths).predict(x[held_out]) == targets[held_out]).sum(dim=1)
         accuracies = (correct.double() / (folds >= 0).sum().clamp(min=1)).tolist()
         best = max(zip(accuracies, strengths, strict=True))[1]  # of equally accurate ones the largest

@@ -153,8 +153,8 @@ class TransferResult:
 
     def class_rows(self) -> list[tuple[str, ...]]:
         """Return a row of text for each class that occurs, of `CLASS_COLUMNS`, the most common class first."""
-        scores = [own for own in self.by_class() if own.examples or own.precision is not None]
-        return [own.row() for own in sorted(scores, key=lambda own: -own.examples)]
+        occurring = [scores for scores in self.by_class() if scores.examples or scores.precision is not None]
+        return [scores.row() for scores in sorted(occurring, key=lambda scores: -scores.examples)]
 
     @property
     def correct(self) -> torch.Tensor:
@@ -260,9 +260,9 @@ def below_majority(details: Mapping[str, Any]) -> str | None:
 
 def _above_majority(predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     """Return the accuracy minus the majority class's, paired by example, with its error over examples and seeds."""
-    correct = (predictions == labels).double() - (labels == labels.bincount().argmax()).double()
-    if len(labels) < 2:
+    if len(labels) < 2:  # no spread to take an error from
         return {}
+    correct = (predictions == labels).double() - (labels == labels.bincount().argmax()).double()
     difference = crossed_mean(correct, unit="difference in accuracy", method="accuracy minus the majority class's")
     return {"above_majority": difference.value, "above_majority_stderr": difference.stderr}
 
@@ -362,7 +362,7 @@ def write_predictions(path: Path, result: TransferResult, inputs: Sequence[Seque
     for number, (texts, label, guesses) in enumerate(zip(inputs, result.labels.tolist(), predicted, strict=True)):
         line = {
             "example": number,
-            **dict(zip(("text", "pair"), texts, strict=False)),
+            **dict(zip(("text", "pair"), texts, strict=False)),  # one text or two
             "label": names[label],
             "predicted": [names[guess] for guess in guesses],
         }

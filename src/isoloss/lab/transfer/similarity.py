@@ -33,6 +33,7 @@ def gram_matrix(features: torch.Tensor) -> Array:
     """
     gram = np.zeros((len(features), len(features)))
     for first in range(0, features.shape[1], _COLUMNS):
+        # a float64 copy of all would be twice the size; centering and the sum below go column by column
         block = features[:, first : first + _COLUMNS].cpu().double().numpy()
         block = block - block.mean(axis=0)
         gram += block @ block.T
@@ -163,6 +164,8 @@ def _sums(first: Array, second: Array) -> _Sums:
     def less(total: Any, parts: Array) -> Array:
         return np.append(total, total - parts)
 
+    # Without sentence k its row and its column go, twice the same sum, and every row sum a_i loses A_ik:
+    # sum_(i != k) (a_i - A_ik) (b_i - B_ik) = a.b - a_k b_k - (A b)_k - (B a)_k + sum_i A_ik B_ik
     return _Sums(
         products=less(products.sum(), 2 * products),
         of_sums=less(a @ b, a * b + a_matrix @ b + b_matrix @ a - products),
@@ -173,7 +176,8 @@ def _sums(first: Array, second: Array) -> _Sums:
 
 
 def _hsic(first: Array, second: Array) -> Array:
-    """Return (1 + n,): the unbiased HSIC of all sentences, then of all but each."""
+    """Return (1 + n,): the unbiased HSIC of all sentences, then of all but each (Song et al. 2012)."""
+    # (tr(A B) + 1'A1 1'B1 / ((n - 1) (n - 2)) - 2 1'AB1 / (n - 2)) / (n (n - 3)), as the diagonals are 0
     products, of_sums, a, b, n = _sums(first, second)
     return (products + a * b / ((n - 1) * (n - 2)) - 2 * of_sums / (n - 2)) / (n * (n - 3))
 

@@ -175,14 +175,15 @@ def make_task(
         language = languages.load_language(language)
     other = language if test_language is None else test_language
     asked, asked_of_test = labeling(language, name), labeling(other, name)
+    # by the name that stands behind an alias such as A, so that both draw the same sentences
     name, classes = asked.name or name, asked.classes
     if (other.vocabulary, asked_of_test.classes) != (language.vocabulary, classes):
         raise IsolossError("the test language must have the tokens and the symbols or states of the first")
     if len(classes) < 2:
         which = f"only {classes[0]}" if classes else "no symbol"
         raise IsolossError(f"task {name}: {which} can be the label, and a task needs two classes; choose another task")
-    width = max(language.max_length, other.max_length)
-    stream = name.removesuffix(LATENT)
+    width = max(language.max_length, other.max_length)  # of both splits: features side by side are as wide as sentences
+    stream = name.removesuffix(LATENT)  # the two definitions of a label are compared on the same sentences
     train, train_labels = _Draw(language, name, asked, train_lengths, width)(
         num_train, seeds.generator(seed, "task", stream, "train")
     )
@@ -282,14 +283,14 @@ class _Draw:
                 )
             # an equal number each time: the sentences are those of the stream, whatever n is
             sentences = self._sentences(generator)
-            own = self.labeling.label(sentences)
-            kept = own != UNDEFINED
+            batch_labels = self.labeling.label(sentences)
+            has_label = batch_labels != UNDEFINED
             missing = self.width - sentences.tokens.shape[1]
             padded = torch.nn.functional.pad(sentences.tokens, (0, missing), value=self.language.pad_id)
-            tokens.append(padded[kept])
-            lengths.append(sentences.lengths[kept])
-            labels.append(own[kept])
-            drawn, num_labeled = drawn + _BATCH, num_labeled + int(kept.sum())
+            tokens.append(padded[has_label])
+            lengths.append(sentences.lengths[has_label])
+            labels.append(batch_labels[has_label])
+            drawn, num_labeled = drawn + _BATCH, num_labeled + int(has_label.sum())
         return Sentences(torch.cat(tokens)[:n], torch.cat(lengths)[:n]), torch.cat(labels)[:n]
 
     def _sentences(self, generator: torch.Generator) -> Sentences:
@@ -470,9 +471,10 @@ def whole_task(
     else:
         labels = asked.label(sentences).cpu()
         joint = torch.nn.functional.one_hot(labels.clamp(min=0), len(asked.classes)).double()
-        joint[labels == UNDEFINED] = 0
+        joint[labels == UNDEFINED] = 0  # which the clamp has made class 0
     joint = joint * probabilities[:, None]
     joint /= joint.sum()
+    # both are padded to the language's longest sentence, so that equal sentences are equal bytes
     place = {tokens.tobytes(): row for row, tokens in enumerate(sentences.tokens.numpy())}
     train_rows = torch.tensor([place[tokens.tobytes()] for tokens in drawn.train.tokens.cpu().numpy()])
     task = dataclasses.replace(

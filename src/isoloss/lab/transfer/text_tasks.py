@@ -158,6 +158,7 @@ def as_read_by(
             f"the tokenizer has {len(tokenizer):,} tokens, and {model} knows {config.vocab_size:,} ids: it is that of "
             "another model"
         )
+    # (transformers sets the last one to 1e30 where a tokenizer does not say)
     most = min(_MOST_TOKENS, positions or _MOST_TOKENS, tokenizer.model_max_length)
     types = getattr(config, "type_vocab_size", 1)
     task = _encoded(examples, tokenizer, max_length=max_length or most, token_types=types)
@@ -208,6 +209,7 @@ def _read(source: TextTask, seed: int) -> tuple[LabeledText, LabeledText]:
     train = read_labeled_text(source.train, **columns, split=source.train_split)
     where = source.test or source.train
     if source.test is None and Path(source.train).expanduser().is_file():
+        # by the file alone and the seed, so that a test example stays one whatever `num_train` and `num_test` are
         order = torch.randperm(len(train), generator=seeds.generator(seed, "held-out", source.name)).tolist()
         held_out = len(train) // _HELD_OUT
         if held_out == 0:
@@ -221,6 +223,7 @@ def _read(source: TextTask, seed: int) -> tuple[LabeledText, LabeledText]:
     test = read_labeled_text(where, **columns, split=split)
     missing = missing_labels({*train.label_names, *test.label_names})
     train, test = (_without(data, missing) for data in (train, test))
+    # a split has numbered only the labels that it has
     names = tuple(dict.fromkeys([*train.label_names, *test.label_names]))
     return _renamed(train, names), _renamed(test, names)
 

@@ -177,6 +177,7 @@ def weights_digest(model: torch.nn.Module) -> str:
 
     sha256 = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
+        # as bytes, because numpy has no bfloat16
         sha256.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return sha256.hexdigest()

@@ -121,7 +121,7 @@ class SampledFlatness(FlatnessMeasure, SeededMeasure):
         """
         if context.rtol is None and context.seconds is None:
             return self, context
-        sequences = first.details["sequences"]
+        sequences = first.details["sequences"]  # not the time again: it would end others elsewhere
         return self, dataclasses.replace(context, rtol=None, seconds=None, num_sequences=sequences)
 
 
@@ -226,7 +226,7 @@ class _Expanded(Trace):
 
         into = reshaped(shape(self.size), layers=self.expanded_layers, heads=self.expanded_heads)
         large = expand(model, into, embedding_scale=self._scale).model  # refuses an unknown scale
-        result = super().run(large, context)
+        result = super().run(large, context)  # of `Trace`, or of `MinimalTrace`, which is next in `MinimalTraceIn`
         batches = context.inputs(self.num_sequences, self.seed).batches
         trace = result.estimates[self.name]
         details = {

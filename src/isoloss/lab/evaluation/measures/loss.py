@@ -43,6 +43,7 @@ class Loss(SeededMeasure):
         if self._has_exact_targets(context):
             targets = context.exact_targets(num, seed)
             estimates = loss.pretraining_loss(model, targets, progress=context.progress)
+            # with the weights: all sentences and a sample of them are never the same inputs
             weights = () if targets.weights is None else (targets.weights,)
             inputs = digest(*targets.batch.values(), *weights)
             return MeasureResult(estimates=estimates, inputs=inputs)

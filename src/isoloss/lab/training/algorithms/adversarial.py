@@ -38,7 +38,7 @@ def ridge_predictions(
     kernel, cross = train @ train.T, test @ train.T
     mean_square = kernel.diagonal().mean()
     identity = torch.eye(len(train), dtype=train.dtype, device=train.device)
-    # multiplied through by the mean squared norm
+    # with x = sqrt(mean_square) z, the factor 1 / mean_square of both K and z Z^T is multiplied through to the ridge
     weights = torch.linalg.solve(kernel + len(train) * ridge * mean_square * identity, train_y - mean)
     predicted: torch.Tensor = mean + cross @ weights
     return predicted
@@ -96,6 +96,7 @@ class Adversarial(TrainingAlgorithm):
     def add_gradient(self, number: int, batch: Batch, loss: Loss) -> tuple[float, dict[str, float]]:
         """Add the gradient of the objective; see `TrainingAlgorithm.add_gradient`."""
         head_loss, accuracy = self.head_loss(number)
+        # before the loss: with DDP, its backward pass is the one that averages these gradients over the processes too
         (-self.config.weight * head_loss).backward()  # type: ignore[no-untyped-call]
         group = self.parallel.group
         sums = group.sum(head_loss.item(), accuracy)
@@ -108,15 +109,16 @@ class Adversarial(TrainingAlgorithm):
         config, context, (sentences, labels, num_classes) = self.config, self.context, self._examples
         assert context.language is not None
         stream = self.parallel.group.stream if config.head == "per-process" else ()
+        # D1 and D2 are disjoint, as parts of one permutation, and go through the model together
         order = torch.randperm(len(labels), generator=generator(context.seed, "adversary", number, *stream))
         rows = order[: config.head_examples + config.loss_examples]
         device = next(self.model.parameters()).device
         drawn = Sentences(sentences.tokens[rows].to(device), sentences.lengths[rows].to(device))
-        own = labels[rows].to(device)
+        drawn_labels = labels[rows].to(device)
         with without_dropout(self.model):
             states = self.parallel.auxiliary(partial(token_states, causal=context.causal), drawn, context.language)
-        targets = torch.nn.functional.one_hot(own, num_classes).to(states.dtype)
+        targets = torch.nn.functional.one_hot(drawn_labels, num_classes).to(states.dtype)
         n1 = config.head_examples
         predicted = ridge_predictions(states[:n1], targets[:n1], states[n1:], ridge=config.ridge)
         head_loss = (predicted - targets[n1:]).square().sum(dim=1).mean()
-        return head_loss, float((predicted.argmax(dim=1) == own[n1:]).double().mean())
+        return head_loss, float((predicted.argmax(dim=1) == drawn_labels[n1:]).double().mean())

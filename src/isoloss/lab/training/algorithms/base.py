@@ -141,14 +141,15 @@ class TrainingAlgorithm:
         """
         n, size, group = num_sentences(batch), self.context.micro_batch_size, self.parallel.group
         if not 0 < size < n:
-            if group.world_size == 1:
+            if group.world_size == 1:  # the usual case: the mean over the batch needs no weights
                 value = loss(batch)
                 value.backward()  # type: ignore[no-untyped-call]
                 return value.item()
-            size = n
+            size = n  # one part, weighted all the same: the other processes may have more tokens to predict
         (total,), sum_nats = group.sum(_num_predicted(batch["labels"])), 0.0
         parts = split(batch, [min(size, n - start) for start in range(0, n, size)])
         for number, part in enumerate(parts, 1):
+            # DDP sends what has been summed up so far, so that one exchange is enough for all parts
             is_synced = sync and number == len(parts)
             with contextlib.nullcontext() if is_synced else self.parallel.no_sync():
                 weighted = loss(part) * (_num_predicted(part["labels"]) / total)
@@ -177,6 +178,12 @@ def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     """Return parts of a batch, `sizes` sentences each.
 
     All tensors have a row per sentence but the exact targets, which have one per predicted token.
+
+    Example:
+        >>> labels = torch.tensor([[7], [IGNORED], [8]])
+        >>> parts = split({"labels": labels, "targets": torch.tensor([[0.25, 0.75], [0.5, 0.5]])}, [2, 1])
+        >>> [part["targets"].tolist() for part in parts]
+        [[[0.25, 0.75]], [[0.5, 0.5]]]
     """
     parts = {name: torch.split(tensor, list(sizes)) for name, tensor in batch.items() if name != "targets"}
     if "targets" in batch:
@@ -197,10 +204,11 @@ def num_sentences(batch: Batch) -> int:
 @contextlib.contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     """Turn dropout off for a while, and every module back to the mode it was in."""
+    # not `model.train()` at the end: some modules may have been in eval mode before
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.backends.cudnn.flags(enabled=False):  # its LSTM has no derivatives in eval mode
+        with torch.backends.cudnn.flags(enabled=False):  # cuDNN's LSTM refuses a backward pass in eval mode
             yield
     finally:
         for module in training:

@@ -45,20 +45,28 @@ def trace_estimate(
     as 2 G . g / m.
 
     The logits (m, V) are a function of the parameters with second derivatives, and the probes (m, V) are -1 and 1.
+
+    Example:
+        >>> logits = torch.nn.Parameter(torch.zeros(1, 2))  # p = 1/2 each: the trace is the sum of p (1 - p), 1/2
+        >>> estimates = [trace_estimate(logits, [logits], torch.tensor([[1.0, sign]])).item() for sign in (1.0, -1.0)]
+        >>> [round(estimate, 4) for estimate in estimates]
+        [0.0, 1.0]
     """
     group = group or ProcessGroup()
     log_p = logits.log_softmax(dim=1)
-    p, root = log_p.exp(), (log_p / 2).exp()
+    p, root = log_p.exp(), (log_p / 2).exp()  # not p.sqrt(): where p underflows to 0 its derivative is infinite
     cotangent = root * probes - p * (root * probes).sum(dim=1, keepdim=True)
+    # zeros for parameters that the logits do not depend on, as the sums over processes need one shape in each
     gradients = torch.autograd.grad(
         logits, parameters, grad_outputs=cotangent, create_graph=True, materialize_grads=True
     )
     (m,) = group.sum(len(logits))
     if group.world_size == 1:
         return torch.stack([gradient.square().sum() for gradient in gradients]).sum() / m
-    totals = group.sum_tensors(list(gradients))
+    totals = group.sum_tensors(list(gradients))  # constants: the derivative is the linear term's
     value = torch.stack([total.square().sum() for total in totals]).sum() / m
-    linear = torch.stack([(2 * total * own).sum() for total, own in zip(totals, gradients, strict=True)]).sum() / m
+    pairs = zip(totals, gradients, strict=True)
+    linear = torch.stack([(2 * total * gradient).sum() for total, gradient in pairs]).sum() / m
     return value + linear - linear.detach()
 
 
@@ -88,7 +96,8 @@ class FisherPenalty(TrainingAlgorithm):
             logits = self.parallel.auxiliary(partial(predicted_logits, causal=self.context.causal), first)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         trace = trace_estimate(logits, parameters, self._probes(number, first, logits), group)
-        # the processes' gradients are averaged, and the sum is wanted
+        # The processes' gradients are averaged, and the sum is wanted. With DDP it is the loss's backward pass, which
+        # must therefore come second, that averages these too.
         (group.world_size * self.config.weight * trace).backward()  # type: ignore[no-untyped-call]
         return self.add_loss_gradient(batch, loss), {"trace_estimate": trace.item()}
 

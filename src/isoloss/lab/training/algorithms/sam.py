@@ -41,9 +41,11 @@ class SAM(TrainingAlgorithm):
             if n % 2:
                 raise IsolossError(f"the batch has {n} sentences; SAM's halves need an even number")
             first, second = split(batch, [n // 2, n // 2])
+        # without sync the gradient has another length in each process, and the norm takes that out again
         loss_nats = self.add_loss_gradient(first, loss, sync=self.config.ascent == "shared")
         parameters = [p for p in self.optimizer.parameters if p.grad is not None]
         with torch.no_grad():
+            # a copy: to add a step and subtract it again would leave other bits
             before = [local_shard(p).clone() for p in parameters]
             scale = self.config.rho / (self.optimizer.grad_norm() + _TINY)
             for p in parameters:
@@ -52,6 +54,6 @@ class SAM(TrainingAlgorithm):
         self.optimizer.zero_grad()
         ascent_nats = self.add_loss_gradient(second, loss)
         with torch.no_grad():
-            for p, own in zip(parameters, before, strict=True):
-                local_shard(p).copy_(own)
+            for p, values in zip(parameters, before, strict=True):
+                local_shard(p).copy_(values)
         return loss_nats, {"loss_at_ascent_nats": ascent_nats}
