@@ -512,16 +512,16 @@ def test_models_without_a_common_meaning_are_refused(capsys, folder, tmp_path):
     llama(16, vocab=21).save_pretrained(tmp_path / "more")
     assert "a vocabulary of 20 tokens" in refusal(capsys, folder / "a", tmp_path / "more", *data)
     assert "named twice" in refusal(capsys, folder / "a", folder / "a", *data)
-    for name, order in (("first", 1), ("other", -1)):
+    for name, order in (("first@home", 1), ("other@home", -1)):  # no revisions: these are folders
         llama(16).save_pretrained(tmp_path / name)
         words = {word: i for i, word in enumerate([f"w{i}" for i in range(VOCAB)][::order])}
         backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
         backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0").save_pretrained(tmp_path / name)
-    assert "different tokenizers" in refusal(capsys, tmp_path / "first", tmp_path / "other", *data)
+    assert "different tokenizers" in refusal(capsys, tmp_path / "first@home", tmp_path / "other@home", *data)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{i % VOCAB}" for i in range(400)))
-    out, _ = call(capsys, tmp_path / "first", folder / "a", "--data", text, "--length", "8")
+    out, _ = call(capsys, tmp_path / "first@home", folder / "a", "--data", text, "--length", "8")
     assert "first" in out
 
 

@@ -64,7 +64,7 @@ class MeasureContext:
         return self._once(("inputs", num_sequences, seed), lambda: self.read(num_sequences, seed))
 
     def sentences(self, num_sentences: int, seed: int) -> Sentences:
-        """Return the sentences of `inputs` with nothing masked; those of a language without a start before them."""
+        """Return the sentences of `inputs` with nothing masked; a language's have no start before them."""
         if self.language is not None:
             return self._once(
                 ("sentences", num_sentences, seed), lambda: _sentences(self.language, num_sentences, seed)
@@ -84,7 +84,7 @@ class MeasureContext:
         )
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer that reads text for the models: that of the language, else their own.
+        """Return the tokenizer that reads text for the models: the language's, else their own.
 
         Raises:
             IsolossError: There is none.
@@ -109,6 +109,7 @@ class MeasureContext:
     def text_task(self, examples: TextExamples, model: Any, *, max_length: int | None) -> TaskData:
         """Return examples as a model reads them (`as_read_by`)."""
         text, positions = model.config.get_text_config(), most_positions(model)
+        # models that agree in these read the same ids, whatever else differs
         reads = text.vocab_size, positions, getattr(text, "type_vocab_size", 1)
         return self._once(
             ("text task", examples, max_length, *reads),
@@ -189,7 +190,11 @@ class ModelInfo:
 
 
 def data_context(data: Path, models: Sequence[ModelInfo], config: InputConfig, *, shuffled: bool) -> MeasureContext:
-    """Return the context of measuring models on text or token ids, which must mean the same to all of them."""
+    """Return the context of measuring models on text or token ids, which must mean the same to all of them.
+
+    `shuffled` inputs are in random order: a measurement that `rtol` or `seconds` ends early is of a random part only of
+    such inputs.
+    """
     first = models[0]
     for other in models[1:]:
         first.outline.check(other.outline)
@@ -233,7 +238,7 @@ def language_context(
     *,
     shuffled: bool,
 ) -> MeasureContext:
-    """Return the context of measuring models on sentences of a language."""
+    """Return the context of measuring models on sentences of a language; `shuffled` as for `data_context`."""
     for other in models[1:]:
         models[0].outline.check(other.outline)
     config.check_language(models[0].name)

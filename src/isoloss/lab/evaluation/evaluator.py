@@ -110,9 +110,9 @@ def evaluate(
         if output is not None:
             raise IsolossError("the evaluations of a run are kept in its folder: output is for data or a language")
         if objective is not None or dtype != "float32":
-            given = "objective" if objective is not None else f"dtype {dtype}"
+            unused = "objective" if objective is not None else f"dtype {dtype}"
             raise IsolossError(
-                f"{given} is for data or a language: a run is measured on its own language, as it was trained, and in "
+                f"{unused} is for data or a language: a run is measured on its own language, as it was trained, and in "
                 "float32"
             )
         (inputs or InputConfig()).check_run(str(names[0]), "batch_size")
@@ -237,8 +237,7 @@ class Evaluator:
     def measure(self, measure: str, step: int) -> tuple[Evaluation, bytes]:
         """Return the evaluation of the checkpoint at `step`, and the file of its examples (see `Run.examples`)."""
         weights = self.run.weights(step)
-        made = make_measure(measure, self.settings)
-        if reason := made.why_not_applicable(self.context):
+        if reason := make_measure(measure, self.settings).why_not_applicable(self.context):
             raise IsolossError(f"{measure} of {self.run.path} cannot be measured: {reason}")
         if self._loaded is None or self._loaded[0] != step:
             from isoloss.loading import load_model
@@ -319,6 +318,7 @@ def _evaluate_runs(
     for name, run, pairs in todo:
         if not pairs:
             continue
+        # an external checkpoint reads its data with a tokenizer and to a length of its own
         shared: Any = run.path if isinstance(run, ExternalRun) else (run.config.language, run.config.objective)
         evaluator = Evaluator(run, settings, device=device, context=contexts.get(shared))
         contexts[shared] = evaluator.context
@@ -353,8 +353,8 @@ class Evaluations(Sequence[Evaluation]):
     @classmethod
     def of(cls, entries: Iterable[tuple[str, Evaluation]]) -> Self:
         """Return evaluations that come with the names of their models."""
-        known = list(entries)
-        return cls(tuple(model for model, _ in known), tuple(evaluation for _, evaluation in known))
+        pairs = list(entries)
+        return cls(tuple(model for model, _ in pairs), tuple(evaluation for _, evaluation in pairs))
 
     @overload
     def __getitem__(self, index: int) -> Evaluation: ...
@@ -377,6 +377,7 @@ class Evaluations(Sequence[Evaluation]):
         steps = any(evaluation.step is not None for evaluation in self.evaluations)
         # measures in the order in which they were asked for
         order = {name: place for place, name in enumerate(dict.fromkeys(each.measure for each in self.evaluations))}
+        # several models stand together by measure; the checkpoints of one model are a course in time
         entries = sorted(
             zip(self.models, self.evaluations, strict=True),
             key=lambda entry: (

@@ -2,8 +2,8 @@
 
 external.json      an `ExternalCheckpoint`: the checkpoint, and what it is measured on
 result.json        written once the checkpoint was loaded: its size, architecture and weights, and the versions
-evaluations/       as those of a run, at step 0
-log.jsonl          as that of a run
+evaluations/       as in the folder of a run, at step 0
+log.jsonl          as in the folder of a run
 
 Nothing is written into the checkpoint's own folder.
 """
@@ -96,7 +96,7 @@ class ExternalCheckpoint:
         check_checkpoint(self.checkpoint)
 
     def folder(self, *, download: bool = False) -> Path:
-        """Return the folder with its files; if it is on the hub, that of the download.
+        """Return the folder with its files; with `download`, files that are on the hub alone are fetched first.
 
         Raises:
             IsolossError: There is no such checkpoint, or it is on the hub alone and may not be downloaded or cannot be.
@@ -110,9 +110,9 @@ class ExternalCheckpoint:
 
         name, _, revision = self.checkpoint.partition("@")
         try:
-            found = Path(snapshot_download(name, revision=revision or None, local_files_only=True))
-            if any(found.glob("model*.safetensors")):  # the cache may hold nothing but a config that was looked at
-                return found
+            cached = Path(snapshot_download(name, revision=revision or None, local_files_only=True))
+            if any(cached.glob("model*.safetensors")):  # the cache may hold nothing but a config that was looked at
+                return cached
         except LocalEntryNotFoundError:
             pass
         if not download:
@@ -135,7 +135,7 @@ class ExternalRun(Run):
 
     @property
     def exists(self) -> bool:
-        """Whether the folder is that of an external checkpoint."""
+        """Whether the folder belongs to an external checkpoint."""
         return (self.path / RECORD).is_file()
 
     @property
@@ -165,7 +165,7 @@ class ExternalRun(Run):
             return True
 
     def weights(self, step: int) -> str:
-        """The SHA-256 of the weights; of a checkpoint that is gone, that of the last ones that were measured."""
+        """The SHA-256 of the weights; if the checkpoint is gone, of the last weights that were measured."""
         if self.complete and self.is_missing:
             weights: str = self.result()["weights"]
             return weights

@@ -355,7 +355,7 @@ def text_loss(
     numbers = clusters.add(batch)
     # copies of a sequence, or the sequences of a document, become one: the error is over what is independent
     nats, counts = (x.new_zeros(len(clusters)).index_add_(0, numbers, x) for x in (nats, counts))
-    if len(nats) < 2 * SUBSETS:
+    if len(nats) < 2 * SUBSETS:  # `_estimate` takes the deviation of five subsets
         raise IsolossError(f"there are {len(nats)} {clusters.name}; an error bar needs at least {2 * SUBSETS}")
     details = {**_details(model), **_predicted(objective), "clusters": clusters.name, "seed": seed}
     seconds = time.perf_counter() - started

@@ -135,9 +135,9 @@ class Validation:
     """What decides where a stage with a target ends: KL or loss on `measure_sentences` sentences drawn for this alone.
 
     `validation_kl_nats` or `validation_loss_nats`, per predicted token, with its standard error `..._stderr`. The
-    sentences are the same for all runs of a language, and neither those of training nor those of an evaluation: a stage
-    ends where the value on them happens to be low, so that this value is biased, and that of an evaluation is not. Of a
-    corpus, they are held-out sequences, which its evaluations share, with masks of their own.
+    sentences are the same for all runs of a language, and neither training nor an evaluation uses them: a stage ends
+    where the value on them happens to be low, which biases this value, but not an evaluation's. Of a corpus, they are
+    held-out sequences, which its evaluations share, with masks of their own.
 
     Raises:
         IsolossError: A stage has a target_kl, and the exact conditionals cannot be had.

@@ -23,9 +23,9 @@ def linear_cross_entropy(
 
     Labels can be probabilities q instead: then it is the mean of `-sum_c q_c log softmax(...)_c`.
 
-    Value and gradient are those of `torch.nn.functional.cross_entropy` on the logits. The gradient is computed with the
-    value, so that no logits are kept: with p the softmax of a row and e the unit vector of its label, that of the row's
-    logits is (p - e) / k, or (sum(q) p - q) / k.
+    Value and gradient agree with `torch.nn.functional.cross_entropy` on the logits. The gradient is computed with the
+    value, so that no logits are kept: with p the softmax of a row and e the unit vector of its label, the gradient by
+    the row's logits is (p - e) / k, or (sum(q) p - q) / k.
 
     The states are (k, d), at least one row, and the weight (V, d). Labels are (k,) int64, ids from 0 to V - 1; or (k,
     C) probabilities of the ids 0 to C - 1, C at most V.

@@ -1,8 +1,8 @@
 """How the gradient of a batch is put together from the processes' parts of it: a single process, DDP, FSDP2.
 
-Each process takes the gradient of its own sentences. Torch averages what the processes have, so each one's loss is
-first multiplied by their number: with the weight (its predicted tokens) / (those of all), the average is the gradient
-of the mean over all predicted tokens, whichever process has which.
+Each process takes the gradient of its own sentences, and torch averages the gradients over the processes. So each
+process multiplies its mean loss by (its predicted tokens) / (all predicted tokens) and by the number of processes: the
+average is then the gradient of the mean over all predicted tokens, whichever process has which.
 """
 
 from __future__ import annotations

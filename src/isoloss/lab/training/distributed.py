@@ -196,10 +196,10 @@ def process_group() -> Iterator[ProcessGroup]:
 
 
 def _forget(error: BaseException | None) -> None:
-    """Let go of what the frames that an error passed through hold.
+    """Clear the locals of the frames that an error passed through.
 
-    DDP's reducer is among it. If it outlives the group, it is what ends the group's threads, which waits for them while
-    they wait for Python's lock: the process would hang.
+    DDP's reducer is among them. If it outlives the group, its own end is what stops the group's threads, and waits for
+    them while they wait for Python's lock: the process would hang.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -248,7 +248,7 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norm over all elements of all tensors, those of the other processes' shards too: a scalar.
+    """Return the Euclidean norm over all elements of all tensors, in the shards of all processes: a scalar.
 
     Example:
         >>> float(total_norm([torch.tensor([3.0]), torch.tensor([0.0, 4.0])]))

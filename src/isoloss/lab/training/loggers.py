@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Logger(NamedTuple):
-    """Where the numbers of a run go: `log` takes those of a step, `close` writes everything that is not written yet."""
+    """Where the numbers of a run go: `log` takes a step and its numbers, `close` writes everything that is left."""
 
     log: Callable[[int, Mapping[str, float]], object]
     close: Callable[[], object]
@@ -102,7 +102,6 @@ class Loggers:
 
     An exception in one of them is noted in log.jsonl and by a warning of Python's logger `isoloss`, and the logger gets
     nothing from then on; training the run again starts it afresh. What a logger prints is discarded.
-
     """
 
     def __init__(self, names: Sequence[str], run: Run) -> None:
@@ -121,7 +120,7 @@ class Loggers:
                 logger.log(*_numbers(line))
 
     def close(self) -> None:
-        """Let every logger write what it has."""
+        """Let every logger write everything that is left."""
         for name, logger in list(self._open.items()):
             with self._protected(name):
                 logger.close()

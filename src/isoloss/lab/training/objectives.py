@@ -80,7 +80,7 @@ def training_batch(
 def prediction_loss(model: PreTrainedModel, batch: Batch, *, causal: bool, precision: str = "float32") -> torch.Tensor:
     """Return the mean cross-entropy of the predicted tokens, in nats: a scalar (the paper, section 2.1).
 
-    With `targets`, the mean cross-entropy to these probabilities: what it is on average over tokens drawn from them.
+    With `targets`, the mean cross-entropy to these probabilities, which is the expected loss of tokens drawn from them.
     The batch is as `training_batch` gives it. `bfloat16` runs the model under torch's autocast to bfloat16; the output
     layer and the softmax over the vocabulary, and in both cases the weights and their gradients, are of the weights'
     own dtype.

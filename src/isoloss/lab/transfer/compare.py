@@ -197,7 +197,7 @@ def mcnemar(correct_a: torch.Tensor, correct_b: torch.Tensor) -> McNemar:
     """Return McNemar's test of two classifiers, from which of the same n examples each gets right.
 
     Given that the two disagree on m examples, the number that only the first gets right is binomial (m, 1/2) if both
-    err equally often. The probability is exact, not that of the chi-squared approximation.
+    err equally often. The probability is exact, not from the chi-squared approximation.
 
     Raises:
         IsolossError: The shapes differ.
@@ -223,7 +223,7 @@ def bootstrap95(
     the seeds of a model disagree much, the interval is too wide, as their noise is in both draws: trust the error of
     `accuracy_difference` there. With few seeds their own part of the variance is too small by (S - 1) / S.
 
-    The arrays are those of `accuracy_difference`. The stream of the seed is `"bootstrap"`.
+    The arrays are as for `accuracy_difference`. The stream of the seed is `"bootstrap"`.
 
     Raises:
         IsolossError: As for `accuracy_difference`, or there are fewer than 100 resamples.

@@ -105,7 +105,7 @@ def extract(
 
     blocks = (read(slice(first, first + batch_size)) for first in range(0, len(sentences.lengths), batch_size))
     if path is not None:
-        # the width is that of a row which was read: how wide states are depends on the model, the layer and the pooling
+        # a row is read to see how wide it is, which depends on the model, the layer and the pooling
         shape = (len(sentences.lengths), read(slice(0, 1)).shape[1])
         if math.prod(shape) * dtype.itemsize > memory_bytes:
             return store(path, blocks, shape=shape, dtype=dtype)
@@ -188,7 +188,7 @@ def lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
     rows = []
     for first in range(0, len(sentences.tokens), _LOOKUP_CHUNK):
         tokens, lengths = (part[first : first + _LOOKUP_CHUNK] for part in sentences[:2])
-        # the log of an impossible token is that of a tiny number, whose exponential is 0 for every purpose here
+        # an impossible token has the log of a tiny number, whose exponential is 0 for every purpose here
         probs = language.log_conditionals(tokens, lengths).exp().float()
         present = Sentences(tokens, lengths).present().to(probs.device)
         rows.append(probs.masked_fill(~present[:, :, None], 0.0).flatten(1))
@@ -283,7 +283,7 @@ def check_sentences(backbone: Any, sentences: Sentences) -> None:
 
 
 def open_features(path: Path) -> torch.Tensor:
-    """Return the features in a file, mapped from disk: what is read of them, not the file, takes memory.
+    """Return the features in a file, mapped from disk: only the rows that are read take memory.
 
     The file is one that `store` wrote, or any safetensors file with one tensor `features` (n, D) in float32 or
     bfloat16.

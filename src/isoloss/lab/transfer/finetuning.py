@@ -53,8 +53,8 @@ def finetune(
 ) -> TransferResult:
     """Fine-tune copies of `model`, one for each seed, and return their test accuracy.
 
-    The head is a linear layer on one state of the last layer, by default that of the first token: [CLS] in tasks of
-    real text, and an ordinary token of a synthetic language's sentences, which have no [CLS]. A causal model's last
+    The head is a linear layer on one state of the last layer, by default the first token's: [CLS] in tasks of real
+    text, and an ordinary token of a synthetic language's sentences, which have no [CLS]. A causal model's last
     token is read instead; where the language has a start token, put it before the sentences (`read_from_start`). All
     weights are trained, dropout is that of the model's config, and there is no early stopping: the accuracy is that of
     the weights after the last step.
@@ -326,7 +326,7 @@ def _identity(backbone: Any, task: TaskData, config: FinetuneConfig) -> dict[str
 
 
 def _claim(folder: Path, identity: dict[str, Any]) -> None:
-    """Make `folder` that of this fine-tuning, or check that it is."""
+    """Write the identity of this fine-tuning into `folder`, or check that the one that is there is the same."""
     path = folder / "finetune.json"
     if path.exists():
         differing = configs.differences(identity, files.read_json(path).get("identity"))

@@ -134,7 +134,7 @@ def _second_moments(x: torch.Tensor) -> _Moments:
     n, width = x.shape
     if width <= _EXACT_WIDTH:
         values, vectors = torch.linalg.eigh(x.T @ x / n)
-        return _Moments(vectors, values.clamp(min=0), 0.0)
+        return _Moments(vectors, values.clamp(min=0), 0.0)  # rounding makes some of the zeros negative
     rank = min(_RANK, n)
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):  # the library draws from the global state
         torch.manual_seed(0)  # the same descent, and so the same bits, each time
@@ -158,6 +158,7 @@ class _Problem:
         self.x, self.labels, self.strength, self._moments = x, labels, strength, moments
         self._frequencies = labels.bincount(minlength=classes).double() / len(labels)
         curvature = float((self._frequencies * (1 - self._frequencies)).mean())
+        # (a K + strength)^(-1/2) is outside (1 - U U^T) + U diag(...) U^T, for `_scaled` outside + U diag(inside) U^T
         self._outside = (moments.rest * curvature + strength) ** -0.5
         self._inside = (moments.values * curvature + strength).rsqrt() - self._outside
         start = self._frequencies.log()  # the best intercepts at W = 0, where the descent begins

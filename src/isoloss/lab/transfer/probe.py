@@ -274,8 +274,8 @@ def over_draws(
 ) -> Fitted:
     """Return the predictions of one probe per draw, where the draws are equal slices of the training examples.
 
-    Each probe is that of `fit_linear_probe` on its slice; a single draw can have a
-    probe per seed. A class missing from the slice is never predicted.
+    Each probe is fitted to its slice as by `fit_linear_probe`; a single draw can have a probe per seed. A class missing
+    from the slice is never predicted.
 
     Args:
         train_x: (R n_train, D) features, the first n_train of them the first draw.
@@ -318,7 +318,7 @@ def over_projections(
 ) -> Fitted:
     """Return the predictions of one probe per random projection of the features to `width` columns.
 
-    The matrices are those of `isoloss.lab.transfer.features.projection_matrix`, the same for all models of one width.
+    The matrices come from `isoloss.lab.transfer.features.projection_matrix`, the same for all models of one width.
 
     Args:
         train_x: (n_train, D) features.
@@ -547,7 +547,7 @@ def _fit_convex(
     best = strengths[0]
     if len(strengths) > 1:
         folds = _folds(targets.cpu(), seeds.generator(seed, "probe", "folds")).to(y.device)
-        # the folds are those of the labels alone, so that all models of a task are held out on the same examples
+        # folds depend on the labels alone, so that all models of a task are held out on the same examples
         correct = torch.zeros(len(strengths), device=y.device)
         for fold in range(_FOLDS):
             if (held_out := folds == fold).any():  # with few examples a fold may have none

@@ -177,7 +177,7 @@ class TransferResult:
         """
         scores = []
         for index, name in enumerate(self.classes):
-            predicted = (self.predictions == index).double().mean(dim=0)
+            predicted = (self.predictions == index).double().mean(dim=0)  # (n,), the fraction of the seeds
             is_class = (self.labels == index).double()
             hits = predicted * is_class
             scores.append(
@@ -237,7 +237,7 @@ def bounds(details: Mapping[str, Any]) -> str:
 
 
 def below_majority(details: Mapping[str, Any]) -> str | None:
-    """Return what an accuracy below that of the majority class means, from its `details`; None where it is above.
+    """Return a sentence on an accuracy below the majority class's, from its `details`; None where it is not below.
 
     The difference is paired by example. Within two standard errors of 0 the classifier is as good as the constant
     answer; further below, it has not fitted the task, or has fitted little but its training examples.
@@ -349,7 +349,7 @@ def write_predictions(path: Path, result: TransferResult, inputs: Sequence[Seque
     A line has `example` (from 0), `text`, a `pair` where an example is two texts, `label`, and `predicted`, the class
     by each seed: by their names. polars reads it with `read_ndjson`.
 
-    The inputs are those of `TaskData.inputs`, the text or the two texts of each example.
+    The inputs are what `TaskData.inputs` returns, the text or the two texts of each example.
 
     Raises:
         IsolossError: There is not one input for each example, or the file cannot be written.
@@ -371,7 +371,7 @@ def write_predictions(path: Path, result: TransferResult, inputs: Sequence[Seque
 
 
 def _ratio(a: torch.Tensor, b: torch.Tensor, method: str) -> Estimate | None:
-    """Return the sum of a over that of b, both (n,), with the error of the draw of the examples; None where b is 0."""
+    """Return sum(a) / sum(b) of (n,) a and b, with its error over the draw of the examples; None where sum(b) is 0."""
     total = float(b.sum())
     if total == 0:
         return None

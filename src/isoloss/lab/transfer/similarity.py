@@ -92,8 +92,7 @@ def linear_cka(first: ArrayLike, second: ArrayLike) -> Estimate:
     a, b = _gram("first", first), _gram("second", second)
     if len(a) != len(b):
         raise IsolossError(f"the first Gram matrix is of {len(a)} sentences and the second of {len(b)}: not the same")
-    own = _spread(a) * _spread(b)
-    return _jackknifed(_hsic(a, b) / np.sqrt(own), unit="CKA", method="linear CKA, unbiased HSIC")
+    return _jackknifed(_hsic(a, b) / np.sqrt(_spread(a) * _spread(b)), unit="CKA", method="linear CKA, unbiased HSIC")
 
 
 def effective_dimension(gram: ArrayLike) -> Estimate:
@@ -122,14 +121,14 @@ def effective_dimension(gram: ArrayLike) -> Estimate:
         >>> print(f"{float(x.sum() ** 2 / x.square().sum()):.1f}, the ratio of the Gram matrix's own traces")
         33.1, the ratio of the Gram matrix's own traces
     """
-    own = _gram("the", gram)
+    centered = _gram("the", gram)
     return _jackknifed(
-        _squared_trace(own) / _spread(own), unit="dimensions", method="participation ratio of the covariance"
+        _squared_trace(centered) / _spread(centered), unit="dimensions", method="participation ratio of the covariance"
     )
 
 
 def _gram(name: str, gram: ArrayLike) -> Array:
-    """Return a Gram matrix of centered features in float64; refuse what is none."""
+    """Return a Gram matrix of centered features in float64; refuse anything that is not a Gram matrix."""
     what = f"{name} Gram matrix" if name == "the" else f"the {name} Gram matrix"
     matrix: Array = np.asarray(gram, dtype=np.float64)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
@@ -184,13 +183,13 @@ def _hsic(first: Array, second: Array) -> Array:
 
 def _spread(gram: Array) -> Array:
     """Return (1 + n,) estimates of tr(S^2), the HSIC of features with themselves, all above 0."""
-    own = _hsic(gram, gram)
-    if not (own > 0).all():
+    spread = _hsic(gram, gram)
+    if not (spread > 0).all():
         raise IsolossError(
             f"the features of {len(gram)} sentences are too few or too similar to show how they vary: take more "
             "sentences"
         )
-    return own
+    return spread
 
 
 def _squared_trace(gram: Array) -> Array:
@@ -201,15 +200,16 @@ def _squared_trace(gram: Array) -> Array:
     """
     diagonal = gram.diagonal()
     distances = (diagonal + diagonal[:, None]) / 2 - gram
+    # inclusion and exclusion: two ordered pairs share one sentence in four ways, each of_sums, and both in two
     squares, of_sums, total, _, n = _sums(distances, distances)
     return (total**2 - 4 * of_sums + 2 * squares) / (n * (n - 1) * (n - 2) * (n - 3))
 
 
 def _jackknifed(values: Array, *, unit: str, method: str) -> Estimate:
     """Return the first value, with the error that the others, which leave out one sentence each, show."""
-    left = values[1:]
-    n = len(left)
-    influence = (n - 1) * (left.mean() - left)
+    without_one = values[1:]
+    n = len(without_one)
+    influence = (n - 1) * (without_one.mean() - without_one)
     return Estimate(
         value=float(values[0]),
         stderr=float(np.sqrt(np.square(influence).sum() / (n * (n - 1)))),

@@ -199,13 +199,14 @@ def make_task(
         classes=classes,
         majority_rate=majority_rate(test_labels),
         overlap=overlap(train.tokens, test.tokens),
+        # sentences of some lengths only do not follow the distribution that a sum over all strings would weigh them by
         bayes=bayes_accuracy(other, asked_of_test, test, enumerable=test_lengths is None),
         vocabulary=language.vocabulary,
     )
 
 
 def labeling(language: Language, name: str) -> Labeling:
-    """Return what the task `name` asks of the sentences of `language`: the language's own, else one of `TASKS`.
+    """Return the labeling of the task `name`, which is one of the language's own, or else of `TASKS`.
 
     Raises:
         IsolossError: Neither has such a task.
@@ -281,7 +282,7 @@ class _Draw:
                     f"task {self.name}: {num_labeled} of {drawn} sentences have {fitting}; choose another task or "
                     "language"
                 )
-            # an equal number each time: the sentences are those of the stream, whatever n is
+            # always as many, so that the stream's sentences do not depend on n
             sentences = self._sentences(generator)
             batch_labels = self.labeling.label(sentences)
             has_label = batch_labels != UNDEFINED
@@ -294,7 +295,7 @@ class _Draw:
         return Sentences(torch.cat(tokens)[:n], torch.cat(lengths)[:n]), torch.cat(labels)[:n]
 
     def _sentences(self, generator: torch.Generator) -> Sentences:
-        """Return the next sentences of the stream, those of other lengths left out or cut."""
+        """Return the next sentences of the stream; sentences of other lengths are left out or cut."""
         if self.labeling.draw is not None:
             sentences = self.labeling.draw(_BATCH, generator)
         else:
@@ -472,6 +473,7 @@ def whole_task(
         labels = asked.label(sentences).cpu()
         joint = torch.nn.functional.one_hot(labels.clamp(min=0), len(asked.classes)).double()
         joint[labels == UNDEFINED] = 0  # which the clamp has made class 0
+    # a row of scores adds up to the probability that its sentence has a label, so the rest is left out here
     joint = joint * probabilities[:, None]
     joint /= joint.sum()
     # both are padded to the language's longest sentence, so that equal sentences are equal bytes

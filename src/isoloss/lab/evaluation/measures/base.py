@@ -109,22 +109,23 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
     if not parts and name_fields(pattern):
         raise IsolossError(f"{pattern} is a pattern: replace {' and '.join(_placeholders(pattern))}{_example(pattern)}")
     cls = MEASURES.load(pattern)
-    own = {field.name for field in dataclasses.fields(cls)}
-    given = dict(settings or {})
-    if unknown := [key for key in given if key not in own]:
+    fields = {field.name for field in dataclasses.fields(cls)}
+    settings = dict(settings or {})
+    # settings of other measures are left out below: a command gives all of its measures the same ones
+    if unknown := [key for key in settings if key not in fields]:
         known = {field.name for other in MEASURES.loaded().values() for field in dataclasses.fields(other)}
         if wrong := next((key for key in unknown if key not in known), None):
-            names = ", ".join(sorted(own - name_fields(pattern))) or "none"
-            told = did_you_mean(wrong, known) or f"; those of {name} are {names}"
-            raise IsolossError(f"no measure has a setting {wrong!r}{told}")
-    values = {key: value for key, value in given.items() if key in own}
+            names = ", ".join(sorted(fields - name_fields(pattern))) or "none"
+            hint = did_you_mean(wrong, known) or f"; those of {name} are {names}"
+            raise IsolossError(f"no measure has a setting {wrong!r}{hint}")
+    values = {key: value for key, value in settings.items() if key in fields}
     hints = configs.hints_of(cls)
     named = {part.lower(): value for part, value in parts.items()}
     numbers = {key: int(value) for key, value in named.items() if hints[key] is int and value.isdecimal()}
-    for own_field in dataclasses.fields(cls):
-        has_default = {own_field.default, own_field.default_factory} != {dataclasses.MISSING}
-        if not has_default and own_field.name not in {*values, *named}:
-            raise IsolossError(f"the measure {name} has no default for {own_field.name}: give one in its settings")
+    for field_ in dataclasses.fields(cls):
+        has_default = {field_.default, field_.default_factory} != {dataclasses.MISSING}
+        if not has_default and field_.name not in {*values, *named}:
+            raise IsolossError(f"the measure {name} has no default for {field_.name}: give one in its settings")
     measure: Measure = cls(**values, **named | numbers)
     configs.check(measure)
     return measure

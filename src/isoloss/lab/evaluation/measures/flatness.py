@@ -263,8 +263,8 @@ def _logits_differ(small: Any, large: Any, batches: Sequence[Batch], *, causal: 
     gap = largest = 0.0
     with torch.no_grad():
         for batch in batches:
-            given = {name: value.to(small.device) for name, value in batch.items() if name != "documents"}
-            few, many = (predicted_logits(model, given, causal=causal) for model in (small, large))
+            inputs = {name: value.to(small.device) for name, value in batch.items() if name != "documents"}
+            few, many = (predicted_logits(model, inputs, causal=causal) for model in (small, large))
             gap, largest = max(gap, float((few - many).abs().max())), max(largest, float(few.abs().max()))
     return gap / largest
 
@@ -450,8 +450,8 @@ class LargestEigenvalue(_Spectral):
             "num_eigenvalues": self.num_eigenvalues,
             "seed": self.seed,
         }
-        found = largest_eigenvalues(model, batches, **wanted, **options)
-        return {self.name if i == 0 else f"{self.name}-{i + 1}": estimate for i, estimate in enumerate(found)}
+        eigenvalues = largest_eigenvalues(model, batches, **wanted, **options)
+        return {self.name if i == 0 else f"{self.name}-{i + 1}": estimate for i, estimate in enumerate(eigenvalues)}
 
     def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
         """Return the most products with the matrix that are taken."""

@@ -21,7 +21,7 @@ from isoloss.text.masking import Batch, with_start
 def ridge_predictions(
     train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, *, ridge: float
 ) -> torch.Tensor:
-    """Return (n2, C): what the ridge regression of `train_y` (n1, C) on `train_x` (n1, D) predicts at `test_x` (n2, D).
+    """Return the predictions (n2, C) at `test_x` (n2, D) of the ridge regression of `train_y` (n1, C) on `train_x`.
 
     The head minimizes the mean over the training rows of ||W z + b - y||^2, plus `ridge` ||W||^2, where z are the
     features centered by the training rows' mean and divided by the root of their mean squared norm: a model cannot

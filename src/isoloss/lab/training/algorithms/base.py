@@ -98,9 +98,9 @@ class StepResult(NamedTuple):
 class TrainingAlgorithm:
     """The gradient of the batch's loss, given to the optimizer; other algorithms give it another gradient.
 
-    The gradient is the sum of those of the parts of `micro_batch_size` sentences, in all processes, each weighted by
-    its fraction of the predicted tokens: that of the whole batch, up to rounding. A process is given its part of the
-    batch.
+    A process is given its part of the batch, and cuts it into parts of `micro_batch_size` sentences. Each part's
+    gradient is weighted by its fraction of the predicted tokens of all processes, so that the sum is the gradient of
+    the whole batch, up to rounding.
 
     Attributes:
         model: The model that is updated in place.
@@ -136,8 +136,8 @@ class TrainingAlgorithm:
     def add_loss_gradient(self, batch: Batch, loss: Loss, *, sync: bool = True) -> float:
         """Add the gradient of the loss of `batch` to the parameters' own, part by part; return the loss.
 
-        Without `sync`, each process has the gradient of its own part (times a constant of its own) and none of the
-        others'. The loss is that of the whole batch all the same.
+        Without `sync`, each process has the gradient of its own part alone, times a constant that differs by process.
+        The loss is the whole batch's all the same.
         """
         n, size, group = num_sentences(batch), self.context.micro_batch_size, self.parallel.group
         if not 0 < size < n:

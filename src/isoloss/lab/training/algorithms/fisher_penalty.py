@@ -36,13 +36,13 @@ def trace_estimate(
 
     With p the prediction of a row, S = diag(sqrt p) - p sqrt(p)^T and v a Rademacher probe of V signs, the cotangent
     u = S v has E[u u^T] = diag(p) - p p^T, so that E ||J^T u||^2 is the sum over labels y of p_y ||grad log p_y||^2.
-    One backward pass serves all rows: those of independent probes have no cross terms on average, and the estimate is
-    ||sum_rows J^T u||^2 / m. The expectation over labels is exact, not sampled, because the gradient of an average over
-    sampled labels misses that the labels' probabilities depend on the parameters; u is differentiated, too.
+    One backward pass serves all rows: as their probes are independent, cross terms are 0 on average, and the estimate
+    is ||sum_rows J^T u||^2 / m. The expectation over labels is exact, not sampled, because the gradient of an average
+    over sampled labels misses that the labels' probabilities depend on the parameters; u is differentiated, too.
 
-    Where processes have rows each, the estimate is that of all rows together, and so is the sum over the processes of
-    what its gradients are: with g = sum_rows J^T u of this process and G that of all, it is ||G||^2 / m, differentiated
-    as 2 G . g / m.
+    With several processes, which have some of the rows each, the value is the estimate of all rows together. With
+    g = sum_rows J^T u over this process's rows and G its sum over the processes, that is ||G||^2 / m. Each process
+    differentiates 2 G . g / m with G constant; summed over the processes, these are the gradient of ||G||^2 / m.
 
     The logits (m, V) are a function of the parameters with second derivatives, and the probes (m, V) are -1 and 1.
 

@@ -16,12 +16,13 @@ _TINY = 1e-12  # keeps a gradient of 0 from being divided by its norm
 class SAM(TrainingAlgorithm):
     """The gradient at theta + rho g / ||g||, with g the gradient at theta, given to the optimizer at theta.
 
-    With `batch="halves"`, g is that of the first half of the batch and the update's gradient that of the second; with
+    With `batch="halves"`, g comes from the first half of the batch and the update's gradient from the second; with
     `"same"`, both are of the whole batch, at twice the work. The norm is over all parameters together. The
     parameters are put back to the bits they had before the update.
 
-    On several processes, g is that of all of them (`ascent="shared"`), or each has its own g and point, from its part
-    of the sentences (`"per-process"`: the m-sharpness of Foret et al. 2021, section 4.1), whose gradients are averaged.
+    On several processes, g is the gradient of all their sentences (`ascent="shared"`), or each process has a g and a
+    point of its own, from its part of the sentences, and the gradients at these points are averaged (`"per-process"`:
+    the m-sharpness of Foret et al. 2021, section 4.1).
 
     The loss of a step is at theta: of the half, or of all, that g is of. `loss_at_ascent_nats` is the other one.
     Where there is dropout, the two passes draw it independently.
