@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,6 +116,12 @@ def architectures() -> Iterator[Architecture]:
                 seen.add(model)
                 config = getattr(model, "config_class", None) or config  # of several modalities, the text's
                 yield Architecture(model, config, causal and "XL" not in model.__name__[:3])
+
+
+@functools.cache  # a second of imports
+def known() -> dict[str, Architecture]:
+    """Return these classes by name."""
+    return {architecture.name: architecture for architecture in architectures()}
 
 
 def tiny_config(architecture: Architecture, *, tied: bool | None = None) -> PretrainedConfig:

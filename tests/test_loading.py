@@ -52,7 +52,6 @@ from isoloss.run_config import ModelConfig
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
 NEO = {"hidden_size": 16, "num_layers": 2, "num_heads": 1, "attention_types": [[["global", "local"], 1]]}
-KNOWN = {architecture.name: architecture for architecture in tiny_models.architectures()}
 LLAVA = tiny_models.Architecture(transformers.LlavaForConditionalGeneration, transformers.LlavaConfig, True)
 INPUT = torch.tensor([[1, 2, 3, 4]])
 
@@ -126,10 +125,10 @@ def test_experts_compute_in_float64(tmp_path):
         BertLMHeadModel(BertConfig(vocab_size=12, is_decoder=True, **TINY)),
         BertGenerationDecoder(BertGenerationConfig(vocab_size=12, is_decoder=True, bos_token_id=0, **TINY)),
         XLMWithLMHeadModel(XLMConfig(vocab_size=12, emb_dim=16, n_layers=1, n_heads=1, causal=True)),
-        tiny_models.build(KNOWN["ReformerModelWithLMHead"], dtype=torch.float32),
-        tiny_models.build(KNOWN["Emu3ForCausalLM"], dtype=torch.float32),
-        tiny_models.build(KNOWN["MllamaForCausalLM"], dtype=torch.float32),
-        tiny_models.build(KNOWN["Gemma3ForConditionalGeneration"], dtype=torch.float32),
+        tiny_models.build(tiny_models.known()["ReformerModelWithLMHead"], dtype=torch.float32),
+        tiny_models.build(tiny_models.known()["Emu3ForCausalLM"], dtype=torch.float32),
+        tiny_models.build(tiny_models.known()["MllamaForCausalLM"], dtype=torch.float32),
+        tiny_models.build(tiny_models.known()["Gemma3ForConditionalGeneration"], dtype=torch.float32),
         tiny_models.build(LLAVA, dtype=torch.float32),
     ],
     ids=lambda model: type(model).__name__,
@@ -502,7 +501,7 @@ def test_a_decoder_that_sees_both_sides(tmp_path):
 
 @pytest.mark.parametrize("name", ["BertGenerationDecoder", "CpmAntForCausalLM"])
 def test_a_model_is_run_to_learn_whether_it_sees_ahead(name, tmp_path):
-    model = tiny_models.build(KNOWN[name], dtype=torch.float32)
+    model = tiny_models.build(tiny_models.known()[name], dtype=torch.float32)
     folder = saved(model, tmp_path / "model")
     if name == "BertGenerationDecoder":
         edit_config(folder, is_decoder=False)

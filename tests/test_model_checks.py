@@ -7,8 +7,6 @@ from transformers import LlamaConfig
 
 from isoloss.model_checks import is_causal_class, max_length, run_on_ids
 
-KNOWN = {architecture.name: architecture for architecture in tiny_models.architectures()}
-
 
 def takes(model, length):
     try:
@@ -33,7 +31,7 @@ def takes(model, length):
     ],
 )
 def test_the_longest_sequence_is_what_the_model_takes(name, longest):
-    model = tiny_models.build(KNOWN[name], dtype=torch.float32)
+    model = tiny_models.build(tiny_models.known()[name], dtype=torch.float32)
     assert max_length(model) == longest
     assert takes(model, longest)
     assert not takes(model, longest + 1)
@@ -41,7 +39,7 @@ def test_the_longest_sequence_is_what_the_model_takes(name, longest):
 
 def test_where_padding_starts_does_not_matter():
     for padding in (1, 3):
-        architecture = KNOWN["EsmForMaskedLM"]
+        architecture = tiny_models.known()["EsmForMaskedLM"]
         config = tiny_models.tiny_config(architecture)
         config.pad_token_id = padding
         model = architecture.model(config).eval()
@@ -52,13 +50,13 @@ def test_where_padding_starts_does_not_matter():
 
 @pytest.mark.parametrize("name", ["XLNetLMHeadModel", "BloomForCausalLM", "MambaForCausalLM"])
 def test_some_models_have_no_longest_sequence(name):
-    model = tiny_models.build(KNOWN[name], dtype=torch.float32)
+    model = tiny_models.build(tiny_models.known()[name], dtype=torch.float32)
     assert max_length(model) is None
     assert takes(model, 100)
 
 
 def test_positions_that_are_computed_end_where_the_config_says():
-    model = tiny_models.build(KNOWN["LlamaForCausalLM"], dtype=torch.float32)
+    model = tiny_models.build(tiny_models.known()["LlamaForCausalLM"], dtype=torch.float32)
     assert max_length(model) == 32
 
 

@@ -10,15 +10,13 @@ from isoloss.cli.main import main
 from isoloss.flatness import fisher_trace
 from isoloss.loading import quiet
 
-KNOWN = {architecture.name: architecture for architecture in tiny_models.architectures()}
-
 
 @pytest.fixture
 def save(tmp_path):
     """Saves a tiny model of a class and token ids of a length; returns the model and the words that name the two."""
 
     def to_folder(name, length):
-        model = tiny_models.build(KNOWN[name], dtype=torch.float32)
+        model = tiny_models.build(tiny_models.known()[name], dtype=torch.float32)
         with quiet():
             model.save_pretrained(tmp_path / "model")
         np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 12, (12, length)))

@@ -6,19 +6,17 @@ import torch
 import transformers
 from architectures import check, check_command_line, measured, orthogonal_signs
 from plain_gradients import batch_of
-from tiny_models import VARIANTS, Architecture, architectures
+from tiny_models import VARIANTS, Architecture
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
 from isoloss.flatness._ghost import controls
 from isoloss.flatness._ghost.engine import GhostNorms
 
-KNOWN = {architecture.name: architecture for architecture in architectures()}
-
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "MraForMaskedLM"])
 def test_the_trace_equals_the_enumeration_of_all_labels(name):
-    row = measured(KNOWN[name])
+    row = measured(tiny_models.known()[name])
     assert "left_out" not in row
     assert row["variants"].keys() == set(VARIANTS)
     for variant, result in row["variants"].items():
@@ -29,7 +27,7 @@ def test_the_trace_equals_the_enumeration_of_all_labels(name):
 
 @pytest.mark.parametrize("name", ["GPTNeoForCausalLM", "EsmForMaskedLM"])
 def test_the_command_line_gives_the_enumeration_too(name):
-    assert check_command_line(KNOWN[name], torch.float64) == {"outcome": "right"}
+    assert check_command_line(tiny_models.known()[name], torch.float64) == {"outcome": "right"}
 
 
 def test_the_command_line_measures_the_text_part_of_a_multimodal_model():
@@ -38,16 +36,18 @@ def test_the_command_line_measures_the_text_part_of_a_multimodal_model():
 
 
 def test_why_the_command_line_measures_nothing_is_told(monkeypatch):
-    found = check_command_line(KNOWN["CpmAntForCausalLM"], torch.float32)
+    found = check_command_line(tiny_models.known()["CpmAntForCausalLM"], torch.float32)
     assert found["outcome"] == "refused"
     assert found["message"] == "is a CpmAntForCausalLM: it sees the tokens that it would predict"
     monkeypatch.setattr("architectures.exact_trace", lambda *_, **__: {"weight": 1.0})
-    assert check_command_line(KNOWN["GPTNeoForCausalLM"], torch.float32)["outcome"] == "wrong"
+    assert check_command_line(tiny_models.known()["GPTNeoForCausalLM"], torch.float32)["outcome"] == "wrong"
 
 
 def test_a_reformer_says_that_it_has_no_gradient():
     with pytest.raises(IsolossError, match="ReformerModelWithLMHead has gradients in training mode only"):
-        fisher_trace(tiny_models.build(KNOWN["ReformerModelWithLMHead"]), [batch_of(vocab=tiny_models.VOCABULARY)])
+        fisher_trace(
+            tiny_models.build(tiny_models.known()["ReformerModelWithLMHead"]), [batch_of(vocab=tiny_models.VOCABULARY)]
+        )
 
 
 def test_it_sees_a_share_that_is_wrong(monkeypatch):
@@ -59,7 +59,7 @@ def test_it_sees_a_share_that_is_wrong(monkeypatch):
         return found
 
     monkeypatch.setattr(GhostNorms, "squared_norms", wrong)
-    result = check(tiny_models.build(KNOWN["BertForMaskedLM"]), causal=False)
+    result = check(tiny_models.build(tiny_models.known()["BertForMaskedLM"]), causal=False)
     assert result["outcome"] == "wrong"
     assert len(result["wrong"]) == 1
 
@@ -69,7 +69,7 @@ def test_a_crash_is_no_refusal(monkeypatch):
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(GhostNorms, "squared_norms", crash)
-    result = check(tiny_models.build(KNOWN["BertForMaskedLM"]), causal=False)
+    result = check(tiny_models.build(tiny_models.known()["BertForMaskedLM"]), causal=False)
     assert (result["outcome"], result["message"]) == ("failed", "RuntimeError: out of order")
 
 

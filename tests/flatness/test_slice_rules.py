@@ -4,7 +4,7 @@ import pytest
 import tiny_models
 import torch
 from plain_gradients import VOCAB, assert_norms, batch_of, measure
-from tiny_models import VARIANTS, architectures
+from tiny_models import VARIANTS
 from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
@@ -13,7 +13,6 @@ from isoloss.flatness._ghost import capture
 from isoloss.flatness._ghost.engine import GhostNorms
 from isoloss.flatness._ghost.rules import Layout
 
-KNOWN = {architecture.name: architecture for architecture in architectures()}
 MODELS = [
     "MixtralForCausalLM",
     "GptOssForCausalLM",
@@ -29,10 +28,10 @@ MODELS = [
     ("name", "variant"), [(name, VARIANTS[0]) for name in MODELS] + [(MODELS[1], variant) for variant in VARIANTS[1:]]
 )
 def test_norms_of_a_model_with_slices_or_time_first(name, variant):
-    model = tiny_models.build(KNOWN[name])
+    model = tiny_models.build(tiny_models.known()[name])
     assert tiny_models.zero(model, variant) or variant == VARIANTS[0]
     batch = batch_of(vocab=tiny_models.VOCABULARY, length=8)
-    norms, expected, predictor, _ = measure(model, batch, causal=KNOWN[name].causal)
+    norms, expected, predictor, _ = measure(model, batch, causal=tiny_models.known()[name].causal)
     assert predictor.slow_parameters == ()
     assert_norms(norms.by_column, expected, rtol=1e-4)  # routers and norms compute in float32
 
@@ -40,7 +39,7 @@ def test_norms_of_a_model_with_slices_or_time_first(name, variant):
 @pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "GptOssForCausalLM"])
 def test_experts_whatever_computes_them(name, way):
-    model = tiny_models.build(KNOWN[name], dtype=torch.float32)
+    model = tiny_models.build(tiny_models.known()[name], dtype=torch.float32)
     model.set_experts_implementation(way)
     batch = batch_of(vocab=tiny_models.VOCABULARY, sequences=6)
     norms, expected, predictor, _ = measure(model, batch, causal=True)
