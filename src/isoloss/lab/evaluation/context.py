@@ -243,7 +243,8 @@ def language_context(
         models[0].outline.check(other.outline)
     config.check_language(models[0].name)
     made: Language = language.build()
-    one = language_inputs(made, objective, num_sequences=1, seed=0)  # a mistake shows before all are drawn
+    # a single one first: a model that does not fit is refused before all are drawn
+    one = language_inputs(made, objective, num_sequences=1, seed=0)
     for model in models:
         _check_fits(model, made, one)
 
@@ -294,7 +295,8 @@ def _check_tokenizers(models: Sequence[ModelInfo]) -> None:
         try:
             vocabulary = load_tokenizer(model.tokenizer_name).get_vocab()
         except IsolossError:
-            continue  # it has none of its own: token ids, or a tokenizer that is given, say what it reads
+            # a checkpoint without a tokenizer reads token ids, or is given one
+            continue
         if known is not None and known[1] != vocabulary:
             raise IsolossError(
                 f"{known[0]} and {model.name} have different tokenizers, so their losses per token are not of the same "
@@ -330,7 +332,8 @@ def language_inputs(
         rows = slice(start, start + batch_size)
         part = Sentences(sentences.tokens[rows], sentences.lengths[rows])
         batch = objective_batch(part, language, objective, generator=masks)
-        if not language.num_held_out:  # drawn one by one: equal ones are no copies
+        # sentences are drawn one by one: equal ones are no copies, and each is a document
+        if not language.num_held_out:
             batch["documents"] = torch.arange(start, start + len(part.tokens))
         batches.append(batch)
     return make_inputs(batches, objective.kind, source)

@@ -104,7 +104,8 @@ def evaluate(
     if measures is not None and not measures:
         raise IsolossError(f"no measure is named; the measures are {', '.join(MEASURES)}")
     for name in measures or DEFAULT:
-        make_measure(name, settings)  # refuses a mistake before anything is loaded
+        # a mistake in a name or a setting is refused before anything is loaded
+        make_measure(name, settings)
     early_checks.check_device(device)
     if data is None and language is None:
         if output is not None:
@@ -313,7 +314,8 @@ def _evaluate_runs(
 ) -> Evaluations:
     """Return the evaluations of runs, of which those that are missing are made."""
     todo = [(name, run, pending(run, measures or DEFAULT, steps, settings or {})) for name, run, steps in parts]
-    contexts: dict[Any, MeasureContext] = {}  # runs on one language share inputs and targets, which take long to make
+    # runs on one language share inputs and targets, which take long to make
+    contexts: dict[Any, MeasureContext] = {}
     total, done = sum(len(pairs) for *_, pairs in todo), 0
     for name, run, pairs in todo:
         if not pairs:
@@ -329,7 +331,8 @@ def _evaluate_runs(
                 if progress is not None:
                     progress(done, total, f"{measure} of {name} at step {step}")
                 evaluator.evaluate(measure, step)
-            done += 1  # also where it was left out, as `total` counts these too
+            # `total` counts those that were left out, too
+            done += 1
     # from the files, which also hold the evaluations that were made before
     return Evaluations.of(
         (name, evaluation)

@@ -111,7 +111,8 @@ class ExternalCheckpoint:
         name, _, revision = self.checkpoint.partition("@")
         try:
             cached = Path(snapshot_download(name, revision=revision or None, local_files_only=True))
-            if any(cached.glob("model*.safetensors")):  # the cache may hold nothing but a config that was looked at
+            # the cache may hold nothing but a config that was looked at
+            if any(cached.glob("model*.safetensors")):
                 return cached
         except LocalEntryNotFoundError:
             pass

@@ -153,7 +153,8 @@ def exact_targets(
         sentences = Sentences(tokens.cpu(), lengths.cpu())
         batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
         del tokens
-    del sentences  # the batch has them, and both may be large
+    # the batch has them, and both may be large
+    del sentences
     chosen = batch["labels"] != IGNORED
     counts = chosen.sum(dim=1)
     total = int(counts.sum())
@@ -204,7 +205,8 @@ def _fill(
             # one masked token needs no mask, as a conditional never looks at the token that it is of
             unknown = None if objective.masking == "one" else masked
             values = compute(tokens, lengths[rows], mask=unknown, positions=positions)
-            indices = firsts[rows, None] + torch.arange(count)  # in `out`, where a sentence's positions are in a row
+            # in `out`, the positions of a sentence follow each other
+            indices = firsts[rows, None] + torch.arange(count)
             out.numpy()[indices.flatten().numpy()] = values.flatten(0, 1).cpu().numpy()
     return out
 
@@ -237,7 +239,8 @@ def kl_values(
     ends = targets.counts.cumsum(dim=0)
     values = torch.empty(int(ends[-1]), dtype=torch.float64)
     done, upto = 0, 0
-    held = values[:0]  # conditionals of the masked positions up to `upto`
+    # conditionals of the masked positions up to `upto`
+    held = values[:0]
     at_once = targets.held_at_once(max(1, batch_size))
     for log_q in _log_predictions(model, targets.batch, batch_size=batch_size):
         # Conditionals come by whole sentences and predictions by rows, in the same order. `held_at_once` is a multiple
@@ -355,7 +358,8 @@ def text_loss(
     numbers = clusters.add(batch)
     # copies of a sequence, or the sequences of a document, become one: the error is over what is independent
     nats, counts = (x.new_zeros(len(clusters)).index_add_(0, numbers, x) for x in (nats, counts))
-    if len(nats) < 2 * SUBSETS:  # `_estimate` takes the deviation of five subsets
+    # `_estimate` takes the deviation of five subsets, with two clusters or more in each
+    if len(nats) < 2 * SUBSETS:
         raise IsolossError(f"there are {len(nats)} {clusters.name}; an error bar needs at least {2 * SUBSETS}")
     details = {**_details(model), **_predicted(objective), "clusters": clusters.name, "seed": seed}
     seconds = time.perf_counter() - started

@@ -91,7 +91,8 @@ def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    for weights in folder.glob("*.safetensors"):  # safetensors lets nobody but the owner read what it writes
+    # safetensors lets nobody but the owner read what it writes
+    for weights in folder.glob("*.safetensors"):
         weights.chmod((folder / "config.json").stat().st_mode)
 
 
@@ -121,7 +122,8 @@ def load_weights(path: Path, model: torch.nn.Module) -> str:
     tensors = _read_tensors(source)
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
     stored = {name: tuple(t.shape) for name, t in tensors.items()}
-    for name in [*expected, *stored]:  # names that the file lacks are refused, and names that it has besides
+    # both lists, to refuse what the file lacks and what it has besides
+    for name in [*expected, *stored]:
         if expected.get(name) != stored.get(name):
             raise IsolossError(
                 f"the weights in {path} do not fit the model: {name} has the shape {stored.get(name, 'none')} there "

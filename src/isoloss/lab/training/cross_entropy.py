@@ -48,7 +48,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         k, num_ids, is_ids = len(states), len(weight), labels.ndim == 1
         size = max(1, min(k, _CHUNK // num_ids))
-        buffer = states.new_empty(size, num_ids)  # of every chunk, in which its logits become their gradient
+        # one buffer for all chunks, in which the logits of each become their gradient
+        buffer = states.new_empty(size, num_ids)
         losses = states.new_empty(k)
         d_states, d_weight = torch.empty_like(states), torch.zeros_like(weight)
         d_bias = None if bias is None else torch.zeros_like(bias)
@@ -57,7 +58,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = torch.mm(states[rows], weight.T, out=buffer[: rows.stop - start])
             if bias is not None:
                 logits += bias
-            logits -= logits.amax(dim=1, keepdim=True)  # exp cannot overflow, and neither loss nor gradient changes
+            # then exp cannot overflow; neither loss nor gradient changes
+            logits -= logits.amax(dim=1, keepdim=True)
             losses[rows] = _ids(logits, labels[rows, None]) if is_ids else _mixed(logits, labels[rows])
             logits /= k
             torch.mm(logits, weight, out=d_states[rows])
@@ -69,7 +71,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph: the saved gradients would count as constants
+        # with create_graph, which would take the saved gradients for constants
+        if torch.is_grad_enabled():
             raise IsolossError("the loss of training has no second derivative: take that of the model's logits")
         d_states, d_weight, d_bias = ctx.saved_tensors
         return d_loss * d_states, d_loss * d_weight, None if d_bias is None else d_loss * d_bias, None
@@ -77,7 +80,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _ids(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     """Return the losses (r,) of labels (r, 1), and put their gradients in the place of the logits (r, V)."""
-    at_label = logits.gather(1, label)  # first: from here on the logits are overwritten
+    # before the logits are overwritten
+    at_label = logits.gather(1, label)
     total = logits.exp_().sum(dim=1, keepdim=True)
     logits.div_(total).scatter_add_(1, label, torch.full_like(at_label, -1))
     return (total.log() - at_label)[:, 0]
@@ -88,6 +92,7 @@ def _mixed(logits: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     mass = q.sum(dim=1, keepdim=True)
     at_labels = (q * logits[:, : q.shape[1]]).sum(dim=1)
     total = logits.exp_().sum(dim=1, keepdim=True)
-    logits.div_(total / mass)  # sum(q) p: float32 probabilities need not add up to exactly 1
+    # sum(q) p, as probabilities in float32 need not add up to exactly 1
+    logits.div_(total / mass)
     logits[:, : q.shape[1]] -= q
     return (total.log() * mass)[:, 0] - at_labels

@@ -91,7 +91,8 @@ class FSDP(SingleProcess):
         for module in [*(block for blocks in lists for block in blocks), self._root]:
             module.register_forward_hook(_own_memory)
             sharded = fully_shard(module, mesh=mesh)
-            if mesh.device_type == "cpu":  # gloo's own average is a sum in torch 2.8
+            # gloo's own average is a sum in torch 2.8
+            if mesh.device_type == "cpu":
                 sharded.set_force_sum_reduction_for_comms(True)
 
     def loss(self, function: Function, *arguments: Any) -> torch.Tensor:
@@ -106,7 +107,8 @@ class FSDP(SingleProcess):
         targets = {} if self._full is None else dict(self._full.cpu().named_parameters())
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                value = full_tensor(parameter)  # in every process, as all send their shards
+                # called in every process, as each sends its shard
+                value = full_tensor(parameter)
                 if name in targets:
                     targets[name].copy_(value)
         return self._full

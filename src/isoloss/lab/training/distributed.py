@@ -115,7 +115,8 @@ class ProcessGroup:
         tensors = [tensor.detach() for tensor in tensors]
         if self.world_size == 1:
             return tensors
-        flat = torch.cat([tensor.flatten() for tensor in tensors])  # one exchange in place of one a tensor
+        # one exchange instead of one for each tensor
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
         with _listening():
             distributed.all_reduce(flat)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
@@ -191,7 +192,8 @@ def process_group() -> Iterator[ProcessGroup]:
         _forget(error)
         raise
     finally:
-        gc.collect()  # cycles may hold what `_forget` is about
+        # reference cycles may still hold DDP's reducer; see `_forget`
+        gc.collect()
         distributed.destroy_process_group()
 
 

@@ -43,7 +43,8 @@ def _tensorboard(run: Run) -> Logger:
     from torch.utils.tensorboard import SummaryWriter
 
     folder = run.path / "tensorboard"
-    shutil.rmtree(folder, ignore_errors=True)  # what an earlier process wrote comes again from metrics.jsonl
+    # the lines of earlier processes come again, from metrics.jsonl
+    shutil.rmtree(folder, ignore_errors=True)
     writer: Any = SummaryWriter(str(folder))
 
     def log(step: int, values: Mapping[str, float]) -> None:
@@ -93,7 +94,8 @@ def check_installed(names: Sequence[str]) -> None:
     """Raise an `IsolossError` for a logger whose package is missing."""
     for name in names:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # without an origin: a folder of that name, which W&B makes
+        # a folder of that name, which W&B makes, is found as a package without an origin
+        if spec is None or spec.origin is None:
             raise IsolossError(f"the logger {name} needs the package {name}: pip install 'isoloss[{name}]'")
 
 
@@ -115,7 +117,8 @@ class Loggers:
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Log one line."""
-        for name, logger in list(self._open.items()):  # a copy: one that fails is taken out
+        # over a copy, as a logger that fails is taken out of the dictionary
+        for name, logger in list(self._open.items()):
             with self._protected(name):
                 logger.log(*_numbers(line))
 

@@ -68,7 +68,8 @@ def training_batch(
         batch = corrupt(batch, language, config.objective, generator=masks)
     num_tokens = int(batch["attention_mask"].sum())
     if num_tokens == batch["attention_mask"].numel():
-        del batch["attention_mask"]  # attention then adds no mask to its scores
+        # attention then adds no mask to its scores
+        del batch["attention_mask"]
     # only now: the draws are of the whole batch, so that the processes' parts are those of one process
     batch = {name: tensor[rows] for name, tensor in batch.items()}
     if config.objective.labels == "exact":
@@ -85,7 +86,8 @@ def prediction_loss(model: PreTrainedModel, batch: Batch, *, causal: bool, preci
     layer and the softmax over the vocabulary, and in both cases the weights and their gradients, are of the weights'
     own dtype.
     """
-    labels = batch["labels"][:, 1:] if causal else batch["labels"]  # nothing predicts a first token
+    # nothing predicts a first token
+    labels = batch["labels"][:, 1:] if causal else batch["labels"]
     output = model.get_output_embeddings()
     with torch.autocast(labels.device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"):
         states = predicted_states(model, batch).to(output.weight.dtype)

@@ -86,7 +86,8 @@ def signals() -> Iterator[Callable[[], bool]]:
     def note(number: int, _frame: Any) -> None:
         interrupts.note(number)
         received.append(number)
-        restore()  # at once: the second signal is not ours
+        # the second signal is not ours: it stops the process at once
+        restore()
 
     for number in previous:
         signal.signal(number, note)

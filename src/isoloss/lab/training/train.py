@@ -149,15 +149,18 @@ def train(
         device = group.device(config.device)
         if config.compiled:
             check_compiled(device, group)
-        if is_complete(run, config, group):  # needs neither the lock nor the memory
+        # a run that is complete needs neither the lock nor the memory
+        if is_complete(run, config, group):
             return
         check_memory(config, language, device, group.world_size)
-        group.on_main(run.check_folder)  # before the lock, which makes the folder and a file in it
+        # before the lock, which makes the folder and a file in it
+        group.on_main(run.check_folder)
         # rank 0 alone: to the others a lock that it holds is another process's
         group.on_main(lambda: until_the_end.enter_context(files.lock(run.path)))
         # a run of another config is refused here; a new one is made once its model is there, in `_open`
         group.on_main(lambda: run.create(config) if run.exists else None)
-        if group.from_main(run.complete):  # by the process that held the lock before
+        # the process that held the lock before may have completed it
+        if group.from_main(run.complete):
             return
         with process_settings(config.threads, device, compiled=config.compiled):
             # without a name, so that it is deleted before the process group; see `process_group`
@@ -190,10 +193,12 @@ class Training:
         self.stages = Stages(config)
         # drawn and loaded on the CPU, so that the initial weights are the same on every device
         self.model: Any = make_model(config.model, language, seed=config.seed)
-        self.loss_sum, self.loss_count = 0.0, 0  # of the steps since the last line of metrics.jsonl
+        # of the steps since the last line of metrics.jsonl
+        self.loss_sum, self.loss_count = 0.0, 0
         self.initial_sha256: str | None = None
         self.metrics_sha256 = ""
-        self.step, saved_tensors = self._load()  # before FSDP cuts the parameters that weights are copied into
+        # before FSDP cuts the parameters that weights are copied into
+        self.step, saved_tensors = self._load()
         self.model.to(device)
 
         self.parallel = make_parallel(self.model, config.parallel, group)
@@ -216,7 +221,8 @@ class Training:
         if saved_tensors:
             self.average.load_state(saved_tensors)
         self.timing = Timing(self.step, config.steps, self.progress if group.is_main else None)
-        self.batches: Batches[TrainingBatch]  # of the stage that is being trained
+        # the batches of the stage that is being trained
+        self.batches: Batches[TrainingBatch]
 
     def _load(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Give the model the weights to go on from; return the step they are of and the trainer's tensors."""
@@ -277,7 +283,8 @@ class Training:
             while not stop and not self.stages.is_last(self.step):
                 stop = self._train_stage(self.stages.num_ended(self.step), interrupted)
             self.group.on_main(self._close)
-            (stop,) = self.group.any(stop or interrupted())  # also one that came after the last step
+            # a signal may also have come after the last step
+            (stop,) = self.group.any(stop or interrupted())
             if stop:
                 raise Interrupted(self.step)
 
@@ -307,7 +314,8 @@ class Training:
                 self.loss_sum += result.loss_nats
                 self.loss_count += 1
                 if is_logged:
-                    self._log(index, result)  # may end the stage, at its target
+                    # this may end the stage, at its target
+                    self._log(index, result)
                 self.timing.tick(number, result.loss_nats, num_tokens)
 
                 if self.stages.num_ended(self.step) > index and len(self.algorithms) > 1:
@@ -333,8 +341,10 @@ class Training:
 
     def _open(self, until_the_end: contextlib.ExitStack) -> None:
         """Bring the directory to where training goes on from."""
-        self.run.create(self.config)  # after initial weights that do not fit were refused: a mistake makes no run
+        # only now that initial weights which do not fit were refused: a mistake makes no run
+        self.run.create(self.config)
         files.remove_unfinished(self.run.path)
+        # now, as result.json lists them all, and a missing one would otherwise be noticed at the very end
         made = sorted(step for step in self.kept_steps if step < self.step)
         if missing := [step for step in made if not self.run.checkpoint(step).is_dir()]:
             raise IsolossError(
@@ -342,7 +352,8 @@ class Training:
                 "delete the later ones too, and training makes them again"
             )
         for step in made:
-            checkpoints.read_state(self.run.checkpoint(step))  # refuses what was damaged since it was written
+            # this refuses what was damaged since it was written
+            checkpoints.read_state(self.run.checkpoint(step))
         if self.step:
             self.run.note_resume(self.step, threads=torch.get_num_threads())
         self.run.log(
@@ -358,12 +369,15 @@ class Training:
         )
         # a process that was killed between saving one and removing the one before leaves both
         checkpoints.remove_except(self.run, {*self.kept_steps, self.step})
+        # a line every `log_every` steps, and one at the end of each stage
         every, ends = self.config.log_every, self.stages.ends
         num_lines = self.step // every + sum(end <= self.step and end % every != 0 for end in ends)
         _truncate_metrics(self.run, self.step, num_lines, self.metrics_sha256)
         if self.config.loggers:
-            self.loggers = Loggers(self.config.loggers, self.run)  # which begin with the lines that are left
-            until_the_end.callback(self.loggers.close)  # they write what they have, however training ended
+            # after metrics.jsonl was cut, as loggers begin with its lines
+            self.loggers = Loggers(self.config.loggers, self.run)
+            # however training ends, loggers write what they have
+            until_the_end.callback(self.loggers.close)
 
     def _log(self, index: int, result: StepResult) -> None:
         """Add a line to metrics.jsonl; in a run with stages, compare with the target of the stage, and end it there."""
@@ -388,9 +402,12 @@ class Training:
         model = self.parallel.full_model()
         if model is None:
             return {}
-        model.to(self.device)  # a copy that was put together from shards is on the CPU
-        self.batches.wait()  # a measure may use the language, which need not stand two threads
-        with without_dropout(model):  # each step seeds its own random state, so none has to be kept
+        # a copy that was put together from shards is on the CPU
+        model.to(self.device)
+        # a measure may use the language, which need not stand two threads
+        self.batches.wait()
+        # each step seeds its own random state, so none has to be kept
+        with without_dropout(model):
             return measure(model)
 
     def _validated(self, index: int) -> Mapping[str, float]:
@@ -402,7 +419,8 @@ class Training:
         if target is None or self.validate is None:
             return {}
         what, nats = target
-        values = self._measured(partial(self.validate, what))  # empty but in rank 0, which decides
+        # these are empty but in rank 0, which decides
+        values = self._measured(partial(self.validate, what))
         (is_reached,) = self.group.any(self.group.is_main and values[f"validation_{what}_nats"] <= nats)
         if is_reached:
             self.stages.reached.append(self.step)
@@ -450,6 +468,7 @@ class Training:
     def _algorithm_state(self) -> dict[str, torch.Tensor]:
         """Return the algorithm's state, which a file of tensors must be able to hold."""
         state = self.algorithms[0].state()
+        # `algorithms` are those of the last stages
         kind = self.stages.configs[-len(self.algorithms)].algorithm.kind
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor):
@@ -463,7 +482,8 @@ class Training:
         """Write the result if all steps are made, and the throughput."""
         if is_complete := self.stages.is_last(self.step):
             files.write_json(
-                self.run.path / "result.json",  # the last file of the run: where it is, all others are
+                # written last: where it is, the run is complete
+                self.run.path / "result.json",
                 {
                     "steps": self.step,
                     "loss_nats": self.run.metrics()[-1]["loss_nats"],
@@ -521,7 +541,8 @@ def check_memory(config: TrainConfig, language: Language, device: torch.device, 
     length = language.max_length
     shape = architecture.shape(config.model)
     needed = architecture.least_memory(shape, language.model_vocab_size, length, num_tokens=in_a_pass * length)
-    needed += 3 * 8 * size * length  # ids, mask and labels, 8 bytes each
+    # ids, mask and labels, 8 bytes each
+    needed += 3 * 8 * size * length
     check_fits(needed, f"the model {config.model} on batches of {size:,} sentences is too large")
 
 
@@ -543,7 +564,8 @@ def is_complete(run: Run, config: TrainConfig, group: ProcessGroup) -> bool:
     """
     if not group.from_main(run.complete):
         return False
-    group.on_main(lambda: run.create(config))  # of a run that exists, this compares the configs and writes nothing
+    # of a run that exists, this compares the configs and writes nothing
+    group.on_main(lambda: run.create(config))
     return True
 
 
@@ -629,7 +651,8 @@ class Batches(Generic[T]):
         """Wait for the batch that is being made, and let go of the thread."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        self._next = None  # a stage that ended at its target leaves a batch that nobody asks for
+        # a stage that ended at its target leaves a batch that nobody asks for
+        self._next = None
 
     def of(self, step: int) -> T:
         """Return the batch of `step`, and begin the next one; what `make` raised is raised here, at its own step."""
@@ -645,7 +668,8 @@ class Batches(Generic[T]):
     def wait(self) -> None:
         """Wait until nothing is being made: for what must not use the language at the same time."""
         if self._next is not None:
-            wait([self._next[1]])  # not `result`: an error of its making belongs to its own step
+            # not `result`: an error of its making belongs to its own step
+            wait([self._next[1]])
 
 
 class Timing:
@@ -693,7 +717,8 @@ class Timing:
 def _flush_metrics(run: Run) -> str:
     """Bring metrics.jsonl to the disk, as a checkpoint must not outlive the lines before it; return its SHA-256."""
     path = run.path / "metrics.jsonl"
-    if not path.exists():  # before the first line: of nothing, as `_truncate_metrics` finds it
+    # without a line yet, the hash of nothing, which `_truncate_metrics` computes too
+    if not path.exists():
         return hashlib.sha256().hexdigest()
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -71,7 +71,8 @@ def examples(language: Language, config: TrainConfig, step: int) -> Examples:
     order = seeds.derive(config.seed, "training order")
     numbers = torch.from_numpy(shuffled(positions, num * copies, seed=order))
     seed = seeds.derive(config.seed, "training set")
-    wanted = numbers // copies  # a sentence has `copies` numbers in a row, one for each of its fixed masks
+    # a sentence has `copies` numbers in a row, one for each of its fixed masks
+    wanted = numbers // copies
     if language.has_numbered_sentences:
         return Examples(language.sentences_at(wanted, seed=seed), numbers)
     held = _held.setdefault(language, {})

@@ -208,7 +208,8 @@ def mcnemar(correct_a: torch.Tensor, correct_b: torch.Tensor) -> McNemar:
     """
     _check_shapes("McNemar's test", "examples,", correct_a, correct_b, 1)
     only_a, only_b = int((correct_a & ~correct_b).sum()), int((correct_b & ~correct_a).sum())
-    p_value = 2 * float(bdtr(min(only_a, only_b), only_a + only_b, 0.5))  # as scipy.stats.binomtest, which loads slowly
+    # scipy.stats.binomtest gives the same, and takes long to import
+    p_value = 2 * float(bdtr(min(only_a, only_b), only_a + only_b, 0.5))
     # where the split is even, both tails have the middle, and twice the probability is above 1
     return McNemar(only_first=only_a, only_second=only_b, p_value=min(1.0, p_value))
 

@@ -137,7 +137,8 @@ def _pooled(
     """Return (B, D) of the sentences of a batch, float32."""
     total = sentences.tokens.shape[1]
     lengths = sentences.lengths.to(device)
-    longest = int(lengths.max())  # the model need not read columns that are padding in the whole batch
+    # the model need not read columns that are padding in the whole batch
+    longest = int(lengths.max())
     tokens = sentences.tokens[:, :longest].to(device)
     present = Sentences(tokens, lengths).present()
     inputs = {"input_ids": tokens, "attention_mask": present.long()}
@@ -334,7 +335,8 @@ def store(path: Path, blocks: Iterable[torch.Tensor], *, shape: tuple[int, int],
     entry = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [0, math.prod(shape) * dtype.itemsize]}
     # by hand, as the library wants the whole tensor in memory before it writes the first byte
     header = json.dumps({_NAME: entry}).encode()
-    header += b" " * (-len(header) % 8)  # so that the numbers are aligned where the file is mapped
+    # padded so that the numbers are aligned where the file is mapped
+    header += b" " * (-len(header) % 8)
     rows = 0
     with files.new_file(path) as file:
         file.write(len(header).to_bytes(8, "little") + header)

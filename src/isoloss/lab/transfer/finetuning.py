@@ -112,7 +112,8 @@ def finetune(
         if output is not None:
             stack.enter_context(files.lock(output))
             _claim(output, _identity(backbone, task, config))
-            files.remove_unfinished(output)  # only in a folder that `_claim` has found to be this fine-tuning's
+            # only in a folder that `_claim` has found to be this fine-tuning's
+            files.remove_unfinished(output)
             stopped = stack.enter_context(signals())
         # one after another, and each without a name, so that only one seed's copy of the model is in memory
         done = [
@@ -206,7 +207,8 @@ class _Seed:
             if progress is not None:
                 note = f"seed {self.index + 1} of {self.config.seeds}, loss {loss:.4f} nats"
                 progress(self.index * self.total + self.step, note)
-            if self.folder is not None and self.step < self.total:  # after the last step, the result says it all
+            # after the last step comes the result, and a state would be of no use
+            if self.folder is not None and self.step < self.total:
                 stop = stopped()
                 if stop or time.monotonic() - saved >= self.config.save_every_seconds:
                     self._save()
@@ -215,7 +217,8 @@ class _Seed:
                     raise Interrupted(self.index * self.total + self.step)
         result = {"predictions": self._predict().tolist(), "losses_nats": self.losses.tolist()}
         if self.folder is not None:
-            files.write_json(self._result, result)  # first: killed in between, the seed is done and its state unread
+            # the result first: killed in between, the seed counts as done, and its state is not read
+            files.write_json(self._result, result)
             self._state.unlink(missing_ok=True)
         return result
 
@@ -253,7 +256,8 @@ class _Seed:
         loss = self.algorithm.step(number, batch, self.classifier.loss).loss_nats
         self._check_finite(loss, f"the loss at step {number}")
         self.step = number
-        self.losses[epoch] += loss * len(rows) / count  # the last step of an epoch may have fewer examples
+        # the last step of an epoch may have fewer examples
+        self.losses[epoch] += loss * len(rows) / count
         return loss
 
     def _check_finite(self, value: float, what: str) -> None:
@@ -274,7 +278,8 @@ class _Seed:
                 logits = self.classifier(_trimmed(self.task.batch("test", rows), self.device))
                 # a single NaN or infinity makes the sum one
                 self._check_finite(float(logits.sum()), "a logit after the last step")
-                logits[:, absent] = -math.inf  # the random start may have left them likely
+                # the random start may have left them likely
+                logits[:, absent] = -math.inf
                 predictions.append(logits.argmax(dim=1).cpu())
         return torch.cat(predictions)
 

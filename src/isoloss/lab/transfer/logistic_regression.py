@@ -101,7 +101,8 @@ def fit(
     x = features.to(where, torch.float64)
     if broken := int((~x.isfinite()).any(dim=1).sum()):
         raise IsolossError(f"{broken} of {len(x)} examples have NaN or infinite features")
-    center = x.mean(dim=0)  # far means would cost digits, and the free intercepts make up for it
+    # far means would cost digits, and the free intercepts make up for it
+    center = x.mean(dim=0)
     x = x - center
     labels = labels.to(x.device)
     moments = _second_moments(x)
@@ -134,10 +135,13 @@ def _second_moments(x: torch.Tensor) -> _Moments:
     n, width = x.shape
     if width <= _EXACT_WIDTH:
         values, vectors = torch.linalg.eigh(x.T @ x / n)
-        return _Moments(vectors, values.clamp(min=0), 0.0)  # rounding makes some of the zeros negative
+        # rounding makes some eigenvalues of 0 negative, and `_Problem` takes roots
+        return _Moments(vectors, values.clamp(min=0), 0.0)
     rank = min(_RANK, n)
-    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):  # the library draws from the global state
-        torch.manual_seed(0)  # the same descent, and so the same bits, each time
+    # svd_lowrank draws from torch's global random state
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        # one seed, so that the descent and its bits are the same each time
+        torch.manual_seed(0)
         _, singular, vectors = torch.svd_lowrank(x, q=rank, niter=1)
     values = singular.square() / n
     rest = max(float(x.square().sum()) / n - float(values.sum()), 0.0) / (width - rank)
@@ -161,7 +165,8 @@ class _Problem:
         # (a K + strength)^(-1/2) is outside (1 - U U^T) + U diag(...) U^T, for `_scaled` outside + U diag(inside) U^T
         self._outside = (moments.rest * curvature + strength) ** -0.5
         self._inside = (moments.values * curvature + strength).rsqrt() - self._outside
-        start = self._frequencies.log()  # the best intercepts at W = 0, where the descent begins
+        # the best intercepts at W = 0, where the descent begins
+        start = self._frequencies.log()
         self._last_bias = start - start.mean()
         self.objective = self.gap = math.inf
         self.evaluations = 0
@@ -198,7 +203,8 @@ class _Problem:
         objective = loss + self.strength / 2 * float(weight.square().sum())
         gap = float(gradient.square().sum()) / (2 * self.strength)
         self.evaluations += 1
-        if gap < self.gap:  # not simply the last: the bound need not fall in every step, nor within a line search
+        # not simply the last: the bound need not fall in every step, nor within a line search
+        if gap < self.gap:
             self.weight, self.bias, self.objective, self.gap = weight, bias, objective, gap
         # by the chain rule, with the same matrix, which is symmetric
         return objective, self._scaled(gradient).flatten().cpu().numpy()

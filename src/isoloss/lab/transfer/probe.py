@@ -394,7 +394,8 @@ def fit_probe(train_x: torch.Tensor, train_y: torch.Tensor, num_classes: int, co
     """Return the probe of `fit_linear_probe`, on the labels' device, of checked features (n, D) and labels (n,)."""
     where = train_y.device
     center, scale = torch.zeros((), device=where), 1.0
-    if config.standardize and bool((train_y != train_y[0]).any()):  # else the prediction is known
+    # with a single class the prediction is known, and features may all be the same
+    if config.standardize and bool((train_y != train_y[0]).any()):
         center, scale = _center_and_scale(train_x, where)
     if config.solver == "convex":
         weight, bias, details = _fit_convex(
@@ -407,7 +408,8 @@ def fit_probe(train_x: torch.Tensor, train_y: torch.Tensor, num_classes: int, co
         details = {name: getattr(config, name) for name in used}
         rows = _standardized(train_x, center, scale)
         weight, bias = _fit_adamw(rows, train_y, config, num_features=train_x.shape[1], num_classes=num_classes)
-    bias[..., absent_classes(train_y, num_classes)] = -math.inf  # the random start may have left them likely
+    # the random start may have left them likely
+    bias[..., absent_classes(train_y, num_classes)] = -math.inf
     probe = Probe(weight, bias, center, scale, {})
     train_accuracy = (probe.predict(train_x) == train_y).double().mean()
     known = {
@@ -435,7 +437,8 @@ def _center_and_scale(x: torch.Tensor, device: torch.device | str) -> tuple[torc
     # in a second pass: mean square minus squared mean cancels where the mean is far from 0
     squares = sum(float((block - center.float()).square().sum(dtype=torch.float64)) for block in _blocks(x, device))
     scale = math.sqrt(squares / (n * width))
-    if scale <= 1e-6 * largest:  # what remains after centering is the rounding of float32
+    # what remains after centering is the rounding of float32
+    if scale <= 1e-6 * largest:
         raise IsolossError("the training features are the same for every example, so there is nothing to classify by")
     return center.float(), scale
 
@@ -451,7 +454,8 @@ def _standardized(x: torch.Tensor, center: torch.Tensor, scale: float) -> _RowRe
     # rows (S, B) give (S, B, D)
     if 4 * x.numel() <= MEMORY_BYTES:
         return ((x.to(center) - center) / scale).__getitem__
-    return lambda rows: (x[rows.to(x.device)].to(center) - center) / scale  # they may be mapped from a file
+    # row by row, as features may be mapped from a file
+    return lambda rows: (x[rows.to(x.device)].to(center) - center) / scale
 
 
 def refuse_nonfinite(x: torch.Tensor, split: str, device: torch.device | str) -> None:
@@ -534,7 +538,8 @@ def _fit_convex(
     if len(present) == 1:
         bias[..., present] = 0.0
         return weight.float(), bias.float(), {"regularization": max(strengths), "objective_nats": 0.0, "gap_nats": 0.0}
-    targets = torch.searchsorted(present, y)  # classes that no example has would have no best intercept
+    # classes that no example has would have no best intercept
+    targets = torch.searchsorted(present, y)
 
     def fit(rows: torch.Tensor | slice, chosen: Sequence[float]) -> logistic_regression.LogisticFit:
         # the features are as they are, and their penalty is `scale` squared times the penalty of scaled ones
@@ -550,10 +555,12 @@ def _fit_convex(
         # folds depend on the labels alone, so that all models of a task are held out on the same examples
         correct = torch.zeros(len(strengths), device=y.device)
         for fold in range(_FOLDS):
-            if (held_out := folds == fold).any():  # with few examples a fold may have none
+            # with few examples a fold may have none
+            if (held_out := folds == fold).any():
                 correct += (fit(~held_out, strengths).predict(x[held_out]) == targets[held_out]).sum(dim=1)
         accuracies = (correct.double() / (folds >= 0).sum().clamp(min=1)).tolist()
-        best = max(zip(accuracies, strengths, strict=True))[1]  # of equally accurate ones the largest
+        # the pairs compare the strengths of equal accuracies: the largest wins
+        best = max(zip(accuracies, strengths, strict=True))[1]
         details = {"regularization_strengths": strengths, "held_out_accuracies": accuracies}
     minimum = fit(slice(None), [best])
     weight[0, present] = minimum.weights[0]

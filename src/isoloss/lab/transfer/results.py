@@ -177,7 +177,8 @@ class TransferResult:
         """
         scores = []
         for index, name in enumerate(self.classes):
-            predicted = (self.predictions == index).double().mean(dim=0)  # (n,), the fraction of the seeds
+            # (n,), the fraction of the seeds that predict the class
+            predicted = (self.predictions == index).double().mean(dim=0)
             is_class = (self.labels == index).double()
             hits = predicted * is_class
             scores.append(
@@ -260,7 +261,8 @@ def below_majority(details: Mapping[str, Any]) -> str | None:
 
 def _above_majority(predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     """Return the accuracy minus the majority class's, paired by example, with its error over examples and seeds."""
-    if len(labels) < 2:  # no spread to take an error from
+    # one example has no spread to take an error from
+    if len(labels) < 2:
         return {}
     correct = (predictions == labels).double() - (labels == labels.bincount().argmax()).double()
     difference = crossed_mean(correct, unit="difference in accuracy", method="accuracy minus the majority class's")

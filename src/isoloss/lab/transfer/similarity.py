@@ -140,7 +140,8 @@ def _gram(name: str, gram: ArrayLike) -> Array:
     if np.abs(matrix - matrix.T).max() > 1e-5 * np.abs(matrix).max():
         raise IsolossError(f"{what} is not symmetric")
     means = matrix.mean(axis=0)
-    centered: Array = matrix - means - means[:, None] + means.mean()  # which leaves less to cancel below
+    # the estimates do not depend on the center, and less has to cancel in them
+    centered: Array = matrix - means - means[:, None] + means.mean()
     return centered
 
 

@@ -182,8 +182,10 @@ def make_task(
     if len(classes) < 2:
         which = f"only {classes[0]}" if classes else "no symbol"
         raise IsolossError(f"task {name}: {which} can be the label, and a task needs two classes; choose another task")
-    width = max(language.max_length, other.max_length)  # of both splits: features side by side are as wide as sentences
-    stream = name.removesuffix(LATENT)  # the two definitions of a label are compared on the same sentences
+    # both splits have one width, as the features of all tokens side by side are as wide as sentences
+    width = max(language.max_length, other.max_length)
+    # the two definitions of a label are compared on the same sentences
+    stream = name.removesuffix(LATENT)
     train, train_labels = _Draw(language, name, asked, train_lengths, width)(
         num_train, seeds.generator(seed, "task", stream, "train")
     )
@@ -332,7 +334,8 @@ def bayes_accuracy(
         scores = labeling.scores(Sentences(tokens, lengths)).cpu()
         best_scores.append(scores.amax(dim=1) / scores.sum(dim=1))
     values = torch.cat(best_scores)
-    deviation = float(values.std()) if len(values) > 1 else 0.5  # numbers from 0 to 1 cannot deviate more
+    # of one value the deviation is not known; numbers from 0 to 1 cannot deviate more
+    deviation = float(values.std()) if len(values) > 1 else 0.5
     return Estimate(
         value=float(values.mean()),
         stderr=deviation / math.sqrt(len(values)),
@@ -472,7 +475,8 @@ def whole_task(
     else:
         labels = asked.label(sentences).cpu()
         joint = torch.nn.functional.one_hot(labels.clamp(min=0), len(asked.classes)).double()
-        joint[labels == UNDEFINED] = 0  # which the clamp has made class 0
+        # the clamp above has made these class 0
+        joint[labels == UNDEFINED] = 0
     # a row of scores adds up to the probability that its sentence has a label, so the rest is left out here
     joint = joint * probabilities[:, None]
     joint /= joint.sum()

@@ -254,7 +254,8 @@ def _test_split(where: str) -> str:
         return "validation"
     folder = Path(where).expanduser()
     if not folder.is_dir():
-        return "test"  # a file has one split, whatever its name
+        # a file has one split, whatever its name
+        return "test"
     names = split_files(folder)
     split = next((split for split in _TEST_SPLITS if split in names), None)
     if split is None:

@@ -121,7 +121,8 @@ class SampledFlatness(FlatnessMeasure, SeededMeasure):
         """
         if context.rtol is None and context.seconds is None:
             return self, context
-        sequences = first.details["sequences"]  # not the time again: it would end others elsewhere
+        # by their number: the same time, or the same `rtol`, would end others elsewhere
+        sequences = first.details["sequences"]
         return self, dataclasses.replace(context, rtol=None, seconds=None, num_sequences=sequences)
 
 
@@ -189,7 +190,8 @@ class RescalingControl(MinimalTrace):
 
         other = rescaled_at_random(model, granularity=self.rescaling_granularity, seed=self.seed)
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(Trace)}
-        of_plain = context  # with a file of its own to resume from
+        # each of the two measurements resumes from a file of its own
+        of_plain = context
         if context.resume is not None:
             of_plain = dataclasses.replace(context, resume=context.resume.with_name(f"{context.resume.name}.plain"))
         plain, minimal = Trace(**settings).run(other, of_plain), super().run(other, context)
@@ -226,7 +228,8 @@ class _Expanded(Trace):
 
         into = reshaped(shape(self.size), layers=self.expanded_layers, heads=self.expanded_heads)
         large = expand(model, into, embedding_scale=self._scale).model  # refuses an unknown scale
-        result = super().run(large, context)  # of `Trace`, or of `MinimalTrace`, which is next in `MinimalTraceIn`
+        # `Trace.run`, or `MinimalTrace.run` in `MinimalTraceIn`, where that class comes next
+        result = super().run(large, context)
         batches = context.inputs(self.num_sequences, self.seed).batches
         trace = result.estimates[self.name]
         details = {

@@ -141,11 +141,13 @@ class TrainingAlgorithm:
         """
         n, size, group = num_sentences(batch), self.context.micro_batch_size, self.parallel.group
         if not 0 < size < n:
-            if group.world_size == 1:  # the usual case: the mean over the batch needs no weights
+            # the usual case: the mean over the batch needs no weights
+            if group.world_size == 1:
                 value = loss(batch)
                 value.backward()  # type: ignore[no-untyped-call]
                 return value.item()
-            size = n  # one part, weighted all the same: the other processes may have more tokens to predict
+            # a single part has a weight, too, as other processes may have more tokens to predict
+            size = n
         (total,), sum_nats = group.sum(_num_predicted(batch["labels"])), 0.0
         parts = split(batch, [min(size, n - start) for start in range(0, n, size)])
         for number, part in enumerate(parts, 1):
@@ -153,7 +155,8 @@ class TrainingAlgorithm:
             is_synced = sync and number == len(parts)
             with contextlib.nullcontext() if is_synced else self.parallel.no_sync():
                 weighted = loss(part) * (_num_predicted(part["labels"]) / total)
-                summed = weighted * group.world_size  # the processes' gradients are averaged
+                # the processes' gradients are averaged
+                summed = weighted * group.world_size
                 summed.backward()  # type: ignore[no-untyped-call]
             sum_nats += weighted.item()
         return group.sum(sum_nats)[0]
@@ -208,7 +211,8 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.backends.cudnn.flags(enabled=False):  # cuDNN's LSTM refuses a backward pass in eval mode
+        # cuDNN's LSTM refuses a backward pass in eval mode
+        with torch.backends.cudnn.flags(enabled=False):
             yield
     finally:
         for module in training:

@@ -54,7 +54,8 @@ def trace_estimate(
     """
     group = group or ProcessGroup()
     log_p = logits.log_softmax(dim=1)
-    p, root = log_p.exp(), (log_p / 2).exp()  # not p.sqrt(): where p underflows to 0 its derivative is infinite
+    # not p.sqrt(): where p underflows to 0 its derivative is infinite
+    p, root = log_p.exp(), (log_p / 2).exp()
     cotangent = root * probes - p * (root * probes).sum(dim=1, keepdim=True)
     # zeros for parameters that the logits do not depend on, as the sums over processes need one shape in each
     gradients = torch.autograd.grad(
@@ -63,7 +64,8 @@ def trace_estimate(
     (m,) = group.sum(len(logits))
     if group.world_size == 1:
         return torch.stack([gradient.square().sum() for gradient in gradients]).sum() / m
-    totals = group.sum_tensors(list(gradients))  # constants: the derivative is the linear term's
+    # these are constants, and `linear` carries the derivative
+    totals = group.sum_tensors(list(gradients))
     value = torch.stack([total.square().sum() for total in totals]).sum() / m
     pairs = zip(totals, gradients, strict=True)
     linear = torch.stack([(2 * total * gradient).sum() for total, gradient in pairs]).sum() / m
