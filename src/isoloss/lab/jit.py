@@ -21,9 +21,10 @@ def jit(**options: Any) -> Callable[[Function], Function]:
     """
 
     def compiled(function: Function) -> Function:
+        # numba looks for a folder that can be written here, when it decorates, and raises if it finds none
         try:
             return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
-        except RuntimeError:  # no folder can be written
+        except RuntimeError:
             return numba.njit(**options)(function)  # type: ignore[no-any-return]
 
     return compiled

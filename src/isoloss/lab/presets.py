@@ -182,6 +182,7 @@ def train_config(
         "optimizer": optimizer,
         "num_sentences": num_sentences,
         "masked_copies": chosen.masked_copies if num_sentences and objective.kind == "masked" else 0,
+        # Stages have steps of their own, and the two together would contradict each other.
         **({} if "stages" in settings else {"steps": chosen.steps}),
         "batch_size": chosen.batch_size,
     }
@@ -200,6 +201,7 @@ def _kind(language: LanguageConfig) -> tuple[str, bool]:
     if isinstance(language, WithSpecialTokensConfig):
         return _kind(language.language)[0], True
     if isinstance(language, FileConfig):
+        # Only the file itself says what it holds.
         stored = language.build().tables()
         is_framed = stored.kind == "framed"
         return str(stored.symbols[0] if is_framed else stored.kind), is_framed

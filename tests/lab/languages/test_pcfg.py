@@ -333,6 +333,13 @@ def test_impossible_among_many_names_its_row():
         language.log_conditionals(tokens, lengths)
 
 
+def test_what_is_too_improbable_for_float64_is_possible():
+    language = PCFG.from_text("S A A 1\nS b 1\nA a 1e-200\nA b 1")
+    tokens, lengths = torch.tensor([[0, 0], [1, 1], [0, 0]]), torch.tensor([2, 2, 1])
+    assert language.is_possible(tokens, lengths).tolist() == [True, True, False]
+    assert language.log_prob(tokens[:1], lengths[:1]).item() == pytest.approx(2 * math.log(1e-200) + math.log(0.5))
+
+
 def test_wrong_spans():
     language = LANGUAGES["stops"]
     tokens, lengths = torch.zeros(2, 4).long(), torch.tensor([4, 2])

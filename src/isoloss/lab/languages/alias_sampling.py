@@ -77,9 +77,12 @@ def sparse_tables(row: Long, outcome: Long, weight: Float, *, rows: int) -> Alia
 
     Rows need not add up to 1, and may be empty: those cannot be drawn from.
     """
+    # Stable, because the order of a row's cells decides which outcome a random number gives: it is part of what a seed
+    # stands for.
     order = np.argsort(row, kind="stable")
     row, kept, weight = row[order], outcome[order].astype(np.int32), weight[order]
     widths = np.bincount(row, minlength=rows)
+    # Scaled to a mean of 1 in each row: `_pair` fills cells below 1 from those above it.
     threshold = weight / np.bincount(row, weights=weight, minlength=rows)[row] * widths[row]
     partner = np.zeros(len(kept), np.int64)
     offsets = np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
@@ -116,6 +119,8 @@ def draw_derivations(
     n = len(numbers)
     chunk = max(1, min(_CHUNK, _CELLS // (3 * most_nodes if trees else longest)))
     starts = range(0, n, chunk)
+    # How long a sentence is shows only when it is drawn. So chunks are drawn without gaps, and are spread into padded
+    # rows when the longest sentence of all chunks is known.
     lengths, sizes = np.zeros(n, np.int64), np.zeros(n if trees else 0, np.int64)
     tokens: list[Int] = [np.empty((0, 1), np.int32)] * len(starts)
     nodes = list(tokens)
@@ -123,12 +128,12 @@ def draw_derivations(
     def fill(first: int) -> None:
         rows = slice(first, first + chunk)
         count = len(lengths[rows])
-        own_tokens = np.empty((count * longest, 1), np.int32)
-        own_nodes = np.empty((count * most_nodes if trees else 0, 3), np.int32)
-        own = own_tokens, lengths[rows], own_nodes, sizes[rows]
-        _derive(np.uint64(seed), numbers[rows], rewrites, root, longest, *own)
-        tokens[first // chunk] = own_tokens[: lengths[rows].sum()].copy()
-        nodes[first // chunk] = own_nodes[: sizes[rows].sum()].copy()
+        words = np.empty((count * longest, 1), np.int32)
+        spans = np.empty((count * most_nodes if trees else 0, 3), np.int32)
+        _derive(np.uint64(seed), numbers[rows], rewrites, root, longest, words, lengths[rows], spans, sizes[rows])
+        # Copies, which let go of the memory for sentences of the greatest length.
+        tokens[first // chunk] = words[: lengths[rows].sum()].copy()
+        nodes[first // chunk] = spans[: sizes[rows].sum()].copy()
 
     _in_threads(fill, starts)
 
@@ -169,6 +174,7 @@ def _in_threads(fill: Callable[[int], None], starts: range) -> None:
         for first in starts:
             fill(first)
     else:
+        # list() asks for every result: an error in a thread would be lost otherwise.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(fill, starts))
 
@@ -179,6 +185,8 @@ def _in_threads(fill: Callable[[int], None], starts: range) -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _high(context: Any, a: Any, b: Any) -> Any:
+    """Return the upper 64 bits of a product of two uint64: numba has no integer of 128 bits, LLVM has."""
+
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide = ir.IntType(128)
         product = builder.mul(builder.zext(arguments[0], wide), builder.zext(arguments[1], wide))
@@ -205,7 +213,8 @@ def draw(bits: np.uint64, tables: AliasTables, row: int | np.int32) -> np.int32:
     width = tables.offsets[row + 1] - begin
     position = (bits >> _SHIFT) * _UNIT * width
     cell = int(position)
-    if cell == width:  # the product may round up
+    # `position` is below `width` before rounding, but may be rounded up to it.
+    if cell == width:
         cell -= 1
     keep = position - cell < tables.threshold[begin + cell]
     outcome: np.int32 = tables.kept[begin + cell] if keep else tables.alias[begin + cell]
@@ -239,6 +248,7 @@ def _pair(offsets: Long, threshold: Float, partner: Long) -> None:
             else:
                 large[many] = cell
                 many += 1
+        # Every step closes one cell below 1 for good, by as much of a cell above 1 as it lacks.
         while few and many:
             few -= 1
             lower, upper = small[few], large[many - 1]
@@ -273,6 +283,8 @@ def _chains(
         for block in range((length + 1) // 2):
             a, b, c, d = philox(seed, sentence, np.uint64(block))
             t = 2 * block
+            # Of the four words, a and b serve the even position, c and d the odd one: the tokens of a shorter length
+            # are the first of a longer one's.
             state = draw(a, initial, 0) if t == 0 else draw(a, transition, state)
             states[row, t] = state
             tokens[row, t] = draw(b, emission, state)
@@ -290,9 +302,12 @@ def _split(bits: np.uint64, left: Float, right: Float, width: int, scale: float)
     """
     target, total, chosen = np.int64(bits >> _SPLIT_SHIFT), np.int64(0), 0
     for u in range(1, width):
+        # `scale` makes the sum over all u at most 2^52, up to rounding: no overflow, and each part is an exact integer.
         part = np.int64(left[u] * right[width - u] * scale)
         if part > 0:
             total += part
+            # The parts are rounded down and may add up to less than `target`. The last possible split stands then; a
+            # split of probability 0 is never taken.
             chosen = u
             if total > target:
                 break
@@ -318,11 +333,12 @@ def _derive(
     """
     columns = rewrites.inside.shape[1]
     numbers = 1 if columns == 1 else 2
+    # Every open symbol yields at least one token, so that at most `longest` symbols wait, and one is being rewritten.
     symbols, widths = np.empty(longest + 1, np.int64), np.empty(longest + 1, np.int64)
     words = np.empty(4, np.uint64)
     token = node = 0
     for row in range(len(lengths)):
-        start, own, used, height = token, node, 0, 1
+        start, first_node, used, height = token, node, 0, 1
         symbols[0], widths[0] = root // columns, root % columns
         while height:
             if used & 3 == 0:
@@ -330,11 +346,15 @@ def _derive(
             height -= 1
             symbol, width = symbols[height], widths[height]
             rule = draw(words[used & 3], rewrites.tables, symbol * columns + width)
-            if symbol == len(rewrites.inside):  # the row that draws a width
+            # Symbols have the rows 0 to S - 1 of `inside`; the row after them is no symbol: it draws the width of
+            # symbol 0.
+            if symbol == len(rewrites.inside):
                 symbols[0], widths[0] = 0, rule
                 height = 1
             else:
                 if len(nodes):
+                    # Where the node stops is not known yet: `_close` finds it from the number of symbols that wait
+                    # behind it.
                     nodes[node, 0], nodes[node, 1], nodes[node, 2] = token - start, height, symbol
                     node += 1
                 left = rewrites.left[rule]
@@ -347,16 +367,19 @@ def _derive(
                         if columns > 1:
                             scale = rewrites.scale[rule, width]
                             u = _split(words[used + 1 & 3], rewrites.inside[left], rewrites.inside[right], width, scale)
+                        # The right child first: the stack gives back the left one first, so that tokens come in their
+                        # order.
                         symbols[height], widths[height] = right, width - u
                         width = u
                         height += 1
                     symbols[height], widths[height] = left, width
                     height += 1
+            # With widths every node takes two numbers, split or not: a pair never straddles a block of four words.
             used += numbers
         lengths[row] = token - start
         if len(nodes):
-            sizes[row] = node - own
-            _close(nodes[own:node], token - start, widths)
+            sizes[row] = node - first_node
+            _close(nodes[first_node:node], token - start, widths)
 
 
 @jit(nogil=True)
@@ -364,6 +387,8 @@ def _close(nodes: Int, length: int, starts: Long) -> None:
     """Replace each node's number of waiting symbols by its stop: where the first of these begins."""
     for index in range(len(nodes) - 1, -1, -1):
         waiting = nodes[index, 1]
+        # From the last node to the first, `starts[k]` is the start of the nearest later node behind which k symbols
+        # wait. A node with k symbols behind it stops where the top one of these, behind which k - 1 wait, begins.
         starts[waiting] = nodes[index, 0]
         nodes[index, 1] = starts[waiting - 1] if waiting else length
 

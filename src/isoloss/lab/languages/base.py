@@ -38,8 +38,8 @@ class Labeling:
     Attributes:
         classes: What a label can stand for.
         label: Sentences to (n,) int64 indices into `classes`, `UNDEFINED` where a sentence has no label.
-        scores: Sentences to (n, C) numbers proportional to the probability of each class given the sentence, their sum
-            that of the sentence having a label; None where the label is a function of the sentence.
+        scores: Sentences to (n, C) probabilities that the sentence has a label and that it is each class; their sum is
+            below 1 where it may have none. None where the label is a function of the sentence.
         needs_latent: Whether `label` reads what produced the sentences.
         name: The task's one name, where it has several; empty: the name that was asked for.
         draw: Returns n sentences of a CPU generator, for a task about other sentences than the language's own; None:
@@ -188,7 +188,7 @@ class Language(abc.ABC):
 
         Args:
             numbers: (n,) int64, at least 0, in any order.
-            seed: Decides the row, from 0 to 2^63 - 1; of no effect where sentences are given, as those of text are.
+            seed: Decides the row, from 0 to 2^63 - 1; of no effect for text, whose sentences are given.
 
         Raises:
             IsolossError: The language draws its sentences one after the other (`has_numbered_sentences` is false).
@@ -237,7 +237,7 @@ class Language(abc.ABC):
             lengths: (n,) from 1 to `max_length`; fewer tokens than a hidden Markov model or a teacher writes stand for
                 its first ones.
             mask: (n, T) bool, true where the token is unknown, whatever id stands there; None: nowhere. The
-                probability is then that of the visible tokens: a sum over all tokens at the unknown positions.
+                probability is then the visible tokens' alone: a sum over all tokens at the unknown positions.
 
         Raises:
             IsolossError: The probabilities are not known; a shape or dtype is wrong; a visible token or a length is out
@@ -333,9 +333,8 @@ class Language(abc.ABC):
 class ExactLanguage(Language):
     """A language that is drawn from a model and whose probabilities are known, in nats, given the sentence's length.
 
-    A subclass has `_log_prob`,
-    `_log_conditionals` and `_entropies`, whose arguments are checked; or `log_prob`, `log_conditionals` and
-    `conditional_entropy` themselves.
+    A subclass has `_log_prob`, `_log_conditionals` and `_entropies`, whose arguments are checked; or `log_prob`,
+    `log_conditionals` and `conditional_entropy` themselves.
 
     Attributes:
         device: Where exact computations run and sentences are put.
@@ -365,9 +364,11 @@ class ExactLanguage(Language):
             raise IsolossError(f"exact computations run in torch.float64 or torch.float32, not in {dtype}")
         try:
             target = torch.device(device) if device is not None else self.device
+            # torch.device() takes any name: only an allocation shows that the device is there and knows the dtype.
             torch.zeros(1, dtype=dtype, device=target)
         except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
             raise IsolossError(f"cannot compute in {dtype} on device {device!r}: {error}") from error
+        # Shallow: tables never change, so that a language and its copies on other devices share them.
         other = copy.copy(self)
         other._move(target, dtype)
         return other
@@ -400,6 +401,8 @@ class ExactLanguage(Language):
 
     def _seed(self, n: int, generator: torch.Generator | None) -> int:
         """Return the seed of `n` sentences, one number of the generator."""
+        # One draw whatever n is, so that what the generator gives next does not depend on n; the sentences follow from
+        # the seed and their numbers.
         return int(torch.randint(2**63 - 1, (1,), generator=cpu_generator(n, generator)))
 
     def exact(self) -> Self:
@@ -416,8 +419,10 @@ class ExactLanguage(Language):
     def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return (n,) bool: whether each string of tokens is a sentence of the language."""
         out = torch.zeros(len(tokens), dtype=torch.bool)
+        # `log_prob` raises at the first impossible row, so an error says nothing of the others: the rows are halved
+        # until each is alone. A batch without impossible rows takes one call.
         parts = [torch.arange(len(tokens))]
-        while parts:  # halves of what an impossible string is in
+        while parts:
             rows = parts.pop()
             try:
                 self.log_prob(tokens[rows], lengths[rows])
@@ -466,6 +471,7 @@ class Perturbation:
         candidates = np.flatnonzero(has_choice)
         if not len(candidates):
             raise IsolossError("no symbol or state of this language has a choice, so there is nothing to draw anew")
+        # The first of one permutation: at the same seed, a larger fraction changes the symbols of a smaller one, too.
         return np.sort(self._rng.permutation(candidates)[: math.ceil(self._fraction * len(candidates))])
 
     def draw(self, probs: Floats) -> Floats:

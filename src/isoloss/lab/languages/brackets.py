@@ -90,6 +90,8 @@ class Brackets(ExactLanguage):
             openings = torch.full((size,), self.length // 2)
             columns = torch.empty(self.length, size, dtype=torch.int64)
             for position, draw in enumerate(draws):
+                # Multiplied, not divided: at no opening left this is never true, and where all that is left is
+                # openings, always. So every row is balanced, without rejection.
                 opens = draw * (self.length - position) < openings
                 openings -= opens.long()
                 columns[position] = torch.where(opens, OPEN, CLOSE)
@@ -172,6 +174,7 @@ class Brackets(ExactLanguage):
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         cases = ids[:, : self.length]
         masked, missing = (cases == _MASKED).sum(dim=1), self.length // 2 - (cases == OPEN).sum(dim=1)
+        # C(h, d) of up to 4,096 brackets overflows a float: exact integers, one for each pair (h, d) that occurs.
         codes, index = torch.unique(masked * (self.length + 1) + missing, return_inverse=True)
         pairs = [divmod(code, self.length + 1) for code in codes.tolist()]
         ways = [math.log(math.comb(h, d)) - self._log_ways for h, d in pairs]
@@ -192,10 +195,13 @@ class Brackets(ExactLanguage):
     def _conditionals(self, ids: torch.Tensor) -> torch.Tensor:
         """Return (n, 3, 2) probabilities for the kinds of position: a visible `<`, a visible `>` and a masked one."""
         cases = ids[:, : self.length]
-        others_masked = (cases == _MASKED).sum(dim=1)
+        masked = (cases == _MASKED).sum(dim=1)
         missing = self.length // 2 - (cases == OPEN).sum(dim=1)
+        # The conditional of a visible bracket does not read it: there it counts as one more masked token and, if it is
+        # an opening one, as one more that is missing. So a sentence has three distributions, not one for each position.
         missing = torch.stack([missing + 1, missing, missing], dim=1)
-        masked = torch.stack([others_masked + 1, others_masked + 1, others_masked.clamp(min=1)], dim=1)
+        # Where nothing is masked the third is not read; 1 only avoids dividing by 0.
+        masked = torch.stack([masked + 1, masked + 1, masked.clamp(min=1)], dim=1)
         return torch.stack([missing, masked - missing], dim=-1).to(self.dtype) / masked[..., None]
 
     def _at(self, ids: torch.Tensor, positions: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:

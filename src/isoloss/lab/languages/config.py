@@ -138,6 +138,7 @@ class GrammarConfig(_Config):
         try:
             language = cls._class().from_file(path, max_length=options.get("length", cls.max_length))
         except IsolossError as error:
+            # A .txt file is more often text than a grammar: the message says how it was read.
             if path.suffix == ".txt":
                 raise IsolossError(f"{error} ({path} was read as a grammar: if it is text, add --tokenizer)") from error
             raise
@@ -346,6 +347,7 @@ class CorpusConfig(_Config):
     tokenizer: str
     """A Hugging Face folder or name, a `vocab.txt` of WordPiece, or wordpiece:N, to train one with N tokens on the
     text."""
+    # [CLS], a token and [SEP]
     length: int = setting(128, minimum=3)
     """Tokens in a packed sequence, the tokenizer's special tokens included."""
     held_out: float = setting(0.05, above=0, below=1)
@@ -482,7 +484,7 @@ def load_language(spec: str | Path | LanguageConfig, *, progress: Progress | Non
     Args:
         spec: A config; or a name or path, as for `resolve`.
         progress: Called with (done, total) while a slow language is built.
-        options: For a name or path, those of `resolve`: `tokenizer`, `length`, `column`, `split`, `max_documents`.
+        options: For a name or path, as for `resolve`: `tokenizer`, `length`, `column`, `split`, `max_documents`.
 
     Raises:
         IsolossError: `spec` names no language, or an option does not apply to it.
@@ -516,8 +518,8 @@ def resolve(
         spec: A preset, or a registered kind, which has its defaults then (`isoloss ls languages`), a `.toml` file
             with a language's config, a `.safetensors` file (see `save`), a grammar file (NLTK's PCFG text or rule
             lines), the folder of a causal checkpoint, or, together with a tokenizer, a text file, JSON lines, a folder
-            of them or a dataset (`hf:NAME`, see `isoloss.text.hub_datasets`); or what a registered kind of another
-            package reads.
+            of them or a dataset (`hf:NAME`, see `isoloss.text.hub_datasets`); or anything that a registered kind of
+            another package reads.
         tokenizer: For text: a Hugging Face folder or name, or a `vocab.txt`.
         length: For text: the length that tokens are packed to. For a grammar file: the longest sentence. For a
             checkpoint: tokens of a sentence.
@@ -526,7 +528,7 @@ def resolve(
         max_documents: For text: how many documents are taken; None: all.
 
     Raises:
-        IsolossError: `spec` names nothing, text comes without a tokenizer, or what is no text with an option of it.
+        IsolossError: `spec` names nothing, text comes without a tokenizer, or another language with an option of text.
     """
     named = {"tokenizer": tokenizer, "length": length, "column": column, "split": split, "max_documents": max_documents}
     options = {name: value for name, value in named.items() if value is not None}
@@ -539,6 +541,8 @@ def resolve(
         config: LanguageConfig = _with_defaults(spec) if is_kind else configs.read_toml(LanguageConfig, path)
         return config.resolved()
     refuse_run(path, "not a language; a causal model can be one")
+    # The last registered kind first: another package's comes before isoloss's, and the grammar, which takes any file,
+    # comes near the end.
     for kind in reversed(LANGUAGES.loaded().values()):
         own: LanguageConfig | None = kind.read(spec, options)
         if own is not None:

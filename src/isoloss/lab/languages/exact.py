@@ -68,14 +68,17 @@ def all_sentences(language: Language) -> tuple[Sentences, torch.Tensor]:
         tokens, logs = [], []
         places = exact.vocab_size ** torch.arange(length - 1, -1, -1)
         for codes in torch.split(torch.arange(exact.vocab_size**length), _BATCH):
+            # Digits in base V: ascending codes are sorted strings, on which `masked_sentences` relies.
             strings = codes[:, None] // places % exact.vocab_size
             strings = strings[exact.is_possible(strings, torch.full_like(codes, length))]
             if len(strings):
                 tokens.append(strings)
                 logs.append(exact.log_prob(strings, torch.full((len(strings),), length)))
-        own = torch.cat(tokens)
-        all_tokens.append(torch.nn.functional.pad(own, (0, possible[-1] - length), value=exact.pad_id))
-        all_lengths.append(torch.full((len(own),), length))
+        of_length = torch.cat(tokens)
+        all_tokens.append(torch.nn.functional.pad(of_length, (0, possible[-1] - length), value=exact.pad_id))
+        all_lengths.append(torch.full((len(of_length),), length))
+        # The softmax divides by Pr(length), whether `log_prob` has it as a factor (a grammar's) or not (other
+        # languages').
         probabilities.append(length_probs[length] * torch.cat(logs).softmax(dim=0))
     return Sentences(torch.cat(all_tokens), torch.cat(all_lengths)), torch.cat(probabilities)
 
@@ -106,16 +109,18 @@ def masked_sentences(language: Language) -> tuple[Sentences, torch.Tensor, torch
     candidates = maskable(sentences, language)
     rows, positions = candidates.nonzero(as_tuple=True)
     width = sentences.tokens.shape[1]
-    # a number for each string without its masked token, then one for each (length, position, string)
+    # A number for each string without its masked token, then one for each (length, position, string). They fit into 64
+    # bits, as there are at most `MOST_STRINGS` strings.
     values = sentences.tokens.masked_fill(~sentences.present(), 0)
     values *= language.vocab_size ** torch.arange(width - 1, -1, -1)
     others = values.sum(dim=1)[rows] - values[rows, positions]
     keys = (sentences.lengths[rows] * width + positions) * language.vocab_size**width + others
+    # `return_index` gives the first of equal keys: as sentences are sorted, the one with the lowest token in the gap.
     _, first, group = np.unique(keys.numpy(), return_index=True, return_inverse=True)
     weights = torch.zeros(len(first), dtype=torch.float64)
     weights.index_add_(0, torch.from_numpy(group), (probabilities / candidates.sum(dim=1))[rows])
-    kept = rows[first]
-    return Sentences(sentences.tokens[kept], sentences.lengths[kept]), positions[first], weights
+    chosen = rows[first]
+    return Sentences(sentences.tokens[chosen], sentences.lengths[chosen]), positions[first], weights
 
 
 def _possible_lengths(language: Language) -> list[int]:
@@ -125,7 +130,7 @@ def _possible_lengths(language: Language) -> list[int]:
 
 EXACT = "exact"
 _CHUNK = 4096  # sentences drawn together; part of what a seed stands for
-_ROUNDING = 1e-13  # a spread this much smaller than the value is that of rounding
+_ROUNDING = 1e-13  # of the value: a smaller spread is rounding error, where all sentences have the same probability
 _SENTENCE, _TOKEN = "nats per sentence", "nats per masked token"  # units
 
 
@@ -138,7 +143,7 @@ class Entropy:
         length: `H(|x|)`, the entropy of the number of tokens; 0 where all sentences have the same. Always exact.
         given_length: `H(x | |x|)`, the entropy of the tokens once their number is known.
         masked_token: The entropy of a token given all others and the length, averaged over the positions of a sentence
-            and then over sentences: what a perfect model loses where one token of each sentence is masked.
+            and then over sentences: the loss of a perfect model where one token of each sentence is masked.
     """
 
     sentence: Estimate
@@ -154,10 +159,10 @@ class Entropy:
 def entropy(language: Language, *, num_sentences: int = 4096, seed: int = 0) -> Entropy:
     r"""Return the entropies of a language whose probabilities are known.
 
-    Where a language has a closed form (`closed_form_entropies`), as brackets and Dyck languages do, it is exact. In
-    general a grammar is ambiguous, the entropy of its derivations is more than that of its sentences, and both
-    entropies are Monte-Carlo estimates; so are those of a hidden Markov model and of a teacher. They are computed in
-    float64, a teacher's in its own dtype.
+    Where a language has a closed form (`closed_form_entropies`), as brackets and Dyck languages do, it is exact. Most
+    grammars are ambiguous, so that their derivations have more entropy than their sentences; for them, for hidden
+    Markov models and for teachers, both entropies are Monte-Carlo estimates. They are computed in float64, a teacher's
+    in its own dtype.
 
     Args:
         language: An exact language; another is an `IsolossError`.
@@ -182,6 +187,7 @@ def entropy(language: Language, *, num_sentences: int = 4096, seed: int = 0) -> 
         given_length, masked_token = _exact(closed[0], _SENTENCE), _exact(closed[1], _TOKEN)
     else:
         given_length, masked_token = _monte_carlo(exact, probs.log().to("cpu"), num_sentences, seed)
+    # H(x) = H(|x|) + H(x | |x|), and the first term is exact: the error is the second one's.
     sentence = dataclasses.replace(given_length, value=length.value + given_length.value)
     return Entropy(sentence=sentence, length=length, given_length=given_length, masked_token=masked_token)
 
@@ -196,8 +202,11 @@ def _monte_carlo(
         tokens, lengths, _ = language.sample(min(_CHUNK, num_sentences - first), generator=generator)
         counts = lengths.to("cpu")
         log_probs = language.log_prob(tokens, lengths).to("cpu", torch.float64)
+        # -log Pr(x | length). A grammar's `log_prob` includes the length; the other languages have one, of
+        # log-probability 0.
         given_length.append(log_length_probs[counts] - log_probs)
         entropies = language.conditional_entropy(tokens, lengths).to("cpu", torch.float64)
+        # The mean over the positions that may be masked: at all others the entropy is 0.
         masked.append(entropies.sum(dim=1) / maskable(Sentences(tokens, lengths), language).sum(dim=1).cpu())
     return _mean(torch.cat(given_length), _SENTENCE), _mean(torch.cat(masked), _TOKEN)
 
@@ -216,4 +225,5 @@ def _mean(values: torch.Tensor, unit: str) -> Estimate:
 
 
 def _exact(value: float, unit: str) -> Estimate:
+    # A rounded entropy may be just below 0; adding 0.0 turns -0.0 into 0.0.
     return Estimate(value=max(value, 0.0) + 0.0, stderr=0.0, samples=0, unit=unit, num_predictions=0, method=EXACT)

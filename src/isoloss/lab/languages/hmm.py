@@ -98,6 +98,8 @@ class HMM(ExactLanguage):
         self.set_vocabulary(words, size=vocab_size, source=source)
         self.max_length = length
         self._config = config
+        # A list, so that copies on other devices share it: tables are made when a sentence is first drawn, once for
+        # all.
         self._alias: list[AliasTables] = []
         self._move(torch.device("cpu"), torch.float64)
 
@@ -204,22 +206,23 @@ class HMM(ExactLanguage):
         return cut._replace(tokens=tokens.masked_fill(~cut.present(), self.pad_id))
 
     def perturbed(self, *, fraction: float, seed: int) -> HMM:
-        """Return the model whose rows of `transition` and `emission` are other ones for some of the states.
+        """Return the model with other rows of `transition` and `emission` for some of the states.
 
         Of a fraction of the states that have a choice, drawn without replacement, both rows are drawn anew from the
-        flat Dirichlet distribution, each over what has a probability above 0.
+        flat Dirichlet distribution, each over the states or tokens of positive probability.
         """
         perturbation = Perturbation(fraction, seed)
         transition, emission = self.transition.copy(), self.emission.copy()
         has_choice = np.any([(table > 0).sum(axis=1) > 1 for table in (transition, emission)], axis=0)
         for state in perturbation.choose(has_choice):
             for table in (transition, emission):
-                own = table[state] > 0
-                table[state, own] = perturbation.draw(table[state, own])
+                possible = table[state] > 0
+                table[state, possible] = perturbation.draw(table[state, possible])
         return HMM(self.initial, transition, emission, self.max_length, vocabulary=self.vocabulary)
 
     def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return (n,) bool: whether the model can produce each string of `max_length` tokens."""
+        # Only whether it is possible, not how probable it is: no product can underflow.
         initial, transition, emission = (
             torch.from_numpy(table > 0).double() for table in (self.initial, self.transition, self.emission)
         )
@@ -229,12 +232,13 @@ class HMM(ExactLanguage):
         return reached.any(dim=1)
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        # the sum over all state sequences, not the most likely one of them
+        # The sum over all state sequences. The Viterbi algorithm, which the paper names, gives the likeliest of them.
         out = torch.zeros(len(ids), dtype=self.dtype, device=self.device)
 
         def compute(rows: Index, model: ForwardBackward) -> None:
             out[rows] = model.log_prob(ids[rows])
 
+        # No token is asked for, so that all of them decide which part of the model a sentence is in.
         batches.run_in_threads(compute, self._chunks(ids, spare=0), self.device)
         _check_possible(out != -math.inf)
         return out
@@ -299,18 +303,19 @@ class HMM(ExactLanguage):
         possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
 
         def compute(rows: Index, model: ForwardBackward) -> None:
-            given, probs = ids[rows], _room(out, rows, model.emission.shape[1])
+            chunk, probs = ids[rows], _room(out, rows, model.emission.shape[1])
             if positions is None:
-                possible[rows] = model.conditionals(given, probs, log=log)
+                possible[rows] = model.conditionals(chunk, probs, log=log)
             else:
-                states = probs.new_empty(*given.shape, model.emission.shape[0])
-                possible[rows] = model.states_given(given, states, own=False)
-                asked = states[torch.arange(len(given), device=self.device)[:, None], positions[rows]]
+                states = probs.new_empty(*chunk.shape, model.emission.shape[0])
+                possible[rows] = model.states_given(chunk, states, own=False)
+                asked = states[torch.arange(len(chunk), device=self.device)[:, None], positions[rows]]
                 torch.matmul(asked, model.emission, out=probs)
                 if log:
                     batches.clamped_log_(probs)
             use(rows, model, probs)
 
+        # One token is asked for at each position. A part is decided only where the others leave no second one.
         batches.run_in_threads(compute, self._chunks(ids, spare=1), self.device)
         _check_possible(possible)
 
@@ -359,9 +364,9 @@ def _check_possible(possible: torch.Tensor) -> None:
 def _checked_tables(initial: Matrix, transition: Matrix, emission: Matrix, source: str) -> tuple[Float, Float, Float]:
     """Return the tables as read-only float64 arrays whose rows add up to 1, or say what is wrong."""
     tables = []
-    for name, given in zip(TABLES, (initial, transition, emission), strict=True):
+    for name, matrix in zip(TABLES, (initial, transition, emission), strict=True):
         try:
-            raw: Any = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else given
+            raw: Any = matrix.detach().cpu().numpy() if isinstance(matrix, torch.Tensor) else matrix
             tables.append(np.array(raw, dtype=np.float64))
         except (ValueError, TypeError) as error:
             raise IsolossError(f"{source}: {name} must be numbers: {error}") from error
@@ -377,6 +382,7 @@ def _checked_tables(initial: Matrix, transition: Matrix, emission: Matrix, sourc
                 raise IsolossError(f"{where} holds {entries[bad][0]}; a probability is from 0 to 1")
             if abs(total := math.fsum(entries) - 1) > _TOLERANCE:
                 raise IsolossError(f"{where} adds up to {total + 1:.9g}; it must add up to 1")
+            # Rows that were normalized once keep their bits, in a file and back.
             if abs(total) > _ROUNDING:
                 entries /= entries.sum()
         table += 0.0  # no -0.0
@@ -390,9 +396,9 @@ def _random_tables(config: HMMConfig) -> tuple[Float, Float, Float]:
     tables = []
     for width in (config.states, config.vocab_size):
         table = np.zeros((config.states, width))
-        for own, columns in zip(blocks, np.array_split(np.arange(width), config.blocks), strict=True):
-            drawn = rng.dirichlet(np.ones(len(columns)), size=len(own))
-            table[np.ix_(own, columns)] = (1 - config.mixing_weight) * drawn
+        for rows, columns in zip(blocks, np.array_split(np.arange(width), config.blocks), strict=True):
+            drawn = rng.dirichlet(np.ones(len(columns)), size=len(rows))
+            table[np.ix_(rows, columns)] = (1 - config.mixing_weight) * drawn
         if config.mixing_weight:
             table += config.mixing_weight * rng.dirichlet(np.ones(width), size=config.states)
         tables.append(table)

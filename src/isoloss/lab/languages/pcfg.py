@@ -95,6 +95,7 @@ class PCFG(ExactLanguage):
         """
         if not 1 <= max_length <= MAX_LENGTH:
             raise IsolossError(f"max_length is {max_length}; it must be from 1 to {MAX_LENGTH} tokens")
+        # Before all that takes long or fills the memory.
         check_size(grammar)
         max_length = min(max_length, int(longest_yields(grammar, max_length)[0]))
         rules = FoldedRules(grammar, max_length)
@@ -104,9 +105,12 @@ class PCFG(ExactLanguage):
                 f"{source}: the grammar has no sentence of at most {max_length} tokens; raise max_length"
             )
         self.max_length = int(possible[-1])
-        if self.max_length < max_length:  # the same order of sums whatever length was asked for
+        # Tables of another width would add up in another order: the language must have the same bits whatever length
+        # was asked for.
+        if self.max_length < max_length:
             rules = FoldedRules(grammar, self.max_length)
         lengths = rules.length_probs[0, : self.max_length + 1]
+        # Pr(at most max_length tokens), by which every probability is divided.
         self._acceptance = math.fsum(lengths)
         self._length_probs = torch.from_numpy(lengths / self._acceptance)
         self._rules = rules
@@ -233,15 +237,15 @@ class PCFG(ExactLanguage):
     def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
         """Return the sentences of `low` to `high` tokens; the others are left out."""
         tokens, lengths, latent = sentences
-        kept = (lengths >= low) & (lengths <= high)
-        return Sentences(tokens[kept], lengths[kept], None if latent is None else latent[kept])
+        chosen = (lengths >= low) & (lengths <= high)
+        return Sentences(tokens[chosen], lengths[chosen], None if latent is None else latent[chosen])
 
     def perturbed(self, *, fraction: float, seed: int) -> PCFG:
         r"""Return the language of the same rules, of which some symbols have other probabilities.
 
         Of a fraction of the symbols that have a choice, drawn without replacement, the probabilities are drawn anew
-        from the flat Dirichlet distribution, those of binary rules, rules to one symbol and tokens each for themselves,
-        so that a symbol stops as often as before and a random layered grammar keeps its lengths.
+        from the flat Dirichlet distribution, separately for binary rules, rules to one symbol and tokens, so that a
+        symbol stops as often as before and a random layered grammar keeps its lengths.
 
         Example:
             >>> language = PCFG.from_text("S A A 1\nA a 0.5\nA b 0.5")
@@ -275,7 +279,7 @@ class PCFG(ExactLanguage):
         return out
 
     def inside(self, tokens: torch.Tensor, lengths: torch.Tensor, *, start: int = 0, stop: int) -> torch.Tensor:
-        """Return (n, symbols): log Pr(symbol =>* x_start .. x_{stop-1}), the inside scores of one span, in nats.
+        r"""Return (n, symbols): log Pr(symbol =>* x_start .. x_{stop-1}), the inside scores of one span, in nats.
 
         A symbol that cannot yield these tokens has a finite value, at most the log of float64's smallest normal number
         and no larger than the value of any symbol that can. The scores are computed in float64 whatever the language's
@@ -283,6 +287,11 @@ class PCFG(ExactLanguage):
 
         The span is from `start` to `stop` - 1; other arguments and errors as for `log_prob`, and a sentence must not be
         shorter.
+
+        Example:
+            >>> language = PCFG.from_text("S A A 1\nA a 0.25\nA b 0.75")
+            >>> language.inside(torch.tensor([[0, 1]]), torch.tensor([2]), stop=1)[0, 1].exp()  # A yields a
+            tensor(0.2500, dtype=torch.float64)
         """
         tokens, lengths = self._checked(tokens, lengths)
         batches.check_span(lengths, start, stop)
@@ -301,19 +310,23 @@ class PCFG(ExactLanguage):
         out = torch.zeros(len(tokens), dtype=torch.bool)
         for length in sorted(set(lengths.tolist())):
             rows = lengths == length
-            scores = exact.inside(tokens[rows, :length], lengths[rows], stop=length)[:, 0]
-            out[rows] = scores > math.log(torch.finfo(torch.float64).tiny)
+            out[rows] = exact._engine.possible(exact._checked(tokens[rows, :length], lengths[rows])[0])
         return out
 
     def span_posterior(
         self, tokens: torch.Tensor, lengths: torch.Tensor, *, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
-        """Return (n, symbols): Pr(a node of each symbol covers exactly x_start .. x_{stop-1} | sentence).
+        r"""Return (n, symbols): Pr(a node of each symbol covers exactly x_start .. x_{stop-1} | sentence).
 
         It is outside(A) inside(A) / Pr(sentence). A span need not be covered by any node, and a chain of unary rules
         puts several symbols on one span, so that a row's sum is between 0 and the longest chain.
 
         Arguments and errors as for `inside`, or a sentence has probability 0; `stop` None: each sentence's length.
+
+        Example:
+            >>> language = PCFG.from_text("S A A 1\nA a 0.25\nA b 0.75")
+            >>> language.span_posterior(torch.tensor([[0, 1]]), torch.tensor([2]), stop=1)  # of S, of A
+            tensor([[0., 1.]], dtype=torch.float64)
         """
         tokens, lengths = self._checked(tokens, lengths)
         batches.check_span(lengths, start, stop)
@@ -347,6 +360,8 @@ class PCFG(ExactLanguage):
             self._check_possible(rows, log_z)
             if positions is not None:
                 scores = scores[torch.arange(len(scores), device=self.device)[:, None], positions[rows]]
+            # The (rows, T, V) result does not fit in a cache: its product and its log are taken for a few sentences at
+            # a time.
             row_bytes = max(1, scores.shape[1]) * self.vocab_size * self.dtype.itemsize
             size = max(1, _OUTPUT_BYTES.get(self.device.type, _OUTPUT_BYTES["cpu"]) // row_bytes)
             for first in range(0, len(scores), size):
@@ -363,10 +378,12 @@ class PCFG(ExactLanguage):
         On a CPU, rows of one length are enough pieces for all threads, unless they are few.
         """
         threads = torch.get_num_threads() if self.device.type == "cpu" else 1
+        # By length, not padded: the charts of one length have few items, those of all lengths together 4 times as many.
         for length in np.unique(lengths.cpu().numpy()).tolist():
             rows = torch.nonzero(lengths == length).flatten()
             size = min((chunk or self._engine.chunk)(length), max(_FEW, math.ceil(len(rows) / threads)))
             for first in range(0, len(rows), size):
+                # Slices of all rows are views, where an index copies.
                 if len(rows) == len(lengths):
                     yield slice(first, min(first + size, len(rows))), length
                 else:
@@ -402,19 +419,21 @@ def derivation_sums(grammar: Grammar, max_length: int) -> tuple[npt.NDArray[np.f
     unary_terms = entropy_terms(unary)
     owner, token_probs = grammar.emission[:, 0], grammar.emission_probs
     a, b, c = grammar.binary.T
-    r, own_terms = grammar.binary_probs, entropy_terms(grammar.binary_probs)
+    r, binary_terms = grammar.binary_probs, entropy_terms(grammar.binary_probs)
     p, s = np.zeros((size, max_length + 1)), np.zeros((size, max_length + 1))
     for width in range(1, max_length + 1):
+        # u from 1 to w - 1 and, beside it, v = w - u
         left, right = slice(1, width), slice(width - 1, 0, -1)
         pairs = np.einsum("ru,ru->r", p[b, left], p[c, right])
         inner = np.einsum("ru,ru->r", s[b, left], p[c, right]) + np.einsum("ru,ru->r", p[b, left], s[c, right])
-        own = np.bincount(a, weights=r * pairs, minlength=size)
-        own_sums = np.bincount(a, weights=r * inner + own_terms * pairs, minlength=size)
+        # By rules to pairs and tokens; the closure adds derivations that begin with unary rules.
+        direct_p = np.bincount(a, weights=r * pairs, minlength=size)
+        direct_s = np.bincount(a, weights=r * inner + binary_terms * pairs, minlength=size)
         if width == 1:
-            own += np.bincount(owner, weights=token_probs, minlength=size)
-            own_sums += np.bincount(owner, weights=entropy_terms(token_probs), minlength=size)
-        p[:, width] = closure @ own
-        s[:, width] = closure @ (own_sums + unary_terms @ p[:, width])
+            direct_p += np.bincount(owner, weights=token_probs, minlength=size)
+            direct_s += np.bincount(owner, weights=entropy_terms(token_probs), minlength=size)
+        p[:, width] = closure @ direct_p
+        s[:, width] = closure @ (direct_s + unary_terms @ p[:, width])
     return p[0], s[0]
 
 
@@ -434,14 +453,15 @@ class Dyck(PCFG):
     def closed_form_entropies(self) -> tuple[float, float]:
         """Return H(sentence | length) and the entropy of one masked bracket.
 
-        A sentence has one derivation, so that its entropy is that of its derivation. A masked bracket has the entropy
-        of the tokens that it may be written as, whose mean over the kinds is exact: all kinds are equally likely.
+        Each sentence has one derivation, so that sentences and derivations have the same entropy. A masked bracket has
+        the entropy of the tokens that it may be written as, whose mean over the kinds is exact: all are equally likely.
         """
         p, s = derivation_sums(self.grammar, self.max_length)
         possible = p > 0
+        # at each length H = S / P + log P, as a sentence is its one derivation
         weights = p[possible] / p.sum()
         given_length = math.fsum(weights * (s[possible] / p[possible] + np.log(p[possible])))
-        # the symbols that emit tokens are those of the brackets: one to open and one to close each kind
+        # two symbols of each kind emit tokens: one opens, one closes
         brackets = len(np.unique(self.grammar.emission[:, 0]))
         return given_length, math.fsum(entropy_terms(self.grammar.emission_probs)) / brackets
 
@@ -464,6 +484,7 @@ def grammar_labeling(language: PCFG, asked: str) -> Labeling:
     node = _node(language, asked, base)
     names = tuple(language.symbols[symbol] for symbol in node.candidates)
     is_prefix = base.startswith("prefix-")
+    # A chain A -> B puts both symbols on the same tokens: the label would be two.
     if latent or base.startswith("level-"):
         _check_exclusive(language.grammar, node.candidates, asked)
     if not latent and is_prefix:
@@ -485,6 +506,7 @@ def grammar_labeling(language: PCFG, asked: str) -> Labeling:
         widths = torch.tensor(node.widths, device=stop.device)
         fits = torch.isin(stop, widths) if node.widths else stop == sentences.lengths[:, None]
         labels = index.to(symbol.device)[symbol].masked_fill((start != 0) | ~fits, UNDEFINED)
+        # At most one node fits, and the labels of all others are -1.
         return labels.amax(dim=1)
 
     if latent:
@@ -513,13 +535,14 @@ def _node(language: PCFG, name: str, base: str) -> _Node:
             + (f" with D from 0 to {max(levels)}" if levels else "")
             + ", each also with -latent"
         )
-    candidates = [symbol for symbol, own in enumerate(levels) if own == level and (symbol != start or not passes_on)]
+    candidates = [a for a, level_of_a in enumerate(levels) if level_of_a == level and (a != start or not passes_on)]
     return _Node(candidates, tuple(np.flatnonzero(feasible[candidates].any(axis=0)).tolist()))
 
 
 def _levels(grammar: Grammar) -> list[int]:
     """Return the number of binary rules above each symbol, which must be the same wherever it occurs."""
     levels = [-1] * len(grammar.symbols)
+    # The root symbols are on level 0 with the start symbol, as unary rules do not count.
     levels[0], frontier = 0, [0]
     children: list[list[tuple[int, int]]] = [[] for _ in grammar.symbols]
     for a, b, c in grammar.binary.tolist():
@@ -543,6 +566,7 @@ def _levels(grammar: Grammar) -> list[int]:
 
 def _check_exclusive(grammar: Grammar, candidates: list[int], name: str) -> None:
     """Refuse symbols of which a chain of unary rules can put two on the same tokens."""
+    # The chains do not depend on the length.
     for upper, lower in FoldedRules(grammar, 1).chains.tolist():
         if upper != lower and {upper, lower} <= set(candidates):
             both = " and ".join(grammar.symbols[symbol] for symbol in (upper, lower))

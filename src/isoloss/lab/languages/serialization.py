@@ -32,10 +32,10 @@ def save(language: Language, path: Path | str, *, overwrite: bool = False) -> No
     of the longest sentence), `vocabulary` (the token strings by id), `symbols` (a grammar's, by id, the start symbol
     first) and `config` (what the language was drawn from, or null). The tensors of a grammar with R binary, U unary
     and E emission rules are `binary` (R, 3), `unary` (U, 2) and `emission` (E, 2), int64 ids of the left side and the
-    right side, and `binary_probs` (R,), `unary_probs` (U,) and `emission_probs` (E,), float64; those of a hidden Markov
-    model `initial` (S,), `transition` (S, S) and `emission` (S, V), float64. The length is all there is of brackets.
-    A language between [CLS] and [SEP] is its inner language's file, of the kind framed, with the inner kind before the
-    symbols. A language of another package writes what its `tables` has, under its own kind.
+    right side, and `binary_probs` (R,), `unary_probs` (U,) and `emission_probs` (E,), float64. A hidden Markov model
+    has `initial` (S,), `transition` (S, S) and `emission` (S, V), float64. Brackets have no tensors: their length says
+    all. A language between [CLS] and [SEP] is its inner language's file, of the kind framed, with the inner kind before
+    the symbols. A language of another package writes the tensors that its `tables` returns, under its own kind.
 
     Args:
         language: The language, on any device.
@@ -73,6 +73,7 @@ def save(language: Language, path: Path | str, *, overwrite: bool = False) -> No
     tables = {name: np.asarray(table, order="C") for name, table in stored.tables.items()}
     data = to_bytes(tables, metadata={_HEADER: json.dumps(document, ensure_ascii=False)})
     if path.exists() and not overwrite:
+        # The same language gives the same bytes: writing it again, as a script that is run twice does, is no conflict.
         if path.is_file() and path.read_bytes() == data:
             return
         raise IsolossError(f"{path} exists and holds something else; choose another name, or ask to overwrite it")
@@ -82,8 +83,8 @@ def save(language: Language, path: Path | str, *, overwrite: bool = False) -> No
 def load(path: Path | str, *, content: str = "") -> Language:
     """Return the language in a file that `save` wrote, in float64 on the CPU.
 
-    Its tables are those of the file to the last bit. Its config is the one that it was drawn from where that still
-    draws the same tables; else a grammar's is its rules, and a hidden Markov model's the file's path and content.
+    Its tables equal the file's to the last bit. Its config is the one that it was drawn from where that still draws the
+    same tables; else a grammar's config is its rules, and a hidden Markov model's the file's path and content.
 
     Args:
         path: The file.
@@ -150,4 +151,6 @@ def _drawn_again(document: Any, language: Language) -> Language | None:
         drawn: Language | None = config.build() if config.is_self_contained else None
     except IsolossError:  # a generator with other settings than here
         return None
+    # NumPy may change what a generator draws from one version to the next: then the config no longer describes the
+    # file.
     return drawn if drawn is not None and drawn.tables().equals(language.tables()) else None

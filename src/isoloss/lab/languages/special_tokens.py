@@ -32,7 +32,7 @@ class WithSpecialTokens(ExactLanguage):
     inner language is not passed on, as it has other ids.
 
     Attributes:
-        inner: The language of what stands between the two.
+        inner: The language of the tokens between the two.
 
     The other attributes are those of `ExactLanguage`.
 
@@ -75,8 +75,8 @@ class WithSpecialTokens(ExactLanguage):
         self.has_numbered_sentences, self.latent_name = inner.has_numbered_sentences, inner.latent_name
         self.costs_forward_passes = self.inner.costs_forward_passes
         self.device, self.dtype = self.inner.device, self.inner.dtype
-        own = inner._config
-        self._config = config or (None if own is None else WithSpecialTokensConfig(language=own))
+        inner_config = inner._config
+        self._config = config or (None if inner_config is None else WithSpecialTokensConfig(language=inner_config))
 
     @property
     def has_slow_entropy(self) -> bool:
@@ -114,8 +114,9 @@ class WithSpecialTokens(ExactLanguage):
     @property
     def max_masked(self) -> int:
         """As many as the inner language's; the two special tokens are no obstacle."""
-        own = self.inner.max_masked
-        return self.max_length if own >= self.inner.max_length else own
+        most = self.inner.max_masked
+        # an unknown [CLS] or [SEP] is certain and adds nothing to sum over
+        return self.max_length if most >= self.inner.max_length else most
 
     @property
     def length_probs(self) -> torch.Tensor:
@@ -123,7 +124,7 @@ class WithSpecialTokens(ExactLanguage):
         return torch.nn.functional.pad(self.inner.length_probs, (2, 0))
 
     def tasks(self) -> Mapping[str, str]:
-        """Return those of the inner language."""
+        """Return the inner language's tasks."""
         return self.inner.tasks()
 
     def describe(self) -> str:
@@ -136,9 +137,16 @@ class WithSpecialTokens(ExactLanguage):
     # --- sentences
 
     def frame(self, sentences: Sentences) -> Sentences:
-        """Return sentences of the inner language between [CLS] and [SEP], (n, T - 2) tokens as (n, T)."""
+        """Return sentences of the inner language between [CLS] and [SEP], (n, T - 2) tokens as (n, T).
+
+        Example:
+            >>> from isoloss.lab.languages.brackets import Brackets
+            >>> WithSpecialTokens(Brackets(2)).frame(Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))).tokens
+            tensor([[2, 0, 1, 3]])
+        """
         tokens = torch.nn.functional.pad(sentences.tokens, (1, 1))
         framed = sentences._replace(tokens=tokens, lengths=sentences.lengths + 2)
+        # The inner language's padding has the id of [CLS] here: all padding is written anew.
         tokens.masked_fill_(~framed.present(), self.pad_id)
         tokens[:, 0] = self.cls_id
         tokens.scatter_(1, sentences.lengths[:, None] + 1, self.sep_id)
@@ -146,12 +154,13 @@ class WithSpecialTokens(ExactLanguage):
 
     def bare(self, sentences: Sentences) -> Sentences:
         """Return sentences without their [CLS] and [SEP], (n, T) tokens as (n, T - 2)."""
-        own = sentences._replace(tokens=sentences.tokens[:, 1:-1].clone(), lengths=sentences.lengths - 2)
-        own.tokens.masked_fill_(~own.present(), self.inner.pad_id)
-        return own
+        # A copy, because [SEP] is then overwritten where it is not in the last column.
+        inside = sentences._replace(tokens=sentences.tokens[:, 1:-1].clone(), lengths=sentences.lengths - 2)
+        inside.tokens.masked_fill_(~inside.present(), self.inner.pad_id)
+        return inside
 
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
-        """Return `n` independent sentences, the latent that of the inner language's, whose positions count from 0."""
+        """Return `n` independent sentences; the latent is the inner language's, its positions counted from 0."""
         return self.frame(self.inner.sample(n, generator=generator, latent=latent))
 
     def batch(self, step: int, n: int, *, seed: int) -> Sentences:
@@ -179,12 +188,12 @@ class WithSpecialTokens(ExactLanguage):
         return self.inner.describe_latent(self.bare(sentences))
 
     def labeling(self, name: str) -> Labeling:
-        """Return what the inner language's task `name` asks of what stands between [CLS] and [SEP]."""
-        own = self.inner.labeling(name)
-        scores, draw = own.scores, own.draw
+        """Return the inner language's task `name`, asked of the tokens between [CLS] and [SEP]."""
+        inner = self.inner.labeling(name)
+        scores, draw = inner.scores, inner.draw
         return dataclasses.replace(
-            own,
-            label=lambda sentences: own.label(self.bare(sentences)),
+            inner,
+            label=lambda sentences: inner.label(self.bare(sentences)),
             scores=None if scores is None else lambda sentences: scores(self.bare(sentences)),
             draw=None if draw is None else lambda n, generator: self.frame(draw(n, generator)),
         )
@@ -194,13 +203,13 @@ class WithSpecialTokens(ExactLanguage):
     def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return (n,) bool: whether each string is a sentence between [CLS] and [SEP]."""
         ends = tokens.gather(1, lengths[:, None] - 1)[:, 0]
-        own = self.bare(Sentences(tokens, lengths))
+        inside = self.bare(Sentences(tokens, lengths))
         framed = (lengths > 2) & (tokens[:, 0] == self.cls_id) & (ends == self.sep_id)
-        framed &= ((own.tokens < self.cls_id) | ~own.present()).all(dim=1)
+        framed &= ((inside.tokens < self.cls_id) | ~inside.present()).all(dim=1)
         out = torch.zeros(len(tokens), dtype=torch.bool)
         rows = framed.nonzero()[:, 0]
         if len(rows):
-            out[rows] = self.inner.is_possible(own.tokens[rows], own.lengths[rows])
+            out[rows] = self.inner.is_possible(inside.tokens[rows], inside.lengths[rows])
         return out
 
     def closed_form_entropies(self) -> tuple[float, float] | None:
@@ -216,6 +225,7 @@ class WithSpecialTokens(ExactLanguage):
             raise IsolossError(f"sentence {row} has {int(lengths[row])} tokens; [CLS], [SEP] and one token are 3")
         ends = ids.gather(1, lengths[:, None] - 1)[:, 0]
         wrong = (ids[:, 0] != self.cls_id) & (ids[:, 0] != unknown) | (ends != self.sep_id) & (ends != unknown)
+        # The first token is cut off and the last one blanked: between them neither of the two ids may stand.
         inside = ids[:, 1:].scatter(1, lengths[:, None] - 2, unknown)
         wrong |= ((inside == self.cls_id) | (inside == self.sep_id)).any(dim=1)
         if (row := batches.first(wrong)) is not None:
@@ -224,21 +234,23 @@ class WithSpecialTokens(ExactLanguage):
             )
         return ids, lengths
 
-    def _own(self, ids: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the inner language's arguments for what `_checked` returned."""
-        own = Sentences(ids[:, 1:-1], lengths - 2)
-        unknown = (own.tokens >= self.cls_id) & own.present()
-        return {"tokens": own.tokens, "lengths": own.lengths} | ({"mask": unknown} if bool(unknown.any()) else {})
+    def _inner_arguments(self, ids: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the inner language's arguments for the results of `_checked`."""
+        # [SEP] may stand in the last column that is kept, behind the inner sentence's end, where no id is read.
+        inside = Sentences(ids[:, 1:-1], lengths - 2)
+        unknown = (inside.tokens >= self.cls_id) & inside.present()
+        return {"tokens": inside.tokens, "lengths": inside.lengths, "mask": unknown}
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        return self.inner.log_prob(**self._own(ids, lengths))
+        return self.inner.log_prob(**self._inner_arguments(ids, lengths))
 
     def _log_conditionals(
         self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
-        own, asked, specials = self._positions(ids, lengths, positions)
-        logs = self.inner.log_conditionals(**self._own(ids, lengths), positions=own)
+        inside, asked, specials = self._positions(ids, lengths, positions)
+        logs = self.inner.log_conditionals(**self._inner_arguments(ids, lengths), positions=inside)
         impossible = math.log(torch.finfo(logs.dtype).tiny)
+        # No inner position can hold [CLS] or [SEP], and theirs can hold nothing else.
         logs = torch.nn.functional.pad(logs, (0, 2), value=impossible)
         for special, here in zip(self.special_token_ids, specials, strict=True):
             logs[here] = impossible
@@ -246,8 +258,8 @@ class WithSpecialTokens(ExactLanguage):
         return logs.masked_fill_((asked >= lengths[:, None])[..., None], 0)
 
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        own, asked, specials = self._positions(ids, lengths, positions)
-        values = self.inner.conditional_entropy(**self._own(ids, lengths), positions=own)
+        inside, asked, specials = self._positions(ids, lengths, positions)
+        values = self.inner.conditional_entropy(**self._inner_arguments(ids, lengths), positions=inside)
         return values.masked_fill_(specials[0] | specials[1] | (asked >= lengths[:, None]), 0)
 
     def _positions(
@@ -255,10 +267,11 @@ class WithSpecialTokens(ExactLanguage):
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Return positions of the inner sentences, those asked for, and where these are [CLS] and [SEP], each (n, k).
 
-        In the place of what is not in an inner sentence stands some position that is.
+        A position outside the inner sentence is replaced by some position in it.
         """
         asked = positions
         if asked is None:
             asked = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        # A position of the inner sentence is one less than here; its last one is the length without the two, less 1.
         last = lengths[:, None] - 3
         return torch.minimum(asked - 1, last).clamp(min=0), asked, (asked == 0, asked == last + 2)

@@ -105,6 +105,7 @@ class Teacher(ExactLanguage):
         self.max_length = length
         self._config = config
         self._source = source
+        # A copy: the scorer cuts the output layer of its model.
         self._scorer = Scorer(copy.deepcopy(model), self.start_id, torch.tensor(self.tokens))
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         self._move(torch.device(model.device), dtype)
@@ -150,6 +151,7 @@ class Teacher(ExactLanguage):
 
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
         super()._move(device, dtype)
+        # The language that this one is a copy of keeps its scorer; the two share a model that need not be moved.
         self._scorer = copy.copy(self._scorer)
         if self._scorer.model.dtype != dtype or self._scorer.ids.device != device:
             self._scorer.model = copy.deepcopy(self._scorer.model)
@@ -170,8 +172,9 @@ class Teacher(ExactLanguage):
         seed = self._seed(n, generator)
         tokens = torch.empty(n, self.max_length, dtype=torch.int64)
         for first in range(0, n, _ROWS):
-            own = seeds.generator(seed, "teacher sentences", first)
-            uniforms = torch.rand(_ROWS, self.max_length, generator=own, dtype=torch.float64)
+            stream = seeds.generator(seed, "teacher sentences", first)
+            # All rows' numbers even if fewer are wanted: the sentences of a smaller n are the first of a larger one's.
+            uniforms = torch.rand(_ROWS, self.max_length, generator=stream, dtype=torch.float64)
             tokens[first : first + _ROWS] = self._scorer.draw(uniforms[: n - first])
         return Sentences(tokens.to(self.device), torch.full((n,), self.max_length, device=self.device))
 
@@ -203,8 +206,10 @@ class Teacher(ExactLanguage):
         positions = _all_positions(ids) if positions is None else positions
         out = torch.zeros(positions.shape, dtype=self.dtype, device=self.device)
         for rows, columns, logs in self._conditionals(ids, lengths, positions):
+            # exp of the unclamped log: an impossible token gives 0 times a finite number.
             terms = logs.clamp(min=math.log(torch.finfo(self.dtype).tiny)).mul_(logs.exp())
-            out[rows, columns] = terms.sum(dim=1).neg_().abs_()  # no -0.0
+            # abs turns -0.0 into 0.0.
+            out[rows, columns] = terms.sum(dim=1).neg_().abs_()
         return out
 
     def truncated_log_conditionals(
@@ -216,15 +221,15 @@ class Teacher(ExactLanguage):
         mass: float = 0.999,
         candidates: int | None = None,
     ) -> Truncated:
-        r"""Return conditionals over the likeliest tokens by `Pr(c | x_<t)` only, and what that may leave out.
+        r"""Return conditionals over the likeliest tokens by `Pr(c | x_<t)` only, and a bound on the mass left out.
 
-        Write `q(c) = Pr(c | x_<t)`, `s(c) = Pr(x_>t | x_<t, c)`, A for the sum of q s over the kept tokens, B for that
-        over the others and R for the sum of q over the others. What is left out is B / (A + B). It grows with B, and B
-        <= R as s <= 1, so that it is at most R / (A + R). A model may have s = 1 for every other token: without scoring
-        them no smaller bound holds. It is R itself at the last position, and near 1 where A, the chance of the rest of
-        the sentence, is small against R. Over sentences that the language draws, however, what is left out has the mean
-        of R: both are the chance that x_t is not kept, which x_<t decides. The true conditional of a kept token is at
-        most the one returned, and at least (1 - bound) times it.
+        Write `q(c) = Pr(c | x_<t)`, `s(c) = Pr(x_>t | x_<t, c)`, A for the sum of q s over the kept tokens, B for the
+        sum of q s over the others and R for the sum of q over the others. The posterior mass left out is B / (A + B).
+        It grows with B, and B <= R as s <= 1, so that it is at most R / (A + R). A model may have s = 1 for every other
+        token: without scoring them no smaller bound holds. The bound is R itself at the last position, and near 1 where
+        A, the chance of the rest of the sentence, is small against R. Over sentences that the language draws, however,
+        the mean of the mass left out is the mean of R: both are the chance that x_t is not kept, which x_<t decides.
+        The true conditional of a kept token is at most the one returned, and at least (1 - bound) times it.
 
         Args:
             tokens: As for `log_prob`.
@@ -262,11 +267,14 @@ class Teacher(ExactLanguage):
         inside = wide < lengths[:, None]
         already_masked = masked.gather(1, wide.clamp(max=ids.shape[1] - 1))
         counts = masked.sum(dim=1, keepdim=True) + (~already_masked).long()
+        # Before the model reads anything, as scoring may take hours.
         self._check_completions(counts.masked_fill(~inside, 0).amax(dim=1) if wide.shape[1] else counts[:, 0] * 0)
         for chunk, prefix in self._read(ids, lengths):
             rows, columns = inside[chunk].nonzero(as_tuple=True)
             at = wide[chunk][rows, columns]
             unknown = masked[chunk][rows].scatter(1, at[:, None], True)
+            # Positions with the same unknown tokens share their completions: of several masked tokens of a sentence
+            # each one's conditional is a marginal of the same joint distribution.
             for unknown_at, members in by_set(unknown):
                 index = torch.tensor(members, device=self.device)
                 sentences, which = torch.unique(rows[index], return_inverse=True)
@@ -276,6 +284,7 @@ class Teacher(ExactLanguage):
                     chosen = at[index] == position
                     if bool(chosen.any()):
                         marginal = (
+                            # (r, K, ..., K): log Pr of all unknown tokens, summed over all but one
                             joint.movedim(1 + axis, 1).flatten(2).logsumexp(dim=2) if len(unknown_at) > 1 else joint
                         )
                         logs = marginal.log_softmax(dim=1)[which[chosen]]
@@ -295,6 +304,7 @@ class Teacher(ExactLanguage):
     @property
     def max_masked(self) -> int:
         """The most unknown tokens of a sentence that exact answers take: one, or as many as have 4,096 completions."""
+        # The quotient of logs may be rounded to below a whole number: log 4096 / log 64 must be 2.
         return max(1, int((math.log(_COMPLETIONS) + 1e-9) / math.log(self.vocab_size)))
 
     def _check_completions(self, counts: torch.Tensor) -> None:
@@ -337,8 +347,6 @@ def _checked_tokens(tokens: tuple[int, ...], model: Any, source: str) -> tuple[i
 
 _POSITIONS = 4096  # tokens in one pass through the model, those whose keys and values are kept included
 _LOGITS = 1 << 25  # numbers that the model's output of one pass may have
-
-
 _DRAWN = 256  # sequences drawn together for counting
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # of a config.json: decide no probability
 
@@ -381,12 +389,16 @@ class Scorer:
         inputs, cache = self._inputs(tokens[:, :0]), None
         for position in range(length):
             logs, cache = self._read(inputs, cache)
+            # In float64: a float32 sum over thousands of tokens would round away what improbable ones add to it.
             cumulative = logs[:, -1].cpu().double().exp().cumsum(dim=1)
             check_possible(cumulative[:, -1].log())
             targets = (uniforms[:, position, None] * cumulative[:, -1:]).contiguous()
+            # right=True: the first token whose sum is above the target, so that one of probability 0 is never drawn.
+            # Multiplied by the last sum, a uniform number below 1 may be rounded up to it: that is the last token.
             chosen = torch.searchsorted(cumulative, targets, right=True).clamp_(max=len(self.ids) - 1)
             tokens[:, position] = chosen[:, 0]
             latest = self.ids[chosen.to(self.ids.device)]
+            # Without a cache the whole beginning is read again at each token.
             inputs = latest if self.cached else torch.cat([inputs, latest], dim=1)
         return tokens
 
@@ -408,8 +420,10 @@ class Scorer:
             inputs = self._inputs(torch.cat([prefix.tokens[rows, :start], ends[:, :-1]], dim=1))
             logs = self._read(inputs, None)[0][:, start + 1 :]
         else:
+            # One more than the tokens before the end: the start token.
             cache = _cache([(k[rows, :, : start + 1], v[rows, :, : start + 1]) for k, v in prefix.states])
             logs, _ = self._read(self.ids[ends[:, :-1]], cache)
+        # The first token of the end is scored by `prefix`, and the last is never an input.
         return total + logs.gather(2, ends[:, 1:, None])[..., 0].sum(dim=1)
 
     def completions(self, prefix: Prefix, rows: torch.Tensor, masked: tuple[int, ...]) -> torch.Tensor:
@@ -424,6 +438,7 @@ class Scorer:
             index = torch.arange(part.start, part.stop, device=rows.device)
             sentences, code = rows[index // count], index % count
             ends = prefix.tokens[sentences, start:]
+            # The last masked token varies fastest, as in the view below.
             for position in reversed(masked):
                 ends[:, position - start] = code % size
                 code //= size
@@ -432,6 +447,7 @@ class Scorer:
 
     def parts(self, n: int, length: int) -> Iterator[slice]:
         """Yield slices of n rows, each a part for one pass with sentences of `length` tokens."""
+        # Where the output layer is not cut, logits over all of the model's tokens take more memory than all else.
         width = len(self.ids) if self.cut else self.model.get_input_embeddings().weight.shape[0]
         step = max(1, min(_POSITIONS, _LOGITS // width) // length)
         for first in range(0, n, step):
@@ -454,15 +470,18 @@ class Scorer:
         inputs = self._trial()
         whole = self.model(input_ids=inputs, use_cache=True)
         cache: Any = getattr(whole, "past_key_values", None)
+        # Exact types: a subclass (sliding windows, recurrent states) keeps more than keys and values, or not all of
+        # them.
         if type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers):
             return False
-        kept = _cache([(layer.keys[:, :, :1], layer.values[:, :, :1]) for layer in cache.layers])
-        ends = self.model(input_ids=inputs[:, 1:], past_key_values=kept, use_cache=True)
+        of_start = _cache([(layer.keys[:, :, :1], layer.values[:, :, :1]) for layer in cache.layers])
+        ends = self.model(input_ids=inputs[:, 1:], past_key_values=of_start, use_cache=True)
         return bool(torch.allclose(ends.logits, whole.logits[:, 1:], rtol=1e-3, atol=1e-3))
 
     @torch.inference_mode()
     def _cut_output(self) -> None:
         head = self.model.get_output_embeddings()
+        # A head of another type (quantized, with an adapter) may have no plain rows to copy.
         if type(head) is not torch.nn.Linear or head.out_features == len(self.ids):
             return
         inputs = self._trial()
@@ -474,6 +493,8 @@ class Scorer:
             small.bias.copy_(head.bias[self.ids])
         self.model.set_output_embeddings(small)
         logits = self.model(input_ids=inputs).logits
+        # Some models scale or squash logits by what they find in the whole layer: the cut is kept only if it changes
+        # nothing.
         self.cut = logits.shape == expected.shape and bool(torch.allclose(logits, expected, rtol=1e-3, atol=1e-3))
         if not self.cut:
             self.model.set_output_embeddings(head)
@@ -488,6 +509,8 @@ def _cache(states: list[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
     cache.layers = []
     for keys, values in states:
         layer = DynamicLayer()
+        # Without it the layer counts as empty and drops what it is given. Reading appends by concatenation, so the kept
+        # keys and values of `Prefix` stay as they are.
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
         cache.layers.append(layer)
@@ -495,10 +518,15 @@ def _cache(states: list[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
 
 
 def by_set(flags: torch.Tensor) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Return the sets of true columns that occur in (r, T) bool, each with its rows."""
+    """Return the sets of true columns that occur in (r, T) bool, each with its rows.
+
+    Example:
+        >>> by_set(torch.tensor([[True, False, True], [False, False, False], [True, False, True]]))
+        [((0, 2), [0, 2]), ((), [1])]
+    """
     sets: dict[tuple[int, ...], list[int]] = {}
-    for row, own in enumerate(flags.tolist()):
-        sets.setdefault(tuple(column for column, flag in enumerate(own) if flag), []).append(row)
+    for row, row_flags in enumerate(flags.tolist()):
+        sets.setdefault(tuple(column for column, flag in enumerate(row_flags) if flag), []).append(row)
     return list(sets.items())
 
 
@@ -534,11 +562,16 @@ def choose_kept(logs: torch.Tensor, *, mass: float, candidates: int | None) -> t
     """Return (r, K) bool: which ranks, likeliest first, are kept of (r, K) log-probabilities.
 
     The fewest whose sum is at least `mass`, or so many `candidates` instead.
+
+    Example:
+        >>> choose_kept(torch.tensor([[0.2, 0.7, 0.1]]).log(), mass=0.85, candidates=None)
+        tensor([[ True,  True, False]])
     """
     if candidates is not None:
         return torch.arange(logs.shape[1], device=logs.device).expand_as(logs) < candidates
     q = logs.sort(dim=1, descending=True, stable=True).values.exp()
-    return q.cumsum(dim=1) - q < mass  # the first is always kept
+    # The sum before each token: so the first is always kept, and the one that reaches the mass.
+    return q.cumsum(dim=1) - q < mass
 
 
 def truncate(scorer: Scorer, prefix: Prefix, rows: torch.Tensor, position: int, kept: torch.Tensor) -> Truncated:
@@ -557,12 +590,14 @@ def truncate(scorer: Scorer, prefix: Prefix, rows: torch.Tensor, position: int, 
         weights[member, rank] = scorer.ending(prefix, rows[member], ends)
     total = weights.logsumexp(dim=1)
     check_possible(total)
+    # From the least likely on: small numbers are added before they are lost beside larger ones.
     left_out = logs.exp().masked_fill(kept, 0.0).flip(1).sum(dim=1)
     width = int(kept.sum(dim=1).max())
     return Truncated(
         order.masked_fill(~kept, scorer.ids.shape[0])[:, :width],
         (weights - total[:, None]).clamp(min=tiny)[:, :width],
         left_out,
+        # R / (R + A) by their logs: A, the chance of a whole ending, may underflow.
         torch.sigmoid(left_out.log() - total),
     )
 
@@ -672,12 +707,13 @@ def checkpoint_content(model: Any, checkpoint: str) -> str:
     from transformers.utils import cached_file
 
     path = cached_file(checkpoint, "config.json", _raise_exceptions_for_missing_entries=False)
-    # the folder of an adapter has none: its base model's is decisive
+    # An adapter's folder has none: its base model's decides.
     text = model.config.to_json_string() if path is None else Path(path).read_text(encoding="utf-8")
     document = json.loads(text)
-    kept = {key: value for key, value in document.items() if key not in _VOLATILE}
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
+    decisive = {key: value for key, value in document.items() if key not in _VOLATILE}
+    digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
+        # Names and shapes too, so that the same numbers in another place are other weights.
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().float().cpu().contiguous().numpy().data)
     return digest.hexdigest()

@@ -77,7 +77,7 @@ class Corpus(Language):
         Args:
             config: Which text, tokenizer, length and held-out fraction.
             cache: Folder that keeps the tokens; default: the environment's `ISOLOSS_CACHE`, else `~/.cache/isoloss`.
-            progress: Called with the number of documents tokenized and that of all, every 100 documents.
+            progress: Called with the numbers of documents tokenized and of all documents, every 100 documents.
 
         Raises:
             IsolossError: The text or the tokenizer is missing, unfit or changed, or too small for one sequence a part.
@@ -121,6 +121,7 @@ class Corpus(Language):
         if step < 1 or n < 1:
             raise IsolossError(f"there is no batch of {n} sequences at step {step}: both must be at least 1")
         position, rows = (step - 1) * n, []
+        # A batch may end one epoch and begin the next, or be longer than an epoch.
         while n > 0:
             epoch, start = divmod(position, self.num_training)
             rows.append(self._permutation(seed, epoch)[start : start + n])
@@ -137,6 +138,7 @@ class Corpus(Language):
             raise IsolossError(f"cannot take {n} held-out sequences: it must be at least 1")
         total = self.num_held_out
         n = total if n is None else min(n, total)
+        # Evenly spaced rather than drawn: the same for every run and checkpoint, and over all documents.
         return self._take(self._held_out, torch.arange(n) * total // n)
 
     def describe(self) -> str:
@@ -161,12 +163,14 @@ class Corpus(Language):
         )
 
     def _permutation(self, seed: int, epoch: int) -> torch.Tensor:
+        # Kept for the epoch: a permutation of millions of rows takes longer than a step.
         if self._order is None or self._order[0] != (seed, epoch):
             order = torch.randperm(self.num_training, generator=generator(seed, "corpus order", epoch))
             self._order = (seed, epoch), order
         return self._order[1]
 
     def _take(self, part: np.ndarray[Any, Any], rows: torch.Tensor) -> Sentences:
+        # Of the memory map, only the pages of these rows are read.
         tokens = torch.from_numpy(part[rows.numpy()].astype(np.int64))
         return Sentences(tokens, torch.full((len(rows),), self.max_length))
 
@@ -184,6 +188,7 @@ class _Text:
         if number is not None:
             texts = (text for _, text in documents.read(self._sources, config.max_documents))
             self.tokenizer = tokenizers.train_tokenizer(texts, vocab_size=number)
+        # The texts themselves and not the files: a copy elsewhere, or in another format, is the same corpus.
         content = hashlib.sha256(tokenizers.serialized(self.tokenizer))
         for source in self._sources:
             content.update(source.content(config.max_documents).encode())
@@ -197,10 +202,13 @@ class _Text:
         identity = {"format": _FORMAT, **{name: getattr(self.config, name) for name in names}}
         folder = root / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
         tokens = folder / "tokens"
+        # Complete if there: it is renamed into place whole, so readers need no lock.
         if tokens.is_dir():
             return tokens
         with files.lock(folder, wait=True):
+            # Left by a writer that was killed: under the lock, nobody else is writing.
             files.remove_unfinished(folder)
+            # Another process may have written it while this one waited for the lock.
             if not tokens.is_dir():
                 try:
                     with files.new_directory(tokens) as unfinished:
@@ -220,8 +228,11 @@ class _Text:
     def _write_parts(self, folder: Path, progress: Progress | None) -> dict[str, Any]:
         """Write the training and the held-out sequences; return how many documents and sequences each has."""
         names, length = ", ".join(self.config.paths), self.config.length
+        # The content alone decides what is held out: equal documents are on one side, and one more moves few others.
+        # Only hashes are kept: texts, which need not fit into memory, are read again for each part.
         digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in self._texts())
         hashes = np.fromiter((int.from_bytes(digest, "big") for digest in digests), dtype=np.uint64)
+        # Sorted: the first are the smallest.
         distinct = np.unique(hashes)
         if len(distinct) < 2:
             raise IsolossError(
@@ -230,6 +241,7 @@ class _Text:
             )
         number = min(max(1, round(self.config.held_out * len(distinct))), len(distinct) - 1)
         last_held_out = distinct[number - 1]
+        # Half the disk up to 65,536 ids, which most tokenizers stay below.
         dtype = np.dtype(np.uint16 if len(tokenizers.vocabulary(self.tokenizer)) <= 1 << 16 else np.int32)
         counts: dict[str, Any] = {}
         for part in _PARTS:

@@ -73,7 +73,7 @@ class Architecture:
     ) -> dict[str, Any]:
         """Return what the models' Hugging Face config takes besides the vocabulary, the padding and the kernel.
 
-        The shape is `shape`'s, and the other arguments are those of `new_model`.
+        The shape comes from `shape`; the other arguments are as for `new_model`.
         """
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class Architecture:
     ) -> Any:
         """Return a randomly initialized model, in float32 on the CPU, in training mode.
 
-        The weights are a pure function of the arguments (normal with standard deviation 0.02, those of an LSTM by
+        The weights are a pure function of the arguments (normal with standard deviation 0.02, an LSTM's by
         Glorot's uniform rule; biases 0, layer norms 1 and 0; the padding's embedding 0), and the caller's random state
         is left alone. Attention is transformers' eager kernel: as fast as the fused one at short lengths, made of
         operations that repeat bit for bit, and with second derivatives.
@@ -134,6 +134,7 @@ class Architecture:
         max_length = language.max_length
         if self.objective == "causal":
             start = language.start
+            # A start that is put in front of a sentence takes a position of its own.
             max_length += not start.is_in_sentences
             ids |= {"start_id": start.id, "end_id": start.end_id}
         return self.new_model(config, max_length=max_length, **ids, seed=seed)
@@ -150,7 +151,7 @@ class Architecture:
 
 
 def at_predicted(values: torch.Tensor, predicted: torch.Tensor, *, causal: bool) -> torch.Tensor:
-    """Return (k, ...): those of the values (n, T, ...) from which the predicted tokens are predicted."""
+    """Return (k, ...): the values (n, T, ...) at the positions that predict the predicted tokens."""
     return values[:, :-1][predicted[:, 1:]] if causal else values[predicted]
 
 
@@ -247,6 +248,7 @@ class _PreLayerNormBERT(_BERT):
 
     def settings(self, shape: Shape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:
         bert = super().settings(shape, dropout, max_length=ids["pad_id"] + 1 + max_length)
+        # transformers' defaults, 0 and 2, are ids of ordinary tokens here.
         return {**bert, "bos_token_id": None, "eos_token_id": None}
 
 

@@ -31,9 +31,8 @@ def states(
         hidden = base.embeddings(input_ids=input_ids)
         if attention_mask is not None:
             attention_mask = create_bidirectional_mask(base.config, hidden, attention_mask)
-        for (
-            layer
-        ) in base.encoder.layer:  # calling `base` takes as long again as a small layer: it can return all states
+        # Calling `base` instead takes as long again as a small layer, for what lets it return all states.
+        for layer in base.encoder.layer:
             hidden = layer(hidden, attention_mask)
     transformed: torch.Tensor
     if isinstance(model, BertForMaskedLM):
@@ -52,7 +51,8 @@ def selected(attention: Any, positions: torch.Tensor) -> Iterator[None]:
     products of the attention do, too.
     """
     rows = positions.flatten().nonzero()[:, 0]
-    own, is_eager = attention.self, attention.self.config._attn_implementation == "eager"
+    self_attention = attention.self
+    is_eager = self_attention.config._attn_implementation == "eager"
 
     def select(_module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         for tensor in inputs:
@@ -60,14 +60,16 @@ def selected(attention: Any, positions: torch.Tensor) -> Iterator[None]:
                 raise IndexError(f"positions {tuple(positions.shape)} of states {tuple(tensor.shape)}")
         return tuple(t.flatten(0, 1).index_select(0, rows) if t.ndim == 3 else t for t in inputs)
 
+    # The output block gets the mixed values and the residual, so that both are cut to the positions by one hook.
     hook = attention.output.register_forward_pre_hook(select)
     if is_eager and bool((positions.sum(dim=1) == 1).all()):
-        own.forward = partial(_attend_from_one, own, positions)
+        self_attention.forward = partial(_attend_from_one, self_attention, positions)
     try:
         yield
     finally:
         hook.remove()
-        own.__dict__.pop("forward", None)
+        # The instance's attribute hid the class's method, which is there again.
+        self_attention.__dict__.pop("forward", None)
 
 
 def _attend_from_one(
@@ -81,6 +83,7 @@ def _attend_from_one(
     """
     n, length, width = hidden.shape
     if attention_mask is not None:
+        # (n, 1, T, T) or what broadcasts to it, as (n, T): the row of the one position
         attention_mask = attention_mask.expand(n, 1, length, length)[:, 0][positions]
     heads = (module.num_attention_heads, module.attention_head_size)
     query = module.query(hidden[positions]).view(n, *heads)
@@ -92,4 +95,5 @@ def _attend_from_one(
     weights = nn.functional.dropout(scores.softmax(dim=-1), p=module.dropout.p, training=module.training)
     mixed = torch.einsum("nht,ntd->nhd", weights, hidden)
     values = torch.einsum("nhd,hed->nhe", mixed, module.value.weight.view(*heads, width))
+    # The weights add up to 1 only without dropout: the value's bias counts as often as they do.
     return (values + weights.sum(dim=-1)[:, :, None] * module.value.bias.view(heads)).flatten(1), None

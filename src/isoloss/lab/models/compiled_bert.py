@@ -8,9 +8,9 @@ feed-forward width, h heads of e = d / h, V ids. Activations are (features, N), 
 them, but for the embedding and the last layer's attention, which are (N, features). In the last layer all that follows
 the scores runs on the n predicted positions alone.
 
-A step's random bits are read in this order: those of the embedding (N, d); in each layer but the last, those of the
-attention's weights (h, T, T, n), of its output (d, N) and of the feed-forward block (d, N); in the last layer, those of
-the weights (h, n, T), of the output (d, n) and of the feed-forward block (d, n).
+A step reads its random bits in this order: for the embedding (N, d); in each layer but the last, for the attention's
+weights (h, T, T, n), its output (d, N) and the feed-forward block (d, N); in the last layer, for the weights (h, n, T),
+the output (d, n) and the feed-forward block (d, n).
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ from isoloss.lab.models.dropout import LEVELS, num_levels, random_bits
 from isoloss.text.masking import IGNORED, Batch
 
 _ALIGNED = 16  # float32 values in a cache line, on which every parameter begins
+# Not -inf: where all keys are padding, the highest score would be -inf too, and the difference NaN.
 _LOW = -1e30  # added to the score of a key that is padding
 _OUTER_NAMES = (  # in the order of `compiled_kernels`
     "bert.embeddings.word_embeddings.weight",
@@ -107,7 +108,7 @@ _BLOCK_NAMES = (  # each with a weight and a bias; the keys and values lie behin
 class CompiledLoss:
     """The mean cross-entropy of the predicted tokens of a BERT, in nats, as a function of the batch.
 
-    Value and gradient are those of `isoloss.lab.training.objectives.prediction_loss`, up to rounding. The gradient is
+    Value and gradient equal those of `isoloss.lab.training.objectives.prediction_loss` up to rounding. The gradient is
     computed with the value and has itself no derivative. Dropout draws from torch's default generator, in an order of
     its own.
 
@@ -125,6 +126,8 @@ class CompiledLoss:
         order = sorted(self._named, key=lambda name: self._named[name].ndim <= 1)
         self._slices: dict[str, slice] = {}
         size = split = 0
+        # In the gaps before the next cache line, value and gradient are 0 and stay 0 in every optimizer that treats
+        # numbers one by one.
         for name in order:
             self._slices[name] = slice(size, size + self._named[name].numel())
             size += -(-self._named[name].numel() // _ALIGNED) * _ALIGNED
@@ -140,6 +143,7 @@ class CompiledLoss:
         for layer in range(model.config.num_hidden_layers):
             names += [f"bert.encoder.layer.{layer}.{n}.{what}" for n in _BLOCK_NAMES for what in ("weight", "bias")]
         self._starts = np.array([self._slices[name].start for name in names], dtype=np.int64)
+        # At a probability of 1 the others' factor would be infinite.
         self._levels = min(num_levels(model.config.hidden_dropout_prob), LEVELS - 1)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
@@ -176,6 +180,7 @@ class CompiledLoss:
             attention_bias.numpy(),
             batch["labels"].gather(1, positions[:, None])[:, 0].numpy(),
             targets.contiguous().numpy(),
+            # of 16 random bits as an int16, the share levels / 2^16 is below levels - 2^15
             random_bits(num_drawn(z) if self._levels else 0).numpy(),
             np.int16(self._levels - LEVELS // 2),
             np.float32(LEVELS / (LEVELS - self._levels)),
@@ -188,23 +193,25 @@ class CompiledLoss:
         self._gradient.zero_()
 
     def collect_gradients(self) -> None:
-        """Add to the vector the gradients that parameters have elsewhere, as those do whose own were set to None."""
+        """Add gradients that parameters have in other tensors to the vector, and put its parts in their place."""
         for name, parameter in self._named.items():
-            own = self._gradients[name]
-            if parameter.grad is not own:
+            gradient = self._gradients[name]
+            # A backward pass that finds a gradient of None, as after torch's own `zero_grad`, makes a tensor of its
+            # own.
+            if parameter.grad is not gradient:
                 if parameter.grad is not None:
-                    own.add_(parameter.grad)
-                parameter.grad = own
+                    gradient.add_(parameter.grad)
+                parameter.grad = gradient
 
     def by_name(self, part: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what a tensor of the shape of a part is for each of its parameters; a scalar is the same for all."""
+        """Cut a tensor of a part's shape into its parameters' tensors, by name; a scalar is every parameter's."""
         if tensor.ndim == 0:
             return {name: tensor.clone() for name in self._names(part)}
         whole = torch.cat([torch.zeros(self._split), tensor]) if part else tensor
         return {name: self._view(name, whole) for name in self._names(part)}
 
     def joined(self, part: int, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the tensor of which `by_name` gives `named`."""
+        """Return the tensor that `by_name` cuts into `named`: its inverse."""
         tensors = {name: named[name] for name in self._names(part)}
         first = next(iter(tensors.values()))
         if first.ndim == 0:
@@ -261,7 +268,7 @@ def loss_and_gradient(
 
     `at` says where each parameter begins in `theta`. The `tokens` (T, n) are ids, `positions` (n,) the predicted ones;
     `attention_bias` (T, n) is added to the scores of a key: 0, or very low at padding. The `targets` (n, C) are
-    probabilities of the first C ids or, with C = 0, the `labels` (n,) are what is predicted. The random `bits` are read
+    probabilities of the first C ids or, with C = 0, the `labels` (n,) are the ids predicted. The random `bits` are read
     from the first to the last.
     """
     n, length, d, m, layers, heads = z.sentences, z.tokens, z.width, z.inner, z.layers, z.heads
@@ -299,18 +306,22 @@ def loss_and_gradient(
         )
         residual = matrix(x, start, d, rows)
         if layer < last:
-            mine, square = matrix(qkv, 3 * start, 3 * d, rows), heads * length * rows
-            product(matrix(theta, a[QKV], 3 * d, d), residual, mine)
-            before, kept = (
+            layer_qkv, square = matrix(qkv, 3 * start, 3 * d, rows), heads * length * rows
+            product(matrix(theta, a[QKV], 3 * d, d), residual, layer_qkv)
+            # the attention's weights before and after dropout
+            before, thinned = (
                 matrix(p, layer * square, heads * length, rows),
                 matrix(w, layer * square, heads * length, rows),
             )
             dropped = _taken(bits, drawn, heads * length, rows)
-            attention(theta[a[QKV_BIAS] :], z, attention_bias, mine, before, kept, mixture, dropped, level, scale)
+            attention(
+                theta[a[QKV_BIAS] :], z, attention_bias, layer_qkv, before, thinned, mixture, dropped, level, scale
+            )
             drawn += square
         else:
             if last:
                 transpose(residual, states)
+            # In the last layer only the predicted positions go on: 1 / T of the columns, from here to the loss.
             for i in range(n):
                 for j in range(d):
                     selected[i, j] = states[positions[i] * n + i, j]
@@ -322,35 +333,39 @@ def loss_and_gradient(
             transpose(values, mixture)
             transpose(selected, chosen)
             residual = chosen
-        one, other = matrix(u1, start, d, columns), matrix(u2, start, d, columns)
+        sum1, sum2 = matrix(u1, start, d, columns), matrix(u2, start, d, columns)
         slopes, inside = matrix(slope, inner, m, columns), matrix(hidden, inner, m, columns)
-        product(matrix(theta, a[OUT], d, d), mixture, one)
+        product(matrix(theta, a[OUT], d, d), mixture, sum1)
         dropped, more = _taken(bits, drawn, d, columns), _taken(bits, drawn + columns * d, d, columns)
         drawn += 2 * columns * d
         add_norm(
-            one, theta[a[OUT_BIAS] :], residual, dropped, level, scale, theta[a[NORM1] :], theta[a[SHIFT1] :],
+            sum1, theta[a[OUT_BIAS] :], residual, dropped, level, scale, theta[a[NORM1] :], theta[a[SHIFT1] :],
             inverse1[layer * rows :], after,
         )  # fmt: skip
         product(matrix(theta, a[INNER], m, d), after, slopes)
         gelu(slopes, theta[a[INNER_BIAS] :], inside)
-        product(matrix(theta, a[OUTER], d, m), inside, other)
+        product(matrix(theta, a[OUTER], d, m), inside, sum2)
         add_norm(
-            other, theta[a[OUTER_BIAS] :], after, more, level, scale, theta[a[NORM2] :], theta[a[SHIFT2] :],
+            sum2, theta[a[OUTER_BIAS] :], after, more, level, scale, theta[a[NORM2] :], theta[a[SHIFT2] :],
             inverse2[layer * rows :], y,
         )  # fmt: skip
     top = matrix(x, layers * of_layer, d, n)
     head, head_slope, features = matrix(theta, at[HEAD], d, d), empty(d, n), empty(d, n)
+    # In front of the head's layer norm stand no bias, residual or dropout: `zero` serves as the first two.
     v3, i3, nothing, zero = empty(d, n), vector(n), bits[:0].reshape(0, n), zeros(d, n)
     product(head, top, head_slope)
     gelu(head_slope, theta[at[HEAD_BIAS] :], v3)
     head_norm = theta[at[HEAD_NORM] :]
     add_norm(v3, zero.reshape(-1), zero, nothing, KEEP_ALL, scale, head_norm, theta[at[HEAD_SHIFT] :], i3, features)
+    # Rows of zeros up to a multiple of 4, for the product with the transposed words below.
     logits = zeros(-(-z.ids // 4) * 4, n)
     product(words, features, logits[: z.ids])
     cross_entropy(logits[: z.ids], theta[at[OUTPUT] :], labels, targets, losses)
 
     # --- backward
     d_features, d_top, unused, unused_bias = empty(d, n), empty(d, n), empty(d, n), vector(d)
+    # `logits` holds the gradient now. This product sets the words' gradient, as decoder; `embed_backward`, which adds
+    # to it, must come later.
     outer_product(logits[: z.ids], features, matrix(grad, at[WORDS], z.ids, d))
     add_rows(logits[: z.ids], grad[at[OUTPUT] :])
     product(transposed(words), logits, d_features)
@@ -364,10 +379,12 @@ def loss_and_gradient(
     product(transposed(head), d_top, d_features)
     d_states, d_values, d_selected = zeros(rows, d), empty(n, d), empty(n, d)
     d_x, d_qkv = empty(d, rows), empty(3 * d, rows)
+    # (d, n) above the last layer, (d, N) above the others
     d_y = d_features
     for layer in range(last, -1, -1):
         a, columns = at[FIRST + OF_BLOCK * layer :], rows if layer < last else n
         start, inner = layer * of_layer, layer * m * rows
+        # The backward pass meets the dropouts in reverse, and counts their places down.
         drawn -= 2 * columns * d
         dropped, more = _taken(bits, drawn, d, columns), _taken(bits, drawn + columns * d, d, columns)
         d_product, d_between, d_more = empty(d, columns), empty(d, columns), empty(d, columns)
@@ -390,14 +407,14 @@ def loss_and_gradient(
         outer_product(d_product, matrix(mixed, start, d, columns), matrix(grad, a[OUT], d, d))
         product(transposed(matrix(theta, a[OUT], d, d)), d_product, d_mixed)
         if layer < last:
-            mine, square = matrix(qkv, 3 * start, 3 * d, rows), heads * length * rows
-            before, kept = (
+            layer_qkv, square = matrix(qkv, 3 * start, 3 * d, rows), heads * length * rows
+            before, thinned = (
                 matrix(p, layer * square, heads * length, rows),
                 matrix(w, layer * square, heads * length, rows),
             )
             drawn -= square
             attention_backward(
-                z, mine, before, kept, d_mixed, _taken(bits, drawn, heads * length, rows), level, scale, d_qkv
+                z, layer_qkv, before, thinned, d_mixed, _taken(bits, drawn, heads * length, rows), level, scale, d_qkv
             )
             outer_product(d_qkv, matrix(x, start, d, rows), matrix(grad, a[QKV], 3 * d, d))
             add_rows(d_qkv, grad[a[QKV_BIAS] :])
@@ -428,15 +445,18 @@ def loss_and_gradient(
         grad[at[SHIFT] + j] = sums[1, j]
     for t in range(length):
         for j in range(d):
+            # Every token has the type 0 and one position: its gradient is the sum of the positions'.
             grad[at[TYPES] + j] += d_position[t, j]
 
 
 def compile_step(note: Callable[[], object] = lambda: None) -> None:
     """Compile the step, or read it from the disk, before the first batch needs it; `note` is called if it compiles."""
+    # The signature with which `loss_and_gradient` is called, so that the first batch finds it compiled.
     floats, ints, table = types.float32[::1], types.int64[::1], types.float32[:, ::1]
     sizes = numba.typeof(Sizes(*[0] * len(Sizes._fields)))
     of_batch = (types.int64[:, ::1], ints, table, ints, table, types.int16[::1], types.int16, types.float32, floats)
     listener = _Listener(note)
+    # A step that is read from the disk is no event: `note` is called only when one has to wait.
     with event.install_listener("numba:compile", listener):
         loss_and_gradient.compile((floats, floats, ints, sizes, *of_batch))  # type: ignore[attr-defined]
 
@@ -446,7 +466,8 @@ class _Listener(event.Listener):  # type: ignore[misc]
         self._note, self._is_new = note, True
 
     def on_start(self, event: Any) -> None:
-        if self._is_new:  # every part has an event of its own
+        # every part has an event of its own: the first one is noted
+        if self._is_new:
             self._note()
         self._is_new = False
 

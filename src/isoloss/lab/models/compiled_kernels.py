@@ -32,10 +32,12 @@ Ints = npt.NDArray[np.int64]
 
 F32 = np.float32
 KEEP_ALL = np.int16(-(1 << 15))
+# ln 2 in two parts: the first has few bits, so that its product with an exponent is exact
 _LOG2_E, _LN2_HIGH, _LN2_LOW = F32(1.4426950408889634), F32(0.693359375), F32(-2.12194440e-4)
-_ROOT_HALF, _ROOT_2PI = F32(0.7071067811865476), F32(0.3989422804014327)
+_ROOT_HALF, _NORMAL_PEAK = F32(0.7071067811865476), F32(0.3989422804014327)
+_NORM_EPS = F32(1e-12)  # the layer norms' eps of `isoloss.lab.models.architectures.BERT`
 
-# Where each parameter begins in the vector of all of them: these, then those of a block for each layer
+# Where each parameter begins in the vector of all of them: these first, then a block's for each layer
 WORDS, POSITIONS, TYPES, NORM, SHIFT, HEAD, HEAD_BIAS, HEAD_NORM, HEAD_SHIFT, OUTPUT, FIRST = range(11)
 QKV, QKV_BIAS, OUT, OUT_BIAS, NORM1, SHIFT1, INNER, INNER_BIAS, OUTER, OUTER_BIAS, NORM2, SHIFT2 = range(12)
 OF_BLOCK = 12
@@ -85,7 +87,8 @@ def _float_of(_context: Any, _bits: Any) -> Any:
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def exp(x: np.float32) -> np.float32:
     """Return e^x for x up to 88, within 2 units in the last place; e^-87 for x below -87 (Cephes' expf)."""
-    x = F32(-87.0) if x < F32(-87.0) else x  # NaN stays
+    # Below -87 results would be denormal, hence slow. Padding's weight e^-87 is lost in a sum with e^0. NaN passes.
+    x = F32(-87.0) if x < F32(-87.0) else x
     n = np.floor(x * _LOG2_E + F32(0.5))
     r = x - n * _LN2_HIGH
     r = r - n * _LN2_LOW
@@ -96,6 +99,7 @@ def exp(x: np.float32) -> np.float32:
     p = p * r + F32(1.6666665459e-1)
     p = p * r + F32(5.0000001201e-1)
     p = p * r * r + r + F32(1.0)
+    # 2^n by its exponent bits
     return p * _float_of((np.int32(n) + np.int32(127)) << np.int32(23))  # type: ignore[no-any-return]
 
 
@@ -115,7 +119,7 @@ def empty(rows: int, columns: int) -> Floats:
 
 @part
 def zeros(rows: int, columns: int) -> Floats:
-    """Return zeros."""
+    """Return (rows, columns) of zeros that begin on a cache line."""
     values = vector(rows * columns)
     values[:] = 0
     return values.reshape(rows, columns)
@@ -162,6 +166,7 @@ def product(w: Floats, x: Floats, y: Floats) -> None:
                 b[n] += b0 * e + b1 * f + b2 * g + b3 * h
                 c[n] += c0 * e + c1 * f + c2 * g + c3 * h
                 d[n] += d0 * e + d1 * f + d2 * g + d3 * h
+    # There may be any number of ids; all other heights are multiples of 4.
     for i in range(4 * rows, w.shape[0]):
         a = y[i]
         a[:] = 0
@@ -175,6 +180,7 @@ def product(w: Floats, x: Floats, y: Floats) -> None:
 @sums
 def outer_product(y: Floats, x: Floats, w: Floats) -> None:
     """Set w (m, k) to the product of y (m, N) and the transpose of x (k, N); k is a multiple of 4."""
+    # The 16 sums stay in registers along the whole row, and 16 products share 8 numbers that are read.
     zero, rows = F32(0), y.shape[0] // 4
     for j in range(x.shape[0] // 4):
         p, q, r, s = x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]
@@ -241,6 +247,7 @@ def gelu(x: Floats, bias: Floats, y: Floats) -> None:
             v = x[j, n] + b
             a = abs(v) * _ROOT_HALF
             t = F32(1) / (F32(1) + F32(0.3275911) * a)
+            # e^(-v^2 / 2) serves the tail of the distribution and its density, for the derivative Phi(v) + v phi(v).
             e = exp(-a * a)
             p = F32(1.061405429)
             p = p * t + F32(-1.453152027)
@@ -250,7 +257,7 @@ def gelu(x: Floats, bias: Floats, y: Floats) -> None:
             tail = F32(0.5) * p * t * e
             below = F32(1) - tail if v >= F32(0) else tail
             y[j, n] = v * below
-            x[j, n] = below + v * _ROOT_2PI * e
+            x[j, n] = below + v * _NORMAL_PEAK * e
 
 
 @part
@@ -286,10 +293,11 @@ def add_norm(
         inverse[n] = 0
     for j in range(width):
         for n in range(columns):
+            # In a second pass: the mean of the squares less the square of the mean would cancel.
             v = x[j, n] - mean[n]
             inverse[n] += v * v
     for n in range(columns):
-        inverse[n] = F32(1) / np.sqrt(inverse[n] * one + F32(1e-12))
+        inverse[n] = F32(1) / np.sqrt(inverse[n] * one + _NORM_EPS)
     for j in range(width):
         f, g = weight[j], shift[j]
         for n in range(columns):
@@ -329,6 +337,7 @@ def add_norm_backward(
     for j in range(width):
         f = weight[j]
         for n in range(columns):
+            # With g = d_y weight and x the normalized column, (g - mean g - x mean(g x)) / sigma.
             v = inverse[n] * (d_y[j, n] * f - plain[n] - normalized[j, n] * along[n])
             d_residual[j, n] = v
             if level != KEEP_ALL:
@@ -367,7 +376,7 @@ def _squares(u: Floats, row: int, mean: np.float32) -> np.float32:
 
 @sums
 def _dots(g: Floats, u: Floats, row: int) -> tuple[np.float32, np.float32]:
-    """Return the sum of g (d,), and that of g times a row of u (N, d)."""
+    """Return the sums of g (d,) and of g times a row of u (N, d)."""
     plain, along = F32(0), F32(0)
     for j in range(u.shape[1]):
         plain += g[j]
@@ -396,13 +405,14 @@ def embed(
     one, added = F32(1) / F32(d), vector(d)
     for t in range(length):
         for j in range(d):
+            # In pre-training every token has the type 0.
             added[j] = position[t, j] + kind[j]
         for i in range(n):
             row, token = t * n + i, tokens[t, i]
             for j in range(d):
                 u[row, j] = words[token, j] + added[j]
             mean = _total(u, row) * one
-            r = F32(1) / np.sqrt(_squares(u, row, mean) * one + F32(1e-12))
+            r = F32(1) / np.sqrt(_squares(u, row, mean) * one + _NORM_EPS)
             inverse[row] = r
             for j in range(d):
                 v = (u[row, j] - mean) * r
@@ -450,6 +460,8 @@ def embed_backward(
                 v = r * (g[j] - plain - u[row, j] * along)
                 g[j] = v
                 d_position[t, j] += v
+            # torch's `padding_idx` keeps this row as it is, but for the gradient that it gets as a row of the tied
+            # decoder.
             if token != padding:
                 for j in range(d):
                     d_words[token, j] += g[j]
@@ -459,7 +471,7 @@ def embed_backward(
 def cross_entropy(logits: Floats, bias: Floats, labels: Ints, targets: Floats, losses: Floats) -> None:
     """Set `losses` (n,) in nats, and the logits (V, n), before their bias, to the gradient of the losses' mean.
 
-    The `targets` (n, C) are probabilities of the first C ids or, with C = 0, the `labels` (n,) are what is predicted.
+    The `targets` (n, C) are probabilities of the first C ids or, with C = 0, the `labels` (n,) are the ids predicted.
     """
     ids, n = logits.shape
     one = F32(1) / F32(n)
@@ -471,6 +483,8 @@ def cross_entropy(logits: Floats, bias: Floats, labels: Ints, targets: Floats, l
             highest[i] = max(highest[i], logits[j, i])
     for i in range(n):
         if targets.shape[1] == 0:
+            # Loss: mass (highest + log total) less the targets' logits, highest being subtracted first so that exp
+            # cannot overflow. Its gradient is mass softmax - targets, over n.
             mass[i], losses[i] = F32(1), highest[i] - logits[labels[i], i]
         else:
             along = F32(0)
@@ -571,6 +585,7 @@ def attention(
                     before[head, t, u, i] *= total[i]
                     after[head, t, u, i] = before[head, t, u, i]
                 if level != KEEP_ALL:
+                    # Only here: `bits` has no rows where nothing is dropped.
                     kept = bits.reshape(heads, length, length, n)
                     for i in range(n):
                         v = after[head, t, u, i]
@@ -620,6 +635,8 @@ def attention_backward(
                     mean[i] += g[u, i] * before[head, t, u, i]
             for u in range(length):
                 for i in range(n):
+                    # The softmax's derivative, w (g - sum w g), takes the weights before dropout; the values' above
+                    # took those after it.
                     g[u, i] = before[head, t, u, i] * (g[u, i] - mean[i]) * factor
                 for c in range(e):
                     for i in range(n):
@@ -663,6 +680,7 @@ def single_query(
     e = d // heads
     factor = F32(1) / np.sqrt(F32(e))
     weight, bias = matrix(theta, a[QKV], 3 * d, d), theta[a[QKV_BIAS] :]
+    # BLAS, as `product` wants columns of tokens, and these are rows; n of them are few.
     np.dot(selected, weight[:d].T, query)
     for i in range(n):
         for j in range(d):
@@ -695,6 +713,7 @@ def single_query(
                 for j in range(d):
                     seen[head, i, j] += weight_of_state * states[t, i, j]
             for c in range(e):
+                # The weights that dropout leaves do not add up to 1, so the value's bias counts `mass` times.
                 own[i, c] = mass * bias[2 * d + head * e + c]
         mixed = np.dot(seen[head], weight[2 * d + head * e : 2 * d + (head + 1) * e].T)
         for i in range(n):
@@ -730,6 +749,7 @@ def single_query_backward(
     d_weight, d_bias = matrix(grad, a[QKV], 3 * d, d), grad[a[QKV_BIAS] :]
     states, before, after = x.reshape(length, n, d), p.reshape(heads, n, length), w.reshape(heads, n, length)
     d_states = d_x.reshape(length, n, d)
+    # A key's bias adds the same to all scores: its gradient is 0, and its part of `grad` is left as it is.
     d_query, d_keyed = empty(n, d), empty(n, d)
     part, slopes = empty(n, e), vector(length)
     for head in range(heads):
@@ -760,6 +780,7 @@ def single_query_backward(
                 for j in range(d):
                     d_keyed[i, j] += slope * states[t, i, j]
                 for j in range(d):
+                    # as a value and as a key
                     d_states[t, i, j] += weight_of_state * d_seen[i, j] + slope * keyed[head, i, j]
         copy_columns(query, head * e, part)
         np.dot(part.T, d_keyed, d_weight[keys])

@@ -15,6 +15,7 @@ def num_levels(probability: float) -> int:
 
 def random_bits(n: int) -> torch.Tensor:
     """Return (n,) int16 of random bits, from a whole number of 64-bit draws of torch's generator on the CPU."""
+    # From -2^63 on: without bounds torch never sets an int64's sign bit, and every fourth int16 would not be negative.
     return torch.empty(-(-n // 4), dtype=torch.int64).random_(-(1 << 63), None).view(torch.int16)[:n]
 
 
@@ -36,8 +37,9 @@ class Dropout(nn.Dropout):
         levels = num_levels(self.p)
         if not self.training or input.device.type != "cpu" or levels in (0, LEVELS):
             return super().forward(input)
-        kept = (random_bits(input.numel()) >= levels - LEVELS // 2).view(input.shape)
-        return input * kept.to(input.dtype).mul_(LEVELS / (LEVELS - levels))
+        # An int16 is at least levels - 2^15 with probability 1 - levels / 2^16.
+        is_kept = (random_bits(input.numel()) >= levels - LEVELS // 2).view(input.shape)
+        return input * is_kept.to(input.dtype).mul_(LEVELS / (LEVELS - levels))
 
 
 def with_fast_dropout(model: nn.Module) -> None:

@@ -135,7 +135,7 @@ def expand(model: PreTrainedModel, into: Shape, *, embedding_scale: Scale = "exa
             appendix B.4.2; r^2 times the eps. The last two are not for OPT, whose embeddings have no layer norm.
 
     Returns:
-        The large model, of the same type and on the same device, with dropout off, and what lies where in it.
+        The large model, of the same type and on the same device, with dropout off, and where each parameter lies in it.
 
     Raises:
         IsolossError: A model of another architecture, or one that cannot be expanded to this shape, with the reason.
@@ -160,12 +160,15 @@ def expand(model: PreTrainedModel, into: Shape, *, embedding_scale: Scale = "exa
         )
     small = shape_of(model)
     check_fits(small, into)
+    # Shapes without values: no memory, and nothing is drawn from the caller's generator.
     with torch.device("meta"):
         outline = type(model)(_config(model.config, family, into))
     ratio = into.d_model // small.d_model
     divisor = {"exact": 1.0, "balanced": ratio**0.5, "paper": float(ratio)}[embedding_scale]
     parts = _parts(model, outline, family, ratio, divisor)
     tensors = {parts[name].name: parts[name].of(parameter) for name, parameter in model.named_parameters()}
+    # What no small parameter is mapped to is 0, but for the weights of layer norms: so is the small model's last
+    # closing one, whose values `_target` moves up.
     norms = {f"{name}.weight" for name, module in outline.named_modules() if isinstance(module, nn.LayerNorm)}
     added = {
         name: torch.full(parameter.shape, float(name in norms), dtype=model.dtype)
@@ -174,6 +177,7 @@ def expand(model: PreTrainedModel, into: Shape, *, embedding_scale: Scale = "exa
     }
     tensors |= added
     with quiet():
+        # Loading ties the decoder and fills buffers, as for a checkpoint; filling the outline by hand would not.
         large: Any = type(model).from_pretrained(None, config=outline.config, state_dict=tensors, dtype=model.dtype)
     return Expanded(
         model=large.to(model.device).eval(),
@@ -281,6 +285,7 @@ def _config(config: PretrainedConfig, family: _Family, into: Shape) -> Pretraine
 
 def _embedding_tables(model: PreTrainedModel) -> set[str]:
     """Return the names of the embeddings of tokens, positions and types, and of a decoder that is not tied to them."""
+    # A tied decoder is among the embeddings, and is named once.
     decoder: Any = model.get_output_embeddings()
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return {name for name, p in model.named_parameters() if id(p) in tables or p is decoder.weight}
@@ -303,8 +308,10 @@ def _parts(
         elif name.startswith(f"{family.last_norm}."):
             divisor = ratio / embedding_divisor
         else:
+            # The blocks of a row add up; vectors are copied as they are.
             divisor = float(blocks[1]) if len(blocks) == 2 else 1.0
         if name.split(".")[-2] in family.queries_and_keys:
+            # For queries and for keys, so that scores change by sqrt(wider).
             divisor *= wider**0.25
         parts[name] = Part(name=target, blocks=blocks, divisor=divisor)
     return parts
@@ -315,8 +322,8 @@ def _target(name: str, family: _Family, few: int, many: int) -> str:
     if family.closing_norm is None:
         return name
     closing = f"{family.layers}.{{}}.{family.closing_norm}."
-    own = closing.format(few - 1)
-    return closing.format(many - 1) + name.removeprefix(own) if name.startswith(own) else name
+    last = closing.format(few - 1)
+    return closing.format(many - 1) + name.removeprefix(last) if name.startswith(last) else name
 
 
 def expand_mlp(mlp: nn.Sequential, factor: int) -> Expanded:

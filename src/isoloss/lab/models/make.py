@@ -27,6 +27,11 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
 
     Raises:
         IsolossError: There is no such architecture or shape.
+
+    Example:
+        >>> from isoloss import load_language
+        >>> make_model(ModelConfig(size="d16"), load_language("pcfg-laptop"), seed=0).num_parameters()
+        4354
     """
     architecture: Architecture = MODELS.load(config.architecture)
     model = architecture.build(config, language, seed=seed)
@@ -36,6 +41,7 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
 
 def architecture_of(model: nn.Module) -> Architecture | None:
     """Return the registered architecture whose class `model` has, or None."""
+    # By names, and with all registered ones in the key: an architecture that is registered later is found.
     return _architecture_of(tuple(parent.__name__ for parent in type(model).__mro__), tuple(MODELS))
 
 
@@ -52,7 +58,15 @@ def predicted_states(model: nn.Module, batch: Batch) -> torch.Tensor:
     and, where something is padded, `attention_mask`, each (n, T).
 
     Raises:
-        IsolossError: The model's class is that of no registered architecture.
+        IsolossError: No registered architecture has the model's class.
+
+    Example:
+        >>> from isoloss import load_language
+        >>> model = make_model(ModelConfig(size="d16"), load_language("pcfg-laptop"), seed=0)
+        >>> labels = torch.full((2, 8), IGNORED)
+        >>> labels[:, 3] = 5
+        >>> predicted_states(model, {"input_ids": torch.zeros(2, 8, dtype=torch.int64), "labels": labels}).shape
+        torch.Size([2, 16])
     """
     architecture = architecture_of(model)
     if architecture is None:

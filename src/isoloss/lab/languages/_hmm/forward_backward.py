@@ -32,9 +32,9 @@ class ForwardBackward:
     Rows that float32 may not hold are computed in float64.
 
     Attributes:
-        states: The kept states, a slice where they are consecutive.
+        states: The model's states, a slice where they are consecutive.
         tokens: The tokens that these emit, likewise.
-        emission: (states, tokens), the kept part.
+        emission: (states, tokens), their part of the table.
         backend: What computes: "numba" or "torch"; by default what `choose_backend` says.
     """
 
@@ -53,10 +53,12 @@ class ForwardBackward:
         self.backend: Backend = backend or choose_backend(device)
         tokens = np.flatnonzero((emission[states] > 0).any(axis=0))
         self.states, self.tokens = _index(states, device), _index(tokens, device)
-        kept = emission[np.ix_(states, tokens)]
-        peak = kept.max(axis=0)  # each column is divided by its largest entry, so that rare tokens do not underflow
+        part = emission[np.ix_(states, tokens)]
+        # Each column is divided by its largest entry, so that rare tokens do not underflow. An unknown token has the
+        # factor 1 in every state; a foreign one, which none of these states emits, has 0.
+        peak = part.max(axis=0)
         unknown, foreign = len(tokens), len(tokens) + 1
-        rows = np.concatenate([(kept / peak).T, np.ones((1, len(states))), np.zeros((1, len(states)))])
+        rows = np.concatenate([(part / peak).T, np.ones((1, len(states))), np.zeros((1, len(states)))])
         local = np.full(emission.shape[1] + 1, foreign)
         local[tokens], local[-1] = np.arange(len(tokens)), unknown
         self._local = torch.as_tensor(local, device=device)
@@ -65,7 +67,7 @@ class ForwardBackward:
             for table in (
                 rows,
                 np.log(np.concatenate([peak, [1.0, 1.0]])),
-                kept,
+                part,
                 initial[states],
                 transition[np.ix_(states, states)],
             )
@@ -79,6 +81,7 @@ class ForwardBackward:
 
     @functools.cached_property
     def _wide(self) -> ForwardBackward:
+        # On the CPU whatever the device: some have no float64, and few rows come here.
         return ForwardBackward(*self._model, torch.device("cpu"), torch.float64)
 
     def log_prob(self, ids: torch.Tensor) -> torch.Tensor:
@@ -88,7 +91,8 @@ class ForwardBackward:
         result = scales.log().sum(dim=1) + self._log_peak[local].sum(dim=1)
         if (low := self._unreliable(scales.amin(dim=1))) is not None:
             result[low] = self._wide.log_prob(ids[low].cpu()).to(result)
-        return result + 0.0  # no -0.0
+        # No -0.0.
+        return result + 0.0
 
     def states_given(self, ids: torch.Tensor, out: torch.Tensor, *, own: bool) -> torch.Tensor:
         """Write (n, T, S), each position's states given all other tokens, or with `own` given all of them, to `out`.
@@ -108,6 +112,7 @@ class ForwardBackward:
         least = self._engine.conditionals(self._local[ids], out, log=log)
         possible = least > 0
         if (low := self._unreliable(least)) is not None:
+            # Of these rows the emissions are taken in float64 too: their product may be below float32 once more.
             states, possible[low] = self._again(ids[low], own=False)
             probs = (states @ self._wide.emission).to(out)
             out[low] = batches.clamped_log_(probs) if log else probs
@@ -149,8 +154,11 @@ class Recursions:
     def states(self, ids: torch.Tensor, out: torch.Tensor, *, own: bool) -> torch.Tensor:
         """Write (n, T, S), the states given all other ids, or with `own` all; return (n,) the least normalizers."""
         length = ids.shape[1]
+        # Time first: each step reads and writes one block of memory.
         states = torch.empty_like(out.transpose(0, 1), memory_format=torch.contiguous_format)
         scales = self._scaled.new_empty(3 * length - 1, len(ids))
+        # The prediction from the ids before, times the message from those behind. Dividing the posterior given all ids
+        # by the own id's factor instead would be 0 / 0 in states that cannot emit it.
         states[0] = self._initial
         emitted = [self._scaled[ids[:, t]] for t in range(length)]
         for t in range(length):
@@ -163,6 +171,7 @@ class Recursions:
             scales[length + t] = _normalize(states[t].mul_(message))
             if t:
                 message = message * emitted[t]
+                # Only the direction of a message counts. Its size is kept to find rows in which float32 has lost it.
                 scales[2 * length + t - 1] = _normalize(message)
                 message = message @ self._back
         out.copy_(states.transpose(0, 1))
@@ -196,13 +205,16 @@ class Components:
         self, initial: Float, transition: Float, emission: Float, device: torch.device, dtype: torch.dtype
     ) -> None:
         every = np.arange(len(initial))
+        # Undirected: a part is closed in both directions of time.
         labels = connected_components(transition > 0, directed=False)[1]
         parts = [(labels == label).nonzero()[0] for label in np.unique(labels)]
+        # No sentence starts in the others, and none gets there.
         parts = [part for part in parts if initial[part].any()]
         if len(parts) == 1 and len(parts[0]) == len(every):
             parts = []
         self.whole = ForwardBackward(initial, transition, emission, every, device, dtype)
         self.parts = [ForwardBackward(initial, transition, emission, part, device, dtype) for part in parts]
+        # misses[c, k]: whether part k cannot emit token c; the last row is for unknown tokens, which all can.
         misses = np.ones((emission.shape[1] + 1, len(parts)), dtype=np.float32)
         for index, part in enumerate(parts):
             misses[:-1, index] = ~emission[part].any(axis=0)
@@ -217,6 +229,8 @@ class Components:
         if not self.parts:
             return [(None, self.whole)]
         candidate = self._misses[ids].sum(dim=1) <= spare
+        # A row that several parts could have written is a mixture of theirs; one that no part can is impossible. Both
+        # are the whole model's to find out.
         chosen = torch.where(candidate.sum(dim=1) == 1, candidate.int().argmax(dim=1), len(self.parts))
         pairs = [((chosen == index).nonzero()[:, 0], model) for index, model in enumerate([*self.parts, self.whole])]
         return [(rows, model) for rows, model in pairs if len(rows)]

@@ -35,6 +35,7 @@ class Kernels:
     def __init__(
         self, initial: torch.Tensor, transition: torch.Tensor, scaled: torch.Tensor, emission: torch.Tensor
     ) -> None:
+        # A chart has states as rows: backwards the transitions are multiplied by it, forwards their transpose is.
         self._factors, self._back = _padded(scaled.T), _blocks(transition)
         self._ahead = _padded(initial[:, None]), _blocks(transition.T), self._factors
         self._emission = _blocks(emission.T)
@@ -51,6 +52,7 @@ class Kernels:
 
     def states(self, ids: torch.Tensor, out: torch.Tensor, *, own: bool) -> torch.Tensor:
         """Write (n, T, S), the states given all other ids, or with `own` all; return (n,) the least normalizers."""
+        # Without rows of emissions there is no product, and the states themselves are handed out.
         return self._smooth(ids, self._emission[:0], out.numpy(), own=own, log=False)
 
     def conditionals(self, ids: torch.Tensor, out: torch.Tensor, *, log: bool) -> torch.Tensor:
@@ -60,13 +62,17 @@ class Kernels:
     def _smooth(self, ids: torch.Tensor, emission: Floats, out: Floats, *, own: bool, log: bool) -> torch.Tensor:
         least, length = self._empty(len(ids)), ids.shape[1]
         for rows, lanes in self._tiles(ids):
+            # Charts: T of states, T of emission factors, which both directions use, one for states that are not asked
+            # for, three for `backward`. Normalizers: T forwards, and backwards T of states and T - 1 of messages.
             charts, scales = self._charts(2 * length + 4, lanes), self._empty(3 * length - 1, lanes.shape[1])
             states, emitted, one, work = charts[:length], charts[length:-4], charts[-4:-3], charts[-3:]
+            # The states given all ids go on from the filtered ones, those given all others from the predicted ones.
             forward(lanes, *self._ahead, *((one, states) if own else (states, one)), emitted, scales.numpy())
             product = self._empty(_BLOCK * len(emission), lanes.shape[1])
             for t in range(length - 1, -1, -1):
                 backward(t, self._back, emission, states, emitted, work, product.numpy(), scales[length:].numpy())
-                if log:  # here, where they are in the cache
+                # Here, while the product is in the cache.
+                if log:
                     clamped_log_(product)
                 hand_out(product.numpy() if len(emission) else work[0], t, out[rows])
             least[rows] = scales[:, : len(least[rows])].amin(dim=0)
@@ -78,14 +84,16 @@ class Kernels:
         It begins where a vector may, as torch's does: elsewhere products take twice as long.
         """
         shape = count, len(self._factors), lanes.shape[1]
-        kept: torch.Tensor | None = getattr(_memory, "kept", None)
-        if kept is None or kept.numel() * kept.itemsize < math.prod(shape) * self._emission.itemsize:
-            kept = _memory.kept = torch.empty(math.prod(shape) * self._emission.itemsize, dtype=torch.uint8)
-        return kept.numpy().view(self._emission.dtype)[: math.prod(shape)].reshape(shape)
+        size = math.prod(shape) * self._emission.itemsize
+        buffer: torch.Tensor | None = getattr(_memory, "buffer", None)
+        if buffer is None or buffer.numel() < size:
+            buffer = _memory.buffer = torch.empty(size, dtype=torch.uint8)
+        return buffer[:size].numpy().view(self._emission.dtype).reshape(shape)
 
     def _tiles(self, ids: torch.Tensor) -> Iterator[tuple[slice, Integers]]:
         """Yield rows and their (T, lanes) ids, of whole vectors: the last sentence may be there more than once."""
         size = LANE_BYTES // self._emission.itemsize
+        # Unsigned: numba would test every signed index for being negative.
         columns = ids.numpy().T.astype(np.uint32)
         for first in range(0, len(ids), size):
             part = columns[:, first : first + size]
@@ -157,6 +165,7 @@ def weigh(left: Floats, right: Floats, out: Floats, total: Floats) -> None:
             total[lane] += value
     inverse = np.empty_like(total)
     for lane in range(len(total)):
+        # Where the total is 0, so is the row, and it stays: 0 / 0 would be NaN, and slow.
         inverse[lane] = 1 / max(total[lane], np.finfo(total.dtype).tiny)
     for state in range(len(out)):
         product = out[state]
@@ -205,6 +214,7 @@ def backward(
     The positions are taken from the last to the first. `work` is the result, a message from behind and a chart.
     """
     smoothed, message, chart = work[0], work[1], work[2]
+    # Nothing is behind the last position.
     if t == len(states) - 1:
         message[:] = 1
     weigh(states[t], message, smoothed, scales[2 * t])
@@ -220,7 +230,8 @@ def hand_out(chart: Floats, t: int, out: Floats) -> None:
     whole = len(out) // 16 * 16
     for first in range(0, whole, 16):
         for row in range(out.shape[2]):
-            for lane in range(16):  # a number that the compiler knows halves the time
+            # With a number that the compiler knows: half the time of a loop to a variable.
+            for lane in range(16):
                 out[first + lane, t, row] = chart[row, first + lane]
     for lane in range(whole, len(out)):
         for row in range(out.shape[2]):

@@ -93,7 +93,8 @@ class FoldedRules:
             np.searchsorted(self.chained, grammar.unary).tolist(), grammar.unary_probs, strict=True
         ):
             below.setdefault(a, []).append((b, prob))
-        for a in graphlib.TopologicalSorter({a: [b for b, _ in own] for a, own in below.items()}).static_order():
+        # Symbols below come first: their rows are complete when they are added to those above.
+        for a in graphlib.TopologicalSorter({a: [b for b, _ in rules] for a, rules in below.items()}).static_order():
             for b, prob in below.get(a, ()):
                 self.closure[a] += prob * self.closure[b]
         emission = np.zeros((size, len(grammar.vocabulary)))
@@ -109,11 +110,13 @@ class FoldedRules:
 
     def _fold(self, grammar: Grammar) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         size = len(grammar.symbols)
+        # A rule as one number, so that `unique` finds the same rule reached by several chains; these add up.
         codes, probs = [], []
         for (a, d), prob in zip(self.chains, self._chain_probs, strict=True):
-            own = slice(*np.searchsorted(grammar.binary[:, 0], [d, d + 1]))
-            codes.append((a * size + grammar.binary[own, 1]) * size + grammar.binary[own, 2])
-            probs.append(prob * grammar.binary_probs[own])
+            # `Grammar.binary` ascends, so that a symbol's rules are together.
+            of_d = slice(*np.searchsorted(grammar.binary[:, 0], [d, d + 1]))
+            codes.append((a * size + grammar.binary[of_d, 1]) * size + grammar.binary[of_d, 2])
+            probs.append(prob * grammar.binary_probs[of_d])
         unique, index = np.unique(np.concatenate(codes), return_inverse=True)
         total = np.bincount(index, weights=np.concatenate(probs), minlength=len(unique))
         binary = np.stack([unique // size**2, unique // size % size, unique % size], axis=1).astype(np.int64)
@@ -121,6 +124,7 @@ class FoldedRules:
 
     def _lengths(self, max_length: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
         size = len(self.emission)
+        # Apart from the probabilities, which may underflow to 0 where a length is possible.
         feasible = np.zeros((size, max_length + 1), dtype=bool)
         probs = np.zeros((size, max_length + 1))
         feasible[:, 1], probs[:, 1] = self.emission.any(axis=1), self.emission.sum(axis=1)
@@ -144,6 +148,7 @@ class Planner:
 
     def __init__(self, rules: FoldedRules):
         patterns, group_of = np.unique(rules.feasible, axis=0, return_inverse=True)
+        # NumPy 2.0.0 returns the inverse as a column where an axis is given.
         self.group_of: npt.NDArray[np.int64] = group_of.reshape(-1)
         self.members = [np.flatnonzero(self.group_of == group) for group in range(len(patterns))]
         self._feasible = [frozenset(np.flatnonzero(pattern).tolist()) for pattern in patterns]
@@ -160,6 +165,8 @@ class Planner:
         roots = range(len(self.members)) if every_root else [int(self.group_of[0])]
         reach = {(group, length): 1 for group in roots if length in self._feasible[group]}  # bit i: start at i
         splits: dict[Key, dict[int, list[int]]] = {}  # item: block: widths of the left part
+        # From the root down, so that only items that a parse of this length can contain are computed: for a layered
+        # grammar at its greatest length thousands of times fewer products than all spans and symbols.
         for width in range(length, 1, -1):
             for index, block in enumerate(self.blocks):
                 if mask := reach.get((block.parent, width), 0):
@@ -169,13 +176,15 @@ class Planner:
                         splits.setdefault((block.parent, width), {})[index] = cuts
                     for u in cuts:
                         reach[block.left, u] = reach.get((block.left, u), 0) | mask
+                        # The right part starts u tokens later: all starts at once, by a shift of the bits.
                         reach[block.right, width - u] = reach.get((block.right, width - u), 0) | mask << u
         starts = {key: _progression(mask) for key, mask in reach.items()}
         steps = []
-        numbers = 2 * sum(len(self.members[group]) * len(own) for (group, _), own in starts.items())
+        numbers = 2 * sum(len(self.members[group]) * len(positions) for (group, _), positions in starts.items())
         for key in sorted(splits, key=lambda key: key[1]):
             parts = tuple((index, self._cut(starts, key, index, cuts)) for index, cuts in splits[key].items())
             steps.append(Step(key, len(starts[key]), parts))
+        # The pairs, and what is gathered to the left and to the right of them; charts count twice, inside and outside.
         pairs = [3 * len(self.blocks[index].b) * step.starts for step in steps for index, _ in step.parts]
         return Plan(length, every_root, starts, tuple(steps), numbers + max(pairs, default=0))
 
@@ -201,16 +210,17 @@ class Planner:
             local[members] = np.arange(len(members))
         blocks = []
         for g, h, k in np.unique(groups, axis=0).tolist():
-            own = np.flatnonzero((groups == (g, h, k)).all(axis=1))
-            a, b, c = local[rules.binary[own]].T
+            in_block = np.flatnonzero((groups == (g, h, k)).all(axis=1))
+            a, b, c = local[rules.binary[in_block]].T
             size = len(self.members[h]), len(self.members[k])
             codes, column = np.unique(b * size[1] + c, return_inverse=True)
+            # Where half of all pairs have rules, a product of all without gathering is cheaper than gathering those.
             broadcast = 2 * len(codes) >= size[0] * size[1]
             if broadcast:
                 codes, column = np.arange(size[0] * size[1]), b * size[1] + c
             _check_table(len(self.members[g]) * len(codes), "symbols and pairs of symbols in rules A -> B C")
             weights = np.zeros((len(self.members[g]), len(codes)))
-            weights[a, column] = rules.binary_probs[own]
+            weights[a, column] = rules.binary_probs[in_block]
             blocks.append(Block(g, h, k, codes // size[1], codes % size[1], size if broadcast else None, weights))
         return blocks
 
@@ -231,13 +241,19 @@ def _check_table(numbers: int, what: str) -> None:
 
 def _progression(mask: int) -> range:
     """Return the narrowest arithmetic progression that holds the set bits of `mask`."""
+    # Starts between the set bits may come along. Nothing reads their inside scores, and their outside scores are 0.
     bits = [i for i in range(mask.bit_length()) if mask >> i & 1]
     step = math.gcd(*(b - a for a, b in itertools.pairwise(bits))) or 1
     return range(bits[0], bits[-1] + 1, step)
 
 
 def intersection(a: range, b: range) -> range:
-    """Return the common elements of two arithmetic progressions, which are one themselves."""
+    """Return the common elements of two arithmetic progressions, which are one themselves.
+
+    Example:
+        >>> intersection(range(0, 9, 2), range(0, 9, 3))
+        range(0, 7, 6)
+    """
     if a.step == b.step == 1:
         return range(max(a.start, b.start), min(a.stop, b.stop))
     common = sorted(set(a) & set(b))
@@ -247,6 +263,11 @@ def intersection(a: range, b: range) -> range:
 
 
 def part_of(whole: range, part: range) -> slice:
-    """Return the slice of `whole` that holds `part`."""
+    """Return the slice of `whole` that holds `part`.
+
+    Example:
+        >>> part_of(range(0, 9, 2), range(2, 7, 4))  # 2 and 6 of 0, 2, 4, 6, 8
+        slice(1, 4, 2)
+    """
     first, last = whole.index(part.start), whole.index(part[-1])
     return slice(first, last + 1, max(1, part.step // whole.step))  # a part of one element has step 1

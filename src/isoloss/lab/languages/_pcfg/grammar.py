@@ -32,7 +32,7 @@ from isoloss.seeds import derive
 
 Format = Literal["rules", "nltk"]
 
-_SUM_TOLERANCE = 1e-12  # probabilities that add up to 1 within this are kept to the last digit: text round-trips
+_SUM_TOLERANCE = 1e-12  # probabilities that add up to 1 within this keep their last digit: text round-trips
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,6 +93,7 @@ class Grammar:
         probs = np.concatenate([self.binary_probs, self.unary_probs, self.emission_probs])
         for (lhs, rhs), p in zip(rules, probs, strict=True):
             if names:
+                # NLTK reads no exponents; both forms have all digits.
                 blocks[lhs].append(f"{symbols[lhs]} -> {rhs} [{np.format_float_positional(p, trim='0')}]")
             else:
                 blocks[lhs].append(f"{symbols[lhs]} {rhs} {float(p)!r}")
@@ -124,11 +125,12 @@ def parse_grammar(text: str, *, source: str = "<text>") -> Grammar:
     - **Plain rule lines**: `LHS RHS ... weight` or `weight LHS RHS ...`. A name that never stands on a left side is a
       token.
 
-    The start symbol is the first left side, or what `%start X`, a first line `X` or NLTK's printed heading says. What
-    follows # is a comment, a backslash continues a line, the weights of a repeated rule add up, a symbol's weights are
-    normalized, and rules of weight 0 are left out. Rules between two symbols (`A -> B`) are allowed. A right side of
-    more than two names is split in two, with symbols named as NLTK names them (`A|<C-D>`); no probability changes.
-    A token beside another name (`A -> 'a' B`) gets a symbol of its own, named after it (`T/a`), that emits only it.
+    The start symbol is the first left side, unless `%start X`, a first line `X` or NLTK's printed heading names one.
+    Text after # is a comment, a backslash continues a line, the weights of a repeated rule add up, each symbol's
+    weights are normalized, and rules of weight 0 are left out. Rules between two symbols (`A -> B`) are allowed. A
+    right side of more than two names is split in two, with symbols named as NLTK names them (`A|<C-D>`); no probability
+    changes. A token beside another name (`A -> 'a' B`) gets a symbol of its own, named after it (`T/a`), that emits
+    only it.
 
     An `IsolossWarning` says how a text was read that is in neither of the two forms that `Grammar.to_text` writes.
     A symbol that cannot be reached from the start symbol has no part in any sentence. It is left out with its rules,
@@ -157,6 +159,7 @@ def build_grammar(rules: Iterable[Rule], *, start: str, source: str) -> Grammar:
     for rule in rules:
         line, weight = merged.get((rule.lhs, rule.rhs), (rule.line, 0.0))
         merged[rule.lhs, rule.rhs] = line, weight + rule.weight
+    # The start symbol first, as it must get the id 0.
     by_symbol: dict[str, list[Rule]] = {start: []}
     for (lhs, rhs), (line, weight) in merged.items():
         by_symbol.setdefault(lhs, []).append(Rule(line, lhs, rhs, weight))
@@ -164,9 +167,10 @@ def build_grammar(rules: Iterable[Rule], *, start: str, source: str) -> Grammar:
         raise IsolossError(f"{source}: the start symbol {start} has no rule")
     reached = _reachable(by_symbol, start)
     left_out = _left_out(by_symbol, reached, start) if len(reached) < len(by_symbol) else None
-    by_symbol = {lhs: _normalized(own, source) for lhs, own in by_symbol.items() if lhs in reached}
+    # Before the rules are checked: a symbol that cannot be reached may have rules that never end.
+    by_symbol = {lhs: _normalized(of_lhs, source) for lhs, of_lhs in by_symbol.items() if lhs in reached}
     _add_preterminals(by_symbol)
-    everything = [rule for own in by_symbol.values() for rule in own]
+    everything = [rule for of_lhs in by_symbol.values() for rule in of_lhs]
     for rule in everything:
         for name, is_token in rule.rhs:
             if not is_token and name not in by_symbol:
@@ -193,11 +197,12 @@ def _reachable(by_symbol: dict[str, list[Rule]], start: str) -> set[str]:
 
 
 def _left_out(by_symbol: dict[str, list[Rule]], reached: set[str], start: str) -> str:
-    """Return how many symbols are not reached, how many tokens go with them, and what the first ones are called."""
-    kept = vocabulary_of(rule for lhs in reached for rule in by_symbol[lhs])
-    others = {lhs: own for lhs, own in by_symbol.items() if lhs not in reached}
-    symbols = [f"{lhs} (line {own[0].line})" if own[0].line else lhs for lhs, own in others.items()]
-    tokens = [token for token in vocabulary_of(rule for own in others.values() for rule in own) if token not in kept]
+    """Return how many symbols are not reached, how many tokens go with them, and the names of the first ones."""
+    vocabulary = vocabulary_of(rule for lhs in reached for rule in by_symbol[lhs])
+    others = {lhs: rules for lhs, rules in by_symbol.items() if lhs not in reached}
+    symbols = [f"{lhs} (line {rules[0].line})" if rules[0].line else lhs for lhs, rules in others.items()]
+    emitted = vocabulary_of(rule for rules in others.values() for rule in rules)
+    tokens = [token for token in emitted if token not in vocabulary]
     told = f"{_count(symbols, 'symbol')} that cannot be reached from {start}: {first_of(symbols)}"
     return f"{told}; and {_count(tokens, 'token')} that nothing else emits: {first_of(tokens)}" if tokens else told
 
@@ -206,21 +211,22 @@ def _count(names: Sequence[str], what: str) -> str:
     return f"{len(names)} {what}{'' if len(names) == 1 else 's'}"
 
 
-def _normalized(own: Sequence[Rule], source: str) -> list[Rule]:
+def _normalized(rules: Sequence[Rule], source: str) -> list[Rule]:
     """Return one symbol's rules with probabilities for weights, without those of probability 0."""
-    total = math.fsum(rule.weight for rule in own)
+    total = math.fsum(rule.weight for rule in rules)
     if total == 0:
-        raise IsolossError(f"{location(source, own[0])}: all weights of the symbol {own[0].lhs} are 0")
+        raise IsolossError(f"{location(source, rules[0])}: all weights of the symbol {rules[0].lhs} are 0")
     if abs(total - 1) > _SUM_TOLERANCE:
-        own = [rule._replace(weight=rule.weight / total) for rule in own]
-    return [rule._replace(weight=min(rule.weight, 1.0)) for rule in own if rule.weight > 0]
+        rules = [rule._replace(weight=rule.weight / total) for rule in rules]
+    # A weight of 1 + 1e-13 within the tolerance would be a probability above 1.
+    return [rule._replace(weight=min(rule.weight, 1.0)) for rule in rules if rule.weight > 0]
 
 
 def _add_preterminals(by_symbol: dict[str, list[Rule]]) -> None:
     """Give each token that stands in a pair a symbol that emits only it, and put the symbol in its place."""
     names: dict[str, str] = {}
-    for lhs, own in list(by_symbol.items()):
-        for index, rule in enumerate(own):
+    for lhs, of_lhs in list(by_symbol.items()):
+        for index, rule in enumerate(of_lhs):
             if len(rule.rhs) == 1:
                 continue
             for token, is_token in rule.rhs:
@@ -243,6 +249,7 @@ def _check_cycles(rules: Sequence[Rule], source: str) -> None:
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
+        # graphlib lists a node's predecessor, here its right side, before it.
         cycle = error.args[1][::-1]
         first = next(rule for rule in rules if rule.lhs == cycle[0] and rule.rhs == ((cycle[1], False),))
         told = f"{location(source, first)}: the unary rules run in a cycle: {' -> '.join(cycle)}"
@@ -255,8 +262,8 @@ def _check_productive(by_symbol: dict[str, list[Rule]], start: str, source: str)
     # Every rule waits for the symbols on its right; a symbol is productive when one of its rules waits no longer.
     waiting: dict[str, list[tuple[str, set[str]]]] = {}
     productive, frontier = set[str](), list[str]()
-    for lhs, own in by_symbol.items():
-        for rule in own:
+    for lhs, rules in by_symbol.items():
+        for rule in rules:
             missing = {name for name, is_token in rule.rhs if not is_token}
             for name in missing:
                 waiting.setdefault(name, []).append((lhs, missing))
@@ -289,17 +296,20 @@ def _assemble(rules: Sequence[Rule], symbols: tuple[str, ...]) -> Grammar:
     id_of = {False: {name: i for i, name in enumerate(symbols)}, True: {name: i for i, name in enumerate(vocabulary)}}
     fields: dict[str, npt.NDArray[Any]] = {}
     for kind, size, is_emission in (("binary", 2, False), ("unary", 1, False), ("emission", 1, True)):
-        own = [rule for rule in rules if (len(rule.rhs), rule.rhs[0][1]) == (size, is_emission)]
-        rows = [(id_of[False][rule.lhs], *(id_of[is_token][name] for name, is_token in rule.rhs)) for rule in own]
-        entries = sorted(zip(rows, (rule.weight for rule in own), strict=True))
+        of_kind = [rule for rule in rules if (len(rule.rhs), rule.rhs[0][1]) == (size, is_emission)]
+        rows = [(id_of[False][rule.lhs], *(id_of[is_token][name] for name, is_token in rule.rhs)) for rule in of_kind]
+        # Ascending, which `FoldedRules` relies on, and the same whatever the order in the text.
+        entries = sorted(zip(rows, (rule.weight for rule in of_kind), strict=True))
         fields[kind] = np.array([row for row, _ in entries], dtype=np.int64).reshape(len(entries), size + 1)
         fields[f"{kind}_probs"] = np.array([weight for _, weight in entries], dtype=np.float64)
     for array in fields.values():
+        # Engines and samplers share the tables without copying them.
         array.flags.writeable = False
     return Grammar(symbols=symbols, vocabulary=vocabulary, **fields)
 
 
 def _natural(name: str) -> tuple[list[str | int], str]:
+    # Splitting by a group puts the digits at odd indices: numbers are only ever compared with numbers.
     parts: list[str | int] = [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
     return parts, name
 
@@ -347,8 +357,10 @@ def random_grammar(config: PCFGConfig) -> Grammar:
     add("S", [((name, False),) for name in names[0]], 1.0)
     for level in range(config.levels):
         below = names[level + 1]
-        first_children = rng.permutation(size)  # dealt one to each symbol: every symbol below is used
+        # Dealt one to each symbol: every symbol below is used.
+        first_children = rng.permutation(size)
         for index, lhs in enumerate(names[level]):
+            # a pair of symbols as one number, left * size + right
             first = int(first_children[index]) * size + int(rng.integers(size))
             others = [int(code) for code in rng.permutation(size * size) if code != first]
             pairs = [first, *others[: config.rules_per_symbol - 1]]
@@ -357,12 +369,14 @@ def random_grammar(config: PCFGConfig) -> Grammar:
             if config.stop_probability > 0:
                 few = rng.permutation(vocab_size)[: config.rules_per_symbol]
                 add(lhs, [((tokens[token], True),) for token in few], config.stop_probability)
+    # So a token has two or more symbols that emit it, on average, and does not tell its symbol.
     emitted = min(vocab_size, max(config.rules_per_symbol, math.ceil(2 * vocab_size / size)))
-    dealt = rng.permutation(vocab_size)  # every token is emitted by the symbol that it is dealt to
+    # Every token is emitted by the symbol that it is dealt to.
+    dealt = rng.permutation(vocab_size)
     for index, lhs in enumerate(names[config.levels]):
-        own = dealt[index::size]
-        others_ = rng.permutation(np.setdiff1d(dealt, own))[: emitted - len(own)]
-        add(lhs, [((tokens[token], True),) for token in (*own, *others_)], 1.0)
+        first_tokens = dealt[index::size]
+        more = rng.permutation(np.setdiff1d(dealt, first_tokens))[: emitted - len(first_tokens)]
+        add(lhs, [((tokens[token], True),) for token in (*first_tokens, *more)], 1.0)
     return build_grammar(rules, start="S", source="random grammar")
 
 
@@ -375,8 +389,8 @@ def perturbed_grammar(grammar: Grammar, perturbation: Perturbation) -> Grammar:
     for kind, owner in owners.items():
         probs = getattr(grammar, f"{kind}_probs").copy()
         for symbol in chosen:
-            own = owner == symbol
-            probs[own] = perturbation.draw(probs[own])
+            of_symbol = owner == symbol
+            probs[of_symbol] = perturbation.draw(probs[of_symbol])
         probs.flags.writeable = False
         drawn[f"{kind}_probs"] = probs
     return dataclasses.replace(grammar, **drawn)
@@ -393,7 +407,7 @@ def dyck_grammar(config: DyckConfig) -> Grammar:
 
     A group of depth 1 is always `O_i C_i`, so that the limit holds exactly and the rules need no empty string: the
     language has none. Each sentence has one derivation. Where one bracket is masked, the others imply it (its kind is
-    that of its partner, and which of the two it is follows from the number of each), so with `tokens_per_bracket` 1
+    its partner's, and which of the two it is follows from the number of each), so with `tokens_per_bracket` 1
     every full conditional has entropy 0. With more, O_i and C_i each emit one of so many tokens of their own, by
     probabilities from the flat Dirichlet distribution, and the full conditional of a bracket is that distribution.
 
@@ -416,6 +430,7 @@ def dyck_grammar(config: DyckConfig) -> Grammar:
         row, group = f"D{depth}", f"B{depth}"
         add(row, group, weight=1 - config.continue_probability)
         add(row, group, row, weight=config.continue_probability)
+        # A group of the last depth cannot nest: the limit is in the rules, not in a rejection.
         nest = config.nest_probability if depth > 1 else 0.0
         for kind in kinds:
             add(group, f"O{kind}", f"C{kind}", weight=(1 - nest) / config.kinds)
@@ -441,7 +456,7 @@ _TOLERANCE = 1e-6  # of a sum of probabilities, as for the rows of a hidden Mark
 
 
 def grammar_tables(grammar: Grammar, max_length: int) -> Stored:
-    """Return what a file keeps of a grammar's language (see `isoloss.lab.languages.save`)."""
+    """Return the tables of a grammar's language, as a file keeps them (see `isoloss.lab.languages.save`)."""
     tables = {name: getattr(grammar, name) for name in _NAMES}
     words = {"vocabulary": grammar.vocabulary, "symbols": grammar.symbols}
     return Stored(kind="pcfg", max_length=max_length, tables=tables, **words)
@@ -460,7 +475,8 @@ def read_grammar(stored: Stored, path: Path) -> Grammar:
         names = vocabulary if is_token else symbols
         for (lhs, *rhs), prob in zip(tables[name].tolist(), tables[f"{name}_probs"].tolist(), strict=True):
             rules.append((lhs, Rule(0, symbols[lhs], tuple((names[index], is_token) for index in rhs), prob)))
-    rules.sort(key=lambda entry: entry[0])  # symbols are numbered by their first rule
+    # A grammar numbers its symbols by their first rule: sorted by symbol, they get the ids that they have in the file.
+    rules.sort(key=lambda entry: entry[0])
     for lhs, symbol in enumerate(symbols):
         total = math.fsum(rule.weight for owner, rule in rules if owner == lhs)
         if abs(total - 1) > _TOLERANCE:

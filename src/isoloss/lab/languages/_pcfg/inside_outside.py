@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 # The sentences are the last axis of charts: every operation runs along contiguous memory.
 
 _BYTES = {"cpu": 1 << 23, "cuda": 1 << 30}  # working memory of one chunk of sentences: what the caches hold, on a CPU
-_COMFORTABLE = {torch.float32: 80, torch.float64: 700}  # |log2| of a scaled sentence probability that is not recomputed
+# |log2| of a scaled sentence probability that is not recomputed. The types end at 126 and 1022: the rest is room for
+# the entries of its chart.
+_COMFORTABLE = {torch.float32: 80, torch.float64: 700}
 _CALIBRATION = 16  # sentences of a chunk whose float64 probabilities set the scale in which float32 works
 
 _Run = Callable[[torch.Tensor, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -52,16 +54,22 @@ class InsideOutside:
         self._rules, self._device, self._dtype = rules, device, dtype
         self._planner = Planner(rules)
         self.unknown = rules.emission.shape[1]
+        # An unknown token is one more token, emitted with the sum of the others' probabilities: an unknown position
+        # costs nothing extra, and its conditional comes out beside the others'.
         total = rules.emission.sum(axis=1)
         self.emitting = np.flatnonzero(total > 0)
         emission = np.concatenate([rules.emission, total[:, None]], axis=1)
+        # Unscaled, a sentence of the paper's grammar loses 5 nats a token and leaves float32 at 17 tokens. Over each
+        # token's mean emission it stays near 1, but for a drift that `_calibrated` removes.
         log2_scale = np.round(np.log2(emission[self.emitting].mean(axis=0))).clip(min=-1000)
         self._log2_scale = torch.as_tensor(log2_scale, device=device)
         self._scaled = emission * np.exp2(-log2_scale)
+        # Beside numba too: only torch's charts can tell what is impossible from what underflows (`possible`).
         self._torch = TorchCharts(rules, self._planner, self._scaled, self.emitting, device)
         self.backend: Backend = backend or choose_backend(device)
 
-    @functools.cached_property  # its tables take a while in a large grammar, which may be there to be drawn from only
+    # Made when first asked: a large grammar's tables take a while, and it may be there to be drawn from only.
+    @functools.cached_property
     def _engine(self) -> TorchCharts | Kernels:
         if self.backend == "torch":
             return self._torch
@@ -78,7 +86,8 @@ class InsideOutside:
         return self._chunk(self._planner.plan(length, every_root=True), len(self._planner.group_of))
 
     def _chunk(self, plan: Plan, numbers: int) -> int:
-        if self.backend == "numba":  # its charts hold 128 sentences, whatever the chunk
+        # The kernels' charts hold 128 sentences, whatever the chunk: only the results grow with it.
+        if self.backend == "numba":
             return max(1, _BYTES["cpu"] // (self._dtype.itemsize * numbers * 128)) * 128
         return self._rows(plan)
 
@@ -109,6 +118,11 @@ class InsideOutside:
 
         return self._robust(plan, tokens, run)
 
+    def possible(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return (n,) bool: whether the grammar derives each sentence, however improbable it is."""
+        plan = self._planner.plan(tokens.shape[1])
+        return torch.cat([self._torch.possible(plan, rows) for rows in torch.split(tokens, self._rows(plan))])
+
     def inside(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (n, S) float64: the log-probability that each symbol yields exactly these tokens.
 
@@ -122,6 +136,8 @@ class InsideOutside:
             scaled = self._engine.span(plan, tokens, torch.exp2(shift).to(dtype), 0, plan.length, outer=False)[1]
             log_scale = self._log_scale(tokens, shift)[:, None]
             floor = torch.finfo(torch.float64).tiny
+            # No possible symbol has less than log(floor) - log_scale, and callers compare with log(floor): impossible
+            # ones have the lesser of the two.
             impossible = math.log(floor) - log_scale.clamp(min=0)
             return scaled.amax(dim=1), torch.where(scaled > 0, scaled.clamp(min=floor).log() - log_scale, impossible)
 
@@ -134,6 +150,8 @@ class InsideOutside:
 
         def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             factor = torch.exp2(shift).to(dtype)
+            # The outside scores are scaled by the tokens around the span, the inside scores by the tokens in it:
+            # together as z is, so that the quotient has no scale.
             z, above = self._engine.span(plan, tokens, factor, start, width, outer=True)
             # a chart holds the topmost symbol of a chain of unary rules: the closure leads to those below it
             chained = torch.as_tensor(self._rules.chained, device=self._device)
@@ -156,10 +174,12 @@ class InsideOutside:
         z, result = run(tokens, dtype, shift)
         log_z = z.double().log() - self._log_scale(tokens, shift)
         all_poor = torch.nonzero(~(_within(z, dtype) & _finite(result))).flatten()
+        # Split once more: torch's charts of these rows may need more memory than the kernels' did.
         for poor in torch.split(all_poor, self._rows(plan)) if len(all_poor) else ():
             rows = tokens[poor]
             shift, possible = self._fitted(plan, rows)
             z, again = run(rows, torch.float64, shift)
+            # z fits, but numbers of a chart may not: parts of a sentence can differ by more than 1e600.
             if not bool((_finite(again) | ~possible).all()):
                 raise IsolossError(_TOO_WIDE)
             result[poor] = again.to(result.dtype)
@@ -175,6 +195,7 @@ class InsideOutside:
 
         Multiplying by a power of two rounds nothing, so the results do not depend on which sentences are together.
         """
+        # In float64 the tokens' scales suffice up to some hundred tokens; rows beyond are fitted one by one.
         shift = torch.zeros(len(tokens), dtype=torch.float64, device=self._device)
         if dtype == torch.float32 and len(tokens):
             z = self._probabilities(plan, tokens[:_CALIBRATION], shift[:_CALIBRATION])
@@ -187,6 +208,7 @@ class InsideOutside:
         """Return (n,) the shift with which float64 holds each row, and whether the row is possible at all."""
         low = torch.full((len(tokens),), -1000.0, dtype=torch.float64, device=self._device)
         high, shift = -low, torch.zeros_like(low)
+        # Asked first: a row of probability 0 has no shift that fits, and bisection would blame the range.
         possible = self._torch.possible(plan, tokens)
         while True:
             z = self._probabilities(plan, tokens, shift)
@@ -195,7 +217,8 @@ class InsideOutside:
                 return shift, possible
             if bool((~done & (high - low < 2)).any()):
                 raise IsolossError(_TOO_WIDE)
-            small = z < 1  # an overflow, NaN included, is not small
+            # z grows with the shift. An overflow is not small, nor is the NaN that 0 times infinity leaves.
+            small = z < 1
             low, high = torch.where(small, shift, low), torch.where(small, high, shift)
             shift = torch.where(done, shift, torch.floor((low + high) / 2))
 
@@ -265,6 +288,8 @@ class TorchCharts:
             return z, z.new_zeros(len(z), 0, len(self._emitting))
         outside = self._outside(plan, inside, narrowest=1)
         scores = self._by_symbol(plan, outside, 1, range(plan.length), self._emitting)
+        # The sum over tokens is the product with the emissions' row sums: dividing here takes E numbers, after the
+        # product with the emissions it would take V.
         return z, scores / (scores @ self._tensor(self._total, factor.dtype)).unsqueeze(-1)
 
     def span(
@@ -290,16 +315,20 @@ class TorchCharts:
         for (group, width), starts in plan.starts.items():
             if width == 1:
                 columns = tokens.T[starts.start : starts.stop : starts.step]
+                # (G, P n) as (G, P, n)
                 leaf = tables.emission[group].index_select(1, columns.reshape(-1)).view(-1, len(starts), n)
                 items[group, 1] = (leaf > 0).to(tables.dtype) if support else leaf * factor
         for step in plan.steps:
             total: torch.Tensor | None = None
             for index, splits in step.parts:
                 block, (weights, b, c) = self._planner.blocks[index], tables.blocks[index]
+                # The sum over splits before the product with the rules' weights: one matrix product for each block, not
+                # one for each split.
                 pairs = torch.zeros(len(block.b), step.starts, n, dtype=tables.dtype, device=self._device)
                 for split in splits:
                     left = items[split.left][:, split.lefts]
                     right = items[split.right][:, split.rights]
+                    # (B, 1, P, n) times (1, C, P, n), without gathering either
                     if block.shape:
                         wide = pairs.view(*block.shape, step.starts, n)
                         wide[:, :, split.parents].addcmul_(left.unsqueeze(1), right.unsqueeze(0))
@@ -317,16 +346,18 @@ class TorchCharts:
         inside, n, tables = chart.items, chart.sentences, self._tables(chart.dtype)
         outside = {key: torch.zeros_like(scores) for key, scores in inside.items()}
         if (root := (int(self._planner.group_of[0]), plan.length)) in outside:
-            outside[root][0, 0] = 1  # the start symbol is the first of its group
+            # The start symbol has the id 0, so it is the first of its group.
+            outside[root][0, 0] = 1
         for step in reversed(plan.steps):
             if step.key[1] <= narrowest:
                 break
-            own = outside[step.key].view(-1, step.starts * n)
+            above = outside[step.key].view(-1, step.starts * n)
             for index, splits in step.parts:
                 block, (weights, b, c) = self._planner.blocks[index], tables.blocks[index]
-                pairs = (weights.T @ own).view(len(block.b), step.starts, n)
+                pairs = (weights.T @ above).view(len(block.b), step.starts, n)
                 for split in splits:
                     left, right = inside[split.left][:, split.lefts], inside[split.right][:, split.rights]
+                    # Views: what is added to them is in `outside`.
                     to_left = outside[split.left][:, split.lefts]
                     to_right = outside[split.right][:, split.rights]
                     if block.shape:
@@ -360,8 +391,8 @@ class TorchCharts:
             rows = np.flatnonzero(np.isin(symbols, self._planner.members[key[0]]))
             if key[1] == width and shared and len(rows):
                 local = self._tensor(np.searchsorted(self._planner.members[key[0]], symbols[rows]), torch.int64)
-                own = scores[:, part_of(plan.starts[key], shared)].index_select(0, local)
-                out[self._tensor(rows, torch.int64), part_of(positions, shared)] = own
+                scores_here = scores[:, part_of(plan.starts[key], shared)].index_select(0, local)
+                out[self._tensor(rows, torch.int64), part_of(positions, shared)] = scores_here
         return out.permute(2, 1, 0)
 
     def _tensor(self, array: npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:

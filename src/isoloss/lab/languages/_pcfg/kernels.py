@@ -17,7 +17,9 @@ import torch
 from isoloss.lab.jit import jit
 from isoloss.lab.languages._pcfg.charts import FoldedRules, Key, Plan, Planner
 
-LANES = 128  # sentences of a chart: long enough for vector loops, short enough for a second-level cache
+# Sentences of a chart. With 32, loops take 2 to 3 times as long a sentence, most of it before they begin (checks that
+# arrays do not overlap); with many more, charts leave the second-level cache.
+LANES = 128
 _FEWEST_LANES = 8  # the widest vector of a processor in float64
 
 Integers = npt.NDArray[np.int64]
@@ -69,7 +71,7 @@ class Kernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (n,) scaled probabilities and, with `leaves`, (n, T, E) normalized outside scores of the tokens.
 
-        Leaves are multiplied by `factor` (n,), whose dtype is that of the arithmetic.
+        Leaves are multiplied by `factor` (n,), in whose dtype all is computed.
         """
         n, length = tokens.shape
         z = torch.zeros(n, dtype=factor.dtype)
@@ -112,6 +114,7 @@ class Kernels:
         rules = (self._pairs, self._targets, tables.weights)
         # Few sentences have a narrower chart: a large grammar's would take gigabytes of lanes that hold nothing.
         lanes = min(LANES, max(_FEWEST_LANES, 1 << (len(tokens) - 1).bit_length()))
+        # One chart serves all: the caller has read it when it asks for the next 128 sentences.
         inside = np.empty((flat.rows, lanes), dtype=tables.weights.dtype)
         outside = inside if narrowest is None else np.empty_like(inside)
         for first in range(0, len(tokens), LANES):
@@ -120,6 +123,7 @@ class Kernels:
             if narrowest is not None:
                 outside.fill(0)
                 outside[flat.root] = 1
+                # Narrower items are not asked for. The widths ascend, as the plan's steps do.
                 wider = flat.parts[np.searchsorted(flat.widths, narrowest, side="right") :]
                 fill_outside(outside, inside, wider, flat.splits, *rules)
             yield first, inside, outside
@@ -195,6 +199,7 @@ def _flat_blocks(planner: Planner) -> tuple[list[tuple[int, int]], Integers, Int
     weights: list[float] = []
     for block in planner.blocks:
         before = len(pairs)
+        # Blocks in which torch broadcasts hold pairs that no rule has; a loop leaves them out.
         for k in np.flatnonzero(block.weights.any(axis=0)).tolist():
             parents = np.flatnonzero(block.weights[:, k])
             pairs.append((int(block.b[k]), int(block.c[k]), len(targets), len(targets) + len(parents)))
@@ -212,6 +217,7 @@ def _table(rows: list[Any], columns: int) -> Integers:
 
 
 # Products may be fused with the sums that take them, which rounds once instead of twice; nothing is reordered.
+# error_model: 1 / 0 is infinity, as in NumPy, and raises nothing: impossible rows go through, and are found by z.
 _compiled = jit(nogil=True, error_model="numpy", fastmath={"contract"})
 
 
@@ -220,10 +226,12 @@ def fill_leaves(
     inside: Floats, tokens: Integers, factor: Floats, first: int, emission: Floats, leaves: Integers
 ) -> None:
     """Set the rows of single tokens, and all others to 0; lanes beyond the last sentence repeat it."""
+    # `fill_inside` adds to a parent in several parts.
     inside[:] = 0
     for f in range(len(leaves)):
         row, position, column, size = leaves[f, 0], leaves[f, 1], leaves[f, 2], leaves[f, 3]
         for lane in range(inside.shape[1]):
+            # Full lanes leave the other loops without a test of which of them count.
             sentence = min(first + lane, len(tokens) - 1)
             token = tokens[sentence, position]
             for g in range(size):
@@ -247,6 +255,7 @@ def fill_inside(
                 left, right = splits[s, 0] + b, splits[s, 1] + c
                 for lane in range(inside.shape[1]):
                     pair[lane] += inside[left, lane] * inside[right, lane]
+            # The sum over splits is computed once for a pair (B, C), and serves every rule A -> B C.
             for r in range(pairs[k, 2], pairs[k, 3]):
                 row, weight = parent + targets[r], weights[r]
                 for lane in range(inside.shape[1]):
@@ -269,6 +278,8 @@ def fill_outside(
         parent = parts[q, 0]
         for k in range(parts[q, 1], parts[q, 2]):
             b, c = pairs[k, 0], pairs[k, 1]
+            # Backwards likewise: the sum over A of weight times outside once for a pair, then handed to all splits.
+            # Every pair has a rule, so the first one starts the sum.
             row, weight = parent + targets[pairs[k, 2]], weights[pairs[k, 2]]
             for lane in range(inside.shape[1]):
                 pair[lane] = weight * outside[row, lane]
@@ -289,6 +300,8 @@ def write_scores(
     scores: Floats, outside: Floats, first: int, leaves: Integers, total: Floats, score_of: Integers
 ) -> None:
     """Divide each token's outside scores by the mass that they give to all tokens, and write them by sentence."""
+    # Normalized here, on the symbols that emit: after the product with the emissions it would be two more passes over
+    # all V tokens.
     mass = np.zeros((scores.shape[1], outside.shape[1]), outside.dtype)
     for f in range(len(leaves)):
         row, position, column = leaves[f, 0], leaves[f, 1], leaves[f, 2]

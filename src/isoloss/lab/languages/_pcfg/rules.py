@@ -101,9 +101,11 @@ def _rule_lines(text: str, source: str) -> list[tuple[int, str]]:
     """Return (number, line) without comments and empty lines; a line that begins with | goes on with the rule above."""
     lines: list[tuple[int, str]] = []
     continued = False
+    # Not splitlines(), which also splits at characters that tokens may hold, such as U+2028; and Windows puts a byte
+    # order mark in front.
     for number, raw in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
         line = raw.strip()
-        # a treebank's tag # has rules, too
+        # A treebank has a tag #, whose rules are no comments.
         if not line or (line.startswith("#") and not re.match(rf"#\s+{ARROW.pattern}.*[\d\])]$", line)):
             continue
         if lines and (continued or re.match(r"\|(?!\|)", line)):
@@ -128,6 +130,7 @@ def _header(lines: list[tuple[int, str]], source: str) -> tuple[list[tuple[int, 
             start = directive[1]
         elif index == 0 and (printed := _PRINTED.fullmatch(line)):
             start = printed[1]
+        # A space is added, because : and = count as arrows only before one.
         elif index == 0 and len(lines) > 1 and line.split() == [line] and not ARROW.search(f"{line} "):
             start = line
         else:
@@ -141,13 +144,13 @@ def _is_arrow_file(lines: Sequence[tuple[int, str]]) -> bool:
     A `->` between spaces always is. Of the others more than half of the lines must have one, and something behind it
     besides the weight: `S = 1` is a plain rule line, where S emits the token =.
     """
-    found = 0
+    with_arrow = 0
     for _, line in lines:
         match = _SPACED.match(line) or _TIGHT.match(line)
         if match and match["arrow"] == "->" and _SPACED.match(line):
             return True
-        found += bool(match and (match["front"] or not re.fullmatch(_NUMBER, match["rest"])))
-    return 2 * found > len(lines)
+        with_arrow += bool(match and (match["front"] or not re.fullmatch(_NUMBER, match["rest"])))
+    return 2 * with_arrow > len(lines)
 
 
 def _read_arrows(lines: Sequence[tuple[int, str]], source: str, notes: list[str]) -> list[Rule]:
@@ -161,6 +164,7 @@ def _read_arrows(lines: Sequence[tuple[int, str]], source: str, notes: list[str]
             )
         matches.append((number, match))
         arrows[match["arrow"]] = None
+    # All left sides before any right side: only then is it known which unquoted names are tokens.
     symbols = {match["lhs"] for _, match in matches}
     alternatives = [
         _Alternative(number, match["lhs"], match["front"], parts)
@@ -212,7 +216,7 @@ def _alternatives(text: str, symbols: set[str], where: str) -> Iterator[list[tup
             yield parts
             parts = []
         elif lexeme.startswith("#") and kind == "name" and lexeme not in symbols:
-            # a comment, or the weight
+            # A comment, or the weight; behind a weight in brackets, a comment that begins with a number.
             weight = _HASH_WEIGHT.match(text, match.start("name"))
             if not weight or (parts and parts[-1][0] == "bracketed"):
                 break
@@ -273,6 +277,8 @@ def _named(text: str, kind: str, symbols: set[str], *, in_quotes: bool) -> tuple
         return text[1:-1], True
     if text in ("''", '""') and text not in symbols:
         return "", True
+    # One quoted token anywhere means that the file quotes its tokens: then an unquoted name without rules is a mistake,
+    # and is reported as one.
     return text, not in_quotes and text not in symbols
 
 
@@ -301,12 +307,14 @@ def _read_plain(lines: Sequence[tuple[int, str]], source: str, notes: list[str])
     form = "weight LHS RHS ..." if in_front else "LHS RHS ... weight"
     rows: list[tuple[int, float, list[str]]] = []
     for number, parts in fields:
-        own = parts[: _comment(parts)] if in_front else _without_comment(parts)
-        if len(own) < 3:
-            raise IsolossError(f"{source}, line {number}: a rule is {form}, 3 or more fields; this line has {len(own)}")
+        words = parts[: _comment(parts)] if in_front else _without_comment(parts)
+        if len(words) < 3:
+            raise IsolossError(
+                f"{source}, line {number}: a rule is {form}, 3 or more fields; this line has {len(words)}"
+            )
         where = f"{source}, line {number}"
-        weight = _weight(own[0] if in_front else own[-1], where)
-        rows.append((number, weight, own[1:] if in_front else own[:-1]))
+        weight = _weight(words[0] if in_front else words[-1], where)
+        rows.append((number, weight, words[1:] if in_front else words[:-1]))
     if in_front:
         notes.append(f"a line is {form}, and names without a rule of their own are tokens")
     symbols = {names[0] for _, _, names in rows}
@@ -341,12 +349,14 @@ def _split_long(rules: list[Rule], notes: list[str]) -> list[Rule]:
             rest = rhs[1:]
             is_new = rest not in names
             if is_new:
+                # As NLTK's chomsky_normal_form names them.
                 name = f"{rule.lhs}|<{'-'.join(name for name, _ in rest)}>"
                 while name in taken:
                     name += "_"
                 taken.add(name)
                 names[rest] = name
             out.append(Rule(rule.line, lhs, (rhs[0], (names[rest], False)), weight))
+            # Its rules are there: a suffix that several rules share gets one symbol.
             if not is_new:
                 break
             lhs, rhs, weight = names[rest], rest, 1.0
@@ -361,11 +371,11 @@ def _split_long(rules: list[Rule], notes: list[str]) -> list[Rule]:
 
 def _check_sums(rules: Sequence[Rule], sums_to_one: dict[str, bool], source: str, notes: list[str]) -> None:
     """Refuse bracketed probabilities that NLTK refuses, for a sum that is not 1 is a slip; note other weights' sums."""
-    own: dict[str, list[Rule]] = {}
+    by_symbol: dict[str, list[Rule]] = {}
     for rule in rules:
-        own.setdefault(rule.lhs, []).append(rule)
+        by_symbol.setdefault(rule.lhs, []).append(rule)
     others = []
-    for lhs, of_symbol in own.items():
+    for lhs, of_symbol in by_symbol.items():
         total = math.fsum(rule.weight for rule in of_symbol)
         if abs(total - 1) < _NLTK_TOLERANCE:
             continue

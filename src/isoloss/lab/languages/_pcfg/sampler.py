@@ -40,6 +40,7 @@ class Sampler:
 
     def __init__(self, grammar: Grammar, max_length: int):
         self._grammar, self._max_length = grammar, max_length
+        # Cut at max_length + 1, which stands for all that is longer.
         self._bounded = bool(longest_yields(grammar, max_length + 1)[0] <= max_length)
         self._chains = _chains(grammar)
 
@@ -62,7 +63,10 @@ class Sampler:
         if refined:
             self._check(length)
         longest = self._max_length if length is None else length
+        # A binary tree over L tokens has 2 L - 1 nodes, each at the end of a chain of unary rules.
         most_nodes = (2 * longest - 1) * (len(self._chains) + 1)
+        # Rows are symbol * columns + width: the start symbol with a given width, the last row, which draws the width,
+        # or without widths the start symbol.
         root = length if length is not None else len(rewrites.tables.offsets) - 2 if refined else 0
         numbers = torch.arange(sentences) if isinstance(sentences, int) else sentences
         return alias_sampling.draw_derivations(
@@ -96,6 +100,7 @@ class Sampler:
         lhs = np.concatenate([grammar.binary[:, 0], grammar.unary[:, 0], grammar.emission[:, 0]])
         probs = np.concatenate([grammar.binary_probs, grammar.unary_probs, grammar.emission_probs])
         size = len(grammar.symbols)
+        # One column tells the sampler that there are no widths; the numbers are not read.
         no_widths = np.zeros((size, 1)), np.zeros((len(grammar.binary), 1))
         return self._rewrites(lhs, np.arange(len(lhs)), probs, size, *no_widths)
 
@@ -126,8 +131,11 @@ class Sampler:
         for width in range(1, columns):
             if width > 1:
                 total = np.einsum("ru,ru->r", inside[b, 1:width], inside[c, width - 1 : 0 : -1])
+                # `_refined` divides 2^52 by it, which must be finite.
                 splits[:, width] = np.where(total < _SMALLEST, 0, total)
                 inside[:, width] = np.bincount(a, weights=grammar.binary_probs * splits[:, width], minlength=size)
+            # After the binary rules of this width, and lower symbols before those above them: what is added is
+            # complete.
             for rules in self._chains:
                 upper, lower = grammar.unary[rules].T
                 probs = grammar.unary_probs[rules] * inside[lower, width]
