@@ -18,6 +18,7 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.brackets import OPEN, Brackets
+from isoloss.lab.languages.exact import all_sentences
 from isoloss.paper.theory.bracket_settings import LENGTHS, Settings
 from isoloss.paper.theory.statements import Statement, counter, mean_and_stderr
 
@@ -36,8 +37,8 @@ LOSSES = (0.1, 0.01, 1e-9)  # that random features are to reach
 EXTRA_FEATURES = 2  # random features, as a multiple of those that fit every input
 WIDTHS = (2, 4, 8, 16)  # of the models with the two neurons
 MAX_K = 50  # up to which Lemma G.5 is checked
-ZERO_LOSS = 1e-9  # squared answers
-EXACT = 1e-9  # relative error of what holds exactly
+ZERO_LOSS = 1e-9  # squared answers; for solutions that are constructed, not reached by descent
+EXACT = 1e-9  # relative error that rounding may leave where something holds exactly
 DESCENT_ALLOWED = 0.01  # of the bound
 ERRORS = 4.0  # standard errors that a frequency may be off; there are a dozen of them
 
@@ -88,7 +89,7 @@ class BracketAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n,): f of encoded sentences (n, T, 2 T)."""
-        attended = (self.attention(x)[:, None] @ x)[:, 0]
+        attended = (self.attention(x)[:, None] @ x)[:, 0]  # (n, 1, T) by (n, T, 2 T)
         return (attended @ self.value.T).relu() @ self.output / len(self.output)
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,21 +120,33 @@ def pretraining_inputs(length: int) -> Inputs:
         >>> len(pretraining_inputs(6).y), num_inputs(6)
         (240, 240)
     """
-    language, strings = _language_and_strings(length)
-    sentences = strings[language.mismatch(strings) == 0]
-    tokens = sentences.repeat_interleave(length, dim=0)
-    hidden = torch.eye(length, dtype=torch.bool).repeat(len(sentences), 1)
+    language = _language(length)
+    tokens, hidden = each_bracket_hidden(language)
+    # `encode` draws the sign that hides a token; which one does not matter, as the other is appended
     z = language.encode(tokens, hidden, generator=torch.Generator())
     y = torch.where(tokens[hidden] == OPEN, 1.0, -1.0).double()
     signs = torch.ones(2 * length, dtype=torch.float64)
-    signs[length:] = -1  # the other sign that may hide a token
+    signs[length:] = -1
     return Inputs(torch.cat([z, z * signs]), torch.cat([y, y]))
 
 
 def downstream_inputs(length: int) -> Inputs:
     """Return all 2^T strings of brackets, none hidden."""
-    language, strings = _language_and_strings(length)
+    language, strings = _language(length), torch.cartesian_prod(*[torch.arange(2)] * length)
     return Inputs(language.encode(strings), language.mismatch(strings).double())
+
+
+def each_bracket_hidden(language: Brackets) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return every sentence T times, (T C(T, T/2), T), and with it (T C(T, T/2), T) bool, true at a bracket each time.
+
+    Example:
+        >>> tokens, hidden = each_bracket_hidden(Brackets(2))
+        >>> tokens.tolist(), hidden.long().tolist()
+        ([[0, 1], [0, 1], [1, 0], [1, 0]], [[1, 0], [0, 1], [1, 0], [0, 1]])
+    """
+    sentences = all_sentences(language)[0].tokens
+    hidden = torch.eye(language.length, dtype=torch.bool).repeat(len(sentences), 1)
+    return sentences.repeat_interleave(language.length, dim=0), hidden
 
 
 def num_inputs(length: int) -> int:
@@ -141,11 +154,10 @@ def num_inputs(length: int) -> int:
     return 2 * length * math.comb(length, length // 2)
 
 
-def _language_and_strings(length: int) -> tuple[Brackets, torch.Tensor]:
-    """Return the language and all 2^T strings, (2^T, T)."""
+def _language(length: int) -> Brackets:
     if length not in LENGTHS:
         raise IsolossError(f"the length is {length}; it must be {', '.join(map(str, LENGTHS))}, to visit every input")
-    return Brackets(length), torch.cartesian_prod(*[torch.arange(2)] * length)
+    return Brackets(length)
 
 
 class Squares(NamedTuple):
@@ -198,7 +210,7 @@ def attend(model: BracketAttention, z: torch.Tensor) -> tuple[torch.Tensor, torc
     """Return (n, T) the attention a and (n, 2 T) h, what it gives, from z: as from the tokens, but without zeros."""
     scores = _by_token(z * (_queries(model, z) @ model.key))
     weights = scores.softmax(dim=1)
-    return weights, z * weights.repeat(1, 2)
+    return weights, z * weights.repeat(1, 2)  # coordinates j and j + T are of one token
 
 
 def squares(model: BracketAttention, z: torch.Tensor, *, count_kink: bool = False) -> Squares:
@@ -212,14 +224,15 @@ def squares(model: BracketAttention, z: torch.Tensor, *, count_kink: bool = Fals
     weights, h = attend(model, z)
     norms = h.norm(dim=1)
     reads = h @ model.value.T
+    # on a kink rounding decides the sign of V_i h; so kinks are found first, and count as active by choice alone
     kinks = reads.abs() <= KINK * norms[:, None] * model.value.norm(dim=1)
     used = (model.value != 0).any(dim=1) & (model.output != 0)
     active = kinks | (reads > 0) if count_kink else ~kinks & (reads > 0)
     indicator = active.to(z.dtype)
-    values = reads * indicator
-    by_h = (indicator * model.output) @ model.value / m
-    by_score = weights * (_by_token(z * by_h) - (h * by_h).sum(dim=1, keepdim=True))
-    pulled = z * by_score.repeat(1, 2)
+    values = reads * indicator  # (n, m) relu(V h); `descend` differentiates it, the indicator as a constant
+    by_h = (indicator * model.output) @ model.value / m  # (n, 2 T)
+    by_score = weights * (_by_token(z * by_h) - (h * by_h).sum(dim=1, keepdim=True))  # (n, T), by the softmax' Jacobian
+    pulled = z * by_score.repeat(1, 2)  # (n, 2 T) sum_j c_j x_j
     by_key = _queries(model, z).square().sum(dim=1) * pulled.square().sum(dim=1)
     return Squares(
         outputs=values @ model.output / m,
@@ -255,6 +268,7 @@ def flatness(model: BracketAttention, inputs: Inputs, *, count_kink: bool = Fals
         (True, 2.0)
     """
     m = len(model.output)
+    # at T = 10 a table of all inputs and random features has 26 million numbers, 0.2 GB, and `squares` makes several
     blocks = [squares(model, z, count_kink=count_kink) for z in torch.split(inputs.z, max(1, _TRACE_BLOCK // m))]
     outputs, neurons, attention, products, norms, on_kink = map(torch.cat, zip(*blocks, strict=True))
     least = bound(inputs.length, m)
@@ -348,6 +362,7 @@ def random_features(inputs: Inputs, width: int, *, seed: int) -> BracketAttentio
         raise IsolossError(f"the width is {width}; random features fit every input of {inputs.length} from {least} on")
     value = _values(inputs.length, width, seed)
     rows, targets = _equations(inputs, value)
+    # `gels` takes a matrix of full rank, as this is from the full width on, and gives the solution of least norm
     output = torch.linalg.lstsq(rows, targets[:, None], driver="gels").solution[:, 0]
     return with_even_attention(value, output)
 
@@ -363,7 +378,8 @@ def balanced(model: BracketAttention, inputs: Inputs) -> BracketAttention:
     for block in torch.split(h, 512):
         reads = block @ model.value.T
         values += reads.relu().square().sum(dim=0)
-        active += (reads > 0).sum(dim=0) / inputs.length
+        active += (reads > 0).sum(dim=0) / inputs.length  # times |h|^2, which is 1 / T
+    # s^2 * values + u^2 * active / s^2 is the neuron's part of the trace, up to a factor; it is least at this s
     wanted = (model.output.square() * active / values).pow(0.25)
     scale = torch.where((values > 0) & (model.output != 0), wanted, 1.0)  # an idle neuron stays as it is
     return with_even_attention(model.value * scale[:, None], model.output / scale)
@@ -377,8 +393,9 @@ def losses_by_width(inputs: Inputs, *, seed: int) -> torch.Tensor:
     rows, targets = _equations(inputs, _values(inputs.length, full_width(inputs.length), seed))
     basis = torch.linalg.qr(rows).Q
     parts = (targets @ basis).square()
-    left = parts.flip(0).cumsum(0).flip(0)
-    return torch.cat([left, torch.zeros(1, dtype=left.dtype)])
+    # summed from the last feature on: 1 minus the sum of the first ones would be rounding below the least of LOSSES
+    losses = parts.flip(0).cumsum(0).flip(0)
+    return torch.cat([losses, torch.zeros(1, dtype=losses.dtype)])
 
 
 def shifted_signs(k: int) -> torch.Tensor:
@@ -404,9 +421,10 @@ def _equations(inputs: Inputs, value: torch.Tensor) -> tuple[torch.Tensor, torch
     is brought to 2 T rows.
     """
     length, width = inputs.length, len(value)
-    pairs = inputs.z[inputs.z @ torch.arange(2 * length).double().exp2() > 0]  # z, not -z
-    weight = 1 / (2 * width * length * math.sqrt(len(pairs)))
-    triangle = torch.linalg.qr(pairs, mode="r").R
+    # z, not -z: entries are 0 and ±1, so the last one that is not 0 decides the sign of their sum with weights 2^i
+    pairs = inputs.z[inputs.z @ torch.arange(2 * length).double().exp2() > 0]
+    weight = 1 / (2 * width * length * math.sqrt(len(pairs)))  # f = 1/m u^T relu(V z / T), relu(s) = (|s| + s) / 2
+    triangle = torch.linalg.qr(pairs, mode="r").R  # |R w| = |pairs @ w| for every w
     answer = torch.zeros(2 * length, dtype=torch.float64)
     answer[:length] = -1
     odd = triangle @ value.T
@@ -442,6 +460,7 @@ def descend(
     first, last = map(math.log, WEIGHTS)
     for step in range(steps):
         fraction = step / steps
+        # Adam's steps are as long as its rate however small the gradient, so only a rate that falls to 0 lets it settle
         optimizer.param_groups[0]["lr"] = RATE * min(1, 2 * (1 - fraction))
         at = squares(model, inputs.z)
         ratio = 2 * (at.neurons + at.attention).mean() / least
@@ -500,6 +519,7 @@ def sign_missing(length: int, samples: int) -> float:
         (1.0, 0.0687)
     """
     zero = math.comb(length, length // 2) / 2**length
+    # no positive one, or no negative one, each (1 + p) / 2 per string; all 0 would count twice
     return float(2 * ((1 + zero) / 2) ** samples - zero**samples)
 
 
@@ -518,12 +538,13 @@ def population_losses(products: torch.Tensor, answers: torch.Tensor, chosen: tor
     """
     size = max(1, _HEAD_BLOCK // (len(answers) * chosen.shape[1]))
     losses = []
-    for block in torch.split(chosen, size):
-        own = products[block[:, :, None], block[:, None, :]]
-        values, vectors = torch.linalg.eigh(own)
-        kept = values > CUTOFF * products.diagonal().max()
+    for block in torch.split(chosen, size):  # (k, n)
+        # (k, n, n). Strings are drawn with replacement and features may be dependent, so that this has no inverse
+        values, vectors = torch.linalg.eigh(products[block[:, :, None], block[:, None, :]])
+        # relative to all strings, not to the training set: on one whose answers are all 0 two neurons give 0 alone
+        is_nonzero = values > CUTOFF * products.diagonal().max()
         parts = (vectors.transpose(1, 2) @ answers[block][:, :, None])[:, :, 0]
-        parts = torch.where(kept, parts / values.where(kept, 1.0), 0.0)
+        parts = torch.where(is_nonzero, parts / values.where(is_nonzero, 1.0), 0.0)
         weights = (vectors @ parts[:, :, None])[:, :, 0]
         predicted = torch.einsum("knN,kn->kN", products[block], weights)
         losses.append((predicted - answers).square().mean(dim=1))
@@ -633,7 +654,7 @@ def study(settings: Settings, *, progress: Callable[[int], None] | None = None) 
         rows.append(_solution_row(DESCENT, end, inputs))
         models = {TWO: two_neurons(length, 2), DESCENT: end, KINKS: kinks, BALANCED: rescaled}
         tried += _head_rows(settings, length, models)
-        if length == settings.lengths[0]:
+        if length == settings.lengths[0]:  # in place, so after all that reads the rescaled features
             descend(rescaled, inputs, steps=steps, progress=count)
             rows.append(_solution_row(FROM_FEATURES, rescaled, inputs))
     ranks = {k: int(torch.linalg.matrix_rank(shifted_signs(k))) for k in range(1, MAX_K + 1)}
@@ -684,8 +705,8 @@ def _width_row(settings: Settings, inputs: Inputs, features: BracketAttention) -
 
 def _head_rows(settings: Settings, length: int, models: Mapping[str, BracketAttention]) -> list[HeadRow]:
     inputs = downstream_inputs(length)
-    given = {"trials": settings.trials, "seed": settings.seed}
-    rows = [row for n in settings.samples for row in try_heads(models, inputs, samples=n, **given)]
+    draws = {"trials": settings.trials, "seed": settings.seed}
+    rows = [row for n in settings.samples for row in try_heads(models, inputs, samples=n, **draws)]
     return sorted(rows, key=lambda row: list(models).index(row.solution))  # by solution, then by n
 
 
@@ -704,6 +725,7 @@ def _on_traces(result: Result) -> list[Statement]:
     gap = max(abs((row.hessian or 0.0) / row.flatness.trace - 1) for row in narrow)
     exact = max(abs(row.flatness.ratio - 1) for row in wide)
     at_two = max(abs(row.flatness.trace * math.sqrt(row.length) / 2 - 1) for row in narrow)
+    # at a loss L, E|f| >= 1 - sqrt(L), and the bound holds times this; a solution on its kinks has no Hessian to bound
     below = min(row.flatness.ratio / (1 - math.sqrt(row.flatness.loss)) for row in smooth)
     lowest = min(row.flatness.trace * math.sqrt(row.length) / 2 for row in wide)
     example = wide[-1]
@@ -780,6 +802,7 @@ def _on_conditions(result: Result) -> list[Statement]:
             evidence=f"four neurons obey them, to {obeyed:.1e}, and reach the bound at zero loss with "
             f"{100 * away:.0f} % of these coordinates' weight uneven; each input lies on a kink, and counting "
             f">= 0 their trace is {closed:.3g} times the bound",
+            # one solution that obeys the conditions and is uneven refutes the lemma
             shown=obeyed > EXACT or away <= DESCENT_ALLOWED,
         ),
         Statement(
@@ -803,6 +826,7 @@ def _downstream(result: Result) -> list[Statement]:
     last = {row.length: row for row in two}
     above = [row for row in two if row.failures > row.claimed + ERRORS * binomial_stderr(row.claimed, row.trials)]
     within = all(abs(row.failures - row.expected) <= ERRORS * binomial_stderr(row.expected, row.trials) for row in two)
+    # of fewer than 10 failures the frequency is known too badly to be the example
     clearest = max(two, key=lambda row: row.failures / row.claimed if row.failures * row.trials >= 10 else 0.0)
     pairs = [(row, _same(result, BALANCED, row)) for row in last.values()]
     losses = [f"{other.loss:.3g} against {row.loss:.3g} at T = {row.length}" for row, other in pairs]

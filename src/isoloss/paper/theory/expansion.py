@@ -70,16 +70,19 @@ def differences(
     sizes: dict[int, float] = {}
     done = 0
     for batch in batches:
-        few, many = (_logits_and_states(model, batch) for model in (small, expanded.model))
-        depth = len(few) - 2  # layers of the small model
-        last = many[-1] * expanded.last_divisor
-        for index, (own, other) in enumerate(zip(few, [*many[: depth + 1], last], strict=True)):
-            gap = other.reshape(*own.shape[:-1], -1, own.shape[-1]) - own.unsqueeze(-2)
+        of_small, of_large = (_logits_and_states(model, batch) for model in (small, expanded.model))
+        depth = len(of_small) - 2  # layers of the small model
+        # the layers that the large model has beyond these do nothing, so its last states are compared with the last
+        compared = [*of_large[: depth + 1], of_large[-1] * expanded.last_divisor]
+        for index, (one, copies) in enumerate(zip(of_small, compared, strict=True)):
+            # (..., c d) against (..., d): c whole copies, one after the other; of the logits c is 1
+            gap = copies.reshape(*one.shape[:-1], -1, one.shape[-1]) - one.unsqueeze(-2)
             gaps[index] = max(gaps.get(index, 0.0), float(gap.abs().max()))
-            sizes[index] = max(sizes.get(index, 0.0), float(own.abs().max()))
+            sizes[index] = max(sizes.get(index, 0.0), float(one.abs().max()))
         done += len(batch["input_ids"])
         if progress is not None:
             progress(done)
+    # over the largest of all batches: a batch with small values would make its rounding look large
     relative = [gaps[index] / sizes[index] for index in gaps]
     return Differences(logits=relative[0], hidden=max(relative[1:]))
 
@@ -101,7 +104,7 @@ def judge_expansion(
     by what rounding may leave (`GRADIENT_TOLERANCE`). `progress` is called with the number of sequences done, of three
     times as many as the batches have: one pass for the differences, one for each trace.
     """
-    passes = {"small": 1, "large": 2}
+    passes = {"small": 1, "large": 2}  # behind the pass for the differences
     total = sum(len(batch["labels"]) for batch in batches)
     differ = differences(small, expanded, batches, progress=progress)
     traces = compare(
@@ -109,7 +112,7 @@ def judge_expansion(
         batches,
         seed=seed,
         causal=causal,
-        one_estimator=True,
+        one_estimator=True,  # control variates of its own would give the large model's parts other ratios
         minimal=False,
         progress=None if progress is None else lambda name, done: progress(passes[name] * total + done),
     )
@@ -133,7 +136,7 @@ def contributions(
     """Return the traces of the small and of the large model, which are given by parameter, by kind of parameter."""
     sizes = {name: parameter.numel() for name, parameter in small.named_parameters()}
     kinds: dict[str, list[tuple[str, Part]]] = {}
-    for name, part in expanded.parts.items():
+    for name, part in expanded.parts.items():  # encoder.layer.0.output and encoder.layer.1.output are of one kind
         kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append((name, part))
     rows = [
         Contribution(
@@ -200,7 +203,7 @@ def _factors(rows: Sequence[Contribution], trace: float, dtype: torch.dtype) -> 
 def _most(rows: Sequence[Contribution], trace: float) -> Statement:
     by_factor: dict[float, list[Contribution]] = {}
     for row in rows:
-        if row.factor is not None:
+        if row.factor is not None:  # rounded, as c^2 / n may be off 1 by rounding
             by_factor.setdefault(round(row.factor, 9), []).append(row)
     counts = {factor: sum(row.parameters for row in some) for factor, some in by_factor.items()}
     total, evidence = sum(counts.values()), []

@@ -28,6 +28,7 @@ def bartlett_gap(result: bartlett.Result) -> Spec:
         for index, name in enumerate(dict.fromkeys(row.model for row in rows))
     ]
     ends = min(row.kl_nats for row in rows), max(row.kl_nats for row in rows)
+    # through the first model's point at the least radius, where the square root holds best
     root = [(kl, rows[0].gap * math.sqrt(kl / rows[0].kl_nats)) for kl in ends]
     series.append(Series(name="square root of the KL", color=GRAY, curve=root))
     panel = Panel(
@@ -103,9 +104,11 @@ def bracket_solutions(result: brackets.Result) -> Spec:
     line = range(sizes[0], sizes[-1] + 1)
     descents, failures = [], []
     for index, (length, path) in enumerate(result.paths.items()):
-        name, own = f"T = {length}", [row for row in heads if row.length == length and row.failures > 0]
+        name = f"T = {length}"
         descents.append(_points(name, index, [], marked=False, curve=[(point.step, point.ratio) for point in path]))
-        points = [(row.samples, row.failures, row.failures_stderr) for row in own]
+        # 0 has no place on the logarithmic axis
+        failing_rows = [row for row in heads if row.length == length and row.failures > 0]
+        points = [(row.samples, row.failures, row.failures_stderr) for row in failing_rows]
         curve = [(n, brackets.sign_missing(length, n)) for n in line]
         failures.append(_points(name, index, points, marked=False, curve=curve))
     failures.append(Series(name="2^-n", color=GRAY, curve=[(n, 0.5**n) for n in line]))

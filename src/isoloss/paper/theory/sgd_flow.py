@@ -23,10 +23,11 @@ from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.paper.theory.bartlett import EnumerableModel
 from isoloss.paper.theory.statements import Statement, counter
+from isoloss.statistics import comparison
 from isoloss.statistics.estimate import Estimate, rounded
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-RANK_TOLERANCE = 1e-6  # singular values below this fraction of the largest are those of the null space
+RANK_TOLERANCE = 1e-6  # singular values below this fraction of the largest count as 0
 RETRACTED = 1e-12  # root of the weighted square of the log-probabilities' errors on the minimizers
 TOLERANCE = 1e-9  # error of one step of the flow, as a fraction of the largest parameter
 LONGEST_STEP = 0.05  # of the flow: the cubics between its knots are then exact to about the same
@@ -106,6 +107,7 @@ def simulate(
     """
     theta, points, done = theta.copy(), [], 0
     for time in times:
+        # counted from the start: rounding each stretch by itself would add up
         until = steps_until(time, step_size)
         for _ in range(until - done):
             model.move(theta, step_size, batch_size=batch_size, generator=generator, exact=exact)
@@ -118,6 +120,7 @@ def simulate(
 
 def mean(values: Array, unit: str, method: str) -> Estimate:
     """Return the mean of (n,) values, one for each trajectory, with its standard error."""
+    # without `influence`, unlike `ratio_estimate`: the rows are printed as JSON, and it has a number per trajectory
     return Estimate(
         value=float(values.mean()),
         stderr=float(values.std(ddof=1) / math.sqrt(len(values))),
@@ -133,8 +136,8 @@ class Minimizers:
     r"""The parameters whose predictions are the true conditionals q.
 
     With A the `(nV, P)` matrix of the rows `sqrt(w(x) q(y|x)) grad log f(y|x)`, the Hessian of the loss at a minimizer
-    is `A^T A` (Lemma 3.2). So its trace is the sum of A's squares, its null space that of A, and a Gauss-Newton step on
-    the errors r of the log-probabilities, weighted alike, is `-A^+ r`.
+    is `A^T A` (Lemma 3.2). So its trace is the sum of A's squares, the two have one null space, and a Gauss-Newton step
+    on the errors r of the log-probabilities, weighted alike, is `-A^+ r`.
 
     Example:
         >>> from isoloss.paper.theory.bartlett import softmax_model
@@ -153,6 +156,7 @@ class Minimizers:
     def root(self, theta: torch.Tensor) -> torch.Tensor:
         """Return A, (nV, P), at (P,) parameters."""
         weights = self._root_weights
+        # by rows: the models here have fewer outputs nV than parameters P
         jacobian = torch.func.jacrev(lambda point: (weights * self.model.log_probs(point)).flatten())
         rows: torch.Tensor = jacobian(theta)
         return rows
@@ -163,6 +167,8 @@ class Minimizers:
 
     def normals(self, theta: torch.Tensor) -> torch.Tensor:
         """Return an orthonormal basis, (M, P), of the space that the Hessian does not send to 0."""
+        # sum_y f(y|x) grad log f(y|x) is 0 everywhere, so A has rank n (V - 1) off the minimizers too, and the flow may
+        # project at points that are not on them. By A and not by A^T A, which would square the gap to rounding
         _, sizes, rows = torch.linalg.svd(self.root(theta), full_matrices=False)
         normals: torch.Tensor = rows[sizes > RANK_TOLERANCE * sizes[0]]
         return normals
@@ -174,6 +180,7 @@ class Minimizers:
 
     def velocity(self, theta: torch.Tensor) -> torch.Tensor:
         """Return the projected `-grad Tr`, (P,), at a minimizer."""
+        # off the minimizers |A|^2 is not the Hessian's trace, so only the part of its gradient along them counts
         gradient: torch.Tensor = torch.func.grad(self.trace)(theta)
         return -self.project(theta, gradient)
 
@@ -187,8 +194,10 @@ class Minimizers:
         for _ in range(_RETRACTIONS):
             errors = (weights * (self.model.log_probs(theta) - target)).flatten()
             if errors.norm() <= RETRACTED:
-                return theta
+                return theta  # before any step, so that a minimizer stays the same bit for bit
+            # the step of least norm has no part in the null space of A: it moves across the manifold, not along it
             step = torch.linalg.pinv(self.root(theta), rtol=RANK_TOLERANCE) @ errors
+            # from a random start the first step may be longer than 1, farther than the linear model holds
             theta = theta - step / max(1.0, float(step.norm()))
         raise IsolossError(
             f"{self.model.name}: Gauss-Newton steps lead to no minimizer; the error is {errors.norm():.1e}"
@@ -219,10 +228,12 @@ class Flow:
 
     def at(self, time: float) -> Array:
         """Return the (P,) parameters at a time."""
-        while len(self._times) < 2 or self._times[-1] < time:
+        while len(self._times) < 2 or self._times[-1] < time:  # a cubic needs two knots, also at time 0
             self._advance()
-        left = max(0, bisect.bisect_left(self._times, time) - 1)
-        ends = slice(left, left + 2)
+        # of two pieces that meet at a knot the earlier: it is there whenever the knot is, so that the answer does not
+        # depend on how far the flow was solved before
+        knot = max(0, bisect.bisect_left(self._times, time) - 1)
+        ends = slice(knot, knot + 2)
         points, velocities = ([x.numpy() for x in knots[ends]] for knots in (self._points, self._velocities))
         return np.asarray(CubicHermiteSpline(self._times[ends], points, velocities)(time))
 
@@ -231,6 +242,7 @@ class Flow:
 
         A trace above the start's, or below what the flow can reach, is met by a straight line from the nearer end.
         """
+        # the trace approaches its least without reaching it: below that the loop would never end, so FLAT ends it
         while len(self._times) < 2 or (self._traces[-1] > trace and self._fall(-1) > FLAT * self._traces[-1]):
             self._advance()
         if trace >= self._traces[0]:
@@ -240,15 +252,17 @@ class Flow:
         right = bisect.bisect_left(self._traces, -trace, key=lambda value: -value)
         ends = slice(right - 1, right + 1)
         falls = [self._fall(right - 1), self._fall(right)]
-        # time over minus the trace: it increases too
+        # the inverse function, time over minus the trace, which increases as a spline's x must; its slope is 1 / fall
         curve = CubicHermiteSpline([-value for value in self._traces[ends]], self._times[ends], [1 / x for x in falls])
         time = float(curve(-trace))
         return time, float(np.interp(time, self._times[ends], falls))
 
     def _fall(self, knot: int) -> float:
+        # dTr/dt = <grad Tr, v> = -|v|^2, as v is minus the projection of grad Tr
         return float(self._velocities[knot].square().sum())
 
     def _append(self, time: float, point: torch.Tensor) -> None:
+        # Assumption 3.1: all minimizers have a Hessian of one rank
         rank = len(self.minimizers.normals(point))
         if rank != self.rank:
             raise IsolossError(
@@ -267,9 +281,12 @@ class Flow:
             once = self._runge_kutta(point, velocity, step)
             middle = self._runge_kutta(point, velocity, step / 2)
             twice = self._runge_kutta(middle, self.minimizers.velocity(middle), step / 2)
-            error = float((twice - once).abs().max() / 15 / point.abs().max())  # of `twice`, whose order is 4
+            # of `twice`: of order 4, so that halving the step leaves 1/16 of the error, and 15/16 is the difference
+            error = float((twice - once).abs().max() / 15 / point.abs().max())
+            # one step's error grows as its length to the power 5; 0.9 saves rejected steps, 1e-30 a division by 0
             self._step = min(LONGEST_STEP, step * min(2.0, max(0.2, 0.9 * (TOLERANCE / max(error, 1e-30)) ** 0.2)))
             if error <= TOLERANCE:
+                # not the extrapolation of both, which would leave the minimizers
                 self._append(self._times[-1] + step, twice)
                 return
 
@@ -344,11 +361,11 @@ class TwoParameters:
         p = self.probability
         answers: Array | float = p
         if not exact:
-            # with u uniform, the number of first answers of B is the number of these bounds below u
+            # one uniform u whatever B: the number of first answers of B, a binomial, is the number of bounds below u
             ways = [math.comb(batch_size, k) * p**k * (1 - p) ** (batch_size - k) for k in range(batch_size)]
             draws = generator.random(len(theta))
             answers = sum((draws > bound for bound in np.cumsum(ways)), np.zeros(len(theta))) / batch_size
-        a, b = theta.T.copy()
+        a, b = theta.T.copy()  # both updates start from the old point
         slope = step_size * (1 / (1 + np.exp(-a * b)) - answers)
         theta[:, 0] -= slope * b
         theta[:, 1] -= slope * a
@@ -364,6 +381,7 @@ class TwoParameters:
         """Return a and b of the flow `-grad Tr` at a time."""
         a, b = (float(x) for x in self.minimizer)
         difference = (a * a - b * b) * math.exp(-4 * self.variance * time)  # a power would raise where this is infinite
+        # a^2 + b^2 = hypot(D, 2ab). The smaller of the two by their product: half of a^2 + b^2 - |D| would cancel
         larger = math.sqrt((math.hypot(difference, 2 * self.logit) + abs(difference)) / 2)
         smaller = abs(self.logit) / larger
         sizes = (larger, smaller) if difference > 0 else (smaller, larger)
@@ -472,23 +490,25 @@ class MaskedLM:
     ) -> None:
         """Draw sentences and masks for every trajectory and step down the mean gradient; see `Model.move`."""
         (n, parameters), vocab = theta.shape, self.joint.shape[0]
-        table = theta.reshape(-1, self.width)  # rows of all trajectories; a view
+        table = theta.reshape(-1, self.width)  # rows of all trajectories; a view, as is the decoder (n, V, d)
         decoder = table.reshape(n, -1, self.width)[:, -vocab:]
+        # contexts are drawn where the labels are exact, too: the control is without label noise alone
         outcomes = np.searchsorted(self._cumulative, generator.random((n, batch_size)), side="right")
         contexts, answers = np.divmod(outcomes, vocab)
         first = np.arange(0, n * parameters // self.width, parameters // self.width)
-        rows = [first[:, None] + row[contexts] for row in self.rows.T]
+        rows = [first[:, None] + row[contexts] for row in self.rows.T]  # by position: (n, B) rows of `table`
         hidden = np.tanh(sum((table.take(row, axis=0) for row in rows[1:]), table.take(rows[0], axis=0)))
         errors = _softmax(hidden @ decoder.transpose(0, 2, 1))
         if exact:
             errors -= self.conditionals[contexts]
-        else:
+        else:  # f minus the one-hot answer; the flat view writes through, as `_softmax` gives a contiguous array
             errors.reshape(-1)[np.arange(answers.size) * vocab + answers.reshape(-1)] -= 1
         errors *= step_size / batch_size
-        back = (errors @ decoder) * (1 - hidden * hidden)
+        back = (errors @ decoder) * (1 - hidden * hidden)  # with the decoder from before the step, so ahead of it
         decoder -= errors.transpose(0, 2, 1) @ hidden
+        # by example: indexed subtraction counts a row once that two examples share; no two trajectories share one
         for row, example in itertools.product(rows, range(batch_size)):
-            table[row[:, example]] -= back[:, example]  # no row twice: each is of another trajectory
+            table[row[:, example]] -= back[:, example]
 
     def trace(self, theta: Array) -> Array:
         r"""Return the traces of the Hessian of the loss at (n, P) points, in closed form.
@@ -517,7 +537,7 @@ class MaskedLM:
         """Return when the flow `-grad Tr` has the mean trace of (n, P) points."""
         trace = mean(self.trace(theta), self.unit, "")
         time, fall = self._flow.time_of(trace.value)
-        return dataclasses.replace(
+        return dataclasses.replace(  # the error by the delta method: dt = dTr / fall
             trace, value=time, stderr=trace.stderr / fall, unit="", method="when the flow has the mean trace"
         )
 
@@ -683,11 +703,13 @@ def _control_statement(control: Sequence[float], fall: float) -> Statement:
 
 
 def _falls(errors: Sequence[float], etas: Sequence[float]) -> bool:
+    # they fall as eta; its root leaves room for their sampling errors, and a constant rest fails
     pairs = itertools.pairwise(zip(errors, etas, strict=True))
     return all(error < before * math.sqrt(eta / larger) for (before, larger), (error, eta) in pairs)
 
 
 def _is_near(estimate: Estimate, wanted: float) -> bool:
+    # an upper bound on the error, too: else few trajectories would show any coefficient
     return abs(estimate.value - wanted) <= ERRORS * estimate.stderr and estimate.stderr <= PRECISION * wanted
 
 
@@ -712,7 +734,7 @@ class Settings:
     times: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)  # increasing
     batch_sizes: tuple[int, ...] = (1, 2, 4)  # increasing
     trajectories: int  # for each step size and batch size, at least 2
-    coefficient: float = 0.25  # the one to check; that of the theorem, for one example a step
+    coefficient: float = 0.25  # to check, for one example a step; the theorem has 1/4
     allowed: float  # relative error of the mean trace at the smallest step size that is allowed
     seed: int = 0  # decides the examples that are drawn
 
@@ -732,6 +754,7 @@ class Settings:
             raise IsolossError(f"the coefficient is {self.coefficient}; it must be a positive number")
         with np.errstate(over="ignore"):  # infinity is too steep as well
             steepest = float(self.model.trace(self.model.minimizer[None])[0])
+        # the trace bounds the largest eigenvalue, and at 2 / eta gradient descent itself diverges
         if etas[0] * steepest >= 1:
             raise IsolossError(
                 f"{self.model.name}: the step size {etas[0]:g} is too large for a Hessian of trace {steepest:.3g}: it "
@@ -764,14 +787,14 @@ class Result:
 
 def two_parameters(*, probability: float = 0.7, start: float = 2.0, **changes: Any) -> Settings:
     """Return the settings for `TwoParameters`; `changes` are other fields of `Settings` than the default ones."""
-    given = {"step_sizes": (0.1, 0.05, 0.025), "trajectories": 65536, "allowed": 0.01, **changes}
-    return Settings(model=TwoParameters(probability, start), **given)
+    fields = {"step_sizes": (0.1, 0.05, 0.025), "trajectories": 65536, "allowed": 0.01, **changes}
+    return Settings(model=TwoParameters(probability, start), **fields)
 
 
 def masked_lm(*, seed: int = 0, **changes: Any) -> Settings:
     """Return the settings for the masked language model of 88 parameters, which `seed` decides; see `MaskedLM`."""
-    given = {"step_sizes": (0.05, 0.025, 0.0125), "trajectories": 1024, "allowed": 0.05, **changes}
-    return Settings(model=MaskedLM.random(seed=seed), seed=seed, **given)
+    fields = {"step_sizes": (0.05, 0.025, 0.0125), "trajectories": 1024, "allowed": 0.05, **changes}
+    return Settings(model=MaskedLM.random(seed=seed), seed=seed, **fields)
 
 
 def study(settings: Settings, *, progress: Callable[[int], None] | None = None) -> Result:
@@ -810,6 +833,7 @@ def _rows(settings: Settings, batch_size: int, step_size: float, count: Callable
         )
     for time, parts in zip(settings.times, zip(*blocks, strict=True), strict=True):
         theta = np.concatenate(parts)
+        # not `time`: where no whole number of steps fits, the flow is compared at the time that SGD has reached
         elapsed = steps_until(time, step_size) * step_size**2
         reached = model.reached(theta)
         point = model.flow(settings.coefficient * elapsed / batch_size)
@@ -821,7 +845,7 @@ def _rows(settings: Settings, batch_size: int, step_size: float, count: Callable
                 time=elapsed,
                 trace=mean(model.trace(theta), model.unit, "trace of the Hessian where SGD is"),
                 flow_trace=settings.flow_trace(elapsed, batch_size),
-                coefficient=_times(reached, batch_size / elapsed),
+                coefficient=comparison.times(reached, batch_size / elapsed),
                 distance=mean(squares, "", "squared distance from the flow over the flow's from the start"),
             )
         )
@@ -834,12 +858,12 @@ def _limit(settings: Settings, rows: Sequence[Row], time: float) -> Row:
     The traces are extrapolated as fractions of the flow's, whose times differ where no whole number of steps fits.
     """
     flow_trace = settings.flow_trace(time, rows[0].batch_size)
-    fractions = extrapolated(settings.step_sizes, [_times(row.trace, 1 / row.flow_trace) for row in rows])
+    fractions = extrapolated(settings.step_sizes, [comparison.times(row.trace, 1 / row.flow_trace) for row in rows])
     return Row(
         batch_size=rows[0].batch_size,
         step_size=0.0,
         time=time,
-        trace=_times(fractions, flow_trace),
+        trace=comparison.times(fractions, flow_trace),
         flow_trace=flow_trace,
         coefficient=extrapolated(settings.step_sizes, [row.coefficient for row in rows]),
         distance=extrapolated(settings.step_sizes, [row.distance for row in rows]),
@@ -854,6 +878,7 @@ def extrapolated(step_sizes: Sequence[float], estimates: Sequence[Estimate]) -> 
         >>> round(extrapolated([0.2, 0.1], [at(1.4), at(1.2)]).value, 9)
         1.0
     """
+    # Lagrange's basis polynomials at 0; the errors are independent, as each step size has random numbers of its own
     weights = [math.prod(other / (other - eta) for other in step_sizes if other != eta) for eta in step_sizes]
     pairs = list(zip(weights, estimates, strict=True))
     return dataclasses.replace(
@@ -879,10 +904,6 @@ def _control(settings: Settings) -> tuple[float, ...]:
         exact=True,
     )
     return tuple(float(model.trace(theta).mean()) for theta in points)
-
-
-def _times(estimate: Estimate, factor: float) -> Estimate:
-    return dataclasses.replace(estimate, value=factor * estimate.value, stderr=abs(factor) * estimate.stderr)
 
 
 def _list(values: Sequence[float]) -> str:
