@@ -233,7 +233,7 @@ def test_another_offset_has_other_grammars_and_seeds():
 @pytest.mark.parametrize("name", list(design.SCALES))
 def test_every_run_can_be_trained_and_every_task_be_made(name):
     (dataset,) = design.SCALES[name].datasets
-    for experiment in dataset.experiments.values():
+    for experiment in design.SCALES[name].experiments.values():
         configs.check(experiment.config)
     for config in dataset.languages:
         for task in dataset.tasks:

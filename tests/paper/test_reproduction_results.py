@@ -10,7 +10,7 @@ from scipy import stats
 
 from isoloss.paper.reproduction import band, page, published
 from isoloss.paper.reproduction.band import Model
-from isoloss.paper.reproduction.compare import at_same_loss, contrasts, measures
+from isoloss.paper.reproduction.compare import at_same_loss, by_dataset, contrasts, measures
 from isoloss.paper.reproduction.spec import EVENING, SMOKE, StudySize
 from isoloss.paper.reproduction.study import STUDY, answer
 from isoloss.paper.reproduction.tables import _ranking, compared, tables
@@ -151,26 +151,26 @@ def test_the_band_is_as_wide_as_the_losses_of_the_papers_figure_1():
 
 def test_the_band_has_the_models_whose_kl_is_near_the_controls():
     results = known_results()
-    (dataset,) = results.scale.datasets
-    assert band.control(results, dataset) == Model("d32-40-polished", 20)
-    assert band.mean_limits(results, dataset) == pytest.approx(
+    (data,) = by_dataset(results)
+    assert band.control(data) == Model("d32-40-polished", 20)
+    assert band.mean_limits(data) == pytest.approx(
         (0.051 * (1 - BAND), 0.051 * (1 + BAND))  # 0.051 on average over the grammars
     )
     measured_once = {(name.split("-", 4)[4], step) for name, step in results.checkpoints if step}
-    assert set(band.models(results, dataset)) == measured_once
+    assert set(band.models(data)) == measured_once
     inside = set(NEAR) - {("sgd-exact", 20)}
-    assert set(band.in_band(results, dataset)) == inside  # the helper's mean is 0.041 + 0.05 / 6
-    of_each = {one.prefix: len(found) for one, found in band.by_replicate(results, dataset)}
+    assert set(band.in_band(data)) == inside  # the helper's mean is 0.041 + 0.05 / 6
+    of_each = {one.prefix: len(found) for one, found in band.by_replicate(data)}
     assert of_each == dict.fromkeys(of_each, 5) | {"pcfg-301-seed-1": 4}
-    assert [len(found) for _, found in band.by_replicate(results, dataset, "d16")] == [1] * 6
-    assert band.name(results, dataset, Model("adversary", 30)) == "adversary"
-    assert band.name(results, dataset, Model("adversary", 10)) == "adversary at step 10"
+    assert [len(found) for _, found in band.by_replicate(data, "d16")] == [1] * 6
+    assert band.name(data, Model("adversary", 30)) == "adversary"
+    assert band.name(data, Model("adversary", 10)) == "adversary at step 10"
 
 
 def test_how_far_accuracies_spread_is_paired_by_grammar_and_seed():
     results = known_results()
-    (dataset,) = results.scale.datasets
-    spreads = band.spreads(results, dataset)
+    (data,) = by_dataset(results)
+    spreads = band.spreads(data)
     assert list(spreads) == ["kl", "probe-prefix-4", "probe-prefix-2"]
     assert spreads["kl"].difference.value == pytest.approx(0.069 - 0.032)
     found = spreads["probe-prefix-4"]
@@ -183,13 +183,13 @@ def test_how_far_accuracies_spread_is_paired_by_grammar_and_seed():
 
 def test_correlations_in_the_band_are_within_grammars_and_seeds():
     results = known_results()
-    (dataset,) = results.scale.datasets
+    (data,) = by_dataset(results)
     (table,) = (each for each in tables(results) if each.name == "pcfg_same_loss")
     rows = dict(table.rows)
     kinds = [(sizes, kind) for sizes in ("all sizes", "d32") for kind in ("Spearman", "Pearson")]
     assert list(rows) == [(*which, name) for which in kinds for name in ("kl", "trace")]
     columns = {"kl": [], "trace": [], "accuracy": []}
-    for one in dataset.replicates:
+    for one in data.dataset.replicates:
         own = [
             (
                 math.log(kl + 0.001 * one.place),
@@ -217,11 +217,11 @@ def test_correlations_in_the_band_are_within_grammars_and_seeds():
 
 def test_the_ranking_is_by_the_correlation_given_the_kl_within_grammars_and_seeds():
     results = known_results()
-    (dataset,) = results.scale.datasets
-    table = _ranking(results, dataset, "pearson")
+    (data,) = by_dataset(results)
+    table = _ranking(data, "pearson")
     columns = {"kl": [], "trace": [], "probe-prefix-4": []}
-    for one in dataset.replicates:
-        ends = [results.at(one.run(run)) for run in compared(dataset)]
+    for one in data.dataset.replicates:
+        ends = [results.at(one.run(run)) for run in compared(data.dataset)]
         for key, column in columns.items():
             own = np.array([end[key].value for end in ends])
             own = own if key.startswith("probe") else np.log(own)
@@ -234,7 +234,7 @@ def test_the_ranking_is_by_the_correlation_given_the_kl_within_grammars_and_seed
     assert labels == ("trace",)
     found = row["probe-prefix-4"]
     assert found.value == pytest.approx(stats.pearsonr(of_trace, of_accuracy).statistic)
-    assert found.num_predictions == len(compared(dataset)) * 6
+    assert found.num_predictions == len(compared(data.dataset)) * 6
 
 
 def test_no_table_of_correlations_where_none_is_defined():
@@ -244,7 +244,7 @@ def test_no_table_of_correlations_where_none_is_defined():
 
 def test_figure_1_comes_first_and_shows_the_band_magnified():
     results = known_results()
-    (dataset,) = results.scale.datasets
+    (data,) = by_dataset(results)
     first, *others = page.parts(results).figures
     assert first.name == "pcfg-same-loss"
     assert [each.name for each in others] == [
@@ -253,14 +253,14 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
     spec = first.chart
     assert len(spec["concat"]) == 8  # both probes: all models, then the KL and both traces in the band
     everything, near, *_ = ([row["run"] for row in spec["datasets"][part["data"]["name"]]] for part in points(spec))
-    assert len(everything) == len(band.models(results, dataset))
+    assert len(everything) == len(band.models(data))
     assert sorted(near) == sorted(arm for arm, _ in NEAR if arm != "sgd-exact")
-    rows = page._models(results, dataset)
+    rows = page._models(data)
     adversary = rows.filter(run="adversary", step=30).row(0, named=True)
     assert adversary["probe-prefix-4"] == pytest.approx(0.65)
     assert adversary["probe-prefix-4_stderr"] == pytest.approx(0.01 / math.sqrt(3))  # not that of the grammars
     assert adversary["kl_stderr"] == pytest.approx(0.0)
-    assert page._baselines(results, dataset)["probe-prefix-4"]["Look-up table"] == pytest.approx(0.4)
+    assert page._baselines(data)["probe-prefix-4"]["Look-up table"] == pytest.approx(0.4)
     assert "within 38% of that of the control, d32-40-polished: 5 of 32." in first.caption
     assert (
         "mean KL ranges from 0.033 to 0.07 nats, and their accuracy by 7.00 ± 0.58 points on prefix-4 (from adversary "

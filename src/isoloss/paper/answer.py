@@ -23,6 +23,7 @@ _WORDS = {
 def from_template(template: Path, claims: Sequence[ClaimResult], **more: Any) -> list[str]:
     """Return the paragraphs of a template, in which `verdicts(ID)` stands for the verdicts on a claim."""
     by_id = {result.claim.id: result.answers for result in claims}
+    # strict, so that a misspelled name in a template is an error and not a gap in the answer
     paragraphs = jinja2.Template(template.read_text(encoding="utf-8"), undefined=jinja2.StrictUndefined)
     text: str = paragraphs.render(verdicts=lambda claim: verdicts(by_id[claim]), **more)
     return text.splitlines()

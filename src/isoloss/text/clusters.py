@@ -16,7 +16,7 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.text.masking import IGNORED
 
-_MIX = -7046029254386353131  # 2^64 over the golden ratio, odd, as a signed number
+_MIX = -7046029254386353131  # 2^64 over the golden ratio, odd, as a signed number: torch computes with no others
 _FEWEST_TESTED = 10  # clusters: of fewer it cannot be told whether neighbors are alike
 _ALIKE = 3.0  # standard errors; sequences in random order are as much alike once in 700 times
 _FEWEST_BLOCKS = 5
@@ -63,9 +63,8 @@ class SequenceClusters:
         self.by_document: bool | None = None  # whether batches have `documents`; None before the first batch
         self.sequences = 0
         self._numbers: dict[Hashable, int] = {}  # of a cluster, by its document's id or the hash of its tokens
-        self._tokens: list[
-            np.ndarray[Any, Any]
-        ] = []  # the distinct tokens of each cluster; where there are no documents
+        # the distinct tokens of each cluster, in the order of their numbers; where there are no documents
+        self._tokens: list[np.ndarray[Any, Any]] = []
         self._documents: list[int] = []  # the document in which each cluster begins, as far as separators show
         self._begun = 0  # documents that separators have shown
         self._has_ended = False  # whether the last sequence ends with a separator
@@ -109,10 +108,11 @@ class SequenceClusters:
         numbers = []
         inside, is_new = self._separators(ids, present, batch.get("position_ids"))
         for row, key in enumerate(sequence_hashes(ids, present).tolist()):
+            # a document that begins at the start of a sequence is its own, one that begins inside is the next one's
             self._begun += int(is_new[row])
             number = self._number(key)
             numbers.append(number)
-            if number == len(self._tokens):
+            if number == len(self._tokens):  # a new cluster, not a copy
                 self._tokens.append(np.unique(ids[row][present[row]].numpy()))
                 self._documents.append(self._begun)
             self._begun += int(inside[row])
@@ -130,10 +130,11 @@ class SequenceClusters:
             begins = (positions.cpu() == 0) & present
             return begins[:, 1:].sum(dim=1), begins[:, 0]
         begins = torch.isin(ids, self._begins) & present
+        # GPT-2 has one token for both, which counts once
         ends = torch.isin(ids, self._ends) & present & ~begins
         # what follows the end of a document begins another one
         begins[:, 1:] |= ends[:, :-1] & present[:, 1:]
-        last = present.sum(dim=1).clamp(min=1) - 1
+        last = present.sum(dim=1).clamp(min=1) - 1  # 0, not -1, of an empty sequence
         is_end = torch.isin(ids, torch.cat([self._ends, self._begins])).gather(1, last[:, None])[:, 0]
         before = torch.cat([torch.tensor([self._has_ended]), is_end[:-1]])
         self._has_ended = bool(is_end[-1]) if len(ids) else self._has_ended
@@ -143,6 +144,7 @@ class SequenceClusters:
         """Return the blocks that the clusters depend on each other in; None where nothing says that they do."""
         if self._has_separators:
             labels = np.unique(self._documents[:: self._size], return_inverse=True)[1]
+            # as many documents as clusters would be blocks of one cluster each
             if _FEWEST_DOCUMENTS <= labels[-1] + 1 < len(labels):
                 return Blocks(torch.from_numpy(labels).long(), "documents that separators show")
         return equal_blocks([len(self)]) if self.is_packed() else None
@@ -157,15 +159,24 @@ class SequenceClusters:
         values = np.repeat(1 / np.sqrt(np.maximum(sizes, 1)), sizes)
         x = scipy.sparse.csr_matrix((values, indices, np.concatenate([[0], np.cumsum(sizes)])))
         mean = np.asarray(x.mean(axis=0)).ravel()
+        # (x_i - mean) (x_j - mean) term by term, as x less its mean would not be sparse
         on_mean, square = x @ mean, float(mean @ mean)
         products = np.asarray(x[1:].multiply(x[:-1]).sum(axis=1)).ravel() - on_mean[1:] - on_mean[:-1] + square
-        total = float(((sizes > 0) - 2 * on_mean + square).sum())
+        total = float(((sizes > 0) - 2 * on_mean + square).sum())  # of (x_i - mean)^2, where x_i^2 is 1 or 0
         excess = products.mean() + total / (number * (number - 1))
         return bool(excess > _ALIKE * products.std(ddof=1) / math.sqrt(len(products)))
 
 
 def equal_blocks(numbers: list[int]) -> Blocks:
-    """Return blocks of consecutive clusters; of several streams, blocks at one place are one."""
+    """Return blocks of consecutive clusters; of several streams, blocks at one place are one.
+
+    Args:
+        numbers: The clusters of each stream; of N in all, there are `max(5, sqrt(N) / 3)` blocks.
+
+    Example:
+        >>> equal_blocks([6, 4]).labels.tolist()
+        [0, 0, 1, 2, 3, 4, 0, 1, 2, 3]
+    """
     total = sum(numbers)
     count = max(_FEWEST_BLOCKS, round(math.sqrt(total) / 3))
     labels = torch.cat([torch.arange(number) * count // number for number in numbers])
@@ -173,13 +184,21 @@ def equal_blocks(numbers: list[int]) -> Blocks:
 
 
 def sequence_hashes(ids: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """Return (B,) int64 hashes of the tokens (B, T) that are present; the same whatever padding there is."""
-    indices = present.cumsum(dim=1) * _MIX  # wraps around
+    """Return (B,) int64 hashes of the tokens (B, T) that are present; the same whatever padding there is.
+
+    Example:
+        >>> left, right = sequence_hashes(torch.tensor([[0, 5, 6], [5, 6, 0]]), torch.tensor([[0, 1, 1], [1, 1, 0]]))
+        >>> bool(left == right)
+        True
+    """
+    # a token's place counts from the first that is present, so that padding on the left changes nothing. Products wrap
+    indices = present.cumsum(dim=1) * _MIX
     return mixed((mixed(ids + indices) * present).sum(dim=1))
 
 
 def mixed(keys: torch.Tensor) -> torch.Tensor:
     """Return int64 numbers whose bits depend on all of the keys', by the steps of splitmix64."""
+    # unlike in splitmix64, >> repeats the sign: the top bit is always 0, and a key and its complement give one number
     keys = (keys ^ (keys >> 30)) * -4658895280553007687
     keys = (keys ^ (keys >> 27)) * -7723592293110705685
     return keys ^ (keys >> 31)

@@ -39,7 +39,7 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
         named = [path] if path.is_file() else shown
         if not named:
             raise IsolossError(f"the folder {path} holds no {' or '.join(SUFFIXES)} file")
-        for file in named:
+        for file in named:  # a link and what it leads to are one file
             if file.resolve() in files_by_path:
                 raise IsolossError(f"{file} is named twice among the text files: name each once")
             files_by_path[file.resolve()] = file
@@ -69,6 +69,7 @@ def open_sources(paths: Iterable[str | Path], *, column: str = "text", split: st
     if twice is not None:
         raise IsolossError(f"{twice} is named twice among the texts: name each once")
     if len(names) < len(paths) or not paths:
+        # all at once, so that a file that is named twice is found, and before a dataset is downloaded
         in_files = find_files(path for path in paths if not hub_datasets.is_dataset(path))
         if column != "text" and not names and all(file.suffix.lower() == ".txt" for file in in_files):
             raise IsolossError(
@@ -187,7 +188,7 @@ class _Dataset:
         digest = hashlib.sha256()
         for _, text in itertools.islice(_documents([self]), first):
             data = text.encode()
-            digest.update(len(data).to_bytes(8, "big"))
+            digest.update(len(data).to_bytes(8, "big"))  # else the same characters cut elsewhere would be the same
             digest.update(data)
         return f"dataset {digest.hexdigest()}"
 
@@ -246,6 +247,7 @@ def _text_parts(file: Path) -> Iterator[tuple[int, str]]:
     with file.open(encoding="utf-8-sig") as stream:
         while chunk := stream.read(1 << 20):
             rest += chunk
+            # a cut takes 2 parts of these 3 at most, so that no document is shorter than one
             while len(rest) >= 3 * DOCUMENT_CHARACTERS:
                 end = _boundary(rest)
                 yield line, rest[:end]

@@ -101,6 +101,7 @@ def load(spec: str, *, split: str, columns: Sequence[str]) -> Any:
     with _quiet():
         try:
             folder = Path(name.name)
+            # `load_dataset` refuses what `save_to_disk` wrote
             is_saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
             if name.is_local and is_saved:
                 dataset = _from_saved(datasets.load_from_disk(name.name), name, split)
@@ -134,9 +135,10 @@ def _from_saved(dataset: Any, name: DatasetName, split: str) -> Any:
         if split not in dataset:
             raise IsolossError(f"{name} has no split {split!r}; it has {', '.join(dataset)}")
         return dataset[split]
-    own = None if dataset.split is None else str(dataset.split)
-    if own not in (None, split):
-        raise IsolossError(f"{name} has no split {split!r}; it has {own}")
+    # a dataset that was made in memory and saved has no name of a split, and is taken for any
+    saved_split = None if dataset.split is None else str(dataset.split)
+    if saved_split not in (None, split):
+        raise IsolossError(f"{name} has no split {split!r}; it has {saved_split}")
     return dataset
 
 

@@ -85,7 +85,7 @@ class Inputs:
         A measurement that ends before its inputs do is of a random part of them only in such an order.
         """
         whole = self._whole()
-        ids = whole.get("documents", torch.arange(self.num_sequences))
+        ids = whole.get("documents", torch.arange(self.num_sequences))  # each sequence alone, where none are known
         groups = torch.unique_consecutive(ids, return_inverse=True)[1]
         order = torch.randperm(int(groups[-1]) + 1, generator=generator(seed, "order"))
         rows = order[groups].argsort(stable=True)
@@ -179,10 +179,11 @@ def read_inputs(
     is_text = is_dataset or data.suffix.lower() != ".npy"
     if not is_text and (column or split):
         raise IsolossError(f"{data} holds token ids, which have no column and no split: leave them out")
-    own_tokenizer = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
+    # of token ids, only masking wants a tokenizer: to know which ids are special
+    its_tokenizer = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
     if is_text:
-        assert own_tokenizer is not None
-        rows, origins, unknown = _from_text(data, own_tokenizer, kind, length, column, split)
+        assert its_tokenizer is not None
+        rows, origins, unknown = _from_text(data, its_tokenizer, kind, length, column, split)
     else:
         rows, origins, unknown = _from_array(data, length), None, ""
     _check_rows(rows, data, text_config, max_length, checkpoint)
@@ -192,27 +193,28 @@ def read_inputs(
     asked = f" (up to {wanted:,} would be taken)" if wanted > len(rows) else ""
     every = f"all {len(rows):,} sequences of {rows.shape[1]} tokens in {data}{asked}"
     description = (drawn if wanted < len(rows) else every) + unknown
-    auxiliary_sample = Rows(rows, origins)
+    auxiliary_sample = Rows(rows, origins)  # all, whether they are drawn or not
     if wanted < len(rows):
         chosen = torch.randperm(len(rows), generator=generator(seed, "inputs"))[:wanted]
         rows_taken = np.sort(chosen.numpy())  # in the order of the text, which errors over neighbors rest on
         rows, origins = rows[rows_taken], None if origins is None else origins[rows_taken]
     of_config = getattr(text_config, "pad_token_id", None)
-    pads = (None if own_tokenizer is None else own_tokenizer.pad_token_id, of_config, 0)
+    pads = (None if its_tokenizer is None else its_tokenizer.pad_token_id, of_config, 0)
+    # of one token, a causal model predicts nothing
     sentences = _sentences(rows, data, next(int(i) for i in pads if i is not None), least=2 if kind == "causal" else 1)
     if kind == "causal":
         present = sentences.present()
         labels = sentences.tokens.masked_fill(~present, IGNORED)
         whole = {"input_ids": sentences.tokens, "attention_mask": present.long(), "labels": labels}
     else:
-        special = _special_ids(own_tokenizer, mask_id, text_config.vocab_size, checkpoint)
+        special = _special_ids(its_tokenizer, mask_id, text_config.vocab_size, checkpoint)
         whole = mask(sentences, special, masking or ObjectiveConfig(), generator=generator(seed, "masks"))
     if origins is not None:
         number = len(np.unique(origins))
         description += f", from {number:,} document{'s' if number > 1 else ''}"
         if number >= FEWEST_DOCUMENTS:
             whole["documents"] = torch.from_numpy(origins)
-        else:
+        else:  # the auxiliary sample must count as independent what the measurement does
             auxiliary_sample = replace(auxiliary_sample, origins=None)
             description += ", too few to tell how texts differ: errors are given these"
     return replace(make_inputs(_cut(whole, batch_size), kind, description), auxiliary_sample=auxiliary_sample)
@@ -285,7 +287,7 @@ def _from_array(data: Path, length: int) -> Ids:
         raise IsolossError(f"{data} has {array.ndim} dimensions; token ids have 1 (a stream) or 2 (a sequence a row)")
     if rows.size == 0:
         raise IsolossError(f"{data} (shape {array.shape}) holds not one sequence of {rows.shape[1] or 1} tokens")
-    if int(rows.max()) > np.iinfo(np.int64).max:
+    if int(rows.max()) > np.iinfo(np.int64).max:  # of uint64: it would become a negative number, and so padding
         raise IsolossError(f"{data} holds {rows.max()}, which is no token id")
     ids: Ids = rows.astype(np.int64)
     return ids
@@ -299,9 +301,11 @@ def _from_text(
     body = length - len([i for i in around.values() if i is not None])
     if body < 1:
         raise IsolossError(f"the length is {length}; with [CLS] and [SEP] it must be at least 3")
+    # by part of the text, and filled while `pack` reads, so that a long text goes by once: tokens, tokens that are not
+    # known, and the document
     sizes: list[int] = []
     unknown: list[int] = []
-    numbers: list[int] = []  # the document of each part of the text
+    numbers: list[int] = []
     is_causal = kind == "causal"
     (added,) = tokenizers.encode(tokenizer, [""], add_special_tokens=is_causal)  # the unknown token may be among these
 
@@ -327,15 +331,17 @@ def _from_text(
         raise IsolossError(f"the text in {data} is shorter than one sequence of {length} tokens")
     rows = np.concatenate(packed)
     firsts = body * np.arange(len(rows))  # of the stream: the token that each row begins with
+    # "right": a row that begins where a document ends is of the next one
     origins = np.array(numbers)[np.searchsorted(np.cumsum(sizes), firsts, side="right")]
     fraction = sum(unknown) / max(1, sum(sizes) - len(sizes) * len(added))
     note = f", {100 * fraction:.1f} % of the tokens unknown to the tokenizer" if fraction else ""
     if kind == "masked":
-        some = ~np.isin(rows, tokenizer.all_special_ids).all(axis=1)
-        if not some.any():
+        is_maskable = ~np.isin(rows, tokenizer.all_special_ids).all(axis=1)
+        if not is_maskable.any():
             raise IsolossError(f"{data} holds no token that the tokenizer knows and that could be masked")
-        rows, origins = rows[some], origins[some]
-        note += f", {(~some).sum():,} sequences of unknown tokens alone left out" if not some.all() else ""
+        rows, origins = rows[is_maskable], origins[is_maskable]
+        left_out = (~is_maskable).sum()
+        note += f", {left_out:,} sequences of unknown tokens alone left out" if left_out else ""
     return rows, origins, note
 
 

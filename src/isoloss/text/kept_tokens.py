@@ -51,21 +51,23 @@ class KeptTokensTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
     def __init__(self, source_file: Tokenizer | str | Path, *, kept_tokens: Sequence[int], **options: Any) -> None:
         if isinstance(source_file, str | Path):
             source_file = Tokenizer.from_file(str(source_file))
-        self.source = copy.deepcopy(source_file)
+        self.source = copy.deepcopy(source_file)  # the caller's keeps its truncation, padding and special tokens
         self.source.no_truncation()
         self.source.no_padding()
         self.source.encode_special_tokens = True
         self.kept_tokens = list(kept_tokens)
+        # models have more ids than their tokenizer has tokens where the size of the embedding is rounded up
         words = [self.source.id_to_token(index) or f"t{index}" for index in self.kept_tokens]
         for special in ("<pad>", "<mask>"):
-            while special in words:
+            while special in words:  # the other tokenizer's special token of this name is an ordinary one here
                 special += "_"
             words.append(special)
         self._words, self._ids = words, {word: index for index, word in enumerate(words)}
         size = 1 + max(*self.kept_tokens, *self.source.get_vocab().values())
-        self._table = np.full(size, len(words) - 1)
+        self._table = np.full(size, len(words) - 1)  # what is not kept becomes the mask
         self._table[self.kept_tokens] = np.arange(len(self.kept_tokens))
         pad, mask = words[-2:]
+        # what the base class is given is what `save_pretrained` writes to tokenizer_config.json
         options |= {"pad_token": pad, "mask_token": mask, "unk_token": mask, "bos_token": mask}
         super().__init__(kept_tokens=self.kept_tokens, **{**options, "special_tokens_pattern": "bos"})
 

@@ -85,6 +85,13 @@ def mask(
 
     Raises:
         IsolossError: A sentence has no token that could be masked, or the fraction is not in (0, 1].
+
+    Example:
+        >>> sentences = Sentences(torch.tensor([[5, 6, 7]]), torch.tensor([3]))
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> batch = mask(sentences, SpecialIds(mask_id=9), ObjectiveConfig(), generator=generator)
+        >>> batch["input_ids"].tolist(), batch["labels"].tolist()
+        ([[5, 6, 9]], [[-100, -100, 7]])
     """
     return mask_by(
         sentences,
@@ -102,7 +109,8 @@ def mask_by(sentences: Sentences, language: SpecialTokens, objective: ObjectiveC
     if not 0 < objective.fraction <= 1:
         raise IsolossError(f"the masked fraction is {objective.fraction}; it must be above 0 and at most 1")
     candidates = maskable(sentences, language)
-    # the smallest of the candidates' uniform draws marks one position, uniformly
+    # draws are made on the CPU, so that the masks do not depend on the device
+    # the smallest of the candidates' uniform draws marks one position, uniformly; 2 is above each draw and fraction
     draws = draws.to(candidates.device).masked_fill(~candidates, 2.0)
     chosen = torch.zeros_like(candidates).scatter_(1, draws.argmin(dim=1, keepdim=True), True)
     if objective.masking == "fraction":
@@ -172,6 +180,7 @@ def _corrupted(batch: Batch, objective: ObjectiveConfig, draws: torch.Tensor, ot
     inputs, labels = batch["input_ids"], batch["labels"]
     draws, others = draws.to(inputs.device), others.to(inputs.device)
     masked = labels != IGNORED
+    # from 0.8 to 0.9 another token; above, where the next line comes second, the true one
     inputs = torch.where(masked & (draws >= 0.8), others, inputs)
     return {**batch, "input_ids": torch.where(masked & (draws >= 0.9), labels, inputs)}
 

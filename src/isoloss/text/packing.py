@@ -18,6 +18,11 @@ def pack(ids: Iterable[np.ndarray], length: int, *, first: int | None = None, la
     """Yield int64 arrays (n, length): the ids put end to end and cut, each row between `first` and `last` if given.
 
     What is left at the end, less than one row, is dropped.
+
+    Example:
+        >>> documents = [np.array([4, 5, 6]), np.array([7, 8])]
+        >>> [rows.tolist() for rows in pack(documents, 4, first=0, last=1)]
+        [[[0, 4, 5, 1], [0, 6, 7, 1]]]
     """
     body = length - (first is not None) - (last is not None)
     held: list[np.ndarray] = []
@@ -71,6 +76,7 @@ def open_rows(path: Path, length: int) -> np.ndarray[Any, Any]:
 
 def _rows(held: list[np.ndarray], body: int, first: int | None, last: int | None) -> Iterator[Any]:
     """Yield the whole rows in `held` and leave in it, as one array, what is left."""
+    # the empty array gives a type, and something to join where no text came
     stream = np.concatenate([np.empty(0, np.int64), *held])
     n = len(stream) // body
     held[:] = [stream[n * body :]]

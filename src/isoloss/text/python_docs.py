@@ -111,16 +111,17 @@ def docstrings() -> list[Docstring]:
         raise IsolossError(f"this Python was installed without the source of its standard library in {root}")
     state = [(str(path), stat.st_size, stat.st_mtime_ns) for path in paths for stat in (path.stat(),)]
     key = hashlib.sha256(json.dumps([_FORMAT, state]).encode()).hexdigest()[:16]
-    kept = Path(os.environ.get("ISOLOSS_CACHE") or "~/.cache/isoloss").expanduser() / "python" / f"{key}.json"
+    cache = Path(os.environ.get("ISOLOSS_CACHE") or "~/.cache/isoloss").expanduser() / "python" / f"{key}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):  # not there yet, or damaged
-        return [Docstring(*each) for each in json.loads(kept.read_text(encoding="utf-8"))]
-    found: dict[str, Docstring] = {}
+        return [Docstring(*each) for each in json.loads(cache.read_text(encoding="utf-8"))]
+    by_text: dict[str, Docstring] = {}
     for path in paths:
         for each in _docstrings_of(path, module=path.relative_to(root).parts[0].removesuffix(".py")):
-            found.setdefault(each.text, each)
+            # equal docstrings with two labels would be an example that no classifier can get right
+            by_text.setdefault(each.text, each)
     with contextlib.suppress(IsolossError, OSError):  # a cache that cannot be written only costs time
-        files.write_text(kept, json.dumps(list(found.values())))
-    return list(found.values())
+        files.write_text(cache, json.dumps(list(by_text.values())))
+    return list(by_text.values())
 
 
 def _reference() -> Mapping[str, str]:
@@ -159,6 +160,7 @@ def _part(split: str) -> list[Docstring]:
 
 
 def _hash(text: str) -> int:
+    # not the built-in hash, which differs from process to process
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 

@@ -132,8 +132,8 @@ def read_labeled_text(
         rows, known = _from_dataset(str(source), columns, split)
     else:
         choices = [columns, *([column for column in other if column is not None] for other in other_columns)]
-        found = _find(Path(source).expanduser(), split)
-        rows, known = itertools.chain(*(_from_file(path, choices, header) for path in found)), None
+        paths = _find(Path(source).expanduser(), split)
+        rows, known = itertools.chain(*(_from_file(path, choices, header) for path in paths)), None
     texts: list[str] = []
     seconds: list[str] = []
     labels: list[str] = []
@@ -154,7 +154,7 @@ def read_labeled_text(
         if name is None or None in values:
             leave_out(location, _NO_LABEL if name is None else _NO_TEXT)
             continue
-        for column, item in zip(columns, values, strict=False):
+        for column, item in zip(columns, values, strict=False):  # the label's column is the last, and has no item here
             if not isinstance(item, str) or not documents.is_encodable(item):
                 raise IsolossError(f"{location}: the column {column!r} holds no text but {item!r}")
         texts.append(values[0])
@@ -177,8 +177,8 @@ def read_labeled_text(
     num_unlabeled = left_out.total() - num_incomplete
     texts, locations, named = ([column[row] for row in rows_kept] for column in (texts, locations, labels))
     seconds = [seconds[row] for row in rows_kept] if pair is not None else []
-    given = known if label_names is None else label_names
-    names = tuple(sorted(set(named), key=_number_first) if given is None else given)
+    wanted = known if label_names is None else label_names
+    names = tuple(sorted(set(named), key=_number_first) if wanted is None else wanted)
     index = {name: position for position, name in enumerate(names)}
     for location, name in zip(locations, named, strict=True):
         if name not in index:
@@ -213,7 +213,7 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
         if (match := _FILE.fullmatch(file.name)) and file.is_file():
             of = parts if match["part"] or match["msr"] else whole
             of.setdefault(match["split"] or match["msr"], []).append(file)
-    return parts | whole
+    return parts | whole  # a whole file comes before parts of the same split
 
 
 def encode_labeled_text(
@@ -286,7 +286,12 @@ def _number_first(name: str) -> tuple[bool, int, str]:
 
 
 def missing_labels(labels: set[str], names: Sequence[str] = ()) -> set[str]:
-    """Return which of these stand for a missing label: `-` and -1, where they are not classes."""
+    """Return which of these stand for a missing label: `-` and -1, where they are not classes.
+
+    Example:
+        >>> missing_labels({"entailment", "neutral", "-"}), missing_labels({"+", "-"})
+        ({'-'}, set())
+    """
     opposite = {"-": "+", "-1": "1"}
     return {no for no, yes in opposite.items() if no in labels and no not in names and labels != {no, yes}}
 
@@ -294,6 +299,7 @@ def missing_labels(labels: set[str], names: Sequence[str] = ()) -> set[str]:
 def _label(value: Any, column: str, location: str) -> str | None:
     if value is None or value != value:  # NaN, too
         return None
+    # before whole numbers: to Python a truth value is one
     if isinstance(value, bool):
         return "true" if value else "false"  # as JSON has them
     if isinstance(value, str):
@@ -303,9 +309,8 @@ def _label(value: Any, column: str, location: str) -> str | None:
         if _WHOLE.fullmatch(value):
             value = value.removesuffix(".0")
     if isinstance(value, float) and value.is_integer():
-        value = int(
-            value
-        )  # a column of numbers some of which are missing is one of floats in pandas, and so in its CSV
+        # a column of numbers some of which are missing is one of floats in pandas, and so in its CSV
+        value = int(value)
     if not isinstance(value, str | int):
         raise IsolossError(
             f"{location}: the column {column!r} holds no label but {value!r}: it takes a name or a number"
@@ -328,13 +333,13 @@ def _from_dataset(spec: str, columns: list[str], split: str) -> tuple[Iterator[_
 
 def _find(path: Path, split: str) -> list[Path]:
     if path.is_dir():
-        there = split_files(path)
-        found = there.get(split, [])
-        if not found or len({file.stem for file in found}) < len(found):
-            have = ", ".join(there) or f"no {', '.join(SUFFIXES)} file"
-            several = f" only once but as {', '.join(file.name for file in found)}" if found else ""
+        by_split = split_files(path)
+        of_split = by_split.get(split, [])
+        if not of_split or len({file.stem for file in of_split}) < len(of_split):  # dev.tsv and dev.csv: which one?
+            have = ", ".join(by_split) or f"no {', '.join(SUFFIXES)} file"
+            several = f" only once but as {', '.join(file.name for file in of_split)}" if of_split else ""
             raise IsolossError(f"the folder {path} does not have the split {split!r}{several}; it has {have}")
-        return found
+        return of_split
     if not path.exists():
         raise IsolossError(f"there is no file or folder {path}{files.nearest(path)}")
     if _FILE.fullmatch(path.name) is None:
@@ -354,10 +359,12 @@ def _table(path: Path, choices: list[list[str]], header: Sequence[str]) -> Itera
     lines = _lines(path)
     first = next(lines, (0, []))
     names = first[1]
+    # a first line that is an example has as many fields as the header, and none of the columns' names
     if len(names) == len(header) and not any(set(columns) <= set(names) for columns in choices):
         names, lines = list(header), itertools.chain([first], lines)
     columns_at = [names.index(column) for column in _columns(path, choices, names)]
     for number, fields in lines:
+        # a blank line is no row: nothing to csv, one empty field where it is divided by tabs
         if fields not in ([], [""]):
             is_whole = len(fields) == len(names)
             yield f"{path}, line {number}", tuple(fields[index] for index in columns_at) if is_whole else None
@@ -365,6 +372,7 @@ def _table(path: Path, choices: list[list[str]], header: Sequence[str]) -> Itera
 
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     if path.suffix.lower() == ".csv":
+        # csv finds the ends of lines itself, as those inside quotes end no row; strict, or it would guess at bad quotes
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
             yield from ((reader.line_num, row) for row in reader)

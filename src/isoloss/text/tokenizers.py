@@ -110,7 +110,7 @@ def train_tokenizer(
     least = len(_BERT_SPECIALS) + (256 if kind == "bpe" else 1)  # every byte, or some character
     if vocab_size < least:
         raise IsolossError(f"the vocabulary size is {vocab_size}; for {kind} it must be at least {least}")
-    documents = list(texts)
+    documents = list(texts)  # WordPiece reads them twice
     if kind == "wordpiece":
         ids = _wordpiece(documents, vocab_size, lowercase=lowercase)
         if len(ids) == len(_BERT_SPECIALS):
@@ -125,13 +125,14 @@ def train_tokenizer(
     learner = ByteLevelBPETokenizer()
     learner.train_from_iterator(documents, vocab_size, special_tokens=list(_BERT_SPECIALS), show_progress=False)
     ids = learner.get_vocab()
-    backend = learner._tokenizer
+    backend = learner._tokenizer  # which the library's class for training has no public name for
     around = [(token, ids[token]) for token in ("[CLS]", "[SEP]")]
     backend.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=around
     )
     names = dict(zip(("pad", "unk", "cls", "sep", "mask"), _BERT_SPECIALS, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **{f"{name}_token": own for name, own in names.items()})
+    special = {f"{name}_token": token for name, token in names.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 def _wordpiece(documents: list[str], vocab_size: int, *, lowercase: bool) -> dict[str, int]:
@@ -148,6 +149,7 @@ def _wordpiece(documents: list[str], vocab_size: int, *, lowercase: bool) -> dic
         ids: dict[str, int] = learner.get_vocab()
         return ids
 
+    # a vocabulary of size 0 has all characters nevertheless, and no merges
     within = sorted(token for token in learned(0, []) if len(token) == 3 and token.startswith("##"))
     return learned(vocab_size, within)
 
@@ -159,6 +161,11 @@ def encode(
 
     Text is text: where it spells a special token, such as `[MASK]`, it gives ordinary tokens, never that one. What the
     tokenizer puts around a text comes with `add_special_tokens`.
+
+    Example:
+        >>> tokenizer = train_tokenizer(["Two, three.", "Two and three."], vocab_size=50)
+        >>> [len(ids) for ids in encode(tokenizer, ["two", "two three"])]
+        [1, 2]
     """
     from isoloss.text.kept_tokens import KeptTokensTokenizer
 
@@ -173,10 +180,12 @@ def encode(
 def _encode(backend: Tokenizer, texts: Iterable[str], add_special_tokens: bool) -> Iterator[np.ndarray]:
     # said aloud, so that a later fork (a git call, a data loader) makes the library neither warn nor go single
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # not put back afterwards: transformers sets both anew at each call of its tokenizer
     backend.no_truncation()
     backend.no_padding()
     as_before = backend.encode_special_tokens
     for batch in _batches(texts, characters=2_000_000):
+        # for this call alone: between two batches the caller may use the tokenizer, or stop reading
         backend.encode_special_tokens = True
         try:
             encodings = backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
@@ -193,6 +202,7 @@ def serialized(tokenizer: PreTrainedTokenizerFast) -> bytes:
     is_kept = isinstance(tokenizer, KeptTokensTokenizer)
     document = json.loads((tokenizer.source if is_kept else tokenizer.backend_tokenizer).to_str())
     document |= {"kept_tokens": tokenizer.kept_tokens} if is_kept else {}
+    # any call may change truncation and padding, which decide no id
     document |= {"truncation": None, "padding": None, "special_tokens": tokenizer.special_tokens_map}
     return json.dumps(document, sort_keys=True, default=str).encode()
 
@@ -211,7 +221,12 @@ def keep(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], *, length: i
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    """Return the token strings by id; an id that stands for no token has the empty string."""
+    """Return the token strings by id; an id that stands for no token has the empty string.
+
+    Example:
+        >>> vocabulary(train_tokenizer(["aa"], vocab_size=7))
+        ('[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', '##a', 'a')
+    """
     ids = tokenizer.get_vocab()
     tokens = [""] * (max(ids.values()) + 1)
     for token, index in ids.items():
@@ -220,6 +235,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
 
 
 def _batches(texts: Iterable[str], *, characters: int) -> Iterator[list[str]]:
+    # by characters, as a text may be a sentence or a book
     batch, size = [], 0
     for text in texts:
         batch.append(text)
@@ -237,6 +253,7 @@ def _from_vocabulary(path: Path) -> PreTrainedTokenizerFast:
     if path.suffix != ".txt":
         raise IsolossError(f"{path} is a file but no vocab.txt: {_CHOICES}")
     with reading(path):
+        # not `splitlines`, which also cuts at characters that a token may be, such as U+2028
         tokens = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
     ids = {token: index for index, token in enumerate(tokens)}
     missing = [token for token in _BERT_SPECIALS if token not in ids]

@@ -22,7 +22,7 @@ def _findings(results: Results) -> tuple[Finding, ...]:
     probe = f"probe-{task}"
     changes = {name: {key: signed(each) for key, each in differences(results, name).items()} for name in ALGORITHMS}
     adversary = changes["adversarial"]
-    control, own = (means(results, name) for name in (BASELINE, "adversarial"))
+    control, at_end = (means(results, name) for name in (BASELINE, "adversarial"))
     others = [name for name in ALGORITHMS if name not in (BASELINE, "adversarial")]
     traces, minima, probes = (
         "; ".join(f"{ALGORITHMS[n]} {changes[n][key]}" for n in others) for key in ("trace", "minimal-trace", probe)
@@ -32,7 +32,7 @@ def _findings(results: Results) -> tuple[Finding, ...]:
             headline=f"The adversary moves the probe of its task by {adversary[probe]}",
             detail=f"{task} at the nearest KL; the KL differs by {adversary['kl']}, the trace by {adversary['trace']}, "
             f"the minimal trace by {adversary['minimal-trace']}. "
-            f"After the last step: {own[probe]} against {control[probe]} at a KL of {own['kl']} against "
+            f"After the last step: {at_end[probe]} against {control[probe]} at a KL of {at_end['kl']} against "
             f"{control['kl']}.",
         ),
         Finding(headline="The trace at the nearest KL, minus AdamW's", detail=f"{traces}."),

@@ -10,10 +10,10 @@ from typing import Any
 
 from isoloss.lab.languages.config import LAPTOP_PCFG, PCFGConfig
 from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
-from isoloss.paper.reproduction.compare import replicates
+from isoloss.paper.reproduction.compare import DatasetResults
 from isoloss.paper.reproduction.spec import Arm, Dataset, Replicate, StudySize, sgd
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
-from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.estimate import Estimate, student95
 from isoloss.studies.claims import Contrast
 from isoloss.studies.results import Checkpoint, Pair, Results, change, mean
 from isoloss.studies.spec import Study
@@ -132,8 +132,8 @@ class Matched:
 
     def ranges(self) -> tuple[str, str]:
         """The algorithm's and AdamW's steps, each from first to last."""
-        own, control = ([pair[i] for pair in self.steps] for i in (1, 0))
-        return _range(own), _range(control)
+        control, treated = ([pair[i] for pair in self.steps] for i in (0, 1))
+        return _range(treated), _range(control)
 
 
 def matched(results: Results, algorithm: str) -> Matched:
@@ -144,12 +144,13 @@ def matched(results: Results, algorithm: str) -> Matched:
     """
     pairs, steps, last = [], [], dataset_of(results).last
     for one in compared(results):
-        control, own = (results.of_run(one.run(name)) for name in (BASELINE, algorithm))
-        if own[last]["kl"].value >= control[last]["kl"].value:
-            pair = _nearest(control, own[last]), last
+        control, treated = (results.of_run(one.run(name)) for name in (BASELINE, algorithm))
+        # the other way round, the lower last KL may be one that the other run never reaches
+        if treated[last]["kl"].value >= control[last]["kl"].value:
+            pair = _nearest(control, treated[last]), last
         else:
-            pair = last, _nearest(own, control[last])
-        pairs.append((control[pair[0]], own[pair[1]]))
+            pair = last, _nearest(treated, control[last])
+        pairs.append((control[pair[0]], treated[pair[1]]))
         steps.append(pair)
     return Matched(tuple(pairs), tuple(steps))
 
@@ -162,7 +163,7 @@ def dataset_of(results: Results) -> Dataset:
 
 def compared(results: Results) -> list[Replicate]:
     """Return the grammars whose runs are all there."""
-    return replicates(results, dataset_of(results))
+    return DatasetResults(results, dataset_of(results)).replicates
 
 
 def clusters_of(results: Results) -> list[str]:
@@ -196,8 +197,8 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
     by_name, clusters = {}, clusters_of(results)
     for algorithm, title in ALGORITHMS.items():
         names, nearest = (ALGORITHMS[BASELINE], title), matched(results, algorithm)
-        own, control = nearest.ranges()
-        where = f"Where the KL is nearest: {title} at step {own}, AdamW at step {control}."
+        treated, control = nearest.ranges()
+        where = f"Where the KL is nearest: {title} at step {treated}, AdamW at step {control}."
         if algorithm == "adversarial":
             where += f" The adversary's own task is {next(iter(dataset_of(results).tasks))}."
         last = list(zip(last_checkpoints(results, BASELINE), last_checkpoints(results, algorithm), strict=True))
@@ -232,16 +233,9 @@ def tables(results: Results) -> tuple[SummaryTable, SummaryTable]:
         "For each grammar and seed the run whose last KL is higher is taken at its last checkpoint, the other at the "
         "checkpoint whose KL is nearest; only where that makes the loss the same do the other columns compare like "
         "with like. Accuracies are in percentage points. A 95 % interval is "
-        f"{_quantile(len(set(clusters))):.1f} standard errors on either side (Student's t).",
+        f"{student95(len(set(clusters)) - 1):.1f} standard errors on either side (Student's t).",
     )
     return last, by_loss
-
-
-def _quantile(grammars: int) -> float:
-    """Return how many standard errors a 95 % interval over so many grammars is on either side."""
-    from scipy.stats import t
-
-    return float(t.ppf(0.975, grammars - 1))
 
 
 def _range(steps: list[int]) -> str:

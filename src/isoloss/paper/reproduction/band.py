@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from isoloss.lab.evaluation.external import ExternalCheckpoint
-from isoloss.paper.reproduction.compare import mean, replicates
+from isoloss.paper.reproduction.compare import DatasetResults, mean
 from isoloss.paper.reproduction.spec import Dataset, Replicate
+from isoloss.run_config import TrainConfig
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.results import Checkpoint, Results, difference
-from isoloss.studies.spec import Experiment
+from isoloss.studies.results import Checkpoint, difference
 
 
 class Model(NamedTuple):
@@ -24,9 +23,9 @@ class Model(NamedTuple):
     arm: str  # the part of the run's name that says what it is
     step: int
 
-    def at(self, results: Results, replicate: Replicate) -> Checkpoint:
+    def at(self, data: DatasetResults, replicate: Replicate) -> Checkpoint:
         """Return what was measured of it."""
-        return results.at(replicate.run(self.arm), self.step)
+        return data.at(replicate, self.arm, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,27 +46,27 @@ class Spread:
     difference: Estimate
 
 
-def models(results: Results, dataset: Dataset) -> list[Model]:
+def models(data: DatasetResults) -> list[Model]:
     """Return all models of a dataset whose KL is known: every size, arm and cooldown at every measured step."""
-    prefix = replicates(results, dataset)[0].run("")
+    prefix = data.replicates[0].run("")  # all replicates have the same models
     return [
         Model(run.removeprefix(prefix), step)
-        for (run, step), checkpoint in results.checkpoints.items()
+        for (run, step), checkpoint in data.results.checkpoints.items()
         if run.startswith(prefix) and "kl" in checkpoint
     ]
 
 
-def name(results: Results, dataset: Dataset, model: Model) -> str:
+def name(data: DatasetResults, model: Model) -> str:
     """Return what a model is called: the end of a run by the run alone."""
-    run = replicates(results, dataset)[0].run(model.arm)
-    is_end = model.step == results.experiments[run].last_step
+    run = data.replicates[0].run(model.arm)
+    is_end = model.step == data.results.experiments[run].last_step
     return model.arm if is_end else f"{model.arm} at step {model.step:,}"
 
 
-def control(results: Results, dataset: Dataset) -> Model:
+def control(data: DatasetResults) -> Model:
     """Return the model around whose KL the band is."""
-    run = replicates(results, dataset)[0].run(dataset.control)
-    return Model(dataset.control, results.experiments[run].last_step)
+    run = data.replicates[0].run(data.dataset.control)
+    return Model(data.dataset.control, data.results.experiments[run].last_step)
 
 
 def limits(kl: float, dataset: Dataset) -> tuple[float, float]:
@@ -81,66 +80,69 @@ def limits(kl: float, dataset: Dataset) -> tuple[float, float]:
     return kl * (1 - dataset.band), kl * (1 + dataset.band)
 
 
-def mean_limits(results: Results, dataset: Dataset) -> tuple[float, float]:
+def mean_limits(data: DatasetResults) -> tuple[float, float]:
     """Return the limits of the band of the means over languages and seeds."""
-    return limits(average(results, dataset, control(results, dataset), "kl").value, dataset)
+    return limits(average(data, control(data), "kl").value, data.dataset)
 
 
-def average(results: Results, dataset: Dataset, model: Model, key: str) -> Estimate:
+def average(data: DatasetResults, model: Model, key: str) -> Estimate:
     """Return the mean of an estimate of a model over languages and seeds, with its error over languages."""
-    return mean([(one, model.at(results, one)[key]) for one in replicates(results, dataset)])
+    return mean([(one, model.at(data, one)[key]) for one in data.replicates])
 
 
-def paired_difference(results: Results, dataset: Dataset, model: Model, other: Model, key: str) -> Estimate:
+def paired_difference(data: DatasetResults, model: Model, other: Model, key: str) -> Estimate:
     """Return what a model has more than another of the same language and seed, of an accuracy in percentage points."""
-    pairs = [(one, model.at(results, one)[key], other.at(results, one)[key]) for one in replicates(results, dataset)]
+    pairs = [(one, model.at(data, one)[key], other.at(data, one)[key]) for one in data.replicates]
     return mean([(one, difference(later, earlier)) for one, later, earlier in pairs])
 
 
-def in_band(results: Results, dataset: Dataset) -> list[Model]:
+def in_band(data: DatasetResults) -> list[Model]:
     """Return the models whose mean KL is in the band."""
-    low, high = mean_limits(results, dataset)
-    return [model for model in models(results, dataset) if low <= average(results, dataset, model, "kl").value <= high]
+    low, high = mean_limits(data)
+    return [model for model in models(data) if low <= average(data, model, "kl").value <= high]
 
 
-def by_replicate(
-    results: Results, dataset: Dataset, size: str | None = None
-) -> list[tuple[Replicate, list[Checkpoint]]]:
+def by_replicate(data: DatasetResults, size: str | None = None) -> list[tuple[Replicate, list[Checkpoint]]]:
     """Return the models of each replicate whose KL is in the band around that of the replicate's own control.
 
     Args:
-        results: The results.
-        dataset: The dataset.
+        data: The results on a dataset.
         size: Models of this size and of the control's architecture only; None: all.
     """
-    found = []
-    every, middle = models(results, dataset), control(results, dataset)
+    near = []
+    every, middle = models(data), control(data)
+    experiments = data.results.experiments
 
-    def is_wanted(experiment: Experiment, like: Experiment) -> bool:
-        kinds = [
-            each.config.model.architecture
-            for each in (experiment, like)
-            if not isinstance(each.config, ExternalCheckpoint)
+    def architecture(run: str) -> str:
+        config = experiments[run].config
+        assert isinstance(config, TrainConfig)
+        return config.model.architecture
+
+    for one in data.replicates:
+        low, high = limits(middle.at(data, one)["kl"].value, data.dataset)
+        # pre-layer-norm models have the control's size, too, but their traces are sums over other functions
+        of_size = [
+            model
+            for model in every
+            if size is None
+            or (
+                experiments[one.run(model.arm)].size == size
+                and architecture(one.run(model.arm)) == architecture(one.run(middle.arm))
+            )
         ]
-        return size is None or (experiment.size == size and len(set(kinds)) == 1)
-
-    for one in replicates(results, dataset):
-        low, high = limits(middle.at(results, one)["kl"].value, dataset)
-        like = results.experiments[one.run(middle.arm)]
-        of_size = [model for model in every if is_wanted(results.experiments[one.run(model.arm)], like)]
-        checkpoints = [model.at(results, one) for model in of_size]
-        found.append((one, [each for each in checkpoints if low <= each["kl"].value <= high]))
-    return found
+        checkpoints = [model.at(data, one) for model in of_size]
+        near.append((one, [each for each in checkpoints if low <= each["kl"].value <= high]))
+    return near
 
 
-def spreads(results: Results, dataset: Dataset) -> Mapping[str, Spread]:
+def spreads(data: DatasetResults) -> Mapping[str, Spread]:
     """Return how far the KL and the accuracy of each probe spread over the models in the band, by key."""
-    near = in_band(results, dataset)
-    found: dict[str, Spread] = {}
-    for key in dict.fromkeys(("kl", *dataset.tasks.values())):
-        means = [(model, average(results, dataset, model, key)) for model in near]
+    near = in_band(data)
+    by_key: dict[str, Spread] = {}
+    for key in dict.fromkeys(("kl", *data.dataset.tasks.values())):
+        means = [(model, average(data, model, key)) for model in near]
         ordered = sorted(means, key=lambda pair: pair[1].value)
         (lowest, low), (highest, high) = ordered[0], ordered[-1]
-        more = paired_difference(results, dataset, highest, lowest, key)
-        found[key] = Spread(lowest=lowest, highest=highest, ends=(low, high), difference=more)
-    return found
+        more = paired_difference(data, highest, lowest, key)
+        by_key[key] = Spread(lowest=lowest, highest=highest, ends=(low, high), difference=more)
+    return by_key

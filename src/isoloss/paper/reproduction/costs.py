@@ -62,7 +62,9 @@ def _forward_flops(model: ModelConfig, tokens: Tokens) -> float:
     """Return the operations of one sentence: all tokens through the layers, the predicted ones through the decoder."""
     shape = MODELS.load(model.architecture).shape(model)
     width = _width(shape)
+    # the embeddings of tokens and positions are looked up, not multiplied by
     layers = num_parameters(model, tokens) - width * (tokens.vocab_size + tokens.length)
+    # queries by keys, then weights by values: 2 d T each for a token
     attention = 0 if isinstance(shape, LSTMShape) else 4 * shape.num_layers * width * tokens.length
     return tokens.length * (2 * layers + attention) + tokens.predicted * 2 * width * tokens.vocab_size
 
@@ -88,6 +90,7 @@ def _activation_bytes(model: ModelConfig, tokens: Tokens) -> float:
     width = _width(shape)
     heads = 0 if isinstance(shape, LSTMShape) else shape.num_heads
     layers: int = shape.num_layers * (34 * width + 5 * heads * tokens.length)
+    # a logit and its gradient
     return tokens.length * layers + tokens.predicted * 8 * tokens.vocab_size
 
 
@@ -102,6 +105,7 @@ def training(config: TrainConfig, tokens: Tokens, needs: Resources, *, kept: int
     """
     model, parameters = config.model, num_parameters(config.model, tokens)
     passes = 1.2 if config.algorithm.kind == "adversarial" else 1.0  # SAM takes a pass for each half of the batch
+    # a backward pass is twice a forward pass: gradients by inputs and by weights
     flops = 3 * _forward_flops(model, tokens) * config.batch_size * config.steps * passes
     micro = micro_batch_size(model, tokens, config.batch_size, needs.processes)
     return Expected(
@@ -139,6 +143,7 @@ def measuring(
     parameters = num_parameters(model, tokens)
     seconds = flops / flops_per_second(model, needs) + OVERHEAD_SECONDS * measures
     return Expected(
+        # the conditionals are of the sentences alone, so one evaluation computes them for all checkpoints
         seconds=checkpoints * seconds + conditionals * tokens.truth / (PEAK * UTILIZATION),
         memory=round(4 * parameters + 8 * 2**30),
         gpu_memory=round(8 * parameters + MICRO_BATCH_BYTES),

@@ -11,8 +11,8 @@ from typing import Any
 import polars as pl
 
 from isoloss.paper.reproduction import band, published
-from isoloss.paper.reproduction.compare import at_step, mean, replicates
-from isoloss.paper.reproduction.spec import BASELINES, FIGURE_1, SGD_SHOWN, Dataset, StudySize, cooldown_run
+from isoloss.paper.reproduction.compare import DatasetResults, by_dataset, mean
+from isoloss.paper.reproduction.spec import BASELINES, FIGURE_1, SGD_SHOWN, Dataset, cooldown_run
 from isoloss.report import charts
 from isoloss.report.data import KL, LOSS, MARKERS, MINIMAL_TRACE, TRACE, Column, Style, column_of
 from isoloss.report.html import Figure
@@ -27,10 +27,9 @@ PAPER_SCALE = "paper"  # of a small model's embedding inside a large one
 
 def parts(results: Results) -> PageParts:
     """Return what the page shows besides tables and claims."""
-    scale: StudySize = results.scale
-    found = [dataset for dataset in scale.datasets if replicates(results, dataset)]
-    same_loss = [_same_loss(results, dataset) for dataset in found if band.models(results, dataset)]
-    return PageParts(figures=[*same_loss, *(figure for dataset in found for figure in _figures(results, dataset))])
+    everything = by_dataset(results)
+    same_loss = [_same_loss(data) for data in everything if band.models(data)]
+    return PageParts(figures=[*same_loss, *(figure for data in everything for figure in _figures(data))])
 
 
 def columns(dataset: Dataset) -> list[Column]:
@@ -52,46 +51,50 @@ def _style(table: pl.DataFrame) -> Style:
 # --- figure 1 --------------------------------------------------------------------------------------------------------
 
 
-def _same_loss(results: Results, dataset: Dataset) -> Figure:
+def _same_loss(data: DatasetResults) -> Figure:
     """Return the paper's figure 1: transfer against the loss and against flatness, of models of about one loss."""
-    rows = _models(results, dataset)
+    dataset = data.dataset
+    rows = _models(data)
     chart = charts.magnified(
         rows,
         LOG_KL,
         _traces(dataset),
         columns(dataset),
-        band=band.mean_limits(results, dataset),
-        baselines=_baselines(results, dataset),
+        band=band.mean_limits(data),
+        baselines=_baselines(data),
         style=_style(rows),
     )
     title = f"{dataset.title}: models of about the same loss"
-    return Figure(name=f"{dataset.name}-same-loss", title=title, chart=chart, caption=_caption(results, dataset))
+    return Figure(name=f"{dataset.name}-same-loss", title=title, chart=chart, caption=_caption(data))
 
 
-def _models(results: Results, dataset: Dataset) -> pl.DataFrame:
-    first, middle = replicates(results, dataset)[0], band.control(results, dataset)
+def _models(data: DatasetResults) -> pl.DataFrame:
+    dataset = data.dataset
+    first, middle = data.replicates[0], band.control(data)
     rows = []
-    for model in band.models(results, dataset):
-        experiment = results.experiments[first.run(model.arm)]
+    for model in band.models(data):
+        experiment = data.results.experiments[first.run(model.arm)]
         row = {
             "run": model.arm,
             "group": experiment.group,
             "size": experiment.size,
-            "parameters": results.run(first.run(model.arm)).result()["num_parameters"],
+            "parameters": data.results.run(first.run(model.arm)).result()["num_parameters"],
             "step": model.step,
         }
         for column in (LOG_KL, *_traces(dataset), *columns(dataset)):
-            value = band.average(results, dataset, model, column.name).value
-            stderr = band.paired_difference(results, dataset, model, middle, column.name).stderr
+            value = band.average(data, model, column.name).value
+            # not the value's own error, which is that of languages and hides differences on the same ones
+            stderr = band.paired_difference(data, model, middle, column.name).stderr
             row |= {column.name: value, column.stderr_column: stderr / 100 if column.percent else stderr}
         rows.append(row)
     return pl.DataFrame(rows)
 
 
-def _baselines(results: Results, dataset: Dataset) -> Mapping[str, Mapping[str, float]]:
+def _baselines(data: DatasetResults) -> Mapping[str, Mapping[str, float]]:
+    dataset = data.dataset
     if not dataset.shown.baselines:
         return {}
-    starts = [(one, at_step(results, one, dataset.main, 0)) for one in replicates(results, dataset)]
+    starts = [(one, data.at(one, dataset.main, 0)) for one in data.replicates]
 
     def accuracy_of(kind: str, probe: str) -> float:
         return mean([(one, start[f"{kind}-{probe.removeprefix('probe-')}"]) for one, start in starts]).value
@@ -102,9 +105,10 @@ def _baselines(results: Results, dataset: Dataset) -> Mapping[str, Mapping[str, 
     }
 
 
-def _caption(results: Results, dataset: Dataset) -> str:
-    every, near = band.models(results, dataset), band.in_band(results, dataset)
-    spreads, control = band.spreads(results, dataset), dataset.control
+def _caption(data: DatasetResults) -> str:
+    dataset = data.dataset
+    every, near = band.models(data), band.in_band(data)
+    spreads, control = band.spreads(data), dataset.control
     parts = [
         f"Each point is one checkpoint of a size, an arm or a cooldown{averaged(dataset)}; lines join the checkpoints "
         "of a run. Horizontal lines: probes on features that need no model.",
@@ -114,7 +118,7 @@ def _caption(results: Results, dataset: Dataset) -> str:
         "accuracy by "
         + " and by ".join(
             f"{number(each.difference)} points on {key.removeprefix('probe-')} (from "
-            f"{band.name(results, dataset, each.lowest)} to {band.name(results, dataset, each.highest)})"
+            f"{band.name(data, each.lowest)} to {band.name(data, each.highest)})"
             for key, each in spreads.items()
             if key != "kl"
         )
@@ -125,7 +129,7 @@ def _caption(results: Results, dataset: Dataset) -> str:
         "none. Compare traces only between models of one size.",
     ]
     if FIGURE_1 in dataset.shown.sizes:
-        parts = [_corresponds((FIGURE_1,)).strip(), *parts, _in_the_paper()]
+        parts = [published.corresponds(FIGURE_1).strip(), *parts, _in_the_paper()]
     return " ".join(parts)
 
 
@@ -143,8 +147,8 @@ def _in_the_paper() -> str:
 # --- the other figures -----------------------------------------------------------------------------------------------
 
 
-def _figures(results: Results, dataset: Dataset) -> list[Figure]:
-    figures = _Figures(results, dataset)
+def _figures(data: DatasetResults) -> list[Figure]:
+    figures = _Figures(data)
     wanted = (figures.sizes, figures.last, figures.longer, figures.sgd, figures.algorithms, figures.expanded)
     return [figure for make in wanted if (figure := make()) is not None]
 
@@ -153,8 +157,12 @@ def _figures(results: Results, dataset: Dataset) -> list[Figure]:
 class _Figures:
     """The figures of a dataset besides the first; None for one that it has no runs for."""
 
-    results: Results
-    dataset: Dataset
+    data: DatasetResults
+
+    @property
+    def dataset(self) -> Dataset:
+        """The dataset."""
+        return self.data.dataset
 
     @property
     def _tasks(self) -> list[Column]:
@@ -163,7 +171,7 @@ class _Figures:
     @property
     def _across(self) -> list[Column]:
         """The loss and the traces."""
-        loss = KL if band.models(self.results, self.dataset) else LOSS
+        loss = KL if band.models(self.data) else LOSS
         return [loss, *_traces(self.dataset)]
 
     @functools.cached_property
@@ -171,14 +179,14 @@ class _Figures:
         return self._means([(size, size, self.dataset.watched) for size in self.dataset.sizes])
 
     def _means(self, series: Sequence[Series]) -> pl.DataFrame:
-        return _means(self.results, self.dataset, series, [*self._across, *self._tasks])
+        return _means(self.data, series, [*self._across, *self._tasks])
 
     def _figure(self, name: str, title: str, chart: Any, shown_in: Sequence[str], caption: str) -> Figure:
         return Figure(
             name=f"{self.dataset.name}-{name}",
             title=f"{self.dataset.title}: {title}",
             chart=chart,
-            caption=_corresponds(tuple(each for each in shown_in if each != FIGURE_1)) + caption,
+            caption=published.corresponds(*(each for each in shown_in if each != FIGURE_1)) + caption,
         )
 
     def _against_tasks(self, rows: pl.DataFrame, across: Sequence[Column]) -> Any:
@@ -220,6 +228,7 @@ class _Figures:
         arms = {name: arm for name, arm in dataset.arms.items() if arm.shown_in == SGD_SHOWN}
         if not arms:
             return None
+        # a curve joins the rows of one run, so each arm has the end of AdamW as a row of its own, at step 0
         starts = [
             self._means([(arm.title, dataset.main, (dataset.start,))]).with_columns(
                 pl.lit(name).alias("run"), pl.lit(0, pl.Int64).alias("step")
@@ -254,7 +263,7 @@ class _Figures:
         if not keys:
             return None
         traces = [column_of(key) for key in keys]
-        rows = _means(self.results, dataset, _expanded(dataset), [self._across[0], *traces, *self._tasks])
+        rows = _means(self.data, _expanded(dataset), [self._across[0], *traces, *self._tasks])
         cooldown = f" after {dataset.start:,} steps and a cooldown of some length" if dataset.cooldown_steps else ""
         caption = (
             f"Each point is one size{cooldown}{averaged(dataset)}. Traces are those of the model expanded into "
@@ -276,10 +285,6 @@ def _expanded(dataset: Dataset) -> list[Series]:
     ]
 
 
-def _corresponds(shown_in: tuple[str, ...]) -> str:
-    return f"Corresponds to the paper's {', '.join(shown_in)}. " if shown_in else ""
-
-
 def averaged(dataset: Dataset) -> str:
     """Return what a point is the mean over, to go on a sentence; nothing for one model."""
     over = [
@@ -288,21 +293,20 @@ def averaged(dataset: Dataset) -> str:
     return f", averaged over {' and '.join(over)}" if over else ""
 
 
-def _means(results: Results, dataset: Dataset, series: Sequence[Series], shown: list[Column]) -> pl.DataFrame:
+def _means(data: DatasetResults, series: Sequence[Series], shown: list[Column]) -> pl.DataFrame:
     rows = []
     for group, arm, steps in series:
-        found = [one for one in replicates(results, dataset) if one.run(arm) in results.experiments]
-        first = results.run(found[0].run(arm))
+        first = data.replicates[0].run(arm)  # all replicates have the same sizes and arms
         for step in steps:
             row = {
                 "run": arm,
                 "group": group,
-                "size": results.experiments[found[0].run(arm)].size,
-                "parameters": first.result()["num_parameters"],
+                "size": data.results.experiments[first].size,
+                "parameters": data.results.run(first).result()["num_parameters"],
                 "step": step,
             }
             for column in shown:
-                value = mean([(one, at_step(results, one, arm, step)[column.name]) for one in found])
+                value = mean([(one, data.at(one, arm, step)[column.name]) for one in data.replicates])
                 row |= {column.name: value.value, f"{column.name}_stderr": value.stderr}
             rows.append(row)
     return pl.DataFrame(rows)

@@ -23,6 +23,16 @@ TABLES = {"table 1": ("loss (nats)", "task A (%)", "task B (%)"), "table 2": ("t
 BY_SIZE: Mapping[str, tuple[str, str]] = {"trace": ("19.8", "12.6"), "probe accuracy (%)": ("40.4", "50.5")}
 
 
+def corresponds(*shown_in: str) -> str:
+    """Return, as the beginning of a caption, which of the paper's figures and tables it is about; of none, nothing.
+
+    Example:
+        >>> corresponds("figure 3a", "figure 8")
+        "Corresponds to the paper's figure 3a, figure 8. "
+    """
+    return f"Corresponds to the paper's {', '.join(shown_in)}. " if shown_in else ""
+
+
 def by_algorithm(*measured: str) -> str:
     """Return these rows of the paper's tables 1 and 2 in words.
 

@@ -20,7 +20,8 @@ from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, St
 from isoloss.studies.plan import Resources
 from isoloss.studies.spec import Experiment, Measurement
 
-# what is added to a replicate's seed: for what follows the main run, and for the measures
+# what is added to a replicate's seed: for what follows the main run, and for the measures. Replicates of one language
+# have consecutive seeds, fewer than 30, and languages are 100 apart: no two streams meet
 CONTINUED, MEASURED = 30, 60
 FIGURE_1 = "figure 1"  # which on the page shows cooldowns too
 SGD_SAMPLED, SGD_EXACT = "sgd-sampled", "sgd-exact"
@@ -217,17 +218,9 @@ class Dataset:
     @property
     def cooldown_lengths(self) -> tuple[int, ...]:
         """All lengths of the cooldown after `branch`, ascending; 0 stands for the usual one, as in `cooldown_run`."""
+        # in the order of the KL after them, so that neighbors can enclose a loss (`compare.at_same_loss`)
         lengths = sorted((*self.other_cooldowns, self.cooldown_steps))
         return tuple(0 if length == self.cooldown_steps else length for length in lengths)
-
-    @functools.cached_property
-    def experiments(self) -> dict[str, Experiment]:
-        """Every run of every replicate."""
-        return {
-            replicate.run(arm): experiment
-            for replicate in self.replicates
-            for arm, experiment in _Runs(self, replicate).experiments().items()
-        }
 
 
 def cooldown_run(arm: str, step: int, length: int = 0) -> str:
@@ -274,6 +267,7 @@ class _Runs:
         config = self._config(model)
         if size == dataset.main and dataset.shown.baselines:
             shown_in += dataset.shown.baselines
+            # probes on tables need no model, but an evaluation belongs to a checkpoint: the untrained one
             config = dataclasses.replace(config, checkpoints=(0, *config.checkpoints))
             features = [
                 f"{kind}-{each.removeprefix('probe-')}" for kind in BASELINES for each in dataset.tasks.values()
@@ -281,7 +275,7 @@ class _Runs:
             tables = (self._measurement(dict.fromkeys(features), (0,), "measure the baselines of", model),)
         shown, more = tuple(dict.fromkeys(shown_in)), (*tables, *self._inside(size))
         is_main = size == dataset.main
-        group = (is_main and dataset.main_title) or size
+        group = dataset.main_title if is_main and dataset.main_title else size
         runs = {size: self._trained(config, group, steps=dataset.watched, shown_in=shown, more=more)}
         for step in dataset.steps_before_cooldown(size):
             runs[cooldown_run(size, step)] = self._cooldown(size, step, config, size, with_all=is_main)
@@ -307,7 +301,7 @@ class _Runs:
         changes, steps = dict(arm.changes), (*arm.watched, *dataset.watched)
         config = self._config(changes.pop("model", dataset.sizes[dataset.main]), checkpoints=steps[:-1], **changes)
         runs = {name: self._trained(config, arm.title, steps=steps, shown_in=arm.shown_in)}
-        # after its last step, as other sizes, and after the step from which the cooldown of the control starts
+        # after the step from which the control's cooldown starts, too: as long as the control has trained
         for step in dataset.steps_before_cooldown(name):
             runs[cooldown_run(name, step)] = self._cooldown(
                 name, step, config, arm.title, with_all=step == dataset.last
@@ -325,9 +319,9 @@ class _Runs:
             checkpoints=arm.watched,
             init_from=f"../{start}/checkpoints/step-{dataset.start}",
         )
+        # sentences depend on seed and step alone: with the seed of the main run they would be its first ones again
         config = dataclasses.replace(config, seed=self.replicate.seed + CONTINUED)
-        before = config.stage_ends()[:-1] if dataset.cooldown_steps else ()
-        steps = (*arm.watched, *before, config.steps)
+        steps = (*arm.watched, *config.stage_ends())  # before the cooldown, if there is one, and at the end
         return self._trained(config, arm.title, steps=steps, shown_in=arm.shown_in, after=(start,), with_all=True)
 
     def _cooldown_stage(self) -> StageConfig:
@@ -380,7 +374,7 @@ class _Runs:
         if self.replicate.place == self.replicate.index == 0:
             ends |= dict.fromkeys(dataset.first_measures)
         common = dict.fromkeys(dataset.measures)
-        if steps == (config.steps,):
+        if steps == (config.steps,):  # one unit of work instead of two, which would load the same checkpoint
             common, ends = common | ends, {}
         parts = [self._measurement(common, steps, "measure", model)]
         if ends:
@@ -404,6 +398,7 @@ class _Runs:
         if (tokens := self.dataset.tokens) is not None:
             examples = settings["num_train"] + settings["num_test"]
             tasks = sum(name.startswith(("probe-", "finetune-")) for name in measures)
+            # backward passes: for the paper's trace one for each of 50 sampled labels (appendix B.1) of each sequence
             expected = costs.measuring(
                 model,
                 tokens,
@@ -425,7 +420,7 @@ class _Runs:
         shape = MODELS.load(model.architecture).shape(model)
         width = getattr(shape, "d_model", None) or shape.hidden
         needs = [needs for least, needs in self.dataset.needs if width >= least][-1]
-        return needs if training else dataclasses.replace(needs, processes=1)
+        return needs if training else dataclasses.replace(needs, processes=1)  # only training can use several
 
 
 SHOWN: Mapping[str, Shown] = {
@@ -461,20 +456,19 @@ class StudySize:
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
         """Every run of every dataset; a language is a block of the study."""
-        made: dict[str, Experiment] = {}
+        by_name: dict[str, Experiment] = {}
         block = 0
         for dataset in self.datasets:
-            blocks = {replicate.prefix: block + replicate.place for replicate in dataset.replicates}
             for replicate in dataset.replicates:
-                own = [name for name in dataset.experiments if name.startswith(f"{replicate.prefix}-")]
-                for name in own:
-                    made[name] = dataclasses.replace(dataset.experiments[name], block=blocks[replicate.prefix])
+                for arm, experiment in _Runs(dataset, replicate).experiments().items():
+                    by_name[replicate.run(arm)] = dataclasses.replace(experiment, block=block + replicate.place)
             block += len(dataset.languages)
-        return made
+        return by_name
 
 
 def _other_seeds(dataset: Dataset, offset: int) -> Dataset:
-    languages: list[Any] = [dataclasses.replace(each) for each in dataset.languages]
+    languages: list[Any] = list(dataset.languages)
+    # a text has none: it is repeated with other seeds of training alone
     if all(hasattr(each, "seed") for each in languages):
         languages = [dataclasses.replace(each, seed=each.seed + OFFSET * offset) for each in languages]
     return dataclasses.replace(dataset, languages=tuple(languages), offset=OFFSET * offset)
@@ -557,9 +551,11 @@ def _small_pcfg(
     settings: Mapping[str, Any],
     **more: Any,
 ) -> Dataset:
+    # sentences have 4 tokens, so B and C, the paper's shorter prefixes, are one task here
     tasks = {"A": "probe-prefix-4", "B": "probe-prefix-2", "C": "probe-prefix-2"}
     largest = sizes[-1]
     adversary, helper = algorithm_steps
+    # a probe reads the states of all tokens: as many features as those of the smallest size
     features = 2**language.levels * small_bert(sizes[0], layers).heads * HEAD_WIDTH
     return Dataset(
         name="pcfg",
@@ -580,6 +576,7 @@ def _small_pcfg(
             **_algorithms("prefix-4", adversary=adversary, helper=helper, rate=3e-3),
             "pre-ln": Arm(
                 title="Pre-layer-norm",
+                # the compiled step is of post-layer-norm blocks
                 changes={"model": small_bert(main, layers, "bert-pre-ln"), "compiled": False},
             ),
         },

@@ -9,9 +9,9 @@ from typing import Any
 
 from isoloss.paper.answer import from_template
 from isoloss.paper.reproduction import band
-from isoloss.paper.reproduction.compare import contrasts, measures
+from isoloss.paper.reproduction.compare import by_dataset, contrasts, measures
 from isoloss.paper.reproduction.gpu_scales import AUTHORS, PAPER, WORKSTATION
-from isoloss.paper.reproduction.spec import EVENING, SMOKE, StudySize
+from isoloss.paper.reproduction.spec import EVENING, SMOKE
 from isoloss.paper.reproduction.tables import tables
 from isoloss.studies.claims import Answer, ClaimResult, Verdict
 from isoloss.studies.results import Results
@@ -33,14 +33,14 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> Sequence[str]:
 
 def _spreads(results: Results) -> Iterator[dict[str, Any]]:
     """Yield how far accuracies and the KL spread over models of about one loss, for each dataset with a known KL."""
-    size: StudySize = results.scale
-    for dataset in size.datasets:
-        if band.models(results, dataset):
-            kl, *probes = band.spreads(results, dataset).items()
+    for data in by_dataset(results):
+        dataset = data.dataset
+        if band.models(data):
+            kl, *probes = band.spreads(data).items()
             yield {
                 "languages": LANGUAGES.get(dataset.name, dataset.title),
                 "band": f"{dataset.band:.0%}",
-                "models": len(band.in_band(results, dataset)),
+                "models": len(band.in_band(data)),
                 "kl": " to ".join(f"{end.value:.3g}" for end in kl[1].ends),
                 "accuracies": [
                     f"{' to '.join(f'{100 * end.value:.1f}' for end in each.ends)} % on {key.removeprefix('probe-')}"

@@ -5,45 +5,34 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from isoloss.errors import IsolossError
 from isoloss.paper.reproduction import band, published
-from isoloss.paper.reproduction.compare import at_same_loss, at_step, by_cooldown, mean, replicates, size_pair
-from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replicate, StudySize, cooldown_run
+from isoloss.paper.reproduction.compare import DatasetResults, at_same_loss, by_dataset, mean
+from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replicate, cooldown_run
 from isoloss.statistics.correlation import Kind, correlation, granulated_kendall
-from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.estimate import Estimate, student95
 from isoloss.studies.results import Checkpoint, Measured, Pair, Results, cka, difference
 from isoloss.studies.summary import SummaryTable
 
 Row = tuple[tuple[str | int, ...], Mapping[str, Estimate]]
-At = Callable[[Replicate], Checkpoint]
 
 
 def tables(results: Results) -> tuple[SummaryTable, ...]:
     """Return the tables of every dataset that has results."""
-    scale: StudySize = results.scale
     made: list[SummaryTable] = []
-    for dataset in scale.datasets:
-        if replicates(results, dataset):
-            if band.models(results, dataset):
-                made.append(_same_loss(results, dataset))
-            made += [_algorithms(results, dataset), _flatness(results, dataset), _sizes(results, dataset)]
-            if dataset.cooldown_steps:
-                made += [_expansions(results, dataset), _interpolation(results, dataset)]
-            if dataset.extra_measures:
-                made += [_ranking(results, dataset, kind) for kind in ("pearson", "spearman", "kendall")]
-                made += [_granulated(results, dataset), _features(results, dataset)]
+    for data in by_dataset(results):
+        if band.models(data):
+            made.append(_same_loss(data))
+        made += [_algorithms(data), _flatness(data), _sizes(data)]
+        if data.dataset.cooldown_steps:
+            made += [_expansions(data), _interpolation(data)]
+        if data.dataset.extra_measures:
+            made += [_ranking(data, kind) for kind in ("pearson", "spearman", "kendall")]
+            made += [_granulated(data), _features(data)]
     return tuple(table for table in made if table.rows)
-
-
-def _of_table(dataset: Dataset, table: str) -> str:
-    return _corresponds(table) if table in dataset.shown.main else ""
-
-
-def _corresponds(*shown_in: str) -> str:
-    return f"Corresponds to the paper's {', '.join(shown_in)}. " if shown_in else ""
 
 
 def _over(dataset: Dataset) -> str:
@@ -52,15 +41,17 @@ def _over(dataset: Dataset) -> str:
     return f"Means ± standard errors over {'languages' if len(dataset.languages) > 1 else 'seeds'}."
 
 
-def _row(results: Results, dataset: Dataset, labels: tuple[str | int, ...], at: At, keys: Sequence[str]) -> Row:
-    ones = replicates(results, dataset)
-    return labels, {key: mean([(one, at(one)[key]) for one in ones]) for key in keys}
+def _row(
+    data: DatasetResults, labels: tuple[str | int, ...], run: str, keys: Sequence[str], step: int | None = None
+) -> Row:
+    return labels, {key: mean([(one, data.at(one, run, step)[key]) for one in data.replicates]) for key in keys}
 
 
 def _arms(dataset: Dataset) -> dict[str, str]:
     adamw = f"AdamW ({dataset.main})"
     if not dataset.cooldown_steps:
         return {dataset.main: adamw, **{name: arm.title for name, arm in dataset.arms.items()}}
+    # by run, so that where arms branch off at the last step there is one entry
     after = {dataset.control: dataset.start, cooldown_run(dataset.main, dataset.last): dataset.last}
     main = {run: f"{adamw}, {steps:,} steps" for run, steps in after.items()}
     arms = {
@@ -72,81 +63,74 @@ def _arms(dataset: Dataset) -> dict[str, str]:
     return main | arms
 
 
-def _algorithms(results: Results, dataset: Dataset) -> SummaryTable:
+def _algorithms(data: DatasetResults) -> SummaryTable:
     """Return the paper's Table 1: transfer by training algorithm, with the look-up table."""
+    dataset = data.dataset
     probes = list(dict.fromkeys(dataset.tasks.values()))
-    loss = _loss(results, dataset)
-    rows: list[Row] = [
-        _row(results, dataset, (title,), lambda one, run=run: results.at(one.run(run)), [loss, *probes])  # type: ignore[misc]
-        for run, title in _arms(dataset).items()
-    ]
+    loss = _loss(data)
+    rows = [_row(data, (title,), run, [loss, *probes]) for run, title in _arms(dataset).items()]
     if dataset.shown.baselines:
         for kind in ("lookup", "log-lookup"):  # their KL is 0
             tasks = {probe: f"{kind}-{probe.removeprefix('probe-')}" for probe in probes}
-            ones = [(one, at_step(results, one, dataset.main, 0)) for one in replicates(results, dataset)]
+            ones = [(one, data.at(one, dataset.main, 0)) for one in data.replicates]
             accuracies = {probe: mean([(one, start[table]) for one, start in ones]) for probe, table in tasks.items()}
             rows.append(((BASELINES[kind],), {loss: _zero(rows[0][1][loss]), **accuracies}))
-    caption = _after(dataset) + _of_table(dataset, "table 1") + _over(dataset) + _published(dataset, "table 1")
+    caption = _after(dataset) + _beside_table(dataset, "table 1")
     return SummaryTable(
         f"{dataset.name}_algorithms", f"{dataset.title}: transfer by algorithm", ("model",), rows, caption
     )
 
 
-def _published(dataset: Dataset, table: str) -> str:
-    """Return what the paper's table says of this dataset, where the study quotes it."""
-    if dataset.name != "pcfg":
-        return ""
-    return (
-        f" In the paper ({published.PARAMETERS} parameters; ± standard deviation): "
-        f"{published.by_algorithm(*published.TABLES[table])}."
-    )
+def _beside_table(dataset: Dataset, table: str) -> str:
+    """Return which table of the paper this is beside, and its numbers where the study quotes them."""
+    caption = (published.corresponds(table) if table in dataset.shown.main else "") + _over(dataset)
+    if dataset.name == "pcfg":
+        caption += (
+            f" In the paper ({published.PARAMETERS} parameters; ± standard deviation): "
+            f"{published.by_algorithm(*published.TABLES[table])}."
+        )
+    return caption
 
 
 def _zero(like: Estimate) -> Estimate:
     return Estimate(value=0.0, stderr=0.0, samples=0, unit=like.unit, num_predictions=0, method="exact")
 
 
-def _flatness(results: Results, dataset: Dataset) -> SummaryTable:
+def _flatness(data: DatasetResults) -> SummaryTable:
     """Return the paper's Table 2: transfer and flatness by training algorithm."""
+    dataset = data.dataset
     traces = [key for key in ("trace", "minimal-trace") if key in dataset.measures]
-    keys = [_loss(results, dataset), *traces, *(key for key in dataset.end_measures if key.startswith("few-shot"))]
-    rows = [
-        _row(results, dataset, (title,), lambda one, run=run: results.at(one.run(run)), keys)  # type: ignore[misc]
-        for run, title in _arms(dataset).items()
-    ]
-    caption = _after(dataset) + _of_table(dataset, "table 2") + _over(dataset) + _published(dataset, "table 2")
+    keys = [_loss(data), *traces, *(key for key in dataset.end_measures if key.startswith("few-shot"))]
+    rows = [_row(data, (title,), run, keys) for run, title in _arms(dataset).items()]
+    caption = _after(dataset) + _beside_table(dataset, "table 2")
     return SummaryTable(
         f"{dataset.name}_flatness", f"{dataset.title}: flatness by algorithm", ("model",), rows, caption
     )
 
 
-def _sizes(results: Results, dataset: Dataset) -> SummaryTable:
+def _sizes(data: DatasetResults) -> SummaryTable:
+    dataset = data.dataset
     keys = [
-        *dict.fromkeys((_loss(results, dataset), *(key for key in dataset.measures if key != "loss"))),
+        *dict.fromkeys((_loss(data), *(key for key in dataset.measures if key != "loss"))),
         *(key for key in dataset.end_measures if not key.startswith("few-shot")),
     ]
     rows: list[Row] = []
     for size in dataset.sizes:
         for step in dataset.steps_before_cooldown(size) or dataset.watched:
-            run = cooldown_run(size, step) if dataset.cooldown_steps else size
-            at: At = lambda one, run=run, step=step: (  # type: ignore[misc]  # noqa: E731
-                results.at(one.run(run)) if dataset.cooldown_steps else at_step(results, one, run, step)
-            )
-            known = at(replicates(results, dataset)[0])
-            rows.append(_row(results, dataset, (size, step), at, [key for key in keys if key in known]))
+            run, at_step = (cooldown_run(size, step), None) if dataset.cooldown_steps else (size, step)
+            # what is measured at the end alone, or of some sizes, is no cell of the other rows
+            measured = data.at(data.replicates[0], run, at_step)
+            rows.append(_row(data, (size, step), run, [key for key in keys if key in measured], at_step))
     shown = dict.fromkeys((*dataset.shown.sizes, *dataset.shown.longer, *dataset.shown.expanded))
-    caption = _after(dataset) + _corresponds(*shown) + _over(dataset)
+    caption = _after(dataset) + published.corresponds(*shown) + _over(dataset)
     return SummaryTable(f"{dataset.name}_sizes", f"{dataset.title}: sizes and steps", ("size", "steps"), rows, caption)
 
 
-def _expansions(results: Results, dataset: Dataset) -> SummaryTable:
+def _expansions(data: DatasetResults) -> SummaryTable:
+    dataset = data.dataset
     rows: list[Row] = []
     for smaller, larger in itertools.pairwise(dataset.sizes):
-        pairs = [
-            (one, pair)
-            for one in replicates(results, dataset)
-            if (pair := size_pair(results, dataset, one, (smaller, larger)))
-        ]
+        pairs = [(one, pair) for one in data.replicates if (pair := data.size_pair(one, (smaller, larger)))]
         if differences := _differences(pairs, dataset.when_expanded):
             rows.append(((smaller, larger), differences))
     caption = (
@@ -158,16 +142,17 @@ def _expansions(results: Results, dataset: Dataset) -> SummaryTable:
     return SummaryTable(f"{dataset.name}_expansions", title, ("smaller", "larger"), rows, caption)
 
 
-def _interpolation(results: Results, dataset: Dataset) -> SummaryTable:
+def _interpolation(data: DatasetResults) -> SummaryTable:
+    dataset = data.dataset
     traces = [key for key in ("trace", "minimal-trace") if key in dataset.measures]
     keys = dict.fromkeys((*dataset.tasks.values(), *traces, *dataset.end_measures))
     rows: list[Row] = []
     lengths = dataset.cooldown_lengths
     for size in dataset.sizes:
-        for place in range(1, len(lengths) - 1):
+        for place in range(1, len(lengths) - 1):  # the first and the last are between no two
             pairs = []
-            for one in replicates(results, dataset):
-                cooldowns = by_cooldown(results, dataset, one, size)
+            for one in data.replicates:
+                cooldowns = data.by_cooldown(one, size)
                 if pair := at_same_loss([cooldowns[place - 1], cooldowns[place + 1]], cooldowns[place]):
                     pairs.append((one, pair))
             if missed := _differences(pairs, keys):
@@ -185,6 +170,7 @@ def _differences(pairs: Sequence[tuple[Replicate, Pair]], keys: Iterable[str]) -
     """Return the mean second minus first over pairs, of each measure that they have; none for a single language."""
     if len({one.cluster for one, _ in pairs}) < 2:
         return {}
+    # not all measures are of all models, and those that some pairs lack are lacked by all
     has = pairs[0][1][0].keys() & pairs[0][1][1].keys()
     return {key: mean([(one, difference(b[key], a[key])) for one, (a, b) in pairs]) for key in keys if key in has}
 
@@ -196,8 +182,8 @@ def _after(dataset: Dataset) -> str:
     return after + "Rows differ in KL; the claims compare models at the same KL. "
 
 
-def _loss(results: Results, dataset: Dataset) -> str:
-    first = results.at(replicates(results, dataset)[0].run(dataset.main))
+def _loss(data: DatasetResults) -> str:
+    first = data.at(data.replicates[0], data.dataset.main)
     return "kl" if "kl" in first else "loss"
 
 
@@ -213,25 +199,28 @@ def compared(dataset: Dataset) -> list[str]:
     return [
         *(cooldown_run(main, step) for step in dataset.watched),
         *lengths,
+        # an arm that continues the main model ends in its own cooldown, one from scratch has it in another run
         *(name if arm.stages else cooldown_run(name, dataset.last) for name, arm in dataset.arms.items()),
     ]
 
 
-def _same_loss(results: Results, dataset: Dataset) -> SummaryTable:
+def _same_loss(data: DatasetResults) -> SummaryTable:
+    dataset = data.dataset
     probes = list(dict.fromkeys(dataset.tasks.values()))
     measures = ["kl", *(key for key in ("trace", "minimal-trace") if key in dataset.measures)]
     rows: list[Row] = []
     undefined, counts = [], []
     kinds: tuple[Kind, ...] = ("spearman", "pearson")
     for sizes, size in (("all sizes", None), (dataset.main, dataset.main)):
-        models = band.by_replicate(results, dataset, size)
+        models = band.by_replicate(data, size)
         numbers = [len(checkpoints) for _, checkpoints in models]
         counts.append(f"{min(numbers)} to {max(numbers)} of {sizes}")
         for kind in kinds:
             for name in measures:
-                found = {probe: _correlation(models, name, probe, kind, None) for probe in probes}
-                if all(found.values()):
-                    rows.append(((sizes, kind.capitalize(), name), {key: each for key, each in found.items() if each}))
+                by_probe = {probe: _correlation(models, name, probe, kind, None) for probe in probes}
+                if all(by_probe.values()):
+                    cells = {key: each for key, each in by_probe.items() if each}
+                    rows.append(((sizes, kind.capitalize(), name), cells))
                 else:
                     undefined.append(f"{kind.capitalize()}'s with {name} of {sizes}")
     caption = (
@@ -247,14 +236,15 @@ def _same_loss(results: Results, dataset: Dataset) -> SummaryTable:
     return SummaryTable(f"{dataset.name}_same_loss", title, ("models", "correlation", "with"), rows, caption)
 
 
-def _ranking(results: Results, dataset: Dataset, kind: Kind) -> SummaryTable:
-    probes, loss = list(dict.fromkeys(dataset.tasks.values())), _loss(results, dataset)
-    models = [(one, [results.at(one.run(run)) for run in compared(dataset)]) for one in replicates(results, dataset)]
+def _ranking(data: DatasetResults, kind: Kind) -> SummaryTable:
+    dataset = data.dataset
+    probes, loss = list(dict.fromkeys(dataset.tasks.values())), _loss(data)
+    models = [(one, [data.at(one, run) for run in compared(dataset)]) for one in data.replicates]
     rows: list[Row] = []
     for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.extra_measures)):
-        found = {probe: _correlation(models, name, probe, kind, loss) for probe in probes}
-        if all(found.values()):
-            rows.append(((name,), {probe: each for probe, each in found.items() if each}))
+        by_probe = {probe: _correlation(models, name, probe, kind, loss) for probe in probes}
+        if all(by_probe.values()):
+            rows.append(((name,), {probe: each for probe, each in by_probe.items() if each}))
     rows.sort(key=lambda row: sum(each.value for each in row[1].values()))
     caption = (
         f"Partial {kind.capitalize()} correlation of each measure with the accuracy of the probe, given the KL, within "
@@ -273,26 +263,28 @@ def _ranking(results: Results, dataset: Dataset, kind: Kind) -> SummaryTable:
     )
 
 
-def _granulated(results: Results, dataset: Dataset) -> SummaryTable:
+def _granulated(data: DatasetResults) -> SummaryTable:
+    dataset = data.dataset
     probes = list(dict.fromkeys(dataset.tasks.values()))
-    models = [(one, run) for one in replicates(results, dataset) for run in compared(dataset)]
-    ends = [results.at(one.run(run)) for one, run in models]
+    models = [(one, run) for one in data.replicates for run in compared(dataset)]
+    ends = [data.at(one, run) for one, run in models]
     hyperparameters: dict[str, list[Any]] = {"model": [run for _, run in models]}
     if dataset.seeds > 1:
         hyperparameters["seed"] = [one.index for one, _ in models]
     languages = [one.cluster for one, _ in models]
+    # pairs agree in all others, so with the language among them no two languages are compared; its own tau is not shown
     within = {**hyperparameters, "language": languages}
     rows: list[Row] = []
     for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.extra_measures)):
-        found: dict[str, Estimate] = {}
+        cells: dict[str, Estimate] = {}
         for probe in probes:
             with contextlib.suppress(IsolossError):  # too few languages, or an error that is not known
                 accuracy = [end[probe].value for end in ends]
                 flatness = [end[name].value for end in ends]
-                own = granulated_kendall(flatness, accuracy, within, languages).by_hyperparameter
-                found |= {f"{probe}, {each}": own[each] for each in hyperparameters}
-        if len(found) == len(probes) * len(hyperparameters):
-            rows.append(((name,), found))
+                by_hyperparameter = granulated_kendall(flatness, accuracy, within, languages).by_hyperparameter
+                cells |= {f"{probe}, {each}": by_hyperparameter[each] for each in hyperparameters}
+        if len(cells) == len(probes) * len(hyperparameters):
+            rows.append(((name,), cells))
     rows.sort(key=lambda row: sum(each.value for each in row[1].values()))
     caption = (
         "Kendall's tau of each measure with the accuracy of the probe, over pairs that differ in one thing alone and "
@@ -303,13 +295,13 @@ def _granulated(results: Results, dataset: Dataset) -> SummaryTable:
     return SummaryTable(f"{dataset.name}_granulated", title, ("measure",), rows, caption)
 
 
-def _features(results: Results, dataset: Dataset) -> SummaryTable:
+def _features(data: DatasetResults) -> SummaryTable:
     """Return how alike features are: of the control and each of its variants, and of two seeds of the control."""
-    ones = replicates(results, dataset)
+    dataset, ones = data.dataset, data.replicates
     control = dataset.control
 
     def features(one: Replicate, run: str) -> Measured:
-        return results.at(one.run(run))["features"]
+        return data.at(one, run)["features"]
 
     pairs = {
         run: [(one, cka(features(one, control), features(one, run))) for one in ones]
@@ -321,7 +313,7 @@ def _features(results: Results, dataset: Dataset) -> SummaryTable:
         for one, other in itertools.pairwise(ones)
         if one.language == other.language
     ]
-    rows: list[Row] = [((run,), {"cka": mean(found)}) for run, found in pairs.items() if found]
+    rows: list[Row] = [((run,), {"cka": mean(some)}) for run, some in pairs.items() if some]
     caption = (
         f"Linear CKA (Kornblith et al., 2019; unbiased) of the last hidden states of {control} and of each other model "
         "on the same sentences: 1 where the features are the same up to rotation and scale. " + _over(dataset)
@@ -356,24 +348,22 @@ def _correlation(
         for key, column in columns.items():
             values = [each[key].value for each in checkpoints]
             values = values if key == probe else _logarithms(values)
+            # languages and seeds differ more than models do: without this, the correlation would be between languages
             column += [value - sum(values) / len(values) for value in values]
         clusters += [one.cluster] * len(checkpoints)
-    if len(set(clusters)) < 3:
-        return None
     try:
         covariates = {given: columns[given]} if given else {}
-        found = correlation(columns[name], columns[probe], clusters, kind=kind, given=covariates, resamples=100)
-    except IsolossError:
+        # the fewest resamples that there may be, as nothing here reads the bootstrap
+        result = correlation(columns[name], columns[probe], clusters, kind=kind, given=covariates, resamples=100)
+    except IsolossError:  # fewer than three languages, or a measure that is the same for all models
         return None
-    low, high = (math.atanh(edge) for edge in found.interval95)
-    from scipy.special import stdtrit
-
-    stderr = (high - low) / 2 / float(stdtrit(found.clusters - 1, 0.975)) * (1 - found.value**2)
+    # the interval is symmetric in atanh r, and d r = (1 - r^2) d atanh r gives its error in r
+    low, high = (math.atanh(edge) for edge in result.interval95)
     return Estimate(
-        value=found.value,
-        stderr=stderr,
-        samples=found.clusters,
+        value=result.value,
+        stderr=(high - low) / 2 / student95(result.clusters - 1) * (1 - result.value**2),
+        samples=result.clusters,
         unit="correlation",
-        num_predictions=found.observations,
+        num_predictions=result.observations,
         method=f"{'partial ' if given else ''}{kind} correlation, jackknife over languages",
     )

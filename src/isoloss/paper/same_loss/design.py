@@ -224,11 +224,12 @@ class Arms:
         """
         cooldown = StageConfig(steps=cooldown_steps or self.scale.cooldown_steps)
         config = self._config(self.scale.main_size, self._adamw(), stages=(*stages, cooldown), init_from=start)
+        # sentences depend on seed and step alone: with the base's seed they would be its first ones again
         return dataclasses.replace(config, seed=self.unit.seed + CONTINUED)
 
     def from_scratch(self, size: str, *, steps: int | None = None, weight_decay: float = 0.0) -> TrainConfig:
         """Return the config of training from scratch; its last stage is the cooldown, which has no weight decay."""
-        decaying = self._adamw(weight_decay) if weight_decay else None
+        decaying = self._adamw(weight_decay) if weight_decay else None  # None: the run's own, as in the cooldown
         base = StageConfig(steps=steps or self.scale.steps, optimizer=decaying)
         return self._config(size, self._adamw(), stages=(base, StageConfig(steps=self.scale.cooldown_steps)))
 
@@ -271,14 +272,15 @@ class Arms:
 
     def _measured(self, arm: str, config: TrainConfig, after: tuple[str, ...] = ()) -> Experiment:
         scale, measures = self.scale, [*self.common(), *self.scale.few_shot_probes.values()]
-        if size := self.unit.is_complete and {scale.arm_of_size(size): size for size in scale.sizes}.get(arm):
+        sizes = {scale.arm_of_size(size): size for size in scale.sizes}
+        if self.unit.is_complete and arm in sizes:
             measures += scale.projected_probes.values()
-            if size != scale.sizes[-1]:
+            if sizes[arm] != scale.sizes[-1]:  # which others are expanded into
                 measures += [*scale.expanded_traces.values(), scale.expanded_minimum]
         if arm in (UNTOUCHED, "label-noise"):
             measures.append("rescaling-control")
         parts = [self.measurement(measures, steps=(config.steps,))]
-        if len(config.stages) > 1 and arm not in scale.sizes:
+        if len(config.stages) > 1 and arm not in scale.sizes:  # tables before the cooldown are of the main size only
             before = (config.steps - scale.cooldown_steps,)
             parts.append(self.measurement(self.common(), steps=before, name="measure before the cooldown of"))
         return Experiment(

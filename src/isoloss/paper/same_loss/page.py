@@ -95,7 +95,7 @@ def _panels(results: Results) -> list[IntervalPanel]:
             traces.append(_factor_interval(title, column.title, factor(pairs, key, clusters)))
         for task, key in scale.probes.items():
             probes.append(_interval(title, task, change(pairs, key, clusters=clusters)))
-    if not loss:
+    if not loss:  # of one grammar there is no error, and so no interval
         return []
     return [
         IntervalPanel(title="KL, difference (nats per token)", intervals=loss),
@@ -116,6 +116,7 @@ def _interval(row: str, series: str, estimate: Estimate) -> Interval:
 def _factor_interval(row: str, series: str, estimate: Estimate) -> Interval:
     """Return the interval of a geometric mean: that of its logarithm."""
     low, high = estimate.ci95
+    # `factor` gives the logarithm's error times the value: divided by it, the half width is the logarithm's again
     reach = (high - low) / 2 / estimate.value
     value = estimate.value
     ends = {"low": value * math.exp(-reach), "high": value * math.exp(reach)}
@@ -149,9 +150,9 @@ def _by_size(results: Results) -> pl.DataFrame:
         arm = scale.arm_of_size(size)
         for unit in replicates_with(results, arm):
             if unit.is_complete:
-                run, own = unit.run(arm), sizes_expanded(scale, size, last(results, unit, arm))
-                own = {**own, "trace-own": own["trace"]}
-                rows.append(results.row(run, results.experiments[run].last_step, own, keys))
+                run, checkpoint = unit.run(arm), sizes_expanded(scale, size, last(results, unit, arm))
+                checkpoint = {**checkpoint, "trace-own": checkpoint["trace"]}
+                rows.append(results.row(run, results.experiments[run].last_step, checkpoint, keys))
     return pl.DataFrame(rows)
 
 
@@ -181,20 +182,21 @@ def _correlation(results: Results, trace: str, probe: str, left_out: Collection[
     for unit in results.scale.units:
         arms = [arm for arm in GROUPS if arm not in left_out and unit.run(arm) in results.experiments]
         ends = [end for end in (last(results, unit, arm) for arm in arms) if _in_band(results, unit, end)]
-        own = {
+        of_unit = {
             "trace": [math.log(end[trace].value) for end in ends],
             "probe": [end[probe].value for end in ends],
             "kl": [end["kl"].value for end in ends],
         }
-        for name, values in own.items():
+        for name, values in of_unit.items():
+            # grammars differ more than arms do: without this, the correlation would be between grammars
             columns[name] += [value - sum(values) / len(values) for value in values]
         clusters += [f"grammar {unit.grammar}"] * len(ends)
     try:
-        found = correlation(columns["trace"], columns["probe"], clusters, given={"KL": columns["kl"]})
+        result = correlation(columns["trace"], columns["probe"], clusters, given={"KL": columns["kl"]})
     except IsolossError as error:
         return f"not known ({error})"
-    low, high = found.interval95
-    return f"{found.value:+.2f} [{low:+.2f}, {high:+.2f}] of {found.observations} models"
+    low, high = result.interval95
+    return f"{result.value:+.2f} [{low:+.2f}, {high:+.2f}] of {result.observations} models"
 
 
 def _in_band(results: Results, unit: Replicate, end: Checkpoint) -> bool:

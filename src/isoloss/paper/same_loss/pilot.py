@@ -122,6 +122,7 @@ class PilotSize:
                     runs[unit.run(f"{size}-{steps}")] = Experiment(
                         config=config, measurements=(measured,), group=GROUPS[UNTOUCHED], block=block
                     )
+            # from before its cooldown: there the main run is what the base is in the study
             start = unit.run(self.main)
             sgd = {arm: arms.sgd_stage(labels) for arm, labels in zip(PRIMARY, ("exact", "sampled"), strict=True)}
             for arm, stage in (sgd | arms.more_stages()).items():
@@ -217,6 +218,7 @@ def power_in_words(results: Results, units: Sequence[Replicate], slope: Estimate
     both, task = pairs(results, units, PRIMARY), scale.like.tasks[0]
     moves, losses = ([difference(b[key], a[key]).value for a, b in both] for key in (f"probe-{task}", "kl"))
     sd = statistics.stdev(moves)
+    # planned with the pilot's own spread, the power would fall short in about half of all cases (Browne, 1995)
     bound = sd_upper_bound(sd, len(units))
     margin = loss_margin(slope)
     loss_sd = sd_upper_bound(statistics.stdev(losses), len(units))

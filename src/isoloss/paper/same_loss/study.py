@@ -156,7 +156,7 @@ def _rescaled(results: Results, units: Sequence[Replicate]) -> list[Pair]:
 def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
     """Return what can be measured of two models, by what claims.toml calls it."""
     expanded = {f"trace, scale {name}": key for name, key in scale.expanded_traces.items()}
-    fewest = dict(itertools.islice(scale.few_shot_probes.items(), len(scale.tasks)))
+    fewest = dict(itertools.islice(scale.few_shot_probes.items(), len(scale.tasks)))  # they go by number, then by task
     return {
         **common_measures(scale),
         "transfer": scale.probes | fewest,
@@ -253,9 +253,9 @@ def _sizes(results: Results) -> SummaryTable:
         arm = scale.arm_of_size(size)
         units = [unit for unit in replicates_with(results, arm) if unit.is_complete]
         if _number(units) > 1:
-            own = [sizes_expanded(scale, size, last(results, unit, arm)) for unit in units]
+            ends = [sizes_expanded(scale, size, last(results, unit, arm)) for unit in units]
             label = (size, results.run(units[0].run(arm)).result()["num_parameters"], _number(units))
-            rows.append((label, {key: _mean(units, [one[key] for one in own]) for key in keys}))
+            rows.append((label, {key: _mean(units, [end[key] for end in ends]) for key in keys}))
     caption = (
         "Raw traces (column trace) of different widths are not comparable: they are sums over different parameters. "
         f"The other traces are measured after expanding each model into the architecture of {scale.sizes[-1]}, which "
@@ -302,6 +302,7 @@ def sizes_expanded(scale: StudySize, size: str, checkpoint: Checkpoint) -> Check
     if size != scale.sizes[-1]:
         return checkpoint
     into = scale.model(size)
+    # with the settings of the expanded ones, as only estimates with equal settings are paired
     shape = {"expanded_layers": into.layers, "expanded_heads": into.heads}
     plain, minimum = (
         dataclasses.replace(checkpoint[key], settings={**checkpoint[key].settings, **shape}) for key in RESCALED
@@ -310,6 +311,7 @@ def sizes_expanded(scale: StudySize, size: str, checkpoint: Checkpoint) -> Check
 
 
 def _number(units: Sequence[Replicate]) -> int:
+    # of grammars, not of seeds: an error is over grammars, and needs two
     return len({unit.grammar for unit in units})
 
 

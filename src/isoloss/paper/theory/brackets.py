@@ -277,6 +277,7 @@ def flatness(model: BracketAttention, inputs: Inputs, *, count_kink: bool = Fals
         loss=float((outputs - inputs.y).square().mean()),
         trace=float(2 * (neurons + attention).mean()),
         bound=least,
+        # each side of the inequalities (6) to (9) over the next, so that their product is trace / bound
         heads=float((neurons + attention).mean() / neurons.mean()),
         balance=float(neurons.mean() / products.mean()),
         cancellation=float(products.mean() / without_cancelling),
@@ -288,6 +289,7 @@ def flatness(model: BracketAttention, inputs: Inputs, *, count_kink: bool = Fals
 def hessian_trace(model: BracketAttention, inputs: Inputs) -> float:
     """Return the trace of the Hessian of the loss by differentiating it twice, weight by weight; for small models."""
     weights = list(model.parameters())
+    # by `outputs` alone: what else `squares` gives are closed forms, which this is to check
     loss = (squares(model, inputs.z).outputs - inputs.y).square().mean()
     flat = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, weights, create_graph=True)])
     identity = torch.eye(len(flat), dtype=flat.dtype)
@@ -317,6 +319,7 @@ def two_neurons(length: int, width: int) -> BracketAttention:
     if width < 2:
         raise IsolossError(f"the solution needs two neurons and the model has {width}")
     value, output = torch.zeros(width, 2 * length).double(), torch.zeros(width).double()
+    # condition (3), V_i h = |u_i| |h|, is c / T = (m T / c) / sqrt(T)
     scale = width**0.5 * length**0.75
     value[0, :length], value[1, :length] = scale, -scale
     output[0], output[1] = -width * length / scale, width * length / scale
@@ -372,6 +375,12 @@ def balanced(model: BracketAttention, inputs: Inputs) -> BracketAttention:
     """Return the same function with the least trace that scaling can give: V_i times s_i, u_i over s_i.
 
     The model must have Q = K = 0, so that `|h|` is the same for every input.
+
+    Example:
+        >>> inputs = pretraining_inputs(4)
+        >>> features = random_features(inputs, 40, seed=0)
+        >>> flatness(balanced(features, inputs), inputs).trace < flatness(features, inputs).trace
+        True
     """
     h = inputs.z / inputs.length
     values, active = torch.zeros(2, len(model.output), dtype=torch.float64)
@@ -389,6 +398,11 @@ def losses_by_width(inputs: Inputs, *, seed: int) -> torch.Tensor:
     """Return (w + 1,): the least loss that u can reach over the first 0, 1, ..., w random features, w the full width.
 
     One orthogonal basis serves every width: feature by feature it takes away a part of the answer.
+
+    Example:
+        >>> losses = losses_by_width(pretraining_inputs(4), seed=0)
+        >>> len(losses) == full_width(4) + 1, round(float(losses[0]), 9), float(losses[-1])
+        (True, 1.0, 0.0)
     """
     rows, targets = _equations(inputs, _values(inputs.length, full_width(inputs.length), seed))
     basis = torch.linalg.qr(rows).Q
@@ -534,7 +548,20 @@ def kernel(model: BracketAttention, inputs: Inputs) -> torch.Tensor:
 def population_losses(products: torch.Tensor, answers: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Return (k,): the loss over all strings of the head of least norm that fits a training set.
 
-    Among the heads of least training loss it is that of least norm, so it exists where no head fits.
+    Among the heads of least training loss it is the one of least norm, so it exists where no head fits.
+
+    Args:
+        products: (N, N) of `kernel`.
+        answers: (N,) of all strings.
+        chosen: (k, n) the strings of each training set.
+
+    Example:
+        >>> strings = downstream_inputs(4)
+        >>> products = kernel(two_neurons(4, 2), strings)
+        >>> highest, lowest = int(strings.y.argmax()), int(strings.y.argmin())
+        >>> sets = torch.tensor([[highest, lowest], [highest, highest]])  # with both signs, and with one
+        >>> (population_losses(products, strings.y, sets) < ZERO).tolist()
+        [True, False]
     """
     size = max(1, _HEAD_BLOCK // (len(answers) * chosen.shape[1]))
     losses = []
@@ -679,6 +706,7 @@ def _off_axis(model: BracketAttention, coordinates: int) -> float:
     """Return the fraction of |u_i| |V_i|, V_i cut to its first coordinates, that is not along [1; 0]."""
     value, length = model.value[:, :coordinates], model.value.shape[1] // 2
     rest = value.clone()
+    # a row's projection on [1; 0] is its mean over the first T coordinates, in each of these
     rest[:, :length] -= rest[:, :length].mean(dim=1, keepdim=True)
     weight = model.output.abs()
     return float(weight @ rest.norm(dim=1) / (weight @ value.norm(dim=1)))
