@@ -62,10 +62,10 @@ class Inputs:
             the inputs are text of at least 10 documents, also `documents` (n,): the document in which each sequence
             begins, so that errors count documents as independent and not sequences.
         num_sequences: Rows of all batches.
-        num_predicted: Positions that the model predicts: labels other than -100, for a causal model without those of
-            the first column, which nothing comes before.
+        num_predicted: Positions that the model predicts: labels other than -100, for a causal model without the
+            first column, which nothing comes before.
         description: One line: how many sequences of what length, and where they came from.
-        auxiliary_sample: Of inputs from a file, all sequences that it holds, those of `batches` among them.
+        auxiliary_sample: Of inputs from a file, all sequences that it holds, also the ones in `batches`.
     """
 
     batches: list[Batch]
@@ -80,7 +80,7 @@ class Inputs:
         return None if self.auxiliary_sample is None else len(self.auxiliary_sample.ids)
 
     def shuffled(self, seed: int) -> Inputs:
-        """Return the same sequences in random order, those of a document together.
+        """Return the same sequences in random order, the sequences of a document together.
 
         A measurement that ends before its inputs do is of a random part of them only in such an order.
         """

@@ -75,7 +75,7 @@ def rows(name: str, split: str) -> Columns:
     - `docs` (column text): the language reference, a row for each page.
     - `docstrings` (text): the docstrings of the standard library, about 1.5 million characters.
     - `docstring-module` (text, label): which of eight modules a docstring is from.
-    - `docstring-kind` (text, label): whether a docstring is that of a class, a function or a method.
+    - `docstring-kind` (text, label): whether a docstring is of a class, a function or a method.
 
     Args:
         name: The dataset.
@@ -155,7 +155,6 @@ def _docstrings_of(path: Path, module: str) -> Iterator[Docstring]:
 
 
 def _part(split: str) -> list[Docstring]:
-    """Return the docstrings of a split."""
     return [each for each in docstrings() if (_hash(each.text) % _HELD_OUT == 0) == (split == "validation")]
 
 

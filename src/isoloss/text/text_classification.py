@@ -37,7 +37,7 @@ _FILE = re.compile(
 _WHOLE = re.compile(r"-?\d+\.0")  # a whole number as pandas writes it beside missing ones
 _FIELDS, _NO_TEXT, _NO_LABEL = "with another number of fields than the first line", "without a text", "without a label"
 
-# its location, and its values in the order of the columns; None: its fields are not those of the header
+# its location, and its values in the order of the columns; None: it has not the header's fields
 _Row = tuple[str, tuple[Any, ...] | None]
 
 

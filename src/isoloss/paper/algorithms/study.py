@@ -125,7 +125,7 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Matched:
-    """Checkpoints of an algorithm beside those of AdamW, a pair for each grammar."""
+    """Checkpoints of an algorithm beside AdamW's, a pair for each grammar."""
 
     pairs: tuple[Pair, ...]  # AdamW's, the algorithm's
     steps: tuple[tuple[int, int], ...]  # their steps, in the same order
@@ -244,7 +244,7 @@ def _range(steps: list[int]) -> str:
 
 
 def _nearest(checkpoints: Mapping[int, Checkpoint], target: Checkpoint) -> int:
-    """The step whose KL is nearest to that of `target`; of two as near, the later."""
+    """Return the step whose KL is nearest to the target's; of two as near, the later."""
     kl = target["kl"].value
     return min(checkpoints, key=lambda step: (abs(checkpoints[step]["kl"].value - kl), -step))
 

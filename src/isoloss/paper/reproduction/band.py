@@ -103,7 +103,7 @@ def in_band(data: DatasetResults) -> list[Model]:
 
 
 def by_replicate(data: DatasetResults, size: str | None = None) -> list[tuple[Replicate, list[Checkpoint]]]:
-    """Return the models of each replicate whose KL is in the band around that of the replicate's own control.
+    """Return the models of each replicate whose KL is in the band around its own control's.
 
     Args:
         data: The results on a dataset.

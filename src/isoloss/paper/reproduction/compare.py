@@ -18,7 +18,7 @@ from isoloss.studies.results import Checkpoint, Measured, Pair, Results, loss_ke
 
 TRAJECTORY = "AdamW at the same loss"
 PAIR = Callable[[Replicate], Pair | None]
-CONTRASTS = {  # the names of claims.toml, after that of the dataset
+CONTRASTS = {  # the names of claims.toml, after the name of the dataset
     "pcfg": ("sgd", "label noise", "longer", "larger", "adversary", "helper", "pre-ln", "look-up table"),
     "hmm": ("sgd", "longer", "larger"),
     "text": ("unregularized", "sam"),
@@ -123,7 +123,7 @@ def _mixed(first: Measured, second: Measured, fraction: float) -> Measured:
     return dataclasses.replace(
         first,
         value=mix(first.value, second.value),
-        # as if the two errors were fully correlated, an upper bound; paired differences take those of the examples
+        # as if the two errors were fully correlated, an upper bound; paired differences use `examples` instead
         stderr=mix(first.stderr, second.stderr),
         examples={name: mix(values, second.examples[name]) for name, values in first.examples.items()},
     )
@@ -260,7 +260,7 @@ def _along_training(data: DatasetResults) -> dict[str, list[Contrast]]:
         control = "unregularized" if name == "sam" else dataset.main
         names = (dataset.arms[control].title if control in dataset.arms else "AdamW", arm.title)
 
-        # names as defaults: a closure would have those of the last arm by the time that it is called
+        # names as defaults: otherwise all closures would share the names of the last arm
         def pair(one: Replicate, treated: str = name, control: str = control) -> Pair | None:
             at_one_loss = enclosed(one, treated, control)
             return None if at_one_loss is None else (at_one_loss[1], at_one_loss[0])

@@ -83,7 +83,7 @@ def _models(data: DatasetResults) -> pl.DataFrame:
         }
         for column in (LOG_KL, *_traces(dataset), *columns(dataset)):
             value = band.average(data, model, column.name).value
-            # not the value's own error, which is that of languages and hides differences on the same ones
+            # not the value's own error: languages differ more than models do, and would hide how models differ on them
             stderr = band.paired_difference(data, model, middle, column.name).stderr
             row |= {column.name: value, column.stderr_column: stderr / 100 if column.percent else stderr}
         rows.append(row)

@@ -47,8 +47,8 @@ class Arm:
         title: What it is called in figures and tables.
         changes: Fields of `TrainConfig` that differ from the main model's, which is trained from scratch.
         stages: Instead, what follows the step of the main model from which arms branch off.
-        watched: Steps that are measured besides: those of the main model or, of stages, the last. Counted from the
-            start of the arm.
+        watched: Steps that are measured besides the main model's or, for an arm of stages, besides the last. Counted
+            from the start of the arm.
         shown_in: The figures and tables of the paper that show it.
     """
 
@@ -555,7 +555,7 @@ def _small_pcfg(
     tasks = {"A": "probe-prefix-4", "B": "probe-prefix-2", "C": "probe-prefix-2"}
     largest = sizes[-1]
     adversary, helper = algorithm_steps
-    # a probe reads the states of all tokens: as many features as those of the smallest size
+    # a probe reads the states of all tokens; these are the features of the smallest size
     features = 2**language.levels * small_bert(sizes[0], layers).heads * HEAD_WIDTH
     return Dataset(
         name="pcfg",

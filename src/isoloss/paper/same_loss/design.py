@@ -59,7 +59,7 @@ class Replicate:
 
     grammar: int  # the seed of the grammar
     seed: int  # of pre-training and of the measures; different for every unit
-    is_complete: bool  # whether it has all arms, or those of the primary claim alone
+    is_complete: bool  # whether it has all arms, or the SGD arms and the untouched one alone
 
     @property
     def prefix(self) -> str:
@@ -78,10 +78,10 @@ class StudySize:
     description: str  # what it is for and how long it takes
     language: PCFGConfig  # the grammars, but for their seeds
     grammars: tuple[int, ...]  # their seeds
-    complete: int  # how many of them, from the first, have all arms; the others have those of the primary claim
+    complete: int  # how many of them, from the first, have all arms (`Replicate.is_complete`)
     seeds_per_grammar: int = 1  # pre-training runs
     sizes: tuple[str, ...]  # model sizes, ascending
-    main_size: str  # the size of all arms but those of size
+    main_size: str  # the size of all arms but the arms that differ in size
     layers: int = 2
     batch_size: int = 64
     steps: int  # of the base: AdamW with exact labels
@@ -220,7 +220,7 @@ class Arms:
         Args:
             start: The run or checkpoint that it goes on from, relative to the folder of the run.
             stages: The stages before the cooldown.
-            cooldown_steps: The length of the cooldown; None: that of all arms.
+            cooldown_steps: The length of the cooldown; None: the usual one.
         """
         cooldown = StageConfig(steps=cooldown_steps or self.scale.cooldown_steps)
         config = self._config(self.scale.main_size, self._adamw(), stages=(*stages, cooldown), init_from=start)

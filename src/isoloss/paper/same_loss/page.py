@@ -114,7 +114,7 @@ def _interval(row: str, series: str, estimate: Estimate) -> Interval:
 
 
 def _factor_interval(row: str, series: str, estimate: Estimate) -> Interval:
-    """Return the interval of a geometric mean: that of its logarithm."""
+    """Return the interval of a geometric mean, which is symmetric in its logarithm."""
     low, high = estimate.ci95
     # `factor` gives the logarithm's error times the value: divided by it, the half width is the logarithm's again
     reach = (high - low) / 2 / estimate.value

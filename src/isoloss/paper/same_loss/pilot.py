@@ -62,7 +62,7 @@ def read() -> tuple[Slope, ...]:
 
 
 def slopes(*sizes: str) -> dict[str, Estimate]:
-    """Return the slope of each accuracy on the KL, by its measure: the mean of those of the sizes.
+    """Return the slope of each accuracy on the KL, by its measure: the mean of the sizes' slopes.
 
     Its error includes half the range of the sizes' slopes: which of them holds between two sizes is not known.
     """
@@ -156,7 +156,7 @@ SCALES: Mapping[str, PilotSize] = {
 
 
 def tables(results: Results) -> Sequence[SummaryTable]:
-    """Return the slopes, the difference that the study's primary claim is about, and those of adversary and helper."""
+    """Return tables of the slopes, of the difference that the primary claim is about, and of adversary and helper."""
     scale: PilotSize = results.scale
     units = [unit for unit in scale.units if unit.run(PRIMARY[1]) in results.experiments]
     rows = []

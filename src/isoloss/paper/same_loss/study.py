@@ -330,7 +330,7 @@ def _changes(units: Sequence[Replicate], pairs: Sequence[Pair], keys: Sequence[s
 
 
 def factor(pairs: Sequence[Pair], key: str, clusters: Sequence[str]) -> Estimate:
-    """Return the geometric mean of second over first; its error is that of the mean logarithm, times the value."""
+    """Return the geometric mean of second over first; its error is the mean logarithm's, times the value."""
     logs = [math.log(second[key].value / first[key].value) for first, second in pairs]
     mean = cluster_mean(logs, clusters, unit="times")
     value = math.exp(mean.value)

@@ -105,7 +105,7 @@ class Inputs:
     # (n, 2 T) float64: the sum of the encodings of an input's tokens. Token j is at coordinate j, or at j + T where it
     # is hidden, so that nothing is lost in the sum
     z: torch.Tensor
-    y: torch.Tensor  # (n,) float64: the answers g*, the number of `>` minus that of `<`
+    y: torch.Tensor  # (n,) float64: the answers g*, the number of `>` minus the number of `<`
 
     @property
     def length(self) -> int:
@@ -359,7 +359,7 @@ def full_width(length: int) -> int:
 
 
 def random_features(inputs: Inputs, width: int, *, seed: int) -> BracketAttention:
-    """Return the paper's solution (2): V_i normal with covariance T I, u of least norm among those of least loss."""
+    """Return the paper's solution (2): V_i normal with covariance T I, u of least loss and, of these, of least norm."""
     least = full_width(inputs.length)
     if width < least:
         raise IsolossError(f"the width is {width}; random features fit every input of {inputs.length} from {least} on")
@@ -500,7 +500,7 @@ class HeadRow:
     failures: float  # fraction of them after which the population loss is not 0
     loss: float  # mean population loss, squared answers; an answer of 0 for every string has loss T
     loss_stderr: float  # its standard error over the training sets
-    excess: float  # mean of the loss minus that of the heads on two neurons after the same training sets
+    excess: float  # mean of the loss minus the loss of heads on two neurons after the same training sets
     excess_stderr: float  # its standard error over the training sets, which are paired
     # largest population loss after a training set with answers of both signs; None: there was none
     worst_covered: float | None
@@ -583,7 +583,7 @@ def try_heads(
 ) -> list[HeadRow]:
     """Return how heads on `trials` training sets of `samples` strings, drawn with replacement, do on all strings.
 
-    All models have the same training sets. The first of them is that of two neurons.
+    All models have the same training sets, and `excess` compares each with the first: in `study` the two neurons.
     """
     length = inputs.length
     generator = seeds.generator(seed, "brackets", "heads", length, samples)

@@ -52,8 +52,8 @@ class Result:
 
     differences: Differences
     before: Estimate  # the trace of the small model's Fisher
-    after: Estimate  # that of the large model's
-    change: Estimate  # `after` minus `before`; the error is that of the difference on the same inputs
+    after: Estimate  # the trace of the large model's
+    change: Estimate  # `after` minus `before`, with the error of a difference on the same inputs
     contributions: tuple[Contribution, ...]  # in the order of the small model's parameters; the last is `ADDED`
     statements: tuple[Statement, ...]
 

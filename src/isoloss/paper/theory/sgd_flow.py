@@ -526,8 +526,8 @@ class MaskedLM:
         r"""Return the traces of the Hessian of the loss at (n, P) points, in closed form.
 
         With f the predictions in a context, S their covariance, h the hidden units and `D = 1 - h^2`, the Gauss-Newton
-        part is `Tr(S) |h|^2 + T sum_i D_i^2 (U^T S U)_ii`. The rest comes from the second derivatives of the logits,
-        those of tanh: `-2 T sum_i h_i D_i (U^T (f - q))_i`. It is 0 at a minimizer.
+        part is `Tr(S) |h|^2 + T sum_i D_i^2 (U^T S U)_ii`. The rest comes from the second derivative of tanh in the
+        logits: `-2 T sum_i h_i D_i (U^T (f - q))_i`. It is 0 at a minimizer.
         """
         (n, _), vocab, length = theta.shape, self.joint.shape[0], self.joint.ndim
         table = theta.reshape(n, -1, self.width)
