@@ -74,7 +74,14 @@ def without_average(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
 
 @contextlib.contextmanager
 def averaged(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Give `model` the average of its weights that `WeightAverage.state` returned, for a while."""
+    """Give `model` the average of its weights that `WeightAverage.state` returned, for a while.
+
+    Example:
+        >>> model = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
+        >>> with averaged(model, {"ema/weight": torch.full((1, 1), 3.0)}):
+        ...     model.weight.item()
+        3.0
+    """
     # in the model itself, so that `save_pretrained` can write it and no second model is built
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with torch.no_grad():

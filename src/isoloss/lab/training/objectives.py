@@ -38,6 +38,12 @@ def exact_targets(language: Language, sentences: Sentences, labels: torch.Tensor
     """Return (k, V) float64: the true conditionals of the masked tokens given all visible ones, sentence by sentence.
 
     The labels (n, T) are -100 where nothing is masked.
+
+    Example:
+        >>> from isoloss.lab.languages.brackets import Brackets
+        >>> sentences = Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))
+        >>> exact_targets(Brackets(2), sentences, torch.tensor([[IGNORED, 1]])).round().tolist()
+        [[0.0, 1.0]]
     """
     masked = labels != IGNORED
     tokens, lengths, _ = sentences

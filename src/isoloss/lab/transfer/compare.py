@@ -228,6 +228,12 @@ def bootstrap95(
 
     Raises:
         IsolossError: As for `accuracy_difference`, or there are fewer than 100 resamples.
+
+    Example:
+        >>> always, mostly = torch.ones(1, 40, dtype=torch.bool), torch.arange(40)[None] % 4 > 0
+        >>> low, high = bootstrap95(always, mostly)
+        >>> 0.1 < low < 0.25 < high < 0.4
+        True
     """
     _check(correct_a, correct_b)
     if resamples < _LEAST_BOOTSTRAP:

@@ -152,7 +152,13 @@ def _pooled(
 
 
 def pool(states: torch.Tensor, present: torch.Tensor, pooling: str) -> torch.Tensor:
-    """Return (B, d) of states (B, T, d): of the `first` token, the `last` or their `mean`; present (B, T) is bool."""
+    """Return (B, d) of states (B, T, d): of the `first` token, the `last` or their `mean`; present (B, T) is bool.
+
+    Example:
+        >>> states, present = torch.arange(6.0).view(1, 3, 2), torch.tensor([[True, True, False]])
+        >>> [pool(states, present, pooling).tolist() for pooling in ("first", "last", "mean")]
+        [[[0.0, 1.0]], [[2.0, 3.0]], [[1.0, 2.0]]]
+    """
     if pooling == "first":
         return states[:, 0]
     lengths = present.sum(dim=1)
@@ -183,6 +189,11 @@ def lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
 
     Raises:
         IsolossError: There are no sentences, or one that the language cannot produce.
+
+    Example:
+        >>> from isoloss.lab.languages.brackets import Brackets
+        >>> lookup_features(Brackets(2), Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))).tolist()
+        [[1.0, 0.0, 0.0, 1.0]]
     """
     if len(sentences.lengths) == 0:
         raise IsolossError("features need at least one sentence")
@@ -210,6 +221,12 @@ def log_lookup_features(language: Language, sentences: Sentences) -> torch.Tenso
 
     Raises:
         IsolossError: As `lookup_features`.
+
+    Example:
+        >>> from isoloss.lab.languages.brackets import Brackets
+        >>> features = log_lookup_features(Brackets(2), Sentences(torch.tensor([[0, 1]]), torch.tensor([2])))
+        >>> [round(nats, 2) for nats in features[0].tolist()]
+        [0.0, -9.21, -9.21, 0.0]
     """
     floored = lookup_features(language, sentences).clamp(min=LEAST_PROBABILITY).log()
     # the zeros at padding have become the logarithm of the floor

@@ -335,6 +335,12 @@ def over_projections(
 
     Raises:
         IsolossError: The features have fewer columns than `width`, or one is not finite.
+
+    Example:
+        >>> x, y = torch.tensor([[-1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1])
+        >>> config = ClassifierConfig(solver="convex", seeds=1)
+        >>> over_projections(x, y, x, config, classes=2, width=1, projections=3, seed=0)[0].tolist()
+        [[0, 1], [0, 1], [0, 1]]
     """
     if width > train_x.shape[1]:
         raise IsolossError(

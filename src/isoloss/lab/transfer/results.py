@@ -35,7 +35,12 @@ def check_classes(what: str, values: torch.Tensor, num_classes: int) -> None:
 
 
 def absent_classes(train_y: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Return the classes that no training label (n,) has."""
+    """Return the classes that no training label (n,) has.
+
+    Example:
+        >>> absent_classes(torch.tensor([2, 0, 2]), 4).tolist()
+        [1, 3]
+    """
     return (train_y.bincount(minlength=num_classes) == 0).nonzero()[:, 0]
 
 
