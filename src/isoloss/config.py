@@ -170,6 +170,13 @@ def replaced(config: T, settings: Mapping[str, Any]) -> T:
 
     Raises:
         IsolossError: It has no field of a name, or a value is refused.
+
+    Example:
+        >>> from isoloss.run_config import ModelConfig
+        >>> replaced(ModelConfig(), {"dropout": 1.5})
+        Traceback (most recent call last):
+            ...
+        isoloss.errors.IsolossError: dropout is 1.5; it must be at least 0 and below 1
     """
     check(config)
     known = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
@@ -346,6 +353,13 @@ def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
     Raises:
         IsolossError: A key that `cls` does not have, a missing one, a value of the wrong type, or one that `check`
             refuses.
+
+    Example:
+        >>> from isoloss.run_config import ModelConfig
+        >>> from_dict(ModelConfig, {"size": "d32", "dropot": 0.0})
+        Traceback (most recent call last):
+            ...
+        isoloss.errors.IsolossError: no setting 'dropot'; did you mean dropout?
     """
     try:
         config = _converter.structure(document, cls)
@@ -401,6 +415,14 @@ def to_toml(config: Any) -> str:
     """Return a config dataclass, or what `to_dict` made of one, as TOML that `read_toml` reads back.
 
     None is left out, as TOML has no word for it.
+
+    Example:
+        >>> from isoloss.run_config import StageConfig
+        >>> print(to_toml(StageConfig(steps=500, target_kl=0.1)))
+        steps = 500
+        target_kl = 0.1
+        validate_every = 50
+        <BLANKLINE>
     """
     import tomlkit
 
@@ -413,7 +435,17 @@ def to_toml(config: Any) -> str:
 
 
 def fingerprint(config: Any) -> str:
-    """Return 16 hexadecimal digits over the fields that decide a result, not how it is computed (device, threads)."""
+    """Return 16 hexadecimal digits over the fields that decide a result, not how it is computed (device, threads).
+
+    Example:
+        >>> from isoloss.lab.languages.config import LAPTOP_PCFG
+        >>> from isoloss.run_config import TrainConfig
+        >>> config = TrainConfig(language=LAPTOP_PCFG)
+        >>> fingerprint(config) == fingerprint(dataclasses.replace(config, threads=4))
+        True
+        >>> fingerprint(config) == fingerprint(dataclasses.replace(config, seed=4))
+        False
+    """
     # sorted: moving a field within its class must not change the fingerprint
     document = json.dumps(identity(config), sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
@@ -423,6 +455,11 @@ def differences(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
     """Return `field: ours != theirs` for each field that decides a result and in which two configs differ.
 
     Either may be what `identity` returned.
+
+    Example:
+        >>> from isoloss.run_config import OptimizerConfig
+        >>> differences(OptimizerConfig(), OptimizerConfig(learning_rate=1e-4), "optimizer")
+        ['optimizer.learning_rate: 0.001 != 0.0001']
     """
     lines = []
 

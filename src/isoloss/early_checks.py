@@ -20,7 +20,14 @@ _MOST_THREADS = 1024  # on a machine with fewer cores; OpenMP ends the process w
 
 
 def check_device(name: str) -> None:
-    """Refuse what is not the name of a device; whether there is such a device here, torch knows."""
+    """Refuse what is not the name of a device; whether there is such a device here, torch knows.
+
+    Example:
+        >>> check_device("gpu")
+        Traceback (most recent call last):
+            ...
+        isoloss.errors.IsolossError: the device is 'gpu'; it must be auto, cpu, cuda, cuda:N or mps
+    """
     kind, _, index = name.partition(":")
     if name not in ("auto", "cpu", "cuda", "mps") and not (kind == "cuda" and index.isdecimal()):
         raise IsolossError(f"the device is {name!r}; it must be auto, cpu, cuda, cuda:N or mps")

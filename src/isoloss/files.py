@@ -45,6 +45,15 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
     Raises:
         IsolossError: It cannot be written.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "numbers")
+        ...     with new_file(path) as file:
+        ...         _ = file.write(b"1, 2, 3")
+        ...         during = path.exists()
+        ...     during, path.read_bytes()
+        (False, b'1, 2, 3')
     """
     temporary = _temporary(path)
     try:

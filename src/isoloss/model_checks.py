@@ -79,7 +79,13 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that `torch.compile` or data parallelism was put around, else the model itself."""
+    """Return the model that `torch.compile` or data parallelism was put around, else the model itself.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> unwrapped(DataParallel(torch.compile(model))) is model
+        True
+    """
     # a compiled model may hold a DataParallel one and the other way round, so wrappers are taken off until none is left
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -172,7 +178,12 @@ _CAUSAL = {
 
 
 def is_causal_class(name: str, config: Any) -> bool | None:
-    """Return whether models of the class `name` predict next tokens; False: masked ones; None: neither is known."""
+    """Return whether models of the class `name` predict next tokens; False: masked ones; None: neither is known.
+
+    Example:
+        >>> [is_causal_class(name, None) for name in ("GPT2LMHeadModel", "BertForMaskedLM", "BertModel")]
+        [True, False, None]
+    """
     if "ForMaskedLM" in name or name.endswith("ForPreTraining"):
         return False
     if name.endswith("WithLMHeadModel"):  # XLM and FlauBERT

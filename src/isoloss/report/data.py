@@ -241,7 +241,12 @@ def size_means(rows: pl.DataFrame, column: Column) -> pl.DataFrame:
 
 
 def ends(values: Sequence[float], *, log: bool) -> tuple[float, float]:
-    """Return the ends of an axis that holds these values with a little room."""
+    """Return the ends of an axis that holds these values with a little room: a twentieth of their range on each side.
+
+    Example:
+        >>> ends([0.0, 10.0], log=False), ends([3.0, 3.0], log=False)
+        ((-0.5, 10.5), (2.85, 3.15))
+    """
     low, high = min(values), max(values)
     if log:
         room = max((high / low) ** PADDING, 1.05)

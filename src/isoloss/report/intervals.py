@@ -65,6 +65,13 @@ def intervals(
 
     Raises:
         IsolossError: A panel is empty, an interval names none of the rows, or there are more series than colors.
+
+    Example:
+        >>> sgd = Interval(row="SGD", series="", value=-44.0, low=-57.7, high=-30.3, text="-44.0 ± 3.2")
+        >>> panel = IntervalPanel(title="difference in trace (nats)", intervals=[sgd], claimed=(None, 0.0))
+        >>> chart = intervals([panel], ["SGD"], note="95 % confidence intervals")
+        >>> [layer["mark"]["type"] for layer in chart["concat"][0]["layer"]]
+        ['rect', 'rule', 'rule', 'point']
     """
     series = list(dict.fromkeys(each.series for panel in panels for each in panel.intervals))
     if len(series) > len(data.COLORS):

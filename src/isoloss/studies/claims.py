@@ -114,6 +114,22 @@ def read_claims(path: Path, *, scales: Collection[str] | None = None) -> ClaimsF
     Raises:
         IsolossError: The file cannot be read, a key is unknown, missing or of the wrong type, a margin or
             factor does not fit, two claims share an id, or the primary claim or a scale does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "claims.toml")
+        >>> _ = path.write_text('''
+        ... primary = "flatter"
+        ... [[claims]]
+        ... id = "flatter"
+        ... statement = "Label noise in SGD makes the model flatter."
+        ... paper = "Figure 2"
+        ... direction = "decrease"
+        ... compares = "noise"
+        ... measures = "trace"
+        ... ''')
+        >>> [(claim.id, claim.direction, claim.margin) for claim in read_claims(path).claims]
+        [('flatter', 'decrease', 0.0)]
     """
     document = config.read_toml(_Document, path)
     ids = [claim.id for claim in document.claims]

@@ -106,6 +106,15 @@ def text_table(
         rows: The cells of each row.
         left: How many of the first columns are text; the others are numbers, aligned on the right.
         label: Of a LaTeX table.
+
+    Example:
+        >>> print(text_table("md", "Traces.", ["run", "trace"], [["base", "85.4 ± 0.6"]], 1))
+        Traces.
+        <BLANKLINE>
+        | run | trace |
+        | :-- | --: |
+        | base | 85.4 ± 0.6 |
+        <BLANKLINE>
     """
     # texts are escaped for Markdown or LaTeX, not for HTML
     environment = jinja2.Environment(

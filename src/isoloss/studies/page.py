@@ -187,7 +187,13 @@ def _table(table: SummaryTable) -> dict[str, Any]:
 
 
 def words(config: Any) -> str:
-    """Return a config as its kind and its settings in words."""
+    """Return a config as its kind and its settings in words.
+
+    Example:
+        >>> from isoloss.lab.languages.config import DyckConfig
+        >>> words(DyckConfig(kinds=2)).split(",")[0]
+        'dyck: kinds 2'
+    """
     settings = without_folders(configs.to_dict(config))
     kind = settings.pop("kind")
     return f"{kind}: " + ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())

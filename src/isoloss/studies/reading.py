@@ -133,7 +133,13 @@ def _values(folder: Path) -> pl.DataFrame:
 
 
 def as_csv(values: pl.DataFrame) -> pl.DataFrame:
-    """Return values with an apostrophe before each text that a spreadsheet would take for a formula."""
+    """Return values with an apostrophe before each text that a spreadsheet would take for a formula.
+
+    Example:
+        >>> import polars as pl
+        >>> as_csv(pl.DataFrame({"run": ["base", "=1+1"], "value": [-1.0, 2.0]})).rows()
+        [('base', -1.0), ("'=1+1", 2.0)]
+    """
     import polars as pl
 
     # only in columns of text: in one of numbers, a minus is a minus

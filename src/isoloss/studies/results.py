@@ -290,6 +290,16 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
 
     Raises:
         IsolossError: The two were not measured on the same examples with the same settings.
+
+    Example:
+        >>> def measured_of(*losses):  # the mean over sentences, and what each sentence adds to it
+        ...     known = {"stderr": 0.0, "samples": len(losses), "unit": "nats", "num_predictions": 9, "method": "loss"}
+        ...     influence = np.array(losses, np.float32) - np.mean(losses)
+        ...     same = {"inputs": "same sentences", "settings": {}, "examples": {"influence": influence}}
+        ...     return Measured(value=float(np.mean(losses)), **known, **same)
+        >>> easy_and_hard = measured_of(1, 5, 9), measured_of(2, 6, 11)
+        >>> print(difference(easy_and_hard[1], easy_and_hard[0]))  # each sentence differs by 1, 1 and 2
+        1.33 ± 0.33 nats
     """
     same_inputs = (later.inputs, later.settings) == (earlier.inputs, earlier.settings)
     is_exact = later.is_exact and earlier.is_exact

@@ -233,7 +233,17 @@ def _size(size: float, error: float) -> str:
 
 
 def explanations(result: ClaimResult) -> list[str]:
-    """Return each explanation once, preceded by its cases if there are several explanations."""
+    """Return each explanation once, preceded by its cases if there are several explanations.
+
+    Example:
+        >>> from isoloss.studies.claims import Verdict
+        >>> def answer(case, text):
+        ...     return Answer(case=case, numbers={}, verdict=Verdict.NOT_TESTED, explanation=text)
+        >>> answers = answer("root", "No pair."), answer("prefix-4", "No pair."), answer("last", "No probe.")
+        >>> claim = Claim(id="flatter", statement="", paper="", direction="decrease")
+        >>> explanations(ClaimResult(claim=claim, answers=answers))
+        ['root, prefix-4: No pair.', 'last: No probe.']
+    """
     cases: dict[str, list[str]] = {}
     for answer in result.answers:
         cases.setdefault(answer.explanation, []).append(answer.case)

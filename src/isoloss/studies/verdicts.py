@@ -161,6 +161,17 @@ def answer(
         contrast: The two models.
         keys: The key of the estimate to compare, by case.
         margin: Equivalence margin of the mean difference in loss, in nats.
+
+    Example:
+        >>> from isoloss.studies.results import Measured
+        >>> def checkpoint(trace):
+        ...     exact = {"stderr": 0, "samples": 0, "unit": "nats", "num_predictions": 9, "method": "trace"}
+        ...     return {"trace": Measured(value=trace, **exact, inputs="", settings={}, examples={})}
+        >>> pairs = [(checkpoint(before), checkpoint(after)) for before, after in ((90, 40), (80, 41), (86, 43))]
+        >>> noise = Contrast(names=("AdamW", "SGD"), pairs=pairs, clusters=("a", "b", "c"), at_same_loss=False)
+        >>> flatter = Claim(id="flatter", statement="", paper="", direction="decrease")
+        >>> [(each.verdict.value, str(each.difference)) for each in answer(flatter, noise, {"": "trace"})]
+        [('shown', '-44.0 ± 3.2 nats')]
     """
     if contrast.not_tested:
         case, why = contrast.case, contrast.not_tested

@@ -148,7 +148,14 @@ def folder(path: Path, number: int) -> Path:
 
 
 def command(arguments: Sequence[str], needs: Resources) -> list[str]:
-    """Return the command that runs `isoloss` with these arguments, under torchrun if it has several processes."""
+    """Return the command that runs `isoloss` with these arguments, under torchrun if it has several processes.
+
+    Example:
+        >>> command(("train", "runs/base"), Resources())[1:]
+        ['-m', 'isoloss', 'train', 'runs/base']
+        >>> " ".join(command(("train", "runs/base"), Resources(processes=2))[1:])
+        '-m torch.distributed.run --standalone --nproc-per-node 2 -m isoloss train runs/base'
+    """
     if needs.processes == 1:
         return [sys.executable, "-m", "isoloss", *arguments]
     # with --standalone each unit gets a free port of its own, as several such units may run on one machine

@@ -98,6 +98,16 @@ class Leases:
 
     Raises:
         IsolossError: The expiry is not positive and finite.
+
+    Example:
+        >>> import tempfile
+        >>> leases = Leases(Path(tempfile.mkdtemp()))
+        >>> lease = leases.take("train-base", 1)
+        >>> leases.take("train-base", 1) is None  # only one gets it
+        True
+        >>> lease.end("stopped")
+        >>> leases.attempts()
+        {'train-base': Last(number=1, end='stopped')}
     """
 
     def __init__(self, folder: Path, expiry: float = EXPIRY_SECONDS) -> None:
