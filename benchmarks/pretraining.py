@@ -50,7 +50,7 @@ LIBRARIES = ("isoloss", "torch", "transformers", "accelerate", "numpy", "numba")
 LANGUAGE = PRESETS["hmm-paper"][0]  # sentences of 16 tokens, 200 of them
 CPU = torch.device("cpu")
 WARM_UP = 3  # steps at the start of each turn that are not counted
-OURS = "isoloss train"
+OURS = "isoloss train --no-compiled"
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ class Workload:
         )
 
     def contenders(self) -> dict[str, Callable[[int], list[float]]]:
-        """Return them by name, ours first."""
+        """Return them by name, first the one that the others are compared with."""
         trainer = self.trainer
         return {
             OURS: self.ours,
-            f"{OURS} --compiled": partial(self.ours, compiled=True),
+            "isoloss train --compiled": partial(self.ours, compiled=True),
             "the same step in a bare loop": self.bare(Choices()),
             **{f"bare loop, but {name}": self.bare(replace(Choices(), **change)) for name, change in UNDONE.items()},
             "transformers.Trainer, eager": partial(trainer, attention="eager"),
@@ -300,10 +300,10 @@ def contenders(size: str, batch_size: int) -> dict[str, Callable[[int], list[flo
 
 
 def compare(size: str, batch_size: int, rounds: int, steps: int, beside: str) -> dict[str, Any]:
-    """Let the contenders take turns, and return each one's processor seconds a step and ratio to ours."""
+    """Let the contenders take turns, and return each one's processor seconds a step and ratio to the first one's."""
     workload = Workload(size, batch_size)
     workload.check_plain()
-    names = [name for name in workload.contenders() if name.startswith(OURS) or beside in name]
+    names = [name for name in workload.contenders() if name.startswith("isoloss") or beside in name]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with processes({name: process_of(name) for name in names}, contenders, size, batch_size) as run:
         for number in range(rounds + 1):
@@ -315,7 +315,7 @@ def compare(size: str, batch_size: int, rounds: int, steps: int, beside: str) ->
             print(f"{size}, batch {batch_size}: round {number} of {rounds}", flush=True)
     rows = []
     for name, values in seconds.items():
-        ratios = [theirs / ours for theirs, ours in zip(values, seconds[OURS], strict=True)]
+        ratios = [theirs / first for theirs, first in zip(values, seconds[OURS], strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
         rows.append(
             {
@@ -324,8 +324,8 @@ def compare(size: str, batch_size: int, rounds: int, steps: int, beside: str) ->
                 "tokens_per_second": batch_size * LANGUAGE.length / statistics.median(values),
                 "slowest": max(values),
                 "fastest": min(values),
-                "over_ours": statistics.median(ratios),
-                "over_ours_quartiles": [low, high],
+                "over_first": statistics.median(ratios),
+                "over_first_quartiles": [low, high],
             }
         )
     return {"size": size, "batch_size": batch_size, "length": LANGUAGE.length, "rounds": rounds, "results": rows}
@@ -339,11 +339,11 @@ def main() -> None:
         "--steps",
         type=int,
         nargs="+",
-        default=[40, 16],
+        default=[40, 40, 16],
         help=f"steps of a turn for each size, the first {WARM_UP} not counted",
     )
-    parser.add_argument("--beside", default="", help="time ours beside the contenders with this in their names alone")
-    parser.add_argument("--sizes", nargs="+", default=["d64", "d128"])
+    parser.add_argument("--beside", default="", help="time isoloss beside contenders with this in their names alone")
+    parser.add_argument("--sizes", nargs="+", default=["d32", "d64", "d128"])
     parser.add_argument("--batches", nargs="+", type=int, default=[128])
     parser.add_argument(
         "--output", type=Path, default=RESULTS / "pretraining.json", help="and the table next to it, .md"
