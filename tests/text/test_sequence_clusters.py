@@ -125,9 +125,10 @@ def test_documents_that_separators_show(size):
     assert blocks.name == "documents that separators show"
     assert torch.equal(blocks.labels, torch.unique(of_row, return_inverse=True)[1])
     pads = torch.full_like(ids, 1)  # where the separator pads as well, what is padding separates nothing
-    mask = torch.cat([torch.ones_like(ids), torch.zeros_like(ids)], dim=1)
-    padded, _ = clusters_of(torch.cat([ids, pads], dim=1), config, size=size, attention_mask=mask)
-    assert torch.equal(padded.blocks().labels, blocks.labels)
+    whole, mask = torch.cat([ids, pads], dim=1), torch.cat([torch.ones_like(ids), torch.zeros_like(ids)], dim=1)
+    for shift in (0, LENGTH):  # on the right and on the left
+        padded, _ = clusters_of(whole.roll(shift, 1), config, size=size, attention_mask=mask.roll(shift, 1))
+        assert torch.equal(padded.blocks().labels, blocks.labels)
 
 
 def test_documents_that_positions_show():

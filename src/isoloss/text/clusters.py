@@ -126,19 +126,24 @@ class SequenceClusters:
         self, ids: torch.Tensor, present: torch.Tensor, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (B,) how many documents begin inside each sequence, and (B,) whether one begins at its start."""
-        if isinstance(positions, torch.Tensor) and positions.shape == ids.shape:
-            begins = (positions.cpu() == 0) & present
-            return begins[:, 1:].sum(dim=1), begins[:, 0]
-        begins = torch.isin(ids, self._begins) & present
-        # GPT-2 has one token for both, which counts once
-        ends = torch.isin(ids, self._ends) & present & ~begins
-        # what follows the end of a document begins another one
-        begins[:, 1:] |= ends[:, :-1] & present[:, 1:]
-        last = present.sum(dim=1).clamp(min=1) - 1  # 0, not -1, of an empty sequence
-        is_end = torch.isin(ids, torch.cat([self._ends, self._begins])).gather(1, last[:, None])[:, 0]
+        places = present.cumsum(dim=1)  # 1 at the first token, on whichever side padding is
+        has_positions = isinstance(positions, torch.Tensor) and positions.shape == ids.shape
+        if has_positions:
+            begins = (positions.cpu() == 0) & present  # type: ignore[union-attr]
+        else:
+            begins = torch.isin(ids, self._begins) & present
+            # GPT-2 has one token for both, which counts once
+            ends = torch.isin(ids, self._ends) & present & ~begins
+            # what follows the end of a document begins another one
+            begins[:, 1:] |= ends[:, :-1] & present[:, 1:]
+        inside, at_start = (begins & (places > 1)).sum(dim=1), (begins & (places == 1)).any(dim=1)
+        if has_positions:
+            return inside, at_start
+        is_last = present & (places == places[:, -1:])
+        is_end = (torch.isin(ids, torch.cat([self._ends, self._begins])) & is_last).any(dim=1)
         before = torch.cat([torch.tensor([self._has_ended]), is_end[:-1]])
         self._has_ended = bool(is_end[-1]) if len(ids) else self._has_ended
-        return begins[:, 1:].sum(dim=1), begins[:, 0] | before
+        return inside, at_start | before
 
     def blocks(self) -> Blocks | None:
         """Return the blocks that the clusters depend on each other in; None where nothing says that they do."""
