@@ -59,16 +59,23 @@ class SequenceClusters:
     def __init__(self, config: Any = None, *, group_size: int = 1) -> None:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         self._ends, self._begins = (_ids(getattr(text, f"{which}_token_id", None)) for which in ("eos", "bos"))
-        self._group_size = group_size  # clusters in a row that count as one, where batches have no documents
-        self.by_document: bool | None = None  # whether batches have `documents`; None before the first batch
+        # clusters in a row that count as one, where batches have no documents
+        self._group_size = group_size
+        # whether batches have `documents`; None before the first batch
+        self.by_document: bool | None = None
         self.sequences = 0
-        self._numbers: dict[Hashable, int] = {}  # of a cluster, by its document's id or the hash of its tokens
+        # the number of each cluster, by its document's id or the hash of its tokens
+        self._numbers: dict[Hashable, int] = {}
         # the distinct tokens of each cluster, in the order of their numbers; where there are no documents
         self._tokens: list[np.ndarray[Any, Any]] = []
-        self._documents: list[int] = []  # the document in which each cluster begins, as far as separators show
-        self._begun = 0  # documents that separators have shown
-        self._has_ended = False  # whether the last sequence ends with a separator
-        self._has_separators = False  # whether a document has begun inside a sequence
+        # the document in which each cluster begins, as far as separators show
+        self._documents: list[int] = []
+        # documents that separators have shown
+        self._begun = 0
+        # whether the last sequence ends with a separator
+        self._has_ended = False
+        # whether a document has begun inside a sequence
+        self._has_separators = False
 
     def __len__(self) -> int:
         return -(-len(self._numbers) // self._size)
@@ -93,10 +100,12 @@ class SequenceClusters:
         self.by_document = documents is not None
         if documents is not None:
             keys = documents.tolist() if hasattr(documents, "tolist") else list(documents)
-            if len(keys) != size or any(isinstance(key, list) or key is None or key != key for key in keys):  # NaN
+            # `key != key` is NaN
+            if len(keys) != size or any(isinstance(key, list) or key is None or key != key for key in keys):
                 raise IsolossError(f"`documents` must be the id of the document of each of the {size} sequences")
             return torch.tensor([self._number(key) for key in keys], dtype=torch.int64)
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:  # no token ids to tell copies by
+        # without token ids there is nothing to tell copies by: each sequence is a cluster
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             return torch.tensor([self._number(-1 - row) for row in range(first, first + size)]) // self._size
         labels, mask = batch.get("labels"), batch.get("attention_mask")
         if isinstance(labels, torch.Tensor) and labels.shape == ids.shape:
@@ -112,7 +121,8 @@ class SequenceClusters:
             self._begun += int(is_new[row])
             number = self._number(key)
             numbers.append(number)
-            if number == len(self._tokens):  # a new cluster, not a copy
+            # a new cluster, not a copy
+            if number == len(self._tokens):
                 self._tokens.append(np.unique(ids[row][present[row]].numpy()))
                 self._documents.append(self._begun)
             self._begun += int(inside[row])
@@ -126,7 +136,8 @@ class SequenceClusters:
         self, ids: torch.Tensor, present: torch.Tensor, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (B,) how many documents begin inside each sequence, and (B,) whether one begins at its start."""
-        places = present.cumsum(dim=1)  # 1 at the first token, on whichever side padding is
+        # 1 at the first token, on whichever side padding is
+        places = present.cumsum(dim=1)
         has_positions = isinstance(positions, torch.Tensor) and positions.shape == ids.shape
         if has_positions:
             begins = (positions.cpu() == 0) & present  # type: ignore[union-attr]
@@ -167,7 +178,8 @@ class SequenceClusters:
         # (x_i - mean) (x_j - mean) term by term, as x less its mean would not be sparse
         on_mean, square = x @ mean, float(mean @ mean)
         products = np.asarray(x[1:].multiply(x[:-1]).sum(axis=1)).ravel() - on_mean[1:] - on_mean[:-1] + square
-        total = float(((sizes > 0) - 2 * on_mean + square).sum())  # of (x_i - mean)^2, where x_i^2 is 1 or 0
+        # the sum of (x_i - mean)^2, where x_i^2 is 1, or 0 without tokens
+        total = float(((sizes > 0) - 2 * on_mean + square).sum())
         excess = products.mean() + total / (number * (number - 1))
         return bool(excess > _ALIKE * products.std(ddof=1) / math.sqrt(len(products)))
 

@@ -39,7 +39,8 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
         named = [path] if path.is_file() else shown
         if not named:
             raise IsolossError(f"the folder {path} holds no {' or '.join(SUFFIXES)} file")
-        for file in named:  # a link and what it leads to are one file
+        # a link and what it leads to are one file
+        for file in named:
             if file.resolve() in files_by_path:
                 raise IsolossError(f"{file} is named twice among the text files: name each once")
             files_by_path[file.resolve()] = file
@@ -141,7 +142,8 @@ def _documents(sources: list[Source]) -> Iterator[tuple[str, str]]:
                 elif text and not text.isspace():
                     empty = False
                     yield location, text
-    finally:  # also where only the first documents are read
+    finally:
+        # also where only the first documents are read
         if nulls:
             warn(f"{len(nulls):,} null{'s' * (len(nulls) > 1)} in place of a text left out (first: {nulls[0]})")
     if empty:
@@ -188,7 +190,8 @@ class _Dataset:
         digest = hashlib.sha256()
         for _, text in itertools.islice(_documents([self]), first):
             data = text.encode()
-            digest.update(len(data).to_bytes(8, "big"))  # else the same characters cut elsewhere would be the same
+            # the length goes first, or texts of the same characters divided elsewhere would have one digest
+            digest.update(len(data).to_bytes(8, "big"))
             digest.update(data)
         return f"dataset {digest.hexdigest()}"
 
@@ -225,7 +228,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _field(path: Path, column: str) -> Iterator[tuple[int, str | None]]:
     for number, document in json_lines(path):
-        text = document.get(column, ...) if isinstance(document, dict) else ...  # a field that is absent is no null
+        # a field that is absent is no null
+        text = document.get(column, ...) if isinstance(document, dict) else ...
         if not isinstance(text, str | None):
             raise IsolossError(f'{path}, line {number} is not a JSON object with a string field "{column}"')
         if text is not None and not is_encodable(text):

@@ -111,7 +111,8 @@ def load(spec: str, *, split: str, columns: Sequence[str]) -> Any:
                 dataset = _from_cache(name, split)
         except IsolossError:
             raise
-        except Exception as error:  # datasets raises nearly anything on what it cannot read
+        except Exception as error:
+            # datasets raises nearly anything on what it cannot read
             reason = " ".join(str(error).split()) or type(error).__name__
             raise IsolossError(f"cannot load the split {split!r} of {name}: {reason[:400]}") from error
     return _with_columns(dataset, name, columns)

@@ -85,7 +85,8 @@ class Inputs:
         A measurement that ends before its inputs do is of a random part of them only in such an order.
         """
         whole = self._whole()
-        ids = whole.get("documents", torch.arange(self.num_sequences))  # each sequence alone, where none are known
+        # without documents each sequence is a group of its own
+        ids = whole.get("documents", torch.arange(self.num_sequences))
         groups = torch.unique_consecutive(ids, return_inverse=True)[1]
         order = torch.randperm(int(groups[-1]) + 1, generator=generator(seed, "order"))
         rows = order[groups].argsort(stable=True)
@@ -193,10 +194,12 @@ def read_inputs(
     asked = f" (up to {wanted:,} would be taken)" if wanted > len(rows) else ""
     every = f"all {len(rows):,} sequences of {rows.shape[1]} tokens in {data}{asked}"
     description = (drawn if wanted < len(rows) else every) + unknown
-    auxiliary_sample = Rows(rows, origins)  # all, whether they are drawn or not
+    # of all rows, whether they are drawn or not
+    auxiliary_sample = Rows(rows, origins)
     if wanted < len(rows):
         chosen = torch.randperm(len(rows), generator=generator(seed, "inputs"))[:wanted]
-        rows_taken = np.sort(chosen.numpy())  # in the order of the text, which errors over neighbors rest on
+        # sorted into the order of the text, which errors over neighbors rest on
+        rows_taken = np.sort(chosen.numpy())
         rows, origins = rows[rows_taken], None if origins is None else origins[rows_taken]
     of_config = getattr(text_config, "pad_token_id", None)
     pads = (None if its_tokenizer is None else its_tokenizer.pad_token_id, of_config, 0)
@@ -214,7 +217,8 @@ def read_inputs(
         description += f", from {number:,} document{'s' if number > 1 else ''}"
         if number >= FEWEST_DOCUMENTS:
             whole["documents"] = torch.from_numpy(origins)
-        else:  # the auxiliary sample must count as independent what the measurement does
+        else:
+            # the auxiliary sample must count as independent what the measurement does
             auxiliary_sample = replace(auxiliary_sample, origins=None)
             description += ", too few to tell how texts differ: errors are given these"
     return replace(make_inputs(_cut(whole, batch_size), kind, description), auxiliary_sample=auxiliary_sample)
@@ -255,7 +259,8 @@ def _tokenizer(
     except IsolossError as error:
         if needed:
             raise IsolossError(f"{error}; give --tokenizer FOLDER, or token ids as a .npy file") from error
-        if error.__cause__ is not None:  # it has one, which is damaged
+        # the checkpoint has a tokenizer, and it is damaged
+        if error.__cause__ is not None:
             warn(f"{error}; so it is not known which tokens are special")
         return None
 
@@ -287,7 +292,8 @@ def _from_array(data: Path, length: int) -> Ids:
         raise IsolossError(f"{data} has {array.ndim} dimensions; token ids have 1 (a stream) or 2 (a sequence a row)")
     if rows.size == 0:
         raise IsolossError(f"{data} (shape {array.shape}) holds not one sequence of {rows.shape[1] or 1} tokens")
-    if int(rows.max()) > np.iinfo(np.int64).max:  # of uint64: it would become a negative number, and so padding
+    # a larger uint64 would become a negative number, which is padding
+    if int(rows.max()) > np.iinfo(np.int64).max:
         raise IsolossError(f"{data} holds {rows.max()}, which is no token id")
     ids: Ids = rows.astype(np.int64)
     return ids
@@ -307,7 +313,8 @@ def _from_text(
     unknown: list[int] = []
     numbers: list[int] = []
     is_causal = kind == "causal"
-    (added,) = tokenizers.encode(tokenizer, [""], add_special_tokens=is_causal)  # the unknown token may be among these
+    # what the tokenizer puts around a text: the unknown token may be among these, and does not count
+    (added,) = tokenizers.encode(tokenizer, [""], add_special_tokens=is_causal)
 
     def texts() -> Iterator[str]:
         file, known = "", dict[str, int]()
@@ -330,7 +337,8 @@ def _from_text(
     if not packed:
         raise IsolossError(f"the text in {data} is shorter than one sequence of {length} tokens")
     rows = np.concatenate(packed)
-    firsts = body * np.arange(len(rows))  # of the stream: the token that each row begins with
+    # the place in the stream of the token that each row begins with
+    firsts = body * np.arange(len(rows))
     # "right": a row that begins where a document ends is of the next one
     origins = np.array(numbers)[np.searchsorted(np.cumsum(sizes), firsts, side="right")]
     fraction = sum(unknown) / max(1, sum(sizes) - len(sizes) * len(added))

@@ -51,7 +51,8 @@ class KeptTokensTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
     def __init__(self, source_file: Tokenizer | str | Path, *, kept_tokens: Sequence[int], **options: Any) -> None:
         if isinstance(source_file, str | Path):
             source_file = Tokenizer.from_file(str(source_file))
-        self.source = copy.deepcopy(source_file)  # the caller's keeps its truncation, padding and special tokens
+        # a copy, so that the caller's keeps its truncation, padding and special tokens
+        self.source = copy.deepcopy(source_file)
         self.source.no_truncation()
         self.source.no_padding()
         self.source.encode_special_tokens = True
@@ -59,12 +60,14 @@ class KeptTokensTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         # models have more ids than their tokenizer has tokens where the size of the embedding is rounded up
         words = [self.source.id_to_token(index) or f"t{index}" for index in self.kept_tokens]
         for special in ("<pad>", "<mask>"):
-            while special in words:  # the other tokenizer's special token of this name is an ordinary one here
+            # the other tokenizer's special token of this name is an ordinary one here
+            while special in words:
                 special += "_"
             words.append(special)
         self._words, self._ids = words, {word: index for index, word in enumerate(words)}
         size = 1 + max(*self.kept_tokens, *self.source.get_vocab().values())
-        self._table = np.full(size, len(words) - 1)  # what is not kept becomes the mask
+        # what is not kept becomes the mask
+        self._table = np.full(size, len(words) - 1)
         self._table[self.kept_tokens] = np.arange(len(self.kept_tokens))
         pad, mask = words[-2:]
         # what the base class is given is what `save_pretrained` writes to tokenizer_config.json
@@ -115,7 +118,8 @@ class KeptTokensTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
             )
             return cut
         first, second = len(ids), len(pair_ids)
-        cuts_first = first <= second  # of two that have become equal: the one that was shorter
+        # of two that have become equally long, the one that was shorter at first is cut
+        cuts_first = first <= second
         for _ in range(num_tokens_to_remove):
             if first > second or (first == second and cuts_first):
                 first -= 1

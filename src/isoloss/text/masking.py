@@ -207,7 +207,8 @@ def predict_next(sentences: Sentences, language: TokenIds) -> Batch:
     whole = with_start(sentences, language)
     present = whole.present()
     predicted = present.clone()
-    predicted[:, 0] = False  # nothing comes before it
+    # nothing comes before the first token
+    predicted[:, 0] = False
     for special in language.special_token_ids:
         predicted &= whole.tokens != special
     return {

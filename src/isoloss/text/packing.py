@@ -30,7 +30,8 @@ def pack(ids: Iterable[np.ndarray], length: int, *, first: int | None = None, la
     for array in ids:
         held.append(array)
         size += len(array)
-        if size < 1000 * body:  # join many short documents at a time
+        # many short documents are joined at a time: joining each one would copy what is held again
+        if size < 1000 * body:
             continue
         yield from _rows(held, body, first, last)
         size = len(held[0])

@@ -112,14 +112,16 @@ def docstrings() -> list[Docstring]:
     state = [(str(path), stat.st_size, stat.st_mtime_ns) for path in paths for stat in (path.stat(),)]
     key = hashlib.sha256(json.dumps([_FORMAT, state]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("ISOLOSS_CACHE") or "~/.cache/isoloss").expanduser() / "python" / f"{key}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError):  # not there yet, or damaged
+    # not there yet, or damaged
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return [Docstring(*each) for each in json.loads(cache.read_text(encoding="utf-8"))]
     by_text: dict[str, Docstring] = {}
     for path in paths:
         for each in _docstrings_of(path, module=path.relative_to(root).parts[0].removesuffix(".py")):
             # equal docstrings with two labels would be an example that no classifier can get right
             by_text.setdefault(each.text, each)
-    with contextlib.suppress(IsolossError, OSError):  # a cache that cannot be written only costs time
+    # a cache that cannot be written only costs time
+    with contextlib.suppress(IsolossError, OSError):
         files.write_text(cache, json.dumps(list(by_text.values())))
     return list(by_text.values())
 
@@ -136,9 +138,11 @@ def _reference() -> Mapping[str, str]:
 def _docstrings_of(path: Path, module: str) -> Iterator[Docstring]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of old escapes in strings
+            # old modules have escapes in strings of which the parser warns
+            warnings.simplefilter("ignore")
             tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # a template rather than a module
+    except (SyntaxError, ValueError):
+        # a template rather than a module
         return
     todo: list[tuple[str, str, _Documented]] = [("module", path.stem, tree)]
     while todo:

@@ -154,7 +154,8 @@ def read_labeled_text(
         if name is None or None in values:
             leave_out(location, _NO_LABEL if name is None else _NO_TEXT)
             continue
-        for column, item in zip(columns, values, strict=False):  # the label's column is the last, and has no item here
+        # the label's column is the last, and has no item here
+        for column, item in zip(columns, values, strict=False):
             if not isinstance(item, str) or not documents.is_encodable(item):
                 raise IsolossError(f"{location}: the column {column!r} holds no text but {item!r}")
         texts.append(values[0])
@@ -213,7 +214,8 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
         if (match := _FILE.fullmatch(file.name)) and file.is_file():
             of = parts if match["part"] or match["msr"] else whole
             of.setdefault(match["split"] or match["msr"], []).append(file)
-    return parts | whole  # a whole file comes before parts of the same split
+    # a whole file comes before parts of the same split
+    return parts | whole
 
 
 def encode_labeled_text(
@@ -257,7 +259,8 @@ def encode_labeled_text(
         max_length=max_length,
         padding="longest",
         padding_side="right",
-        split_special_tokens=True,  # text is text
+        # what a text spells is never a special token
+        split_special_tokens=True,
         return_attention_mask=True,
         return_token_type_ids=has_types,
         return_tensors="pt",
@@ -297,11 +300,13 @@ def missing_labels(labels: set[str], names: Sequence[str] = ()) -> set[str]:
 
 
 def _label(value: Any, column: str, location: str) -> str | None:
-    if value is None or value != value:  # NaN, too
+    # `value != value` is NaN
+    if value is None or value != value:
         return None
     # before whole numbers: to Python a truth value is one
     if isinstance(value, bool):
-        return "true" if value else "false"  # as JSON has them
+        # as JSON has them
+        return "true" if value else "false"
     if isinstance(value, str):
         value = value.strip()
         if not value or value.lower() == "nan":
@@ -320,11 +325,13 @@ def _label(value: Any, column: str, location: str) -> str | None:
 
 def _from_dataset(spec: str, columns: list[str], split: str) -> tuple[Iterator[_Row], tuple[str, ...] | None]:
     dataset = hub_datasets.load(spec, split=split, columns=columns)
-    names = getattr(dataset.features[columns[-1]], "names", None)  # of a ClassLabel
+    # only a ClassLabel has names
+    names = getattr(dataset.features[columns[-1]], "names", None)
 
     def rows() -> Iterator[_Row]:
         for number, (*texts, label) in enumerate(hub_datasets.read_rows(dataset)):
-            if names is not None and label is not None:  # GLUE's test sets have -1
+            # GLUE's test sets have -1, which would be the last name
+            if names is not None and label is not None:
                 label = names[label] if label >= 0 else None
             yield f"{spec}, row {number}", (*texts, label)
 
@@ -335,7 +342,8 @@ def _find(path: Path, split: str) -> list[Path]:
     if path.is_dir():
         by_split = split_files(path)
         of_split = by_split.get(split, [])
-        if not of_split or len({file.stem for file in of_split}) < len(of_split):  # dev.tsv and dev.csv: which one?
+        # of dev.tsv and dev.csv it is not clear which one is meant
+        if not of_split or len({file.stem for file in of_split}) < len(of_split):
             have = ", ".join(by_split) or f"no {', '.join(SUFFIXES)} file"
             several = f" only once but as {', '.join(file.name for file in of_split)}" if of_split else ""
             raise IsolossError(f"the folder {path} does not have the split {split!r}{several}; it has {have}")
@@ -377,7 +385,8 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
             reader = csv.reader(file, strict=True)
             yield from ((reader.line_num, row) for row in reader)
     else:
-        with path.open(encoding="utf-8-sig") as file:  # only \n, \r\n and \r end a line, unlike for str.splitlines
+        # only \n, \r\n and \r end a line, unlike for str.splitlines
+        with path.open(encoding="utf-8-sig") as file:
             yield from enumerate((line.rstrip("\n").split("\t") for line in file), 1)
 
 

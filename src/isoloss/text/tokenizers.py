@@ -107,10 +107,12 @@ def train_tokenizer(
     from tokenizers.processors import TemplateProcessing
     from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
-    least = len(_BERT_SPECIALS) + (256 if kind == "bpe" else 1)  # every byte, or some character
+    # BPE has every byte, WordPiece at least one character
+    least = len(_BERT_SPECIALS) + (256 if kind == "bpe" else 1)
     if vocab_size < least:
         raise IsolossError(f"the vocabulary size is {vocab_size}; for {kind} it must be at least {least}")
-    documents = list(texts)  # WordPiece reads them twice
+    # WordPiece reads them twice
+    documents = list(texts)
     if kind == "wordpiece":
         ids = _wordpiece(documents, vocab_size, lowercase=lowercase)
         if len(ids) == len(_BERT_SPECIALS):
@@ -125,7 +127,8 @@ def train_tokenizer(
     learner = ByteLevelBPETokenizer()
     learner.train_from_iterator(documents, vocab_size, special_tokens=list(_BERT_SPECIALS), show_progress=False)
     ids = learner.get_vocab()
-    backend = learner._tokenizer  # which the library's class for training has no public name for
+    # the library's class for training has no public name for it
+    backend = learner._tokenizer
     around = [(token, ids[token]) for token in ("[CLS]", "[SEP]")]
     backend.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=around
@@ -216,7 +219,8 @@ def keep(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], *, length: i
 
     if not isinstance(tokenizer, KeptTokensTokenizer):
         return KeptTokensTokenizer(tokenizer.backend_tokenizer, kept_tokens=tokens, model_max_length=length)
-    kept = [tokenizer.kept_tokens[index] for index in tokens]  # of another teacher's language: among its kept ones
+    # these ids are of another teacher's language, whose tokens are kept ones themselves
+    kept = [tokenizer.kept_tokens[index] for index in tokens]
     return KeptTokensTokenizer(tokenizer.source, kept_tokens=kept, model_max_length=length)
 
 
@@ -272,7 +276,8 @@ def _from_hub(name: str) -> PreTrainedTokenizerFast:
     try:
         return _auto(name, message, local_files_only=True)
     except IsolossError as error:
-        if not isinstance(error.__cause__, OSError):  # it is on this machine, and damaged
+        # an OSError says that it is not here; anything else, that it is and cannot be read
+        if not isinstance(error.__cause__, OSError):
             raise
     from isoloss.loading import hub_answers
 
@@ -291,10 +296,12 @@ def _auto(spec: str, message: str, *, local_files_only: bool = False) -> PreTrai
 
     logger = logging.getLogger("transformers")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # its guesses about a model it was not asked to load
+    # else transformers warns about a model that it was not asked to load
+    logger.setLevel(logging.ERROR)
     try:
         tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False, local_files_only=local_files_only)
-    except Exception as error:  # transformers raises nearly anything on a folder that does not suit it
+    except Exception as error:
+        # transformers raises nearly anything on a folder that does not suit it
         held = [path for pattern in _FILES for path in sorted(Path(spec).glob(pattern))]
         if Path(spec).is_dir() and not held:
             raise IsolossError(message) from None
@@ -303,8 +310,9 @@ def _auto(spec: str, message: str, *, local_files_only: bool = False) -> PreTrai
         logger.setLevel(level)
     if not isinstance(tokenizer, PreTrainedTokenizerFast | KeptTokensTokenizer):
         raise IsolossError(f"{spec} has a tokenizer without a fast form ({type(tokenizer).__name__})")
+    # transformers makes up a tokenizer of special tokens alone for a checkpoint folder without a vocabulary
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
-        raise IsolossError(message)  # what transformers makes up for a checkpoint folder without a vocabulary
+        raise IsolossError(message)
     return tokenizer
 
 

@@ -48,7 +48,8 @@ class Spread:
 
 def models(data: DatasetResults) -> list[Model]:
     """Return all models of a dataset whose KL is known: every size, arm and cooldown at every measured step."""
-    prefix = data.replicates[0].run("")  # all replicates have the same models
+    # all replicates have the same models
+    prefix = data.replicates[0].run("")
     return [
         Model(run.removeprefix(prefix), step)
         for (run, step), checkpoint in data.results.checkpoints.items()

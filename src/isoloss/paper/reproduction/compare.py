@@ -134,7 +134,8 @@ def mean(estimates: Sequence[tuple[Replicate, Estimate]]) -> Estimate:
     if len(estimates) == 1:
         return estimates[0][1]
     clusters = [replicate.cluster for replicate, _ in estimates]
-    if len(set(clusters)) == 1:  # one language with several seeds
+    # one language with several seeds
+    if len(set(clusters)) == 1:
         clusters = [replicate.prefix for replicate, _ in estimates]
     return cluster_mean([each.value for _, each in estimates], clusters, unit=estimates[0][1].unit)
 
@@ -156,7 +157,8 @@ def _contrast(data: DatasetResults, names: tuple[str, str], pair: PAIR, where: s
     clusters, all_clusters = ([one.cluster for one in ones] for ones in ([one for one, _ in pairs], everyone))
     clusters_are = "grammars" if data.dataset.name == "pcfg" else "languages"
     if len(everyone) == 1:
-        clusters = []  # the error is then over the examples of the one pair
+        # the error is then over the examples of the one pair
+        clusters = []
     elif len(set(all_clusters)) == 1:
         clusters, clusters_are = [one.prefix for one, _ in pairs], "seeds"
         all_clusters = [one.prefix for one in everyone]
@@ -253,9 +255,11 @@ def _along_training(data: DatasetResults) -> dict[str, list[Contrast]]:
 
     made: dict[str, list[Contrast]] = {}
     for name, arm in dataset.arms.items():
-        if arm.stages:  # it continues where the control ends, so no two of the control's checkpoints enclose its loss
+        # it continues where the control ends, so no two of the control's checkpoints enclose its loss
+        if arm.stages:
             continue
-        kind, _, task = name.rpartition("-")  # adversary-C is the adversary of task C
+        # adversary-C is the adversary of task C
+        kind, _, task = name.rpartition("-")
         kind, case = (kind, task) if task in dataset.tasks else (name, "")
         control = "unregularized" if name == "sam" else dataset.main
         names = (dataset.arms[control].title if control in dataset.arms else "AdamW", arm.title)
@@ -291,7 +295,8 @@ def _last(firsts: Sequence[Checkpoint], seconds: Sequence[Checkpoint]) -> Pair |
 
 def _against_table(data: DatasetResults, one: Replicate, kind: str) -> Pair | None:
     main = data.dataset.main
-    tables = data.at(one, main, 0)  # where probes that need no model are measured
+    # where probes that need no model are measured
+    tables = data.at(one, main, 0)
     probes = {key: tables[f"{kind}-{key.removeprefix('probe-')}"] for key in data.dataset.tasks.values()}
     return probes, data.end(one, main)
 

@@ -104,7 +104,8 @@ def training(config: TrainConfig, tokens: Tokens, needs: Resources, *, kept: int
         kept: How many checkpoints it keeps.
     """
     model, parameters = config.model, num_parameters(config.model, tokens)
-    passes = 1.2 if config.algorithm.kind == "adversarial" else 1.0  # SAM takes a pass for each half of the batch
+    # each of SAM's two passes takes half of the batch
+    passes = 1.2 if config.algorithm.kind == "adversarial" else 1.0
     # a backward pass is twice a forward pass: gradients by inputs and by weights
     flops = 3 * _forward_flops(model, tokens) * config.batch_size * config.steps * passes
     micro = micro_batch_size(model, tokens, config.batch_size, needs.processes)
@@ -112,7 +113,8 @@ def training(config: TrainConfig, tokens: Tokens, needs: Resources, *, kept: int
         seconds=max(flops / flops_per_second(model, needs), config.steps * STEP_SECONDS),
         memory=round(4 * parameters + 4 * 2**30),
         gpu_memory=round(BYTES * parameters + micro * _activation_bytes(model, tokens)),
-        disk=4 * parameters * (kept + 2),  # the last one with AdamW's moments
+        # the last checkpoint has AdamW's two moments as well
+        disk=4 * parameters * (kept + 2),
     )
 
 

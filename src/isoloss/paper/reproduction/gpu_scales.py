@@ -175,7 +175,8 @@ def web(preset: Preset) -> Dataset:
         name="web",
         title="OpenWebText",
         tasks={"SST-2": "finetune-sst2"},
-        sizes=berts(preset, "d384"),  # "25M": 24.4M with the embedding, as the paper counts elsewhere
+        # "25M": 24.4M with the embedding, as the paper counts elsewhere
+        sizes=berts(preset, "d384"),
         main="d384",
         watched=tuple(range(400_000, 1_400_001, 200_000)),
         tokens=Tokens(vocab_size=VOCABULARY, length=128, predicted=19),
@@ -184,7 +185,8 @@ def web(preset: Preset) -> Dataset:
 
 def text(preset: Preset) -> Dataset:
     """Return BookCorpus, with and without regularization, and with SAM."""
-    large = ModelConfig(architecture=preset.architecture, size="d1024", layers=24)  # 335M with the embedding
+    # 335M with the embedding
+    large = ModelConfig(architecture=preset.architecture, size="d1024", layers=24)
     corpus = CorpusConfig(paths=("hf:bookcorpus/bookcorpus",), tokenizer=BERT_TOKENIZER)
     decay_off = dataclasses.replace(train_config(preset, corpus).optimizer, weight_decay=0.0)
     changes = {"model": dataclasses.replace(large, dropout=0.0), "optimizer": decay_off}

@@ -296,7 +296,8 @@ def averaged(dataset: Dataset) -> str:
 def _means(data: DatasetResults, series: Sequence[Series], shown: list[Column]) -> pl.DataFrame:
     rows = []
     for group, arm, steps in series:
-        first = data.replicates[0].run(arm)  # all replicates have the same sizes and arms
+        # all replicates have the same sizes and arms
+        first = data.replicates[0].run(arm)
         for step in steps:
             row = {
                 "run": arm,

@@ -321,7 +321,8 @@ class _Runs:
         )
         # sentences depend on seed and step alone: with the seed of the main run they would be its first ones again
         config = dataclasses.replace(config, seed=self.replicate.seed + CONTINUED)
-        steps = (*arm.watched, *config.stage_ends())  # before the cooldown, if there is one, and at the end
+        # before the cooldown, if there is one, and at the end
+        steps = (*arm.watched, *config.stage_ends())
         return self._trained(config, arm.title, steps=steps, shown_in=arm.shown_in, after=(start,), with_all=True)
 
     def _cooldown_stage(self) -> StageConfig:
@@ -374,7 +375,8 @@ class _Runs:
         if self.replicate.place == self.replicate.index == 0:
             ends |= dict.fromkeys(dataset.first_measures)
         common = dict.fromkeys(dataset.measures)
-        if steps == (config.steps,):  # one unit of work instead of two, which would load the same checkpoint
+        # one unit of work instead of two, which would load the same checkpoint
+        if steps == (config.steps,):
             common, ends = common | ends, {}
         parts = [self._measurement(common, steps, "measure", model)]
         if ends:
@@ -407,7 +409,8 @@ class _Runs:
                 conditionals=settings["loss_sentences"] if "loss" in measures else 0,
                 sentences=settings["loss_sentences"] + tasks * examples,
                 backward=settings["num_sequences"] * (51 if settings.get("trace_method") == "paper" else 2)
-                + sum(name.startswith("finetune-") for name in measures) * 50 * examples,  # 5 seeds of 10 epochs
+                # 5 seeds of 10 epochs
+                + sum(name.startswith("finetune-") for name in measures) * 50 * examples,
                 measures=len(measures),
             )
         return Measurement(
@@ -420,7 +423,8 @@ class _Runs:
         shape = MODELS.load(model.architecture).shape(model)
         width = getattr(shape, "d_model", None) or shape.hidden
         needs = [needs for least, needs in self.dataset.needs if width >= least][-1]
-        return needs if training else dataclasses.replace(needs, processes=1)  # only training can use several
+        # only training can use several
+        return needs if training else dataclasses.replace(needs, processes=1)
 
 
 SHOWN: Mapping[str, Shown] = {
@@ -609,7 +613,8 @@ def _small_hmm(
     **more: Any,
 ) -> Dataset:
     tasks = {"6": "probe-state-2", "10": "probe-state-3"}
-    features = language.length * 2 * int(sizes[0][1:])  # of both directions
+    # an LSTM has states of both directions
+    features = language.length * 2 * int(sizes[0][1:])
     return Dataset(
         name="hmm",
         title="HMM",

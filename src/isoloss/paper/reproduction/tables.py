@@ -70,7 +70,8 @@ def _algorithms(data: DatasetResults) -> SummaryTable:
     loss = _loss(data)
     rows = [_row(data, (title,), run, [loss, *probes]) for run, title in _arms(dataset).items()]
     if dataset.shown.baselines:
-        for kind in ("lookup", "log-lookup"):  # their KL is 0
+        # one-hot tokens predict nothing and have no KL; the look-up table's is 0
+        for kind in ("lookup", "log-lookup"):
             tasks = {probe: f"{kind}-{probe.removeprefix('probe-')}" for probe in probes}
             ones = [(one, data.at(one, dataset.main, 0)) for one in data.replicates]
             accuracies = {probe: mean([(one, start[table]) for one, start in ones]) for probe, table in tasks.items()}
@@ -149,7 +150,8 @@ def _interpolation(data: DatasetResults) -> SummaryTable:
     rows: list[Row] = []
     lengths = dataset.cooldown_lengths
     for size in dataset.sizes:
-        for place in range(1, len(lengths) - 1):  # the first and the last are between no two
+        # the first and the last are between no two
+        for place in range(1, len(lengths) - 1):
             pairs = []
             for one in data.replicates:
                 cooldowns = data.by_cooldown(one, size)
@@ -278,7 +280,8 @@ def _granulated(data: DatasetResults) -> SummaryTable:
     for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.extra_measures)):
         cells: dict[str, Estimate] = {}
         for probe in probes:
-            with contextlib.suppress(IsolossError):  # too few languages, or an error that is not known
+            # too few languages, or an error that is not known
+            with contextlib.suppress(IsolossError):
                 accuracy = [end[probe].value for end in ends]
                 flatness = [end[name].value for end in ends]
                 by_hyperparameter = granulated_kendall(flatness, accuracy, within, languages).by_hyperparameter
@@ -355,7 +358,8 @@ def _correlation(
         covariates = {given: columns[given]} if given else {}
         # the fewest resamples that there may be, as nothing here reads the bootstrap
         result = correlation(columns[name], columns[probe], clusters, kind=kind, given=covariates, resamples=100)
-    except IsolossError:  # fewer than three languages, or a measure that is the same for all models
+    except IsolossError:
+        # fewer than three languages, or a measure that is the same for all models
         return None
     # the interval is symmetric in atanh r, and d r = (1 - r^2) d atanh r gives its error in r
     low, high = (math.atanh(edge) for edge in result.interval95)

@@ -229,7 +229,8 @@ class Arms:
 
     def from_scratch(self, size: str, *, steps: int | None = None, weight_decay: float = 0.0) -> TrainConfig:
         """Return the config of training from scratch; its last stage is the cooldown, which has no weight decay."""
-        decaying = self._adamw(weight_decay) if weight_decay else None  # None: the run's own, as in the cooldown
+        # None stands for the run's own optimizer, which the cooldown has too
+        decaying = self._adamw(weight_decay) if weight_decay else None
         base = StageConfig(steps=steps or self.scale.steps, optimizer=decaying)
         return self._config(size, self._adamw(), stages=(base, StageConfig(steps=self.scale.cooldown_steps)))
 
@@ -275,12 +276,14 @@ class Arms:
         sizes = {scale.arm_of_size(size): size for size in scale.sizes}
         if self.unit.is_complete and arm in sizes:
             measures += scale.projected_probes.values()
-            if sizes[arm] != scale.sizes[-1]:  # which others are expanded into
+            # the largest is what others are expanded into
+            if sizes[arm] != scale.sizes[-1]:
                 measures += [*scale.expanded_traces.values(), scale.expanded_minimum]
         if arm in (UNTOUCHED, "label-noise"):
             measures.append("rescaling-control")
         parts = [self.measurement(measures, steps=(config.steps,))]
-        if len(config.stages) > 1 and arm not in scale.sizes:  # tables before the cooldown are of the main size only
+        # tables before the cooldown are of the main size only
+        if len(config.stages) > 1 and arm not in scale.sizes:
             before = (config.steps - scale.cooldown_steps,)
             parts.append(self.measurement(self.common(), steps=before, name="measure before the cooldown of"))
         return Experiment(
@@ -295,7 +298,8 @@ class Arms:
         largest = self.scale.model(self.scale.sizes[-1])
         settings = {
             **self.scale.settings,
-            "seed": self.unit.seed + MEASURED,  # other sentences than the adversary and the helper have
+            # other sentences than the adversary and the helper have
+            "seed": self.unit.seed + MEASURED,
             "expanded_layers": largest.layers,
             "expanded_heads": largest.heads,
         }

@@ -95,7 +95,8 @@ def _panels(results: Results) -> list[IntervalPanel]:
             traces.append(_factor_interval(title, column.title, factor(pairs, key, clusters)))
         for task, key in scale.probes.items():
             probes.append(_interval(title, task, change(pairs, key, clusters=clusters)))
-    if not loss:  # of one grammar there is no error, and so no interval
+    # of one grammar there is no error, and so no interval
+    if not loss:
         return []
     return [
         IntervalPanel(title="KL, difference (nats per token)", intervals=loss),

@@ -156,7 +156,8 @@ def _rescaled(results: Results, units: Sequence[Replicate]) -> list[Pair]:
 def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
     """Return what can be measured of two models, by what claims.toml calls it."""
     expanded = {f"trace, scale {name}": key for name, key in scale.expanded_traces.items()}
-    fewest = dict(itertools.islice(scale.few_shot_probes.items(), len(scale.tasks)))  # they go by number, then by task
+    # they are in the order of the number of examples, then of the tasks
+    fewest = dict(itertools.islice(scale.few_shot_probes.items(), len(scale.tasks)))
     return {
         **common_measures(scale),
         "transfer": scale.probes | fewest,
@@ -204,7 +205,8 @@ def _differences(
 ) -> SummaryTable:
     scale: StudySize = results.scale
     keys = ["kl", *RESCALED, *scale.probes.values()]
-    if at is last:  # the base, which is the untouched arm before its cooldown, has no few-shot probes
+    # the base, which is the untouched arm before its cooldown, has no few-shot probes
+    if at is last:
         keys += scale.few_shot_probes.values()
     rows = []
     for control, arm in CONTRASTS.values():

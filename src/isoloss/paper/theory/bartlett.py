@@ -124,10 +124,12 @@ def bert_model(*, seed: int, length: int = 4) -> EnumerableModel:
         intermediate_size=4,
         max_position_embeddings=length,
         pad_token_id=language.pad_id,
-        attn_implementation="eager",  # it has second derivatives
+        # eager attention has second derivatives
+        attn_implementation="eager",
     )
     with seeded_weights(seed):
-        model = BertForMaskedLM(config).double().eval()  # without dropout, which would draw anew at every call
+        # without dropout, which would draw anew at every call
+        model = BertForMaskedLM(config).double().eval()
     # each tied weight is here once: P counts it once, and functional_call sets both of its uses
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     start = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

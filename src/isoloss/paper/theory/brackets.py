@@ -89,7 +89,8 @@ class BracketAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n,): f of encoded sentences (n, T, 2 T)."""
-        attended = (self.attention(x)[:, None] @ x)[:, 0]  # (n, 1, T) by (n, T, 2 T)
+        # (n, 1, T) by (n, T, 2 T)
+        attended = (self.attention(x)[:, None] @ x)[:, 0]
         return (attended @ self.value.T).relu() @ self.output / len(self.output)
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
@@ -210,7 +211,8 @@ def attend(model: BracketAttention, z: torch.Tensor) -> tuple[torch.Tensor, torc
     """Return (n, T) the attention a and (n, 2 T) h, what it gives, from z: as from the tokens, but without zeros."""
     scores = _by_token(z * (_queries(model, z) @ model.key))
     weights = scores.softmax(dim=1)
-    return weights, z * weights.repeat(1, 2)  # coordinates j and j + T are of one token
+    # coordinates j and j + T are of one token
+    return weights, z * weights.repeat(1, 2)
 
 
 def squares(model: BracketAttention, z: torch.Tensor, *, count_kink: bool = False) -> Squares:
@@ -229,10 +231,12 @@ def squares(model: BracketAttention, z: torch.Tensor, *, count_kink: bool = Fals
     used = (model.value != 0).any(dim=1) & (model.output != 0)
     active = kinks | (reads > 0) if count_kink else ~kinks & (reads > 0)
     indicator = active.to(z.dtype)
-    values = reads * indicator  # (n, m) relu(V h); `descend` differentiates it, the indicator as a constant
-    by_h = (indicator * model.output) @ model.value / m  # (n, 2 T)
-    by_score = weights * (_by_token(z * by_h) - (h * by_h).sum(dim=1, keepdim=True))  # (n, T), by the softmax' Jacobian
-    pulled = z * by_score.repeat(1, 2)  # (n, 2 T) sum_j c_j x_j
+    # relu(V h), (n, m), which `descend` differentiates with the indicator as a constant
+    values = reads * indicator
+    # g, (n, 2 T); then c, (n, T), by the Jacobian of the softmax; then sum_j c_j x_j, (n, 2 T)
+    by_h = (indicator * model.output) @ model.value / m
+    by_score = weights * (_by_token(z * by_h) - (h * by_h).sum(dim=1, keepdim=True))
+    pulled = z * by_score.repeat(1, 2)
     by_key = _queries(model, z).square().sum(dim=1) * pulled.square().sum(dim=1)
     return Squares(
         outputs=values @ model.output / m,
@@ -387,10 +391,12 @@ def balanced(model: BracketAttention, inputs: Inputs) -> BracketAttention:
     for block in torch.split(h, 512):
         reads = block @ model.value.T
         values += reads.relu().square().sum(dim=0)
-        active += (reads > 0).sum(dim=0) / inputs.length  # times |h|^2, which is 1 / T
+        # |h|^2 is 1 / T for every input
+        active += (reads > 0).sum(dim=0) / inputs.length
     # s^2 * values + u^2 * active / s^2 is the neuron's part of the trace, up to a factor; it is least at this s
     wanted = (model.output.square() * active / values).pow(0.25)
-    scale = torch.where((values > 0) & (model.output != 0), wanted, 1.0)  # an idle neuron stays as it is
+    # an idle neuron stays as it is
+    scale = torch.where((values > 0) & (model.output != 0), wanted, 1.0)
     return with_even_attention(model.value * scale[:, None], model.output / scale)
 
 
@@ -437,8 +443,10 @@ def _equations(inputs: Inputs, value: torch.Tensor) -> tuple[torch.Tensor, torch
     length, width = inputs.length, len(value)
     # z, not -z: entries are 0 and ±1, so the last one that is not 0 decides the sign of their sum with weights 2^i
     pairs = inputs.z[inputs.z @ torch.arange(2 * length).double().exp2() > 0]
-    weight = 1 / (2 * width * length * math.sqrt(len(pairs)))  # f = 1/m u^T relu(V z / T), relu(s) = (|s| + s) / 2
-    triangle = torch.linalg.qr(pairs, mode="r").R  # |R w| = |pairs @ w| for every w
+    # f = 1/m u^T relu(V z / T), relu(s) = (|s| + s) / 2
+    weight = 1 / (2 * width * length * math.sqrt(len(pairs)))
+    # |R w| = |pairs @ w| for every w
+    triangle = torch.linalg.qr(pairs, mode="r").R
     answer = torch.zeros(2 * length, dtype=torch.float64)
     answer[:length] = -1
     odd = triangle @ value.T
@@ -565,7 +573,8 @@ def population_losses(products: torch.Tensor, answers: torch.Tensor, chosen: tor
     """
     size = max(1, _HEAD_BLOCK // (len(answers) * chosen.shape[1]))
     losses = []
-    for block in torch.split(chosen, size):  # (k, n)
+    # a block is (k, n): training sets of n strings
+    for block in torch.split(chosen, size):
         # (k, n, n). Strings are drawn with replacement and features may be dependent, so that this has no inverse
         values, vectors = torch.linalg.eigh(products[block[:, :, None], block[:, None, :]])
         # relative to all strings, not to the training set: on one whose answers are all 0 two neurons give 0 alone
@@ -681,7 +690,8 @@ def study(settings: Settings, *, progress: Callable[[int], None] | None = None) 
         rows.append(_solution_row(DESCENT, end, inputs))
         models = {TWO: two_neurons(length, 2), DESCENT: end, KINKS: kinks, BALANCED: rescaled}
         tried += _head_rows(settings, length, models)
-        if length == settings.lengths[0]:  # in place, so after all that reads the rescaled features
+        # in place, so after all that reads the rescaled features
+        if length == settings.lengths[0]:
             descend(rescaled, inputs, steps=steps, progress=count)
             rows.append(_solution_row(FROM_FEATURES, rescaled, inputs))
     ranks = {k: int(torch.linalg.matrix_rank(shifted_signs(k))) for k in range(1, MAX_K + 1)}
@@ -735,7 +745,8 @@ def _head_rows(settings: Settings, length: int, models: Mapping[str, BracketAtte
     inputs = downstream_inputs(length)
     draws = {"trials": settings.trials, "seed": settings.seed}
     rows = [row for n in settings.samples for row in try_heads(models, inputs, samples=n, **draws)]
-    return sorted(rows, key=lambda row: list(models).index(row.solution))  # by solution, then by n
+    # by solution, then by n
+    return sorted(rows, key=lambda row: list(models).index(row.solution))
 
 
 def judge(result: Result) -> list[Statement]:
@@ -906,7 +917,8 @@ def _on_width(result: Result) -> list[Statement]:
             text="Theorem G.6 as printed: |u|^2 is at most a constant times T^2.",
             evidence=f"|u|^2 / T^2 is {', '.join(norms)}. As f has the factor 1 / m, |u|^2 cannot be below 2m, so that "
             f"only |u|^2 / (m T^2) stays bounded: {', '.join(each)}",
-            shown=floor < 2,  # |f| = 1 and E relu(v h)^2 = 1/2 need |u|^2 >= 2m, by Cauchy and Schwarz
+            # |f| = 1 and E relu(v h)^2 = 1/2 need |u|^2 >= 2m, by Cauchy and Schwarz
+            shown=floor < 2,
         ),
     ]
 

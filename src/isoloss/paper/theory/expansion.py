@@ -71,7 +71,8 @@ def differences(
     done = 0
     for batch in batches:
         of_small, of_large = (_logits_and_states(model, batch) for model in (small, expanded.model))
-        depth = len(of_small) - 2  # layers of the small model
+        # besides the logits there is a state before the first layer and one after each
+        depth = len(of_small) - 2
         # the layers that the large model has beyond these do nothing, so its last states are compared with the last
         compared = [*of_large[: depth + 1], of_large[-1] * expanded.last_divisor]
         for index, (one, copies) in enumerate(zip(of_small, compared, strict=True)):
@@ -104,7 +105,8 @@ def judge_expansion(
     by what rounding may leave (`GRADIENT_TOLERANCE`). `progress` is called with the number of sequences done, of three
     times as many as the batches have: one pass for the differences, one for each trace.
     """
-    passes = {"small": 1, "large": 2}  # behind the pass for the differences
+    # the pass for the differences comes first
+    passes = {"small": 1, "large": 2}
     total = sum(len(batch["labels"]) for batch in batches)
     differ = differences(small, expanded, batches, progress=progress)
     traces = compare(
@@ -112,7 +114,8 @@ def judge_expansion(
         batches,
         seed=seed,
         causal=causal,
-        one_estimator=True,  # control variates of its own would give the large model's parts other ratios
+        # control variates of its own would give the large model's parts other ratios
+        one_estimator=True,
         minimal=False,
         progress=None if progress is None else lambda name, done: progress(passes[name] * total + done),
     )
@@ -136,7 +139,8 @@ def contributions(
     """Return the traces of the small and of the large model, which are given by parameter, by kind of parameter."""
     sizes = {name: parameter.numel() for name, parameter in small.named_parameters()}
     kinds: dict[str, list[tuple[str, Part]]] = {}
-    for name, part in expanded.parts.items():  # encoder.layer.0.output and encoder.layer.1.output are of one kind
+    # encoder.layer.0.output and encoder.layer.1.output are of one kind
+    for name, part in expanded.parts.items():
         kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append((name, part))
     rows = [
         Contribution(
@@ -180,7 +184,8 @@ def _allowed(tolerance: Mapping[torch.dtype, float], dtype: torch.dtype) -> str:
 
 
 def _root(part: float) -> float:
-    return math.sqrt(max(0.0, part))  # control variates leave a part of 0 a little above or below it
+    # control variates leave a part of 0 a little above or below it
+    return math.sqrt(max(0.0, part))
 
 
 def _factors(rows: Sequence[Contribution], trace: float, dtype: torch.dtype) -> Statement:
@@ -203,7 +208,8 @@ def _factors(rows: Sequence[Contribution], trace: float, dtype: torch.dtype) -> 
 def _most(rows: Sequence[Contribution], trace: float) -> Statement:
     by_factor: dict[float, list[Contribution]] = {}
     for row in rows:
-        if row.factor is not None:  # rounded, as c^2 / n may be off 1 by rounding
+        if row.factor is not None:
+            # c^2 / n may be off 1 by rounding
             by_factor.setdefault(round(row.factor, 9), []).append(row)
     counts = {factor: sum(row.parameters for row in some) for factor, some in by_factor.items()}
     total, evidence = sum(counts.values()), []

@@ -206,7 +206,8 @@ class Minimizers:
         for _ in range(_RETRACTIONS):
             errors = (weights * (self.model.log_probs(theta) - target)).flatten()
             if errors.norm() <= RETRACTED:
-                return theta  # before any step, so that a minimizer stays the same bit for bit
+                # before any step, so that a minimizer stays the same bit for bit
+                return theta
             # the step of least norm has no part in the null space of A: it moves across the manifold, not along it
             step = torch.linalg.pinv(self.root(theta), rtol=RANK_TOLERANCE) @ errors
             # from a random start the first step may be longer than 1, farther than the linear model holds
@@ -240,7 +241,8 @@ class Flow:
 
     def at(self, time: float) -> Array:
         """Return the (P,) parameters at a time."""
-        while len(self._times) < 2 or self._times[-1] < time:  # a cubic needs two knots, also at time 0
+        # a cubic needs two knots, also at time 0
+        while len(self._times) < 2 or self._times[-1] < time:
             self._advance()
         # of two pieces that meet at a knot the earlier: it is there whenever the knot is, so that the answer does not
         # depend on how far the flow was solved before
@@ -377,7 +379,8 @@ class TwoParameters:
             ways = [math.comb(batch_size, k) * p**k * (1 - p) ** (batch_size - k) for k in range(batch_size)]
             draws = generator.random(len(theta))
             answers = sum((draws > bound for bound in np.cumsum(ways)), np.zeros(len(theta))) / batch_size
-        a, b = theta.T.copy()  # both updates start from the old point
+        # a copy, as both updates start from the old point
+        a, b = theta.T.copy()
         slope = step_size * (1 / (1 + np.exp(-a * b)) - answers)
         theta[:, 0] -= slope * b
         theta[:, 1] -= slope * a
@@ -392,7 +395,8 @@ class TwoParameters:
     def flow(self, time: float) -> Array:
         """Return a and b of the flow `-grad Tr` at a time."""
         a, b = (float(x) for x in self.minimizer)
-        difference = (a * a - b * b) * math.exp(-4 * self.variance * time)  # a power would raise where this is infinite
+        # a ** 2 would raise an OverflowError where a * a is infinite
+        difference = (a * a - b * b) * math.exp(-4 * self.variance * time)
         # a^2 + b^2 = hypot(D, 2ab). The smaller of the two by their product: half of a^2 + b^2 - |D| would cancel
         larger = math.sqrt((math.hypot(difference, 2 * self.logit) + abs(difference)) / 2)
         smaller = abs(self.logit) / larger
@@ -502,21 +506,25 @@ class MaskedLM:
     ) -> None:
         """Draw sentences and masks for every trajectory and step down the mean gradient; see `Model.move`."""
         (n, parameters), vocab = theta.shape, self.joint.shape[0]
-        table = theta.reshape(-1, self.width)  # rows of all trajectories; a view, as is the decoder (n, V, d)
+        # rows of all trajectories; a view, as is the decoder (n, V, d)
+        table = theta.reshape(-1, self.width)
         decoder = table.reshape(n, -1, self.width)[:, -vocab:]
         # contexts are drawn where the labels are exact, too: the control is without label noise alone
         outcomes = np.searchsorted(self._cumulative, generator.random((n, batch_size)), side="right")
         contexts, answers = np.divmod(outcomes, vocab)
         first = np.arange(0, n * parameters // self.width, parameters // self.width)
-        rows = [first[:, None] + row[contexts] for row in self.rows.T]  # by position: (n, B) rows of `table`
+        # by position: (n, B) rows of `table`
+        rows = [first[:, None] + row[contexts] for row in self.rows.T]
         hidden = np.tanh(sum((table.take(row, axis=0) for row in rows[1:]), table.take(rows[0], axis=0)))
         errors = _softmax(hidden @ decoder.transpose(0, 2, 1))
         if exact:
             errors -= self.conditionals[contexts]
-        else:  # f minus the one-hot answer; the flat view writes through, as `_softmax` gives a contiguous array
+        else:
+            # f minus the one-hot answer; the flat view writes through, as `_softmax` gives a contiguous array
             errors.reshape(-1)[np.arange(answers.size) * vocab + answers.reshape(-1)] -= 1
         errors *= step_size / batch_size
-        back = (errors @ decoder) * (1 - hidden * hidden)  # with the decoder from before the step, so ahead of it
+        # ahead of the decoder's update, which is in place
+        back = (errors @ decoder) * (1 - hidden * hidden)
         decoder -= errors.transpose(0, 2, 1) @ hidden
         # by example: indexed subtraction counts a row once that two examples share; no two trajectories share one
         for row, example in itertools.product(rows, range(batch_size)):
@@ -549,7 +557,8 @@ class MaskedLM:
         """Return when the flow `-grad Tr` has the mean trace of (n, P) points."""
         trace = mean(self.trace(theta), self.unit, "")
         time, fall = self._flow.time_of(trace.value)
-        return dataclasses.replace(  # the error by the delta method: dt = dTr / fall
+        # the error by the delta method: dt = dTr / fall
+        return dataclasses.replace(
             trace, value=time, stderr=trace.stderr / fall, unit="", method="when the flow has the mean trace"
         )
 
@@ -567,7 +576,8 @@ class MaskedLM:
     def _cumulative(self) -> Array:
         """(C V,) the distribution function over contexts and answers."""
         cumulative = np.cumsum(self._joint_by_context)
-        cumulative[-1] = 1.0  # which rounding may miss
+        # rounding may miss the sum of all, and a draw above it would have no outcome
+        cumulative[-1] = 1.0
         return cumulative
 
     def _contexts(self) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -629,7 +639,8 @@ def judge(
     single = [row for row in rows if row.batch_size == rows[0].batch_size]
     by_step = [list(some) for _, some in itertools.groupby(single, key=lambda row: row.step_size)]
     at_zero = [row for row in limits if row.batch_size == rows[0].batch_size]
-    last = {row.batch_size: row.coefficient for row in limits}  # the last time's, which come after the others
+    # later times replace earlier ones, so these are the last time's
+    last = {row.batch_size: row.coefficient for row in limits}
     statements = [
         _trace_statement(by_step[-1], coefficient, allowed),
         _limit_statement(by_step, at_zero),
@@ -764,7 +775,8 @@ class Settings:
             raise IsolossError(f"trajectories is {self.trajectories}; a standard error needs at least 2")
         if not (math.isfinite(self.coefficient) and self.coefficient > 0):
             raise IsolossError(f"the coefficient is {self.coefficient}; it must be a positive number")
-        with np.errstate(over="ignore"):  # infinity is too steep as well
+        # an infinite trace is too steep as well, and needs no warning
+        with np.errstate(over="ignore"):
             steepest = float(self.model.trace(self.model.minimizer[None])[0])
         # the trace bounds the largest eigenvalue, and at 2 / eta gradient descent itself diverges
         if etas[0] * steepest >= 1:
