@@ -82,7 +82,7 @@ def setting(
         factory: Makes the default, where that is no constant.
         exclude_from_fingerprint: The field says how a result is computed, not which result.
         omit_default: The field decides a result and, at its default, stays out of the fingerprint.
-        bounds: Fields of `Range`; of a tuple, they are those of each of its items.
+        bounds: Fields of `Range`; of a tuple, the range of each of its items.
     """
     metadata = {
         "range": Range(**bounds) if bounds.keys() - {"note"} else None,
@@ -110,6 +110,7 @@ def check(config: Any, path: str = "") -> None:
         isoloss.errors.IsolossError: steps is 0; it must be at least 1
     """
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        # no kind fits `()`, so this always refuses
         require(path or "the config", config, (), "a config, such as isoloss.run_config.TrainConfig(...)")
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), f"{path}.{field.name}" if path else field.name

@@ -114,7 +114,7 @@ def input_embeddings(model: nn.Module) -> torch.Tensor | None:
 
 
 def virtual_tokens(model: nn.Module) -> int:
-    """Return how many positions a model puts before the tokens that it is given: those of PEFT's prompt tuning."""
+    """Return how many positions a model puts before the tokens that it is given, by PEFT's prompt tuning."""
     config: Any = getattr(unwrapped(model), "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False) or config.peft_type in _BEFORE_KEYS:
         return 0

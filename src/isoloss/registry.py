@@ -200,7 +200,7 @@ class Registry:
         )
 
     def _all(self) -> dict[str, Entry]:
-        """Return the entries, those of other packages after one's own."""
+        """Return all entries; other packages' come last, and none of them replaces one that was there."""
         entries = dict(self._entries)
         for point in _entry_points(self.group):
             if point.name not in entries:
@@ -366,7 +366,7 @@ register_language = _register_function(
 register_model = _register_function(MODELS)
 register_measure = _register_function(
     MEASURES,
-    " A part in capital letters stands for a field: those of `probe-TASK` have a field `task`.",
+    " A part in capital letters stands for a field: a measure called `probe-TASK` has a field `task`.",
     """
     Example:
         >>> from dataclasses import dataclass

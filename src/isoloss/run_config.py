@@ -335,6 +335,7 @@ class TrainConfig:
         """Return the first thing that this run needs and the compiled step does not have; empty: it has everything."""
         architecture = MODELS.load(self.model.architecture)
         shape = architecture.shape(self.model) if architecture.has_compiled_loss else None
+        # 0 is a multiple of all: where the architecture has no compiled step, only that is told
         width, inner = (0, 0) if shape is None else (shape.d_model, shape.intermediate)
         wrong = {
             f"the architecture is {self.model.architecture}; it must be bert": not architecture.has_compiled_loss,
@@ -349,6 +350,7 @@ class TrainConfig:
     def _check_stage(self, name: str, stage: StageConfig) -> None:
         """Refuse what the run's settings and a stage's refuse of each other."""
         try:
+            # as a run of its own, a stage is under all rules of a run
             check(stage.applied_to(self))
         except IsolossError as error:
             raise IsolossError(f"{name}: {error}") from error

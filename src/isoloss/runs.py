@@ -87,7 +87,7 @@ class Run:
 
     Attributes:
         path: The folder.
-        is_average: Whether its checkpoints and evaluations are those of the averaged weights.
+        is_average: Whether checkpoints and evaluations are meant of the averaged weights.
 
     Example:
         >>> Run(Path("runs/no-such-run"))

@@ -36,7 +36,7 @@ ROOMY = 100  # columns of a terminal below which progress has no bar
 NARROW = 80  # and below which it leaves out what follows a comma
 FIGURES = (".png", ".svg", ".pdf")
 LEAST_TEXT = 24  # columns in which the text of a table may fold, so that its columns stay side by side
-GAP = 2  # columns between those of a table
+GAP = 2  # blanks between two columns of a table
 LINE_EVERY_SECONDS = 30.0  # how often progress writes a line where there is no terminal
 
 
@@ -105,12 +105,12 @@ def say_stages(run: Run) -> None:
     """Print where and why each stage of a run that has ended did so."""
     total = len(run.config.stages)
     for stage in run.stages():
-        found = [
+        validation = [
             f" (validation {name} {stage[f'validation_{key}_nats']:.4f} ± {stage[f'validation_{key}_stderr']:.4f} nats)"
             for key, name in (("kl", "KL"), ("loss", "loss"))
             if f"validation_{key}_nats" in stage
         ]
-        say(f"stage {stage['stage']} of {total}: ended at step {stage['step']}, {stage['ended']}{''.join(found)}")
+        say(f"stage {stage['stage']} of {total}: ended at step {stage['step']}, {stage['ended']}{''.join(validation)}")
 
 
 def note(text: str) -> None:
@@ -146,6 +146,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Return a table's lines, none folded: by hand, as Rich takes seconds for thousands of rows."""
     table = [[" ".join(cell.splitlines()) for cell in row] for row in (columns, *rows)]
+    # in columns of the terminal, of which some characters take two
     sizes = [[cell_len(cell) for cell in row] for row in table]
     widths = [max(column) for column in zip(*sizes, strict=True)]
 
@@ -190,6 +191,7 @@ def _table(
         width = None if widths is None else widths[place]
         table.add_column(column, justify="left" if place < left else "right", overflow="fold", width=width)
     for row in rows:
+        # as Text: in a string, Rich would take brackets in names for markup
         table.add_row(*map(Text, row))
     return table
 

@@ -84,6 +84,7 @@ def main(arguments: list[str]) -> int:
     with common.Progress("measuring", None, "evaluations") as bar:
 
         def show(done: int, total: int, note: str) -> None:
+            # how many evaluations there are is known only once all models were opened
             if bar.total is None:
                 bar.begin(bar.label, total, bar.unit)
             bar(done, note)

@@ -124,6 +124,7 @@ def main(arguments: list[str]) -> int:
         "dtype": args.dtype,
         "data": inputs.description,
         "differences": dataclasses.asdict(result.differences),
+        # without times, the record is a function of model and settings
         "before": {**result.before.to_dict(), "seconds": None},
         "after": {**result.after.to_dict(), "seconds": None},
         "change": result.change.to_dict(),
@@ -141,8 +142,8 @@ def main(arguments: list[str]) -> int:
 
 def _name_of(args: Args) -> str:
     """Return the large model's size and what is set beside it."""
-    own = [f"{name} {value}" for name in ("layers", "width", "heads", "ffn") if (value := getattr(args, name))]
-    return ", ".join([args.into, *own])
+    changes = [f"{name} {value}" for name in ("layers", "width", "heads", "ffn") if (value := getattr(args, name))]
+    return ", ".join([args.into, *changes])
 
 
 def _inputs(args: Args, name: str, loaded: LoadedModel) -> Inputs:
@@ -194,7 +195,7 @@ def _write(out: Path, model: Any, source: str, document: dict[str, Any]) -> None
     common.note(f"written: {out}")
 
 
-_NEGLIGIBLE = 1e-12  # of the trace: a part that is 0 but for rounding, as that of a key's bias
+_NEGLIGIBLE = 1e-12  # of the trace: a smaller part is 0 but for rounding, such as a key's bias
 
 
 def _print(args: Args, result: Result) -> None:

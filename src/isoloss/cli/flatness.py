@@ -108,6 +108,7 @@ def main(arguments: list[str]) -> int:
     trace: Any = flatness_measure("trace", args.measure)
     where_known = not (args.measures or args.control)
     if where_known:
+        # the paper's sampled labels give no comparison of models, for which the minimal trace is measured
         several = len(args.models) > 1 and trace.trace_method == "ghost"
         args = dataclasses.replace(args, measures=("trace", *["minimal-trace"] * several))
     if args.control:

@@ -172,7 +172,7 @@ def _sizes() -> list[Row]:
     shapes = {name: shape for architecture in architectures.values() for name, shape in architecture.sizes.items()}
     for name, shape in shapes.items():
         having = {a: architecture for a, architecture in architectures.items() if name in architecture.sizes}
-        counts = {a: own.num_parameters(shape, VOCABULARY, LENGTH) for a, own in having.items()}
+        counts = {a: each.num_parameters(shape, VOCABULARY, LENGTH) for a, each in having.items()}
         rows.append(
             {
                 "size": name,
@@ -188,14 +188,15 @@ def _sizes() -> list[Row]:
 
 
 def _tasks() -> list[Row]:
-    own: dict[str, str] = {}
+    tasks: dict[str, str] = {}
     for config in LANGUAGES.loaded().values():
         for name, text in config.task_patterns.items():
-            own.pop(name, None)  # a task that several kinds have comes after the others of all of them
-            own[name] = text
-    own |= {name: TASKS.summary(name) for name in TASKS.loaded()}
+            # a task that several kinds have comes after the others of all of them
+            tasks.pop(name, None)
+            tasks[name] = text
+    tasks |= {name: TASKS.summary(name) for name in TASKS.loaded()}
     return [
-        *({"task": name, "description": text} for name, text in own.items()),
+        *({"task": name, "description": text} for name, text in tasks.items()),
         {
             "task": "NAME",
             "description": "your own labeled text: --data FILE --text COLUMN [--pair COLUMN] [--label COLUMN]",

@@ -114,7 +114,7 @@ def _tell(text: str) -> None:
 
 
 def _is_temporary(error: BaseException | None) -> bool:
-    """Whether an error is that of a disk which may be in order later, or comes from one."""
+    """Whether an error is of a disk that may be in order later, or was caused by one."""
     while error is not None:
         number = error.errno if isinstance(error, OSError) else None
         if isinstance(error, Exception) and (match := re.search(r"\(os error (\d+)\)", str(error))):
@@ -140,6 +140,7 @@ def _warnings_as_lines(subcommand: str) -> Iterator[None]:
 
     with warnings.catch_warnings():
         as_before = warnings.showwarning
+        # `catch_warnings` puts the old one back
         warnings.showwarning = show
         warnings.simplefilter("always", IsolossWarning)
         yield

@@ -45,8 +45,8 @@ def parse(
 ) -> Any:
     """Return `cls` filled from the command line; `--help` opens with the examples.
 
-    The docstring of `cls` says what the command does, and those of its fields are the help. What else is wrong with a
-    command line is told by tyro, which exits with status 2.
+    The docstring of `cls` says what the command does, and its fields' docstrings are the help. tyro tells what else is
+    wrong with a command line, and exits with status 2.
 
     Args:
         cls: A dataclass or, where there are subcommands, the dataclass of each by its name.
@@ -85,6 +85,7 @@ def parse(
         description=f"{description}\n\nexamples:\n{lines}".strip() if lines else description,
         config=(
             tyro.conf.FlagCreatePairsOff,
+            # tyro would take comments beside fields for their help
             tyro.conf.HelptextFromCommentsOff,
             tyro.conf.OmitArgPrefixes,
             tyro.conf.PositionalMetavarFromFieldName,
@@ -94,7 +95,7 @@ def parse(
 
 
 def _problem(known: Collection[str], others: Mapping[str, Collection[str]], words: Iterable[str]) -> str:
-    """Return what is wrong with the options in a command line; `others`: those of the other subcommands."""
+    """Return what is wrong with the options in a command line; `others`: the options of other subcommands."""
     for word in words:
         option = word.partition("=")[0]
         name = option.replace("_", "-")
@@ -253,10 +254,11 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _option(options: type[Options], name: str) -> StructFieldSpec:
     """Return an option that is None unless given; a flag, which can only turn on, stands at False."""
     field, configs = options.sources[name]
-    fields = {word: next(own for own in dataclasses.fields(cfg) if own.name == field) for word, cfg in configs.items()}
-    defaults = {word: _default(own) for word, own in fields.items()}
+    fields = {word: next(one for one in dataclasses.fields(cfg) if one.name == field) for word, cfg in configs.items()}
+    defaults = {word: _default(one) for word, one in fields.items()}
     hints = [get_type_hints(config, include_extras=True)[field] for config in configs.values()]
     hint, is_flag = hints[0], hints[0] is bool and not any(defaults.values())
+    # configs that share an option may list other choices: all are taken here, and each config checks its own
     if get_origin(hint) is Literal:
         hint = Literal.__getitem__(tuple(dict.fromkeys(choice for one in hints for choice in get_args(one))))
     shown = {
@@ -268,6 +270,7 @@ def _option(options: type[Options], name: str) -> StructFieldSpec:
     everybody = {word for _, others in options.sources.values() for word in others}
     is_told = options.names_configs and configs.keys() != everybody
 
+    # a function, as only --help needs the text, and reading docstrings takes a second
     def text() -> str:
         return _by_word({word: _texts(cfg).get(field, "") for word, cfg in configs.items()}, " ", always=is_told)
 

@@ -139,8 +139,8 @@ def _check_effects(args: Args, language: Language) -> None:
             f"--states is for a hidden Markov model: the sentences of {args.language} have no hidden states"
         )
     if not language.is_exact:
-        given = {"--conditionals": args.conditionals, "--entropy-sentences": args.entropy_sentences}
-        if chosen := [name for name, value in given.items() if value is not None]:
+        exact = {"--conditionals": args.conditionals, "--entropy-sentences": args.entropy_sentences}
+        if chosen := [name for name, value in exact.items() if value is not None]:
             raise IsolossError(
                 f"the probabilities of {args.language} are not known, for it is text: leave out {', '.join(chosen)}"
             )
@@ -157,8 +157,8 @@ def _truth(
         row["log_prob_nats"] = log_prob
     if not is_slow:
         entropies = language.conditional_entropy(sentences.tokens, sentences.lengths).tolist()
-        for row, own in zip(rows, entropies, strict=True):
-            row["conditional_entropy_nats"] = own[: len(row["tokens"])]
+        for row, padded in zip(rows, entropies, strict=True):
+            row["conditional_entropy_nats"] = padded[: len(row["tokens"])]
     number = args.conditionals if args.conditionals is not None else 1 if is_slow else CONDITIONALS
     conditionals = _conditionals(language, sentences, number)
     draws = args.entropy_sentences
@@ -216,6 +216,7 @@ def _say_sentences(rows: list[dict[str, Any]]) -> None:
         if "states" in row:
             common.say(f"    states {' '.join(row['states'])}")
         if "log_prob_nats" in row:
+            # `z` turns -0.000, which is rounding, into 0.000
             entropies = " ".join(f"{h:z.3f}" for h in row.get("conditional_entropy_nats", []))
             after = f"; entropy of each token {entropies} nats" if entropies else ""
             common.say(f"    log-probability {row['log_prob_nats']:.4f} nats{after}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -471,16 +473,13 @@ def _external_study(name: str, checkpoints: Sequence[str], data: Path) -> str:
         if plain in called or not plain:
             plain = f"{plain or 'checkpoint'}-{len(called) + 1}"
         called[plain] = checkpoint
+    # JSON's strings are Python's too; unlike `repr`, they are always in double quotes
+    quoted = partial(json.dumps, ensure_ascii=False)
     return _EXTERNAL.format(
         name=name,
-        data=_quoted(str(data)),
-        checkpoints="\n".join(f"    {_quoted(key)}: {_quoted(value)}," for key, value in called.items()),
+        data=quoted(str(data)),
+        checkpoints="\n".join(f"    {quoted(key)}: {quoted(value)}," for key, value in called.items()),
     )
-
-
-def _quoted(text: str) -> str:
-    """Return a Python string in double quotes."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 # --- units, how far along each is, and the time that is left ---------------------------------------------------------

@@ -159,20 +159,21 @@ class FlowArgs(CommonArgs):
     def _settings(self) -> list[Settings]:
         from isoloss.paper.theory.sgd_flow import masked_lm, two_parameters
 
-        own = {"probability": self.probability, "start": self.start}
-        if self.model == "masked-lm" and own != {"probability": FlowArgs.probability, "start": FlowArgs.start}:
+        of_two = {"probability": self.probability, "start": self.start}  # settings of the model two-parameters alone
+        if self.model == "masked-lm" and of_two != {"probability": FlowArgs.probability, "start": FlowArgs.start}:
             raise IsolossError("--probability and --start are of the model two-parameters, not of masked-lm")
-        given: dict[str, Any] = {name: getattr(self, name) for name in ("times", "batch_sizes", "coefficient", "seed")}
+        shared: dict[str, Any] = {name: getattr(self, name) for name in ("times", "batch_sizes", "coefficient", "seed")}
+        # each model has defaults of its own for these two
         if self.step_sizes:
-            given["step_sizes"] = self.step_sizes
+            shared["step_sizes"] = self.step_sizes
         if self.trajectories:
-            given["trajectories"] = self.trajectories
-        settings = [] if self.model == "masked-lm" else [two_parameters(**own, **given)]
-        return settings if self.model == "two-parameters" else [*settings, masked_lm(**given)]
+            shared["trajectories"] = self.trajectories
+        settings = [] if self.model == "masked-lm" else [two_parameters(**of_two, **shared)]
+        return settings if self.model == "two-parameters" else [*settings, masked_lm(**shared)]
 
 
 def _flow_table(settings: Settings, result: Result) -> Table:
-    """Return the rows of the last time; those of the others are in the JSON document."""
+    """Return the rows of the last time; the JSON document has the others."""
     at_end = {
         (row.batch_size, row.step_size): row for row in [*result.rows, *result.limits]
     }  # a later time replaces one

@@ -301,8 +301,8 @@ def _from_options(args: Args) -> TrainConfig:
         optimization["warmup_steps"] = None
     preset = None if args.preset is None else presets.load_preset(args.preset)
     language = languages.resolve(str(args.language), **args.reading)
-    own: dict[str, Any] = {"architecture": preset.architecture, "dropout": preset.dropout} if preset else {}
-    model = ModelConfig(**{**own, **args.model})
+    of_preset: dict[str, Any] = {"architecture": preset.architecture, "dropout": preset.dropout} if preset else {}
+    model = ModelConfig(**{**of_preset, **args.model})
     objective_kind = args.objective or MODELS.load(model.architecture).objective
     if preset:
         data = {name: args.training[name] for name in ("num_sentences",) if name in args.training}
@@ -324,7 +324,7 @@ def _from_options(args: Args) -> TrainConfig:
 
 
 def _algorithm(args: Args) -> AlgorithmConfig:
-    """Return the config of the algorithm with the options that begin with its name; those of others are refused."""
+    """Return the config of the algorithm with the options that begin with its name; others' are refused."""
     config, settings = ALGORITHMS.load(args.algorithm), {}
     for name, value in args.algorithms.items():
         field, (kind,) = args.algorithms.sources[name]

@@ -212,13 +212,13 @@ def method_config(args: Args) -> Any:
     """
     config = METHODS[args.method]
     preset = None if args.preset is None else load_preset(args.preset).method(args.method)
-    given: dict[str, Any] = dict(args.classifier)
-    if unknown := [option_name(name) for name in given if not hasattr(config, name)]:
+    settings: dict[str, Any] = dict(args.classifier)
+    if unknown := [option_name(name) for name in settings if not hasattr(config, name)]:
         raise IsolossError(f"{', '.join(unknown)}: no effect with --method {args.method}")
-    if "warmup_proportion" in given:
+    if "warmup_proportion" in settings:
         # in the place of the preset's steps: a config states one of the two
-        given = {"warmup_steps": None} | given
-    chosen = dataclasses.replace(preset or config(), **given, seed=args.seed)
+        settings = {"warmup_steps": None} | settings
+    chosen = dataclasses.replace(preset or config(), **settings, seed=args.seed)
     check(chosen)
     return chosen
 
@@ -250,8 +250,8 @@ def subjects(args: Args) -> list[Subject]:
             step = run.last_step()
             models.append(Subject(f"{name} at step {step}", str(run.checkpoint(step)), run))
         else:
-            own = checkpoint_of(Path(name))
-            models.append(Subject(name, name, None if own is None else own[0]))
+            place = checkpoint_of(Path(name))
+            models.append(Subject(name, name, None if place is None else place[0]))
     return models
 
 
@@ -301,7 +301,7 @@ class Tasks:
         """Return the task as `subject` reads it.
 
         Raises:
-            IsolossError: Its vocabulary is another than that of the language or of the tokenizer.
+            IsolossError: Its vocabulary differs from the language's or the tokenizer's.
         """
         from isoloss.lab.transfer.tasks import read_from_start
 
@@ -321,22 +321,22 @@ class Tasks:
     def _make_synthetic(self) -> TaskData:
         from isoloss.lab.transfer.tasks import make_task
 
-        args, own = self.args, self.args.sentences
+        args, sentences = self.args, self.args.sentences
         preset, task = None if args.preset is None else load_preset(args.preset), args.task
         num_train = preset.num_train if preset and args.num_train is None else args.num_train
         if preset:
             base = task.removesuffix(LATENT)
             task = preset.tasks.get(base, base) + task[len(base) :]
         numbers = {"num_train": num_train, "num_test": args.num_test}
-        redraw = own.test_redraw
+        redraw = sentences.test_redraw
         other = None if redraw is None else self.language.perturbed(fraction=redraw, seed=args.seed)
         return make_task(
             self.language,
             task,
             **{name: number for name, number in numbers.items() if number is not None},
             seed=args.seed,
-            train_lengths=own.train_lengths,
-            test_lengths=own.test_lengths,
+            train_lengths=sentences.train_lengths,
+            test_lengths=sentences.test_lengths,
             test_language=other,
         )
 
@@ -346,6 +346,7 @@ class Tasks:
 
         assert self._source is not None
         args, tokenizer = self.args, self._tokenizer(subject)
+        # read once: the examples are the same for all models, only their tokens differ
         if self._examples is None:
             self._examples = read_examples(
                 self._source, num_train=args.num_train, num_test=args.num_test, seed=args.seed
@@ -368,10 +369,11 @@ class Tasks:
             return load_tokenizer(str(subject.checkpoint), needs=["pad"])
         except IsolossError as error:
             config = None if subject.run is None else subject.run.config.language
-            found: PreTrainedTokenizerFast | None = None if config is None else config.build().tokenizer
-            if found is None:
+            # a run's checkpoint that was written without its tokenizer
+            of_language: PreTrainedTokenizerFast | None = None if config is None else config.build().tokenizer
+            if of_language is None:
                 raise IsolossError(f"{subject.name} has no tokenizer that suits ({error}): give --tokenizer") from error
-            return found  # of a checkpoint that was written without it
+            return of_language
 
 
 def _given(group: Any) -> list[str]:

@@ -8,7 +8,7 @@ keeps it in front (shift-click adds, double-click clears). The page sets the par
 are chosen in its table. `isoloss.report.save` writes the same chart for a paper.
 
 Each function takes the evaluated checkpoints, as `isoloss.report.data.prepare` describes them, and refuses what cannot
-be drawn; colors and markers are those of this table unless a style gives them.
+be drawn; colors and markers are chosen for this table unless a style gives them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ def scatter(table: pl.DataFrame, axes: Sequence[tuple[Column, Column]], *, style
     vertical measure share its axis. Only a panel whose left neighbor has another one names it.
     """
     drawing = _Drawing(table, tuple(dict.fromkeys(column for pair in axes for column in pair)), style)
-    panels, left = [], None
+    panels, neighbor = [], None
     for across, up in axes:
-        rows, own = data.panel(drawing.frame, across, up)
-        _, ends = data.panel(drawing.frame, up)
-        x, y = _measured(across, own[across]), _measured(up, ends[up], titled=up != left)
+        rows, ends = data.panel(drawing.frame, across, up)
+        # the vertical axis holds all checkpoints that have `up`, so panels that share it have the same ends
+        _, shared = data.panel(drawing.frame, up)
+        x, y = _measured(across, ends[across]), _measured(up, shared[up], titled=up != neighbor)
         panels.append({"layer": drawing.against(rows, (x, across), (y, up))})
-        left = up
+        neighbor = up
     words = " and ".join(f"{up.title} against {across.title}" for across, up in axes)
     return _side_by_side(panels, drawing.pick, words, note=BARS)
 
@@ -67,11 +68,11 @@ def magnified(
     baselines: Mapping[str, Mapping[str, float]] | None = None,
     style: Style | None = None,
 ) -> Spec:
-    """Measures of all checkpoints against their loss, and of those of about one loss once more, magnified.
+    """Measures of all checkpoints against their loss, and, magnified, of the checkpoints of about one loss.
 
     For each vertical measure a panel of all checkpoints, with a rectangle around those in the band; then, of these
     alone, a panel of the measure against the loss and one against each other measure. Panels of one vertical measure
-    stand in full rows. Bars and lines are those of `scatter`, cut off at the edges of the rectangle.
+    stand in full rows. Bars and lines are as in `scatter`, cut off at the edges of the rectangle.
 
     Args:
         table: The checkpoints.
@@ -124,8 +125,8 @@ def magnified(
         panels.append({"layer": everything, "title": "All models"})
         y = _measured(up, near_ends[up])
         for across in (loss, *others):
-            rows, own = data.panel(inside, across, up)
-            x = _measured(across, (left, right) if across == loss else own[across])
+            rows, inner_ends = data.panel(inside, across, up)
+            x = _measured(across, (left, right) if across == loss else inner_ends[across])
             layers = drawing.against(rows, (x, across), (y, up), clip=True)
             panels.append({"layer": layers, "title": "Models in the rectangle"})
     words = f"{', '.join(up.title for up in ups)} against {', '.join(across.title for across in (loss, *others))}"
@@ -304,6 +305,7 @@ class _Pick:
     def opacity(self, opacity: float = 1.0, *, whole_run: bool = False) -> Spec:
         """The opacity of a mark of a checkpoint, or of one of a whole run: `opacity` while it is in front."""
         key = "datum.run + '@'" if whole_run else "datum.run + '@' + datum.step"
+        # an empty selection counts as all of its values, so nothing is dimmed before anything is chosen
         front = {"and": [*({"param": name} for name in self._selections), f"!marked || marked[{key}]"]}
         return {"value": _DIMMED * opacity, "condition": {"test": front, "value": opacity}}
 

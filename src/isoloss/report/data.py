@@ -96,7 +96,7 @@ def column_of(name: str, unit: str = "") -> Column:
 
 
 def measures(table: pl.DataFrame) -> tuple[Column, ...]:
-    """Return those of KL, loss, both traces and the probes' accuracies that a table has, in this order."""
+    """Return the columns that a table has of KL, loss, both traces and the probes' accuracies, in this order."""
     probes = [c for c in table.columns if c.startswith("probe-") and not c.endswith("_stderr")]
     shown = (KL, LOSS, TRACE, MINIMAL_TRACE, *map(column_of, probes))
     return tuple(c for c in shown if c.name in table.columns)
@@ -169,6 +169,7 @@ def _one(column: Column, run: str, step: int, value: float | None, stderr: float
     if column.log and value <= 0:
         raise IsolossError(f"{where} is {value}: it cannot be drawn on a logarithmic axis")
     scale = 100 if column.percent else 1
+    # of the normal distribution: the table has no degrees of freedom
     low, high = scale * (value - Z95 * stderr), scale * (value + Z95 * stderr)
     return scale * value, None if column.log and low <= 0 else low, high, rounded(scale * value, scale * stderr)
 

@@ -28,11 +28,11 @@ def trace_against_loss(comparison: TraceComparison, names: Mapping[str, str] | N
             name=textwrap.fill(labels[model], _NAME),
             color=_COLORS[index % len(_COLORS)],
             marker=MARKERS[index // len(_COLORS) % len(MARKERS)],
-            points=[(own["loss"].value, own["trace"].value)],
-            errors=[_half(own["trace"])],
-            x_errors=[_half(own["loss"])],
+            points=[(estimates["loss"].value, estimates["trace"].value)],
+            errors=[_half(estimates["trace"])],
+            x_errors=[_half(estimates["loss"])],
         )
-        for index, (model, own) in enumerate(comparison.models.items())
+        for index, (model, estimates) in enumerate(comparison.models.items())
     ]
     x = Axis(title="Loss (nats per token)")
     y = Axis(title=TRACE.axis_title, log=max(traces) > _WIDE * min(traces))

@@ -147,10 +147,10 @@ def checkpoint_cells(table: pl.DataFrame, shown: Sequence[Column]) -> list[list[
             (row["group"], None, None),
             (row["size"], row["parameters"], None),
             *((f"{row[name]:,}", row[name], None) for name in ("parameters", "step")),
-            *((row[f"{m.field}_text"], own[m.name], own[m.stderr_column]) for m in shown),
+            *((row[f"{m.field}_text"], numbers[m.name], numbers[m.stderr_column]) for m in shown),
         ]
         for row in data.prepare(table, shown).iter_rows(named=True)
-        for own in (raw[row["run"], row["step"]],)
+        for numbers in (raw[row["run"], row["step"]],)
     ]
 
 

@@ -105,7 +105,7 @@ class ClaimsFile(_Document):
 
 
 def read_claims(path: Path, *, scales: Collection[str] | None = None) -> ClaimsFile:
-    """Return what a TOML file states: the keys of `ClaimsFile`, and a `[[claims]]` table each with those of `Claim`.
+    """Return what a TOML file states: the keys of `ClaimsFile`, and `[[claims]]` tables with the keys of `Claim`.
 
     Args:
         path: The file.
@@ -265,7 +265,7 @@ class ClaimResult:
 
     @property
     def verdict(self) -> str:
-        """The verdict of all cases, or that of each where they differ.
+        """The verdict of all cases, or of each case where they differ.
 
         Example:
             >>> claim = Claim(id="longer", statement="", paper="", direction="increase")

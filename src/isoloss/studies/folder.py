@@ -74,6 +74,8 @@ class StudyFolder:
                 name: [
                     {
                         **{key: value for key, value in configs.to_dict(part).items() if key not in _NOT_THE_PLAN},
+                        # resolved: an empty tuple, which stands for all kept steps, would not show that these have
+                        # changed
                         "steps": list(experiment.steps(part)),
                     }
                     for part in experiment.measurements
@@ -179,7 +181,7 @@ class StudyFolder:
         """Return the study's units: the training of each run, and the measuring of checkpoints.
 
         Raises:
-            IsolossError: There are no runs; a run's name cannot be that of a folder of the study, or it waits for one
+            IsolossError: There are no runs; a run's name cannot name a folder of the study, or it waits for one
                 that is not in the study; or a measured step has no checkpoint.
         """
         self._check_runs()

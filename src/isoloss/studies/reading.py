@@ -55,7 +55,7 @@ class StudyResults:
     def wide(self, table: str | None = None) -> pl.DataFrame:
         """Return a row for each checkpoint, or for each row of a table, with columns NAME and NAME_stderr by estimate.
 
-        Null is what was not measured. Units are those of `values` or of the table.
+        Null is what was not measured. The units are in `values` or in the table.
 
         Args:
             table: The table; None: the checkpoints.

@@ -164,6 +164,7 @@ def _claims(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Repeated]
     """Yield the answers to each claim, of the cases that were tested in the first or in the second."""
     others = {claim["claim"]: claim for claim in second["claims"]}
     for ours in first["claims"]:
+        # it is there, as the two claims files have the same SHA-256
         theirs = others[ours["claim"]]
         a, b = ({answer["case"]: answer for answer in claim["answers"]} for claim in (ours, theirs))
         for case in dict.fromkeys([*a, *b]):

@@ -90,7 +90,7 @@ class Results:
     """All evaluations of a finished study, or of the complete blocks of one that is not finished.
 
     An estimate has the name of its measure as its key, e.g. `trace` or `probe-root`. Where a measure has several, each
-    has its own name: those of `loss` are `entropy`, `kl` and `loss`.
+    has its own name: `loss` gives `entropy`, `kl` and `loss`.
 
     Attributes:
         scale: The scale of the study.
@@ -137,12 +137,14 @@ class Results:
     def keys(self) -> tuple[str, ...]:
         """The estimates that every checkpoint has; entropy and loss are left out if there is a KL."""
         first, *rest = self.checkpoints.values()
+        # the loss is the sum of the KL and the entropy, which is the language's: neither says more about a model than
+        # the KL
         common = [key for key in first if all(key in other for other in rest)]
         return tuple(key for key in common if "kl" not in common or key not in ("entropy", "loss"))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The estimates that three quarters of the checkpoints of some block have, as those of a study's page.
+        """The estimates that three quarters of the checkpoints of some block have; a study's page shows them.
 
         Blocks may be of different languages. Entropy and loss are left out of blocks in which there is a KL.
         """
@@ -161,6 +163,7 @@ class Results:
         """Which runs end with identical weights, in a sentence; empty if none do."""
         having: dict[str, dict[str, None]] = {}  # the runs, by weights
         for (run, step), checkpoint in self.checkpoints.items():
+            # only at the end: at step 0, all runs of one seed and size are identical
             for one in checkpoint.values() if step == self.experiments[run].last_step else ():
                 having.setdefault(one.weights, {})[run] = None
         groups = [" and ".join(runs) for weights, runs in having.items() if weights and len(runs) > 1]
@@ -395,8 +398,8 @@ def mean(estimates: Sequence[Estimate], *, clusters: Sequence[str] = ()) -> Esti
 def change(pairs: Sequence[Pair], key: str, *, factor: float = 1.0, clusters: Sequence[str] = ()) -> Estimate:
     """Return second - factor * first of the estimate `key`: of one pair, or the mean over pairs.
 
-    The error of one pair is that of the difference on the same examples; over several seeds it is that of the mean of
-    the differences, which are paired by seed; over clusters it is that of the mean of the clusters' mean differences
+    One pair has the error of the difference on the same examples; several seeds have the error of the mean of the
+    differences, which are paired by seed; clusters have the error of the mean of the clusters' mean differences
     (`isoloss.statistics.clusters.cluster_mean`).
 
     Args:

@@ -252,6 +252,7 @@ def load_study(name: str | Path) -> Study:
 def _from_file(path: Path) -> object:
     if not path.is_file():
         raise IsolossError(f"{path} does not exist{nearest(path)}")
+    # with a prefix: a study called json.py must not take the place of the module json
     spec = importlib.util.spec_from_file_location(f"isoloss_study_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

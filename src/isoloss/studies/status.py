@@ -60,8 +60,8 @@ def statuses(units: Sequence[Unit], folder: Path) -> list[UnitStatus]:
     not match the plan, and `isoloss study verify` do read them.
 
     What a unit that is not done needs is estimated from the measured units of the same subcommand and group, or else
-    from those of the same subcommand. Its seconds are those expected beforehand, times the ratio of the time that the
-    measured units took to the time expected for them. Its memory is their maximum, and its disk space their mean;
+    from all of the same subcommand. Its seconds are the expected ones, times the ratio of the time that the measured
+    units took to the time expected for them. Its memory is their maximum, and its disk space their mean;
     without such units, all are what the plan expects.
 
     Args:

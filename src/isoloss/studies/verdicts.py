@@ -44,7 +44,7 @@ def judge(
     shown.
 
     Args:
-        difference: After minus before, or treated minus control; its stderr is that of the difference.
+        difference: After minus before, or treated minus control, with its own standard error.
         direction: The claimed direction.
         margin: At least 0, and above 0 for `no change within`; in the difference's unit.
         p_adjusted: The p-value, adjusted for the number of tests; None: its own.
@@ -70,8 +70,8 @@ def p_value(difference: Estimate, direction: Direction, margin: float = 0.0) -> 
     """Return the two-sided p-value of a difference against the nearest edge of the claim's margin.
 
     It is below alpha exactly when the interval of level 1 - alpha shows or contradicts the claim. For no change within
-    the margin, it is twice the smallest of two p-values: that of being within, the larger one of two one-sided tests,
-    and that of being outside on the side where the difference is. Arguments and errors are those of `judge`.
+    the margin, it is twice the smaller of two p-values: for being within, the larger one of two one-sided tests; for
+    being outside, the test on the side where the difference is. Arguments and errors are as for `judge`.
 
     Example:
         >>> gain = Estimate(value=3.0, stderr=1.0, samples=9, unit="points", num_predictions=9, method="probe")
@@ -205,6 +205,7 @@ def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equival
             f"The two models are not shown to have the same loss: the {loss} of {second} minus that of {first} is "
             f"{gate.difference}, {gate}. {explanation}"
         )
+    # first, second, difference: the columns of `summary.claim_table` rely on this order
     numbers = {
         name: mean([pair[i][key] for pair in pairs], clusters=contrast.clusters)
         for i, name in enumerate(contrast.names)

@@ -29,20 +29,22 @@ class InterimPage:
 
     def __init__(self, folder: StudyFolder, units: Sequence[Unit], say: Callable[[str], None]) -> None:
         self._folder, self._say = folder, say
-        self._left: dict[int, set[str]] = {unit.block: set() for unit in units}  # names of the units that are not done
+        self._missing: dict[int, set[str]] = {
+            unit.block: set() for unit in units
+        }  # names of the units that are not done
         for unit in units:
             if not unit.done():
-                self._left[unit.block].add(unit.name)
-        self._complete = {block for block, left in self._left.items() if not left}
+                self._missing[unit.block].add(unit.name)
+        self._complete = {block for block, missing in self._missing.items() if not missing}
         self._shown = len(self._complete) if folder.page.is_file() else 0
         self._written = -math.inf
 
     def __call__(self, unit: Unit) -> None:
         """Note that a unit is done, and write the page if it is time."""
-        self._left[unit.block].discard(unit.name)
-        if not self._left[unit.block]:
+        self._missing[unit.block].discard(unit.name)
+        if not self._missing[unit.block]:
             self._complete.add(unit.block)
-        blocks = len(self._left)
+        blocks = len(self._missing)
         first = self._folder.study.first_page_blocks or blocks
         is_new = max(first, self._shown + 1) <= len(self._complete) < blocks
         if not is_new or time.monotonic() - self._written < INTERVAL_SECONDS:

@@ -139,7 +139,7 @@ class Leases:
 
         Args:
             unit: The unit's name as it is used in file names.
-            number: The number of the attempt, one more than that of the last.
+            number: The number of the attempt, one more than the last one's.
 
         Raises:
             IsolossError: The file cannot be written.

@@ -118,7 +118,10 @@ class Loop:
         self._by_file = {unit.file_name: unit for unit in units}
         self._order = TopologicalSorter({unit.name: unit.after for unit in units})
         self._order.prepare()
+        # before the look at the results: a unit that ends between the two looks is then done, and does not seem to have
+        # been deleted
         self._last = self.leases.attempts()  # by file name
+        # by the contents of all files, once; from now on, a listing of the leases says what has changed
         self._done = {unit.name for unit in units if unit.done()}
         # recorded as done, but no longer there. Of those recorded from now on, a network file system may show the
         # result later than the record
@@ -184,6 +187,7 @@ class Loop:
         heaps = [heap for needs, heap in self._ready.items() if heap and fits(needs)]
         delayed, attempt = list[str](), None
         while heaps and attempt is None:
+            # the earliest place in the plan, over all kinds of needs that fit
             heap = min(heaps, key=itemgetter(0))
             unit = self.units[heapq.heappop(heap)]
             if not heap:
@@ -220,6 +224,7 @@ class Loop:
             try:
                 attempt.publish()
             except IsolossError as error:
+                # final, as what is in the way of the rename will still be there
                 self._fail(attempt, f"{unit.name}: {error}", reason=str(error), is_final=True)
                 return
         is_done = status == 0 and unit.done()  # the files decide, not the status alone

@@ -194,13 +194,16 @@ def _status(ray: Any, reference: Any, attempt: Attempt, loop: Loop) -> tuple[int
     """Return the exit status of a task's command, and whether the command was stopped or its node or worker lost."""
     try:
         status: int = ray.get(reference, timeout=0.0)
+    # a failure, of which there are only so many: taken for a lost worker, a unit that is too large would be started
+    # forever
     except ray.exceptions.OutOfMemoryError as error:
         _note(attempt, error)
         return 1, False
     except ray.exceptions.TaskCancelledError:
         return -signal.SIGTERM, True
     except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
-        if isinstance(error, KeyboardInterrupt):  # raised in a task that was cancelled
+        # Ray makes the error of a task a subclass of what was raised there: this task was cancelled
+        if isinstance(error, KeyboardInterrupt):
             return -signal.SIGTERM, True
         _note(attempt, error)
         return 1, False

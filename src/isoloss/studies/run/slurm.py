@@ -66,8 +66,8 @@ def run(loop: Loop, options: Options) -> None:
     Args:
         loop: The loop over the plan, of which this process takes no attempt.
         options: `workers` is the number of Slurm jobs, each with enough cores and GPUs for the largest unit;
-            `worker_arguments` is what each runs; `submit_parameters` are those of submitit's
-            `AutoExecutor.update_parameters`, and `cluster`: `slurm`, or `local` to try it on this machine.
+            `worker_arguments` is what each runs; `submit_parameters` go to submitit's
+            `AutoExecutor.update_parameters`, but for `cluster`: `slurm`, or `local` to try it on this machine.
 
     Raises:
         IsolossError: submitit or Slurm is missing, a parameter is wrong, or all workers end without finishing a unit.
