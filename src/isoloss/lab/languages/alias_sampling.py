@@ -248,7 +248,7 @@ def _pair(offsets: Long, threshold: Float, partner: Long) -> None:
             else:
                 large[many] = cell
                 many += 1
-        # Every step closes one cell below 1 for good, by as much of a cell above 1 as it lacks.
+        # The open cells keep a mean of 1, so that both lists end together, but for rounding.
         while few and many:
             few -= 1
             lower, upper = small[few], large[many - 1]

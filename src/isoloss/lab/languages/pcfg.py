@@ -95,7 +95,6 @@ class PCFG(ExactLanguage):
         """
         if not 1 <= max_length <= MAX_LENGTH:
             raise IsolossError(f"max_length is {max_length}; it must be from 1 to {MAX_LENGTH} tokens")
-        # Before all that takes long or fills the memory.
         check_size(grammar)
         max_length = min(max_length, int(longest_yields(grammar, max_length)[0]))
         rules = FoldedRules(grammar, max_length)
@@ -486,7 +485,7 @@ def grammar_labeling(language: PCFG, asked: str) -> Labeling:
     is_prefix = base.startswith("prefix-")
     # A chain A -> B puts both symbols on the same tokens: the label would be two.
     if latent or base.startswith("level-"):
-        _check_exclusive(language.grammar, node.candidates, asked)
+        _check_exclusive(language, node.candidates, asked)
     if not latent and is_prefix:
         return Labeling(name=name, classes=names, label=_by_inside(language, node.candidates, node.widths[0]))
     exact = language.to(dtype=torch.float64)
@@ -521,7 +520,7 @@ def _node(language: PCFG, name: str, base: str) -> _Node:
         return _Node(grammar.unary[grammar.unary[:, 0] == start, 1].tolist(), ())
     # a start symbol that is only ever rewritten to a single symbol stands for no choice
     passes_on = not (grammar.binary[:, 0] == start).any() and not (grammar.emission[:, 0] == start).any()
-    feasible = FoldedRules(grammar, language.max_length).feasible
+    feasible = language._rules.feasible
     width = task_number(base, "prefix", 1, language.max_length)
     if width is not None:
         yields = feasible[:, width].nonzero()[0].tolist()
@@ -564,12 +563,11 @@ def _levels(grammar: Grammar) -> list[int]:
     return levels
 
 
-def _check_exclusive(grammar: Grammar, candidates: list[int], name: str) -> None:
+def _check_exclusive(language: PCFG, candidates: list[int], name: str) -> None:
     """Refuse symbols of which a chain of unary rules can put two on the same tokens."""
-    # The chains do not depend on the length.
-    for upper, lower in FoldedRules(grammar, 1).chains.tolist():
+    for upper, lower in language._rules.chains.tolist():
         if upper != lower and {upper, lower} <= set(candidates):
-            both = " and ".join(grammar.symbols[symbol] for symbol in (upper, lower))
+            both = " and ".join(language.symbols[symbol] for symbol in (upper, lower))
             raise IsolossError(f"task {name}: {both} can cover the same tokens, so the label would not be one symbol")
 
 

@@ -281,7 +281,8 @@ def loss_and_gradient(
     embed(words, position, kind, norm, shift, tokens, _taken(bits, 0, rows, d), level, scale, u0, inverse0, states)
     drawn = rows * d
     # What each layer keeps for the backward pass. The last one has n columns, so it fills only the start of its part.
-    # Parts are called once in this text: each call would be compiled again.
+    # x: inputs of the layers. mixed: values mixed by attention. between: states between attention and feed-forward.
+    # u, inverse: normalized columns of a layer norm and their scale. slope, hidden: GELU's derivative and value.
     x, mixed, between = vector((layers + 1) * of_layer), vector(layers * of_layer), vector(layers * of_layer)
     u1, u2, inverse1, inverse2 = (
         vector(layers * of_layer),
@@ -294,8 +295,10 @@ def loss_and_gradient(
     selected, chosen, values = empty(n, d), empty(d, n), empty(n, d)
     query, keyed, seen = empty(n, d), empty(heads * n, d).reshape(heads, n, d), empty(heads * n, d).reshape(heads, n, d)
     p1, w1 = empty(heads * n, length), empty(heads * n, length)
+    # The last layer reads tokens as rows, as the embedding has them; all others read columns.
     if last:
         transpose(states, matrix(x, 0, d, rows))
+    # One loop with branches: each call of a part in this text would be compiled again.
     for layer in range(layers):
         a, columns = at[FIRST + OF_BLOCK * layer :], rows if layer < last else n
         start, inner = layer * of_layer, layer * m * rows

@@ -87,7 +87,7 @@ def _float_of(_context: Any, _bits: Any) -> Any:
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def exp(x: np.float32) -> np.float32:
     """Return e^x for x up to 88, within 2 units in the last place; e^-87 for x below -87 (Cephes' expf)."""
-    # Below -87 results would be denormal, hence slow. Padding's weight e^-87 is lost in a sum with e^0. NaN passes.
+    # Smaller results would be denormal, hence slow. Padding's weight, e^-87, is lost in a sum with e^0. NaN passes.
     x = F32(-87.0) if x < F32(-87.0) else x
     n = np.floor(x * _LOG2_E + F32(0.5))
     r = x - n * _LN2_HIGH
@@ -680,7 +680,7 @@ def single_query(
     e = d // heads
     factor = F32(1) / np.sqrt(F32(e))
     weight, bias = matrix(theta, a[QKV], 3 * d, d), theta[a[QKV_BIAS] :]
-    # BLAS, as `product` wants columns of tokens, and these are rows; n of them are few.
+    # np.dot, as tokens are rows here, and `product` takes columns.
     np.dot(selected, weight[:d].T, query)
     for i in range(n):
         for j in range(d):

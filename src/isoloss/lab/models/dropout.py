@@ -15,7 +15,7 @@ def num_levels(probability: float) -> int:
 
 def random_bits(n: int) -> torch.Tensor:
     """Return (n,) int16 of random bits, from a whole number of 64-bit draws of torch's generator on the CPU."""
-    # From -2^63 on: without bounds torch never sets an int64's sign bit, and every fourth int16 would not be negative.
+    # From -2^63 on: without bounds torch never sets an int64's sign bit, and every fourth int16 would lack its sign.
     return torch.empty(-(-n // 4), dtype=torch.int64).random_(-(1 << 63), None).view(torch.int16)[:n]
 
 

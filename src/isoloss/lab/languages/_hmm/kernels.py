@@ -35,7 +35,7 @@ class Kernels:
     def __init__(
         self, initial: torch.Tensor, transition: torch.Tensor, scaled: torch.Tensor, emission: torch.Tensor
     ) -> None:
-        # A chart has states as rows: backwards the transitions are multiplied by it, forwards their transpose is.
+        # A chart has states as rows: a step back is transition @ chart, a step ahead transition.T @ chart.
         self._factors, self._back = _padded(scaled.T), _blocks(transition)
         self._ahead = _padded(initial[:, None]), _blocks(transition.T), self._factors
         self._emission = _blocks(emission.T)
@@ -214,7 +214,6 @@ def backward(
     The positions are taken from the last to the first. `work` is the result, a message from behind and a chart.
     """
     smoothed, message, chart = work[0], work[1], work[2]
-    # Nothing is behind the last position.
     if t == len(states) - 1:
         message[:] = 1
     weigh(states[t], message, smoothed, scales[2 * t])

@@ -193,7 +193,8 @@ class InsideOutside:
     def _calibrated(self, plan: Plan, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return (n,) one whole number: log2 of the factor per token that brings the probabilities near 1.
 
-        Multiplying by a power of two rounds nothing, so the results do not depend on which sentences are together.
+        Multiplying by a power of two rounds nothing: which sentences are together only decides which rows are too far
+        from 1, and are computed in float64 instead.
         """
         # In float64 the tokens' scales suffice up to some hundred tokens; rows beyond are fitted one by one.
         shift = torch.zeros(len(tokens), dtype=torch.float64, device=self._device)

@@ -216,7 +216,7 @@ def _alternatives(text: str, symbols: set[str], where: str) -> Iterator[list[tup
             yield parts
             parts = []
         elif lexeme.startswith("#") and kind == "name" and lexeme not in symbols:
-            # A comment, or the weight; behind a weight in brackets, a comment that begins with a number.
+            # A comment, or the weight. Behind a weight in brackets, `# 0.5` is a comment, too.
             weight = _HASH_WEIGHT.match(text, match.start("name"))
             if not weight or (parts and parts[-1][0] == "bracketed"):
                 break
