@@ -32,7 +32,7 @@ class Batch:
     def read(batch: Mapping[str, Any], model: nn.Module, *, causal: bool) -> Batch:
         """Check a batch for a model and mark what it predicts; a causal model predicts label t + 1 at position t.
 
-        An input with one row, such as `position_ids` (1, T), is that of every sequence.
+        An input with one row, such as `position_ids` (1, T), counts for every sequence.
         """
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, torch.Tensor) or labels.ndim != 2:
@@ -57,6 +57,7 @@ class Batch:
                         raise IsolossError(f"the input_ids are {value.dtype}; token ids are integers")
                     value = value.to(torch.int64)  # an embedding takes no narrower ones than int32
                     _check_ids(value, model)
+                # a tensor made in inference mode cannot be saved for a backward pass, its copy can
                 value = (value.clone() if value.is_inference() else value).to(device)
             inputs[name] = value
         labels = (labels.clone() if labels.is_inference() else labels).to(device, torch.int64)
@@ -68,6 +69,7 @@ class Batch:
             raise IsolossError(
                 f"a label is {int(targets.min())}; it is a token id, or {IGNORED} where nothing is predicted"
             )
+        # the logits have positions for the tokens of PEFT's prompt, too, which stand before all others
         return Batch(inputs, F.pad(predicted, (virtual_tokens(model), 0)), targets)
 
     @property
@@ -168,6 +170,7 @@ def read_batches(
     if isinstance(batches, Mapping):
         raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
     stream, position = iter(batches), start or StreamPosition()
+    # the number is checked first: no batch is taken from the stream that is not measured
     while (num_sequences is None or position.sequences < num_sequences) and (batch := next(stream, None)) is not None:
         number = position.batches
         if not isinstance(batch, Mapping):
@@ -175,6 +178,7 @@ def read_batches(
         if num_sequences is not None:
             rows = slice(num_sequences - position.sequences)
             batch = {
+                # `documents` may be a list
                 name: value[rows] if isinstance(value, torch.Tensor) or name == "documents" else value
                 for name, value in batch.items()
             }

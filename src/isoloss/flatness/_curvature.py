@@ -154,6 +154,7 @@ class MeanLoss:
             logits = predicted_logits(self.model, batch)
             derivative = derivative_along(logits, self._leaves, directions)
             p = logits.detach().to(derivative.dtype).softmax(dim=-1)
+            # (diag p - p p^T) J v: the Hessian of the cross-entropy by the logits, times their derivative along v
             cotangent = p * (derivative - (p * derivative).sum(dim=-1, keepdim=True))
             return torch.autograd.grad(
                 logits, self._leaves, cotangent.to(logits.dtype), allow_unused=True, materialize_grads=True
@@ -175,18 +176,16 @@ class MeanLoss:
             return self._by_cluster(of_batch), positions
         sums = torch.zeros_like(positions)
         for batch, clusters in zip(self.batches, self._clusters, strict=True):
+            # a sequence at a time: each needs a v^T H v of its own, and unlike the Gauss-Newton form it is no function
+            # of J v
             for row in batch.checked.predicted.any(dim=1).nonzero()[:, 0].tolist():
-                form = self._hessian_form(batch.checked.rows(torch.tensor([row])), directions)
-                sums[clusters[row]] += form
+                with second_derivatives(), plainly(self.model), requiring_gradients(self.parameters):
+                    loss = _total_loss(self.model, batch.checked.rows(torch.tensor([row])))
+                    gradients = torch.autograd.grad(loss, self._leaves, create_graph=True, allow_unused=True)
+                    products = hessian_vector_product(gradients, self._leaves, directions)
+                pairs = zip(directions, products, strict=True)
+                sums[clusters[row]] += sum(float((v.double() * h.double()).sum()) for v, h in pairs)
         return sums, positions
-
-    def _hessian_form(self, batch: Batch, directions: Sequence[torch.Tensor]) -> float:
-        """Return v^T H v for the Hessian of a batch's summed loss."""
-        with second_derivatives(), plainly(self.model), requiring_gradients(self.parameters):
-            loss = _total_loss(self.model, batch)
-            gradients = torch.autograd.grad(loss, self._leaves, create_graph=True, allow_unused=True)
-            products = hessian_vector_product(gradients, self._leaves, directions)
-        return sum(float((v.double() * h.double()).sum()) for v, h in zip(directions, products, strict=True))
 
     def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Return a vector (P,) as tensors of the parameters' shapes and dtypes."""
@@ -201,6 +200,7 @@ class MeanLoss:
 
     def _mean(self, of_batch: Callable[[Batch], Sequence[torch.Tensor]], what: str) -> torch.Tensor:
         with plainly(self.model), requiring_gradients(self.parameters):
+            # at least float32: a sum over many batches in half precision would lose the last ones
             total = torch.zeros(self.num_parameters, dtype=self.dtype, device=device_of(self.model))
             for batch in self._batches:
                 total += torch.cat([part.reshape(-1).to(self.dtype) for part in of_batch(batch)])
@@ -256,6 +256,7 @@ def prediction_variances(
         logits = predicted_logits(model, batch)
         derivative = derivative_along(logits, list(parameters.values()), directions).double()
     p = logits.detach().double().softmax(dim=-1)
+    # about the mean first: E[d^2] - E[d]^2 would cancel where the model is sure
     centered = derivative - (p * derivative).sum(dim=-1, keepdim=True)
     return (p * centered.square()).sum(dim=-1).cpu()
 
@@ -282,6 +283,7 @@ def _losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(wide, batch.targets, reduction="none")
 
 
+# summed in float64: sharpness is a small difference of two such sums
 def _total_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return _losses(model, batch).sum(dtype=torch.float64)
 
@@ -290,6 +292,7 @@ def _that_need_gradients(
     values: Sequence[torch.Tensor | None], directions: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the values that can be differentiated, and the directions that go with them."""
+    # a gradient that is constant in all parameters has no graph: that by the decoder's bias, where p is held fixed
     pairs = [
         (value, direction)
         for value, direction in zip(values, directions, strict=True)

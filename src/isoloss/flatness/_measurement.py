@@ -86,7 +86,8 @@ class Options(TypedDict, total=False):
         resume: A file to go on from, and to write what has been measured to every half minute and on Ctrl-C. It is
             removed at the end. The result is the same, bit for bit on one device with as many threads. Refused where
             weights, inputs or settings differ.
-        progress: Called after each batch with the number of sequences done, or after each probe with that of probes.
+        progress: Called after each batch with the number of sequences done, or after each probe with the number of
+            probes.
     """
 
     num_sequences: int | None
@@ -101,12 +102,13 @@ class Options(TypedDict, total=False):
 def takes_options(function: F) -> F:
     """Let the signature of a function with `**options` name them all, and its docstring describe them."""
     signature = inspect.signature(function)
-    *own, _ = signature.parameters.values()
+    *named, _ = signature.parameters.values()
     further = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
         for name, kind in get_type_hints(Options).items()
     ]
-    function.__signature__ = signature.replace(parameters=[*own, *further])  # type: ignore[attr-defined]
+    # for help, editors and the docs: the options are written down once, and every measure shows them
+    function.__signature__ = signature.replace(parameters=[*named, *further])  # type: ignore[attr-defined]
     described = inspect.getdoc(Options) or ""
     before, head, after = (inspect.getdoc(function) or "").partition("\n    options: ")
     note, gap, rest = after.partition("\n\n")
@@ -207,6 +209,7 @@ class Accumulation(abc.ABC):
             for item in items:
                 self.add(item)
                 self.seconds = before + time.perf_counter() - begun
+                # first, as `progress` may raise: the item is in the sums
                 if file is not None:
                     file.mark()
                 if progress is not None:
@@ -374,6 +377,7 @@ class ResumeFile:
 
     def write(self, state: Callable[[], State]) -> None:
         """Write the file, in one step, if there is anything new."""
+        # nothing was added since the file was read: what is there is as new
         if not self._read:
             return
         begun = time.perf_counter()
@@ -403,6 +407,8 @@ def weights_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
+        # as bytes, since NumPy has no bfloat16; flat, since torch gives a tensor without dimensions no view of another
+        # type
         digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -503,10 +509,10 @@ class Estimator(abc.ABC):
         self, output: torch.Tensor, cotangent: torch.Tensor | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the gradient of each parameter that the output depends on, dense, with its name; keep the graph."""
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             output, list(self.parameters.values()), cotangent, retain_graph=True, allow_unused=True
         )
-        for name, gradient in zip(self.parameters, found, strict=True):
+        for name, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
                 self.reached.add(name)
                 yield name, gradient.to_dense() if gradient.is_sparse else gradient
@@ -590,7 +596,7 @@ class Measurement(Accumulation):
         return [estimator.result(labels) for estimator in self._estimators]
 
     def columns(self) -> ColumnRatios:
-        """Return the ratios of the columns, where there are `parameter_blocks`, and what gives those of their sums."""
+        """Return the ratios of the columns, where there are `parameter_blocks`, and what gives ratios of their sums."""
         blocks = self.blocks()
         labels = None if blocks is None else blocks.labels
         first, *rest = (estimator.columns(labels) for estimator in self._estimators)
@@ -620,6 +626,7 @@ class Measurement(Accumulation):
                 if (state := file.read()) is not None:
                     self.load_state(*state)
                     stopping.check_resumed(self._position.sequences, stopping.num_sequences, "num_sequences")
+                # clusters are told of the batches in the sums too: their numbers depend on all sequences before
                 batches = file.after(batches, self._position.batches, self.clusters.add)
             items = read_batches(
                 batches,
@@ -639,6 +646,7 @@ class Measurement(Accumulation):
             if self._distributed:
                 self._gather()
             result = self._estimate(reason)
+            # only now: where the estimate is refused, such as of too few clusters, what was measured is kept
             if file is not None:
                 file.remove()
             return result
@@ -707,8 +715,8 @@ class Measurement(Accumulation):
         self._source.choices.update(document["choices"])
         for number in range(len(self._estimators)):
             prefix = f"{number}."
-            own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-            self._estimators[number] = ClusteredRatioEstimator.from_state(own)
+            state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            self._estimators[number] = ClusteredRatioEstimator.from_state(state)
 
     def _identity(self) -> dict[str, Any]:
         source = self._source
@@ -818,17 +826,17 @@ def measure(
     distributed: bool = False,
     auxiliary_sample: AuxiliarySample | None = None,
     finish: Finish | None = None,
-    **own: Any,
+    **arguments: Any,
 ) -> Estimate:
-    """Return what a source of this kind, made with arguments of its `own`, gives for the batches.
+    """Return what an estimator of this kind, made with these further `arguments`, gives for the batches.
 
-    A `finish` (see `Measurement`) takes `parameter_blocks` among these.
+    A `finish` (see `Measurement`) takes `parameter_blocks` among them.
     """
     stopping = StopCriteria.of(options)
     if num_probes is not None and num_probes < 1:
         raise IsolossError(f"num_probes is {num_probes}; it must be at least 1")
     chosen = {"causal": options.get("causal"), "parameters": options.get("parameters")}
-    source = kind(model, num_probes=num_probes or 0, **chosen, **own)
+    source = kind(model, num_probes=num_probes or 0, **chosen, **arguments)
     measurement = Measurement(source, distributed=distributed, auxiliary_sample=auxiliary_sample, finish=finish)
     return measurement.measure(batches, stopping, resume=options.get("resume"), progress=options.get("progress"))
 

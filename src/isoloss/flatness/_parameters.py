@@ -84,6 +84,7 @@ def requiring_gradients(parameters: Mapping[str, nn.Parameter]) -> Iterator[None
 
 def _quantized(model: nn.Module) -> list[nn.Module]:
     """Return the innermost modules of a linear map's or embedding's size whose weight is not in floating point."""
+    # an adapter's layer has the sizes of the quantized one inside it: only the inner one counts
     packed = [module for module in model.modules() if _size(module) and _is_packed(module)]
     return [module for module in packed if not any(part in packed for part in module.modules() if part is not module)]
 
@@ -101,8 +102,9 @@ def _is_packed(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor):
         return not weight.is_floating_point()
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return _passes_no_gradient(module) or any(not value.is_floating_point() for value in own)
+    # GPTQ and AWQ keep their integers in buffers of other names, torch.ao behind a method `weight`
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return _passes_no_gradient(module) or any(not value.is_floating_point() for value in tensors)
 
 
 def _passes_no_gradient(module: nn.Module) -> bool:
@@ -140,7 +142,7 @@ class ParameterBlocks:
     """
 
     rows: torch.Tensor  # (a,) int64, the group of each index of the first axis
-    columns: torch.Tensor  # (b,) int64, that of each index of the last axis
+    columns: torch.Tensor  # (b,) int64, the group of each index of the last axis
 
     def __post_init__(self) -> None:
         for axis, groups in (("rows", self.rows), ("columns", self.columns)):
@@ -148,9 +150,11 @@ class ParameterBlocks:
                 raise IsolossError(
                     f"the {axis} of a split are {groups.dtype} of shape {tuple(groups.shape)}; they are int64, a vector"
                 )
-            found = sorted(set(groups.tolist()))
-            if found != list(range(len(found))):
-                raise IsolossError(f"the groups of the {axis} of a split are {found}; they count from 0 without a gap")
+            numbers = sorted(set(groups.tolist()))
+            if numbers != list(range(len(numbers))):
+                raise IsolossError(
+                    f"the groups of the {axis} of a split are {numbers}; they count from 0 without a gap"
+                )
 
     @cached_property
     def num_rows(self) -> int:
@@ -217,6 +221,7 @@ class ParameterColumns:
             if name not in parameters:
                 raise IsolossError(f"{name} is split, but it is not one of the {len(parameters)} measured parameters")
             split.check(name, parameters[name].shape)
+        # a split into one part is the whole parameter, whose norm has faster rules
         self.parameter_blocks = {
             name: split for name, split in (parameter_blocks or {}).items() if split.num_blocks > 1
         }

@@ -81,11 +81,11 @@ class TraceComparison(Comparison):
     @property
     def by_measure(self) -> dict[str, Comparison]:
         """What the measures `trace` and `minimal-trace` find of each model by itself, for each that was measured."""
-        found = {"trace": Comparison({m: {n: e[n] for n in _OF_TRACE} for m, e in self.models.items()}, "trace")}
+        by_measure = {"trace": Comparison({m: {n: e[n] for n in _OF_TRACE} for m, e in self.models.items()}, "trace")}
         if "minimal-trace" in self.names:
-            least = {m: {own: e[n] for n, own in _OF_MINIMAL.items()} for m, e in self.models.items()}
-            found["minimal-trace"] = Comparison(least, "minimal-trace")
-        return found
+            least = {m: {title: e[n] for n, title in _OF_MINIMAL.items()} for m, e in self.models.items()}
+            by_measure["minimal-trace"] = Comparison(least, "minimal-trace")
+        return by_measure
 
     @property
     def warning(self) -> str:
@@ -122,7 +122,7 @@ class TraceComparison(Comparison):
         return f"{tables}<p>{html.escape(str(self.verdict()))}</p>" if len(self.models) > 1 else tables
 
     def tables(self, names: Mapping[str, str] | None = None) -> list[tuple[list[str], list[list[str]], int]]:
-        """Return the table of the models and that of the differences: header, rows, and how many columns are text.
+        """Return two tables, of the models and of the differences: header, rows, and how many columns are text.
 
         Args:
             names: What the models are called there; None: their names.
@@ -133,10 +133,10 @@ class TraceComparison(Comparison):
         words = {name: name.replace("_", " ").replace("-", " ") for name in shown}
         rows = []
         for model in self.ranking("trace"):
-            own = self.models[model]
+            estimates = self.models[model]
             chances = [probability(self.probability_of_smallest(name)[model]) for name in self.traces]
-            size = f"{own['trace'].details['num_parameters']:,}"
-            rows.append([names[model], size, *(number(own[name]) for name in shown), *chances])
+            size = f"{estimates['trace'].details['num_parameters']:,}"
+            rows.append([names[model], size, *(number(estimates[name]) for name in shown), *chances])
         header = ["model", "parameters", *words.values(), *(f"P(smallest {words[name]})" for name in self.traces)]
         models = header, rows, 1
         best, *others = self.ranking("trace")
@@ -156,7 +156,7 @@ class TraceComparison(Comparison):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the models' estimates, their differences, rankings and probabilities as JSON types."""
-        models = {model: {name: e.to_dict() for name, e in own.items()} for model, own in self.models.items()}
+        models = {model: {name: e.to_dict() for name, e in each.items()} for model, each in self.models.items()}
         about = {
             "weights": dict(self.weights),
             "architectures": dict(self.architectures),
@@ -241,7 +241,7 @@ def compare(
     measured, in one pass, and `TraceComparison.verdict` calls a model the flattest only if they agree.
 
     An input that is hard for one model, or a draw of probes that is too large, is much the same for a similar model, so
-    the difference of two traces is known far better than either trace. The errors are those of paired differences
+    the difference of two traces is known far better than either trace. The errors are errors of paired differences
     (`isoloss.statistics.comparison`), and so is the probability of being the flattest.
 
     Args:
@@ -300,6 +300,7 @@ def compare(
     named = _named(models)
     stopping = StopCriteria(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
+        # every model reads all of them
         batches = list(batches)
     first: Outline | None = None
     sample: AuxiliarySample | None = None
@@ -322,6 +323,7 @@ def compare(
     for name, given in named.items():
         step = None if progress is None else functools.partial(progress, name)
         try:
+            # parameters that are loaded in a caller's inference mode would have no gradients
             with torch.inference_mode(False):
                 model = given if isinstance(given, nn.Module) else given()
             outline = Outline.of(name, model, causal)
@@ -350,6 +352,7 @@ def compare(
                 trace = _above_zero(measurement.measure(batches, stopping, progress=step))
             result = measurement.result()
             rest = Weighted(result.part, result.part_stderr, result.part_influence)
+            # over the same blocks as the trace, so that influences of the two belong to the same samples
             loss = source.loss(measurement.blocks())
             estimates = {"trace": trace, "without_embeddings": _without_embeddings(trace, rest), "loss": loss}
             if estimator is not None:
@@ -368,6 +371,8 @@ def compare(
                 raise
             raise InterruptedComparison(so_far(), name, None) from stop
         if not done and sample is not None:
+            # the others use as many of its controls: what these take from one model's noise they take from all, and it
+            # cancels
             sample = dataclasses.replace(sample, number=sum(result.auxiliary_controls))
         if not done and (rtol is not None or seconds is not None):
             stopping = StopCriteria(num_sequences=trace.details["sequences"])
@@ -402,6 +407,7 @@ def _architecture(model: nn.Module) -> str:
     number of heads, which no layer prints.
     """
     plain: Any = unwrapped(model)
+    # dropout is off and eps changes no size: a checkpoint that was saved with others is of the same architecture
     layers = re.sub(r"Dropout\([^)]*\)|eps=[^,)]*", "", repr(plain))
     shapes = [(name, tuple(parameter.shape)) for name, parameter in plain.named_parameters()]
     config = getattr(plain, "config", None)
@@ -441,6 +447,7 @@ class WithLoss(ExactLabels):
         terms = super().measure(batch)
         self.own_controls.append(terms.controls)
         if not batch.checked.predicts:
+            # `_probe`, which notes the loss, is not called for such a batch
             self._nats.append(terms.values.new_zeros(len(terms.positions)))
         self._positions.append(terms.positions)
         self._clusters.append(batch.clusters)
@@ -468,6 +475,7 @@ class WithLoss(ExactLabels):
     def _probe(
         self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # all probes have the same logits
         if probe == 0:
             nats = torch.zeros(len(positions), dtype=torch.float64)
             nats.index_add_(0, predictions.rows.cpu(), _surprisal(predictions.logits, predictions.targets).cpu())

@@ -59,14 +59,14 @@ def fisher_trace(
     gradient follows from the inputs and output cotangents of the layers
     (`isoloss.flatness._ghost.engine`), and no gradient is formed. Several predicted positions of a
     sequence have independent v, so that their cross terms vanish on average. Control variates with known means take
-    much of the probes' noise away, that of the cross terms included
+    much of the probes' noise away, the noise of the cross terms included
     (`isoloss.flatness._ghost.controls.Controls`), with cross-fitted coefficients
     (`isoloss.statistics.ratio.ClusteredRatioEstimator`). Only first derivatives are taken, so every attention
     kernel does.
 
-    The error is that of a ratio over independent clusters, so it covers the data and the probes together. A cluster is
-    a document, where batches have `documents`, else a sequence with its copies. Where these turn out to be consecutive
-    pieces of longer texts, the error is over blocks of them, if it is the larger
+    The error is the error of a ratio over independent clusters, so it covers the data and the probes together. A
+    cluster is a document, where batches have `documents`, else a sequence with its copies. Where these turn out to be
+    consecutive pieces of longer texts, the error is over blocks of them, if it is the larger
     (`isoloss.text.clusters.SequenceClusters`); the details' `clusters` says what was counted.
 
     Some parameters of a transformer can be multiplied by a factor and others divided by it without changing the
@@ -92,9 +92,9 @@ def fisher_trace(
         seed: Decides the probes or labels.
         auxiliary_sample: Many more sequences from the same distribution, to make the error smaller: batches of
             `input_ids` and, where the measured batches have them, `labels`, `attention_mask` and `documents`. The
-            measured sequences may be among them. Only their tokens are read; the part of the error that tokens explain
-            is then that of the auxiliary sample (`isoloss.flatness._ghost.auxiliary.AuxiliarySample`). Give at
-            least twice as many sequences as are measured; each control takes 16 measured clusters. The details'
+            measured sequences may be among them. Only their tokens are read; for the part that tokens explain, the
+            error is then as small as over the auxiliary sample (`isoloss.flatness._ghost.auxiliary.AuxiliarySample`).
+            Give at least twice as many sequences as are measured; each control takes 16 measured clusters. The details'
             `auxiliary_bigrams` and `auxiliary_directions` say what was used: nothing where the error is smaller
             without. None: there is none.
         distributed: Whether each process of the torch.distributed group measures batches of its own, with probes of its
@@ -107,7 +107,7 @@ def fisher_trace(
 
     Returns:
         The estimate in nats per predicted token, `by_parameter` adding up to `value`, with `samples` the number of
-        clusters, `num_predictions` the number of predicted positions and `influence` that of each cluster. Among the
+        clusters, `num_predictions` the number of predicted positions and the `influence` of each cluster. Among the
         details are the names of the `embeddings` and, with its error, the trace `without_embeddings`.
 
     Raises:
@@ -155,6 +155,7 @@ def fisher_trace(
     minimal = minimal_trace(
         model, rescaling, granularity, options.get("parameters"), batches, options.get("num_sequences")
     )
+    # the check of the rescaling runs on the first batch, and a stream may give it only once
     first: list[Mapping[str, Any]] = []
 
     def noted() -> Iterator[Mapping[str, Any]]:
@@ -163,10 +164,10 @@ def fisher_trace(
             yield batch
 
     stream = batches if isinstance(batches, Mapping) else noted()  # a single batch is refused
-    found = measure(
+    estimate = measure(
         kind, model, stream, options, parameter_blocks=minimal.parameter_blocks, finish=minimal.finish, **given
     )
-    return minimal.checked(found, first[0])
+    return minimal.checked(estimate, first[0])
 
 
 @takes_options
@@ -299,6 +300,8 @@ class ExactLabels(_PerSequence):
         probe: int,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the first intermediate's cotangent (m, d) and `squares` (B, 3), for each affordable further probe."""
+        # chosen on the first batch and kept in the resume file: a check of later sequences may find another fraction,
+        # and a measurement that goes on would not give the same estimate
         number = self.choices.setdefault("tail_probes", _tail_probes(self._predictor.tail_fraction))
         intermediates = intermediates_of(predictions)
         if not number or not intermediates:
@@ -353,6 +356,7 @@ class SampledLabels(Estimator):
                     drawn = torch.multinomial(p, self.num_probes, replacement=True, generator=generator).tolist()
                     for label in map(drawn.__getitem__, self.probes()):
                         for name, gradient in self.gradients(position[label]):
+                            # squares leave the range of float16
                             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
                             sums = self.columns.sums(name, wide.square()).cpu().double()
                             norms[row, self.columns.of[name]] += sums / self.num_probes

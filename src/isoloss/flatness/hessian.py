@@ -1,7 +1,7 @@
 """Trace of the loss's true Hessian at given labels: the Fisher's part and the residual.
 
 Shapes: B sequences of a batch, K trainable parameter tensors, n clusters.
-The examples measure the model and the batches of that of `isoloss.flatness.fisher_trace`.
+The examples measure the model and the batches of the example of `isoloss.flatness.fisher_trace`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def hessian_trace(
 ) -> Estimate:
     """Estimate the trace of the Hessian of the mean loss per predicted token, at the given labels.
 
-    At a position with logits f, prediction p and label y, the trace is that of the Fisher matrix plus the residual
-    term `sum_c (p - y)_c Tr(H f_c)`. The second has mean zero over labels drawn from p, so the two traces agree
-    where the predictions are the true conditionals; elsewhere, and on few inputs, it may be of any size and sign. It
-    depends on each label, so it is far noisier than the Fisher's trace: `details` has both parts with their errors.
+    At a position with logits f, prediction p and label y, the trace is the trace of the Fisher matrix plus the residual
+    term `sum_c (p - y)_c Tr(H f_c)`. The second has mean zero over labels drawn from p, so the two traces agree where
+    the predictions are the true conditionals; elsewhere, and on few inputs, it may be of any size and sign. It depends
+    on each label, so it is far noisier than the Fisher's trace: `details` has both parts with their errors.
 
     `method="residual"` takes the Fisher's part as `fisher_trace` does, and for the rest z^T H z with a Rademacher probe
     z (independent random signs; Hutchinson 1989) and H the Hessian of `<p - y, f>` with p held fixed, summed over a
@@ -49,7 +49,7 @@ def hessian_trace(
 
     `method="published-code"` is what the paper's published code does, which is not its appendix B.1: Gaussian z,
     z^T H z of the whole Hessian of a batch's mean loss, one probe per batch, the mean over batches. Like that code it
-    leaves out poolers and `cls.predictions.bias`. The error is that of a mean over batches.
+    leaves out poolers and `cls.predictions.bias`. Its error is the error of a mean over batches.
 
     Args:
         model: As for `fisher_trace`; its attention must have second derivatives (not flash attention).
@@ -92,6 +92,7 @@ class _WithResidual(ExactLabels):
 
     def measure(self, batch: CheckedBatch) -> BatchSums:
         terms = super().measure(batch)
+        # no parameter requires a gradient while per-sequence norms are taken
         with requiring_gradients(self.parameters):
             return terms._replace(residual=self._residual(batch))
 
@@ -109,10 +110,14 @@ class _WithResidual(ExactLabels):
                 continue
             with second_derivatives(), plainly(self.model):
                 logits = predicted_logits(self.model, part)
+                # p - y without its graph: differentiated too, it would add the Fisher's part, which is measured with
+                # far less noise
                 error = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=-1)
                 error[torch.arange(len(error), device=error.device), part.targets] -= 1
                 gradients = torch.autograd.grad((error * logits).sum(), leaves, create_graph=True, allow_unused=True)
                 for probe in self.probes():
+                    # by the number of the group, which may lie in two batches: with the same z their forms add up to
+                    # the one of the group
                     names = (self.seed, "residual", group, probe)
                     z = [
                         controls.rademacher(leaf.shape, leaf.device, *names, number).to(leaf.dtype)
@@ -123,6 +128,7 @@ class _WithResidual(ExactLabels):
                         self.columns.sums(name, v.double() * h.double()).cpu()
                         for name, v, h in zip(self.parameters, z, products, strict=True)
                     ]
+                    # in any row of the group: rows are summed by cluster, and the group is one
                     values[members[0]] += torch.cat(along) / self.num_probes
         return values
 

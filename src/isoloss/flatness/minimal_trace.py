@@ -114,6 +114,8 @@ class MinimalTraceEstimator:
         z = _log_factors(estimate)
         off, is_large = None, sum(parameter.numel() for parameter in self._model.parameters()) > _LARGEST_CHECKED
         if len(z) and not is_large:
+            # without eps, where a rule that is right leaves nothing but rounding; what eps itself changes is measured
+            # below
             off = check_rescaling(self._model, self._rescalings, _head(batch, _CHECKED), z)
             if not off <= (_ROUNDING if device_of(self._model).type != "mps" else _ROUNDING_OF_FLOAT32):  # NaN too
                 raise IsolossError(
@@ -140,6 +142,7 @@ class MinimalTraceEstimator:
         if abs(change) <= NEGLIGIBLE:
             return estimate, change
         # the change of the loss grows with the bound, so that the largest one is found by halving
+        # only what norms read is inexact, so only these factors are bounded
         found, low, high = None, 0.0, float(np.abs(_log_factors(estimate)[self._rescalings.normed]).max(initial=0))
         for _ in range(_BISECTIONS):  # for the largest bound
             bound = (low + high) / 2
@@ -182,6 +185,7 @@ class MinimalTraceEstimator:
             convex_program = functools.partial(convex_program, equalities=self._rescalings.features)
         convex_program = functools.partial(convex_program, bounds=self._bounds(bound))
         without = np.stack([columns.shares_without(fold).numpy() for fold in range(FOLDS)])
+        # parts that are not measured have no share, but the rescalings act on them and their gauges count them
         others = ((0, 0), (0, self._others))
         return cross_fit(
             convex_program, np.pad(columns.fold_sums().numpy(), others), np.pad(without, others), columns.total
@@ -199,6 +203,8 @@ class MinimalTraceEstimator:
         terms = fit.minimum.weights[:number] * columns.ratios.numpy()
         shape = number + self._others, len(self._names)
         by_parameter = scipy.sparse.csr_array((terms, (rows, self._parameter_ids.numpy())), shape)
+        # the total is stationary in the log-factors, so to first order its error is the one at fixed weights; the sums
+        # by parameter are not, and move along with the fit
         moved = responses(fit.minimum, self._rescalings.actions, by_parameter, self._bounds(bound))
         weights = torch.from_numpy(fit.weights[:, :number])
         along = 2.0 * self._rescalings.exponents, torch.from_numpy(moved)
@@ -206,11 +212,12 @@ class MinimalTraceEstimator:
 
     def _estimate(self, plain: Estimate, columns: ColumnRatios, *, bound: float | None = None) -> Estimate:
         fit = self._fit(columns, bound=bound)
-        kept = self._fit(columns, keep_features=True, bound=bound) if self._rescalings.features.shape[0] else fit
-        found, number = fit.minimum, len(self._parameter_ids)
+        has_features = self._rescalings.features.shape[0] > 0
+        with_features = self._fit(columns, keep_features=True, bound=bound) if has_features else fit
+        minimum, number = fit.minimum, len(self._parameter_ids)
         # the parts follow from the weights in sample; the value is the mean with the cross-fitted one
         scale = fit.value / fit.in_sample  # parts add up to the value
-        terms = torch.from_numpy(scale * found.weights[:number]) * columns.ratios
+        terms = torch.from_numpy(scale * minimum.weights[:number]) * columns.ratios
         parts = torch.zeros(len(self._names), dtype=torch.float64).index_add_(0, self._parameter_ids, terms)
         influences = self._influences(fit, columns, bound)
         stderrs = _stderr(influences, plain.samples)
@@ -218,6 +225,7 @@ class MinimalTraceEstimator:
         of_layers = torch.tensor([layers.index(layer_of(name)) for name in self._names])
         by_layer = influences.new_zeros(len(influences), len(layers)).index_add_(1, of_layers, influences)
         layer_parts = parts.new_zeros(len(layers)).index_add_(0, of_layers, parts)
+        vanishing = self._parameter_ids[torch.from_numpy(minimum.vanishing[:number])]
         self._rest, influence = influences @ self._is_other, influences.sum(dim=1)
         return replace(
             plain,
@@ -241,26 +249,22 @@ class MinimalTraceEstimator:
                 "granularity": self._granularity,
                 "in_sample": fit.in_sample,
                 "cross_fitted": fit.cross_fitted,
-                "infimum": found.infimum,
-                "keeping_features": kept.value,
-                "keeping_features_stderr": columns.weighted(torch.from_numpy(kept.weights[:, :number])).stderr,
-                "log_factors": dict(zip(self._rescalings.names, found.z.tolist(), strict=True)),
-                "gauged": [self._rescalings.names[generator] for generator in found.gauged],
-                "vanishing": self._vanishing(found.vanishing),
+                "infimum": minimum.infimum,
+                "keeping_features": with_features.value,
+                "keeping_features_stderr": columns.weighted(torch.from_numpy(with_features.weights[:, :number])).stderr,
+                "log_factors": dict(zip(self._rescalings.names, minimum.z.tolist(), strict=True)),
+                "gauged": [self._rescalings.names[generator] for generator in minimum.gauged],
+                "vanishing": [self._names[number] for number in sorted(set(vanishing.tolist()))],
                 "log_factor_bound": bound,
             },
         )
-
-    def _vanishing(self, parts: NDArray[np.bool_]) -> list[str]:
-        parameter_ids = self._parameter_ids[torch.from_numpy(parts[: len(self._parameter_ids)])]
-        return [self._names[number] for number in sorted(set(parameter_ids.tolist()))]
 
     @torch.no_grad()
     def _loss(self, batch: Mapping[str, Any], z: NDArray[np.float64] | None) -> float:
         """Return the loss of the first sequences of a batch in nats, after a rescaling by z, in float32 or wider."""
         assert self._measured is not None
-        given = _head(batch, _LOSS_OF)
-        inputs, labels = model_inputs(self._model, given), given["labels"]
+        rows = _head(batch, _LOSS_OF)
+        inputs, labels = model_inputs(self._model, rows), rows["labels"]
         dtype = functools.reduce(
             torch.promote_types, (parameter.dtype for parameter in self._model.parameters()), torch.float32
         )

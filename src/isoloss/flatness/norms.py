@@ -2,7 +2,7 @@
 
 Shapes: B sequences of a batch, m predicted positions, V vocabulary, d the width of the model, K trainable parameter
 tensors.
-The examples measure the model and the batches of that of `isoloss.flatness.fisher_trace`.
+The examples measure the model and the batches of the example of `isoloss.flatness.fisher_trace`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def fisher_rao_norm(
         IsolossError: As for `fisher_trace`, or a part of the model has no second derivative.
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
-    Example (the model and batches are like those of `fisher_trace`):
+    Example:
         >>> norm = fisher_rao_norm(model, batches)
         >>> norm.value > 0, norm.num_probes
         (True, 0)
@@ -174,6 +174,7 @@ class _RelativeFlatness(_ByPosition):
         squares, variances = weight.square().sum(dim=1), []
         for logits in torch.split(found.logits, _POSITIONS):
             p = logits.double().softmax(dim=-1)
+            # in float64, as the two terms nearly cancel where the model is sure
             variances.append(p @ squares - (p @ weight).square().sum(dim=1))
         return (found.hidden.double().square().sum(dim=1) * torch.cat(variances)).cpu()
 

@@ -1,7 +1,7 @@
 """How far the loss rises around the weights: in the worst direction (SAM, ASAM), and on average under noise.
 
 Shapes: n clusters of sequences, R pairs of noise, P parameters counted one by one.
-The examples measure the model and the batches of that of `isoloss.flatness.fisher_trace`.
+The examples measure the model and the batches of the example of `isoloss.flatness.fisher_trace`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def sam_sharpness(
 
     The value depends on the size of the batches, as each batch is given its own worst direction (m-sharpness): compare
     models at the same size. It is the mean over batches. The rise is no linear function of a batch's sequences, so the
-    samples are the batches: the error is s / sqrt(n) for n of them, which are taken as independent, and the influence
-    is that of each batch.
+    samples are the batches: the error is s / sqrt(n) for n of them, which are taken as independent, and each batch has
+    an influence.
 
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are moved, and set back bit for bit.
@@ -105,6 +105,7 @@ class _Sam(Estimator):
         if not batch.checked.predicts:
             return BatchSums(torch.zeros(0, 1), torch.zeros(0), torch.zeros(0, 0))
         loss = MeanLoss(self.model, [batch], causal=self.causal, parameters=self.parameters)
+        # in `choices`, which the resume file has, so that batches before an interruption count
         for name, choose in (("smallest batch", min), ("largest batch", max)):
             self.choices[name] = choose(self.choices.get(name, loss.num_sequences), loss.num_sequences)
         rise = _rise(loss, self._rho, self._num_steps, adaptive=self._adaptive)
@@ -129,6 +130,7 @@ def _rise(loss: MeanLoss, rho: float, num_steps: int, *, adaptive: bool) -> floa
         if adaptive:
             units = torch.cat([original.abs().reshape(-1).to(loss.dtype) for original in originals])
         for step in range(num_steps):
+            # for an offset o in units of the weights, which move by T o: its gradient is T g, and its ball |o| <= rho
             gradient = units * loss.gradient()
             norm = float(gradient.norm())
             if norm == 0:
@@ -158,8 +160,8 @@ def noise_sharpness(
     expectation of PAC-Bayes bounds (Neyshabur et al. 2017, "Exploring generalization in deep learning").
 
     All pairs see the same data. The error covers both, as crossed random effects: with a_ij the rise of cluster i under
-    pair j, it is the squared error of the means over pairs, plus that of the means over clusters, minus that of what
-    neither explains, which both count.
+    pair j, the squared errors of the means over pairs and of the means over clusters are added, less the squared error
+    of the rest, which both of them count.
 
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are moved, and set back bit for bit.
@@ -168,7 +170,8 @@ def noise_sharpness(
         num_probes: R, pairs of noise, at least 2. None: 16; or at most 1024 with `rtol` or `seconds`.
         seed: Decides the noise.
         options: As follows, a pair being a probe; `parameters` are those that move. `rtol` is of the whole error, and
-            pairs make only their own part of it smaller: where that of the inputs alone is larger, `num_probes` end it.
+            pairs make only their own part of it smaller: where the inputs alone have a larger error, `num_probes` end
+            it.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, or a logit is not finite.
@@ -192,6 +195,7 @@ def noise_sharpness(
     details = {"relative_std": relative_std, "error_covers": "inputs, labels and probes", **loss.details(seed)}
 
     def estimate(rises: torch.Tensor, ended: str = "interrupted") -> Estimate:
+        # all pairs see the same inputs, so rises are not independent: pairs and clusters are two crossed samples
         value, stderr, influence = crossed_ratio(rises.T.contiguous(), positions)
         return Estimate(
             value=value,
@@ -241,6 +245,7 @@ def _move(parameters: Mapping[str, nn.Parameter], originals: list[torch.Tensor],
     wanted = lost = 0.0
     with torch.no_grad():
         for parameter, original, offset in zip(parameters.values(), originals, offsets, strict=True):
+            # from the original each time: the rounding of earlier moves would add up
             parameter.copy_(original + offset)
             wanted += float(offset.double().square().sum())
             lost += float((parameter.double() - original.double() - offset.double()).square().sum())
@@ -258,6 +263,7 @@ def _noise(
     noise = []
     for name, original in zip(parameters, originals, strict=True):
         wide = torch.promote_types(original.dtype, torch.float32)
+        # on the CPU and by name, so that neither the device nor the order of the parameters changes the noise
         drawn = torch.randn(original.shape, generator=seeds.generator(seed, "noise", probe, name), dtype=wide)
         rms = original.to(wide).square().mean().sqrt()
         noise.append((drawn.to(original.device) * (relative_std * rms)).to(original.dtype))

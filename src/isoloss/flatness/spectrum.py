@@ -1,7 +1,7 @@
 """Largest eigenvalues and spectral density of the Gauss-Newton matrix or the Hessian of a language model's loss.
 
 Shapes: R random probes, s steps of Lanczos' method for each, G points of a grid, P parameters counted one by one.
-The examples measure the model and the batches of that of `isoloss.flatness.fisher_trace`.
+The examples measure the model and the batches of the example of `isoloss.flatness.fisher_trace`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def largest_eigenvalues(
 ) -> list[Estimate]:
     """Estimate the largest eigenvalues of a curvature matrix of the mean loss.
 
-    Lanczos' method with full reorthogonalization gives those of the mean matrix A over the given inputs, labels
-    included for the Hessian. `details["residual_norm"]` is the norm of A x - theta x of the unit vector x: an
+    Lanczos' method with full reorthogonalization gives the eigenvalues of the mean matrix A over the given inputs,
+    labels included for the Hessian. `details["residual_norm"]` is the norm of A x - theta x of the unit vector x: an
     eigenvalue of A lies within it, for certain up to rounding. Equal eigenvalues appear one after another only.
 
     The error covers the inputs. A is a ratio of sums over independent clusters of sequences, A = sum_b A_b / sum_b m_b
@@ -125,6 +125,7 @@ def largest_eigenvalues(
         x = search.space.vector(vectors[:, -number])
         x /= x.norm()
         value = float(values[-number])
+        # measured: the residual norm that Lanczos' method gives holds in exact arithmetic alone
         residual_norm = float((product(x) - value * x).norm())
         # the error over inputs: what each cluster adds to x^T A x
         forms, positions = loss.quadratic_forms(x, hessian=matrix == "hessian")
@@ -400,6 +401,7 @@ class _Quadratures(Probes):
 
     def _quadrature(self, probe: int) -> torch.Tensor:
         nodes, vectors, _ = self._space(probe).ritz()
+        # Gauss quadrature: the weights are the squares of the first components (Golub and Welsch 1969)
         return torch.stack([nodes, vectors[0].square()])
 
 
@@ -447,6 +449,7 @@ class Lanczos:
     @property
     def is_whole(self) -> bool:
         """Whether no step is under way that has changed anything."""
+        # a step lengthens the three lists one by one, so that their lengths tell whether it was interrupted
         vectors = self.steps if self.complete else self.steps + 1
         return (len(self._beside), len(self._basis)) == (self.steps, vectors)
 
@@ -490,6 +493,7 @@ class Lanczos:
         Column i of the second holds the coordinates of eigenvector i; `|A x_i - theta_i x_i|` is the i-th residual norm
         in exact arithmetic. All are float64.
         """
+        # the last one leads out of the subspace: it gives the residual norms
         beside = torch.tensor(self._beside[:-1], dtype=torch.float64)
         small = torch.diag(torch.tensor(self._diagonal, dtype=torch.float64))
         small += torch.diag(beside, 1) + torch.diag(beside, -1)
@@ -504,10 +508,12 @@ class Lanczos:
         return total
 
     def _orthogonalize(self, w: torch.Tensor) -> None:
+        # twice: rounding leaves the first result with parts of what was cancelled
         for _ in range(2):
             for q in self._basis:
                 w.sub_(q, alpha=_dot(q, w))
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
+    # a sum of P products in float32 is too rough to be orthogonal by
     return float((a.double() * b.double()).sum())

@@ -41,6 +41,7 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
             yield model
         finally:
             for module, training in modes.items():
+                # not `train()`, which sets all parts below as well
                 module.training = training
 
 

@@ -22,6 +22,7 @@ Reason = Literal[
     "weights", "function", "parameters", "loss", "no minimal trace", "bounded", "gauges", "rare", "open", "disagree"
 ]
 
+# of two models: the 95 % interval of their difference then ends before 0
 _SURE = 0.975  # the probability from which a model's trace is the smallest
 _SAME_NATS = 1e-5  # root mean square over samples, below which losses of two models differ by rounding
 
@@ -82,10 +83,12 @@ def verdict(
     originals: dict[str, str] = {}  # the first model that is the same as a model, or itself
     told: dict[Reason, list[str]] = {"weights": [], "function": []}
     for name in weights:
-        known = (other for other in originals.values() if other != name)
-        other = next((one for one in known if _is_rounding(comparison.difference("loss", one, name))), name)
+        other = next(
+            (one for one in originals.values() if _is_rounding(comparison.difference("loss", one, name))), name
+        )
         originals[name] = other
-        if other != name:  # the same weights alone would not do: another config makes another function of them
+        # not by the same weights alone: another config makes another function of them
+        if other != name:
             reason: Reason = "weights" if weights[other] == weights[name] else "function"
             told[reason].append(f"{names[other]} and {names[name]}")
     same = []
@@ -99,6 +102,7 @@ def verdict(
         return Verdict(flattest=None, reasons=reasons, text=" ".join([*same, "There is nothing to compare."]))
 
     best = {trace: originals[comparison.ranking(trace)[0]] for trace in comparison.traces}
+    # copies share a place, so that their probabilities add up
     chances = {
         trace: sum(
             chance
@@ -171,6 +175,7 @@ def _reasons(
         yield "open", f"{said}: it takes {more} to tell."
     elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
+    # last: a rare input is a reason only where there would be a verdict otherwise
     elif comparison.warning:
         yield "rare", f"{said}, but {comparison.warning}."
     others = [name for name in originals if originals[name] == name != best["trace"]]
@@ -209,6 +214,8 @@ def _next(reasons: Mapping[Reason, str]) -> str:
 
 def _is_rounding(loss: Estimate) -> bool:
     """Whether a difference in loss is one of rounding alone, on every input: then the models are one function."""
+    # the mean square over inputs, from mean and variance: models of equal mean loss that differ on an input are no
+    # copies
     return loss.value**2 + loss.samples * loss.stderr**2 < _SAME_NATS**2
 
 

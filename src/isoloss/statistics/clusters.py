@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from isoloss.errors import IsolossError
 from isoloss.statistics.checking import column, count, labels
@@ -47,7 +47,7 @@ def cluster_mean(values: ArrayLike, clusters: Sequence[Any], *, unit: str, metho
 
     With m_g the mean of cluster g of G, the error is the standard deviation of the m_g over sqrt(G), with G - 1 degrees
     of freedom. For clusters of one size this is the exact interval of a mixed model with a random cluster, by REML.
-    Clusters count alike, whatever their sizes: the mean is that of a fresh cluster.
+    Clusters count alike, whatever their sizes: the mean estimates the mean of a fresh cluster.
 
     Args:
         values: (N,) observations, e.g. paired differences.
@@ -82,11 +82,11 @@ def crossed_mean(values: torch.Tensor | Sequence[Sequence[float]], *, unit: str,
     With R rows and C columns as crossed random effects, the variance of the mean is estimated without bias by
     `(M_rows + M_columns - M_rest) / (R C)`, the mean squares of the two-way analysis of variance. Where a large rest
     makes that smaller than one of the two effects alone says, the larger of `M_columns / (R C)` and `M_rows / (R C)` is
-    taken. With one row it is that of the columns, and holds for that row alone.
+    taken. With one row it is the variance over the columns, and holds for that row alone.
 
     The interval is Student's t with the degrees of freedom f that Satterthwaite (1946) gives such a sum of mean
     squares, `V^2 / f = sum_i M_i^2 / f_i`, and `samples` is f + 1: C where the draw of the columns decides, and down to
-    R where that of the rows does.
+    R where the draw of the rows does.
 
     Args:
         values: (R, C), at least 1 and 2.
@@ -198,11 +198,14 @@ def slope_within(outcomes: ArrayLike, losses: ArrayLike, clusters: Sequence[Any]
     x = column("losses", losses)
     y = column("outcomes", outcomes, len(x))
     names, codes = labels(clusters, len(x))
-    # the range: it is exactly 0 for equal numbers, where the variance about a rounded mean need not be
-    spreads = [float(np.ptp(x[codes == g])) for g in range(len(names))]
-    if min(spreads) == 0:
-        raise IsolossError(f"the loss is constant in the cluster {names[spreads.index(0)]!r}, which so has no slope")
-    slopes = [_slope(x[codes == g], y[codes == g]) for g in range(len(names))]
+    slopes = []
+    for g, name in enumerate(names):
+        inside = codes == g
+        # the range: it is exactly 0 for equal numbers, where the variance about a rounded mean need not be
+        if np.ptp(x[inside]) == 0:
+            raise IsolossError(f"the loss is constant in the cluster {name!r}, which so has no slope")
+        centered = x[inside] - x[inside].mean()
+        slopes.append(float(centered @ y[inside] / (centered @ centered)))
     return dataclasses.replace(
         cluster_mean(slopes, names, unit=unit, method="mean slope within clusters"), num_predictions=len(x)
     )
@@ -211,8 +214,8 @@ def slope_within(outcomes: ArrayLike, losses: ArrayLike, clusters: Sequence[Any]
 def at_same_loss(difference: Estimate, change: Estimate, slope: Estimate, *, same_clusters: bool) -> Estimate:
     """Return a difference of outcomes less what the difference in loss accounts for, with the slope's error.
 
-    The value is D - b L, for the difference D, the change of loss L and the slope b; by the delta method its error is
-    that of psi_D - b psi_L - L psi_b, by cluster. Where the slope is from other data, its L^2 s_b^2 is added to the
+    The value is D - b L, for the difference D, the change of loss L and the slope b; by the delta method its
+    influence by cluster is psi_D - b psi_L - L psi_b. Where the slope is from other data, its L^2 s_b^2 is added to the
     squared error of D - b L, and the degrees of freedom are Satterthwaite's. The adjustment is as good as the slope is
     the effect of the loss on the outcome.
 
@@ -251,11 +254,6 @@ def at_same_loss(difference: Estimate, change: Estimate, slope: Estimate, *, sam
         influence=None,
         **about,
     )
-
-
-def _slope(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
-    centered = x - x.mean()
-    return float(centered @ y / (centered @ centered))
 
 
 def _check_labels(estimates: Sequence[Estimate]) -> None:

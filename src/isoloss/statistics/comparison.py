@@ -33,7 +33,7 @@ def paired_difference(first: Estimate, second: Estimate, *, unit: str | None = N
 
     With psi_i and psi'_i the influences of sample i, the squared error is the sum of (psi_i - psi'_i)^2 over n (n - 1),
     plus what the influences leave unexplained of either squared error. The interval is Student's t with the
-    `freedom` of the first estimate, which is that of the second. The difference of two exact values is exact.
+    `freedom` that both estimates have. The difference of two exact values is exact.
 
     Args:
         first: An estimate with an influence, or an exact one.
@@ -262,7 +262,7 @@ class Comparison:
 
     @property
     def paired(self) -> tuple[str, ...]:
-        """The names of the estimates that have differences: those of which the influence of each sample is known."""
+        """The names of the estimates that have differences, as the influence of each sample is known."""
         return tuple(name for name in self.names if all(e.influence is not None for e in self.of(name).values()))
 
     def of(self, name: str) -> dict[str, Estimate]:
@@ -270,7 +270,7 @@ class Comparison:
         return {model: estimates[name] for model, estimates in self.models.items()}
 
     def difference(self, name: str, first: str, second: str) -> Estimate:
-        """Return the estimate called `name` of the first model minus that of the second, paired (`paired_difference`).
+        """Return the paired difference of the estimates called `name`, first model minus second (`paired_difference`).
 
         Raises:
             IsolossError: There is no such model or estimate, or it is not known what each sample adds to it.
@@ -306,7 +306,7 @@ class Comparison:
 
     @functools.cached_property
     def _chances(self) -> dict[str, Mapping[str, float]]:
-        # kept, as those of three models and more are drawn; a cached property is stored in a frozen dataclass too
+        # kept, as they are drawn for three models and more; a cached property is stored in a frozen dataclass too
         return {}
 
     def _estimate(self, model: str, name: str) -> Estimate:
@@ -363,7 +363,7 @@ class Comparison:
 
 
 def label(measure: str, name: str, names: Sequence[str]) -> str:
-    """Return what an estimate is called beside those of other measures.
+    """Return what an estimate is called beside the estimates of other measures.
 
     Example:
         >>> label("spectral-density", "trace", ("trace", "squared-frobenius-norm"))

@@ -115,7 +115,7 @@ def correlation(
 ) -> Correlation:
     """Return the correlation of two variables over observations that are independent only between clusters.
 
-    Given covariates it is the partial correlation: that of the residuals of x and y after least squares on the
+    Given covariates it is the partial correlation, of the residuals of x and y after least squares on the
     covariates and a constant. Spearman's is Pearson's of the ranks, ties counting with their mean rank; given
     covariates, of the ranks of all variables. All observations count alike, so that differences between clusters are
     part of the correlation: to compare within clusters, take x and y less their clusters' means, or for Pearson's give

@@ -1,7 +1,7 @@
 """How many pairs a study needs, and what it can find with those that it has.
 
 A pair is one independent difference. Where differences come in clusters, such as the seeds of one grammar, the pairs
-are the clusters and the standard deviation is that of their means (`isoloss.statistics.clusters.variance_components`).
+are the clusters and the deviation is taken over their means (`isoloss.statistics.clusters.variance_components`).
 For one of m tests under Holm's correction, planning with alpha / m is safe.
 """
 
@@ -133,11 +133,11 @@ def minimal_detectable_effect(sd: float, pairs: int, *, power: float = 0.8, alph
 
 
 def sd_upper_bound(sd: float, pairs: int, *, confidence: float = 0.8) -> float:
-    """Return what the true standard deviation is below with this confidence, given that of a pilot.
+    """Return an upper bound of the true standard deviation, from the standard deviation of a pilot.
 
-    sd sqrt((n - 1) / c), with c the 1 - confidence point of chi-squared with n - 1 degrees of freedom, for normal
-    differences. A study planned with it has at least the stated power with this confidence (Browne, 1995); planned
-    with the pilot's own sd it has that in no more than about half of all cases.
+    It is sd sqrt((n - 1) / c), with c the 1 - confidence point of chi-squared with n - 1 degrees of freedom, for normal
+    differences. With this confidence, the true one is below it, and a study planned with it has at least the stated
+    power (Browne, 1995); planned with the pilot's own sd it has that power in no more than about half of all cases.
 
     Args:
         sd: The standard deviation of the differences in the pilot.

@@ -49,8 +49,8 @@ def ratio(numerators: Values, denominators: Values) -> tuple[float, float]:
 def influence(numerators: Values, denominators: Values) -> tuple[float, torch.Tensor]:
     """Return sum(a) / sum(b) as `ratio` does, and (n,) float64: what each cluster adds to its error.
 
-    With n clusters, psi_i = (n - 1) (r - r_i): the squared error is the sum of psi_i^2 over n (n - 1), and that of the
-    difference of two ratios over the same clusters is the same of psi_i - psi'_i.
+    With n clusters, psi_i = (n - 1) (r - r_i): the squared error is the sum of psi_i^2 over n (n - 1). The
+    difference of two ratios over the same clusters has the influences psi_i - psi'_i.
 
     Example:
         >>> influence([1.0, 5.0], [1, 2])
@@ -370,7 +370,7 @@ class ColumnRatios:
 
     @property
     def ratios(self) -> torch.Tensor:
-        """(K,) float64: the columns' ratios, which add up to that of all."""
+        """(K,) float64: the columns' ratios, which add up to the ratio of all."""
         return self.fitted.ratios
 
     @property
@@ -381,8 +381,8 @@ class ColumnRatios:
     def weighted(self, weights: torch.Tensor) -> Weighted:
         """Return the estimate of the columns' sum with weights (K,), or with weights (F, K) for the clusters of a fold.
 
-        Weights (F, K) are taken as given: where those of a fold depend on other folds alone, as weights that are fitted
-        to `shares_without(fold)` do, the value has no bias by them.
+        Weights (F, K) are taken as given: where the weights of a fold depend on other folds alone, as fitted to
+        `shares_without(fold)`, the value has no bias by them.
         """
         by_fold = weights.double().expand(FOLDS, len(self.ratios))
         # (N, F), from which each cluster takes its own fold: gathering weights (N, K) first would need as much memory
@@ -438,7 +438,7 @@ class ColumnRatios:
         return (a - d @ self.fitted.beta[fold]) / self.fit.positions[others].sum()
 
     def plus(self, other: ColumnRatios) -> ColumnRatios:
-        """Return the columns' sums with those of another one over the same clusters and parts, without controls."""
+        """Return the sum with the columns of another estimator over the same clusters and parts, without controls."""
         ratios, sums = self.fitted.ratios + other.fitted.ratios, self.fitted.sums + other.fitted.sums
         return replace(self, fitted=self.fitted._replace(ratios=ratios, sums=sums), a=self.a + other.a)
 
@@ -452,8 +452,8 @@ class ClusteredRatio:
     by_parameter: torch.Tensor  # (K,) float64
     by_parameter_stderr: torch.Tensor | None  # (K,) float64; None for a sum of two
     # (n + r,) float64: what each of n samples, and each of the auxiliary sample's means, adds to the error. `value`'s
-    # standard error is the root of the sum of their squares over n (n - 1), or that over clusters where it is larger;
-    # that of the difference of two values on the same samples and means is the same of the differences
+    # standard error is the root of the sum of their squares over n (n - 1), or the error over clusters where it is
+    # larger; two values on the same samples and means have a difference whose influences are the differences
     influence: torch.Tensor
     effective_samples: float  # as of an `Estimate`
     part: float  # the sum of `by_parameter` over the parameters of the part
@@ -516,13 +516,13 @@ class ClusteredRatioEstimator:
 
     The error is the jackknife's (`ratio`): with residuals r_b = a_b - beta_{f(b)} d_b - R m_b
     and M = sum_b m_b, R changes by r_b / (M - m_b) without cluster b, and the squared error is (N - 1) / N times the
-    sum of these squares. Clusters of one size have that of a ratio by the delta method.
+    sum of these squares. For clusters of one size it is the delta method's.
 
     A control that is other than 0 in fewer than 32 sequences has the coefficient 0, and of the rest, all but the first
     n / 14 have, with n the sequences outside of the largest fold: N / 16 where each sequence is a cluster. Where the
     error is more than twice that without any control, as a few clusters with enormous controls make it, all have.
 
-    The last r controls may be measured from means that are estimates themselves, those of an auxiliary sample
+    The last r controls may be measured from means that are estimates themselves, from an auxiliary sample
     (`isoloss.flatness._ghost.auxiliary.AuxiliarySample`). With n_b the sequences of cluster b, R moves by
     g = sum_b n_b beta_{f(b)} / sum_b m_b for each unit that a mean is wrong by, so that g^T C g with the covariance C
     of the means joins the squared error. These controls are left out beyond the first N / 16 of all, where the

@@ -124,13 +124,19 @@ def equivalence(difference: Estimate, margin: float, *, alpha: float = 0.05) -> 
         >>> print(equivalence(d, 0.5))
         within ± 0.5 points (p = 0.038, 90 % interval -0.27 to 0.47, smallest margin 0.47)
     """
+    from scipy.special import stdtr
+
     positive("margin", margin)
     interval = _interval(difference, alpha)
+    # the larger of the two p-values is at the end of the margin that the value is nearer to
+    nearer = abs(difference.value) - margin
+    exact = difference.stderr == 0
+    p = float(nearer >= 0) if exact else float(stdtr(difference.freedom, nearer / difference.stderr))
     return Equivalence(
         difference=difference,
         margin=margin,
         alpha=alpha,
-        p_value=_p_value(difference, margin),
+        p_value=p,
         interval=interval,
         smallest_margin=max(map(abs, interval)),
     )
@@ -160,13 +166,3 @@ def _interval(difference: Estimate, alpha: float) -> tuple[float, float]:
         raise IsolossError(f"a test of equivalence needs at least 2 independent samples, not {difference.samples}")
     half = float(stdtrit(difference.freedom, 1 - alpha)) * difference.stderr
     return difference.value - half, difference.value + half
-
-
-def _p_value(difference: Estimate, margin: float) -> float:
-    from scipy.special import stdtr
-
-    # the larger of the two p-values is at the end of the margin that the value is nearer to
-    nearer = abs(difference.value) - margin
-    if difference.stderr == 0:
-        return float(nearer >= 0)
-    return float(stdtr(difference.freedom, nearer / difference.stderr))

@@ -49,7 +49,8 @@ class Bigrams:
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._size = min(vocabulary**2, _MOST)
-        # of pairs, first and second tokens, those of the second half behind those of the first
+        # of pairs, first and second tokens; the counts of the second half stand behind the counts of the first
+        # float32 counts up to 2^24 exactly, in half of the memory that is largest here
         pairs = torch.zeros(2 * self._size)
         self._counts = [pairs, *(torch.zeros(2 * vocabulary, dtype=torch.float64) for _ in range(2))]
 
@@ -104,7 +105,7 @@ class AuxiliarySample:
     """The mean features of an auxiliary sample of sequences, for control variates by two-phase sampling.
 
     A sequence's features are the mean log-probability of its tokens, each after the one before it
-    (`Bigrams`), and its mean input embedding along at most 16 directions: those of the
+    (`Bigrams`), and its mean input embedding along the at most 16 directions of the
     largest variance between clusters. A masked token counts as the token that it was. Less the auxiliary sample's mean,
     the features are control variates: their expectation is 0 up to the error of that mean, which is known. This is the
     regression estimator of double sampling (Neyman 1938; Cochran, Sampling Techniques, chapter 12): the part of the
@@ -221,25 +222,26 @@ def _sums(
         sizes: The sequences of each cluster, by which it is known when one is complete.
     """
     sums, moments = torch.zeros(1), torch.zeros(1)
-    left = sizes.clone()
+    remaining = sizes.clone()
     open_clusters: dict[int, torch.Tensor] = {}
     for numbers, values in batches:
-        found, index = torch.unique(numbers, return_inverse=True)
-        rows = values.new_zeros(len(found), values.shape[1] + 1)
+        clusters, index = torch.unique(numbers, return_inverse=True)
+        rows = values.new_zeros(len(clusters), values.shape[1] + 1)
         rows.index_add_(0, index, F.pad(values, (0, 1), value=1.0))
-        for row, cluster in enumerate(found.tolist()):
+        for row, cluster in enumerate(clusters.tolist()):
             if (before := open_clusters.pop(cluster, None)) is not None:
                 rows[row] += before
-        left[found] -= index.bincount()
-        is_open = left[found] > 0
-        open_clusters |= dict(zip(found[is_open].tolist(), rows[is_open], strict=True))
+        remaining[clusters] -= index.bincount()
+        # moments are sums of squares of whole clusters, so those that later batches go on with are held back
+        is_open = remaining[clusters] > 0
+        open_clusters |= dict(zip(clusters[is_open].tolist(), rows[is_open], strict=True))
         rows = rows[~is_open]
         sums, moments = sums + rows.sum(dim=0), moments + rows.T @ rows
     return sums, moments
 
 
 def _directions(scatter: torch.Tensor, square: float) -> torch.Tensor:
-    """Return (1 + d, 1 + r): the first unit vector, and those of the largest variance among the others."""
+    """Return (1 + d, 1 + r): the first unit vector, and the directions of largest variance among the others."""
     variances, vectors = torch.linalg.eigh(scatter[1:, 1:])
     variances, vectors = variances.flip(0)[:_DIRECTIONS], vectors.flip(1)[:, :_DIRECTIONS]
     directions = F.pad(vectors[:, variances > _NONE * square], (1, 0, 1, 0))
@@ -252,6 +254,7 @@ def _values(tokens: _Tokens, weight: torch.Tensor, bigrams: Bigrams) -> torch.Te
     """Return (B, 1 + d) float64 on the CPU: each sequence's log-probability and mean embedding."""
     ids, present = tokens.ids.to(weight.device), tokens.present
     if present is None:
+        # a bag, so that no embeddings (B, T, d) are formed
         means = F.embedding_bag(ids, weight, mode="mean")
     else:
         counts = present.sum(dim=1)

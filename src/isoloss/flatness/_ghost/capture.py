@@ -73,6 +73,7 @@ class _Linear:
     before: int  # uses that were noted before it
 
 
+# a mode, as hooks of modules would not see a parameter in a function: a tied weight, slices of experts, code of its own
 class Capture(TorchFunctionMode):
     """Notes the uses of parameters while it is entered, and selects the predicted positions where it is told to.
 
@@ -107,7 +108,8 @@ class Capture(TorchFunctionMode):
         self._select_before = select_before
         self._last_linear: _Linear | None = None
         self._last_output: torch.Tensor | None = None
-        self._source: Callable[[], torch.Tensor | None] = lambda: None  # what was selected, while it lives
+        # what was selected, while it lives: a strong reference would keep all positions in memory to the end
+        self._source: Callable[[], torch.Tensor | None] = lambda: None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -161,6 +163,7 @@ class Capture(TorchFunctionMode):
         rows = values[self.predicted][None]
         if self.unknown is None or not rows.is_floating_point():
             return rows
+        # axes (1, m, ...), with the mask along the second
         return rows.masked_fill(self.unknown.view(1, -1, *[1] * (rows.ndim - 2)), math.nan)
 
     def _together(
@@ -240,6 +243,7 @@ class Capture(TorchFunctionMode):
             output = func(*args, **kwargs)
         else:
             output = result.output
+            # a cast to the type that it has already gives the parameter itself, which keeps its own handle
             if result.alias is not None and id(output) not in self._handles:
                 self._handles[id(output)] = result.alias
                 self._aliases.append(output)
@@ -412,10 +416,10 @@ class SequenceIds:
     ) -> None:
         """Note whom the output's values belong to, where an argument's are followed or it gathers rows."""
         name = name_of(function).strip("_")
-        # only an activation has a gradient; a table's rows are no sequences' even where there are as many
         # only these put rows in another order; everything else keeps the order that the shape says, and need not be
         # followed
         moves = name in _GATHERS and bool(args) and (name != "getitem" or _has_index(args[1]))
+        # only an activation has a gradient; a table's rows are no sequences' even where there are as many
         gathers = moves and args[0].requires_grad
         if not gathers and not self._ids:
             return
@@ -472,7 +476,7 @@ def _moved(
     sequence_ids: torch.Tensor,
     outputs: list[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """Return the sequence_ids of the outputs' values by those of the source's; None: not known."""
+    """Return the sequence_ids of the outputs' values, which follow from the source's; None: not known."""
     first = args[0] if args else None
     if name in MOVES and first is source:
         moved = _gathered(sequence_ids, args[1]) if name == "getitem" else function(sequence_ids, *args[1:], **kwargs)
@@ -570,9 +574,8 @@ class BatchIndependent:
     """The tensors of a forward pass that all sequences share."""
 
     def __init__(self, uses: RuleContext) -> None:
-        self._context: RuleContext = weakref.proxy(
-            uses
-        )  # weak: it holds this object, and its activations must be freed with it
+        # weak: the context holds this object, and in a cycle its activations would wait for the garbage collector
+        self._context: RuleContext = weakref.proxy(uses)
         self._shared: Any = WeakTensorKeyDictionary()
 
     def names(self, values: Iterable[torch.Tensor]) -> set[str]:

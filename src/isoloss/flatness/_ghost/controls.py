@@ -171,6 +171,7 @@ class Controls:
             first = self._by_sequence(_squared_norms(intermediates[0]).double() - mean)
             further = torch.stack([squares for _, squares in others]).mean(dim=0)
         squares, between = self.squares(cotangent, hidden_cotangent), torch.stack([*crossed, first], dim=1)
+        # in the order of their worth: where sequences are few, `ClusteredRatioEstimator` takes the first ones
         return torch.cat([squares[:, :2], between, further[:, :2], squares[:, 2:], further[:, 2:]], dim=1)
 
     def squares(self, cotangent: torch.Tensor, hidden_cotangent: torch.Tensor) -> torch.Tensor:
@@ -202,16 +203,16 @@ def label_means(root_p: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tenso
     above, below = [], []
     for roots in torch.split(root_p, _ROWS):
         size = max(1, _limit(root_p) // max(1, len(roots)))
-        purity, own = roots.new_zeros(len(roots)), roots.new_zeros(len(roots))
+        purity, mean_square = roots.new_zeros(len(roots)), roots.new_zeros(len(roots))
         mean = roots.new_zeros(len(roots), weight.shape[1])
         blocks = (torch.split(roots, size, dim=1), torch.split(weight, size), torch.split(squares, size))
         for root, part, square in zip(*blocks, strict=True):
             p = root.square()
             purity += _squared_norms(p)
-            own.addmv_(p, square)
+            mean_square.addmv_(p, square)
             mean.addmm_(p, part.to(p.dtype))
         above.append(1 - purity)
-        below.append(own - _squared_norms(mean))
+        below.append(mean_square - _squared_norms(mean))
     return torch.cat(above), torch.cat(below)
 
 

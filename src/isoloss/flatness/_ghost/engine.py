@@ -102,7 +102,8 @@ def plain_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
 def _arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
     inputs = dict(batch.inputs)
     if "use_cache" not in inputs and "use_cache" in inspect.signature(architecture(model).forward).parameters:
-        inputs["use_cache"] = False  # a cache copies keys and values
+        # a cache copies keys and values, and transformers lets packed documents attend to themselves alone without one
+        inputs["use_cache"] = False
     return inputs
 
 
@@ -120,13 +121,15 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positi
             ) from error
         raise
     except (IndexError, RuntimeError) as error:
-        longest = None if selection.is_early else max_length(model)  # where early, all positions may be needed
+        # an early selection may fail for want of the other positions, and is then given up
+        longest = None if selection.is_early else max_length(model)
         if longest is not None and batch.predicted.shape[1] > longest:
             raise IsolossError(
                 f"sequences have {batch.predicted.shape[1]} positions; the model takes at most {longest}"
             ) from error
         raise
     logits = getattr(output, "logits", None)
+    # data decided a branch in which the place of selection is not called, or not with all positions
     if selection.is_early and not capture.has_selected:
         return None
     shape = (1, len(batch.targets)) if capture.has_selected else tuple(batch.predicted.shape)
@@ -136,6 +139,7 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positi
     capture.lose_shared(logits)
     last_linear = capture.decoder(logits)
     if capture.has_selected:
+        # a view where there can be one: the backward pass of an index fills a buffer of the logits' shape
         selected = logits.view(logits.shape[1:]) if logits.is_contiguous() else logits[0]
     else:
         selected = logits[batch.predicted]
@@ -235,13 +239,14 @@ class GhostNorms:
         self._flags: list[tuple[nn.Parameter, bool]] = []
         self._checked: set[tuple[str, bool]] = set()  # names, and whether several sequences were told apart
         self._calibrated = False
-        self._time_first = False  # whether the model has activations whose second axis is that of the sequences
+        self._time_first = False  # whether activations of the model have the sequences on their second axis
         self._draws = False  # whether a forward pass draws random numbers
         # a selection that is right for two sequences may be wrong for a batch where data decide a branch
         self._since_check, self._skipped_checks = _EVERY, False  # the first batch is checked
 
     def __enter__(self) -> Self:
         self._flags = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
+        # no gradient of a parameter can be formed then: the graph ends in the outputs of their uses, its leaves
         self._switch_on(())
         return self
 
@@ -268,7 +273,7 @@ class GhostNorms:
         read.require_predictions()
         if not self._calibrated:
             first = read.head(_FEWEST_CHECKED)
-            # a single sequence is taken twice, so that an axis of length 1 is not taken for that of the sequences
+            # a single sequence is taken twice, so that no axis of length 1 is taken for the sequences
             two = first.rows(torch.arange(_FEWEST_CHECKED) % len(first.predicted))
             self.selection = self._earliest(two.every_other())
             self._check(first)
@@ -306,12 +311,14 @@ class GhostNorms:
         """
         cotangent = cotangent.to(predictions.logits)
         intermediates = intermediates_of(predictions)
+        # the slow path goes through the same graph afterwards
         keep = keep or bool(self._slow)
         result = self._collect(predictions, cotangent, intermediates, separate=separate, keep=keep)
         norms = result.norms.cpu()
         self._fill_slow(norms, predictions, cotangent)
         hidden = result.kept.pop(HIDDEN, None)
         if predictions.decoder is not None and hidden is None:
+            # a decoder that got all positions has a cotangent for all of them, most of which are zero
             hidden = cotangent @ predictions.decoder.weight.to(cotangent)
         return SquaredNorms(norms, hidden, [result.kept[index] for index in sorted(result.kept)])
 
@@ -433,6 +440,7 @@ class GhostNorms:
                 continue
             # rows ascend by sequence, so that a slice will do, which copies no logits
             part = slice(int(chosen[0]), int(chosen[-1]) + 1)
+            # where the caller has switched gradients off, the slice would have no graph
             with plainly(self._model):
                 logits = predictions.logits[part]
             gradients = torch.autograd.grad(logits, wanted, cotangent[part], retain_graph=True, allow_unused=True)
@@ -570,7 +578,7 @@ class GhostNorms:
         """
         number = predictions.num_sequences
 
-        def is_square(use: ParameterUse) -> bool:  # either of two axes may be that of the sequences
+        def is_square(use: ParameterUse) -> bool:  # the sequences may be on either of two axes
             return self._time_first and not use.selected and use.shape[:2] == (number, number)
 
         doubtful = [use for use in predictions.capture.uses if use.is_doubtful or is_square(use)]
@@ -677,6 +685,7 @@ def agree(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two results are the same but for rounding."""
     if first.shape != second.shape:
         return False
+    # a thousand roundings of the largest number; in bfloat16 these would be eight times that number, hence the limit
     tolerance = min(1e3 * torch.finfo(first.dtype).eps, 0.05)
     parts = zip(torch.split(first.reshape(-1), _PART), torch.split(second.reshape(-1), _PART), strict=True)
     far = torch.stack([torch.stack([(a - b).abs_().max(), b.abs().max()]) for a, b in parts]).amax(dim=0)
@@ -697,13 +706,13 @@ def mostly_agree(first: torch.Tensor, second: torch.Tensor) -> bool:
 def intermediates_of(predictions: Predictions) -> list[GradientEdge]:
     """Return the first outputs of operations with parameters after positions were selected, at most 3.
 
-    They are (m, n) with n the width that most such outputs have, that of the model. The cotangent of each at a
+    They are (m, n) with n the width of the model, which most such outputs have. The cotangent of each at a
     position depends on the logits' cotangent at this position alone.
     """
-    # outputs of another width, heads' for example, would have other scales, and a control must be worth one coefficient
     m, capture = len(predictions.rows), predictions.capture
     uses = [use for use in capture.before_last_linear if use.selected and use.shape[:-1].numel() == m]
     widths = Counter(use.shape[-1] for use in uses)
+    # outputs of another width, heads' for example, would have other scales, and a control must be worth one coefficient
     widest = [use for use in uses if widths[use.shape[-1]] == max(widths.values())]
     return [use.edge for use in widest[:NUM_INTERMEDIATES]]
 

@@ -41,6 +41,7 @@ class SelectedRows:
         counts = self.counts[start:stop]
         first, longest = self.firsts[start], max(counts)
         part = values[first : first + sum(counts)]
+        # as with one masked token a sequence, or causal sequences of one length: no copy
         if min(counts) == longest:
             return part.reshape(stop - start, longest, part.shape[1])
         sequence = self.rows[first : first + len(part)]
@@ -126,7 +127,7 @@ def squared_norms(
     Several factors are several uses of the parameter in one forward pass: their gradients add before they are squared.
 
     With `separate`, the selected positions' gradients of a parameter that is used once at each of them are squared one
-    by one. The rows' cotangents are those of one position each, so that for independent cotangents of mean 0 the
+    by one. Each row's cotangent belongs to one position, so that for independent cotangents of mean 0 the
     products of two of them that this leaves out have mean 0: the same expectation with less noise, and less work. Where
     the parameter is also looked up by tokens, the result may be negative.
 
@@ -151,7 +152,9 @@ def squared_norms(
     if len(dense) == 1 and dense[0].selected is not None:
         return _ragged_norms(dense[0].values, dense[0].selected, num_sequences, blocks)
     if dense:
-        total = torch.stack([_summed(factor, num_sequences) for factor in dense]).sum(dim=0)
+        values = [(_wide(factor.values), factor.selected) for factor in dense]
+        summed = [part if rows is None else _by_sequence(part, rows, num_sequences) for part, rows in values]
+        total = torch.stack(summed).sum(dim=0)
         return _sums(total.square(), blocks)
     matrices = [factor for factor in outer if not factor.is_index]
     if not matrices and blocks is None and any(factor.selected is not None for factor in outer):
@@ -159,13 +162,13 @@ def squared_norms(
     if separate and len(matrices) == 1 and _is_apart(matrices[0]):
         # a tied embedding: |D + L|^2 = |D|^2 + 2 <D, L> + |L|^2 with D the decoder's part, of which only |D|^2 is taken
         # position by position
-        own = _separate_norms(matrices[0], num_sequences, blocks)
-        return own + _outer_norms(outer, num_sequences, blocks, without_matrices=True)
+        decoder = _separate_norms(matrices[0], num_sequences, blocks)
+        return decoder + _outer_norms(outer, num_sequences, blocks, without_matrices=True)
     return _outer_norms(outer, num_sequences, blocks)
 
 
 def _is_apart(factor: Outer | Dense) -> bool:
-    """Whether the rows are those of selected positions, each once."""
+    """Whether the rows are selected positions, each once."""
     return factor.selected is not None and factor.selected.apart
 
 
@@ -182,6 +185,7 @@ def _separate_norms(factor: Outer | Dense, num_sequences: int, blocks: Parameter
         return _by_sequence(_squares(factor), selected, num_sequences)
     if isinstance(factor, Dense):
         return blocks.sums(_by_sequence(factor.values.double().square(), selected, num_sequences))
+    # block (i, j) of an outer product l r^T has the squared norm |l_i|^2 |r_j|^2, of part i of l and part j of r
     left = _length_squares(factor.left) if blocks.num_rows == 1 else blocks.row_sums(_wide(factor.left).square(), 1)
     right = (
         _length_squares(factor.right) if blocks.num_columns == 1 else blocks.column_sums(_wide(factor.right).square())
@@ -216,11 +220,6 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
     return values.float() if values.is_floating_point() and values.dtype != torch.float64 else values
 
 
-def _summed(factor: Dense, num_sequences: int) -> torch.Tensor:
-    values = _wide(factor.values)
-    return values if factor.selected is None else _by_sequence(values, factor.selected, num_sequences)
-
-
 def _ragged_norms(
     values: torch.Tensor, selected: SelectedRows, num_sequences: int, blocks: ParameterBlocks | None
 ) -> torch.Tensor:
@@ -246,7 +245,7 @@ def _chunks(num_sequences: int, size: int) -> list[tuple[int, int]]:
 def _outer_norms(
     factors: Sequence[Outer], num_sequences: int, blocks: ParameterBlocks | None, *, without_matrices: bool = False
 ) -> torch.Tensor:
-    """Return the squared norms of the sums, or these minus those of the factors that are no lookups."""
+    """Return the squared norms of the sums, less the squared norms of the matrices where these are left out."""
     norms = _zeros(num_sequences, blocks, factors[0].right.device)
     dense = [factor for factor in factors if not factor.is_index]
     tokens = sum(f.left.shape[1] if f.selected is None else max(f.selected.counts) for f in dense)
@@ -297,7 +296,7 @@ def _sliced_norms(
     factors: Sequence[Sliced], num_sequences: int, blocks: ParameterBlocks | None, *, separate: bool
 ) -> torch.Tensor:
     """Return the squared norms of sums over slices. The rows of one sequence and slice make a group with a norm of its
-    own; with `separate` those of one selected row and slice.
+    own; with `separate`, the rows of one selected row and slice.
     """
     separate = separate and all(factor.selected is not None and factor.selected.apart for factor in factors)
     left, right = (torch.cat(parts) for parts in zip(*((f.left, f.right) for f in factors), strict=True))
@@ -393,12 +392,12 @@ def _formed_part_norms(
     matrices: _Pair | None, lookups: _Pair | None, blocks: ParameterBlocks, *, without_matrices: bool
 ) -> torch.Tensor:
     """Return (c, num_blocks) of any blocks, by forming the gradients (c, a, b)."""
-    given = matrices or lookups
-    assert given is not None
-    number, a, b = len(given[1]), len(blocks.rows), len(blocks.columns)
-    gradients = given[1].new_zeros(number, a, b) if matrices is None else matrices[0].mT @ matrices[1]
-    own = blocks.sums(gradients.square().flatten(1)) if without_matrices else 0.0
+    factors = matrices or lookups
+    assert factors is not None
+    number, a, b = len(factors[1]), len(blocks.rows), len(blocks.columns)
+    gradients = factors[1].new_zeros(number, a, b) if matrices is None else matrices[0].mT @ matrices[1]
+    of_matrices = blocks.sums(gradients.square().flatten(1)) if without_matrices else 0.0
     if lookups is not None:
         rows = lookups[0] + a * torch.arange(number, device=gradients.device)[:, None]
         gradients.view(-1, b).index_add_(0, rows.flatten(), lookups[1].reshape(-1, b))
-    return blocks.sums(gradients.square_().flatten(1)) - own
+    return blocks.sums(gradients.square_().flatten(1)) - of_matrices

@@ -27,7 +27,7 @@ class TrackedParameter:
     """A tensor that is a parameter, or one cast, transposed or shifted by a constant, or slices of one."""
 
     name: str  # the parameter's name
-    transposed: bool = False  # whether the tensor's last two axes are those of the parameter in the other order
+    transposed: bool = False  # whether the last two axes are in the other order than in the parameter
     # the slice of the parameter's first axis that it is, or (n,) those that it is made of; None: it is all of it
     slot: int | torch.Tensor | None = None
     viewed: bool = False  # whether it is a vector in another shape
@@ -143,7 +143,7 @@ Rule = Callable[..., Result | None]  # None: the call is not one that the rule k
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a torch function, of what gives a property that of the property."""
+    """Return the name of a torch function; of the getter of a property, the property's name."""
     name: str = getattr(function, "__name__", "")
     return getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else name
 
@@ -236,6 +236,7 @@ def _grouped_mm(
     sequence_ids = context.sequence_ids(mat_a)
     if sequence_ids is None:
         return None
+    # `right=True` passes over experts that got no row, which have the offset of the expert before
     slots = torch.searchsorted(offs, torch.arange(len(mat_a), device=offs.device, dtype=offs.dtype), right=True)
     use = _sliced(context, mat_a, sequence_ids, slots, output_first=handle.transposed)
     return Result(F.grouped_mm(mat_a, mat_b, offs=offs, out_dtype=out_dtype), {handle.name: use})
@@ -304,6 +305,7 @@ def _item(context: RuleContext, input: Any, index: Any) -> Result | None:  # noq
     handle = context.tracked(input)
     if handle is None:
         return None
+    # True is an int, and as an index it adds an axis
     is_number = isinstance(index, int) and not isinstance(index, bool)
     # a mask chooses rows by value, and the slots of these are not known before
     is_index = isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype != torch.bool
@@ -362,7 +364,7 @@ def _view(name: str) -> Rule:
 def _einsum(context: RuleContext, equation: Any, *operands: Any) -> Result | None:
     """Note y = sum over common axes of x and W, where each other axis is one of y.
 
-    As a product of matrices: W has rows of the axes that it shares with x, and columns of those that it gives to y.
+    As a product of matrices: W has rows of the axes that it shares with x, and columns of the axes that only it has.
     """
     # an ellipsis or an implicit output could mean several things
     if not isinstance(equation, str) or "." in equation or "->" not in equation or len(operands) != 2:
@@ -376,25 +378,25 @@ def _einsum(context: RuleContext, equation: Any, *operands: Any) -> Result | Non
     if handle is None or handle != TrackedParameter(handle.name) or context.tracked(x) is not None:
         return None
     shared = [axis for axis in of_weight if axis in of_x]
-    given = [axis for axis in of_weight if axis not in of_x]
-    kept = [axis for axis in output if axis in of_x and axis not in of_weight]
+    from_weight = [axis for axis in of_weight if axis not in of_x]
+    from_x = [axis for axis in output if axis in of_x and axis not in of_weight]
     if (
-        sorted(output) != sorted([*kept, *given])
-        or len(of_x) != len(kept) + len(shared)
-        or not kept
+        sorted(output) != sorted([*from_x, *from_weight])
+        or len(of_x) != len(from_x) + len(shared)
+        or not from_x
         or any(len(set(n)) < len(n) for n in (*names, output))
     ):
         return None
-    rows = x.detach().permute([of_x.index(axis) for axis in (*kept, *shared)]).flatten(len(kept))
-    # gathered rows are known in the order that they have; an equation that permutes x would need that of its own
-    layout = context.layout_of(x, x.shape, len(shared)) if of_x == "".join((*kept, *shared)) else context.layout
+    rows = x.detach().permute([of_x.index(axis) for axis in (*from_x, *shared)]).flatten(len(from_x))
+    # the ids of gathered rows are known in the order of x's axes, which an equation may permute
+    layout = context.layout_of(x, x.shape, len(shared)) if of_x == "".join((*from_x, *shared)) else context.layout
     tokens = layout.tokens(rows, 1)
     if tokens is None:
         return None
-    order = [output.index(axis) for axis in (*kept, *given)]
+    order = [output.index(axis) for axis in (*from_x, *from_weight)]
 
     def contribution(cotangent: torch.Tensor) -> Factor:
-        outputs = layout.tokens(cotangent.permute(order).flatten(len(kept)), 1)
+        outputs = layout.tokens(cotangent.permute(order).flatten(len(from_x)), 1)
         assert outputs is not None
         return Outer(tokens, outputs, layout.selected)
 
@@ -505,6 +507,7 @@ def _embedding(
     index = None if is_shared else layout.tokens(input, 0)
     if index is None or layout.selected is not None or input.ndim < 2:
         return None
+    # counted from the end where it is negative, as torch does
     skipped = None if padding_idx is None else padding_idx % weight.shape[0]
 
     def contribution(cotangent: torch.Tensor) -> Factor:
@@ -632,6 +635,7 @@ def _sum(context: RuleContext, input: Any, other: Any) -> Result | None:  # noqa
         return None
     output = torch.add(input, other)
     if not isinstance(values, torch.Tensor):
+        # a constant, as the 1 that Gemma adds to its gains, changes no gradient: the sum stands for the parameter
         return Result(output, {}, alias=handle)
     return _terms(context, output, values, (parameter, None)) if _is_plain(context, values) else None
 
@@ -701,6 +705,7 @@ def _lstm(
         for direction in range(directions):
             number = layer * directions + direction
             weights = list(params[number * per_direction : (number + 1) * per_direction])
+            # torch's order is input, recurrent, two biases, and a projection where there is one
             biases = [weights.pop(2), weights.pop(2)] if has_biases else [None, None]
             start = (hx[0][number], hx[1][number])
             steps = range(x.shape[1] - 1, -1, -1) if direction else range(x.shape[1])
@@ -723,9 +728,11 @@ def _lstm_direction(
     """Return (B, T, H) outputs and the last state of one layer in one direction."""
     h, c = state
     outputs: dict[int, torch.Tensor] = {}
+    # one product for all steps: only the recurrent part waits for the step before
     driven = context.apply(F.linear, x, weights[0], biases[0])
     for t in steps:
         gates = driven[:, t] + context.apply(F.linear, h, weights[1], biases[1])
+        # in torch's order: input, forget, cell and output gate
         enter, forget, value, leave = gates.chunk(4, dim=1)
         c = forget.sigmoid() * c + enter.sigmoid() * value.tanh()
         h = leave.sigmoid() * c.tanh()

@@ -1,4 +1,4 @@
-"""The signals of the families of language models in transformers: a function for those of one form.
+"""The signals of the families of language models in transformers: a function for each form.
 
 A function gets the model without wrappers and the `Signals` to declare, as the family's forward pass goes: which map
 reads and writes which signal. It returns the last hidden state, which is what `model.base_model` gives. Constants, as
@@ -62,12 +62,14 @@ def modernbert(model: Any, signals: Signals) -> Signal:
     stream = _normed(signals, _STREAM, base.embeddings.norm, embedded)
     for number, layer in enumerate(base.layers):
         where, heads, size = f"layer {number}", config.num_attention_heads, layer.attn.head_dim
+        # the first block has nn.Identity in place of a norm, as the embeddings end with one
         read = _normed(signals, f"{where}: {_ATTENTION}", layer.attn_norm, stream) if number else stream
         *fused, mixed = signals.attention(where, heads=heads, key_value_heads=heads, size=size, rotated=size)
         signals.linear(layer.attn.Wqkv, read, np.concatenate(fused))
         signals.linear(layer.attn.Wo, mixed, stream)
         read = _normed(signals, f"{where}: {_FEED_FORWARD}", layer.mlp_norm, stream)
         gate, value, product = _gated(signals, where, config.intermediate_size, layer.mlp.act)
+        # the half that the activation function takes comes first
         signals.linear(layer.mlp.Wi, read, np.concatenate([gate, value]))
         signals.linear(layer.mlp.Wo, product, stream)
     last = _normed(signals, _FINAL, base.final_norm, stream)
@@ -104,6 +106,7 @@ def gpt_neox(model: Any, signals: Signals) -> Signal:
         size, rotated = attention.head_size, attention.rotary_ndims
         read = _normed(signals, f"{where}: {_ATTENTION}", layer.input_layernorm, stream)
         *fused, mixed = signals.attention(where, heads=heads, key_value_heads=heads, size=size, rotated=rotated)
+        # (heads, 3, size): the rows of the fused weight go by head first, unlike GPT-2's
         by_head = np.stack([signal.reshape(heads, size) for signal in fused], axis=1)
         signals.linear(attention.query_key_value, read, by_head.ravel())
         signals.linear(attention.dense, mixed, stream)
@@ -134,6 +137,7 @@ def opt(model: Any, signals: Signals) -> Signal:
         )
         _project(signals, maps, read, written)
         signals.linear(attention.out_proj, mixed, stream)
+        # `final_layer_norm` is the norm of the feed-forward block: before it here, and after it in OPT-350m
         norm = layer.final_layer_norm if before else layer.self_attn_layer_norm
         read = _normed(signals, f"{where}: {_FEED_FORWARD}", norm, stream)
         stream = stream if before else read
@@ -160,6 +164,8 @@ def llama(model: Any, signals: Signals) -> Signal:
     signals.lookup(base.embed_tokens, stream)
     for number, layer in enumerate(base.layers):
         where, attention, mlp = f"layer {number}", layer.self_attn, layer.mlp
+        # `post_attention_layernorm` is what its name says from Gemma 2 on; elsewhere it is the norm before the
+        # feed-forward block
         before, after = layer.post_attention_layernorm, (None, None)
         if hasattr(layer, "pre_feedforward_layernorm"):
             before, after = layer.pre_feedforward_layernorm, (before, layer.post_feedforward_layernorm)
@@ -180,6 +186,7 @@ def lstm(model: Any, signals: Signals) -> Signal:
     stream = signals.channels("embeddings", base.embeddings.embedding_dim)
     signals.lookup(base.embeddings, stream)
     for sides in zip(base.forwards, *([base.backwards] if base.backwards else []), strict=True):
+        # all that passes a sigmoid or tanh is fixed, so the recurrent weights have no factors
         states, gates = signals.fixed(sides[0].hidden_size), signals.fixed(4 * sides[0].hidden_size)
         for side in sides:
             signals.factors(side.weight_ih_l0, gates, -stream)
@@ -205,6 +212,7 @@ def _offset(norm: nn.Module) -> float:
 def _feed_forward(
     signals: Signals, where: str, first: Any, activation: Any, second: Any, read: Signal, written: Signal
 ) -> None:
+    # transformers' Conv1D has no `out_features`, but always a bias
     width = len(first.bias) if first.bias is not None else first.out_features
     hidden = signals.activated(f"{where}: feed-forward hidden units", width, activation)
     signals.linear(first, read, hidden)
@@ -275,6 +283,7 @@ def _llama_attention(model: Any, signals: Signals, where: str, attention: Any, r
         norm = getattr(attention, "q_norm" if what == "queries" else "k_norm", None)
         if norm is not None:
             after, written[place] = written[place], signals.heads(f"{where}: {what} before their norm", number, size)
+            # one gain serves all heads: declared for each of them, it gives what they write the same factors
             for start in range(0, number * size, size):
                 span = slice(start, start + size)
                 signals.norm(norm, written[place][span], after[span], offset=_offset(norm))

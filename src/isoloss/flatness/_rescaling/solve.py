@@ -46,7 +46,7 @@ def minimum(
 ) -> np.ndarray:
     """Return the z (R,) with rows z = targets that minimizes the sum of exp(logs + a z); there must be one.
 
-    Of several, it is that of least norm, unless the bounds exclude that.
+    Of several it is the one of least norm, unless the bounds exclude that one.
 
     Raises:
         IsolossError: If no z is within the bounds.
@@ -244,7 +244,7 @@ class Minimum:
     value: float  # the smallest trace, under the gauges
     # the greatest lower bound of the trace without gauges, which is `value` where there are none; None: not looked for
     infimum: float | None
-    z: np.ndarray  # (R,) the log-factors; of several with this value, those of least norm
+    z: np.ndarray  # (R,) the log-factors; of several with this value, the ones of least norm
     gauged: tuple[int, ...]  # (G,) the generators that are fixed by a gauge
     # (G, K), each row adding up to 1: gauges @ (log_rms + E z) == 0, the mean of log RMS over the entries of some parts
     gauges: scipy.sparse.csr_array
@@ -383,8 +383,8 @@ class _ConvexProgram:
         ends = np.cumsum([0, *map(len, writers)])
         members = np.concatenate([np.asarray(group, dtype=int) for group in (*writers, [])])
         of_writers = scipy.sparse.csr_array((np.ones(len(members)), members, ends), shape=e.shape[::-1])
-        given = np.zeros((0, e.shape[1])) if equalities is None else equalities
-        rows = scipy.sparse.csr_array(given if scipy.sparse.issparse(given) else np.atleast_2d(given), dtype=float)
+        equal = np.zeros((0, e.shape[1])) if equalities is None else equalities
+        rows = scipy.sparse.csr_array(equal if scipy.sparse.issparse(equal) else np.atleast_2d(equal), dtype=float)
         if start is None:
             start, _ = solve(e[written], n[written], rows, -(e.T @ (n * logs)), np.zeros(rows.shape[0]))
         # shares are compared in the model that all rescaled copies have in common, or the same part would count in one
@@ -464,7 +464,7 @@ class CrossFit:
     derivative there, both by the log-factors, the sum in sample is too small by $b = \operatorname{tr}(H^{-1} C) / 2n$
     on average: the fitted log-factors follow the noise. Those from the other folds miss the minimum by $b F / (F - 1)$.
     The mean of both is too large by $b / (2 (F - 1))$, with eight folds a fourteenth of b. These biases are of second
-    order in the noise, as for any M-estimator; to first order the error is that of the sum at fixed weights.
+    order in the noise, as for any M-estimator; to first order the sum has its error at fixed weights.
     """
 
     minimum: Minimum  # of the shares from all folds
@@ -494,7 +494,7 @@ def cross_fit(
 ) -> CrossFit:
     """Estimate a minimal trace from the sums of each fold.
 
-    Gauges are those of the shares from all folds. A part without a share in the other folds takes its share from all
+    Gauges are taken from the shares of all folds. A part without a share in the other folds takes its share from all
     folds, since there might be no minimum without it. Negative shares count as zero when the log-factors are fitted,
     and as they are in the sums, so the sums are unbiased for given log-factors.
 

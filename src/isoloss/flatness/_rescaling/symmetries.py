@@ -2,11 +2,11 @@
 
 A rescaling gives each signal (the activations between the maps of a network) a factor, or one to each group of its
 dimensions, and each parameter the factors that preserve every map. In logarithms these are linear equations with
-integer coefficients. Of `y = W x + b` the entry W[i, j] has the log-factor of y[i] less that of x[j], and b[i] that of
-y[i]. All that a norm reads has one factor, whichever; what it writes has that of its gain and bias. Logits, and what a
-function that is not homogeneous reads and writes, have the factor 1, and the scores of attention too. What is left to
-solve are parameters with several uses, tied ones among them, and signals that must have one factor. The factors that
-remain free generate all rescalings of this form.
+integer coefficients. Of `y = W x + b` with log-factors f, the entry W[i, j] has f(y[i]) - f(x[j]), and b[i] has
+f(y[i]). All that a norm reads has one factor, whichever; what it writes has the factor of its gain and bias. Logits,
+and what a function that is not homogeneous reads and writes, have the factor 1, and the scores of attention too. What
+is left to solve are parameters with several uses, tied ones among them, and signals that must have one factor. The
+factors that remain free generate all rescalings of this form.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from isoloss.flatness._parameters import ParameterBlocks, counted_parameters
 from isoloss.model_checks import architecture, unwrapped
 from isoloss.registry import RESCALINGS
 
-# For each dimension the number of its log-factor; 0: the factor is 1; -n: the log-factor is minus that of number n.
+# For each dimension the number of its log-factor; 0: the factor is 1; -n: one over the factor of number n.
 Signal = NDArray[np.int64]
 Combination = dict[int, int | Fraction]  # a sum of free log-factors: their coefficients, by number
 
@@ -41,7 +41,7 @@ class Signals:
     """The signals of a network, declared in the order of its forward pass, and the maps between them.
 
     A signal is an array of signed numbers, so that slices and `numpy.concatenate` of signals are signals, as is `-x`,
-    whose factors are one over those of x. A map that is the fusion of several writes the concatenation of theirs.
+    whose factors are one over the factors of x. A fused map writes the concatenation of what its parts write.
 
     Args:
         names: The name of each parameter, by its `id`.
@@ -63,7 +63,8 @@ class Signals:
     def __init__(self, names: Mapping[int, str], units: Collection[str]) -> None:
         self._names, self._units = names, frozenset(units)
         self._labels: list[tuple[str, str]] = [("", "")]  # of each log-factor: of which signal, and of what of it
-        self._solved: dict[int, Combination] = {0: {}}  # those that follow from others
+        # those that follow from others; number 0, the factor 1, is a sum of nothing
+        self._solved: dict[int, Combination] = {0: {}}
         self._factors: dict[str, tuple[Signal, Signal]] = {}  # of parameters, for their rows and columns
         self.offsets: dict[str, float] = {}  # of parameters that hold a gain less an offset
         self.normed: dict[int, Signal] = {}  # what norms read, by the first log-factor
@@ -117,6 +118,7 @@ class Signals:
                 a pair has one factor.
         """
         head, place = np.divmod(np.arange(key_value_heads * size), size)
+        # the planes of rotation are numbered first, then the dimensions that are not turned
         plane = np.where(place < rotated, place % max(rotated // 2, 1), place - rotated // 2)
         if "channel" in self._units:
             members, pairs, unit = head * size + place, head * size + plane, "channel"
@@ -181,6 +183,7 @@ class Signals:
             self._factors[name] = (rows, columns)
             return
         other_rows, other_columns = self._factors[name]
+        # two sums rows[i] + columns[j] are equal everywhere if they are in the first column and in the first row
         for row, other in _distinct(rows, other_rows):
             self._require([row, int(columns[0]), -other, -int(other_columns[0])])
         for column, other in _distinct(columns, other_columns):
@@ -240,8 +243,7 @@ class Signals:
         """Let the sum of log-factors be 0: solve for the latest of them that is free."""
         rest = self._sum((entry, 1) for entry in entries)
         if rest:
-            # declared last: names and generators are then those of the first signals, as a reader of the forward pass
-            # expects
+            # declared last: what stays free are the first signals, by which a reader of the forward pass would name it
             latest = max(rest)
             factor = rest.pop(latest)
             if abs(factor) == 1:  # as always in the families here: integers stay integers
@@ -262,6 +264,7 @@ class Signals:
         known = self._solved.get(number)
         if known is None:
             return {number: 1}
+        # what it was solved for may have been solved since; kept, so that chains are walked once, as in union-find
         if not self._solved.keys().isdisjoint(known):
             known = self._solved[number] = self._sum(known.items())
         return known
@@ -293,7 +296,7 @@ class Rescalings:
     """The rescalings of a model's parameters that leave its function as it is: exp(z_r) is the factor of generator r.
 
     All entries of a part are multiplied by `exp(E z)` of its row of E. Rows are the parts of all measured parameters,
-    in order, and after them those of the other parameters that are rescaled: these have no part in the trace, but a
+    in order, and after them the parts of the other parameters that are rescaled: these have no part in the trace, but a
     rescaling acts on them too.
 
     Attributes:
@@ -397,6 +400,7 @@ def rescalings_of(
             f"parameters has {others[0]}, which is not the name of that parameter in {type(network).__name__}"
         )
     names: dict[int, str] = {}
+    # measured ones first, in the order of the parts of a trace: `_solution` counts on it
     for name, value in [*measured.items(), *named.items()]:
         names.setdefault(id(value), name)
     signals = Signals(names, _UNITS[granularity])
