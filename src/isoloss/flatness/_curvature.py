@@ -292,7 +292,7 @@ def _that_need_gradients(
     values: Sequence[torch.Tensor | None], directions: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the values that can be differentiated, and the directions that go with them."""
-    # a gradient that is constant in all parameters has no graph: that by the decoder's bias, where p is held fixed
+    # a gradient that is constant in all parameters has no graph, such as the decoder bias's where p is held fixed
     pairs = [
         (value, direction)
         for value, direction in zip(values, directions, strict=True)

@@ -300,7 +300,7 @@ def compare(
     named = _named(models)
     stopping = StopCriteria(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
-        # every model reads all of them
+        # the first model would use up a stream
         batches = list(batches)
     first: Outline | None = None
     sample: AuxiliarySample | None = None

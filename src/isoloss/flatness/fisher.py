@@ -201,6 +201,11 @@ def empirical_fisher_trace(
     Raises:
         IsolossError: As for `fisher_trace`.
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
+
+    Example:
+        >>> trace = empirical_fisher_trace(model, batches)
+        >>> trace.value > 0, trace.details["parameters_by_autograd"]
+        (True, [])
     """
     return measure(GivenLabels, model, batches, options, num_probes=1, seed=seed, distributed=distributed)
 
@@ -226,6 +231,7 @@ class _PerSequence(Estimator):
         number = len(batch.clusters)
         square_norms = torch.zeros(number, len(self.columns), dtype=torch.float64)
         controls = torch.zeros(number, self.num_controls, dtype=torch.float64)
+        # with rows all the same: clusters are numbered over all sequences
         if not batch.checked.predicts:
             return BatchSums(square_norms, torch.zeros(number, dtype=torch.int64), controls)
         predictions = self._predictor.forward(batch.checked)

@@ -164,19 +164,19 @@ class _RelativeFlatness(_ByPosition):
 
     @torch.no_grad()
     def values(self, batch: Batch) -> torch.Tensor:
-        found = predict(self.model, batch, Capture({}, batch.predicted), PositionSelection())
-        if found is None or found.hidden is None or found.decoder is None:
+        predictions = predict(self.model, batch, Capture({}, batch.predicted), PositionSelection())
+        if predictions is None or predictions.hidden is None or predictions.decoder is None:
             raise IsolossError(
                 f"the logits of {type(self.model).__name__} are not the output of its last linear map, whose relative "
                 "flatness was asked for"
             )
-        weight = found.decoder.weight.double()
+        weight = predictions.decoder.weight.double()
         squares, variances = weight.square().sum(dim=1), []
-        for logits in torch.split(found.logits, _POSITIONS):
+        for logits in torch.split(predictions.logits, _POSITIONS):
             p = logits.double().softmax(dim=-1)
             # in float64, as the two terms nearly cancel where the model is sure
             variances.append(p @ squares - (p @ weight).square().sum(dim=1))
-        return (found.hidden.double().square().sum(dim=1) * torch.cat(variances)).cpu()
+        return (predictions.hidden.double().square().sum(dim=1) * torch.cat(variances)).cpu()
 
 
 @takes_options

@@ -113,6 +113,7 @@ def largest_eigenvalues(
     if file is not None and (state := file.read()) is not None:
         search.load_state(*state)
         StopCriteria.check_resumed(len(search), max_iterations, "max_iterations")
+    # without rtol, which limits the residual norms here: each step looks at these itself
     limit = StopCriteria(seconds=options.get("seconds"))
     ended = search.run(search.steps(max_iterations), limit, file=file, progress=options.get("progress"))
     if search.converged or search.space.complete:  # with the last product that was allowed, perhaps

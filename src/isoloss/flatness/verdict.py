@@ -111,10 +111,10 @@ def verdict(
         )
         for trace in comparison.traces
     }
-    found = dict(_reasons(comparison, originals, best, chances, names, same_loss, more))
-    if found:
-        text = ["No verdict on which is the flattest.", *found.values(), _next(found)]
-        return Verdict(flattest=None, reasons=tuple(found), text=" ".join([*same, *text]))
+    against = dict(_reasons(comparison, originals, best, chances, names, same_loss, more))
+    if against:
+        text = ["No verdict on which is the flattest.", *against.values(), _next(against)]
+        return Verdict(flattest=None, reasons=tuple(against), text=" ".join([*same, *text]))
     sentence = (
         f"{names[best['trace']]} is the flattest: it has the smallest trace (probability "
         f"{probability(chances['trace'])}) and the smallest minimal trace ({probability(chances['minimal-trace'])}), "

@@ -434,19 +434,19 @@ class SequenceIds:
         outputs = list(tensors_in(output))
         if not followed and sequence_ids is None and all(layout.sequence_ids(value) is None for value in outputs):
             return
-        found: list[torch.Tensor | None] = [None] * len(outputs)
+        moved: list[torch.Tensor | None] = [None] * len(outputs)
         others = [value for value in tensors_in((args, kwargs)) if value.requires_grad and value is not source]
         all_ids = [self._of(value, layout) for value in others]
         if name == "cat" and args and sequence_ids is not None:
             parts = [self._of(part, layout) for part in args[0]]
             if len(known := [part for part in parts if part is not None]) == len(parts):
-                found = [torch.cat(known, *args[1:], **kwargs)]
+                moved = [torch.cat(known, *args[1:], **kwargs)]
         elif sequence_ids is not None and not any(value in self._ids and self._ids[value] is None for value in others):
             with contextlib.suppress(RuntimeError, IndexError, TypeError):  # what does not fit is lost
-                found = _moved(name, function, args, kwargs, source, sequence_ids, outputs)
-                if not _agree(name, args, others, all_ids, found):
-                    found = [None] * len(outputs)
-        for value, of_value in zip(outputs, found, strict=True):
+                moved = _moved(name, function, args, kwargs, source, sequence_ids, outputs)
+                if not _agree(name, args, others, all_ids, moved):
+                    moved = [None] * len(outputs)
+        for value, of_value in zip(outputs, moved, strict=True):
             if not value.is_floating_point():
                 continue
             # ids are kept only where the shape would say something else, so that most activations cost nothing

@@ -102,7 +102,7 @@ def plain_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
 def _arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
     inputs = dict(batch.inputs)
     if "use_cache" not in inputs and "use_cache" in inspect.signature(architecture(model).forward).parameters:
-        # a cache copies keys and values, and transformers lets packed documents attend to themselves alone without one
+        # transformers keeps packed documents apart only without a cache, which would also copy keys and values
         inputs["use_cache"] = False
     return inputs
 
@@ -405,10 +405,10 @@ class GhostNorms:
         hooks = [use.edge.node.register_prehook(collector.receiver(use)) for use in capture.uses]
         if not keep:
             capture.uses.clear()  # each hook alone holds its activations then, and lets go of them once it has run
-        kept = dict(enumerate(intermediates))
+        watched = dict(enumerate(intermediates))
         if states is not None and states.requires_grad:  # only the decoder leads from them to the logits
-            kept[HIDDEN] = get_gradient_edge(states)
-        for index, edge in kept.items():
+            watched[HIDDEN] = get_gradient_edge(states)
+        for index, edge in watched.items():
             hooks.append(edge.node.register_prehook(partial(collector.keep, index, edge.output_nr)))
         try:
             # to the leaves, not the parameters: the hooks have what is wanted, and no parameter's gradient is formed

@@ -149,6 +149,7 @@ def squared_norms(
     whole: list[Outer | Dense] = [*dense, *outer]
     if separate and len(whole) == 1 and _is_apart(whole[0]):
         return _separate_norms(whole[0], num_sequences, blocks)
+    # in chunks: of the decoder's bias a row has V numbers, and the sums (B, V) may be as large as the logits
     if len(dense) == 1 and dense[0].selected is not None:
         return _ragged_norms(dense[0].values, dense[0].selected, num_sequences, blocks)
     if dense:

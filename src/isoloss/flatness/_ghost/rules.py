@@ -544,11 +544,11 @@ def _elementwise(
     shape = tuple(parameter.shape)
     if len(shape) == output.ndim and shape[0] == 1:
         shape = shape[1:]
-    kept = output.shape[output.ndim - len(shape) :]
+    trailing = output.shape[output.ndim - len(shape) :]
     layout = context.layout_of(values, output.shape, len(shape))
-    if layout.tokens(output.detach(), len(shape)) is None or len(kept) != len(shape):
+    if layout.tokens(output.detach(), len(shape)) is None or len(trailing) != len(shape):
         return None
-    broadcast = [i - len(shape) for i, (of, to) in enumerate(zip(shape, kept, strict=True)) if of != to]
+    broadcast = [i - len(shape) for i, (of, to) in enumerate(zip(shape, trailing, strict=True)) if of != to]
 
     def contribution(cotangent: torch.Tensor) -> Factor:
         products = cotangent if scale is None else cotangent * scale()
@@ -692,6 +692,8 @@ def _lstm(
     batch_first: bool = False,
 ) -> Result | None:
     """Unroll the layer into linear maps, each of which has a rule. Packed sequences are not known."""
+    # packed sequences have their batch sizes in this place. Dropout needs no rule: `refuse_dropout` has seen that it is
+    # off
     if isinstance(hx, torch.Tensor) or context.layout.selected is not None:
         return None
     x = input if batch_first else input.transpose(0, 1)

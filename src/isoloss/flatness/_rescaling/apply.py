@@ -264,12 +264,12 @@ def _parts(model: nn.Module, rescalings: Rescalings) -> Iterator[tuple[str, floa
     """Yield each parameter: its name, its offset, the rows of its parts, and the part of each entry among them."""
     network = unwrapped(model)
     names = {id(value): name for name, value in network.named_parameters()}
-    found = {name.replace("_orig_mod.", ""): value for name, value in network.named_parameters(remove_duplicate=False)}
+    values = {name.replace("_orig_mod.", ""): value for name, value in network.named_parameters(remove_duplicate=False)}
     first = 0
     for key in rescalings.parameters:
-        if key not in found:
+        if key not in values:
             raise IsolossError(f"{type(network).__name__} has no parameter {key}, which is to be rescaled")
-        value, split = found[key], rescalings.parameter_blocks.get(key)
+        value, split = values[key], rescalings.parameter_blocks.get(key)
         parts, number = np.zeros((1,) * value.ndim, dtype=np.int64), 1
         if split is not None:
             table = split.rows[:, None] * split.num_columns + split.columns

@@ -300,17 +300,17 @@ def minimize(
     gauged, gauges = ([], none) if like is None else (list(like.gauged), like.gauges)
     # which parts can vanish depends on which have a share, and on no share's size
     if like is not None and np.array_equal(program.active, like.weights > 0):  # which is all that decides it
-        vanishing, left = like.vanishing, np.zeros_like(like.vanishing)
+        vanishing, receding = like.vanishing, np.zeros_like(like.vanishing)
     else:
         vanishing, direction = program.recession(none)
-        left, direction = program.recession(gauges) if gauged else (vanishing, direction)
+        receding, direction = program.recession(gauges) if gauged else (vanishing, direction)
     # each gauge takes one direction along which the trace falls forever; others may be left
-    while left.any():
-        generator, parts = program.gauge(left, direction, gauged)
+    while receding.any():
+        generator, parts = program.gauge(receding, direction, gauged)
         mean = np.where(parts, program.sizes, 0) / program.sizes[parts].sum()
         gauged.append(generator)
         gauges = scipy.sparse.vstack([gauges, scipy.sparse.csr_array(mean[None])], format="csr")
-        left, direction = program.recession(gauges)
+        receding, direction = program.recession(gauges)
     z, value = program.smallest(program.active, gauges, program.start if like is None else like.z)
     infimum = None if like is not None else value
     if like is None and gauged:
