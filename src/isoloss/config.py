@@ -137,6 +137,7 @@ def check(config: Any, path: str = "") -> None:
             if bounds is not None and item is not None and item not in bounds:
                 finite = "" if math.isfinite(item) else "finite, "
                 raise IsolossError(f"{name} is {item!r}; it must be {finite}{bounds}{_or(choices)}")
+    # last, as the rules rely on every field being one that the config can have
     if rules := getattr(config, "check_fields", None):
         rules()
 

@@ -42,6 +42,7 @@ def printable(text: str) -> str:
 
 def warn(message: str) -> None:
     """Issue an `IsolossWarning`."""
+    # not the function that warns but whoever called it is named as the place
     warnings.warn(message, IsolossWarning, stacklevel=3)
 
 

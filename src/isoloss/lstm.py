@@ -49,6 +49,7 @@ class LSTMPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 
     config_class = LSTMConfig
     base_model_prefix = "lstm"
+    # by this name, get_input_embeddings of transformers finds them
     _input_embed_layer = "embeddings"
     _supports_sdpa = True  # there is no attention: any kernel will do, see LSTMModel
 

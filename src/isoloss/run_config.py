@@ -311,6 +311,7 @@ class TrainConfig:
             raise IsolossError(f"compiled is on and {reason}: leave compiled out")
         for number, stage in enumerate(self.stages):
             self._check_stage(f"stages[{number}]", stage)
+        # of a run with stages, each stage was checked with its own steps, optimizer and algorithm
         if not self.stages:
             self.optimizer.check_steps(self.steps)
             self.algorithm.check_run(self)

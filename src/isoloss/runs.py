@@ -165,6 +165,7 @@ class Run:
             return
         if (self.path / "study.json").is_file():
             raise IsolossError(f"{self.path} holds a study and cannot hold a run: choose another directory")
+        # names with a dot are our own: the lock, and what is unfinished
         if self.path.is_dir() and any(not p.name.startswith(".") for p in self.path.iterdir()):
             raise IsolossError(f"{self.path} is not empty and holds no run: choose another directory")
 
@@ -175,6 +176,7 @@ class Run:
             IsolossError: The folder holds a run of another config (the differing fields are named), or other files.
         """
         if self.exists:
+            # not by fingerprint, which could not say what differs
             differing = configs.differences(config, self.config)
             if differing:
                 raise IsolossError(

@@ -120,6 +120,8 @@ def main(arguments: list[str]) -> int:
     from isoloss.lab.evaluation.context import ModelInfo
     from isoloss.lab.evaluation.flatness import measure_flatness
 
+    # each model is loaded once for these facts and once more when it is measured, so that only one is in memory at a
+    # time
     models = [ModelInfo.of(_load(args, name)) for name in args.models]
     context = _context(args, models)
     inputs = context.inputs(trace.num_sequences, trace.seed)

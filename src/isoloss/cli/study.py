@@ -159,8 +159,10 @@ class _Run(_Working):
         folder.check()
         # refuses a folder of something else before anything is written into it
         folder.exists()
+        # an executor that is not there, too, is refused before anything is written
         execute: Executor = EXECUTORS.load(self.executor)
         settings = self.executor_options(folder, address=self.address, submit_parameters=self._submit_parameters())
+        # waiting, as several executors may be started on one new folder at the same time
         with files.lock(folder.path, wait=True):
             folder.write_plan()
             units = folder.plan()
@@ -292,6 +294,7 @@ class _Verify(_Command):
         for name, problem in folder.verify():
             checks.append({"check": name, "problem": problem})
             if not self.json:
+                # as they come: measuring again takes minutes
                 common.say(f"{'ok  ' if problem is None else 'FAIL'}  {name}" + (f": {problem}" if problem else ""))
         failed = sum(check["problem"] is not None for check in checks)
         if self.json:
@@ -470,6 +473,7 @@ def _external_study(name: str, checkpoints: Sequence[str], data: Path) -> str:
     for checkpoint in checkpoints:
         folder = Path(checkpoint).expanduser()
         plain = re.sub(r"[^\w.-]+", "-", folder.resolve().name if folder.is_dir() else checkpoint).strip("-.")
+        # folders of several runs are all called checkpoint-1000: a number tells them apart
         if plain in called or not plain:
             plain = f"{plain or 'checkpoint'}-{len(called) + 1}"
         called[plain] = checkpoint
@@ -619,6 +623,7 @@ def _watch(folder: StudyFolder, as_json: bool) -> int:
     from isoloss.studies.status import remaining
 
     def line(states: Sequence[UnitStatus]) -> str:
+        # with as many workers as units are running now, since nothing says how many there are
         left = remaining(states, max(1, sum(status.state == "running" for status in states)))
         return f"{_counts(states)}; about {_duration(left.with_workers)} left"
 
@@ -697,6 +702,7 @@ def _emit_summary(folder: StudyFolder, page: Path, complete: Collection[int] | N
     if results.blocks_done < results.blocks:
         common.say(f"interim: {results.blocks_done} of {results.blocks} blocks are done; verdicts follow when all are")
     common.say(f"report: {page}")
+    # the answer comes last, where a terminal still shows it after pages of tables
     for sentence in summary.answer:
         common.say_wrapped(sentence)
     return 0

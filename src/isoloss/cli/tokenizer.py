@@ -63,6 +63,7 @@ def main(arguments: list[str]) -> int:
     )
     if len(tokenizer) < args.vocab_size:
         warn(f"the tokenizer has {len(tokenizer):,} tokens, not {args.vocab_size:,}: the texts hold no more")
+    # only the finished tokenizer tells the same command from another one
     if not _is_there(args.output, tokenizer):
         with files.new_output(args.output) as folder:
             tokenizer.save_pretrained(folder)

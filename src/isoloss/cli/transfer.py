@@ -139,6 +139,7 @@ def main(arguments: list[str]) -> int:
     if args.output is not None:
         files.check_writable(args.output)
     common.use_threads(args.threads)
+    # before any model is loaded: a mistake in the task is told at once
     tasks = Tasks(args, models)
     from isoloss.lab.training.train import Interrupted
     from isoloss.lab.transfer.compare import compare_accuracy
@@ -151,6 +152,7 @@ def main(arguments: list[str]) -> int:
             common.note(f"stopped after {stop.step} steps of {subject.name}; progress is saved. To resume:")
             common.note("  " + common.command("transfer", *arguments))
             return interrupts.status()
+        # at once: measuring the next model may fail
         if args.output is not None:
             _save(args, args.output, subject, *results[subject.name])
     compared = None
@@ -213,6 +215,7 @@ def method_config(args: Args) -> Any:
     config = METHODS[args.method]
     preset = None if args.preset is None else load_preset(args.preset).method(args.method)
     settings: dict[str, Any] = dict(args.classifier)
+    # the defaults of a dataclass are attributes of the class, so `hasattr` knows its fields
     if unknown := [option_name(name) for name in settings if not hasattr(config, name)]:
         raise IsolossError(f"{', '.join(unknown)}: no effect with --method {args.method}")
     if "warmup_proportion" in settings:
@@ -326,6 +329,7 @@ class Tasks:
         num_train = preset.num_train if preset and args.num_train is None else args.num_train
         if preset:
             base = task.removesuffix(LATENT)
+            # the paper's name stands for one of ours, and what follows it, such as -latent, is kept
             task = preset.tasks.get(base, base) + task[len(base) :]
         numbers = {"num_train": num_train, "num_test": args.num_test}
         redraw = sentences.test_redraw
@@ -411,9 +415,11 @@ def _source(args: Args, registered: TextTask | None) -> TextTask:
         base,
         test=given.test_data,
         text=given.text or base.text,
+        # with a column of one's own, the pair and the other columns of a registered task would be of other data
         pair=given.pair if given.text else given.pair or base.pair,
         label=given.label or base.label,
         train_split=given.train_split or base.train_split,
+        # test data of one's own need not have the split of the registered task
         test_split=given.test_split or (base.test_split if given.test_data is None else None),
         other_columns=() if given.text or given.pair or given.label else base.other_columns,
     )

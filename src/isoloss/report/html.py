@@ -18,7 +18,8 @@ from isoloss.report import data, save
 from isoloss.report.charts import VERSION, Spec
 from isoloss.report.data import Column
 
-# the class and the sign of each verdict: the sign and the words carry it, not the color
+# by the values of `isoloss.studies.claims.Verdict`, which this layer may not import, the class and the sign of each:
+# the sign and the words carry the verdict, not the color
 _BADGES = {
     "shown": ("shown", "✓"),
     "not shown": ("not-shown", "○"),
@@ -122,6 +123,7 @@ def render(
             columns=("Run", "Group", "Size", "Parameters", "Step", *(m.axis_title for m in shown)),
             keys=(*data.COLUMNS, *(m.name for m in shown)),  # of the columns, in the files that the reader saves
             units={m.name: "fraction" if m.percent else m.unit for m in shown},
+            # several charts may show the same rows: they are in the page once, and its script puts them back
             specs=[spec | {"datasets": list(spec["datasets"])} for spec in specs],
             datasets={name: _by_column(rows) for name, rows in datasets.items()},
             configs=configs or {},

@@ -226,6 +226,7 @@ def provenance(folder: StudyFolder, results: Results) -> dict[str, Any]:
     made: dict[str, dict[str, Any]] = {}  # most often one; a study that went on with another version has two
     for name in results.experiments:
         record = {key: results.run(name).record[key] for key in ("versions", "commit")}
+        # by its JSON, as a dictionary is no key
         made.setdefault(json.dumps(record), {**record, "runs": []})["runs"].append(name)
     seconds = [line.get("seconds", 0.0) for name in results.experiments for line in results.run(name).log_lines()]
     return {

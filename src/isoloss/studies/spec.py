@@ -185,6 +185,7 @@ class Study:
     block_name: str = ""
 
     def __post_init__(self) -> None:
+        # checked here, when the file is loaded: these are called only once all units are done, perhaps days later
         for name in ("contrasts", "measures", "answer", "tables"):
             value = getattr(self, name)
             if value is not None and not callable(value):

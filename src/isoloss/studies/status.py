@@ -146,10 +146,12 @@ def _records(units: Iterable[Unit], leases: Leases, last: Mapping[str, Last]) ->
 
 def _summary(records: Sequence[tuple[Unit, Mapping[str, Any]]]) -> dict[str, float]:
     """Return the ratio of measured to expected seconds, the largest memory and the mean disk space of some units."""
+    # a ratio of sums: in a mean of ratios, a unit of a second would count as much as one of an hour
     expected = sum(unit.seconds for unit, _ in records)
     summary = {"factor": sum(record["seconds"] for _, record in records) / expected if expected else 1.0}
     for kind in ("memory", "gpu_memory"):
         if amounts := [record[kind] for _, record in records if kind in record]:
+            # memory must do for the largest unit; disk space adds up, so below it is the mean that counts
             summary[kind] = max(amounts)
     if amounts := [record["disk"] for _, record in records if "disk" in record]:
         summary["disk"] = sum(amounts) / len(amounts)

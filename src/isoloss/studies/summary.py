@@ -205,6 +205,7 @@ def _cells(answer: Answer) -> list[tuple[str, str]]:
             "" if difference.stderr == 0 else interval(difference),
             _p_text(answer.p_value),
             "primary" if answer.is_primary else _p_text(answer.p_adjusted),
+            # an effect that could be found has no error of its own: two digits will do
             "" if answer.detectable is None else _size(answer.detectable, answer.detectable),
             "" if answer.below is None else _size(answer.below, difference.stderr),
             "" if answer.adjusted is None else number(answer.adjusted),

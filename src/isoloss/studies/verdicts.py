@@ -16,6 +16,7 @@ from isoloss.studies.results import Pair, change, loss_key, mean
 
 ALPHA = 0.05  # the level of all tests
 
+# the page prints this: it has to say what `judge`, `_corrected` and `answer` do
 RULE = (
     "A claim is shown if p < 0.05 and the measured difference is on the claimed side of the margin, and contradicted "
     "if p < 0.05 and it is on the other side. Otherwise it is not shown: the measurement is too imprecise to tell. For "
@@ -83,6 +84,7 @@ def p_value(difference: Estimate, direction: Direction, margin: float = 0.0) -> 
     # by the general rule p would be 1 here, but the margin itself counts as within
     if difference.stderr == 0 and _at_the_edge_of_no_change(beyond, direction):
         return 0.0
+    # the distance from the edge of the margin, against 0
     return significance.p_value(dataclasses.replace(difference, value=beyond))
 
 
@@ -252,6 +254,7 @@ def _unjudged(each: Answer) -> Answer:
 
 def _corrected(results: Sequence[ClaimResult], primary: Answer | None) -> tuple[ClaimResult, ...]:
     """Return the results with verdicts by Holm-adjusted p-values, except for the primary one."""
+    # the tests of equal loss are not among them: they give no verdict, and can only withhold one
     others = {
         str((i, j)): each.p_value
         for i, result in enumerate(results)
