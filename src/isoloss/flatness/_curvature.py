@@ -164,7 +164,7 @@ class MeanLoss:
             return self._mean(of_batch, "the Gauss-Newton matrix's product")
 
     def quadratic_forms(self, vector: torch.Tensor, *, hessian: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what each of N clusters adds to v^T A v of a vector v (P,), times the number of positions.
+        """Return each cluster's part of v^T A v of a vector v (P,), times the number of positions.
 
         Returns:
             (N,) float64 the sums over a cluster's predicted positions of their own v^T A v, and (N,) their number: the

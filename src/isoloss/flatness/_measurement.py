@@ -69,7 +69,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Options(TypedDict, total=False):
-    """What the measures of flatness take besides their own arguments; what is left out is None.
+    """The arguments that all measures of flatness have in common; one that is left out is None.
 
     Samples are clusters of sequences, batches (`sam_sharpness`, and `hessian_trace` by the published code), or random
     probes that each see all inputs (`noise_sharpness`, `spectral_density`).
@@ -155,7 +155,7 @@ class StopCriteria:
 
 
 class Accumulation(abc.ABC):
-    """What a measurement has summed up, item by item: batches, probes, or the steps of a method."""
+    """The sums of a measurement, to which items are added: batches, probes, or the steps of a method."""
 
     seconds = 0.0  # the time that it has taken
     done = 0  # what `progress` is told: how many sequences, probes or steps
@@ -270,7 +270,7 @@ class Probes(Accumulation):
         self.seconds, self._rows = document["seconds"], list(tensors["values"])
 
     def items(self, number: int) -> Iterable[int]:
-        """Return what `add` is given until there are `number` probes."""
+        """Return the items for `add` until there are `number` probes."""
         return range(len(self), number)
 
     def take(
@@ -292,7 +292,7 @@ class Probes(Accumulation):
 
 
 def model_details(model: nn.Module, counted: Sequence[nn.Parameter], *, causal: bool) -> dict[str, Any]:
-    """Return what the details of every measure say of the model."""
+    """Return the details about the model, which every measure has."""
     return {
         "device": str(device_of(model)),
         "dtype": str(counted[0].dtype).removeprefix("torch."),
@@ -333,7 +333,7 @@ class ResumeFile:
         self._written, self._pause = time.perf_counter(), _EVERY_SECONDS
 
     def read(self) -> State | None:
-        """Return what the file holds, or None where there is none."""
+        """Return the state in the file, or None where there is no file."""
         if not self._path.exists():
             return None
         try:
@@ -434,7 +434,7 @@ _OVERTIME = 10  # times its time limit, and at least a second, that a measuremen
 
 
 class BatchSums(NamedTuple):
-    """What a source gives for a batch of B sequences; or for a batch that is one sample, with one row or none."""
+    """The terms of a batch of B sequences; of a batch that is one sample, with one row or none."""
 
     values: torch.Tensor  # (B, K) what each sequence adds to the numerator, on the CPU
     positions: torch.Tensor  # (B,) what it adds to the denominator: predicted positions
@@ -444,7 +444,7 @@ class BatchSums(NamedTuple):
 
 
 class Estimator(abc.ABC):
-    """Where the terms come from; a context manager, inside which the model may be changed."""
+    """Measures a batch at a time; a context manager, inside which the model may be changed."""
 
     method: str  # what the result calls it
     parts: tuple[str, ...] = ()  # names of the sums, where there are two
@@ -518,11 +518,11 @@ class Estimator(abc.ABC):
                 yield name, gradient.to_dense() if gradient.is_sparse else gradient
 
     def identity(self) -> dict[str, Any]:
-        """Return what else decides the result, for the resume file."""
+        """Return further settings that decide the result, for the resume file."""
         return {}
 
     def details(self) -> dict[str, Any]:
-        """Return what the result's details say of how it was done."""
+        """Return the details of the result about how it was measured."""
         return {"parameters_without_gradient": [name for name in self.parameters if name not in self.reached]}
 
 
@@ -530,7 +530,7 @@ class Measurement(Accumulation):
     """A ratio of a model's terms over a stream of batches; it runs once.
 
     Args:
-        source: Where the terms come from. Where it has `parameter_blocks`, every cluster's terms are kept: N K numbers.
+        source: Measures the batches. Where it has `parameter_blocks`, every cluster's terms are kept: N K numbers.
         distributed: As for `isoloss.flatness.fisher_trace`.
         auxiliary_sample: See there.
         finish: Makes the estimate that is returned, watched for `rtol`, and carried by an interruption, from that of
@@ -828,7 +828,7 @@ def measure(
     finish: Finish | None = None,
     **arguments: Any,
 ) -> Estimate:
-    """Return what an estimator of this kind, made with these further `arguments`, gives for the batches.
+    """Return the estimate over the batches by an estimator of this kind, made with these further `arguments`.
 
     A `finish` (see `Measurement`) takes `parameter_blocks` among them.
     """

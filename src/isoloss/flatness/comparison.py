@@ -80,7 +80,7 @@ class TraceComparison(Comparison):
 
     @property
     def by_measure(self) -> dict[str, Comparison]:
-        """What the measures `trace` and `minimal-trace` find of each model by itself, for each that was measured."""
+        """A comparison by each of the measures `trace` and `minimal-trace` that was taken."""
         by_measure = {"trace": Comparison({m: {n: e[n] for n in _OF_TRACE} for m, e in self.models.items()}, "trace")}
         if "minimal-trace" in self.names:
             least = {m: {title: e[n] for n, title in _OF_MINIMAL.items()} for m, e in self.models.items()}
@@ -190,7 +190,7 @@ class InterruptedComparison(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Outline:
-    """What models must have in common for their losses and traces per token to be comparable."""
+    """The properties that models must share for their losses and traces per token to be comparable."""
 
     name: str  # what the model is called
     causal: bool  # whether it predicts next tokens, not masked ones

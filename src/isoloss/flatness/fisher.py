@@ -273,7 +273,7 @@ class ExactLabels(_PerSequence):
     num_controls = controls.NUM_CONTROLS
 
     def details(self) -> dict[str, Any]:
-        """Return what every source does, and the further probes of the last layer."""
+        """Return the details, with the number of further probes of the last layer."""
         return {**super().details(), "tail_probes": self.choices.get("tail_probes", 0)}
 
     def _probe(

@@ -134,7 +134,7 @@ class _WithResidual(ExactLabels):
 
 
 class _PublishedCode(Estimator):
-    """What the paper's published code does: one probe per batch."""
+    """The estimator of the paper's published code: one probe per batch."""
 
     method = "Hessian, the published code"
     by_batch = True

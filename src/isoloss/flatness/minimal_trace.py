@@ -289,7 +289,7 @@ def minimal_trace(
     batches: Iterable[Mapping[str, Any]],
     num_sequences: int | None,
 ) -> MinimalTraceEstimator:
-    """Return what makes the minimal trace of a model on the first sequences of batches.
+    """Return the estimator of a model's minimal trace on the first sequences of batches.
 
     Raises:
         IsolossError: `rescaling` is not one, the model has no known rescalings, or the sums over each sequence by part

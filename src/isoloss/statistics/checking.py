@@ -1,4 +1,4 @@
-"""What the statistics of this package require of numbers, with one sentence for each that does not do."""
+"""Checks of the numbers that statistics are taken of, each with one sentence where they fail."""
 
 from __future__ import annotations
 

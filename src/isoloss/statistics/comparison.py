@@ -225,7 +225,7 @@ def _paired(
 
 
 def _unexplained(estimate: Estimate) -> float:
-    """Return what of the squared error is not in the influence, such as the residual of an eigenvalue."""
+    """Return the part of the squared error that is not in the influence, such as the residual of an eigenvalue."""
     assert estimate.influence is not None
     n, square = estimate.samples, estimate.stderr**2
     # where the error is the larger of two, over clusters and over blocks, the influence may be by the other one
@@ -363,7 +363,7 @@ class Comparison:
 
 
 def label(measure: str, name: str, names: Sequence[str]) -> str:
-    """Return what an estimate is called beside the estimates of other measures.
+    """Return the name of an estimate beside the estimates of other measures.
 
     Example:
         >>> label("spectral-density", "trace", ("trace", "squared-frobenius-norm"))

@@ -169,7 +169,7 @@ def signed(difference: Estimate) -> str:
 
 
 def samples_of(estimate: Estimate) -> str:
-    """Return what the error of an estimate rests on, e.g. 64 sequences; nothing where it is exact.
+    """Return the samples that an error rests on in words, e.g. 64 sequences; nothing where the estimate is exact.
 
     Example:
         >>> samples_of(Estimate(value=0.5, stderr=0.01, samples=9, unit="nats", num_predictions=9, method="loss"))

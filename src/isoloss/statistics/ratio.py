@@ -375,7 +375,7 @@ class ColumnRatios:
 
     @property
     def total(self) -> float:
-        """What `fold_sums` is divided by: the number of predicted positions."""
+        """The number of predicted positions, by which `fold_sums` are divided."""
         return self.fit.total
 
     def weighted(self, weights: torch.Tensor) -> Weighted:
@@ -635,7 +635,7 @@ class ClusteredRatioEstimator:
         return self._best(blocks)[0]
 
     def columns(self, blocks: torch.Tensor | None = None) -> ColumnRatios:
-        """Return what gives the estimate of any weighted sum of the parameters."""
+        """Return the columns' ratios, from which the estimate of any weighted sum of the parameters follows."""
         _, fit, fitted = self._best(blocks)
         return ColumnRatios(fit, fitted, fit.summed(torch.cat(self._rows)[:, : self._num_parameters]))
 

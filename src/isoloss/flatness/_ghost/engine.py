@@ -53,7 +53,7 @@ _FEWEST_POSITIONS = 3  # of which one keeps its logits while the first and the l
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model predicts for a batch, with the graph of the forward pass: drop it before the next one."""
+    """A model's predictions for a batch, with the graph of the forward pass: drop them before the next one."""
 
     logits: torch.Tensor  # (m, V) with their graph, in the model's dtype
     rows: torch.Tensor  # (m,) the sequence of each predicted position, ascending
@@ -196,7 +196,7 @@ def _check_finite(logits: torch.Tensor, rows: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class SquaredNorms:
-    """What one backward pass gave."""
+    """The results of one backward pass."""
 
     by_column: torch.Tensor  # (B, K) float64 on the CPU: squared gradient norms of each sequence, by column
     # (m, d) the cotangent times the decoder's weight; None where there is no decoder
@@ -398,7 +398,7 @@ class GhostNorms:
         separate: bool = False,
         keep: bool = True,
     ) -> Collector:
-        """Return what a backward pass by the rules gives: norms (B, K), zero for slow parameters, and cotangents."""
+        """Return the norms (B, K) of a backward pass by the rules, 0 for slow parameters, and the kept cotangents."""
         capture, states = predictions.capture, predictions.hidden_states
         collector = Collector(capture, self.columns, predictions.num_sequences, cotangent.device, separate=separate)
         # a prehook sees the cotangent of the use's output when the backward pass comes to its node
@@ -745,7 +745,7 @@ class Collector:
         self._waiting: dict[str, list[factors.Factor]] = {}
 
     def receiver(self, use: ParameterUse) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
-        """Return what takes the cotangent of a use, once; after that it no longer holds the activations."""
+        """Return a hook that takes the cotangent of a use, once, and then lets go of the activations."""
         waiting = [use]
 
         @torch.no_grad()

@@ -109,7 +109,7 @@ Contribution = Callable[[torch.Tensor], Factor]
 
 @dataclass(frozen=True)
 class Result:
-    """What a function returned, and how the cotangent of that gives each parameter's factor of the gradient."""
+    """A function's output, and how the cotangent of it gives each parameter's factor of the gradient."""
 
     output: Any  # the function's result
     # by parameter; empty where `alias` says that the result is the parameter again
@@ -118,7 +118,7 @@ class Result:
 
 
 class RuleContext(Protocol):
-    """What a rule may ask: which tensors are parameters, how the tokens lie, and to apply a function with its rule."""
+    """The context of a rule: which tensors are parameters, how the tokens lie, and other functions with their rules."""
 
     layout: Layout  # how the tokens lie at this point
 

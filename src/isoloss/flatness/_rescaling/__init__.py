@@ -1,1 +1,1 @@
-"""What may be rescaled in a model without changing what it computes; private to `isoloss.flatness`."""
+"""Rescalings of a model that do not change its function; private to `isoloss.flatness`."""

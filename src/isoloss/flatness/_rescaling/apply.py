@@ -55,7 +55,7 @@ def rescaled(model: nn.Module, rescalings: Rescalings, z: ArrayLike) -> dict[str
 def rescaled_values(
     model: nn.Module, values: Mapping[str, torch.Tensor], rescalings: Rescalings, z: ArrayLike
 ) -> dict[str, torch.Tensor]:
-    """Return what the values of the model's parameters are after a rescaling; as `rescaled`, of other values."""
+    """Return given values of the model's parameters after a rescaling; otherwise like `rescaled`."""
     z = np.asarray(z, dtype=np.float64)
     if z.shape != (len(rescalings.names),) or not np.isfinite(z).all():
         raise IsolossError(f"z has the shape {z.shape}; it has {len(rescalings.names)} finite log-factors")
@@ -233,7 +233,7 @@ def logits_of(network: nn.Module, values: Mapping[str, torch.Tensor], inputs: Ma
 
 
 def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a model takes of a batch for its logits, on its device, without a cache, as in a measurement."""
+    """Return the model's arguments for a batch, on its device and without a cache, as in a measurement."""
     caches = "use_cache" in inspect.signature(architecture(model).forward).parameters
     return ({"use_cache": False} if caches else {}) | {
         name: value.to(device_of(model)) if isinstance(value, torch.Tensor) else value

@@ -205,7 +205,7 @@ def _normed(signals: Signals, label: str, norm: nn.Module, read: Signal) -> Sign
 
 
 def _offset(norm: nn.Module) -> float:
-    """Return what Gemma's norms add to their weight."""
+    """Return the number that the norm adds to its weight, as Gemma's do."""
     return 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
 
 
@@ -295,7 +295,7 @@ def _llama_attention(model: Any, signals: Signals, where: str, attention: Any, r
 
 
 def _llama_gated(signals: Signals, where: str, mlp: Any, size: int, read: Signal) -> Signal:
-    """Return what the down-projection reads."""
+    """Return the input of the down-projection."""
     if hasattr(mlp, "gate_up_proj"):
         gate, value, product = _gated(signals, where, size, mlp.activation_fn)
         signals.linear(mlp.gate_up_proj, read, np.concatenate([gate, value]))

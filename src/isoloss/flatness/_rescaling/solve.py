@@ -350,7 +350,7 @@ def responses(
 
 @dataclass(frozen=True)
 class _ConvexProgram:
-    """What `minimize` is given, and its steps."""
+    """The arguments of `minimize`, and its steps."""
 
     shares: np.ndarray  # (K,)
     exponents: scipy.sparse.csr_array  # (K, R)

@@ -82,13 +82,13 @@ class Signals:
         return self._new(label, np.arange(size) * ("neuron" in self._units), "neuron")
 
     def activated(self, label: str, size: int, activation: Any) -> Signal:
-        """Return what an activation function reads and writes: fixed, unless it is homogeneous, as ReLU is."""
+        """Return the signal at an activation function: fixed, unless the function is homogeneous, as ReLU is."""
         if isinstance(activation, _HOMOGENEOUS) or activation in (torch.relu, nn.functional.relu):
             return self.neurons(label, size)
         return self.fixed(size)
 
     def heads(self, label: str, heads: int, size: int) -> Signal:
-        """Return what a norm that takes each of `heads` heads of `size` dimensions by itself reads."""
+        """Return the input of a norm that takes each of `heads` heads of `size` dimensions by itself."""
         each = bool(self._units & {"head", "channel"})
         return self._new(label, np.repeat(np.arange(heads) * each, size), "head")
 
