@@ -22,6 +22,7 @@ from isoloss.lab.transfer.config import ClassifierConfig, FinetuneConfig, Linear
 from isoloss.lab.transfer.text_sources import TextTask, registered_text_task
 from isoloss.registry import TASKS
 from isoloss.runs import Run, checkpoint_of, refuse_twice
+from isoloss.statistics.estimate import accuracy_bounds
 from isoloss.statistics.tables import short_names
 from isoloss.text import hub_datasets, tokenizers
 
@@ -442,12 +443,12 @@ def _print_differences(compared: AccuracyComparison) -> None:
 
 
 def _print(args: Args, name: str, task: TaskData, result: TransferResult) -> None:
-    from isoloss.lab.transfer.results import CLASS_COLUMNS, MOST_CLASSES, below_majority, bounds
+    from isoloss.lab.transfer.results import CLASS_COLUMNS, MOST_CLASSES, below_majority
 
     accuracy = result.accuracy
     details = accuracy.details
     common.say(f"{task.name}, {args.method} of {name}: accuracy {accuracy}")
-    common.say_wrapped(bounds(details), indent=2)
+    common.say_wrapped(accuracy_bounds(details), indent=2)
     if (problem := below_majority(details)) is not None:
         common.say_wrapped(problem, indent=2)
     common.say_wrapped(

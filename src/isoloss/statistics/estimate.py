@@ -267,3 +267,11 @@ def rounded(value: float, stderr: float) -> str:
     places = max(decimals, 0)
     nearest, error = (round(number, decimals) + 0.0 for number in (value, stderr))  # no -0
     return f"{nearest:.{places}f} ± {error:.{places}f}"
+
+
+def accuracy_bounds(details: Mapping[str, Any]) -> str:
+    """Return the accuracies of the majority class and, where it is known, of the Bayes classifier, from `details`."""
+    text = f"majority class {100 * details['majority_rate']:.2f} %"
+    if "bayes_accuracy" in details:
+        text += f", Bayes {rounded(100 * details['bayes_accuracy'], 100 * details['bayes_stderr'])} %"
+    return text

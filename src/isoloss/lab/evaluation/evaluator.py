@@ -23,7 +23,7 @@ from isoloss.lab.evaluation.measures.base import MeasureResult, make_measure, se
 from isoloss.registry import MEASURES
 from isoloss.run_config import ObjectiveConfig
 from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study, refuse_twice
-from isoloss.statistics.estimate import Estimate, html_table, rounded, samples_of
+from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, rounded, samples_of
 from isoloss.statistics.tables import text_table
 from isoloss.text import hub_datasets
 
@@ -439,16 +439,8 @@ def _more(estimate: Estimate) -> str:
     """Return what belongs beside an accuracy or a trace."""
     details: Mapping[str, Any] = estimate.details
     if "majority_rate" in details:
-        return f" ({bounds(details)})"
+        return f" ({accuracy_bounds(details)})"
     if details.get("embeddings"):
         rest = rounded(details["without_embeddings"], details["without_embeddings_stderr"])
         return f" ({rest} without embeddings)"
     return ""
-
-
-def bounds(details: Mapping[str, Any]) -> str:
-    """Return, of the details of an accuracy, the commonest class's and the highest, in words."""
-    text = f"majority class {100 * details['majority_rate']:.2f} %"
-    if "bayes_accuracy" in details:
-        text += f", Bayes {rounded(100 * details['bayes_accuracy'], 100 * details['bayes_stderr'])} %"
-    return text

@@ -17,9 +17,9 @@ from scipy.special import bdtr
 
 from isoloss import seeds
 from isoloss.errors import IsolossError, require
-from isoloss.lab.transfer.results import TransferResult, bounds
+from isoloss.lab.transfer.results import TransferResult
 from isoloss.statistics.clusters import crossed_mean
-from isoloss.statistics.estimate import Estimate, rounded
+from isoloss.statistics.estimate import Estimate, accuracy_bounds, rounded
 from isoloss.statistics.tables import text_table
 
 _LEAST_BOOTSTRAP = 100
@@ -91,7 +91,7 @@ class AccuracyComparison:
         models = [(name, str(result.accuracy)) for name, result in self.results.items()]
         return "\n".join(
             [
-                bounds(next(iter(self.results.values())).accuracy.details),
+                accuracy_bounds(next(iter(self.results.values())).accuracy.details),
                 text_table(("model", "accuracy"), models),
                 "",
                 "differences in percentage points",

@@ -19,7 +19,7 @@ import torch
 from isoloss import files
 from isoloss.errors import IsolossError, warn
 from isoloss.statistics.clusters import crossed_mean
-from isoloss.statistics.estimate import Estimate, rounded
+from isoloss.statistics.estimate import Estimate, accuracy_bounds, rounded
 from isoloss.statistics.tables import text_table
 
 MOST_CLASSES = 12  # in a printed table; `by_class` has all
@@ -146,7 +146,7 @@ class TransferResult:
 
     def __str__(self) -> str:
         rows = self.class_rows()
-        lines = [f"{self.accuracy.method}: accuracy {self.accuracy}; {bounds(self.accuracy.details)}"]
+        lines = [f"{self.accuracy.method}: accuracy {self.accuracy}; {accuracy_bounds(self.accuracy.details)}"]
         lines += filter(None, [below_majority(self.accuracy.details)])
         lines.append(text_table(CLASS_COLUMNS, rows[:MOST_CLASSES]))
         if len(rows) > MOST_CLASSES:
@@ -232,14 +232,6 @@ class TransferResult:
 
 
 CLASS_COLUMNS = ("class", "examples", "precision", "recall", "F1")
-
-
-def bounds(details: Mapping[str, Any]) -> str:
-    """Return the accuracies of the majority class and, where it is known, of the Bayes classifier, from `details`."""
-    text = f"majority class {100 * details['majority_rate']:.2f} %"
-    if "bayes_accuracy" in details:
-        text += f", Bayes {rounded(100 * details['bayes_accuracy'], 100 * details['bayes_stderr'])} %"
-    return text
 
 
 def below_majority(details: Mapping[str, Any]) -> str | None:
