@@ -36,6 +36,24 @@ def test_a_directory_is_replaced_whole(tmp_path):
     assert [p.name for p in target.iterdir()] == ["b"]
 
 
+def test_an_error_between_the_renames_puts_the_old_directory_back(tmp_path, monkeypatch):
+    target = tmp_path / "step-1"
+    with files.new_directory(target) as folder:
+        (folder / "a").write_text("old")
+    rename = Path.rename
+
+    def fails_for_the_new_one(path, name):
+        if name == target and not path.name.endswith("-replaced"):
+            raise KeyboardInterrupt
+        return rename(path, name)
+
+    monkeypatch.setattr(Path, "rename", fails_for_the_new_one)
+    with pytest.raises(KeyboardInterrupt), files.new_directory(target) as folder:
+        (folder / "a").write_text("new")
+    assert (target / "a").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+
+
 def test_nan_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         files.write_json(tmp_path / "x.json", {"value": float("nan")})

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from isoloss.memory import physical_memory
+
 PASSES = 20
 PROGRAM = f"""
 import resource
@@ -66,3 +68,10 @@ def test_what_was_freed_in_training_is_given_back():
     by_itself, given_back = (int(word) for word in done.stdout.split())
     assert by_itself < 20 << 20
     assert given_back > 180 << 20
+
+
+def test_a_job_may_have_less_memory_than_the_machine(monkeypatch):
+    monkeypatch.delenv("SLURM_MEM_PER_NODE", raising=False)
+    machine = physical_memory()
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "64")
+    assert physical_memory() == min(machine, 64 * 2**20)

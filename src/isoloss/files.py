@@ -174,8 +174,9 @@ def new_directory(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     replaced = temporary.with_name(f"{temporary.name}-replaced")
-    # a killed process that had the same number may have left it
-    shutil.rmtree(temporary, ignore_errors=True)
+    # a killed process that had the same number may have left them
+    for leftover in (temporary, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
@@ -184,11 +185,15 @@ def new_directory(path: Path) -> Iterator[Path]:
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
         _check_lease()
+        # renamed, not deleted: killed while it deletes, it would leave part of the old folder under its name
         if path.exists():
-            path.rename(replaced)  # deleting it in place would leave part of it under its name if killed
+            path.rename(replaced)
         temporary.rename(path)
         shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
+        # between the two renames, nothing has the name: an error, or Ctrl-C, there must not cost the old folder
+        if replaced.exists() and not path.exists():
+            replaced.rename(path)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
+from pathlib import Path
 
 from isoloss.errors import IsolossError
 
@@ -44,8 +46,13 @@ def check_fits(needed: float, what: str) -> None:
 
 
 def physical_memory() -> float:
-    """Return the bytes of memory that this machine has; infinity where the system does not say."""
-    try:
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, ValueError, OSError):
-        return float("inf")
+    """Return the bytes of memory that this machine, container or Slurm job has; infinity where nothing says so."""
+    limits = [float("inf")]
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        limits.append(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
+    # inside a container, this is the container's own limit; without one, the file is missing or says "max"
+    with contextlib.suppress(OSError, ValueError):
+        limits.append(float(int(Path("/sys/fs/cgroup/memory.max").read_text())))
+    if (job := os.environ.get("SLURM_MEM_PER_NODE", "")).isdecimal():
+        limits.append(float(int(job) * 2**20))
+    return min(limits)

@@ -235,6 +235,19 @@ def test_new_writes_a_study_that_compares_external_checkpoints(study, capsys, he
         main_study("new", "other", "--checkpoints", "models/opt")
 
 
+def test_new_gives_each_checkpoint_a_name_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("Some text.")
+    named = ["one/a-3", "one/a", "two/a", "three/a"]
+    for name in named:
+        Path(name).mkdir(parents=True)
+    main_study("new", "mine", "--checkpoints", *named, "--data", "text.txt")
+    experiments = load_study("mine.py").scale().experiments
+    assert {name: one.config.checkpoint for name, one in experiments.items()} == dict(
+        zip(["a-3", "a", "a-4", "a-5"], named, strict=True)
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

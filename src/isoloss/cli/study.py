@@ -474,9 +474,11 @@ def _external_study(name: str, checkpoints: Sequence[str], data: Path) -> str:
         folder = Path(checkpoint).expanduser()
         plain = re.sub(r"[^\w.-]+", "-", folder.resolve().name if folder.is_dir() else checkpoint).strip("-.")
         # folders of several runs are all called checkpoint-1000: a number tells them apart
-        if plain in called or not plain:
-            plain = f"{plain or 'checkpoint'}-{len(called) + 1}"
-        called[plain] = checkpoint
+        number, key = len(called), plain
+        while key in called or not key:
+            number += 1
+            key = f"{plain or 'checkpoint'}-{number}"
+        called[key] = checkpoint
     # JSON's strings are Python's too; unlike `repr`, they are always in double quotes
     quoted = partial(json.dumps, ensure_ascii=False)
     return _EXTERNAL.format(

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 
 from isoloss.errors import IsolossError
+from isoloss.memory import physical_memory
 from isoloss.studies.plan import Resources, Unit
 from isoloss.studies.run import fork_server
 from isoloss.studies.run.attempt import Attempt, last_line
@@ -116,7 +116,7 @@ class Capacity:
     @classmethod
     def of_machine(cls, cores: int) -> Capacity:
         """Return a capacity of this many cores, all GPUs and memory of this machine."""
-        return cls(cores, dict.fromkeys(visible_gpus(), 1.0), _memory())
+        return cls(cores, dict.fromkeys(visible_gpus(), 1.0), physical_memory() / 2**30)
 
     def check(self, units: Sequence[Unit]) -> None:
         """Refuse a unit that does not fit even if nothing else runs. Call it before the first `take`.
@@ -162,16 +162,6 @@ class Capacity:
         each, count = min(needs.gpus, 1.0), max(1, round(needs.all_gpus))
         free = sorted((room, gpu) for gpu, room in self.gpus.items() if room >= each - _ROUNDING)
         return tuple(gpu for _, gpu in free[:count]) if len(free) >= count else None
-
-
-def _memory() -> float:
-    """Return how much memory in GiB this machine, container or Slurm job may use."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30]
-    with contextlib.suppress(OSError, ValueError):  # without a limit, the file is missing or says "max"
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**30)
-    if (job := os.environ.get("SLURM_MEM_PER_NODE", "")).isdecimal():
-        limits.append(int(job) / 2**10)
-    return min(limits)
 
 
 def visible_gpus() -> tuple[str, ...]:
