@@ -95,6 +95,24 @@ def test_the_probability_of_two_is_that_of_their_difference():
     assert probabilities_of_smallest([first, first, first]) == pytest.approx([1 / 3] * 3, abs=1e-9)
 
 
+def test_errors_outside_of_the_influences_count_for_three_estimates_as_for_two():
+    generator = torch.Generator().manual_seed(4)
+    rest = [0.3, 0.4]
+
+    def estimate(value, rest):
+        psi = torch.randn(40, generator=generator, dtype=torch.float64)
+        psi = (psi - psi.mean()).numpy()
+        stderr = math.sqrt(float((psi**2).sum()) / (40 * 39) + rest**2)
+        counts = {"samples": 40, "num_predictions": 40}
+        return Estimate(value=value, stderr=stderr, unit="nats", method="m", influence=psi, **counts)
+
+    near = [estimate(value, error) for value, error in zip((1.0, 1.2), rest, strict=True)]
+    two_of_them = probabilities_of_smallest(near)
+    with_a_far_one = probabilities_of_smallest([*near, estimate(50.0, 0.1)])
+    assert 0.55 < two_of_them[0] < 0.75
+    assert with_a_far_one == pytest.approx([*two_of_them, 0.0], abs=4 * math.sqrt(0.25 / 200_000))
+
+
 def chances_of(values, influences, n):
     return probabilities_of_smallest(
         [

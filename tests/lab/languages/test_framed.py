@@ -249,6 +249,16 @@ def test_what_is_no_framed_sentence_is_refused(row, length, message):
         assert not language.is_possible(torch.tensor([row]), torch.tensor([length])).any()
 
 
+@pytest.mark.parametrize("config", [HMMConfig(length=4), BracketsConfig(length=4)], ids=["hmm", "brackets"])
+def test_a_sentence_that_is_too_short_inside_its_frame_is_impossible(config):
+    language = WithSpecialTokensConfig(language=config).build()
+    tokens, lengths, _ = language.sample(2, generator=torch.Generator().manual_seed(0))
+    assert language.is_possible(tokens, lengths).tolist() == [True, True]
+    tokens[1, -2:] = torch.tensor([language.sep_id, language.pad_id])
+    lengths[1] -= 1
+    assert language.is_possible(tokens, lengths).tolist() == [True, False]
+
+
 def test_a_language_with_few_exact_masks_is_refused_by_its_inner_tokens(monkeypatch):
     language = WithSpecialTokensConfig(language=BracketsConfig(length=6)).build()
     assert language.max_masked == 8

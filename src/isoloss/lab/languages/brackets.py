@@ -168,8 +168,10 @@ class Brackets(ExactLanguage):
         return Labeling(name=name, classes=classes, label=label, draw=draw)
 
     def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n,) bool: whether each string of `length` brackets has as many `<` as `>`."""
-        return self.mismatch(tokens) == 0
+        """Return (n,) bool: whether each string has `length` brackets, as many `<` as `>`."""
+        out = lengths == self.length
+        out[out.clone()] = self.mismatch(tokens[out, : self.length]) == 0
+        return out
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         cases = ids[:, : self.length]
