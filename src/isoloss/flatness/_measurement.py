@@ -394,8 +394,12 @@ class ResumeFile:
     def _add_inputs(self, batch: Mapping[str, Any]) -> None:
         for name in sorted(batch):
             value = batch[name]
-            data = value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
-            self._inputs.update(name.encode() + data)
+            if isinstance(value, torch.Tensor):
+                self._inputs.update(
+                    f"{name} {value.dtype} {tuple(value.shape)}".encode() + value.cpu().numpy().tobytes()
+                )
+            else:
+                self._inputs.update(f"{name} {value!r}".encode())
 
 
 def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
