@@ -131,7 +131,7 @@ def plainly(model: nn.Module) -> Iterator[nn.Module]:
     inner = unwrapped(model)
     checkpointing = [module for module in inner.modules() if getattr(module, "gradient_checkpointing", False) is True]
     with ExitStack() as stack:
-        # without it nothing is compiled, and `set_stance` would import it, which takes seconds
+        # without it nothing is compiled, and `set_stance` would import it: five seconds
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.inference_mode(False))

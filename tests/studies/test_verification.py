@@ -126,18 +126,24 @@ def test_a_study_says_the_same_of_a_run_once(tmp_path):
     assert len(folder.plan()) > 2 * len(names)
 
 
-def test_a_study_is_verified_with_the_threads_that_it_was_measured_with(tmp_path, monkeypatch):
-    parts = tuple(Measurement(measures=("loss",), needs=Resources(cores=cores)) for cores in (2, 1))
+def test_a_study_is_verified_with_the_threads_and_on_the_device_that_it_was_measured_with(tmp_path, monkeypatch):
+    needs = Resources(cores=2), Resources(gpus=0.5)
+    parts = tuple(Measurement(measures=("loss",), needs=each) for each in needs)
     experiments = {"run": Experiment(config=CONFIG, measurements=parts)}
-    study = Study(name="threads", scales={"one": Scale(description="none", experiments=experiments)})
+    study = Study(name="devices", scales={"one": Scale(description="none", experiments=experiments)})
     folder = StudyFolder(study, tmp_path)
     folder.prepare()
     used = []
-    monkeypatch.setattr("isoloss.studies.verify.verify_run", lambda *_: used.append(torch.get_num_threads()) or ())
+
+    def verify(*arguments):
+        used.append((torch.get_num_threads(), arguments[-1]))
+        return ()
+
+    monkeypatch.setattr("isoloss.studies.verify.verify_run", verify)
     before = torch.get_num_threads()
     assert list(folder.verify()) == []
     torch.set_num_threads(before)
-    assert used == [2, 1]
+    assert used == [(2, "cpu"), (1, "cuda")]
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"measure": "loss"}', "[" * 100_000])

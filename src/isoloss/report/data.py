@@ -138,8 +138,7 @@ def prepare(table: pl.DataFrame, shown: Sequence[Column]) -> pl.DataFrame:
         columns |= _drawn(table, column)
     order = list(dict.fromkeys(columns["run"]))  # runs keep the table's order
     return (
-        # by all rows: polars would guess a column's type from the first 100, where a measure may be null throughout
-        pl.DataFrame(columns, infer_schema_length=None)
+        pl.DataFrame(columns)
         .with_columns(pl.col("run").map_elements(order.index, return_dtype=pl.Int64).alias("_order"))
         .sort("_order", "step")
         .drop("_order")

@@ -312,9 +312,10 @@ class StudyFolder:
         for name, experiment in self.scale.experiments.items():
             for part in experiment.measurements:
                 run, steps = run_of(self.path, name, experiment), list(experiment.steps(part))
-                # as the unit that measured: with other threads, sums may differ in their last digits
+                # as the unit that measured: with other threads or another device, sums differ in their last digits
                 torch.set_num_threads(part.needs.cores)
-                for check in verify_run(run, experiment, part.measures, steps, part.settings):
+                device = _device_name(part.needs)
+                for check in verify_run(run, experiment, part.measures, steps, part.settings, device):
                     # several measurements of one run look at the same files
                     if check not in said:
                         said.add(check)
@@ -360,9 +361,13 @@ def _eval_arguments(run: Run, experiment: Experiment, part: Measurement) -> tupl
     return ("eval", str(run.path), "--measures", *part.measures, "--steps", *steps, *settings, *_device(part.needs))
 
 
+def _device_name(needs: Resources) -> str:
+    return "cuda" if needs.gpus else "cpu"
+
+
 def _device(needs: Resources) -> tuple[str, ...]:
     """Return the options that say what a command computes on."""
-    return "--device", "cuda" if needs.gpus else "cpu", "--threads", str(needs.cores)
+    return "--device", _device_name(needs), "--threads", str(needs.cores)
 
 
 def _training_seconds(experiment: Experiment) -> float:

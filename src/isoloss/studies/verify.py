@@ -17,27 +17,39 @@ Check = tuple[str, str | None]  # what was checked, and what is wrong with it, i
 
 
 def verify_run(
-    run: Run, experiment: Experiment, measures: Sequence[str], steps: Sequence[int], settings: Mapping[str, Any]
+    run: Run,
+    experiment: Experiment,
+    measures: Sequence[str],
+    steps: Sequence[int],
+    settings: Mapping[str, Any],
+    device: str = "cpu",
 ) -> Iterator[Check]:
     """Check a run's files against its config, its checkpoints and each other, and measure its last checkpoint again.
+
+    Measuring again gives the same digits only on the kind of `device` that they were measured on.
 
     Yields:
         For each check its name and None, or what is wrong. A file that cannot be read ends the checks of its run alone.
     """
     try:
-        yield from _verify(run, experiment, measures, steps, settings)
+        yield from _verify(run, experiment, measures, steps, settings, device)
     except (IsolossError, OSError, KeyError, TypeError) as error:
         yield f"{run.name}: files", str(error) if isinstance(error, IsolossError) else repr(error)
 
 
 def _verify(
-    run: Run, experiment: Experiment, measures: Sequence[str], steps: Sequence[int], settings: Mapping[str, Any]
+    run: Run,
+    experiment: Experiment,
+    measures: Sequence[str],
+    steps: Sequence[int],
+    settings: Mapping[str, Any],
+    device: str,
 ) -> Iterator[Check]:
     if not run.exists:
         yield f"{run.name}: run.json", "it has not been made yet"
         return
     if isinstance(run, ExternalRun):
-        yield from _verify_external(run, measures, settings)
+        yield from _verify_external(run, measures, settings, device)
         return
     try:
         differing = configs.differences(run.config, experiment.config)
@@ -60,10 +72,12 @@ def _verify(
     for step in present:
         same = recorded.get(str(step)) == run.weights(step)
         yield f"{run.name}: weights at step {step}", None if same else "not those that training saved"
-    yield from _verify_evaluations(run, measures, present, settings, again=not missing)
+    yield from _verify_evaluations(run, measures, present, settings, device, again=not missing)
 
 
-def _verify_external(run: ExternalRun, measures: Sequence[str], settings: Mapping[str, Any]) -> Iterator[Check]:
+def _verify_external(
+    run: ExternalRun, measures: Sequence[str], settings: Mapping[str, Any], device: str
+) -> Iterator[Check]:
     if run.is_missing:
         yield f"{run.name}: checkpoint", f"{run.external.checkpoint} is not there"
     elif not run.complete:
@@ -71,11 +85,11 @@ def _verify_external(run: ExternalRun, measures: Sequence[str], settings: Mappin
     else:
         changed = "" if run.result()["weights"] == run.weights(0) else "its weights are not those that were measured"
         yield f"{run.name}: checkpoint", changed or None
-        yield from _verify_evaluations(run, measures, run.steps(), settings, again=not changed)
+        yield from _verify_evaluations(run, measures, run.steps(), settings, device, again=not changed)
 
 
 def _verify_evaluations(
-    run: Run, measures: Sequence[str], steps: Sequence[int], settings: Mapping[str, Any], *, again: bool
+    run: Run, measures: Sequence[str], steps: Sequence[int], settings: Mapping[str, Any], device: str, *, again: bool
 ) -> Iterator[Check]:
     todo = [f"{measure} at step {step}" for step, measure in pending(run, measures, steps, settings)]
     wrong = (
@@ -83,11 +97,13 @@ def _verify_evaluations(
     )
     yield f"{run.name}: evaluations", f"{wrong}: {', '.join(todo)}" if todo else None
     if again and not todo:
-        yield from _measured_again(run, measures, steps[-1], settings)
+        yield from _measured_again(run, measures, steps[-1], settings, device)
 
 
-def _measured_again(run: Run, measures: Sequence[str], step: int, settings: Mapping[str, Any]) -> Iterator[Check]:
-    evaluator = Evaluator(run, settings, device="cpu")
+def _measured_again(
+    run: Run, measures: Sequence[str], step: int, settings: Mapping[str, Any], device: str
+) -> Iterator[Check]:
+    evaluator = Evaluator(run, settings, device=device)
     for measure in measures:
         kept, (again, _) = run.evaluation(measure, step), evaluator.measure(measure, step)
         before = {} if kept is None else kept.to_dict()
