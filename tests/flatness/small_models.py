@@ -97,22 +97,22 @@ def rows(n, length, vocab, seed=0, predicted=((1,),)):
 
 
 def exact(model, batch, *, causal):
-    """sum_y p_y ||grad log p_y||^2 by one gradient a label, for each predicted position; and by parameter."""
+    """sum_y p_y ||grad log p_y||^2 by plain gradients of all labels, for each predicted position; and by parameter."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     values, split = [], torch.zeros(len(parameters), dtype=torch.float64)
     for i in range(len(batch["labels"])):
         inputs = {name: value[i : i + 1] for name, value in batch.items() if name != "labels"}
         for t in (batch["labels"][i] != -100).nonzero()[:, 0].tolist():
             log_p = model(**inputs).logits[0, t - causal].log_softmax(-1)
-            total = 0.0
-            for y in range(len(log_p)):
-                gradients = torch.autograd.grad(log_p[y], parameters, retain_graph=True, allow_unused=True)
-                norms = torch.stack(
-                    [torch.zeros((), dtype=split.dtype) if g is None else (g * g).sum() for g in gradients]
-                )
-                total += log_p[y].exp().item() * float(norms.sum())
-                split += log_p[y].exp().item() * norms
-            values.append(total)
+            every = torch.eye(len(log_p), dtype=log_p.dtype)
+            gradients = torch.autograd.grad(log_p, parameters, every, is_grads_batched=True, allow_unused=True)
+            norms = [
+                p.new_zeros(len(log_p)) if g is None else g.square().flatten(1).sum(dim=1)
+                for p, g in zip(parameters, gradients, strict=True)
+            ]
+            norms = torch.stack(norms).double() @ log_p.detach().exp().double()
+            split += norms
+            values.append(float(norms.sum()))
     return values, split / len(values)
 
 
@@ -136,10 +136,10 @@ class Windows(nn.Module):
 
 
 def patch_probes(monkeypatch, chosen):
-    """Let every sequence have the signs of `chosen[0]`, as many as it needs."""
+    """Let each sequence have the signs of `chosen(sequence)`, as many as it needs."""
 
     def signs(streams, device, seed, *, copies=1):
-        return packed([chosen[0][:count] for count, _ in streams], copies)
+        return packed([chosen(sequence)[:count] for count, (_, sequence, *_) in streams], copies)
 
     monkeypatch.setattr(controls, "packed_probes", signs)
 

@@ -13,14 +13,22 @@ from isoloss.flatness._ghost import controls, engine
 # --- exactness -------------------------------------------------------------------------------------------------------
 
 
-def expectation_over_signs(monkeypatch, model, batch, *, causal, positions, vocab, **options):
+def copied(batch, copies):
+    """A batch of so many copies, each of which is a document."""
+    documents = torch.arange(copies).repeat_interleave(len(batch["labels"]))
+    return {**{name: value.repeat(copies, 1) for name, value in batch.items()}, "documents": documents}
+
+
+def expectation_over_signs(monkeypatch, model, batch, *, causal, positions, vocab):
     """The mean of `fisher_trace` over every sign vector, the same ones in each sequence; v and -v give the same."""
-    chosen = []
-    patch_probes(monkeypatch, chosen)
-    values, splits = [], []
-    for choice in itertools.product((-1, 1), repeat=vocab * positions - 1):
-        chosen[:] = [torch.tensor([1, *choice])]
-        found = fisher_trace(model, [batch], causal=causal, **options)
+    choices = [torch.tensor([1, *rest]) for rest in itertools.product((-1, 1), repeat=vocab * positions - 1)]
+    values, splits, size = [], [], len(batch["labels"])
+    # a copy of the batch for each choice; so few sequences have no controls, whose coefficients would join them
+    for start in range(0, len(choices), 8):
+        some = choices[start : start + 8]
+        patch_probes(monkeypatch, lambda sequence, some=some: some[sequence // size])
+        found = fisher_trace(model, [copied(batch, len(some))], causal=causal)
+        assert found.details["sequences"] == size * len(some) < 32
         values.append(found.value)
         splits.append(list(found.by_parameter.values()))
     return math.fsum(values) / len(values), torch.tensor(splits, dtype=torch.float64).mean(dim=0)
@@ -96,39 +104,38 @@ def test_only_parameters_that_require_a_gradient_count(monkeypatch):
 )
 def test_the_estimate_agrees_with_enumeration_on_the_same_inputs(name, method, options):
     make, causal = MODELS[name]
-    sequences = {"ghost": 48, "paper": 12}[method]  # the paper's takes a backward pass for each prediction
+    sequences = {"ghost": 48, "paper": 9}[method]  # the paper's takes a backward pass for each prediction
     model, batch = make(11), rows(sequences, 6, 11, seed=5, predicted=((2,), (1, 4), (5,)))
     truth, split = exact(model, batch, causal=causal)
     mean = sum(truth) / len(truth)
     given = {**batch, "documents": torch.arange(sequences)}  # what looks like separators is drawn at random
-    found = [fisher_trace(model, [given], method=method, seed=seed, **options) for seed in range(10)]
-    # inputs are the same at every seed, so only the probes vary: 4 standard errors of their mean
-    values = torch.tensor([e.value for e in found], dtype=torch.float64)
-    assert abs(float(values.mean()) - mean) < 4 * float(values.std()) / math.sqrt(len(values))
-    assert float(values.std()) < 0.25 * mean
-    splits = torch.tensor([list(e.by_parameter.values()) for e in found], dtype=torch.float64)
-    assert bool(((splits.mean(dim=0) - split).abs() <= 5 * splits.std(dim=0) / math.sqrt(len(found)) + 1e-12).all())
-    # the errors cover the inputs too; one by one they may be far off, where a rare sequence has most of the trace
-    errors = torch.tensor([e.stderr for e in found], dtype=torch.float64)
-    assert float(errors.square().mean()) > float(values.var()) / 2
-    for e in found:
-        assert sum(e.by_parameter.values()) == pytest.approx(e.value, rel=1e-12)
-        assert list(e.by_parameter_stderr) == list(e.by_parameter)
-        assert sum(e.by_layer.values()) == pytest.approx(e.value, rel=1e-12)
-        assert list(e.by_layer_stderr) == list(e.by_layer)
-        assert all(0 <= error <= 2 * e.stderr for error in e.by_parameter_stderr.values())
-        assert list(e.by_parameter) == [n for n, _ in model.named_parameters()]
-        assert e.num_predictions == len(truth) == 4 * sequences // 3
-        assert e.num_probes == options.get("num_probes", 1)
-        assert e.samples == sequences
-        assert e.method == {"ghost": "Fisher, exact expectation over labels", "paper": "Fisher, sampled labels"}[method]
-        assert e.unit == "nats per predicted token"
+    e = fisher_trace(model, [given], method=method, **options)
+    # inputs are the same in every copy, so only the probes vary
+    copies = {"ghost": 32, "paper": 8}[method]
+    several = fisher_trace(model, [copied(batch, copies)], method=method, seed=1, **options)
+    assert abs(several.value - mean) < 4 * several.stderr
+    of_probes = several.stderr * math.sqrt(copies)
+    assert abs(e.value - mean) < 4 * of_probes < mean
+    splits, errors = (torch.tensor(list(of.values())) for of in (several.by_parameter, several.by_parameter_stderr))
+    assert bool(((splits - split).abs() <= 5 * errors + 1e-12).all())
+    assert e.stderr > of_probes  # it covers the inputs too
+    assert sum(e.by_parameter.values()) == pytest.approx(e.value, rel=1e-12)
+    assert list(e.by_parameter_stderr) == list(e.by_parameter)
+    assert sum(e.by_layer.values()) == pytest.approx(e.value, rel=1e-12)
+    assert list(e.by_layer_stderr) == list(e.by_layer)
+    assert all(0 <= error <= 2 * e.stderr for error in e.by_parameter_stderr.values())
+    assert list(e.by_parameter) == [n for n, _ in model.named_parameters()]
+    assert e.num_predictions == len(truth) == 4 * sequences // 3
+    assert e.num_probes == options.get("num_probes", 1)
+    assert e.samples == sequences
+    assert e.method == {"ghost": "Fisher, exact expectation over labels", "paper": "Fisher, sampled labels"}[method]
+    assert e.unit == "nats per predicted token"
 
 
 @pytest.mark.parametrize(
     ("method", "sequences", "repetitions", "options"),
     [
-        ("ghost", 64, 150, {}),
+        ("ghost", 64, 60, {}),
         pytest.param("ghost", 512, 1600, {}, marks=pytest.mark.slow),
         pytest.param("paper", 60, 400, {"num_probes": 2}, marks=pytest.mark.slow),
     ],
@@ -147,7 +154,7 @@ def test_the_interval_covers_the_truth_over_all_inputs(method, sequences, repeti
     truth = float((share * (values[:, 1] + two * values[:, 0])).sum() / positions)
     both["labels"][~two, 1] = -100
 
-    covered = []
+    covered, squares = [], []
     for repetition in range(repetitions):
         generator = torch.Generator().manual_seed(repetition)
         chosen = torch.multinomial(weights, sequences, replacement=True, generator=generator)
@@ -155,9 +162,12 @@ def test_the_interval_covers_the_truth_over_all_inputs(method, sequences, repeti
         found = fisher_trace(model, [batch], method=method, causal=False, seed=repetition, **options)
         low, high = found.ci95
         covered.append(low < truth < high)
-    # 95 % nominal, and three binomial standard deviations, 1.8 points over 150 repetitions
+        squares.append(((found.value - truth) / found.stderr) ** 2)
+    # 95 % nominal, and three binomial standard deviations: 8.4 points over 60 repetitions
     error = 3 * math.sqrt(0.95 * 0.05 / repetitions)
     assert 0.95 - error <= sum(covered) / len(covered) <= 0.95 + error
+    # their mean is 1, to 18 % over 60 repetitions: an error that is too small or large by a third is seen
+    assert sum(squares) / repetitions == pytest.approx(1, abs=3 * math.sqrt(2 / repetitions))
 
 
 # --- further probes of the last layer ---------------------------------------------------------------------------------
@@ -169,17 +179,16 @@ def test_there_are_as_many_further_probes_as_a_tenth_of_a_forward_pass_pays_for(
 
 
 def test_further_probes_of_the_last_layer_take_noise_away_and_leave_the_mean(monkeypatch):
-    model, batch = bert(7, layers=3), rows(48, 16, 7)
-    truth = math.fsum(exact(model, batch, causal=False)[0]) / 48
+    model, batch = bert(7, layers=3), rows(24, 16, 7)
+    truth = math.fsum(exact(model, batch, causal=False)[0]) / 24
     noise = []
     for most in (8, 0):
         monkeypatch.setattr(fisher, "_MOST_TAIL_PROBES", most)
-        found = [fisher_trace(model, [batch], seed=seed) for seed in range(24)]
-        assert found[0].details["tail_probes"] == min(most, 4)
-        values = torch.tensor([e.value for e in found], dtype=torch.float64)
-        assert abs(float(values.mean()) - truth) < 4 * float(values.std()) / 24**0.5
-        noise.append(float(values.var()))
-    # the ratio of two variances of 24 draws has a standard error of 42 %
+        found = fisher_trace(model, [copied(batch, 64)])  # the inputs are the same in every copy
+        assert found.details["tail_probes"] == min(most, 4)
+        assert abs(found.value - truth) < 4 * found.stderr < 0.1 * truth
+        noise.append(found.stderr**2)
+    # the ratio of two variances of 64 draws has a standard error of 25 %; it is 3.4
     assert noise[0] < noise[1] / 1.64
 
 

@@ -40,24 +40,25 @@ def test_the_residual_is_exact_over_all_signs(monkeypatch):
 def test_the_estimate_agrees_with_the_dense_trace():
     model, batch, causal = gpt2(), batch_of(12), True
     hessian, gauss_newton = dense(model, [batch], causal=causal)
-    found = [hessian_trace(model, [batch], group_size=3, num_probes=2, seed=seed) for seed in range(12)]
+    # the inputs are the same in every copy and at every seed, so only the probes vary
+    copies = {**{name: value.repeat(4, 1) for name, value in batch.items()}, "documents": torch.arange(48) // 12}
+    found = [hessian_trace(model, [copies], group_size=1, num_probes=2, seed=seed) for seed in range(6)]
     for name, truth in (
         ("value", hessian.trace()),
         ("fisher", gauss_newton.trace()),
         ("residual", (hessian - gauss_newton).trace()),
     ):
         values = torch.tensor([e.value if name == "value" else e.details[name] for e in found], dtype=torch.float64)
-        # the inputs are the same at every seed, so only the probes vary
-        assert abs(float(values.mean() - truth)) < 4 * float(values.std()) / math.sqrt(len(values))
-    assert abs(float((hessian - gauss_newton).trace())) > 0.05 * float(hessian.trace())
-    sizes = [p.numel() for p in model.parameters()]
-    truth = torch.stack([part.sum() for part in hessian.diagonal().split(sizes)])
+        error = float(values.std()) / math.sqrt(len(values))
+        assert abs(float(values.mean() - truth)) < 4 * error < 0.75 * float(gauss_newton.trace())
+    assert float((gauss_newton - hessian).trace()) > 0.8 * float(gauss_newton.trace())  # so that the residual is seen
+    truth = torch.stack([part.sum() for part in hessian.diagonal().split([p.numel() for p in model.parameters()])])
     splits = torch.tensor([list(e.by_parameter.values()) for e in found], dtype=torch.float64)
     assert bool(((splits.mean(0) - truth).abs() <= 5 * splits.std(0) / math.sqrt(len(found)) + 1e-12).all())
-    for e in found:
+    for e in (*found, hessian_trace(model, [batch], group_size=3, num_probes=2)):
         assert e.value == pytest.approx(e.details["fisher"] + e.details["residual"], rel=1e-12)
         assert sum(e.by_parameter.values()) == pytest.approx(e.value, rel=1e-10)
-        assert (e.samples, e.num_probes, e.num_predictions) == (4, 2, 18)
+    assert (e.samples, e.num_probes, e.num_predictions) == (4, 2, 18)
 
 
 def test_the_fishers_part_is_that_of_fisher_trace():
@@ -92,10 +93,10 @@ def test_the_cut_into_batches_does_not_count_and_documents_are_clusters():
 
 def test_the_error_is_the_spread_over_fresh_inputs_labels_and_probes():
     model = windows()
-    found = [hessian_trace(model, [batch_of(64, seed=100 + r)], causal=False, seed=r, group_size=4) for r in range(40)]
+    found = [hessian_trace(model, [batch_of(64, seed=100 + r)], causal=False, seed=r, group_size=4) for r in range(24)]
     values = torch.tensor([e.value for e in found], dtype=torch.float64)
     rest = torch.tensor([e.details["residual"] for e in found], dtype=torch.float64)
-    # a standard deviation over 40 repetitions is right to 11 %, so 4 of its errors are 45 %
+    # a standard deviation over 24 repetitions is right to 15 %, so 3 of its errors are 45 %
     for spread, stated in (
         (values.std(), [e.stderr for e in found]),
         (rest.std(), [e.details["residual_stderr"] for e in found]),

@@ -87,12 +87,6 @@ def test_it_is_invariant_under_random_rescalings_and_the_plain_trace_is_not(name
     assert plain_trace(after, batches) == pytest.approx(found[0].details["in_sample"], rel=1e-5)
 
 
-def slopes(measured, z, generators):
-    """The central differences of the logarithm of a measured trace by log-factors."""
-    steps = 1e-3 * np.eye(len(z))[generators]
-    return np.array([np.log(measured(z + step) / measured(z - step)) / 2e-3 for step in steps])
-
-
 def test_it_is_the_minimum_of_measured_traces():
     model = made("gpt2", n_layer=1)
     batches, found = batches_of(model, number=16), rescalings_of(model)
@@ -104,9 +98,11 @@ def test_it_is_the_minimum_of_measured_traces():
 
     z = np.array(list(details["log_factors"].values()))
     assert measured(z) == pytest.approx(details["in_sample"], rel=1e-6)
-    # the trace is convex in the log-factors, so that it is smallest where no slope is left
-    assert np.abs(slopes(measured, 0 * z, range(len(z)))).max() > 0.1
-    assert np.abs(slopes(measured, z, range(len(z)))).max() < 1e-5
+    assert details["in_sample"] < 0.9 * details["trace"]
+    # the trace is convex in the log-factors, so that it is smallest where no slope is left: along random directions,
+    # to which no gradient is orthogonal
+    for step in 1e-3 * np.random.default_rng(0).choice([-1, 1], size=(3, len(z))):
+        assert abs(np.log(measured(z + step) / measured(z - step))) / 2e-3 < 1e-5
 
 
 def test_its_parts_add_up_and_are_those_of_the_rescaled_model():

@@ -107,11 +107,12 @@ def test_several_positions_and_probes_agree_with_the_dense_diagonal():
     model, batch = windows(), batch_of(16)
     fisher = dense_gauss_newton(model, [batch], causal=False)
     truth = float((flat(dict(model.named_parameters())).square() * fisher.diagonal()).sum())
-    found = [weighted_fisher_trace(model, [batch], causal=False, num_probes=3, seed=seed) for seed in range(20)]
-    values = torch.tensor([e.value for e in found], dtype=torch.float64)
-    assert abs(float(values.mean()) - truth) < 4 * float(values.std()) / math.sqrt(20)
-    assert float(values.std()) < 0.25 * truth
-    assert all((e.samples, e.num_predictions, e.num_probes) == (16, 24, 3) for e in found)
+    # the inputs are the same in every copy, so only the probes vary
+    copies = {**{name: value.repeat(20, 1) for name, value in batch.items()}, "documents": torch.arange(320) // 16}
+    found = weighted_fisher_trace(model, [copies], causal=False, num_probes=3)
+    assert abs(found.value - truth) < 4 * found.stderr
+    assert found.stderr < 0.25 * truth / math.sqrt(20)
+    assert (found.samples, found.num_predictions, found.num_probes) == (20, 20 * 24, 3)
 
 
 def test_the_cut_into_batches_does_not_count():
@@ -130,10 +131,10 @@ def test_the_cut_into_batches_does_not_count():
 
 
 def test_the_error_is_the_spread_over_fresh_inputs_and_probes():
-    found = [weighted_fisher_trace(windows(), [batch_of(16, seed=r)], causal=False, seed=r) for r in range(50)]
+    found = [weighted_fisher_trace(windows(), [batch_of(16, seed=r)], causal=False, seed=r) for r in range(30)]
     spread = float(torch.tensor([e.value for e in found]).double().std())
-    # a standard deviation over 50 repetitions is right to 10 %
-    assert 0.6 < spread / math.sqrt(sum(e.stderr**2 for e in found) / 50) < 1.4
+    # a standard deviation over 30 repetitions is right to 13 %
+    assert 0.6 < spread / math.sqrt(sum(e.stderr**2 for e in found) / 30) < 1.4
 
 
 @pytest.mark.parametrize("measure", [fisher_rao_norm, relative_flatness])

@@ -155,11 +155,11 @@ def test_the_noises_error_is_the_spread_over_fresh_inputs_and_probes():
     model = windows()
     found = [
         noise_sharpness(model, [batch_of(24, seed=r)], causal=False, relative_std=0.3, num_probes=6, seed=r)
-        for r in range(80)
+        for r in range(40)
     ]
     spread = float(torch.tensor([e.value for e in found]).double().std())
-    # a standard deviation over 80 repetitions is right to 8 %
-    assert 0.68 < spread / math.sqrt(sum(e.stderr**2 for e in found) / 80) < 1.32
+    # a standard deviation over 40 repetitions is right to 11 %
+    assert 0.66 < spread / math.sqrt(sum(e.stderr**2 for e in found) / 40) < 1.34
 
 
 class Failing(nn.Module):

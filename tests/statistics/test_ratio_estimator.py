@@ -124,7 +124,7 @@ def test_the_unit_of_a_control_does_not_matter():
 
 def test_coverage_and_bias_over_repetitions():
     """95 % intervals cover 95 %, less at most 1.5 % for few clusters, and the bias is within 4 standard errors of 0."""
-    repetitions, n, truth = 400, 64, 2.0
+    repetitions, n, truth = 200, 64, 2.0
     generator = np.random.default_rng(5)
     covered, errors, plain = 0, [], []
     for _ in range(repetitions):
@@ -140,7 +140,7 @@ def test_coverage_and_bias_over_repetitions():
     assert abs(covered / repetitions - 0.95) < 0.015 + 4 * math.sqrt(0.05 * 0.95 / repetitions)
     assert abs(np.mean(errors)) < 4 * np.std(errors) / math.sqrt(repetitions)
     left = 0.16 * 14 / 3  # variance of a cluster that the controls do not explain; they explain 0.81 + 0.09
-    assert np.std(errors) / np.std(plain) == pytest.approx(math.sqrt(left / (left + 0.9)), rel=0.1)
+    assert np.std(errors) / np.std(plain) == pytest.approx(math.sqrt(left / (left + 0.9)), rel=0.15)  # 3 of its errors
 
 
 def test_documents_are_clusters_wherever_batches_end():
@@ -392,9 +392,9 @@ def test_the_chance_of_being_as_far_from_the_auxiliary_sample_is_uniform():
 @pytest.mark.parametrize(("size", "within"), [(2, True), (8, False)])
 def test_coverage_and_bias_with_an_auxiliary_sample(size, within):
     """As without one, over fresh pools of `size` times the clusters, the measured ones among them or not."""
-    repetitions, n, truth = 200, 128, 2.0
+    repetitions, n, truth = 100, 128, 2.0
     generator = np.random.default_rng(7)
-    covered, errors, unlike = 0, [], 0
+    errors, squares, unlike = [], [], 0
     for _ in range(repetitions):
         features = generator.exponential(size=(size * n, 2)) @ np.array([[1.0, 0.3], [-0.5, 1.0]])
         mean = features.mean(axis=0)
@@ -407,15 +407,17 @@ def test_coverage_and_bias_with_an_auxiliary_sample(size, within):
         summed.add(torch.from_numpy(a)[:, None], torch.from_numpy(m), d)
         result = summed.result()
         errors.append(result.value - truth)
-        covered += abs(errors[-1]) < 1.98 * result.stderr  # Student's t with 127 degrees of freedom
+        squares.append((errors[-1] / result.stderr) ** 2)
         unlike += result.auxiliary_differs
     assert unlike == 0
-    assert abs(covered / repetitions - 0.95) < 0.015 + 4 * math.sqrt(0.05 * 0.95 / repetitions)
+    assert np.mean(np.array(squares) < 1.98**2) > 0.95 - 0.015 - 4 * math.sqrt(0.05 * 0.95 / repetitions)
+    # 1, to 14 %; it would be 2.2 of twice the clusters, and 1.3 of eight times, if the means were taken as known
+    assert np.mean(squares) == pytest.approx(1, abs=0.42)
     assert abs(np.mean(errors)) < 4 * np.std(errors) / math.sqrt(repetitions)
     slope = np.array([[1.0, 0.3], [-0.5, 1.0]]) @ [0.8, 0.6]  # of a by each exponential
     explained, left = float(slope @ slope), 0.09 * 14 / 3
     expected = math.sqrt((left + explained / size) / n) / 2
-    assert np.std(errors) == pytest.approx(expected, rel=0.15)
+    assert np.std(errors) == pytest.approx(expected, rel=0.21)  # 3 of its errors
 
 
 def test_an_auxiliary_sample_survives_a_state_and_joins_those_of_processes():

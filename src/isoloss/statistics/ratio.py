@@ -295,18 +295,16 @@ class ControlledClusters:
         """
         folds = self.folds[self.clusters]
 
-        def others(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-            """Return the products (F, ., .) of columns, summed over all folds but each."""
-            # the total less each fold: one pass over the rows, where a product for each complement would take seven
-            by_fold = torch.stack([left[folds == fold].T @ right[folds == fold] for fold in range(FOLDS)])
-            return by_fold.sum(dim=0) - by_fold
-
-        d, m = self.controls_by_sequence, self.positions_by_sequence[:, None]
-        one = torch.ones(len(a), 1, dtype=torch.float64)
+        one, d, m = torch.ones(len(a), 1, dtype=torch.float64), self.controls_by_sequence, self.positions_by_sequence
+        left, k, by_fold = torch.cat([one, d], dim=1), a.shape[1], []
+        for own in (folds == fold for fold in range(FOLDS)):
+            by_fold.append(left[own].T @ torch.cat([a[own], m[own, None], d[own]], dim=1))
+        # the total less each fold: one pass over the rows, where a product for each complement would take seven
+        products = torch.stack(by_fold)
+        others = products.sum(dim=0) - products  # (F, 1 + C, K + 1 + C)
         # R from the other folds too: with coefficients that have seen their own clusters the estimate would be biased
-        ratios = others(one, a) / others(one, m)  # (F, 1, K)
-        products = others(d, a) - ratios * others(d, m)
-        moments = others(d, d)
+        ratios = others[:, :1, :k] / others[:, :1, k : k + 1]  # (F, 1, K)
+        products, moments = others[:, 1:, :k] - ratios * others[:, 1:, k : k + 1], others[:, 1:, k + 1 :]
         scales = moments.diagonal(dim1=1, dim2=2).sqrt()
         scales = torch.where(scales > 0, 1 / scales, 0.0)  # controls of any two units count alike
         # a pseudo-inverse: controls that are left out are zeros, and two controls may be proportional
@@ -663,15 +661,21 @@ class ClusteredRatioEstimator:
         numbers = sorted({min(number, available) for number in wanted})
         order = torch.cat([torch.zeros(known, dtype=torch.int64), used[known:].cumsum(dim=0)])
 
-        def fitted(used: torch.Tensor) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
-            fit = ControlledClusters(clusters, m, d * used, self._auxiliary.covariance, blocks)
-            return self._fitted(a, fit, used, mismatched=mismatched)
+        def clusters_of(used: torch.Tensor) -> ControlledClusters:
+            return ControlledClusters(clusters, m, d * used, self._auxiliary.covariance, blocks)
 
-        best = min((fitted(used & (order <= number)) for number in numbers), key=lambda fitted: fitted[0].stderr)
+        def error(fit: ControlledClusters) -> float:
+            return float(fit.columns(a.sum(dim=1, keepdim=True)).stderr)
+
+        def fitted(used: torch.Tensor) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
+            return self._fitted(a, clusters_of(used), used, mismatched=mismatched)
+
+        choices = [used & (order <= number) for number in numbers]
+        best = fitted(choices[0] if len(choices) == 1 else min(choices, key=lambda used: error(clusters_of(used))))
         if not bool(used.any()):
             return best
-        without = fitted(torch.zeros_like(used))
-        return without if _HARMFUL * without[0].stderr < best[0].stderr else best
+        nothing = ControlledClusters(clusters, m, d[:, :0], self._auxiliary.covariance[:0, :0], blocks)
+        return fitted(torch.zeros_like(used)) if _HARMFUL * error(nothing) < best[0].stderr else best
 
     def _fitted(
         self, a: torch.Tensor, fit: ControlledClusters, used: torch.Tensor, *, mismatched: bool

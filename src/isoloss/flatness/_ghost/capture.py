@@ -228,8 +228,9 @@ class Capture(TorchFunctionMode):
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # every torch function of a forward pass comes through here, so that what follows is kept cheap where no
         # parameter is near
-        touched = {handle.name for value in tensors_in((args, kwargs)) if (handle := self.tracked(value)) is not None}
-        shared = self._independent.names(tensors_in((args, kwargs)))
+        values = list(tensors_in((args, kwargs)))
+        touched = {handle.name for value in values if (handle := self._handles.get(id(value))) is not None}
+        shared = self._independent.names(values)
         touched |= shared
         # a rule is about one activation for each token. What all sequences share has no sequences, and is followed
         # until it meets an activation
@@ -258,7 +259,7 @@ class Capture(TorchFunctionMode):
             self._note(output, result.contributions, by_row)
         # an index or a comparison carries no gradient; whatever else took a parameter without a rule is left to
         # automatic differentiation
-        elif any(value.is_floating_point() and self.tracked(value) is None for value in tensors_in(output)):
+        elif touched and any(value.is_floating_point() and self.tracked(value) is None for value in tensors_in(output)):
             self.without_rule |= touched
         return output
 

@@ -148,6 +148,9 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else name
 
 
+_PLAIN = (int, float, str, slice, type(None), torch.dtype, torch.device)
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested tuples, lists and mappings."""
     if isinstance(value, torch.Tensor):
@@ -155,7 +158,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for part in value:
             yield from tensors_in(part)
-    elif isinstance(value, Mapping):
+    elif not isinstance(value, _PLAIN) and isinstance(value, Mapping):  # an abstract class, which takes long to ask
         yield from tensors_in(tuple(value.values()))
 
 
