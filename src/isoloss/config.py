@@ -145,6 +145,7 @@ def check(config: Any, path: str = "") -> None:
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "nothing"}
 
 
+@functools.cache
 def _primitives(hint: Any) -> tuple[type, ...]:
     """Return the primitive types that an annotation is made of, None last; none where it is made of others too.
 
@@ -191,6 +192,7 @@ def replaced(config: T, settings: Mapping[str, Any]) -> T:
     return config
 
 
+@functools.cache
 def _choices(hint: Any) -> tuple[Any, ...]:
     """Return the values that an annotation lists, also inside a tuple or an optional; none where it lists none."""
     if get_origin(hint) is Literal:

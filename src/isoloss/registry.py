@@ -16,6 +16,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -153,7 +154,7 @@ class Registry:
         if not isinstance(entry.target, str):
             return entry.target
         try:
-            component = pkgutil.resolve_name(entry.target)
+            component = _resolved(entry.target)
         except Exception as error:  # whatever a module of another package does
             told = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
             raise IsolossError(f"{self.kind} {name!r} cannot be loaded from {entry.target}: {told}") from error
@@ -213,6 +214,15 @@ class Registry:
 
 
 _NAME = re.compile(r"\w[\w.-]*")
+
+
+def _resolved(target: str) -> Any:
+    """Return what `module:attribute` names; what is imported already takes no import system: it is asked for often."""
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(sys.modules[module], attribute)
+    except (KeyError, AttributeError):
+        return pkgutil.resolve_name(target)
 
 
 def _place(target: Any) -> Any:

@@ -7,6 +7,7 @@ pattern such as `probe-TASK` whose parts in capital letters are fields: those of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -109,11 +110,11 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
     if not parts and name_fields(pattern):
         raise IsolossError(f"{pattern} is a pattern: replace {' and '.join(_placeholders(pattern))}{_example(pattern)}")
     cls = MEASURES.load(pattern)
-    fields = {field.name for field in dataclasses.fields(cls)}
+    fields = _fields(cls)
     settings = dict(settings or {})
     # settings of other measures are left out below: a command gives all of its measures the same ones
     if unknown := [key for key in settings if key not in fields]:
-        known = {field.name for other in MEASURES.loaded().values() for field in dataclasses.fields(other)}
+        known = frozenset[str]().union(*map(_fields, MEASURES.loaded().values()))
         if wrong := next((key for key in unknown if key not in known), None):
             names = ", ".join(sorted(fields - name_fields(pattern))) or "none"
             hint = did_you_mean(wrong, known) or f"; those of {name} are {names}"
@@ -129,6 +130,11 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
     measure: Measure = cls(**values, **named | numbers)
     configs.check(measure)
     return measure
+
+
+@functools.cache
+def _fields(measure: type[Measure]) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(measure))
 
 
 def settings_of(name: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
