@@ -21,6 +21,14 @@ def wide_terminal() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """Let files be safe from a killed process but not from a power cut, for which a test waits 5 ms a file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real public data, or a skip."""
@@ -29,6 +37,20 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data: {folder} is not there and ISOLOSS_DATA names no other folder")
     return folder
+
+
+@pytest.fixture(scope="session")
+def quick_figures() -> Iterator[None]:
+    """Let pages of studies made in this process have their figures' specifications as files.
+
+    That these are drawn, and the same way every time, is shown in tests/report.
+    """
+    from isoloss import files
+    from isoloss.report.save import printed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isoloss.studies.page.save", lambda chart, file: files.write_json(file, printed(chart)))
+        yield
 
 
 @pytest.fixture(scope="session")

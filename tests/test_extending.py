@@ -97,4 +97,9 @@ def test_options_of_components_are_options_of_the_commands(isoloss):
 def test_the_study_is_verified_and_has_a_page(isoloss, folder):
     done = isoloss("study", "verify", "noise", "--scale", "smoke")
     assert done.returncode == 0, done.stderr
-    assert (folder / "runs/noise-smoke/report/index.html").stat().st_size > 0
+    report = folder / "runs/noise-smoke/report"
+    assert (report / "index.html").stat().st_size > 0
+    for kind, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+        figures = [path.read_bytes() for path in report.glob(f"figures/*.{kind}")]
+        assert figures
+        assert all(figure.startswith(start) for figure in figures)

@@ -247,7 +247,7 @@ def test_the_plan_holds_every_run(tmp_path):
     assert not any(unit.done() for unit in units)
 
 
-def test_the_summary_the_page_and_what_is_printed_say_it(tmp_path, capsys):
+def test_the_summary_the_page_and_what_is_printed_say_it(tmp_path, capsys, quick_figures):
     written = known_results(
         tmp_path, adversarial={"accuracies": (0.35, 0.6, 0.7), "traces": (41.0, 42.1, 43.3, 42.2, 42.1)}
     )

@@ -366,7 +366,7 @@ def test_a_folder_of_another_plan_is_refused_and_left_alone(tmp_path):
     assert (tmp_path / "study.json").read_bytes() == before
 
 
-def test_the_page_has_every_part_and_is_the_same_every_time(tmp_path):
+def test_the_page_has_every_part_and_is_the_same_every_time(tmp_path, quick_figures):
     smoke = SCALES["smoke"]
     save(known_results(tmp_path, smoke, label_noise={"trace": -40.0}), tmp_path)
     folder = StudyFolder(STUDY, tmp_path, "smoke")

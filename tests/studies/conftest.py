@@ -10,6 +10,11 @@ import studies_in_process
 from isoloss import registry
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick(quick_figures):
+    """No page here is made for its figures."""
+
+
 @pytest.fixture
 def here(monkeypatch):
     """The options of `isoloss study run` for units in this process."""
