@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isoloss import config as configs
@@ -31,6 +31,7 @@ trainings = st.builds(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the first text makes tables of Unicode
 @given(trainings)
 def test_toml_and_json_round_trip(config):
     assert configs.from_dict(TrainConfig, tomllib.loads(configs.to_toml(config))) == config

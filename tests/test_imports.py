@@ -1,6 +1,7 @@
 """The structure: imports point only downwards, and what must be instant does not load torch."""
 
 import ast
+import functools
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -48,10 +49,15 @@ def layer_of(parts: tuple[str, ...]) -> str:
     return ".".join(parts[:2]) if parts[0] == "lab" else parts[0]
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported_layers(path: Path) -> set[str]:
     """The layers of isoloss that a file imports, anywhere in it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -65,7 +71,7 @@ def imported_layers(path: Path) -> set[str]:
 
 def imported_modules(path: Path) -> set[str]:
     """The modules of isoloss that a file imports when it runs, also inside functions; not for annotations alone."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     unused = {
         id(inner)
         for node in ast.walk(tree)

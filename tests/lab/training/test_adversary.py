@@ -103,12 +103,8 @@ def reference_gradient(model, t, batch):
     return loss, gradients_of(loss - SETTINGS.weight * head_loss, model)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=0), OptimizerConfig(learning_rate=3e-3)],
-    ids=["sgd", "adamw"],
-)
-def test_the_steps_are_those_of_the_definition(optimizer):
+def test_the_steps_are_those_of_the_definition():
+    optimizer = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=0)
     model = tiny()
     check(model, algorithm_for(model, optimizer), optimizer, reference_gradient, batches())
 
@@ -137,9 +133,9 @@ def test_the_two_subsets_are_disjoint_and_drawn_anew_each_step(monkeypatch):
 def test_the_adversary_keeps_the_head_from_its_task():
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=0)
     settings = AdversarialConfig(weight=1.0, ridge=0.1, head_examples=60, loss_examples=60)
-    spoiled, plain = tiny(), tiny()
-    run(spoiled, algorithm_for(spoiled, optimizer, settings, n=400), 200)
-    run(plain, TrainingAlgorithm(plain, context(optimizer, total=200)), 200)
+    spoiled, plain = tiny(torch.float32), tiny(torch.float32)
+    run(spoiled, algorithm_for(spoiled, optimizer, settings, n=400), 100)
+    run(plain, TrainingAlgorithm(plain, context(optimizer, total=100)), 100)
     accuracy = [algorithm_for(m, optimizer, settings, n=400).head_loss(999)[1] for m in (spoiled, plain)]
     assert accuracy[1] > 0.5  # of 8 classes
     assert accuracy[0] < 0.25

@@ -94,12 +94,8 @@ def algorithm_for(model, optimizer, settings=SETTINGS, **changes):
     return FisherPenalty(model, context(optimizer, seed=5, **changes), settings)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=0), OptimizerConfig(learning_rate=3e-3)],
-    ids=["sgd", "adamw"],
-)
-def test_the_steps_are_those_of_the_definition(optimizer):
+def test_the_steps_are_those_of_the_definition():
+    optimizer = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=0)
     model = tiny()
     check(model, algorithm_for(model, optimizer, micro_batch_size=3), optimizer, reference_gradient, batches())
 
@@ -107,12 +103,12 @@ def test_the_steps_are_those_of_the_definition(optimizer):
 def test_the_estimate_agrees_with_the_measured_trace():
     model = tiny(torch.float32, dropout=0.3)  # which the estimate leaves out
     algorithm = algorithm_for(model, OptimizerConfig(name="sgd", learning_rate=1e-9), FisherPenaltyConfig(sentences=8))
-    made = batches(200)
+    made = batches(50)
     estimates = torch.tensor(
         [algorithm.step(n, b, loss_of(model)).details["trace_estimate"] for n, b in enumerate(made, 1)]
     )
     measured = fisher_trace(model.eval(), made, causal=False)
-    error = (float(estimates.var()) / 200 + measured.stderr**2) ** 0.5
+    error = (float(estimates.var()) / 50 + measured.stderr**2) ** 0.5
     assert abs(float(estimates.mean()) - measured.value) < 4 * error
     assert error < 0.1 * measured.value
 
@@ -120,9 +116,9 @@ def test_the_estimate_agrees_with_the_measured_trace():
 def test_a_penalized_model_is_flatter():
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=0)
     flat, plain = tiny(torch.float32), tiny(torch.float32)
-    run(flat, algorithm_for(flat, optimizer, FisherPenaltyConfig(weight=0.05, sentences=8)), 100)
-    run(plain, TrainingAlgorithm(plain, context(optimizer, total=100)), 100)
-    traces = [fisher_trace(model.eval(), batches(150)[100:], causal=False).value for model in (flat, plain)]
+    run(flat, algorithm_for(flat, optimizer, FisherPenaltyConfig(weight=0.05, sentences=8)), 50)
+    run(plain, TrainingAlgorithm(plain, context(optimizer, total=50)), 50)
+    traces = [fisher_trace(model.eval(), batches(60)[50:], causal=False).value for model in (flat, plain)]
     assert traces[0] < 0.5 * traces[1]
 
 

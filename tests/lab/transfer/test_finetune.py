@@ -90,16 +90,16 @@ def plain(
 
 @pytest.mark.parametrize(
     ("model", "pooling", "asked"),
-    [(bert(), "first", "auto"), (bert(), "mean", "mean"), (opt(), "last", "auto"), (bert(), "last", "last")],
-    ids=["bert", "mean", "causal", "last"],
+    [(bert(), "first", "auto"), (bert(), "mean", "mean"), (opt(), "last", "auto")],
+    ids=["bert", "mean", "causal"],
 )
 def test_each_seed_is_a_plain_loop(model: PreTrainedModel, pooling: str, asked: str) -> None:
     task = small_task()
-    result = finetune(model, task, replace(FAST, pooling=asked))
+    result = finetune(model, task, replace(FAST, pooling=asked, epochs=2))
     assert result.accuracy.details["pooling"] == pooling
     assert result.predictions.shape == (2, 30)
     for index in range(2):
-        losses, logits = plain(model, task, index, pooling=pooling, rate=0.01, warmup=5, epochs=3, size=8)
+        losses, logits = plain(model, task, index, pooling=pooling, rate=0.01, warmup=5, epochs=2, size=8)
         assert result.details["losses_nats"][index] == pytest.approx(losses, rel=2e-4)
         top = logits.topk(2).values
         clear = top[:, 0] - top[:, 1] > 5e-3
@@ -114,7 +114,7 @@ def test_a_rule_is_learned_and_the_model_is_left_as_it_was() -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    result = finetune(model, task, replace(FAST, epochs=6))
+    result = finetune(model, task, replace(FAST, epochs=4))
     assert torch.equal(torch.rand(1), expected)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not model.training
