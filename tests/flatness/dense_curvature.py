@@ -137,7 +137,8 @@ def dense_gauss_newton(model, batches, *, causal, parameters=None):
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     logits, targets = on_vector(model, batches, causal=causal, parameters=parameters)
     theta = flat(parameters)
-    jacobian = torch.autograd.functional.jacobian(logits, theta)
+    with sdpa_kernel(SDPBackend.MATH):
+        jacobian = torch.autograd.functional.jacobian(logits, theta, vectorize=True)
     p = logits(theta).detach().softmax(dim=-1)
     inner = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     return torch.einsum("mcp,mcd,mdq->pq", jacobian, inner, jacobian) / len(targets)

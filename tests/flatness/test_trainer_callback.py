@@ -84,27 +84,36 @@ def test_with_the_trainers_own_log_every_listener_gets_them(tmp_path, capsys):
     assert "fisher_trace" in capsys.readouterr().out  # of transformers' printing callback
 
 
+OPTIONS = {
+    "max_steps": 12,
+    "gradient_accumulation_steps": 2,
+    "logging_steps": 2,
+    "logging_first_step": True,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 4,
+    "load_best_model_at_end": True,
+}
+
+
+def patience():
+    return EarlyStoppingCallback(early_stopping_patience=2)
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory):
+    """A folder, a model that was trained without the callback, and its history."""
+    folder = tmp_path_factory.mktemp("without")
+    return folder, *trained(folder, [patience()], **OPTIONS)
+
+
 @pytest.mark.parametrize("log", [False, True])
-def test_the_trainers_history_is_the_same_with_the_callback(tmp_path, capsys, log):
+def test_the_trainers_history_is_the_same_with_the_callback(tmp_path, without, log):
     """Losses, evaluations and checkpoints at the steps they had, also where the trace is logged at the same step."""
-    options = {
-        "max_steps": 12,
-        "gradient_accumulation_steps": 2,
-        "logging_steps": 2,
-        "logging_first_step": True,
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 4,
-        "load_best_model_at_end": True,
-    }
-
-    def patience():
-        return EarlyStoppingCallback(early_stopping_patience=2)
-
     callback = FlatnessCallback(held_out(), every=4)
-    model, history = trained(tmp_path / "with", [callback, patience()], log=log, **options)
-    plain, expected = trained(tmp_path / "without", [patience()], **options)
+    model, history = trained(tmp_path, [callback, patience()], log=log, **OPTIONS)
+    folder, plain, expected = without
     clock = ("runtime", "per_second")
 
     def without_clock(entries):
@@ -113,8 +122,8 @@ def test_the_trainers_history_is_the_same_with_the_callback(tmp_path, capsys, lo
     assert len([entry for entry in expected if "loss" in entry]) == 7
     assert without_clock(e for e in history if "fisher_trace" not in e) == without_clock(expected)
     assert [entry["step"] for entry in history if "fisher_trace" in entry] == [4, 8, 12] == list(callback.traces)
-    for folder in ("with", "without"):
-        assert sorted(path.name for path in (tmp_path / folder).glob("*")) == [
+    for made in (tmp_path, folder):
+        assert sorted(path.name for path in made.glob("*")) == [
             "checkpoint-12",
             "checkpoint-4",
             "checkpoint-8",

@@ -55,7 +55,7 @@ def bert(seed=0):
     return BertForMaskedLM(BertConfig(vocab_size=VOCAB, max_position_embeddings=LENGTH, **sizes)).double().eval()
 
 
-def batches_of(ids, size=16, **inputs):
+def batches_of(ids, size=128, **inputs):
     labels = torch.full_like(ids, -100)
     labels[:, 3] = ids[:, 3]
     whole = {"input_ids": ids, "labels": labels, **inputs}
@@ -154,11 +154,11 @@ def test_pieces_of_longer_texts_are_told_from_sequences_in_random_order():
     assert blocks.labels.bincount().max() - blocks.labels.bincount().min() <= 1
     assert blocks.labels.tolist() == sorted(blocks.labels.tolist())
     few = sum(
-        clusters_of(ids[torch.randperm(n, generator=torch.Generator().manual_seed(i))])[0].is_packed()
+        clusters_of(ids[torch.randperm(n, generator=torch.Generator().manual_seed(i))], size=n)[0].is_packed()
         for i in range(60)
     )
     assert few <= 2  # 1 in 700 of each
-    assert sum(clusters_of(random_rows(50, seed=i))[0].is_packed() for i in range(60)) <= 2
+    assert sum(clusters_of(random_rows(50, seed=i), size=50)[0].is_packed() for i in range(60)) <= 2
     small, _ = clusters_of(ids[:40])
     assert int(small.blocks().labels.max()) + 1 == 5
     assert clusters_of(ids[:9])[0].blocks() is None
