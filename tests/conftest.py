@@ -21,14 +21,6 @@ def wide_terminal() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _no_waiting_for_the_disk() -> Iterator[None]:
-    """Let files be safe from a killed process but not from a power cut, for which a test waits 5 ms a file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.fsync", lambda _: None)
-        yield
-
-
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real public data, or a skip."""
