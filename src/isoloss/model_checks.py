@@ -83,7 +83,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
     Example:
         >>> model = nn.Linear(2, 2)
-        >>> unwrapped(DataParallel(torch.compile(model))) is model
+        >>> unwrapped(DataParallel(DataParallel(model))) is model
         True
     """
     # a compiled model may hold a DataParallel one and the other way round, so wrappers are taken off until none is left

@@ -221,18 +221,20 @@ class HMM(ExactLanguage):
         return HMM(self.initial, transition, emission, self.max_length, vocabulary=self.vocabulary)
 
     def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n,) bool: whether the model can produce each string; it produces `max_length` tokens, no fewer."""
-        full = lengths == self.max_length
-        tokens = tokens[full, : self.max_length]
+        """Return (n,) bool: whether the model can produce each string, which has a length that sentences have."""
         # Only whether it is possible, not how probable it is: no product can underflow.
         initial, transition, emission = (
             torch.from_numpy(table > 0).double() for table in (self.initial, self.transition, self.emission)
         )
-        reached = initial * emission.T[tokens[:, 0]]
-        for position in range(1, tokens.shape[1]):
-            reached = ((reached @ transition) > 0) * emission.T[tokens[:, position]]
-        out = torch.zeros(len(full), dtype=torch.bool)
-        out[full] = reached.any(dim=1)
+        out = torch.zeros(len(tokens), dtype=torch.bool)
+        for length in sorted(set(lengths.tolist())):
+            if length <= self.max_length and self.length_probs[length] > 0:
+                rows = lengths == length
+                strings = tokens[rows]
+                reached = initial * emission.T[strings[:, 0]]
+                for position in range(1, length):
+                    reached = ((reached @ transition) > 0) * emission.T[strings[:, position]]
+                out[rows] = reached.any(dim=1)
         return out
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
