@@ -121,14 +121,13 @@ def answer_all(
     """
     check_measures(file, measures)
     results = []
-    gates: dict[tuple[int, float], Equivalence] = {}
     for claim in file.claims:
         if claim.not_tested:
             answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=claim.not_tested)]
         else:
             _check(file, claim, "compares", contrasts)
             keys, margin = measures[claim.measures], claim.same_loss_nats or file.same_loss_nats
-            answers = [a for each in contrasts[claim.compares] for a in answer(claim, each, keys, margin, gates)]
+            answers = [a for each in contrasts[claim.compares] for a in answer(claim, each, keys, margin=margin)]
             if not answers:
                 none = "The study has no pair of models with this measurement."
                 answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=none)]
@@ -155,8 +154,8 @@ def answer(
     claim: Claim,
     contrast: Contrast,
     keys: Mapping[str, str],
+    *,
     margin: float = SAME_LOSS_NATS,
-    gates: dict[tuple[int, float], Equivalence] | None = None,
 ) -> list[Answer]:
     """Return the answers to a claim for one contrast, from second - factor * first of each estimate.
 
@@ -168,8 +167,6 @@ def answer(
         contrast: The two models.
         keys: The key of the estimate to compare, by case.
         margin: Equivalence margin of the mean difference in loss, in nats.
-        gates: The tests of the loss, by the identity of the contrast and the margin: claims about one contrast share
-            them, and what is missing is added.
 
     Example:
         >>> from isoloss.studies.results import Measured
@@ -188,10 +185,7 @@ def answer(
     gate = None
     # a claim about the loss itself cannot require that the losses are the same
     if contrast.at_same_loss and loss_key(contrast.pairs) not in keys.values():
-        made, place = {} if gates is None else gates, (id(contrast), margin)
-        if place not in made:
-            made[place] = same_loss(contrast.pairs, clusters=contrast.clusters, margin=margin)
-        gate = made[place]
+        gate = same_loss(contrast.pairs, clusters=contrast.clusters, margin=margin)
     measured = {case: key for case, key in keys.items() if all(key in one for pair in contrast.pairs for one in pair)}
     return [_answer(claim, contrast, key, case, gate) for case, key in measured.items()]
 
