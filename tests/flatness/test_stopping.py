@@ -119,6 +119,23 @@ def test_it_stops_as_asked(name):
 
 
 @pytest.mark.usefixtures("_writes_always")
+def test_batches_of_the_same_bytes_in_another_shape_are_other_inputs(tmp_path):
+    model, path = windows(), tmp_path / "half"
+    batches = [{name: value for name, value in batch.items() if name != "documents"} for batch in stream(3, 6)]
+
+    def failing():
+        yield from batches[:2]
+        raise RuntimeError("the machine went down")
+
+    with pytest.raises(RuntimeError, match="went down"):
+        fisher_trace(model, failing(), causal=False, resume=path)
+    # two batches of twelve rows where there were six: the rows have half the tokens, and the bytes are the same
+    halved = [{name: value.reshape(12, -1) for name, value in batch.items()} for batch in batches]
+    with pytest.raises(IsolossError, match="on other inputs"):
+        fisher_trace(model, halved, causal=False, resume=path)
+
+
+@pytest.mark.usefixtures("_writes_always")
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_goes_on_from_its_file(name, tmp_path):
     model, batches, path = windows(), stream(5, 6), tmp_path / "half"
