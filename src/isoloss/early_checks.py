@@ -1,17 +1,21 @@
-"""What can be refused from names and files alone, before torch is imported, which takes seconds."""
+"""What names and files alone tell of checkpoints, before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 import os
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 from isoloss.runs import refuse_run
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _STEP = re.compile(r"step-\d+|ema")  # the checkpoints of a run
+_IN_SERIES = re.compile(r"(checkpoint|step|epoch)[-_]?\d+")  # the checkpoints of a Trainer, and of other trainers
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -52,6 +56,100 @@ def may_be_hub_name(name: str) -> bool:
     folder, _, last = name.rpartition("/")
     is_path = (bool(folder) and Path(folder).is_dir()) or _STEP.fullmatch(last) is not None
     return _HUB_NAME.fullmatch(name) is not None and not is_path
+
+
+def expand_checkpoints(names: Iterable[str], say: Callable[[str], None] = lambda text: None) -> list[str]:
+    """Return the checkpoints that names stand for, each series in the order of its steps.
+
+    A folder of checkpoints, such as the `output_dir` of a Trainer, stands for the checkpoints in it, unless it holds
+    weights of its own. A pattern of the shell stands for the folders that match it, and `NAME@step*` for revisions of a
+    model on the Hugging Face hub. Any other name stands for itself, whether there is such a checkpoint or not.
+    Checkpoints of a series that are not whole, as after a crash, are left out with a warning.
+
+    Args:
+        names: Folders, names on the hub, patterns.
+        say: Called with a line that says which checkpoints a name stands for, where it is not itself alone.
+
+    Raises:
+        IsolossError: Nothing matches a pattern, no checkpoint of a series is whole, or the hub does not answer.
+    """
+    found: list[str] = []
+    for name in names:
+        folder = Path(name).expanduser()
+        on_hub, _, revisions = name.partition("@")
+        if folder.is_dir():
+            found += _in_folder(folder, say) or [name]
+        elif not glob.has_magic(name):
+            found.append(name)
+        elif may_be_hub_name(on_hub):
+            found += _told(name, _revisions(on_hub, revisions), say)
+        else:
+            matching = sorted((Path(path) for path in glob.glob(str(folder)) if os.path.isdir(path)), key=_by_numbers)
+            if not matching:
+                raise IsolossError(f"no folder matches {name!r}")
+            found += _told(name, _whole(matching, say), say)
+    return found
+
+
+def _in_folder(folder: Path, say: Callable[[str], None]) -> list[str]:
+    """Return the checkpoints in a folder that is none itself."""
+    series = sorted((path for path in folder.iterdir() if _IN_SERIES.fullmatch(path.name)), key=_by_numbers)
+    if not any((path / file).is_file() for path in series for file in (CONFIG, ADAPTER)):
+        return []
+    if any((folder / file).is_file() for file in (WEIGHTS, INDEX, ADAPTER)):
+        pattern = folder / re.sub(r"\d+", "*", series[0].name)
+        say(f"{folder}: the model that it holds itself; '{pattern}' names the checkpoints in it ({len(series)})")
+        return []
+    return _told(str(folder), _whole(series, say), say)
+
+
+def _whole(folders: list[Path], say: Callable[[str], None]) -> list[str]:
+    """Return the folders that are checkpoints, and the checkpoints in the others."""
+    found, problems = list[str](), list[IsolossError]()
+    for folder in folders:
+        try:
+            inside = _in_folder(folder, say)
+            if not inside:
+                check_folder(folder)
+            found += inside or [str(folder)]
+        except IsolossError as error:
+            problems.append(error)
+    if not found:
+        raise problems[0]
+    for problem in problems:
+        warn(f"left out: {problem}")
+    return found
+
+
+def _revisions(name: str, pattern: str) -> list[str]:
+    """Return a model on the hub at each branch and tag that matches."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        refs = HfApi().list_repo_refs(name)
+    except RepositoryNotFoundError as error:
+        raise IsolossError(f"there is no checkpoint {name} on the Hugging Face hub") from error
+    except Exception as error:  # whatever the network or its library can raise
+        raise IsolossError(
+            f"the Hugging Face hub does not answer, so which revisions of {name} match {pattern!r} is not known: name "
+            f"them one by one, as {name}@REVISION"
+        ) from error
+    known = {ref.name for ref in (*refs.branches, *refs.tags)}
+    if not (matching := sorted(fnmatch.filter(known, pattern), key=_by_numbers)):
+        raise IsolossError(f"{name} has no revision {pattern!r}: they are {', '.join(sorted(known, key=_by_numbers))}")
+    return [f"{name}@{revision}" for revision in matching]
+
+
+def _told(name: str, checkpoints: list[str], say: Callable[[str], None]) -> list[str]:
+    ends = dict.fromkeys([checkpoints[0], checkpoints[-1]])
+    say(f"{name}: {len(checkpoints)} checkpoint{'s' * (len(checkpoints) > 1)}, {' to '.join(ends)}")
+    return checkpoints
+
+
+def _by_numbers(name: str | Path) -> list[str | int]:
+    """Return a key by which checkpoint-1000 comes after checkpoint-200."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(name))]
 
 
 def check_checkpoint(name: str) -> None:
@@ -106,8 +204,7 @@ def _instead(folder: Path) -> str:
     if shards is not None:
         return f"FSDP saves weights in parts; merge them with: accelerate merge-weights {shards.parent} {folder}"
     if inside:
-        # by numbers, not letters: checkpoint-1000 comes after checkpoint-200
-        last = max(inside, key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
+        last = max(inside, key=lambda path: _by_numbers(path.name))
         return f"name a checkpoint in it, such as {last}"
     if any("-of-" in name for name in safetensors):
         return f"{safetensors[0]} is one shard, and {INDEX}, which maps weights to shards, is missing"

@@ -538,6 +538,15 @@ def test_checkpoints_of_runs_are_compared_on_the_language_they_share(capsys, tmp
     assert "is not a checkpoint of a run" in refusal(capsys, x / "step-2", tmp_path / "alone")
 
 
+def test_the_output_of_a_trainer_is_measured_checkpoint_by_checkpoint(capsys, folder, tmp_path):
+    for name, step in (("a", 1000), ("b", 200)):
+        shutil.copytree(folder / name, tmp_path / "out" / f"checkpoint-{step}")
+    out, err = call(capsys, tmp_path / "out", "--data", folder / "ids.npy", "--measures", "trace", "--json")
+    early, late = (str(tmp_path / "out" / f"checkpoint-{step}") for step in (200, 1000))
+    assert f"out: 2 checkpoints, {early} to {late}\n" in err
+    assert [model["model"] for model in json.loads(out)["models"]] == [early, late]
+
+
 def test_options_without_a_meaning_are_refused(capsys, folder, tmp_path):
     one, data = (folder / "a",), ("--data", folder / "ids.npy")
     several = (folder / "a", folder / "b")

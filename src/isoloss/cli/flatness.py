@@ -59,7 +59,8 @@ class Args:
     """
 
     models: tyro.conf.Positional[tuple[str, ...]]
-    """One or more checkpoint folders or names on the Hugging Face hub (NAME@REVISION)."""
+    """Checkpoint folders, folders of checkpoints such as a Trainer's output, or names on the Hugging Face hub
+    (NAME@REVISION); also by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'."""
     measures: tuple[str, ...] = ()
     """Measures of flatness (isoloss ls measures); default: trace, and of several models minimal-trace too, where their
     rescalings are known."""
@@ -104,6 +105,7 @@ def main(arguments: list[str]) -> int:
     known = {name: measure for name, measure in MEASURES.loaded().items() if issubclass(measure, FlatnessMeasure)}
     cls = options.with_measures(Args, known)
     args: Any = options.parse(cls, "flatness", arguments, examples=EXAMPLES)
+    args = dataclasses.replace(args, models=tuple(early_checks.expand_checkpoints(args.models, common.note)))
     # all measures see the same inputs: how many and which is asked of the trace's settings, which every measure shares
     trace: Any = flatness_measure("trace", args.measure)
     where_known = not (args.measures or args.control)
