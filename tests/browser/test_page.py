@@ -13,7 +13,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from isoloss.report import charts, data, html
+from isoloss.report import charts, data
+from isoloss.report import study_page as html
 from isoloss.report.data import KL, TRACE, accuracy
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -8,8 +8,10 @@ import jinja2
 import polars as pl
 import pytest
 
-from isoloss.report import charts, data, html
+from isoloss.report import charts, data
+from isoloss.report import study_page as html
 from isoloss.report.data import KL, TRACE, accuracy
+from isoloss.report.html import environment, script_json
 from isoloss.report.intervals import Interval, IntervalPanel, intervals
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict
@@ -214,14 +216,14 @@ def test_hostile_names_stay_text(table):
 
 @pytest.mark.parametrize("text", ["</script>", "<!--<script>", "\u2028&amp;", "a'b\"c"])
 def test_json_in_a_script_cannot_end_it_and_is_unchanged(text):
-    written = html.script_json({text: [text]})
+    written = script_json({text: [text]})
     assert not set("<>&\u2028") & set(written)
     assert json.loads(written) == {text: [text]}
 
 
 def test_a_name_that_the_template_does_not_know_is_an_error():
     with pytest.raises(jinja2.UndefinedError):
-        html._environment().from_string("{{ nothing }}").render()
+        environment().from_string("{{ nothing }}").render()
 
 
 def test_checkpoints_are_sorted_by_numbers(table, document):

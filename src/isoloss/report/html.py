@@ -1,201 +1,250 @@
-"""A study's page: one HTML file that needs nothing beside it, with charts, claims, checkpoints and configs."""
+"""A page for people: a question, its answer in cards, a figure, a row with a small plot for each comparison.
+
+A page is one HTML file that loads nothing, and needs no script unless it is given one. It reads well at 390 pixels, in
+dark mode and in print. The title, the lede and the cards are the first screen, with the first section below them; what
+few readers need is in folded sections.
+
+Example:
+    >>> flatter = Card(label="Flatter?", value="Yes: 0.82 times the trace", detail="95 %: 0.78 to 0.86", tone="good")
+    >>> row = IntervalRow(label="trace", effect="-9.1", interval="-11.0 to -7.2", value=-9.1, low=-11.0, high=-7.2)
+    >>> document = page(
+    ...     title="Is B flatter than A?",
+    ...     lede="Flatness is the trace of the Fisher information, in nats a token: smaller is flatter.",
+    ...     cards=[flatter],
+    ...     sections=[
+    ...         Section(title="Differences", body=interval_rows([row], effect="B − A (nats/token)")),
+    ...         Section(title="Numbers", body=table(["model", "trace"], [["A", "50.1"], ["B", "41.0"]]), folded=True),
+    ...     ],
+    ... )
+    >>> document.count("<details"), document.count("<svg")
+    (1, 1)
+"""
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
-import polars as pl
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from isoloss.errors import IsolossError
-from isoloss.report import data, save
-from isoloss.report.charts import VERSION, Spec
-from isoloss.report.data import Column
+Tone = Literal["good", "bad", "unclear", "neutral"]
+# the sign carries the tone, not the color alone
+SIGNS: dict[Tone, str] = {"good": "✓", "bad": "✗", "unclear": "○", "neutral": "–"}
 
-# by the values of `isoloss.studies.claims.Verdict`, which this layer may not import, the class and the sign of each:
-# the sign and the words carry the verdict, not the color
-_BADGES = {
-    "shown": ("shown", "✓"),
-    "not shown": ("not-shown", "○"),
-    "contradicted": ("contradicted", "✗"),
-    "not tested": ("not-tested", "–"),
-    "no verdict at this scale": ("not-tested", "–"),
-}
-
-Cell = tuple[
-    str, float | None, float | None
-]  # of a table: its text, the number it is sorted by, and its standard error
+_WIDTH, _HEIGHT = 220.0, 22.0  # of a small plot, in its own units
+_EDGE = 6.0  # of these units, free at either end
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One key finding: a short headline, and a sentence or two with the numbers."""
+class Card:
+    """One answer of the first screen.
 
-    headline: str
-    detail: str
+    Attributes:
+        label: The question in two or three words: `Flatter?`
+        value: The answer with its number: `Yes: 0.39 times the trace`.
+        detail: What it rests on, in small letters: the interval, how many seeds.
+        tone: Its color and sign; `neutral` has no sign.
+    """
+
+    label: str
+    value: str
+    detail: str = ""
+    tone: Tone = "neutral"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A chart with its caption."""
+class Section:
+    """A part of a page.
 
-    name: str  # of its files: `figures/NAME.pdf` and `.png` beside the page, and those that the page saves
-    title: str  # heading
-    chart: Spec  # the interactive chart
-    caption: str  # what is seen
-    formats: tuple[str, ...] = ("pdf", "png")  # of its files
+    Attributes:
+        title: Its heading, also in the side list.
+        body: Text, a paragraph for each line; or markup: of `interval_rows`, of `table`, a chart's `<svg>`. Several are
+            joined by `Markup("").join(...)`.
+        folded: Whether a click opens it. In print it is open.
+    """
+
+    title: str
+    body: str | Markup
+    folded: bool = False
 
     @property
-    def files(self) -> dict[str, str]:
-        """The paths of its files, relative to the page, by format."""
-        return {kind: f"figures/{self.name}.{kind}" for kind in self.formats}
+    def id(self) -> str:
+        """The target of links: the title in lower case with hyphens.
+
+        Example:
+            >>> Section(title="How this was made", body="").id
+            'how-this-was-made'
+        """
+        return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
 
-def render(
+@dataclass(frozen=True, kw_only=True)
+class IntervalRow:
+    """One comparison: what it is, its effect with the interval, and where the two lie in a small plot.
+
+    Attributes:
+        label: What is compared or measured.
+        effect: The number as text, with its unit where the column's heading does not have it.
+        interval: The interval as text.
+        value: The number; None: there is no plot.
+        low: The lower end of the interval.
+        high: Its upper end.
+        reference: The value that means no effect, marked by a line.
+        log: Whether equal ratios are equal distances; all numbers are then above 0.
+        claimed: The range that a claim states, shaded; None at one end: open.
+        scale: Rows of one scale share an axis; empty: the row has its own, with the reference in the middle.
+        verdict: A word or two beside the sign.
+        tone: The sign and color of the verdict.
+        group: A heading above this row and those after it that have the same.
+    """
+
+    label: str
+    effect: str
+    interval: str = ""
+    value: float | None = None
+    low: float = 0.0
+    high: float = 0.0
+    reference: float = 0.0
+    log: bool = False
+    claimed: tuple[float | None, float | None] | None = None
+    scale: str = ""
+    verdict: str = ""
+    tone: Tone = "neutral"
+    group: str = ""
+
+
+def page(
     *,
     title: str,
-    lead: Sequence[str],
-    figures: Sequence[Figure],
-    table: pl.DataFrame,
-    shown: Sequence[Column],
-    command: str,
-    settings: Mapping[str, str],
-    findings: Sequence[Finding] = (),
-    claims: Sequence[Mapping[str, Any]] = (),
-    rule: Sequence[str] = (),
-    warning: str = "",
-    answer: Sequence[str] = (),
-    interim: str = "",
-    tables: Mapping[str, Mapping[str, Any]] | None = None,
-    configs: Mapping[str, str] | None = None,
+    lede: str,
+    cards: Sequence[Card] = (),
+    sections: Sequence[Section] = (),
+    banner: str = "",
+    links: Sequence[tuple[str, str]] = (),
+    end: Markup | None = None,
 ) -> str:
-    """Return a study's page as one HTML document; the scripts that draw the charts (about 0.9 MB) are inside.
-
-    Every text is plain text. A cell of a table is its text, the number it is sorted by (None: by the text), and that
-    number's standard error.
+    """Return one HTML document.
 
     Args:
-        title: The heading.
-        lead: What this is, a paragraph each.
-        figures: The charts.
-        table: Every evaluated checkpoint, as `isoloss.report.data.prepare` takes it.
-        shown: The measures to show of them.
-        command: What makes the page again.
-        settings: How it was made, by name: scale, seeds, versions, device, threads.
-        findings: The key findings, the most important first.
-        claims: For each claim its `result` (`isoloss.studies.claims.ClaimResult`), the `columns` and `rows` of its
-            table, what was compared in `explanations`, and `figures`: small charts, each with its description.
-        rule: How the verdicts on the claims are reached, a paragraph each.
-        warning: Shown at the top, e.g. that no verdict is given.
-        answer: What the study answers, in sentences.
-        interim: How much of the study is done; empty: all.
-        tables: What was compared, by heading: `caption`, `columns` and `rows` of cells.
-        configs: The resolved config of each run, as TOML.
+        title: The heading: a question.
+        lede: One sentence that defines every word that the title and the cards use.
+        cards: The answers, three at best, the most important first.
+        sections: The rest in order. The first, not folded, is what the reader sees below the cards: a figure.
+        banner: A warning above the cards, e.g. that the numbers mean nothing yet.
+        links: More entries for the side list, each a text and the id of an element.
+        end: Markup before the end of the document, such as the scripts that draw charts; they may not load anything.
 
     Raises:
-        IsolossError: The table of checkpoints lacks a column or holds a number that cannot be shown.
+        ValueError: Two sections have the same id.
     """
-    specs = [figure.chart for figure in figures]
-    datasets = {name: rows for spec in specs for name, rows in spec["datasets"].items()}
-    return (
-        _environment()
-        .get_template("page.html.j2")
-        .render(
-            title=title,
-            lead=lead,
-            figures=figures,
-            command=command,
-            settings=settings,
-            findings=findings,
-            claims=claims,
-            rule=rule,
-            warning=warning,
-            answer=answer,
-            interim=interim,
-            tables=tables or {},
-            checkpoints=checkpoint_cells(table, shown),
-            columns=("Run", "Group", "Size", "Parameters", "Step", *(m.axis_title for m in shown)),
-            keys=(*data.COLUMNS, *(m.name for m in shown)),  # of the columns, in the files that the reader saves
-            units={m.name: "fraction" if m.percent else m.unit for m in shown},
-            # several charts may show the same rows: they are in the page once, and its script puts them back
-            specs=[spec | {"datasets": list(spec["datasets"])} for spec in specs],
-            datasets={name: _by_column(rows) for name, rows in datasets.items()},
-            configs=configs or {},
-            config_lines=_by_line(configs or {}),
-            verdicts=_counts([claim["result"] for claim in claims]),
-            badges=_BADGES,
-            vega=_vega(),
-        )
+    ids = [section.id for section in sections]
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"two sections of a page have one id: {', '.join(ids)}")
+    return environment().get_template("page.html.j2").render(
+        **{"title": title, "lede": lede, "cards": cards, "sections": sections, "banner": banner, "links": links},
+        **{"end": end, "signs": SIGNS},
+    )  # fmt: skip
+
+
+def interval_rows(
+    rows: Sequence[IntervalRow], *, effect: str = "difference", interval: str = "95 % interval"
+) -> Markup:
+    """Return a table with a row for each comparison and a plot of its interval, as inline SVG.
+
+    Args:
+        rows: The comparisons.
+        effect: The heading of the column of effects, with the unit where all rows share it.
+        interval: The heading of the column of intervals, with its level.
+    """
+    shared: dict[str, list[IntervalRow]] = {}
+    for row in rows:
+        if row.scale:
+            shared.setdefault(row.scale, []).append(row)
+    drawn = [(row, _plot(row, shared.get(row.scale, [row])) if row.value is not None else "") for row in rows]
+    groups = [(name, list(members)) for name, members in itertools.groupby(drawn, lambda each: each[0].group)]
+    judged = any(row.verdict for row in rows)
+    template = environment().get_template("interval_rows.html.j2")
+    rendered = template.render(groups=groups, judged=judged, effect=effect, interval=interval, signs=SIGNS)
+    return Markup(rendered)  # noqa: S704 - the template escapes
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, caption: str = "") -> Markup:
+    """Return a table of text that scrolls sideways where it is too wide.
+
+    Args:
+        columns: The headings, with units.
+        rows: The cells of each row.
+        left: How many of the first columns are text; the others are numbers, aligned on the right.
+        caption: A sentence or two below it.
+    """
+    rendered = (
+        environment().get_template("table.html.j2").render(columns=columns, rows=rows, left=left, caption=caption)
+    )
+    return Markup(rendered)  # noqa: S704 - the template escapes
+
+
+def _plot(row: IntervalRow, sharing: Sequence[IntervalRow]) -> Markup:
+    """Return the plot of a row, on the axis of all rows that share its scale."""
+
+    def position(value: float, one: IntervalRow = row) -> float:
+        return math.log(value / one.reference) if one.log else value - one.reference
+
+    drawn = [one for one in sharing if one.value is not None]
+    reaches = sorted(max(abs(position(end, one)) for end in (one.low, one.high)) for one in drawn)
+    values = [abs(position(one.value, one)) for one in drawn if one.value is not None]
+    # one wide interval must not flatten the others: all values and the narrower half of the intervals fit, and an
+    # interval that goes on beyond the edge ends in an arrow
+    reach = 1.1 * max(reaches[(len(reaches) - 1) // 2], *values) or 1.0
+    middle = _WIDTH / 2
+
+    def at(value: float) -> float:
+        return middle + position(value) / reach * (middle - _EDGE)
+
+    def cut(x: float) -> float:
+        return min(max(x, _EDGE), _WIDTH - _EDGE)
+
+    parts: list[str] = []
+    if row.claimed is not None:
+        low, high = (None if end is None else at(end) for end in row.claimed)
+        left, right = (0.0 if low is None else max(low, 0.0)), (_WIDTH if high is None else min(high, _WIDTH))
+        if left < right:
+            parts.append(
+                f'<rect class="claimed" x="{left:.1f}" y="0" width="{right - left:.1f}" height="{_HEIGHT:g}"/>'
+            )
+    center = _HEIGHT / 2
+    assert row.value is not None
+    left, right = at(row.low), at(row.high)
+    parts.append(f'<line class="reference" x1="{middle:g}" x2="{middle:g}" y1="0" y2="{_HEIGHT:g}"/>')
+    parts.append(f'<line class="interval" x1="{cut(left):.1f}" x2="{cut(right):.1f}" y1="{center:g}" y2="{center:g}"/>')
+    for end, edge, side in ((left, 0.0, 1), (right, _WIDTH, -1)):
+        if cut(end) != end:
+            tip = f"{edge:g},{center:g} {edge + side * 7:g},{center - 4:g} {edge + side * 7:g},{center + 4:g}"
+            parts.append(f'<polygon class="beyond" points="{tip}"/>')
+    parts.append(f'<circle class="effect" cx="{cut(at(row.value)):.1f}" cy="{center:g}" r="4.5"/>')
+    words = escape(f"{row.label}: {row.effect}, {row.interval}")
+    return Markup(  # noqa: S704 - numbers, and escaped just above
+        f'<svg class="plot {row.tone}" viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{words}">'
+        f"{''.join(parts)}</svg>"
     )
 
 
-def checkpoint_cells(table: pl.DataFrame, shown: Sequence[Column]) -> list[list[Cell]]:
-    """Return the cells of the table of all evaluated checkpoints.
-
-    Raises:
-        IsolossError: The table lacks a column or holds a number that cannot be shown.
-    """
-    # `prepare` turns accuracies into percent; tables are sorted and saved by the numbers as they are here
-    raw = {(row["run"], row["step"]): row for row in table.iter_rows(named=True)}
-    return [
-        [
-            (row["run"], None, None),
-            (row["group"], None, None),
-            (row["size"], row["parameters"], None),
-            *((f"{row[name]:,}", row[name], None) for name in ("parameters", "step")),
-            *((row[f"{m.field}_text"], numbers[m.name], numbers[m.stderr_column]) for m in shown),
-        ]
-        for row in data.prepare(table, shown).iter_rows(named=True)
-        for numbers in (raw[row["run"], row["step"]],)
-    ]
-
-
-def _by_column(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return rows with each key once; numbers have seven digits, enough to draw them, and null is what a row lacks."""
-    keys = dict.fromkeys(key for row in rows for key in row)
-    return {key: [_drawn(row.get(key)) for row in rows] for key in keys}
-
-
-def _drawn(value: Any) -> Any:
-    return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
-def _by_line(configs: Mapping[str, str]) -> dict[str, Any]:
-    """Return the configs with each line that any of them has once, and the numbers of its lines for each run."""
-    numbers: dict[str, int] = {}
-    runs = {
-        run: [numbers.setdefault(line, len(numbers)) for line in text.splitlines()] for run, text in configs.items()
-    }
-    return {"lines": list(numbers), "runs": runs}
-
-
-def _counts(results: Sequence[Any]) -> dict[str, int]:
-    """Return how many cases of the claims have each verdict; a claim that was not tested counts once."""
-    found: Counter[str] = Counter()
-    for result in results:
-        is_tested = any(answer.numbers for answer in result.answers)
-        found.update([answer.verdict for answer in result.answers] if is_tested else list(result.verdicts))
-    return {verdict: found[verdict] for verdict in _BADGES if found[verdict]}
-
-
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
+def environment() -> jinja2.Environment:
+    """Return the templates of `isoloss.report`: they escape every text, and a misspelled name in them is an error."""
+    made = jinja2.Environment(
         loader=jinja2.PackageLoader("isoloss.report"),
         autoescape=True,
-        # a misspelled name would otherwise leave a blank on the page
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["script_json"] = script_json
-    environment.filters["drawn"] = lambda chart: Markup(save.inline_svg(chart))  # noqa: S704 - Vega escapes its texts
-    return environment
+    made.filters["script_json"] = script_json
+    return made
 
 
 def script_json(document: Any) -> Markup:
@@ -210,14 +259,3 @@ def script_json(document: Any) -> Markup:
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)  # noqa: S704 - escaped just above
-
-
-@functools.cache
-def _vega() -> Markup:
-    """Vega, Vega-Lite and Vega-Embed as one script, of the versions that the charts are written for."""
-    import vl_convert
-
-    script: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", VERSION)
-    if "</script" in script.lower() or "<!--" in script:
-        raise IsolossError("this version of vl-convert cannot be put inside a page: its script holds a script tag")
-    return Markup(script)  # noqa: S704 - checked just above

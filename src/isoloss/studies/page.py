@@ -15,8 +15,8 @@ from isoloss import files
 from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
-from isoloss.report.html import Figure, Finding, render
 from isoloss.report.save import save
+from isoloss.report.study_page import Figure, Finding, render
 from isoloss.studies.claims import ClaimResult, ClaimsFile
 from isoloss.studies.results import Measured, Results
 from isoloss.studies.summary import SummaryTable, claim_figures, claim_table, explanations

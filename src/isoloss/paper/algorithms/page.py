@@ -6,7 +6,7 @@ from isoloss.paper.algorithms.study import ALGORITHMS, BASELINE, SGD_RATE, datas
 from isoloss.paper.reproduction.spec import Dataset
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Style, accuracy
-from isoloss.report.html import Figure, Finding
+from isoloss.report.study_page import Figure, Finding
 from isoloss.statistics.estimate import signed
 from isoloss.studies.page import PageParts, words
 from isoloss.studies.results import Results

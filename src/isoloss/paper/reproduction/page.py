@@ -15,7 +15,7 @@ from isoloss.paper.reproduction.compare import DatasetResults, by_dataset, mean
 from isoloss.paper.reproduction.spec import BASELINES, FIGURE_1, SGD_SHOWN, Dataset, cooldown_run
 from isoloss.report import charts
 from isoloss.report.data import KL, LOSS, MARKERS, MINIMAL_TRACE, TRACE, Column, Style, column_of
-from isoloss.report.html import Figure
+from isoloss.report.study_page import Figure
 from isoloss.statistics.estimate import number
 from isoloss.studies.page import PageParts
 from isoloss.studies.results import Results

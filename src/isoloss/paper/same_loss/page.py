@@ -13,8 +13,8 @@ from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, UNTOUCHED, WEIGHT_
 from isoloss.paper.same_loss.study import factor, last, pairs_of, replicates_with, sizes_expanded
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Column, Style, accuracy
-from isoloss.report.html import Figure, Finding
 from isoloss.report.intervals import Interval, IntervalPanel, intervals
+from isoloss.report.study_page import Figure, Finding
 from isoloss.statistics.correlation import correlation
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.page import PageParts
