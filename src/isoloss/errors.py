@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 NOTHING_PREDICTED = "nothing is predicted: every label that the model could be scored on is -100"
+
+EXTRAS = {  # pyproject.toml's, by the modules that are imported from their packages
+    **dict.fromkeys(("numba", "llvmlite", "threadpoolctl"), "lab"),
+    **dict.fromkeys(("polars", "jinja2", "markupsafe", "vl_convert"), "study"),
+    "datasets": "hub",
+    "ray": "ray",
+    "submitit": "slurm",
+}
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -26,6 +35,27 @@ class IsolossWarning(UserWarning):
 
     The message is one clear sentence. The command line prints it once, as a line on stderr, and goes on.
     """
+
+
+@contextlib.contextmanager
+def naming_extras() -> Iterator[None]:
+    """Turn the lack of a package that only an extra installs into an error that names the extra; also a decorator.
+
+    Example:
+        >>> with naming_extras():
+        ...     raise ModuleNotFoundError("No module named 'numba'", name="numba")
+        Traceback (most recent call last):
+        isoloss.errors.IsolossError: this needs numba, which is not installed: pip install 'isoloss[lab]'
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        raise IsolossError(
+            f"this needs {package}, which is not installed: pip install 'isoloss[{EXTRAS[package]}]'"
+        ) from error
 
 
 def printable(text: str) -> str:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from isoloss.errors import naming_extras
+
 
 def exports(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of the package called so, which offers names of the modules that they map to.
@@ -20,7 +22,8 @@ def exports(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any
     def get(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(names[name]), name)
+        with naming_extras():
+            value = getattr(importlib.import_module(names[name]), name)
         # once it is an attribute, Python finds it by itself and does not ask here again
         setattr(sys.modules[package], name, value)
         return value

@@ -22,7 +22,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from isoloss import builtin_components
-from isoloss.errors import IsolossError, did_you_mean, warn
+from isoloss.errors import IsolossError, did_you_mean, naming_extras, warn
 
 
 class Entry(NamedTuple):
@@ -154,7 +154,10 @@ class Registry:
         if not isinstance(entry.target, str):
             return entry.target
         try:
-            component = _resolved(entry.target)
+            with naming_extras():
+                component = _resolved(entry.target)
+        except IsolossError:
+            raise
         except Exception as error:  # whatever a module of another package does
             told = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
             raise IsolossError(f"{self.kind} {name!r} cannot be loaded from {entry.target}: {told}") from error

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from isoloss import interrupts
-from isoloss.errors import IsolossError, IsolossWarning, did_you_mean, printable
+from isoloss.errors import IsolossError, IsolossWarning, did_you_mean, naming_extras, printable
 
 SUBCOMMANDS = {
     "ls": "list what can be named: languages, models, sizes, tasks, measures, algorithms, executors, studies, runs",
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
         )
         return 2
     try:
-        with _warnings_as_lines(subcommand):
+        with _warnings_as_lines(subcommand), naming_extras():
             # only this subcommand's module: importing all of them would take seconds
             return int(importlib.import_module(f"isoloss.cli.{subcommand}").main(rest))
     except SystemExit as end:  # of tyro, which has printed the help, or what is wrong with the command line

@@ -179,7 +179,7 @@ class _Dataset:
 
     def __init__(self, spec: str, column: str, split: str) -> None:
         self.name = hub_datasets.parse(spec)
-        self.rows: Any = hub_datasets.load(spec, split=split, columns=[column])
+        self.rows = hub_datasets.load(spec, split=split, columns=[column])
         self.column = column
 
     def __str__(self) -> str:
@@ -196,7 +196,7 @@ class _Dataset:
         return f"dataset {digest.hexdigest()}"
 
     def read(self) -> Iterator[tuple[str, str | None]]:
-        for number, (text,) in enumerate(hub_datasets.read_rows(self.rows)):
+        for number, (text,) in enumerate(self.rows):
             if not isinstance(text, str | None):
                 raise IsolossError(f"{self.name}, row {number}: the column {self.column!r} holds no text but {text!r}")
             yield f"{self.name}:{number}", text

@@ -9,12 +9,13 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, naming_extras
 from isoloss.text import python_docs
 
 PREFIX = "hf:"
@@ -81,54 +82,76 @@ def parse(spec: str) -> DatasetName:
     return DatasetName(match["name"], match["config"], match["revision"])
 
 
-def load(spec: str, *, split: str, columns: Sequence[str]) -> Any:
-    """Return one split of a dataset with the given columns only, as a `datasets.Dataset` mapped from disk.
+@dataclass(frozen=True)
+class Rows:
+    """Some columns of a dataset: iterating gives its rows as tuples, any number of times.
+
+    Attributes:
+        read: Begins at the first row.
+        label_names: The names of the labels, by column, of the columns that are of the library's type ClassLabel.
+    """
+
+    read: Callable[[], Iterator[tuple[Any, ...]]]
+    label_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return self.read()
+
+
+def load(spec: str, *, split: str, columns: Sequence[str]) -> Rows:
+    """Return one split of a dataset with the given columns only.
 
     A folder is what `save_to_disk` wrote, or holds Parquet, Arrow, JSON lines, CSV or text files as `load_dataset`
     takes them. From the hub, the data is downloaded once, into the cache of `datasets` (`HF_HOME`); afterwards no
-    network is needed. No code that comes with a dataset is run. What comes with Python is made in memory.
+    network is needed. No code that comes with a dataset is run. What comes with Python needs no `datasets`.
 
     Raises:
-        IsolossError: There is no such dataset, config, split (e.g. `train[:10%]`) or column, or no hub.
+        IsolossError: There is no such dataset, config, split (e.g. `train[:10%]`) or column, or no hub; or `datasets`
+            is not installed.
     """
-    import datasets
-
-    from isoloss.loading import hub_answers
-
     name = parse(spec)
     if name.prefix == PYTHON:
-        return _with_columns(datasets.Dataset.from_dict(dict(python_docs.rows(name.name, split))), name, columns)
+        table = python_docs.rows(name.name, split)
+        _check_columns(name, columns, list(table))
+        return Rows(lambda: zip(*(table[column] for column in columns), strict=True))
+    dataset = _loaded(name, split)
+    _check_columns(name, columns, dataset.column_names)
+    dataset = dataset.select_columns(list(columns))
+
+    def read() -> Iterator[tuple[Any, ...]]:
+        for some in dataset.with_format("arrow").iter(batch_size=_ROWS):
+            yield from zip(*(column.to_pylist() for column in some.columns), strict=True)
+
+    kinds = {column: dataset.features[column] for column in columns}
+    return Rows(read, {column: tuple(kind.names) for column, kind in kinds.items() if hasattr(kind, "names")})
+
+
+def _check_columns(name: DatasetName, columns: Sequence[str], available: Sequence[str]) -> None:
+    if missing := [column for column in columns if column not in available]:
+        raise IsolossError(f"{name} has no column {missing[0]!r}; it has {', '.join(available)}")
+
+
+def _loaded(name: DatasetName, split: str) -> Any:
+    with naming_extras():
+        import datasets
+    from isoloss.loading import hub_answers
+
     with _quiet():
         try:
             folder = Path(name.name)
             # `load_dataset` refuses what `save_to_disk` wrote
             is_saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
             if name.is_local and is_saved:
-                dataset = _from_saved(datasets.load_from_disk(name.name), name, split)
-            elif name.is_local or hub_answers(name.name, what="dataset", revision=name.revision):
-                dataset = datasets.load_dataset(name.name, name.config, split=split, revision=name.revision)
-            else:
-                dataset = _from_cache(name, split)
+                return _from_saved(datasets.load_from_disk(name.name), name, split)
+            if name.is_local or hub_answers(name.name, what="dataset", revision=name.revision):
+                return datasets.load_dataset(name.name, name.config, split=split, revision=name.revision)
+            return _from_cache(name, split)
         except IsolossError:
             raise
         except Exception as error:
             # datasets raises nearly anything on what it cannot read
             reason = " ".join(str(error).split()) or type(error).__name__
             raise IsolossError(f"cannot load the split {split!r} of {name}: {reason[:400]}") from error
-    return _with_columns(dataset, name, columns)
-
-
-def _with_columns(dataset: Any, name: DatasetName, columns: Sequence[str]) -> Any:
-    missing = [column for column in columns if column not in dataset.column_names]
-    if missing:
-        raise IsolossError(f"{name} has no column {missing[0]!r}; it has {', '.join(dataset.column_names)}")
-    return dataset.select_columns(list(columns))
-
-
-def read_rows(dataset: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows as tuples in the order of the columns, some at a time in memory."""
-    for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
-        yield from zip(*(column.to_pylist() for column in table.columns), strict=True)
 
 
 def _from_saved(dataset: Any, name: DatasetName, split: str) -> Any:

@@ -325,17 +325,16 @@ def _label(value: Any, column: str, location: str) -> str | None:
 
 def _from_dataset(spec: str, columns: list[str], split: str) -> tuple[Iterator[_Row], tuple[str, ...] | None]:
     dataset = hub_datasets.load(spec, split=split, columns=columns)
-    # only a ClassLabel has names
-    names = getattr(dataset.features[columns[-1]], "names", None)
+    names = dataset.label_names.get(columns[-1])
 
     def rows() -> Iterator[_Row]:
-        for number, (*texts, label) in enumerate(hub_datasets.read_rows(dataset)):
+        for number, (*texts, label) in enumerate(dataset):
             # GLUE's test sets have -1, which would be the last name
             if names is not None and label is not None:
                 label = names[label] if label >= 0 else None
             yield f"{spec}, row {number}", (*texts, label)
 
-    return rows(), None if names is None else tuple(names)
+    return rows(), names
 
 
 def _find(path: Path, split: str) -> list[Path]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from isoloss import config as configs
 from isoloss import files
 from isoloss.config import LanguageConfig, check, setting
-from isoloss.errors import IsolossError, did_you_mean, require
+from isoloss.errors import IsolossError, did_you_mean, naming_extras, require
 from isoloss.registry import LANGUAGES
 from isoloss.runs import refuse_run
 
@@ -68,7 +68,8 @@ class _Config(LanguageConfig):
     @classmethod
     def _class(cls) -> Any:
         module, _, name = cls.language_class.partition(":")
-        return getattr(importlib.import_module(f"isoloss.lab.languages.{module}"), name)
+        with naming_extras():
+            return getattr(importlib.import_module(f"isoloss.lab.languages.{module}"), name)
 
 
 @dataclass(frozen=True, kw_only=True)
