@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         squared_parameter_norm,
         weighted_fisher_trace,
     )
+    from isoloss.flatness.quantization import quantization_rise
     from isoloss.flatness.sharpness import noise_sharpness, sam_sharpness
     from isoloss.flatness.spectrum import SpectralDensity, largest_eigenvalues, spectral_density
     from isoloss.flatness.trainer_callback import FlatnessCallback, evaluating
@@ -39,6 +40,7 @@ __all__ = [
     "hessian_trace",
     "largest_eigenvalues",
     "noise_sharpness",
+    "quantization_rise",
     "relative_flatness",
     "rescaled",
     "rescaled_at_random",
@@ -57,6 +59,7 @@ _MODULES = {
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
     "hessian": ("hessian_trace",),
     "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),
+    "quantization": ("quantization_rise",),
     "sharpness": ("noise_sharpness", "sam_sharpness"),
     "spectrum": ("SpectralDensity", "largest_eigenvalues", "spectral_density"),
     "trainer_callback": ("FlatnessCallback", "evaluating"),
