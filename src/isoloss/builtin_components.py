@@ -43,6 +43,8 @@ MEASURES = {
         "sam-sharpness": "SAMSharpness",
         "adaptive-sharpness": "AdaptiveSharpness",
         "noise-sharpness": "NoiseSharpness",
+        "int8-rise": "Int8Rise",
+        "int4-rise": "Int4Rise",
         "squared-norm": "SquaredNorm",
     },
     "transfer": {

@@ -20,6 +20,7 @@ from isoloss.flatness import (
     empirical_fisher_trace,
     fisher_rao_norm,
     fisher_trace,
+    quantization_rise,
     relative_flatness,
     sam_sharpness,
     squared_parameter_norm,
@@ -178,6 +179,8 @@ VALUES = {
     "sam-sharpness": estimated(sam_sharpness),
     "adaptive-sharpness": estimated(sam_sharpness, adaptive=True),
     "noise-sharpness": noise,
+    "int8-rise": estimated(quantization_rise, bits=8),
+    "int4-rise": estimated(quantization_rise, bits=4, group_size=128),
 }
 
 

@@ -128,5 +128,5 @@ def test_a_model_without_a_linear_layer_is_refused():
         def forward(self, input_ids):
             return self.table(input_ids)
 
-    with pytest.raises(IsolossError, match="Bigram has no linear layer besides its output layer to round"):
+    with pytest.raises(IsolossError, match="Bigram has no linear layer to round besides its output layer"):
         quantization_rise(Bigram(), [{"input_ids": torch.zeros(4, 3, dtype=torch.long)}], causal=True)

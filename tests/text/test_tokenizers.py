@@ -175,3 +175,20 @@ def test_hub_names(answer, message, monkeypatch):
     with pytest.raises(IsolossError, match=f"there is no tokenizer someone/something.*{message}"):
         load_tokenizer("someone/something")
     assert asked == ["someone/something"]
+
+
+def test_a_revision_on_the_hub_has_its_own_tokenizer(vocab, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(str(vocab))
+    repository = tmp_path / "hub" / "models--someone--something"
+    for revision, token in (("main", "alpha"), ("step1000", "beta")):
+        tokenizer.add_tokens([token])
+        tokenizer.save_pretrained(repository / "snapshots" / f"commit-of-{revision}")
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(f"commit-of-{revision}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    found = {name: load_tokenizer(name).get_vocab() for name in ("someone/something", "someone/something@step1000")}
+    assert "beta" not in found["someone/something"]
+    assert "beta" in found["someone/something@step1000"]
+    with pytest.raises(IsolossError, match="there is no tokenizer someone/something@step2 on this machine"):
+        load_tokenizer("someone/something@step2")

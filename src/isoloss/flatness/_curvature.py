@@ -107,7 +107,7 @@ class MeanLoss:
     def by_cluster(self) -> torch.Tensor:
         """Return (N,) float64: the losses summed over the predicted positions of each cluster."""
         with torch.no_grad():
-            return self._by_cluster(lambda batch: _losses(self.model, batch).double().cpu())
+            return self._by_cluster(lambda batch: losses(self.model, batch).double().cpu())
 
     def _by_cluster(self, values: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
         """Return (N,) float64: the sums over each cluster of (m,) values of each batch."""
@@ -276,7 +276,7 @@ def second_derivatives() -> Iterator[None]:
         raise
 
 
-def _losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return (m,): the cross-entropy of each predicted position."""
     logits = predicted_logits(model, batch)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -285,7 +285,7 @@ def _losses(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 # summed in float64: sharpness is a small difference of two such sums
 def _total_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return _losses(model, batch).sum(dtype=torch.float64)
+    return losses(model, batch).sum(dtype=torch.float64)
 
 
 def _that_need_gradients(

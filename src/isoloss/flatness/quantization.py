@@ -6,10 +6,8 @@ The examples measure the model and the batches of the example of `isoloss.flatne
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -17,12 +15,11 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from isoloss.errors import IsolossError
-from isoloss.flatness._curvature import MeanLoss
-from isoloss.flatness._measurement import UNIT
-from isoloss.flatness.sharpness import weights_restored
+from isoloss.flatness._batches import CheckedBatch
+from isoloss.flatness._curvature import losses
+from isoloss.flatness._measurement import BatchSums, Estimator, Options, measure, takes_options
 from isoloss.model_checks import unwrapped
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.ratio import ratio_estimate
 
 
 def rounded_weight(weight: torch.Tensor, *, bits: int, group_size: int | None = None) -> torch.Tensor:
@@ -75,14 +72,14 @@ def rounded_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+@takes_options
 def quantization_rise(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
     *,
     bits: int = 8,
     group_size: int | None = None,
-    causal: bool | None = None,
-    num_sequences: int | None = None,
+    **options: Unpack[Options],
 ) -> Estimate:
     """Measure how far the mean loss per predicted token rises when the weights of linear layers have a few bits.
 
@@ -91,44 +88,75 @@ def quantization_rise(
     be below 0. With fewer bits it measures flatness along one direction, at a distance that practice asks for.
 
     Args:
-        model: As for `fisher_trace`, with any attention. Its weights are changed, and set back bit for bit.
-        batches: As for `fisher_trace`; all are kept; the labels' values count.
+        model: As for `fisher_trace`, with any attention. Its weights are exchanged, and put back as they were.
+        batches: As for `fisher_trace`; the labels' values count.
         bits: Of a weight, from 2 to 8.
         group_size: Weights that share a scale, along the inputs of an output; None: all of them.
-        causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
-        num_sequences: At most so many are used; None: all.
+        options: As follows; `parameters` are those that are rounded, as far as they are weights of linear layers.
 
     Raises:
-        IsolossError: An argument is out of its range, a batch does not fit, a logit is not finite, there are fewer
-            than 2 clusters, or the model has no linear layer besides its output layer.
+        IsolossError: An argument is out of its range, a batch does not fit, a logit is not finite, or the model has no
+            linear layer besides its output layer.
+        InterruptedEstimate: Ctrl-C; it carries the estimate so far.
 
     Example:
         >>> rise = quantization_rise(model, batches, bits=3)
         >>> rise.unit, rise.details["rounded_fraction"] > 0.1
         ('nats per predicted token', True)
     """
-    begun = time.perf_counter()
-    layers = rounded_layers(model)
-    if not layers:
-        raise IsolossError(f"{type(unwrapped(model)).__name__} has no linear layer besides its output layer to round")
-    loss = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
-    positions, before = loss.positions(), loss.by_cluster()
-    # by identity: layers may share a weight, which is rounded once
-    weights = {id(module.weight): (name, module) for name, module in layers.items()}
-    with weights_restored({name: module.weight for name, module in weights.values()}), torch.no_grad():
-        for _, module in weights.values():
-            flip = isinstance(module, Conv1D)  # GPT-2's layers have their weights as (inputs, outputs)
-            weight = module.weight.T if flip else module.weight
-            rounded = rounded_weight(weight, bits=bits, group_size=group_size)
-            module.weight.copy_(rounded.T if flip else rounded)
-        after = loss.by_cluster()
-    seen = positions > 0
-    groups = "per channel" if group_size is None else f"per group of {group_size}"
-    rise = ratio_estimate(
-        (after - before)[seen], positions[seen], unit=UNIT, method=f"rise under weights of {bits} bits, {groups}"
-    )
-    rounded_fraction = sum(module.weight.numel() for _, module in weights.values()) / loss.num_parameters
-    details = {**loss.details(0), "rounded_fraction": rounded_fraction, "error_covers": "inputs and labels"}
-    return dataclasses.replace(
-        rise, num_predictions=loss.num_positions, details=details, seconds=time.perf_counter() - begun
-    )
+    return measure(_Rounded, model, batches, options, bits=bits, group_size=group_size)
+
+
+class _Rounded(Estimator):
+    """The rise of each sequence's loss."""
+
+    by_parameter = False
+
+    def __init__(self, model: nn.Module, bits: int, group_size: int | None, **options: Any) -> None:
+        super().__init__(model, **options)
+        groups = "per channel" if group_size is None else f"per group of {group_size}"
+        self.method = f"rise under weights of {bits} bits, {groups}"
+        self._settings = {"bits": bits, "group_size": group_size}
+        chosen = {id(parameter) for parameter in self.parameters.values()}
+        # by identity: layers may share a weight
+        layers = {id(layer.weight): layer for layer in rounded_layers(model).values() if id(layer.weight) in chosen}
+        if not layers:
+            raise IsolossError(
+                f"{type(unwrapped(model)).__name__} has no linear layer to round besides its output layer"
+            )
+        self._weights: list[nn.Parameter] = []
+        self._others: list[torch.Tensor] = []  # in the places of the weights while `_exchange` has been called once
+        for layer in layers.values():
+            weight = layer.weight.detach()
+            turned = weight.T if isinstance(layer, Conv1D) else weight  # GPT-2's are (inputs, outputs)
+            rounded = rounded_weight(turned, bits=bits, group_size=group_size)
+            self._weights.append(layer.weight)
+            self._others.append(rounded.T.contiguous() if turned is not weight else rounded)
+
+    def _exchange(self) -> None:
+        for place, weight in enumerate(self._weights):
+            weight.data, self._others[place] = self._others[place], weight.data
+
+    @torch.no_grad()
+    def measure(self, batch: CheckedBatch) -> BatchSums:
+        """Measure a batch: a row for each sequence."""
+        checked = batch.checked
+        positions = checked.predicted.sum(dim=1).double().cpu()
+        rise = torch.zeros(len(positions), dtype=torch.float64)
+        if checked.predicts:
+            before = losses(self.model, checked)
+            self._exchange()
+            try:
+                change = losses(self.model, checked).double() - before.double()
+            finally:
+                self._exchange()
+            rise.index_add_(0, checked.predicted.nonzero()[:, 0].cpu(), change.cpu())
+        return BatchSums(rise[:, None], positions, torch.zeros(len(positions), 0))
+
+    def identity(self) -> dict[str, Any]:
+        return self._settings
+
+    def details(self) -> dict[str, Any]:
+        number = sum(parameter.numel() for parameter in self.parameters.values())
+        rounded = sum(weight.numel() for weight in self._weights)
+        return {**self._settings, "rounded_fraction": rounded / number, "error_covers": "inputs and labels"}

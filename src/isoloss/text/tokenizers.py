@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from isoloss import files
 from isoloss.early_checks import check_content, may_be_hub_name
@@ -29,6 +31,7 @@ _CHOICES = "a tokenizer is a Hugging Face folder, a name on the Hugging Face hub
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # that a folder has a tokenizer in
 _TRAINED = "wordpiece:"  # before a number of tokens
 _MOST_TOKENS = 1_000_000
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of SentencePiece that stands for one byte
 
 
 def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -> PreTrainedTokenizerFast:
@@ -38,8 +41,8 @@ def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -
     stripped, if no ordinary entry has an upper-case letter. No code that comes with a tokenizer is run.
 
     Args:
-        spec: A Hugging Face folder, a name on the hub (what is on this machine already is taken from there), or a
-            `vocab.txt`.
+        spec: A Hugging Face folder, a name on the hub, `NAME` or `NAME@REVISION` (what is on this machine already is
+            taken from there), or a `vocab.txt`.
         needs: Special tokens that it has to have.
     """
     check_name(spec)
@@ -58,7 +61,7 @@ def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -
 
 def check_name(spec: str) -> None:
     """Refuse what is no file, no folder and not what may be a name on the hub; nothing is opened."""
-    may_be_on_hub = may_be_hub_name(spec) and not spec.endswith(".txt")
+    may_be_on_hub = may_be_hub_name(spec.partition("@")[0]) and not spec.endswith(".txt")
     if not may_be_on_hub and not (spec and Path(spec).expanduser().exists()):
         raise IsolossError(f"there is no tokenizer {spec!r}{files.nearest(spec) or ':'} {_CHOICES}")
 
@@ -271,25 +274,26 @@ def _from_vocabulary(path: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _from_hub(name: str) -> PreTrainedTokenizerFast:
-    message = f"the Hugging Face repository {name} holds no tokenizer that transformers can load"
+def _from_hub(spec: str) -> PreTrainedTokenizerFast:
+    name, _, revision = spec.partition("@")
+    message = f"the Hugging Face repository {spec} holds no tokenizer that transformers can load"
     try:
-        return _auto(name, message, local_files_only=True)
+        return _auto(name, message, revision=revision, local_files_only=True)
     except IsolossError as error:
         # an OSError says that it is not here; anything else, that it is and cannot be read
         if not isinstance(error.__cause__, OSError):
             raise
     from isoloss.loading import hub_answers
 
-    if not hub_answers(name, what="tokenizer"):
+    if not hub_answers(name, what="tokenizer", revision=revision or None):
         raise IsolossError(
-            f"there is no tokenizer {name} on this machine, and the Hugging Face hub does not answer"
+            f"there is no tokenizer {spec} on this machine, and the Hugging Face hub does not answer"
             f"{files.nearest(name) or ':'} {_CHOICES}"
         )
-    return _auto(name, message)
+    return _auto(name, message, revision=revision)
 
 
-def _auto(spec: str, message: str, *, local_files_only: bool = False) -> PreTrainedTokenizerFast:
+def _auto(spec: str, message: str, *, revision: str = "", local_files_only: bool = False) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from isoloss.text.kept_tokens import KeptTokensTokenizer
@@ -299,7 +303,9 @@ def _auto(spec: str, message: str, *, local_files_only: bool = False) -> PreTrai
     # else transformers warns about a model that it was not asked to load
     logger.setLevel(logging.ERROR)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False, local_files_only=local_files_only)
+        tokenizer = AutoTokenizer.from_pretrained(
+            spec, revision=revision or "main", trust_remote_code=False, local_files_only=local_files_only
+        )
     except Exception as error:
         # transformers raises nearly anything on a folder that does not suit it
         held = [path for pattern in _FILES for path in sorted(Path(spec).glob(pattern))]
@@ -327,3 +333,39 @@ def _reason(held: list[Path], error: Exception) -> str:
         if path.name == "tokenizer_config.json" and isinstance(document, dict) and "auto_map" in document:
             return "it is code of its own, which isoloss does not run: save its fast form, a tokenizer.json"
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerFast) -> NDArray[np.int64] | None:
+    """Return (V,) how many bytes of UTF-8 text each token id stands for; None where the tokenizer's kind is not known.
+
+    Byte-level tokenizers (GPT-2's, Llama 3's) write each byte as one character, tokenizers of SentencePiece a space as
+    `▁` and single bytes as `<0x0A>`; special tokens stand for no text. A loss in nats per token times the tokens of a
+    text, divided by its bytes and by ln 2, is its bits per byte, which tokenizers share.
+
+    Example:
+        >>> from tokenizers import Tokenizer, decoders, models
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> backend = Tokenizer(models.BPE({"a": 0, "\u0120b": 1, "\u00c3\u00a9": 2}, []))
+        >>> backend.decoder = decoders.ByteLevel()
+        >>> token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend)).tolist()
+        [1, 2, 2]
+    """
+    backend = tokenizer.backend_tokenizer
+    decoder = json.loads(backend.to_str())["decoder"] or {}
+    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if "ByteLevel" in kinds:
+
+        def size(token: str) -> int:
+            return len(token)
+    elif kinds & {"Metaspace", "ByteFallback"}:
+
+        def size(token: str) -> int:
+            return 1 if _BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
+    else:
+        return None
+    vocab = tokenizer.get_vocab()
+    sizes = np.zeros(max(vocab.values()) + 1, dtype=np.int64)
+    for token, index in vocab.items():
+        sizes[index] = 0 if token in special else size(token)
+    return sizes

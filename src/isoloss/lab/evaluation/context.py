@@ -162,18 +162,12 @@ class MeasureContext:
 class ModelInfo:
     """What inputs must fit: facts about a checkpoint, kept after it is unloaded."""
 
-    name: str  # the checkpoint's folder or name
+    name: str  # the checkpoint's folder, or its name on the hub, NAME or NAME@REVISION; its tokenizer is there too
     architecture: str  # the class that it names
     outline: Outline  # what it predicts, of how many tokens
     config: Any  # the model's transformers config
     max_length: int | None  # the most tokens it takes; None: any number
     has_embeddings: bool  # whether it embeds token ids, as an auxiliary sample needs
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Where the checkpoint's tokenizer is: its folder, or its name on the hub without a revision."""
-        # a folder may have an @ in its name
-        return self.name if Path(self.name).expanduser().is_dir() else self.name.partition("@")[0]
 
     @property
     def kind(self) -> Kind:
@@ -206,7 +200,7 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: InputConfig, *
             data,
             column=config.column,
             split=config.split,
-            checkpoint=first.tokenizer_name,
+            checkpoint=first.name,
             tokenizer=config.tokenizer,
             config=first.config,
             kind=objective.kind,
@@ -221,7 +215,7 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: InputConfig, *
             check_model(inputs, other.config, other.max_length, other.name)
         return _fitting(inputs, models, config, seed if shuffled else None)
 
-    named = config.tokenizer or first.tokenizer_name
+    named = config.tokenizer or first.name
     return MeasureContext(
         read=read,
         objective=objective,
@@ -293,7 +287,7 @@ def _check_tokenizers(models: Sequence[ModelInfo]) -> None:
     known: tuple[str, dict[str, int]] | None = None
     for model in models:
         try:
-            vocabulary = load_tokenizer(model.tokenizer_name).get_vocab()
+            vocabulary = load_tokenizer(model.name).get_vocab()
         except IsolossError:
             # a checkpoint without a tokenizer reads token ids, or is given one
             continue

@@ -430,6 +430,29 @@ class NoiseSharpness(_OverProbes):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Int8Rise(SampledFlatness):
+    """Rise of the loss when the weights of linear layers are rounded to 8 bits, a scale for each output."""
+
+    name: ClassVar[str] = "int8-rise"
+    bits: ClassVar[int] = 8
+    group_size: ClassVar[int | None] = None
+
+    def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
+        from isoloss.flatness import quantization_rise
+
+        return quantization_rise(model, batches, bits=self.bits, group_size=self.group_size, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4Rise(Int8Rise):
+    """Rise of the loss when the weights of linear layers are rounded to 4 bits, a scale for each 128 weights."""
+
+    name: ClassVar[str] = "int4-rise"
+    bits: ClassVar[int] = 4
+    group_size: ClassVar[int | None] = 128
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Spectral(SampledFlatness):
     curvature_matrix: Matrix = "gauss-newton"
     """largest-eigenvalue, spectral-density: the Gauss-Newton matrix (the Fisher), or the Hessian at the given
