@@ -12,7 +12,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab.transfer.text_sources import DOCSTRING_KIND, DOCSTRING_MODULE
 from isoloss.lab.transfer.text_tasks import read_examples
 from isoloss.text import documents, python_docs
-from isoloss.text.hub_datasets import is_dataset, load, parse, read_rows
+from isoloss.text.hub_datasets import is_dataset, load, parse
 from isoloss.text.python_docs import MODULES, docstrings, rows
 
 
@@ -111,7 +111,7 @@ def test_kinds_are_those_of_the_things_themselves(split):
 def test_they_are_datasets_by_name():
     assert is_dataset("python:docstrings")
     assert str(parse("python:docs")) == "python:docs"
-    texts = [text for (text,) in read_rows(load("python:docstrings", split="train", columns=["text"]))]
+    texts = [text for (text,) in load("python:docstrings", split="train", columns=["text"])]
     assert texts == [each.text for each in docstrings()]
     read = [text for _, text in documents.read_documents(["python:docs"])]
     assert any("Assert statements are a convenient way" in text for text in read)

@@ -182,7 +182,9 @@ def test_a_revision_on_the_hub_has_its_own_tokenizer(vocab, tmp_path, monkeypatc
     repository = tmp_path / "hub" / "models--someone--something"
     for revision, token in (("main", "alpha"), ("step1000", "beta")):
         tokenizer.add_tokens([token])
-        tokenizer.save_pretrained(repository / "snapshots" / f"commit-of-{revision}")
+        snapshot = repository / "snapshots" / f"commit-of-{revision}"
+        tokenizer.save_pretrained(snapshot)
+        (snapshot / "config.json").write_text('{"model_type": "bert"}')
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / revision).write_text(f"commit-of-{revision}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -46,11 +46,11 @@ def rounded_weight(weight: torch.Tensor, *, bits: int, group_size: int | None = 
     groups = F.pad(wide, (0, -inputs % size)).view(outputs, -1, size)
     scales = groups.abs().amax(dim=2, keepdim=True) / largest
     scales[scales == 0] = 1  # of zeros alone
-    rounded = (groups / scales).round() * scales
+    rounded: torch.Tensor = (groups / scales).round() * scales
     return rounded.view(outputs, -1)[:, :inputs].to(weight.dtype)
 
 
-def rounded_layers(model: nn.Module) -> dict[str, nn.Module]:
+def rounded_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
     """Return the layers whose weights are rounded: linear ones, but not the output layer nor what shares its weight.
 
     Embeddings and the output layer stay as they are, as in the common formats of weights with few bits.
@@ -127,6 +127,7 @@ class _Rounded(Estimator):
         self._weights: list[nn.Parameter] = []
         self._others: list[torch.Tensor] = []  # in the places of the weights while `_exchange` has been called once
         for layer in layers.values():
+            assert isinstance(layer.weight, nn.Parameter)
             weight = layer.weight.detach()
             turned = weight.T if isinstance(layer, Conv1D) else weight  # GPT-2's are (inputs, outputs)
             rounded = rounded_weight(turned, bits=bits, group_size=group_size)
