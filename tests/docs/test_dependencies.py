@@ -14,6 +14,7 @@ REQUIREMENTS = {
     requirement.name: requirement
     for text in itertools.chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
     for requirement in [Requirement(text)]
+    if requirement.name != PROJECT["name"]  # an extra that takes another one
 }
 TESTED = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text().lower(), re.MULTILINE))
 TESTED = {name.replace("_", "-"): version for name, version in TESTED.items()}
