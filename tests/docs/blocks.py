@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "getting-started.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "tutorial.md"]
 PAGES += sorted(page for page in (ROOT / "docs").glob("*.md") if page not in PAGES)
+PAGES += sorted((ROOT / "docs" / "method").glob("*.md"))
 
 _FENCE = re.compile(r"(`{3,}|~{3,})\s*(\S*)\s*$")
 _MARK = re.compile(r"<!--\s*(no-run|slow|file)\b:?\s*(.*?)\s*-->$")

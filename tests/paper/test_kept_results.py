@@ -69,7 +69,7 @@ def test_the_readme_gives_the_primary_differences_as_they_were_found():
 
 @pytest.mark.parametrize(
     ("file", "start", "end"),
-    [("docs/studies.md", "### The evening", "\n## "), ("README.md", "The study `paper`", "\n## ")],
+    [("docs/method/studies.md", "### The evening", "\n## "), ("README.md", "The study `paper`", "\n## ")],
 )
 def test_the_numbers_of_the_evening_are_those_of_its_tables(file, start, end):
     text = (ROOT / file).read_text().partition(start)[2].partition(end)[0]

@@ -226,7 +226,7 @@ def test_added_post_layer_norm_layers_rescale_by_what_eps_does(eps):
     expected = norm.weight * hat * factor + norm.bias
     found = large.base_model(**padded()).last_hidden_state
     torch.testing.assert_close(found, expected.repeat(1, 1, 3), rtol=1e-11, atol=1e-11)
-    # to first order in eps, as docs/expansion.md has it
+    # to first order in eps, as docs/method/expansion.md has it
     first_order = 1 + eps / 2 * (1 / variance - 1)
     assert float((factor - first_order).abs().max()) <= 20 * eps**2 + 1e-14
 

@@ -130,7 +130,7 @@ def expand(model: PreTrainedModel, into: Shape, *, embedding_scale: Scale = "exa
             isoloss's `bert-pre-ln`) or an OPT, in any floating-point type.
         into: The large model's shape.
         embedding_scale: What the embeddings are divided by. `exact`: 1, exact at every eps of the layer norms (but for
-            the added layers of post-layer-norm models, docs/expansion.md). `balanced`: sqrt(r), which keeps the
+            the added layers of post-layer-norm models, docs/method/expansion.md). `balanced`: sqrt(r), which keeps the
             embeddings' part of the trace; the layer norm after them sees r times its eps. `paper`: r, as printed in
             appendix B.4.2; r^2 times the eps. The last two are not for OPT, whose embeddings have no layer norm.
 
