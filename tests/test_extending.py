@@ -58,7 +58,7 @@ def test_the_page_shows_the_package():
 
 
 def test_one_of_each_is_listed(isoloss):
-    lists = json.loads(isoloss("ls", "--json").stdout)
+    lists = json.loads(isoloss("ls", "all", "--json").stdout)
     for name, component in ADDED.items():
         assert component in json.dumps(lists[name]), name
 
@@ -79,7 +79,7 @@ def test_the_algorithm_changed_the_training(isoloss, folder):
 
 def test_options_of_components_are_options_of_the_commands(isoloss):
     assert "--gradient-noise-variance" in isoloss("train", "--help-all").stdout
-    assert "--top1-sequences" in isoloss("eval", "--help").stdout
+    assert "--top1-sequences" in isoloss("eval", "--help-all").stdout
     wrong = isoloss(
         "train",
         "runs/x",

@@ -166,13 +166,13 @@ def test_what_is_no_component_is_refused_where_it_is_named_and_left_out_of_lists
 
 
 def test_bad_entry_points_disable_no_other_command(bad_package, capsys):
-    assert main(["ls"]) == 0
+    assert main(["ls", "all"]) == 0
     said = capsys.readouterr().err
     for text in ("cannot be loaded from bad_raising", "the study raises cannot be made: ValueError: no", "the name is"):
         assert text in said
     assert main(["train", "out", "--language", "brackets", "--print-config"]) == 0
     capsys.readouterr()
-    assert main(["eval", "--help"]) == 0
+    assert main(["eval", "--help-all"]) == 0
     assert "(default: loss: 4096, other-default: 7)" in " ".join(capsys.readouterr().out.replace("│", "").split())
     for words, text in (
         (["eval", "x", "--measures", "int"], "measure 'int' of builtins:int is int"),

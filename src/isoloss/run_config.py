@@ -217,7 +217,7 @@ class TrainConfig:
     stages: tuple[StageConfig, ...] = setting((), omit_default=True)
     """Parts of the run with settings of their own, one after the other; default: one, as the run has it."""
     checkpoints: tuple[int, ...] = ()
-    """Steps whose checkpoint is kept, besides the last of the run and of each stage; counted from the run's start."""
+    """Steps whose checkpoint is kept, besides the last of the run and of each stage. Counted from the run's start."""
     init_from: str | None = None
     """Checkpoint folder whose weights the run starts from, or the folder of a complete run, for its last; relative to
     the run's folder. Default: random weights."""

@@ -1,13 +1,16 @@
 """Options that are made from configs: one truth for names, defaults, choices and help."""
 
 import dataclasses
+import math
+import subprocess
+from importlib import import_module
 from typing import Literal
 
 import pytest
 from speaking import in_one_line, refusal
 
 from isoloss.cli import options
-from isoloss.cli.main import main
+from isoloss.cli.main import SUBCOMMANDS, main
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,42 @@ def test_help_shows_the_common_options_and_where_the_rest_is(capsys):
     for option in ("--weight-decay", "--sam-rho", "--masked-copies"):
         assert option not in few
         assert option in everything
-    assert len(few.splitlines()) < 90
+
+
+def subcommands():
+    for name in SUBCOMMANDS:
+        yield (name,)
+        yield from ((name, action) for action in getattr(import_module(f"isoloss.cli.{name}"), "SUBCOMMANDS", ()))
+
+
+@pytest.mark.parametrize("words", list(subcommands()), ids=" ".join)
+def test_help_fits_on_a_screen_and_a_half(words, capsys):
+    assert main([*words, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(max(1, math.ceil(len(line) / 100)) for line in lines) <= 60
+
+
+def test_a_shell_completes_what_was_begun(tmp_path):
+    script = tmp_path / "isoloss"
+    assert main(["--tyro-write-completion", "bash", str(script)]) == 0
+    begun = ["fl", "flatness --num-s", "flatness --dtype fl", "study re", "study run --sca", "train --adversarial-t"]
+    ask = 'COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=(); _tyro_isoloss; echo "${COMPREPLY[@]}"'
+    lines = "\n".join([f"source {script}", *(f"COMP_WORDS=(isoloss {words}); {ask}" for words in begun)])
+    done = subprocess.run(["bash"], input=lines, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "flatness",
+        "--num-sequences",
+        "float32 float64",
+        "report",
+        "--scale",
+        "--adversarial-task --adversarial-task-examples",
+    ]
+
+
+@pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "here", "there"]])
+def test_a_completion_needs_a_shell_that_is_known(words, capsys):
+    assert main(["--tyro-print-completion", *words]) == 2
+    assert "the shell is one of bash, zsh, fish" in capsys.readouterr().err
 
 
 def test_an_option_of_another_algorithm_is_refused(capsys):
@@ -128,4 +166,4 @@ def test_help_shows_what_is_required_and_of_which_shape(subcommand, capsys):
     if subcommand in ("flatness", "eval", "transfer"):
         assert "MODELS ..." in text.splitlines()[0]
     if subcommand == "ls":
-        assert "What to list: all, languages, models" in " ".join(text.split())
+        assert "A kind: measures, languages, models" in in_one_line(text)

@@ -23,7 +23,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PRESETS, BracketsConfig
 from isoloss.loading import load_model
 from isoloss.paper.same_loss.study import STUDY
-from isoloss.registry import RESCALINGS
+from isoloss.registry import MEASURES, RESCALINGS, STUDIES
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.folder import StudyFolder
@@ -113,6 +113,26 @@ def test_eval_measures_what_is_missing_and_nothing_twice(capsys, run):
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*.json")} == files
     changed = as_json(capsys, *words[:-1], "16")
     assert changed["evaluations"][1]["settings"]["num_sequences"] == 16
+
+
+def test_ls_shows_the_kinds_first_and_one_of_a_kind(capsys):
+    kinds = {row["kind"]: row["number"] for row in as_json(capsys, "ls")["kinds"]}
+    assert kinds["studies"] == len(list(STUDIES))
+    assert kinds["measures"] == len(list(MEASURES))
+    [probe] = as_json(capsys, "ls", "measures", "few-shot-root-100")["measures"]
+    assert probe["measure"] == "few-shot-TASK-NUMBER"
+    settings = {row["setting"]: row["default"] for row in probe["settings"]}
+    assert settings["num_test"] == "4096"
+    assert "task" not in settings
+    assert main(["ls", "algorithms", "sam"]) == 0
+    assert "\n  --sam-rho (default: 0.05): Radius: " in capsys.readouterr().out
+    for words, told in {
+        ("measures", "trce"): "no measure 'trce'; did you mean trace?",
+        ("sizes", "d33"): "there is no 'd33' among the sizes; did you mean d32?",
+        ("all", "trace"): "give the kind of 'trace'",
+        ("lanuages",): "did you mean languages?",
+    }.items():
+        assert told in refusal(capsys, "ls", *words)
 
 
 def test_ls_names_the_families_with_known_rescalings(capsys):
@@ -234,7 +254,7 @@ def test_a_start_that_does_not_fit_makes_no_run(capsys, run, tmp_path):
         (["--loss-sentences", "-3"], ["loss_sentences is -3; it must be at least 1, or all"]),
         (
             ["--loss-sentences", "al"],
-            ["Error parsing --loss-sentences: 'al' is not a whole number, such as 1000 or 1e3, and not all"],
+            ["--loss-sentences: 'al' is not a whole number, such as 1000 or 1e3, and not all"],
         ),
         (
             ["--measures", "loss", "--loss-sentences", "all"],

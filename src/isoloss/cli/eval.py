@@ -27,6 +27,21 @@ EXAMPLES = [
     ("isoloss eval CHECKPOINT --data text.txt --measures loss fisher-rao --output out", "any checkpoint, on your text"),
     ("isoloss eval CHECKPOINT --language pcfg-laptop --measures loss probe-root", "and on a language"),
 ]
+# what `--help` shows; `--help-all` shows the rest
+COMMON = (
+    "models",
+    "measures",
+    "preset",
+    "steps",
+    "data",
+    "language",
+    "tokenizer",
+    "length",
+    "num_sequences",
+    "output",
+    "device",
+    "json",
+)
 
 
 def _say_below_majority(evaluations: Evaluations) -> None:
@@ -51,7 +66,8 @@ class Args:
     """Run directories, checkpoint folders (RUN/checkpoints/step-N, or step-N/ema for averaged weights), or, with --data
     or --language, any checkpoint folder or name on the Hugging Face hub (NAME@REVISION)."""
     measures: tuple[str, ...] | None = None
-    """Names of measures (isoloss ls measures); default: loss, where it can be had, and trace."""
+    """Names of measures (isoloss ls measures lists them, isoloss ls measures NAME the settings of one); default:
+    loss, where it can be had, and trace."""
     preset: str | None = None
     """Settings of the paper (paper or authors), for what no option gives: 1,000,000 sentences for the loss, the trace
     from 10,000 and 50 sampled labels for each, and its probe."""
@@ -73,10 +89,14 @@ class Args:
     loading: Loading = field(default_factory=Loading)
 
 
+def arguments_class() -> type:
+    """Return the arguments with the settings of all measures."""
+    return options.with_measures(Args, MEASURES.loaded())
+
+
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    cls = options.with_measures(Args, MEASURES.loaded())
-    args: Any = options.parse(cls, "eval", arguments, examples=EXAMPLES)
+    args: Any = options.parse(arguments_class(), "eval", arguments, examples=EXAMPLES, common=COMMON)
     preset = {} if args.preset is None else load_preset(args.preset).measures
     common.use_threads(args.threads)
     from isoloss.lab.evaluation.evaluator import evaluate

@@ -34,13 +34,30 @@ EXAMPLES = [
     ("isoloss expand runs/heads --into d128 --heads 8", "a size with heads as narrow as those of a d64 of 4 heads"),
     ("isoloss expand CHECKPOINT --into d1536 --data text.txt", "any BERT, RoBERTa or OPT, measured on your text"),
 ]
+# what `--help` shows; `--help-all` shows the rest
+COMMON = (
+    "model",
+    "into",
+    "layers",
+    "heads",
+    "embedding_scale",
+    "data",
+    "tokenizer",
+    "length",
+    "num_sequences",
+    "seed",
+    "device",
+    "output",
+    "json",
+)
 RECORD = "expansion.json"  # the report, beside the weights
 
 
 @dataclass(frozen=True)
 class Args:
-    """Expand a transformer to a larger one with the same function: width by copies, depth by layers that do
-    nothing. Reports how far logits and hidden states differ, and the Fisher's trace before and after, by parameter.
+    """Expand a transformer to a larger one with the same function: width by copies, depth by layers that do nothing.
+
+    Reports how far logits and hidden states differ, and the Fisher's trace before and after, by parameter.
     """
 
     model: tyro.conf.Positional[str]
@@ -85,7 +102,7 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    args = options.parse(Args, "expand", arguments, examples=EXAMPLES)
+    args = options.parse(Args, "expand", arguments, examples=EXAMPLES, common=COMMON)
     if args.num_sequences < 2:
         raise IsolossError(f"--num-sequences is {args.num_sequences}; an error bar needs at least 2")
     into = reshaped(shape(args.into), layers=args.layers, width=args.width, heads=args.heads, ffn=args.ffn)

@@ -36,15 +36,32 @@ if TYPE_CHECKING:
 
 EXAMPLES = [
     ("isoloss flatness CHECKPOINT --data text.txt", "a checkpoint with its tokenizer, on your text"),
+    ("isoloss flatness A B C --data text.txt", "which of several is the flattest, by trace and minimal trace"),
+    ("isoloss flatness TRAINER-OUTPUT --data text.txt", "every checkpoint of a training, by step"),
+    ("isoloss flatness A B --data text.txt --measures trace largest-eigenvalue fisher-rao", "other measures too"),
+    ("isoloss flatness CHECKPOINT --data text.txt --num-sequences 100000 --rtol 0.01", "until the error is 1 %"),
     ("isoloss flatness CHECKPOINT --data hf:owner/name --column body --split test", "on a column of a dataset"),
     ("isoloss flatness CHECKPOINT --data tokens.npy", "on token ids: an array of sequences"),
-    ("isoloss flatness A B C --data text.txt", "which of several is the flattest, by trace and minimal trace"),
+    ("isoloss flatness 'owner/name@step*' --data text.txt", "revisions of a model on the Hugging Face hub"),
     ("isoloss flatness A B --data text.txt --figure ab.svg", "with a figure: trace against loss"),
-    ("isoloss flatness A B --data text.txt --measures trace largest-eigenvalue fisher-rao", "other measures too"),
     ("isoloss flatness A B --data text.txt --control", "and both traces after a random rescaling"),
     ("isoloss flatness runs/first/checkpoints/step-1000", "a checkpoint of a run, on the run's own language"),
-    ("isoloss flatness CHECKPOINT --data text.txt --num-sequences 100000 --rtol 0.01", "until the error is 1 %"),
 ]
+# what `--help` shows; `--help-all` shows the rest
+COMMON = (
+    "models",
+    "measures",
+    "data",
+    "tokenizer",
+    "length",
+    "num_sequences",
+    "rtol",
+    "control",
+    "by_layer",
+    "figure",
+    "device",
+    "json",
+)
 _LARGEST = 3  # parts by parameter that are printed in any case
 
 
@@ -62,13 +79,13 @@ class Args:
     """Checkpoint folders, folders of checkpoints such as a Trainer's output, or names on the Hugging Face hub
     (NAME@REVISION); also by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'."""
     measures: tuple[str, ...] = ()
-    """Measures of flatness (isoloss ls measures); default: trace, and of several models minimal-trace too, where their
-    rescalings are known."""
+    """Measures of flatness (isoloss ls measures lists them, isoloss ls measures NAME the settings of one); default:
+    trace, and of several models minimal-trace too, where their rescalings are known."""
     data: Path | None = None
     """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy); default, for a run's
     checkpoint: the run's language."""
     rtol: float | None = configs.setting(None, above=0, below=1)
-    """Stop when the standard error is at most this fraction of the value; checked after 64, 128, 256, ... of what the
+    """Stop when the standard error is at most this fraction of the value. Checked after 64, 128, 256, ... of what the
     error is over: sequences or documents, groups (hessian-trace), batches (sam-sharpness) or probes. For
     largest-eigenvalue it is the search's accuracy, 1e-3 or better. The first of several models decides."""
     seconds: float | None = configs.setting(None, above=0)
@@ -100,11 +117,15 @@ class Args:
     loading: Loading = field(default_factory=Loading)
 
 
+def arguments_class() -> type:
+    """Return the arguments with the settings of all measures of flatness."""
+    known = {name: measure for name, measure in MEASURES.loaded().items() if issubclass(measure, FlatnessMeasure)}
+    return options.with_measures(Args, known)
+
+
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    known = {name: measure for name, measure in MEASURES.loaded().items() if issubclass(measure, FlatnessMeasure)}
-    cls = options.with_measures(Args, known)
-    args: Any = options.parse(cls, "flatness", arguments, examples=EXAMPLES)
+    args: Any = options.parse(arguments_class(), "flatness", arguments, examples=EXAMPLES, common=COMMON)
     args = dataclasses.replace(args, models=tuple(early_checks.expand_checkpoints(args.models, common.note)))
     # all measures see the same inputs: how many and which is asked of the trace's settings, which every measure shares
     trace: Any = flatness_measure("trace", args.measure)

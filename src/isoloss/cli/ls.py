@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from isoloss.cli import common, options
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, did_you_mean
+from isoloss.lab.evaluation.measures.base import name_fields
 from isoloss.lab.languages.config import PRESETS as LANGUAGE_PRESETS
 from isoloss.lab.presets import PRESETS
 from isoloss.registry import ALGORITHMS, EXECUTORS, LANGUAGES, MEASURES, MODELS, RESCALINGS, STUDIES, TASKS, Registry
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from isoloss.config import LanguageConfig
 
 EXAMPLES = [
-    ("isoloss ls", "everything that can be named on the command line"),
+    ("isoloss ls", "the kinds of things that can be named on the command line, and how many there are"),
+    ("isoloss ls measures", "the measures"),
+    ("isoloss ls measures minimal-trace", "one measure: what it is, and its settings"),
     ("isoloss ls models", "architectures, their numbers of parameters and the memory that training them takes"),
     ("isoloss ls sizes", "the same by size"),
     ("isoloss ls rescalings", "the families of models whose minimal trace can be measured"),
@@ -29,19 +32,33 @@ EXAMPLES = [
 
 Row = dict[str, Any]
 What = Literal[
+    "kinds",
     "all",
+    "measures",
     "languages",
     "models",
     "sizes",
     "tasks",
-    "measures",
-    "rescalings",
     "algorithms",
-    "executors",
-    "studies",
+    "rescalings",
     "presets",
+    "studies",
+    "executors",
     "runs",
 ]
+KINDS = {
+    "measures": "what can be measured of a model: isoloss flatness and isoloss eval --measures",
+    "languages": "what models learn: isoloss sample and isoloss train --language",
+    "models": "architectures: isoloss train --architecture",
+    "sizes": "shapes of a model: isoloss train --size",
+    "tasks": "downstream tasks: isoloss transfer --task",
+    "algorithms": "what a training step does: isoloss train --algorithm",
+    "rescalings": "families of models whose minimal trace is known",
+    "presets": "the paper's settings: isoloss train --preset",
+    "studies": "whole experiments: isoloss study run",
+    "executors": "where a study runs: isoloss study run --executor",
+    "runs": "trained here: isoloss show, isoloss eval",
+}
 
 VOCABULARY, LENGTH = 30_522, 128  # that sizes are given for: BERT's vocabulary, and its usual sequences
 TRAINING_BYTES = 16  # a parameter's value, gradient and AdamW's two moments, in float32
@@ -61,9 +78,11 @@ COUNTED = f"parameters for {VOCABULARY:,} tokens and a length of {LENGTH}"
 class Args:
     """List what can be named: languages, models, sizes, measures, runs and so on."""
 
-    what: Annotated[tyro.conf.Positional[What], tyro.conf.arg(help=f"What to list: {', '.join(get_args(What))}.")] = (
-        "all"
+    what: Annotated[tyro.conf.Positional[What], tyro.conf.arg(help=f"A kind: {', '.join(KINDS)}; all lists all.")] = (
+        "kinds"
     )
+    name: tyro.conf.Positional[str | None] = None
+    """One of the kind, to be shown with its settings."""
     folder: Path = Path("runs")
     """Where runs are looked for."""
     json: bool = False
@@ -79,8 +98,9 @@ def main(arguments: list[str]) -> int:
         "sizes": _sizes,
         "tasks": _tasks,
         "measures": lambda: _components(MEASURES),
+        # by their descriptions alone: the functions need torch
         "rescalings": lambda: [
-            {"family": name, "description": RESCALINGS.summary(name)} for name in RESCALINGS.loaded()
+            {"family": name, "description": text} for name, text in RESCALINGS.loaded(RESCALINGS.summary).items()
         ],
         "algorithms": lambda: _components(ALGORITHMS),
         "executors": lambda: _components(EXECUTORS),
@@ -88,7 +108,17 @@ def main(arguments: list[str]) -> int:
         "presets": lambda: [{"preset": name, "description": one.description} for name, one in PRESETS.items()],
         "runs": lambda: [_run(run) for run in (find_runs(args.folder) if args.folder.is_dir() else [])],
     }
-    chosen = {name: make() for name, make in lists.items() if args.what in ("all", name)}
+    if args.name is not None:
+        if args.what not in lists:
+            raise IsolossError(
+                f"give the kind of {args.name!r}: isoloss ls KIND NAME; the kinds are {', '.join(KINDS)}"
+            )
+        return _show_one(args, lists[args.what]())
+    if args.what == "kinds":
+        # by name: importing the studies takes seconds
+        chosen = {"kinds": _kinds(lists | {"studies": lambda: [{"study": name} for name in STUDIES]})}
+    else:
+        chosen = {kind: lists[kind]() for kind in KINDS if args.what in ("all", kind)}
     if args.json:
         common.emit_json(chosen)
         return 0
@@ -101,9 +131,55 @@ def main(arguments: list[str]) -> int:
         common.print_table(
             title, list(shown[0]), [list(row.values()) for row in shown], left=1 if name == "sizes" else len(shown[0])
         )
+        if name == "kinds":
+            common.say_wrapped("isoloss ls KIND lists one kind, isoloss ls KIND NAME shows one of it.")
         if name in ("models", "sizes"):
             common.say_wrapped(FREE_SHAPES)
         common.say("")
+    return 0
+
+
+def _kinds(lists: dict[str, Callable[[], list[Row]]]) -> list[Row]:
+    """Return the kinds with the number of names of each; words in capital letters stand for names of one's own."""
+    names = {kind: [str(next(iter(row.values()))) for row in make()] for kind, make in lists.items()}
+    return [
+        {"kind": kind, "number": sum(not name.isupper() for name in names[kind]), "description": text}
+        for kind, text in KINDS.items()
+    ]
+
+
+def _show_one(args: Args, rows: list[Row]) -> int:
+    """Show what is listed of one name of a kind, and its settings where it is made from some.
+
+    Raises:
+        IsolossError: The kind has no such name.
+    """
+    assert args.name is not None
+    registry = {"measures": MEASURES, "algorithms": ALGORITHMS, "languages": LANGUAGES}.get(args.what)
+    # probe-root is the measure probe-TASK
+    name = MEASURES.match(args.name)[0] if registry is MEASURES else args.name
+    names = [str(next(iter(row.values()))) for row in rows]
+    if name not in names:
+        guess = did_you_mean(name, names) or ";"
+        raise IsolossError(f"there is no {name!r} among the {args.what}{guess} they are {', '.join(names) or 'none'}")
+    settings: list[Row] = []
+    if registry is not None and name in registry:
+        prefix = f"{name}-" if registry is ALGORITHMS else ""
+        settings = options.settings(registry.load(name), exclude={"kind", *name_fields(name)}, prefix=prefix)
+    chosen = [row for row, other in zip(rows, names, strict=True) if other == name]
+    if args.json:
+        common.emit_json({args.what: [row | {"settings": settings} for row in chosen]})
+        return 0
+    for row in chosen:
+        shown = _shown(row)
+        common.say_wrapped(f"{name}: {shown.pop('description', '')}")
+        for heading, text in list(shown.items())[1:]:
+            common.say_wrapped(f"{heading}: {text}", indent=2)
+    for row in settings:
+        default = f" (default: {row['default']})" * (row["default"] is not None)
+        # a language has its settings in a file
+        setting = row["setting"] if registry is LANGUAGES else options.option_name(row["setting"])
+        common.say_wrapped(f"{setting}{default}: {row['description']}", indent=2)
     return 0
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import itertools
+import re
+import shutil
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -32,6 +37,8 @@ Sources = Mapping[str, tuple[str, Mapping[str, type]]]
 HELP = ("--help", "-h")
 HELP_ALL = "--help-all"
 FOREIGN = {"--bs": "--batch-size", "--lr": "--learning-rate", "--wd": "--weight-decay"}  # of other programs
+_FEW = 4  # examples in a short help
+_WIDEST = 100  # columns of prose
 _MOST_DIGITS = 18
 
 
@@ -40,23 +47,22 @@ def parse(
     command: str,
     arguments: Sequence[str],
     *,
-    examples: Iterable[tuple[str, str]],
+    examples: Sequence[tuple[str, str]],
     common: Collection[str] = (),
 ) -> Any:
     """Return `cls` filled from the command line; `--help` opens with the examples.
 
-    The docstring of `cls` says what the command does, and its fields' docstrings are the help. tyro tells what else is
-    wrong with a command line, and exits with status 2.
+    The docstring of `cls` says what the command does, and its fields' docstrings are the help.
 
     Args:
         cls: A dataclass or, where there are subcommands, the dataclass of each by its name.
         command: The words before the arguments, without `isoloss`.
         arguments: The command line.
-        examples: Commands, and what each is for.
-        common: The fields that `--help` shows where `--help-all` shows all; empty: all.
+        examples: Commands, and what each is for; the most usual ones first.
+        common: The fields that `--help` shows, by their first sentences, where `--help-all` shows all; empty: all.
 
     Raises:
-        IsolossError: There is no such subcommand or option.
+        IsolossError: There is no such subcommand or option, a value does not fit, or one is missing.
     """
     parent, others = command, dict[str, type]()
     if isinstance(cls, Mapping):
@@ -65,24 +71,57 @@ def parse(
             others, cls, command, arguments = dict(cls), cls[name], f"{command} {name}", rest
             examples = [(line, text) for line, text in examples if f"{line} ".startswith(f"isoloss {command} ")]
         elif name in (*HELP, HELP_ALL):
-            kinds = tuple(_annotated(one, tyro.conf.subcommand(word)) for word, one in cls.items())
-            cls, arguments = Union.__getitem__(kinds), HELP[:1]
+            cls, arguments = subcommands(cls), HELP[:1]
         else:
             guess = did_you_mean(name, cls) or ";"
             raise IsolossError(f"no subcommand {name!r}{guess} the subcommands are {', '.join(cls)}")
     is_help = not {*HELP, HELP_ALL}.isdisjoint(arguments)
     names = {f"isoloss {parent} {name}": _option_names(other) for name, other in others.items()}
+    more = f"isoloss {command} {HELP_ALL if common else HELP[0]}"
     if not is_help and (problem := _problem(_option_names(cls), names, arguments)):
-        raise IsolossError(f"{problem} isoloss {command} {HELP_ALL if common else HELP[0]} lists all")
-    description = inspect.cleandoc(cls.__doc__ or "") if dataclasses.is_dataclass(cls) else ""
-    lines = "\n".join(f"  {line}\n      {text}" for line, text in examples)
+        raise IsolossError(f"{problem} {more} lists all")
+    is_short = bool(common) and is_help and HELP_ALL not in arguments
+    described = inspect.cleandoc(cls.__doc__ or "").split("\n\n") if dataclasses.is_dataclass(cls) else []
+    shown = examples[:_FEW] if is_short else examples
+    lines = [f"  {line}\n      {text}" for line, text in shown]
+    paragraphs = [_wrapped(text) for text in described[: 1 if is_short else None]] + [
+        "\n".join(["examples:", *lines])
+    ] * bool(lines)
     if common:
-        lines += f"\n\nisoloss {command} {HELP_ALL} shows all options."
+        paragraphs.append(f"{more} shows all options and examples.")
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as told:
+            return _run(
+                cls,
+                f"isoloss {command}",
+                ["--help" if word == HELP_ALL else word for word in arguments],
+                "\n\n".join(paragraphs),
+                common if is_short else None,
+            )
+    except SystemExit as end:
+        # after the help, it is not an error
+        if not end.code:
+            raise
+        raise IsolossError(f"{_sentence(told.getvalue())}; {more} says more") from None
+
+
+def subcommands(kinds: Mapping[str, Any]) -> Any:
+    """Return what tyro takes for subcommands, given the dataclass of each or, of each that has its own, these."""
+    made = {name: subcommands(kind) if isinstance(kind, Mapping) else kind for name, kind in kinds.items()}
+    return Union.__getitem__(tuple(_annotated(kind, tyro.conf.subcommand(name)) for name, kind in made.items()))
+
+
+def complete(kinds: Mapping[str, Any], arguments: Sequence[str]) -> None:
+    """Let tyro write a shell's completion of all subcommands; `arguments`: `--tyro-print-completion bash`."""
+    _run(subcommands(kinds), "isoloss", arguments, "", None)
+
+
+def _run(cls: Any, prog: str, arguments: Sequence[str], description: str, shown: Collection[str] | None) -> Any:
     return tyro.cli(
         cls,
-        prog=f"isoloss {command}",
-        args=["--help" if word == HELP_ALL else word for word in arguments],
-        description=f"{description}\n\nexamples:\n{lines}".strip() if lines else description,
+        prog=prog,
+        args=arguments,
+        description=description,
         config=(
             tyro.conf.FlagCreatePairsOff,
             # tyro would take comments beside fields for their help
@@ -90,8 +129,34 @@ def parse(
             tyro.conf.OmitArgPrefixes,
             tyro.conf.PositionalMetavarFromFieldName,
         ),
-        registry=_registry(common if common and is_help and HELP_ALL not in arguments else None),
+        registry=_registry(shown),
     )
+
+
+def _wrapped(text: str) -> str:
+    columns = shutil.get_terminal_size(fallback=(_WIDEST, 24)).columns
+    # tyro would join lines that are not indented
+    return textwrap.fill(text, min(_WIDEST, columns), subsequent_indent="  ")
+
+
+def _sentence(box: str) -> str:
+    """Return what tyro says of a command line in a box, as the end of a sentence."""
+    title, *parts = re.split(r"^[│╰ ]*[─-]{3,}[─│╯ -]*$", box, flags=re.MULTILINE)
+    # a rule stands below the title where the terminal has no frames; below another stand hints
+    _, *message = title.strip().splitlines()
+    # two characters are the frame; the help of an argument is indented
+    lines = [line[2:].rstrip(" │") for line in message or parts[0].strip("\n").splitlines()]
+    lines = [line.strip() for line in lines if not line.startswith(8 * " ")]
+    text = " ".join(lines)
+    if found := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)\.", text):
+        value, name, choices = found[1], found[2], re.findall("'(.*?)'", found[3])
+        wanted = f"{'one of ' * (len(choices) > 1)}{', '.join(choices)}"
+        return f"{name} is {value!r}{did_you_mean(value, choices) or ';'} it must be {wanted}"
+    if found := re.fullmatch(r"Missing value for argument '(.*)'\. Expected (\d+) values\.", text):
+        return f"{found[1]} needs {found[2]} value{'s' * (found[2] != '1')}"
+    if lines[0].startswith("Missing from "):
+        return f"{' and '.join(lines[1:])} {'are' if len(lines) > 2 else 'is'} missing"
+    return text.replace("Error parsing ", "", 1).replace("Unrecognized options", "there is no argument", 1)
 
 
 def _problem(known: Collection[str], others: Mapping[str, Collection[str]], words: Iterable[str]) -> str:
@@ -237,6 +302,26 @@ def _texts(config: type) -> Mapping[str, str]:
     return texts
 
 
+def settings(config: type, *, exclude: Collection[str], prefix: str = "") -> list[dict[str, Any]]:
+    """Return the name, default and description of each field of a config."""
+    return [
+        {
+            "setting": f"{prefix}{field.name}",
+            "default": _shown(_default(field)),
+            "description": _texts(config)[field.name],
+        }
+        for field in dataclasses.fields(config)
+        if field.name not in exclude
+    ]
+
+
+def _shown(default: Any) -> str | None:
+    """Return a default as the help has it; None where it says nothing, or where the text says what it stands for."""
+    if default in (None, (), "", dataclasses.MISSING):
+        return None
+    return " ".join(map(str, default if isinstance(default, tuple) else (default,)))
+
+
 def _by_word(values: Mapping[str, str], separator: str, *, always: bool = False) -> str:
     """Return the one value, or each with the words for the configs that it is of."""
     words: dict[str, list[str]] = {}
@@ -261,11 +346,7 @@ def _option(options: type[Options], name: str) -> StructFieldSpec:
     # configs that share an option may list other choices: all are taken here, and each config checks its own
     if get_origin(hint) is Literal:
         hint = Literal.__getitem__(tuple(dict.fromkeys(choice for one in hints for choice in get_args(one))))
-    shown = {
-        word: " ".join(map(str, value if isinstance(value, tuple) else (value,)))
-        for word, value in defaults.items()
-        if value not in (None, (), "", dataclasses.MISSING)
-    }
+    shown = {word: told for word, value in defaults.items() if (told := _shown(value)) is not None}
     mark = tyro.conf.arg(help_behavior_hint=f"(default: {_by_word(shown, ', ')})" if shown else "")
     everybody = {word for _, others in options.sources.values() for word in others}
     is_told = options.names_configs and configs.keys() != everybody
@@ -283,12 +364,12 @@ def _option(options: type[Options], name: str) -> StructFieldSpec:
 
 
 def _argument(field: dataclasses.Field[Any], hint: Any, cls: Any, default: Any) -> StructFieldSpec:
-    """Return an argument of a command: no `(default: None)`, as the text says what None stands for."""
+    """Return an argument of a command: no `(default: None)` or `(default: False)`, as the text says what these are."""
     # tyro would show a tuple as optional, though without a default it is required
     if default is MISSING_NONPROP and get_origin(_bare(hint)) is tuple:
         mark = tyro.conf.arg(metavar=f"{field.name.upper()} ...", help_behavior_hint="(required)")
     else:
-        mark = tyro.conf.arg(help_behavior_hint="" if default in (None, (), "") else None)
+        mark = tyro.conf.arg(help_behavior_hint="" if default in (None, (), "") or default is False else None)
     return StructFieldSpec(
         name=field.name,
         type=_annotated(hint, mark),
@@ -342,9 +423,17 @@ def _struct(shown: Collection[str] | None, info: StructTypeInfo) -> StructConstr
         return None
     if shown is not None:
         for place, spec in enumerate(specs):
-            if spec.name not in shown and not _is_group(spec.type):
+            if spec.name in shown:
+                specs[place] = dataclasses.replace(spec, helptext=functools.partial(_first_sentence, spec.helptext))
+            elif _is_group(spec.type) or dataclasses.is_dataclass(_bare(spec.type)):
+                specs[place] = dataclasses.replace(spec, helptext="")
+            else:
                 specs[place] = dataclasses.replace(spec, type=_annotated(spec.type, tyro.conf.Suppress))
     return StructConstructorSpec(instantiate=make, fields=tuple(specs))
+
+
+def _first_sentence(text: str | Callable[[], str | None] | None) -> str:
+    return re.split(r"(?<=\.) (?=[A-Z])", (text() if callable(text) else text) or "")[0]
 
 
 def _whole_number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:

@@ -59,7 +59,6 @@ COMMON = (
     "config",
     "language",
     "tokenizer",
-    "preset",
     "architecture",
     "size",
     "algorithm",
@@ -69,7 +68,6 @@ COMMON = (
     "checkpoints",
     "seed",
     "device",
-    "print_config",
     "json",
 )
 
@@ -109,7 +107,7 @@ class _Algorithms(Options):
 
 @dataclass(frozen=True)
 class Args:
-    """Pre-train a masked or causal language model. The same command on the same directory resumes, bit for bit."""
+    """Pre-train a masked or causal language model; the same command resumes, bit for bit."""
 
     run: tyro.conf.Positional[Path]
     """The run directory."""

@@ -45,6 +45,24 @@ EXAMPLES = [
     ("isoloss transfer CHECKPOINT --task sst2 --data glue/SST-2", "GLUE, from a folder with train.tsv and dev.tsv"),
     ("isoloss transfer CHECKPOINT --task spam --data mails.csv --text body --method finetune", "your labeled text"),
 ]
+# what `--help` shows; `--help-all` shows the rest
+COMMON = (
+    "models",
+    "task",
+    "method",
+    "preset",
+    "num_train",
+    "num_test",
+    "seed",
+    "device",
+    "language",
+    "data",
+    "text",
+    "label",
+    "tokenizer",
+    "output",
+    "json",
+)
 
 METHODS: dict[str, type] = {"probe": LinearProbeConfig, "lookup": ClassifierConfig, "finetune": FinetuneConfig}
 _NO_OPTIONS = ("name", "betas", "momentum", "seed")  # only the library sets these; seed is in `Args`
@@ -133,7 +151,7 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    args = options.parse(Args, "transfer", arguments, examples=EXAMPLES)
+    args = options.parse(Args, "transfer", arguments, examples=EXAMPLES, common=COMMON)
     config = method_config(args)
     models = subjects(args)
     check_args(args, models)
