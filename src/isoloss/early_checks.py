@@ -18,6 +18,7 @@ _STEP = re.compile(r"step-\d+|ema")  # the checkpoints of a run
 _IN_SERIES = re.compile(r"(checkpoint|step|epoch)[-_]?\d+")  # the checkpoints of a Trainer, and of other trainers
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _POINTER = b"version https://git-lfs"
 _MOST_THREADS = 1024  # on a machine with fewer cores; OpenMP ends the process where it cannot start a thread
@@ -152,14 +153,53 @@ def _by_numbers(name: str | Path) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(name))]
 
 
-def check_checkpoint(name: str) -> None:
-    """Refuse what is neither a folder with a model or an adapter nor what may be `NAME@REVISION` on the hub."""
+def check_checkpoint(name: str, module: str | None = None) -> None:
+    """Refuse what is neither a folder with a model or an adapter nor what may be `NAME@REVISION` on the hub.
+
+    With the `module` that `FILE.py:NAME` builds, a checkpoint is a file of weights.
+    """
+    if module is not None:
+        split_module(module)
+        check_weights_file(Path(name).expanduser())
+        return
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if not may_be_hub_name(name.partition("@")[0]):
             raise IsolossError(f"there is no checkpoint {name}: it is not a folder{files.nearest(folder)}")
         return
     check_folder(folder)
+
+
+def split_module(module: str) -> tuple[Path, str]:
+    """Return the file and the function that `FILE.py:NAME` names.
+
+    Example:
+        >>> split_module("gpt.py")
+        Traceback (most recent call last):
+            ...
+        isoloss.errors.IsolossError: the module is 'gpt.py'; it must be FILE.py:NAME, a file and a function in it
+    """
+    file, _, name = module.rpartition(":")
+    path = Path(file).expanduser()
+    if path.suffix != ".py" or not name.isidentifier():
+        raise IsolossError(f"the module is {module!r}; it must be FILE.py:NAME, a file and a function in it")
+    if not path.is_file():
+        raise IsolossError(f"{path} does not exist{files.nearest(path)}")
+    return path, name
+
+
+def check_weights_file(path: Path) -> None:
+    """Refuse what is no file of a module's weights."""
+    if not path.is_file():
+        instead = f"; its files are {', '.join(weights)}" if (weights := _weights_in(path)) else files.nearest(path)
+        raise IsolossError(f"{path} is not a file: with --module, a checkpoint is a file of weights{instead}")
+    if path.suffix not in WEIGHTS_FILES:
+        raise IsolossError(f"{path} is no file of weights: its name must end in {', '.join(WEIGHTS_FILES)}")
+    check_content(path)
+
+
+def _weights_in(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.glob("*") if path.suffix in WEIGHTS_FILES)
 
 
 def check_folder(folder: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import pickle
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -23,9 +26,20 @@ from transformers.utils import cached_file, logging
 
 import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
 from isoloss import files
-from isoloss.early_checks import ADAPTER, CONFIG, INDEX, WEIGHTS, check_device, check_folder, may_be_hub_name
+from isoloss.early_checks import (
+    ADAPTER,
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    check_device,
+    check_folder,
+    check_weights_file,
+    may_be_hub_name,
+    split_module,
+)
 from isoloss.errors import IsolossError, require, warn
 from isoloss.model_checks import is_causal_class, run_on_ids
+from isoloss.registry import run_python
 from isoloss.runs import check_weights
 
 Kind = Literal["masked", "causal"]
@@ -37,6 +51,7 @@ _AUTO: dict[Kind, tuple[Any, Any]] = {
 }
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
+_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _WRAPPERS = (r"\b_orig_mod\.(module\.)*", r"^(module\.)+")  # what DataParallel and torch.compile add to names
 # masks and positions that older versions of transformers stored, and present ones make themselves
 _CONSTANTS = re.compile(
@@ -104,6 +119,7 @@ def load_model(
     attention: Attention = "auto",
     trust_remote_code: bool = False,
     ignore_unexpected_weights: bool = False,
+    module: str | None = None,
 ) -> LoadedModel:
     """Load a checkpoint that has a language-modeling head.
 
@@ -119,6 +135,9 @@ def load_model(
         ignore_unexpected_weights: Whether to leave out weights that the checkpoint has for a part of the model and the
             model made from its config.json does not, such as biases. Without them the model is another function. Parts
             that only other tasks use, such as a pooler, are always left out, with a warning.
+        module: `FILE.py:NAME`: the file is run, and its function NAME, called without arguments, returns an `nn.Module`
+            that predicts next tokens. `checkpoint` is then a file with its weights: safetensors, or what `torch.save`
+            wrote of a state dict, as it is or below `model` or `state_dict`. Nothing in that file runs.
 
     Returns:
         A `LoadedModel`: `model` in evaluation mode, with every weight from the checkpoint, its `kind`, `name` and
@@ -143,6 +162,10 @@ def load_model(
     """
     require("checkpoint", checkpoint, (str, Path), "a folder or a name on the Hugging Face hub")
     require("dtype", dtype, (torch.dtype, type(None)), "a type of torch, such as torch.float32")
+    if module is not None:
+        if attention != "auto" or revision is not None or trust_remote_code:
+            raise IsolossError("a module has no revision, no remote code and no attention kernel to choose")
+        return _load_module(module, Path(checkpoint), device=device, dtype=dtype, leave_out=ignore_unexpected_weights)
     name = str(checkpoint)
     target = device if isinstance(device, torch.device) else resolve_device(device)
     folder = Path(checkpoint).expanduser()
@@ -361,6 +384,82 @@ def _check_config(name: str, place: _Place, *, trust_remote_code: bool) -> None:
         raise IsolossError(f"{path} names weights other than {WEIGHTS} (transformers_weights), which are not read")
 
 
+# --- modules of one's own --------------------------------------------------------------------------------------------
+
+
+def _load_module(
+    module: str, weights: Path, *, device: str | torch.device, dtype: torch.dtype | None, leave_out: bool
+) -> LoadedModel:
+    """Return the module that `FILE.py:NAME` builds, with weights from a file."""
+    target = device if isinstance(device, torch.device) else resolve_device(device)
+    path, attribute = split_module(module)
+    weights = weights.expanduser()
+    check_weights_file(weights)
+    # as in `python FILE.py`, the file may import its neighbors
+    if (folder := str(path.parent.resolve())) not in sys.path:
+        sys.path.insert(0, folder)
+    build = getattr(run_python(path, "isoloss_module"), attribute, None)
+    if not callable(build):
+        raise IsolossError(f"{path} has no function {attribute}")
+    try:
+        model = build()
+    except Exception as error:  # whatever the user's code does
+        raise IsolossError(f"{module} fails: {type(error).__name__}: {_reason(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise IsolossError(f"{module} returns a {type(model).__name__}; it must return an nn.Module")
+    # parameters alone: a buffer may be complex, or of a type that the forward pass asks for
+    for parameter in filter(torch.is_floating_point, model.parameters()):
+        parameter.data = parameter.data.to(dtype or torch.float32)
+    _copy_weights(model, weights, leave_out=leave_out)
+    model = model.to(target).eval()
+    _check_causal(model, module)
+    return LoadedModel(model=model, kind="causal", name=str(weights), architecture=type(model).__name__)
+
+
+def _copy_weights(model: nn.Module, path: Path, *, leave_out: bool) -> None:
+    """Copy the weights in a file into a module, which must have all of them and no others."""
+    state, needed = _read_state(path), model.state_dict(keep_vars=True)
+    if not state.keys() <= needed.keys() and any(re.search("|".join(_WRAPPERS), key) for key in state):
+        state = {re.sub("|".join(_WRAPPERS), "", key): value for key, value in state.items()}
+        warn(f"the weights of {path} have prefixes of torch.compile or DataParallel in their names: they are left out")
+    name = type(model).__name__
+    shared = state.keys() & needed.keys()
+    if codes := {key for key in shared if needed[key].is_floating_point() and state[key].dtype not in _TYPES}:
+        raise IsolossError(f"{path} holds {_some(codes)} in {state[min(codes)].dtype}, not as floating-point numbers")
+    if other := {key for key in shared if state[key].shape != needed[key].shape}:
+        raise IsolossError(f"{path} holds weights of another shape than {name} has: {_some(other)}")
+    unexpected = {key for key in state.keys() - needed.keys() if not _CONSTANTS.search(key)}
+    # a tied weight may be stored once
+    known = {id(needed[key]) for key in shared}
+    if missing := {key for key, value in needed.items() if id(value) not in known and not _CONSTANTS.search(key)}:
+        instead = f", and holds others, {_some(unexpected)}" if unexpected else ""
+        raise IsolossError(f"{path} lacks weights of {name}: {_some(missing)}{instead}")
+    if unexpected:
+        told = f"{path} has weights that {name} does not have: {_some(unexpected)}"
+        if not leave_out:
+            raise IsolossError(f"{told}; correct the module, or leave them out with --ignore-unexpected-weights")
+        warn(f"{told}; they are left out, and without them it is another function")
+    model.load_state_dict({key: value for key, value in state.items() if key in needed}, strict=False)
+
+
+def _read_state(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors in a file, by name; nothing in it runs."""
+    try:
+        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise IsolossError(
+            f"{path} holds more than tensors and plain values, which could run any code: save model.state_dict() alone"
+        ) from error
+    except Exception as error:  # what a damaged file raises has no common class
+        raise IsolossError(f"{path} cannot be read: {_reason(error)}") from error
+    for key in ("model", "state_dict"):
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise IsolossError(f"{path} holds no state dict, neither as it is nor below `model` or `state_dict`")
+    return dict(found)
+
+
 # --- what the loaded model is checked for ----------------------------------------------------------------------------
 
 
@@ -512,9 +611,10 @@ def _check_causal(model: Any, name: str) -> None:
         raise IsolossError(
             f"{name} is a {type(model).__name__} that does not run on token ids alone: {_reason(error)}"
         ) from error
-    rounding = 100 * max(torch.finfo(dtype).eps for dtype in (model.dtype, torch.float32))
+    rounding = 100 * max(torch.finfo(dtype).eps for dtype in (next(model.parameters()).dtype, torch.float32))
     if (first - second).abs().max() > rounding * first.abs().max():
-        decoder = " without is_decoder in its config.json" if not getattr(model.config, "is_decoder", True) else ""
+        config = getattr(model, "config", None)
+        decoder = " without is_decoder in its config.json" if not getattr(config, "is_decoder", True) else ""
         raise IsolossError(f"{name} is a {type(model).__name__}{decoder}: it sees the tokens that it would predict")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -196,11 +197,67 @@ def is_causal_class(name: str, config: Any) -> bool | None:
     return True if name in _CAUSAL and not getattr(config, "is_encoder_decoder", False) else None
 
 
+# whether a module that takes targets gives all positions' logits with these alone, as nanoGPT's does
+_NEEDS_TARGETS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the transformers config of a model, or of its part for text; None where a module has none."""
+    config: Any = getattr(unwrapped(model), "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else None
+
+
+def takes_mask(model: nn.Module) -> bool:
+    """Return whether a model's forward pass takes an attention mask, which says what is padding."""
+    known = inspect.signature(architecture(model).forward).parameters
+    return "attention_mask" in known or any(value.kind is value.VAR_KEYWORD for value in known.values())
+
+
+def forward_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model's forward pass is given: transformers' arguments, without a cache of keys and values.
+
+    A module of one's own has its first argument for the token ids, whatever it is called, and may take no mask.
+    """
+    known = inspect.signature(architecture(model).forward).parameters
+    arguments = {name: value for name, value in inputs.items() if name != "attention_mask" or takes_mask(model)}
+    if "use_cache" in known:
+        # transformers keeps packed documents apart only without a cache, which would also copy keys and values
+        arguments.setdefault("use_cache", False)
+    first = next((name for name, value in known.items() if value.kind is value.POSITIONAL_OR_KEYWORD), "input_ids")
+    if "input_ids" in arguments and "input_ids" not in known:
+        arguments[first] = arguments.pop("input_ids")
+        if "targets" in known and _needs_targets(model, first):
+            arguments["targets"] = arguments[first]
+    return arguments
+
+
+def _needs_targets(model: nn.Module, first: str) -> bool:
+    if model not in _NEEDS_TARGETS:
+        with torch.no_grad():
+            logits = logits_of_output(model(**{first: torch.zeros(1, 2, dtype=torch.int64, device=device_of(model))}))
+        _NEEDS_TARGETS[model] = isinstance(logits, torch.Tensor) and logits.shape[1:2] == (1,)
+    return _NEEDS_TARGETS[model]
+
+
+def logits_of_output(output: Any) -> Any:
+    """Return the logits among what a forward pass returns, or None.
+
+    They are the output itself, its attribute or entry `logits`, or the first tensor of a tuple that has three axes.
+    """
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, tuple) and not hasattr(output, "logits"):
+        return next((each for each in output if isinstance(each, torch.Tensor) and each.ndim == 3), None)
+    return output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+
+
 def run_on_ids(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits (B, T, V) of token ids (B, T), without gradients and without a cache of keys and values."""
-    without_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    arguments = forward_arguments(model, {"input_ids": ids.to(device_of(model))})
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=ids.to(device_of(model)), **without_cache).logits
+        logits = logits_of_output(model(**arguments))
+    if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
+        raise IsolossError(f"{type(model).__name__} gives no logits of shape (sequences, positions, vocabulary)")
     return logits
 
 
@@ -232,9 +289,7 @@ def max_length(model: nn.Module) -> int | None:
         >>> max_length(RobertaForMaskedLM(RobertaConfig(max_position_embeddings=34, **sizes)))
         32
     """
-    model = architecture(model)
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     said = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len", "max_target_positions"))
     bounds = [number for number in said if isinstance(number, int) and number > 0]
     # not the padding's id, for which some models look up no position

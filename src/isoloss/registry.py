@@ -12,17 +12,20 @@ Nothing is imported before it is asked for by name, so that a list of names cost
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from isoloss import builtin_components
 from isoloss.errors import IsolossError, did_you_mean, naming_extras, warn
+from isoloss.files import nearest
 
 
 class Entry(NamedTuple):
@@ -263,6 +266,30 @@ def _entries(module: str, components: Mapping[str, tuple[str, str]]) -> dict[str
     return {name: Entry(f"{module}:{attribute}", summary) for name, (attribute, summary) in components.items()}
 
 
+def run_python(path: Path, prefix: str) -> ModuleType:
+    """Run a user's Python file and return it as a module called `PREFIX_STEM`.
+
+    Raises:
+        IsolossError: There is no such file, or it fails.
+    """
+    if not path.is_file():
+        raise IsolossError(f"{path} does not exist{nearest(path)}")
+    # with a prefix: a file called json.py must not take the place of the module json
+    spec = importlib.util.spec_from_file_location(f"{prefix}_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise IsolossError(f"{path} is not a Python file: its name does not end in .py")
+    module = importlib.util.module_from_spec(spec)
+    # `dataclass` looks up the module of a class here, to read its annotations
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except IsolossError:
+        raise
+    except Exception as error:
+        raise IsolossError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+    return module
+
+
 LANGUAGES = Registry(
     "language",
     "languages",
@@ -323,7 +350,10 @@ RESCALINGS = Registry(
     "family of rescalings",
     "rescalings",
     _entries("isoloss.flatness._rescaling.families", builtin_components.RESCALING_FAMILIES),
-    Form("", "a function like those of `isoloss.flatness._rescaling.families`, by the `model_type` of a config"),
+    Form(
+        "",
+        "a function like those of `isoloss.flatness._rescaling.families`, by the `model_type` of a config",
+    ),
 )
 
 

@@ -15,7 +15,7 @@ import tyro
 from isoloss import config as configs
 from isoloss import early_checks, files, interrupts
 from isoloss.cli import common, options
-from isoloss.cli.options import Loading
+from isoloss.cli.options import ModuleLoading
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.input_config import InputConfig, common_run_config
 from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure, flatness_measure
@@ -45,6 +45,7 @@ EXAMPLES = [
     ("isoloss flatness 'owner/name@step*' --data text.txt", "revisions of a model on the Hugging Face hub"),
     ("isoloss flatness A B --data text.txt --figure ab.svg", "with a figure: trace against loss"),
     ("isoloss flatness A B --data text.txt --control", "and both traces after a random rescaling"),
+    ("isoloss flatness ckpt.pt --module my_gpt.py:build --data tokens.bin", "your own nn.Module and its weights"),
     ("isoloss flatness runs/first/checkpoints/step-1000", "a checkpoint of a run, on the run's own language"),
 ]
 # what `--help` shows; `--help-all` shows the rest
@@ -77,13 +78,13 @@ class Args:
 
     models: tyro.conf.Positional[tuple[str, ...]]
     """Checkpoint folders, folders of checkpoints such as a Trainer's output, or names on the Hugging Face hub
-    (NAME@REVISION); also by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'."""
+    (NAME@REVISION); also by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'. With --module: files of weights."""
     measures: tuple[str, ...] = ()
     """Measures of flatness (isoloss ls measures lists them, isoloss ls measures NAME the settings of one); default:
     trace, and of several models minimal-trace too, where their rescalings are known."""
     data: Path | None = None
-    """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy); default, for a run's
-    checkpoint: the run's language."""
+    """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy, or nanoGPT's .bin);
+    default, for a run's checkpoint: the run's language."""
     rtol: float | None = configs.setting(None, above=0, below=1)
     """Stop when the standard error is at most this fraction of the value. Checked after 64, 128, 256, ... of what the
     error is over: sequences or documents, groups (hessian-trace), batches (sam-sharpness) or probes. For
@@ -114,7 +115,7 @@ class Args:
     """For the traces of several models: draw trace against loss to this .png, .svg or .pdf file."""
     json: bool = False
     """Print one JSON document."""
-    loading: Loading = field(default_factory=Loading)
+    loading: ModuleLoading = field(default_factory=ModuleLoading)
 
 
 def arguments_class() -> type:
@@ -150,7 +151,8 @@ def main(arguments: list[str]) -> int:
     inputs = context.inputs(trace.num_sequences, trace.seed)
     for model in models:
         kernel = model.config._attn_implementation
-        common.note(f"{model.name}: {model.architecture}, {model.kind}, attention {kernel}; {inputs.description}")
+        attention = f", attention {kernel}" if kernel else ""
+        common.note(f"{model.name}: {model.architecture}, {model.kind}{attention}; {inputs.description}")
     with common.Progress("loading", None) as bar:
         current = ("", "")
 
@@ -212,7 +214,7 @@ def _check(args: Any) -> None:
     configs.check(args)
     for name in args.models:
         refuse_run(Path(name), "and flatness is measured of a checkpoint")
-        early_checks.check_checkpoint(name)
+        early_checks.check_checkpoint(name, args.loading.module)
     refuse_twice(args.models)
     if args.data is not None:
         hub_datasets.check_data(args.data)
@@ -352,7 +354,8 @@ def _remarks(args: Any, estimate: Estimate, inputs: Inputs) -> Iterator[str]:
         each = " per token" if "clusters" in details else ""
         method += f", {estimate.num_probes} {drawn}{'s' * (estimate.num_probes > 1)}{each}"
     if "device" in details:
-        method += f"; {details['device']}, {details['dtype']}, attention {details['attention']}"
+        method += f"; {details['device']}, {details['dtype']}"
+        method += f", attention {details['attention']}" if details["attention"] else ""
     yield method + (f"; {estimate.seconds:.1f} s" if estimate.seconds is not None else "")
     if "error_covers" in details and not estimate.is_exact:
         yield f"the error covers {details['error_covers']}"

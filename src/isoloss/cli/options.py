@@ -245,6 +245,15 @@ class Loading:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModuleLoading(Loading):
+    """How checkpoints, or modules of one's own, are loaded."""
+
+    module: str | None = None
+    """FILE.py:NAME: the file is run, and its function NAME returns an nn.Module that predicts next tokens. The
+    checkpoints are then files of its weights: .safetensors, or a state dict (.pt, .pth, .bin, .ckpt)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _TextConfig:
     tokenizer: str | None = None
     """For text: a Hugging Face folder or name, or a vocab.txt."""

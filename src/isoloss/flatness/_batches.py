@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from isoloss.errors import NOTHING_PREDICTED, IsolossError
-from isoloss.model_checks import device_of, unwrapped, virtual_tokens
+from isoloss.model_checks import device_of, takes_mask, unwrapped, virtual_tokens
 from isoloss.text.clusters import SequenceClusters
 from isoloss.text.masking import IGNORED
 
@@ -43,6 +43,9 @@ class Batch:
         device = device_of(model)
         for name, value in batch.items():
             if name == "labels":
+                continue
+            if name == "attention_mask" and not takes_mask(model):
+                _check_no_mask(value, model, causal=causal)
                 continue
             if isinstance(value, torch.Tensor):
                 expected = labels.shape if name == "input_ids" else labels.shape[:1]
@@ -119,6 +122,15 @@ class Batch:
         if int(predicted.sum()) == predicted.shape[1]:
             predicted[-1, -1] = False
         return Batch(self.inputs, predicted, self.targets.new_zeros(int(predicted.sum())))
+
+
+def _check_no_mask(mask: torch.Tensor, model: nn.Module, *, causal: bool) -> None:
+    """Refuse padding that a model without an attention mask would take for tokens that predictions depend on."""
+    present = mask != 0
+    # a causal model's predictions at tokens do not depend on what comes after them
+    if not bool((present[:, :-1] >= present[:, 1:] if causal else present).all()):
+        where = " before tokens" if causal else ""
+        raise IsolossError(f"sequences have padding{where}, and {type(model).__name__} takes no attention_mask")
 
 
 def _check_ids(ids: torch.Tensor, model: nn.Module) -> None:

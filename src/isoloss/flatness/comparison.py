@@ -40,7 +40,7 @@ from isoloss.flatness.fisher import ExactLabels
 from isoloss.flatness.minimal_trace import MinimalTraceEstimator, minimal_trace
 from isoloss.flatness.verdict import Verdict, unlike, verdict
 from isoloss.loading import load_model
-from isoloss.model_checks import is_causal, unwrapped
+from isoloss.model_checks import is_causal, text_config, unwrapped
 from isoloss.statistics.comparison import Comparison
 from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, samples_of
 from isoloss.statistics.ratio import ClusteredRatioEstimator, Weighted
@@ -199,9 +199,8 @@ class Outline:
     @classmethod
     def of(cls, name: str, model: nn.Module, causal: bool | None = None) -> Outline:
         """Return a model's outline; `causal` None: by its class."""
-        config: Any = getattr(unwrapped(model), "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return cls(name, is_causal(model) if causal is None else causal, getattr(text, "vocab_size", None))
+        vocabulary = getattr(text_config(model), "vocab_size", None)
+        return cls(name, is_causal(model) if causal is None else causal, vocabulary)
 
     def check(self, other: Outline) -> None:
         """Refuse another model that cannot be compared with this one."""

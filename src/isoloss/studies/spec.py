@@ -5,8 +5,6 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
-from isoloss.files import nearest
 from isoloss.lab.evaluation.external import ExternalCheckpoint
-from isoloss.registry import STUDIES
+from isoloss.registry import STUDIES, run_python
 from isoloss.run_config import TrainConfig
 from isoloss.studies.plan import Expected, Resources
 
@@ -251,21 +248,7 @@ def load_study(name: str | Path) -> Study:
 
 
 def _from_file(path: Path) -> object:
-    if not path.is_file():
-        raise IsolossError(f"{path} does not exist{nearest(path)}")
-    # with a prefix: a study called json.py must not take the place of the module json
-    spec = importlib.util.spec_from_file_location(f"isoloss_study_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # `dataclass` looks up the module of a class here, to read its annotations
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except IsolossError:
-        raise
-    except Exception as error:
-        raise IsolossError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+    module = run_python(path, "isoloss_study")
     for attribute in ("STUDY", "study"):
         if hasattr(module, attribute):
             study: object = getattr(module, attribute)

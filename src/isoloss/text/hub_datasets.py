@@ -55,8 +55,8 @@ def check_data(data: str | Path) -> None:
     """Refuse a path that holds neither text nor token ids, as there is nothing; a dataset's name may be any."""
     if not (is_dataset(data) or Path(data).exists()):
         raise IsolossError(
-            f"there is no data {data}{files.nearest(data) or ':'} give a .npy file of token ids, a .txt or .jsonl "
-            "file, a folder, or a dataset hf:NAME"
+            f"there is no data {data}{files.nearest(data) or ':'} give a .npy or .bin file of token ids, a .txt or "
+            ".jsonl file, a folder, or a dataset hf:NAME"
         )
 
 

@@ -138,6 +138,7 @@ def read_inputs(
 
     - `.npy`: integers (n, T), a sequence per row, or (tokens,), cut into rows of `length`. Negative ids are padding;
       they stand at a row's end.
+    - `.bin`: (tokens,) as uint16, as nanoGPT writes them, or after a header of 1,024 bytes, as llm.c does.
     - Text (see `isoloss.text.documents.read_documents`): tokenized, put end to end and cut into rows of `length`.
       For a masked model each row is [CLS], length - 2 tokens, [SEP], where the tokenizer has these two; for a causal
       model each document has the special tokens that the tokenizer itself adds, such as a first bos.
@@ -151,7 +152,7 @@ def read_inputs(
     ones of the tokenizer, if there is one. For a causal model the labels are the ids themselves, unshifted.
 
     Args:
-        data: A `.npy` file, a `.txt` or `.jsonl` file, a folder of text, or a dataset (`hf:NAME`, `python:docs`).
+        data: A `.npy`, `.bin`, `.txt` or `.jsonl` file, a folder of text, or a dataset (`hf:NAME`, `python:docs`).
         checkpoint: The model's folder or hub name, where its own tokenizer is looked for.
         config: The model's transformers config, for its vocabulary and its padding.
         kind: Whether the model predicts masked tokens or the next one.
@@ -177,7 +178,7 @@ def read_inputs(
     is_dataset = hub_datasets.is_dataset(data)
     text_config = config.get_text_config()
     length = length or min(_LENGTH, max_length or _LENGTH)
-    is_text = is_dataset or data.suffix.lower() != ".npy"
+    is_text = is_dataset or data.suffix.lower() not in (".npy", ".bin")
     if not is_text and (column or split):
         raise IsolossError(f"{data} holds token ids, which have no column and no split: leave them out")
     # of token ids, only masking wants a tokenizer: to know which ids are special
@@ -279,9 +280,9 @@ def _special_ids(
 
 def _from_array(data: Path, length: int) -> Ids:
     try:
-        array = np.load(data, mmap_mode="r", allow_pickle=False)
+        array = _read_bin(data) if data.suffix.lower() == ".bin" else np.load(data, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise IsolossError(f"{data} is not a readable .npy file: {error}") from error
+        raise IsolossError(f"{data} is not a readable {data.suffix} file: {error}") from error
     if not np.issubdtype(array.dtype, np.integer):
         raise IsolossError(f"{data} holds {array.dtype}, not integers: token ids are integers")
     if array.ndim == 1:
@@ -297,6 +298,12 @@ def _from_array(data: Path, length: int) -> Ids:
         raise IsolossError(f"{data} holds {rows.max()}, which is no token id")
     ids: Ids = rows.astype(np.int64)
     return ids
+
+
+def _read_bin(path: Path) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    array = np.memmap(path, dtype=np.uint16, mode="r")
+    # the header of llm.c, whose files modded-nanogpt and others read, begins with this number
+    return array[512:] if array[:2].tobytes() == np.int32(20240520).tobytes() else array
 
 
 def _from_text(

@@ -11,7 +11,6 @@ of their parts (`isoloss.flatness._parameters.ParameterColumns`).
 from __future__ import annotations
 
 import contextlib
-import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,13 +31,15 @@ from isoloss.flatness._ghost.capture import Call, Capture, Decoder, ParameterUse
 from isoloss.flatness._ghost.controls import NUM_INTERMEDIATES
 from isoloss.flatness._parameters import ParameterBlocks, ParameterColumns
 from isoloss.model_checks import (
-    architecture,
     device_of,
+    forward_arguments,
+    logits_of_output,
     max_length,
     measured_parameters,
     plainly,
     refuse_dropout,
     refuse_random_training,
+    text_config,
     unwrapped,
 )
 
@@ -95,23 +96,15 @@ def predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positio
 def plain_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the logits (m, V) of a model that is run as it is, without gradients."""
     with plainly(model) as plain, torch.no_grad():
-        logits: torch.Tensor = plain(**_arguments(plain, batch)).logits
+        logits: torch.Tensor = logits_of_output(plain(**forward_arguments(plain, batch.inputs)))
         return logits[batch.predicted]
 
 
-def _arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    inputs = dict(batch.inputs)
-    if "use_cache" not in inputs and "use_cache" in inspect.signature(architecture(model).forward).parameters:
-        # transformers keeps packed documents apart only without a cache, which would also copy keys and values
-        inputs["use_cache"] = False
-    return inputs
-
-
 def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: PositionSelection) -> Predictions | None:
-    inputs = _arguments(model, batch)
+    arguments = forward_arguments(model, batch.inputs)
     try:
         with capture, selected_at(model, selection.call, capture):
-            output = model(**inputs)
+            logits = logits_of_output(model(**arguments))
     # torch's own message does not say what to do about it
     except NotImplementedError as error:
         if "FlexAttention" in str(error):
@@ -128,7 +121,6 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positi
                 f"sequences have {batch.predicted.shape[1]} positions; the model takes at most {longest}"
             ) from error
         raise
-    logits = getattr(output, "logits", None)
     # data decided a branch in which the place of selection is not called, or not with all positions
     if selection.is_early and not capture.has_selected:
         return None
@@ -168,9 +160,7 @@ def _check_logits(model: nn.Module, logits: Any, shape: tuple[int, ...], batch: 
         raise IsolossError(
             f"{name} gives no logits of shape (sequences, positions, vocabulary): is it a language model?"
         )
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    vocabulary = getattr(text, "vocab_size", logits.shape[-1])
+    vocabulary = getattr(text_config(model), "vocab_size", logits.shape[-1])
     if logits.shape[-1] != vocabulary:
         raise IsolossError(
             f"{name} gives {logits.shape[-1]} logits a position for a vocabulary of {vocabulary}: has it an LM head?"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,15 @@ from torch.overrides import TorchFunctionMode
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness._rescaling.symmetries import Granularity, Rescalings, rescalings_of
-from isoloss.model_checks import architecture, device_of, plainly, refuse_dropout, unwrapped
+from isoloss.model_checks import (
+    device_of,
+    forward_arguments,
+    logits_of_output,
+    plainly,
+    refuse_dropout,
+    text_config,
+    unwrapped,
+)
 
 _LARGEST_FACTOR = 10.0  # of a check, which has no eps
 _CONTROL_FACTORS = 2.0, 3.0  # of a control; each or its inverse, so that nothing stays nearly as it was
@@ -197,7 +204,9 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, d
         configs = {id(config): config for module in network.modules() if (config := getattr(module, "config", None))}
         kernels = [(config, getattr(config, "_attn_implementation", None)) for config in configs.values()]
         replaced = [(config, kernel) for config, kernel in kernels if kernel not in _KERNELS_OF_ANY_TYPE]
-        tensors = (*network.named_parameters(), *network.named_buffers())
+        # the forward pass of a module of one's own may insist on the type of its buffers
+        buffers = () if text_config(network) is None else network.named_buffers()
+        tensors = (*network.named_parameters(), *buffers)
         values = {name: value.detach().to(dtype) for name, value in tensors if value.is_floating_point()}
         try:
             for config, _ in replaced:
@@ -225,7 +234,7 @@ def logits_of(network: nn.Module, values: Mapping[str, torch.Tensor], inputs: Ma
     try:
         for held, key, tensor in replaced:
             held[key] = new[id(tensor)]
-        logits: torch.Tensor = network(**inputs).logits
+        logits: torch.Tensor = logits_of_output(network(**inputs))
         return logits
     finally:
         for held, key, tensor in replaced:
@@ -234,12 +243,12 @@ def logits_of(network: nn.Module, values: Mapping[str, torch.Tensor], inputs: Ma
 
 def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model's arguments for a batch, on its device and without a cache, as in a measurement."""
-    caches = "use_cache" in inspect.signature(architecture(model).forward).parameters
-    return ({"use_cache": False} if caches else {}) | {
+    inputs = {
         name: value.to(device_of(model)) if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()
         if name not in _NO_INPUTS
     }
+    return forward_arguments(model, inputs)
 
 
 class _ReplaceFloat32(TorchFunctionMode):

@@ -148,11 +148,11 @@ class Signals:
         weight: Any = module.weight
         self.factors(weight, self.fixed(len(weight)), written)
 
-    def norm(self, module: nn.Module, read: Signal, written: Signal, *, offset: float = 0.0) -> None:
-        """Declare a layer norm or RMS norm without eps, whose gain is its weight plus `offset`."""
+    def norm(self, module: nn.Module | None, read: Signal, written: Signal, *, offset: float = 0.0) -> None:
+        """Declare a layer norm or RMS norm without eps, whose gain is its weight plus `offset`; None: it has none."""
         self.normed[int(read[0])] = read
         self._equate(read, read)
-        gain: Any = module.weight
+        gain: Any = getattr(module, "weight", None)
         if gain is None:  # what it writes is what it is
             self._equate(written, self.fixed(1))
             return
@@ -353,8 +353,8 @@ def rescalings_of(
     They are exact up to the eps of norms, which does not scale with what it is added to.
 
     Args:
-        model: A language model of Hugging Face whose `config.model_type` has rules, or one that is wrapped around it by
-            `torch.compile` or data parallelism.
+        model: A language model of Hugging Face whose `config.model_type` has rules, or a module with a method
+            `rescalings` that declares its own; it may be inside of `torch.compile` or data parallelism.
         granularity: What has a factor of its own. `tensor`: signals as a whole, and so parameters, or the parts of
             fused ones. `head`: keys and values by head, with the queries that read them. `channel`: what norms write,
             keys and values by channel, or by pair of channels where positions rotate them. `neuron`: the hidden units
@@ -407,16 +407,25 @@ def rescalings_of(
     last = _rules(network)(network, signals)
     if unknown := signals.undeclared():
         raise IsolossError(
-            f"{type(network).__name__} has {unknown[0]}, which the rescalings of {network.config.model_type} do not "
-            f"cover: merge adapters, or add rules with isoloss.register_rescalings"
+            f"{type(network).__name__} has {unknown[0]}, which the rescalings that are declared for it do not cover: "
+            "merge adapters, or add rules with isoloss.register_rescalings"
         )
     return _solution(signals, list(measured), list(names.values())[len(measured) :], last)
 
 
 def _rules(network: nn.Module) -> Callable[[nn.Module, Signals], Signal]:
-    """Return the function that declares the signals of a model like this one."""
+    """Return the function that declares the signals of a model like this one: its own, or the one of its family."""
+    rules: Any = getattr(network, "rescalings", None)
+    if callable(rules):
+        # of a method, which is bound, the function
+        return getattr(rules, "__func__", rules)  # type: ignore[no-any-return]
     config: Any = getattr(network, "config", None)
-    kind = str(getattr(config, "model_type", None))
+    kind = getattr(config, "model_type", None)
+    if kind is None:
+        raise IsolossError(
+            f"no rescalings are known for the module {type(network).__name__}: declare them in a method `rescalings` "
+            "(docs/extending.md), or take an invariant measure: weighted-trace or fisher-rao"
+        )
     if kind not in RESCALINGS:
         raise IsolossError(
             f"no rescalings are known for models of type {kind} ({type(network).__name__}); they are for "
@@ -426,8 +435,7 @@ def _rules(network: nn.Module) -> Callable[[nn.Module, Signals], Signal]:
     head = getattr(network, "get_output_embeddings", None)
     if head is None or head() is None:
         raise IsolossError(f"{type(network).__name__} has no language-model head: rescalings keep the logits")
-    rules: Callable[[nn.Module, Signals], Signal] = RESCALINGS.load(kind)
-    return rules
+    return RESCALINGS.load(kind)  # type: ignore[no-any-return]
 
 
 def _solution(signals: Signals, measured: list[str], others: list[str], last: Signal) -> Rescalings:

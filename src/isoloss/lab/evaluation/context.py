@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+from transformers import PretrainedConfig
 
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
@@ -22,7 +23,7 @@ from isoloss.lab.transfer.tasks import TaskData, WholeTask, make_task, whole_tas
 from isoloss.lab.transfer.text_sources import TextTask
 from isoloss.lab.transfer.text_tasks import TextExamples, as_read_by, read_examples
 from isoloss.loading import Kind, LoadedModel
-from isoloss.model_checks import input_embeddings
+from isoloss.model_checks import input_embeddings, run_on_ids, text_config
 from isoloss.model_checks import max_length as most_positions
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.seeds import generator
@@ -179,7 +180,11 @@ class ModelInfo:
         """Return what there is to know of a loaded checkpoint."""
         outline = Outline.of(loaded.name, loaded.model, loaded.kind == "causal")
         has_embeddings = input_embeddings(loaded.model) is not None
-        config, longest = loaded.model.config, most_positions(loaded.model)
+        config: Any = loaded.model.config if text_config(loaded.model) is not None else None
+        if config is None:  # a module of one's own tells the size of its vocabulary by its logits
+            logits = run_on_ids(loaded.model, torch.zeros(1, 2, dtype=torch.int64))
+            config = PretrainedConfig(vocab_size=logits.shape[-1])
+        longest = most_positions(loaded.model)
         return cls(loaded.name, loaded.architecture, outline, config, longest, has_embeddings)
 
 

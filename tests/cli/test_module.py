@@ -1,0 +1,155 @@
+"""`isoloss flatness --module`: a module of one's own, its weights from files, and what is refused of both."""
+
+import collections
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from speaking import as_json, refusal, trace_of
+
+from isoloss.errors import IsolossError
+from isoloss.flatness import fisher_trace
+from isoloss.loading import load_model
+from isoloss.registry import run_python
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_gpt.py"
+MODULE = f"{EXAMPLE}:build"
+IDS = np.random.default_rng(0).integers(0, 32, 12 * 8).astype(np.uint16)
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The example's model, not as it is built."""
+    model = run_python(EXAMPLE, "test").build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return model.eval()
+
+
+@pytest.fixture
+def folder(tmp_path, built):
+    """Weights of two models and token ids as nanoGPT writes them."""
+    torch.save({"model": built.state_dict(), "optimizer": {"step": 3}, "config": {"lr": 0.1}}, tmp_path / "a.pt")
+    save_file({name: 0.9 * value for name, value in built.state_dict().items()}, tmp_path / "b.safetensors")
+    IDS.tofile(tmp_path / "ids.bin")
+    return tmp_path
+
+
+def test_a_module_is_measured_with_the_weights_in_a_file(capsys, folder, built):
+    data = ("--module", MODULE, "--data", folder / "ids.bin", "--length", 8, "--device", "cpu")
+    document = as_json(capsys, "flatness", folder / "a.pt", folder / "b.safetensors", *data)
+    ids = torch.from_numpy(IDS.astype(np.int64)).view(12, 8)
+    expected = fisher_trace(built, [{"input_ids": ids, "labels": ids}], causal=True)
+    assert trace_of(document)["value"] == pytest.approx(expected.value, rel=1e-5)
+    assert trace_of(document)["by_parameter"].keys() == expected.by_parameter.keys()
+    assert document["models"][0]["architecture"] == "MyGPT"
+    least = [model["estimates"]["minimal-trace"]["minimal-trace"]["value"] for model in document["models"]]
+    assert all(value < trace_of(document, place)["value"] for place, value in enumerate(least))
+
+
+@pytest.mark.parametrize("where", ["model", "state_dict", None])
+def test_weights_of_a_compiled_or_parallel_module_lose_their_prefix(tmp_path, built, where):
+    state = collections.OrderedDict((f"module._orig_mod.{name}", value) for name, value in built.state_dict().items())
+    torch.save(state if where is None else {where: state}, tmp_path / "a.pt")
+    with pytest.warns(UserWarning, match=r"prefixes of torch.compile or DataParallel"):
+        loaded = load_model(tmp_path / "a.pt", module=MODULE, device="cpu", dtype=torch.float64)
+    assert (loaded.kind, loaded.architecture, loaded.name) == ("causal", "MyGPT", str(tmp_path / "a.pt"))
+    for name, value in loaded.model.named_parameters():
+        assert torch.equal(value, built.get_parameter(name).double())
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda state: state.pop("head.weight"), "lacks weights of MyGPT: head.weight"),
+        (lambda state: state.update(extra=torch.ones(2)), "has weights that MyGPT does not have: extra"),
+        (lambda state: state.update({"head.weight": torch.ones(2)}), "of another shape than MyGPT has: head.weight"),
+        (lambda state: state.update({"head.weight": state["head.weight"].char()}), r"head.weight in torch.int8"),
+        (lambda state: state.update(step=3), "holds no state dict"),
+        (lambda state: state.update(code=Path("x")), "holds more than tensors and plain values"),
+    ],
+)
+def test_weights_that_are_not_the_modules_are_refused(tmp_path, built, change, why):
+    state = dict(built.state_dict())
+    change(state)
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(IsolossError, match=why):
+        load_model(tmp_path / "a.pt", module=MODULE, device="cpu")
+
+
+def test_a_tied_weight_may_be_stored_once(tmp_path):
+    (tmp_path / "tied.py").write_text(
+        "from torch import nn\n\n\nclass Tied(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.tokens, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)\n"
+        "        self.head.weight = self.tokens.weight\n\n"
+        "    def forward(self, ids):\n        return self.head(self.tokens(ids))\n"
+    )
+    save_file({"tokens.weight": torch.arange(15.0).view(5, 3)}, tmp_path / "w.safetensors")
+    model = load_model(tmp_path / "w.safetensors", module=f"{tmp_path}/tied.py:Tied", device="cpu").model
+    assert torch.equal(model.head.weight, torch.arange(15.0).view(5, 3))
+    assert model.head.weight is model.tokens.weight
+
+
+WRITTEN = """
+from neighbor import VALUE
+from torch import nn
+
+def number():
+    return VALUE
+
+def broken():
+    raise ValueError("no config")
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+
+    def forward(self, ids):
+        return self.head(self.tokens(ids).flip(1))
+
+class Loss(Both):
+    def forward(self, ids):
+        return self.head(self.tokens(ids)).mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        ("mine.py", "it must be FILE.py:NAME, a file and a function in it"),
+        ("other.py:build", "does not exist"),
+        ("mine.py:nothing", "has no function nothing"),
+        ("mine.py:number", "returns a int; it must return an nn.Module"),
+        ("mine.py:broken", "fails: ValueError: no config"),
+        ("mine.py:Both", "is a Both: it sees the tokens that it would predict"),
+        ("mine.py:Loss", "Loss gives no logits of shape"),
+    ],
+)
+def test_what_is_no_module_is_refused(tmp_path, capsys, module, why):
+    (tmp_path / "mine.py").write_text(WRITTEN)
+    (tmp_path / "neighbor.py").write_text("VALUE = 3\n")
+    save_file({"tokens.weight": torch.randn(5, 3), "head.weight": torch.randn(5, 3)}, tmp_path / "w.safetensors")
+    (IDS % 5).tofile(tmp_path / "ids.bin")
+    words = ("flatness", tmp_path / "w.safetensors", "--module", tmp_path / module, "--data", tmp_path / "ids.bin")
+    words += ("--length", 8)
+    assert why in refusal(capsys, *words)
+
+
+def test_a_folder_is_no_file_of_weights(capsys, folder):
+    told = refusal(capsys, "flatness", folder, "--module", MODULE, "--data", folder / "ids.bin", alone=True)
+    assert "with --module, a checkpoint is a file of weights; its files are" in told
+    told = refusal(capsys, "flatness", EXAMPLE, "--module", MODULE, "--data", folder / "ids.bin", alone=True)
+    assert "its name must end in .safetensors, .pt" in told
+
+
+def test_ids_after_a_header_are_read_without_it(folder, capsys):
+    header = np.zeros(256, dtype=np.int32)
+    header[0] = 20240520
+    (folder / "llm.bin").write_bytes(header.tobytes() + IDS.tobytes())
+    words = ("flatness", folder / "a.pt", "--module", MODULE, "--length", 8, "--device", "cpu", "--data")
+    plain, behind = (trace_of(as_json(capsys, *words, folder / name)) for name in ("ids.bin", "llm.bin"))
+    assert behind["value"] == plain["value"]
