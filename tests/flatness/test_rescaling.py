@@ -271,7 +271,7 @@ def test_a_parameter_that_the_rules_do_not_know():
             lambda: LlamaForSequenceClassification(FAMILY["llama"].config(tied=True)),
             "LlamaForSequenceClassification has no language-model head",
         ),
-        (lambda: nn.Linear(2, 2), "no rescalings are known for models of type None"),
+        (lambda: nn.Linear(2, 2), "no rescalings are known for the module Linear"),
     ],
 )
 def test_a_model_that_has_no_rescalings(build, message):

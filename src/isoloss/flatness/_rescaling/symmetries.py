@@ -424,7 +424,7 @@ def _rules(network: nn.Module) -> Callable[[nn.Module, Signals], Signal]:
     if kind is None:
         raise IsolossError(
             f"no rescalings are known for the module {type(network).__name__}: declare them in a method `rescalings` "
-            "(docs/extending.md), or take an invariant measure: weighted-trace or fisher-rao"
+            "(docs/own-modules.md), or take an invariant measure: weighted-trace or fisher-rao"
         )
     if kind not in RESCALINGS:
         raise IsolossError(
