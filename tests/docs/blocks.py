@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "tutorial.md"]
 PAGES += sorted(page for page in (ROOT / "docs").glob("*.md") if page not in PAGES)
 PAGES += sorted((ROOT / "docs" / "method").glob("*.md"))
 
-_FENCE = re.compile(r"(`{3,}|~{3,})\s*(\S*)\s*$")
+_FENCE = re.compile(r"(`{3,}|~{3,})\s*(\S*)( .*)?$")
 _MARK = re.compile(r"<!--\s*(no-run|slow|file)\b:?\s*(.*?)\s*-->$")
 
 
