@@ -1,7 +1,8 @@
 """Several models on the same inputs with the same random signs: paired differences of their flatness and loss.
 
 A model's estimates are `trace`, `without_embeddings` (the part of the trace that is not the embeddings') and `loss`;
-where the minimal trace was measured, also `minimal-trace` and `minimal_without_embeddings`.
+where the minimal trace was measured, also `minimal-trace` and `minimal_without_embeddings`; where it is known how many
+bytes a token stands for, `bits_per_byte`.
 
 Shapes: m predicted positions, V vocabulary, N clusters.
 """
@@ -14,6 +15,7 @@ import functools
 import hashlib
 import html
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +43,7 @@ from isoloss.flatness.minimal_trace import MinimalTraceEstimator, minimal_trace
 from isoloss.flatness.verdict import Verdict, unlike, verdict
 from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, text_config, unwrapped
-from isoloss.statistics.comparison import Comparison
+from isoloss.statistics.comparison import Comparison, times
 from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, samples_of
 from isoloss.statistics.ratio import ClusteredRatioEstimator, Weighted
 from isoloss.statistics.significance import SAME_LOSS_NATS
@@ -61,7 +63,7 @@ _OF_MINIMAL = {  # what each is called in `by_measure`
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class TraceComparison(Comparison):
-    """The result of `isoloss.flatness.compare`: it prints as tables with a verdict.
+    """The result of `isoloss.flatness.compare_traces`: it prints as tables with a verdict.
 
     Attributes:
         weights: The SHA-256 of each model's parameters, which identifies copies.
@@ -218,7 +220,7 @@ class Outline:
             )
 
 
-def compare(
+def compare_traces(
     models: Mapping[str, Model | str] | Sequence[str],
     batches: Iterable[Mapping[str, Any]],
     *,
@@ -232,6 +234,8 @@ def compare(
     one_estimator: bool = False,
     minimal: bool | None = None,
     granularity: Granularity = "tensor",
+    token_bytes: torch.Tensor | None = None,
+    further: Callable[[nn.Module], Mapping[str, Estimate]] | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> TraceComparison:
     """Compare the flatness of models, each measured on the same inputs with the same random probes.
@@ -265,6 +269,9 @@ def compare(
         minimal: Whether to measure the minimal traces too (`fisher_trace` with a `rescaling`); `rtol` is then about
             these. None: where the rescalings of all models are known, and the result's `no_minimal` says why not.
         granularity: Of the rescalings, as for `fisher_trace`.
+        token_bytes: (V,) how many bytes of text each token id stands for (`isoloss.text.tokenizers.token_bytes`), for
+            the loss in bits per byte of the predicted tokens.
+        further: Called with each model, while it is loaded, for more estimates of it.
         progress: Called with a model's name and the number of its sequences done.
 
     Raises:
@@ -275,7 +282,7 @@ def compare(
     Example:
         >>> import math
         >>> import torch
-        >>> from isoloss import compare
+        >>> from isoloss.flatness import compare_traces
         >>> from transformers import BertConfig, BertForMaskedLM
         >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
         ...                     intermediate_size=16, max_position_embeddings=8)
@@ -285,7 +292,7 @@ def compare(
         ...     models[name] = BertForMaskedLM(config).eval()
         >>> input_ids = torch.randint(0, 8, (64, 4))
         >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
-        >>> comparison = compare(models, [{"input_ids": input_ids, "labels": labels}])
+        >>> comparison = compare_traces(models, [{"input_ids": input_ids, "labels": labels}])
         >>> sum(comparison.probability_of_smallest("trace").values())
         1.0
         >>> a, b = (comparison.models[name]["trace"] for name in "ab")
@@ -309,8 +316,8 @@ def compare(
     has_minimal, no_minimal = minimal is not False, ""
 
     def so_far() -> TraceComparison:
-        names = [*_OF_TRACE, *(_OF_MINIMAL if has_minimal else ())]
-        models = {model: {name: estimates[name] for name in names} for model, estimates in done.items()}
+        left_out = () if has_minimal else _OF_MINIMAL.keys() - _OF_TRACE
+        models = {m: {n: e for n, e in estimates.items() if n not in left_out} for m, estimates in done.items()}
         return TraceComparison(models, weights=weights, architectures=architectures, no_minimal=no_minimal)
 
     def without_minimal(error: IsolossError) -> None:
@@ -343,7 +350,7 @@ def compare(
                 causal=outline.causal,
                 parameter_blocks=None if estimator is None else estimator.parameter_blocks,
             )
-            source.controls, source.separate = controls, not one_estimator
+            source.controls, source.separate, source.token_bytes = controls, not one_estimator, token_bytes
             if auxiliary_sample is not None and sample is None:
                 sample = AuxiliarySample.read(model, auxiliary_sample)
             measurement = Measurement(source, auxiliary_sample=sample)
@@ -354,6 +361,8 @@ def compare(
             # over the same blocks as the trace, so that influences of the two belong to the same samples
             loss = source.loss(measurement.blocks())
             estimates = {"trace": trace, "without_embeddings": _without_embeddings(trace, rest), "loss": loss}
+            if token_bytes is not None:
+                estimates["bits_per_byte"] = source.bits_per_byte(measurement.blocks())
             if estimator is not None:
                 try:
                     with _naming(name):
@@ -363,6 +372,9 @@ def compare(
                     estimates |= {"minimal-trace": least, "minimal_without_embeddings": part}
                 except IsolossError as error:
                     without_minimal(error)
+            if further is not None:
+                with _naming(name):
+                    estimates |= further(model)
         except InterruptedEstimate as stop:
             raise InterruptedComparison(so_far() if done else None, name, stop.partial) from stop
         except KeyboardInterrupt as stop:
@@ -433,12 +445,14 @@ class WithLoss(ExactLabels):
     """The exact expectation over labels, keeping the loss at the given labels of every sequence."""
 
     controls: torch.Tensor | None = None  # (N, C) control variates to use instead of the model's own
+    token_bytes: torch.Tensor | None = None  # (V,)
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self.own_controls: list[torch.Tensor] = []  # (B, C) of each batch, whether they were used or not
         self._nats: list[torch.Tensor] = []
         self._positions: list[torch.Tensor] = []
+        self._bytes: list[torch.Tensor] = []
         self._clusters: list[torch.Tensor] = []
 
     def measure(self, batch: CheckedBatch) -> BatchSums:
@@ -450,23 +464,35 @@ class WithLoss(ExactLabels):
             self._nats.append(terms.values.new_zeros(len(terms.positions)))
         self._positions.append(terms.positions)
         self._clusters.append(batch.clusters)
+        if self.token_bytes is not None:
+            rows, ids = batch.checked.predicted.nonzero()[:, 0].cpu(), batch.checked.targets.cpu()
+            sums = torch.zeros(len(terms.positions), dtype=torch.float64)
+            self._bytes.append(sums.index_add_(0, rows, self.token_bytes[ids].double()))
         if self.controls is None:
             return terms
         return terms._replace(controls=self.controls[batch.first : batch.first + len(terms.positions)])
 
     def loss(self, blocks: Blocks | None) -> Estimate:
         """Return the loss of what was measured, over the same clusters."""
-        nats, positions = torch.cat(self._nats), torch.cat(self._positions)
+        return self._loss_over(self._positions, blocks, UNIT)
+
+    def bits_per_byte(self, blocks: Blocks | None) -> Estimate:
+        """Return the loss in bits over the bytes that the predicted tokens stand for."""
+        loss = self._loss_over(self._bytes, blocks, "bits per byte")
+        return times(loss, 1 / math.log(2))
+
+    def _loss_over(self, sizes: list[torch.Tensor], blocks: Blocks | None, unit: str) -> Estimate:
+        nats = torch.cat(self._nats)
         estimator = ClusteredRatioEstimator(num_parameters=1, num_controls=0)
-        estimator.add(nats[:, None], positions, torch.zeros(len(nats), 0), torch.cat(self._clusters))
+        estimator.add(nats[:, None], torch.cat(sizes), torch.zeros(len(nats), 0), torch.cat(self._clusters))
         result = estimator.result(None if blocks is None else blocks.labels)
         return Estimate(
             value=result.value,
             stderr=result.stderr,
             samples=result.samples,
             effective_samples=result.effective_samples,
-            unit=UNIT,
-            num_predictions=int(positions.sum()),
+            unit=unit,
+            num_predictions=int(torch.cat(self._positions).sum()),
             method="cross-entropy",
             influence=result.influence.numpy(),
         )

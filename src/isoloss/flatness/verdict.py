@@ -59,7 +59,7 @@ def verdict(
     """Return the verdict on models that were compared.
 
     Args:
-        comparison: What `isoloss.flatness.compare` returned for them.
+        comparison: What `isoloss.flatness.compare_traces` returned for them.
         same_loss: Margin in nats per predicted token within which losses count as the same: by two one-sided tests at
             5 % (`isoloss.statistics.significance`), of each model against the one with the smallest trace.
         names: What the models are called; None: their names.
@@ -70,12 +70,12 @@ def verdict(
 
     Example:
         >>> import torch
-        >>> from isoloss import compare
+        >>> from isoloss.flatness import compare_traces
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)
         >>> model = GPT2LMHeadModel(config).eval()
         >>> ids = torch.randint(0, 8, (16, 4))
-        >>> print(compare({"a": model, "b": model}, [{"input_ids": ids, "labels": ids}]).verdict())
+        >>> print(compare_traces({"a": model, "b": model}, [{"input_ids": ids, "labels": ids}]).verdict())
         a and b have identical weights. There is nothing to compare.
     """
     names = names or {model: model for model in comparison.models}
