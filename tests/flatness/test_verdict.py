@@ -94,7 +94,7 @@ def test_two_measures_that_disagree_give_no_verdict():
     assert str(found) == (
         "No verdict on which is the flattest. A has the smallest trace (probability above 0.999) and B has the "
         "smallest minimal trace (probability above 0.999): the scale of the weights decides the order of the traces. "
-        "Next: compare the models on a task with isoloss transfer."
+        "Next: ask which is better at a task (isoloss compare MODEL MODEL --task TASK)."
     )
 
 
@@ -103,7 +103,7 @@ def test_other_losses_give_no_verdict_but_a_wider_margin_does():
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("loss",))
     assert "within ± 0.01 nats of the loss of a. Differences: b 0.02" in str(found)
-    assert "Next: compare the checkpoints whose losses are nearest, interpolate" in str(found)
+    assert "Next: compare checkpoints of both runs whose losses are nearer (isoloss compare RUN RUN" in str(found)
     assert comparison.verdict(same_loss=0.03).flattest == "a"
     with pytest.raises(IsolossError, match="margin"):
         comparison.verdict(same_loss=0)

@@ -190,6 +190,19 @@ class InterruptedComparison(KeyboardInterrupt):
         self.complete, self.name, self.partial = complete, name, partial
 
 
+class ComparisonError(IsolossError):
+    """A model could not be measured after others were.
+
+    Attributes:
+        complete: The comparison of the models that were done.
+        name: The model that failed.
+    """
+
+    def __init__(self, problem: str, complete: TraceComparison, name: str) -> None:
+        super().__init__(problem)
+        self.complete, self.name = complete, name
+
+
 @dataclass(frozen=True)
 class Outline:
     """The properties that models must share for their losses and traces per token to be comparable."""
@@ -277,6 +290,7 @@ def compare_traces(
     Raises:
         IsolossError: No models, two of one name, models that predict different things or have different vocabularies,
             a trace that is not above 0, or whatever `fisher_trace` refuses; the model is named.
+        ComparisonError: One of these after the first model was measured; it carries what is complete.
         InterruptedComparison: Ctrl-C; it carries what is complete, and the trace of the model in work so far.
 
     Example:
@@ -303,7 +317,10 @@ def compare_traces(
         ['model', 'parameters', 'loss', 'trace', 'without']
         >>> comparison.verdict().flattest
     """
-    named = _named(models)
+    loaders = {
+        name: functools.partial(_load, given) if isinstance(given, str | Path) else given
+        for name, given in named_models(models).items()
+    }
     stopping = StopCriteria(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
         # the first model would use up a stream
@@ -326,7 +343,7 @@ def compare_traces(
             raise error
         has_minimal, no_minimal = False, str(error)
 
-    for name, given in named.items():
+    for name, given in loaders.items():
         step = None if progress is None else functools.partial(progress, name)
         try:
             # parameters that are loaded in a caller's inference mode would have no gradients
@@ -381,6 +398,10 @@ def compare_traces(
             if not done:
                 raise
             raise InterruptedComparison(so_far(), name, None) from stop
+        except IsolossError as error:
+            if not done:
+                raise
+            raise ComparisonError(str(error), so_far(), name) from error
         if not done and sample is not None:
             # the others use as many of its controls: what these take from one model's noise they take from all, and it
             # cancels
@@ -517,18 +538,23 @@ def _surprisal(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.cat(losses).double()
 
 
-def _named(models: Mapping[str, Model | str] | Sequence[str]) -> dict[str, Model]:
+def named_models(models: Mapping[str, Model | str] | Sequence[str]) -> dict[str, Model | str]:
+    """Return models by name, checkpoints by their own.
+
+    Raises:
+        IsolossError: There is none, one is no model, or a checkpoint is named twice.
+    """
     if isinstance(models, str) or not models:
         raise IsolossError(f"models is {models!r}; it is a mapping of names to models, or several names of checkpoints")
     if isinstance(models, Mapping):
         for name, model in models.items():
             require(f"model {name}", model, (str, Path, nn.Module, Callable), "a model, or the name of a checkpoint")  # type: ignore[arg-type]
-        return {n: functools.partial(_load, m) if isinstance(m, str | Path) else m for n, m in models.items()}
+        return dict(models)
     for place, name in enumerate(models):
         require(f"model {place}", name, (str, Path), "the name of a checkpoint; in a mapping, models have names")
     if twice := next((name for i, name in enumerate(models) if name in models[:i]), None):
         raise IsolossError(f"{twice} is named twice; a model is compared with others")
-    return {name: functools.partial(_load, name) for name in models}
+    return {str(name): name for name in models}
 
 
 def _load(name: str | Path) -> nn.Module:

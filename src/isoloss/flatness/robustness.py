@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -218,10 +218,7 @@ def loss_rises(
                 progress(taken)
         if not bool(sums.isfinite().all()):
             raise IsolossError(f"the loss with {change} is not finite; use a wider dtype")
+        about = {**loss.details(getattr(change, "seed", 0)), **asdict(change), "clusters": loss.clusters_name}
         rise = ratio_estimate(sums / number, positions, unit=UNIT, method=f"rise of the loss with {change}")
-        rise.details.update(
-            {**loss.details(getattr(change, "seed", 0)), **asdict(change), "clusters": loss.clusters_name},
-            error_covers="inputs and labels",
-        )
-        rises[name] = rise
+        rises[name] = replace(rise, details={**about, "error_covers": "inputs and labels"})
     return rises
