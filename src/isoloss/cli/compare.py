@@ -33,6 +33,7 @@ EXAMPLES = [
     ("isoloss compare TRAINER-OUTPUT --data text.txt", "all checkpoints of a Trainer's output"),
     ("isoloss compare 'EleutherAI/pythia-14m@step*000' --data text.txt", "revisions of a model on the hub"),
 ]
+COMMON = ("models", "data", "tokenizer", "length", "num_sequences", "task", "html", "csv", "json", "device")
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,14 @@ class Args:
     loading: Loading = field(default_factory=Loading)
 
 
+def arguments_class() -> type:
+    """Return the arguments with how text becomes inputs."""
+    return options.with_measures(Args, {})
+
+
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
-    args: Any = options.parse(options.with_measures(Args, {}), "compare", arguments, examples=EXAMPLES)
+    args: Any = options.parse(arguments_class(), "compare", arguments, examples=EXAMPLES, common=COMMON)
     models = early_checks.expand_checkpoints(args.models, common.note)
     _check(args, models)
     common.use_threads(args.threads)
