@@ -13,7 +13,7 @@ import tyro
 from isoloss import config as configs
 from isoloss import early_checks, files, interrupts
 from isoloss.cli import common, options
-from isoloss.cli.options import Loading
+from isoloss.cli.options import ModuleLoading
 from isoloss.errors import IsolossError, naming_extras
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import make_measure
@@ -75,7 +75,7 @@ class Args:
     """Type of the weights."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention kernel; auto: sdpa where the architecture has it, else eager."""
-    loading: Loading = field(default_factory=Loading)
+    loading: ModuleLoading = field(default_factory=ModuleLoading)
 
 
 def arguments_class() -> type:
@@ -142,7 +142,7 @@ def _check(args: Any, models: list[str]) -> None:
         raise IsolossError("no checkpoint is named: give folders, or names on the Hugging Face hub")
     for name in models:
         refuse_run(Path(name), "and checkpoints are compared")
-        early_checks.check_checkpoint(name)
+        early_checks.check_checkpoint(name, args.loading.module)
     refuse_twice(models)
     if len(models) == 1:
         raise IsolossError(f"{models[0]} alone has nothing to be compared with: name another, or see isoloss flatness")

@@ -257,6 +257,7 @@ def compare(
     attention: Any = "auto",
     trust_remote_code: bool = False,
     ignore_unexpected_weights: bool = False,
+    module: str | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> ModelComparison:
     """Compare models: are their losses the same, which is the flattest, the most robust, the best at a task?
@@ -287,6 +288,7 @@ def compare(
         attention: For checkpoints: the kernel, as for `isoloss.load_model`.
         trust_remote_code: Whether code that comes with a checkpoint may run.
         ignore_unexpected_weights: As for `isoloss.load_model`.
+        module: For files of weights: `FILE.py:NAME`, as for `isoloss.load_model`.
         progress: Called with a model's name and the number of its sequences done.
 
     Raises:
@@ -313,7 +315,8 @@ def compare(
         'nats per predicted token'
     """
     options = {"device": device, "dtype": dtype, "attention": attention, "trust_remote_code": trust_remote_code}
-    load = functools.partial(load_model, **options, ignore_unexpected_weights=ignore_unexpected_weights)
+    options |= {"ignore_unexpected_weights": ignore_unexpected_weights, "module": module}
+    load: Callable[..., LoadedModel] = functools.partial(load_model, **options)
     settings = {"probe_solver": "convex", "task_data": tuple(task_data), "seed": seed}
     measures = {task: make_measure(f"probe-{task}", settings) for task in tasks}
     named = named_models(models)
