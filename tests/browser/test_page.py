@@ -13,8 +13,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from isoloss.report import charts, data
-from isoloss.report import study_page as html
+from isoloss.report import charts, data, study_page
 from isoloss.report.data import KL, TRACE, accuracy
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -53,11 +52,14 @@ def page_of(table):
     """The page of a study with two figures."""
     root = accuracy("root")
     drawn = (charts.scatter(table, ((KL, root), (TRACE, root))), charts.curves(table, (KL, TRACE, root)))
-    return html.render(
+    return study_page.render(
         title="A study",
-        lead=(),
+        lede="",
+        cards=(),
+        sections=(),
         figures=tuple(
-            html.Figure(name=f"a-{i}", title="t", chart=chart, caption="c") for i, chart in enumerate(drawn, start=1)
+            study_page.Figure(name=f"a-{i}", title="t", chart=chart, caption="c")
+            for i, chart in enumerate(drawn, start=1)
         ),
         table=table,
         shown=data.measures(table),

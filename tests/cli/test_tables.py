@@ -1,5 +1,6 @@
 """Tables and claims on terminals of some width, and piped."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate
+from isoloss.studies.answer import card_of
 from isoloss.studies.claims import Answer, Claim, ClaimResult, ClaimsFile, Verdict
 from isoloss.studies.summary import Summary, SummaryTable
 
@@ -235,78 +237,32 @@ def summary():
     rows = [(("sgd-d64", 8000), {"kl": estimate(0.04125, 0.00074), "trace": estimate(9.343, 0.082)})]
     file = ClaimsFile(name="claims.toml", sha256="0a1b", claims=(flatter, better, untested))
     tables = (SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),)
-    return Summary(tables, results, file, "Scale smoke: no verdict is given.")
+    cards = (card_of(better.statement, results[1]),)
+    cards = tuple(dataclasses.replace(card, detail="a; 95 %: 1.85 to 4.15") for card in cards)
+    return Summary(tables, results, file, "Scale smoke: no verdict is given.", cards)
 
 
-def test_each_claim_says_its_verdict_and_its_numbers(capsys, monkeypatch):
-    lines = printed(capsys, monkeypatch, 80, lambda: study.print_summary("small", summary()))
-    assert lines[0].strip() == "small, value ± standard error"
-    assert lines[4:] == [
-        "sgd-flatter: shown",
-        "    SGD, started from a converged model, makes it flatter: the trace falls by at",
-        "      least half",
+def test_the_answer_is_printed_and_a_line_for_each_claim(capsys, monkeypatch):
+    lines = printed(capsys, monkeypatch, 80, lambda: study.print_summary("Flatter?", summary()))
+    assert lines == [
+        "Flatter?",
         "",
-        "shown",
-        "  AdamW's last (nats/token): 33.88 ± 0.13",
-        "  SGD's last (nats/token): 9.343 ± 0.082",
-        "  difference (nats/token): -7.60 ± 0.11",
-        "  95 % interval: -7.85 to -7.35",
-        "  p: < 0.001",
-        "  adjusted p: < 0.001",
-        "  found with 80 % power: 0.35",
-        "    They were compared.",
+        "SGD improves transfer Yes: +3.00 ± 0.50 points",
+        "    a; 95 %: 1.85 to 4.15",
         "",
-        "sgd-transfer: shown for a; not shown for b",
-        "    SGD improves transfer",
-        "",
-        "a",
-        "  verdict: shown",
-        "  plain (accuracy, %): 50.0 ± 1.0",
-        "  flat (accuracy, %): 53.0 ± 1.0",
-        "  difference (points): 3.00 ± 0.50",
-        "  95 % interval: 1.85 to 4.15",
-        "  p: 0.034",
-        "  adjusted p: primary",
-        "b",
-        "  verdict: not shown",
-        "  plain (accuracy, %): 50.0 ± 1.0",
-        "  flat (accuracy, %): 50.5 ± 1.0",
-        "  difference (points): 0.50 ± 0.50",
-        "  95 % interval: -0.65 to 1.65",
-        "  p: 0.034",
-        "  adjusted p: 0.200",
-        "  smaller than: 1.43",
-        "    They were compared.",
-        "",
-        "adversarial: not tested",
-        "    A model is sharper",
-        "    There is no such run.",
-        "",
-        "claims.toml, SHA-256 0a1b",
+        "✓ sgd-flatter   shown",
+        "○ sgd-transfer  shown in 1 of 2, not shown in 1 of 2",
+        "– adversarial   not tested",
         "Scale smoke: no verdict is given.",
     ]
 
 
-def test_the_cases_of_a_claim_are_a_table_with_each_unit_once(capsys, monkeypatch):
-    lines = printed(capsys, monkeypatch, None, lambda: study.print_summary("small", summary()))
-    start = next(i for i, line in enumerate(lines) if line.startswith("case"))
-    assert [re.split(r"  +", line) for line in lines[start : start + 3]] == [
-        ["case", "verdict", "plain (accuracy, %)", "flat (accuracy, %)", "difference (points)", "95 % interval", "p",
-         "adjusted p", "smaller than"],
-        ["a", "shown", "50.0 ± 1.0", "53.0 ± 1.0", "3.00 ± 0.50", "1.85 to 4.15", "0.034", "primary"],
-        ["b", "not shown", "50.0 ± 1.0", "50.5 ± 1.0", "0.50 ± 0.50", "-0.65 to 1.65", "0.034", "0.200", "1.43"],
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("columns", [None, 60, 40])
-def test_claims_fit_where_they_are_printed(capsys, monkeypatch, columns):
-    lines = printed(capsys, monkeypatch, columns, lambda: study.print_summary("small", summary()))
-    claims = lines[lines.index("") + 1 :]
-    if columns is not None:  # a table that is piped is not cut
-        assert max(map(len, claims)) <= columns
-    text = " ".join(" ".join(claims).split())
-    for name in ("sgd-flatter", "33.88 ± 0.13", "-7.60 ± 0.11", "They were compared."):
-        assert name in text
+def test_the_answer_fits_where_it_is_printed(capsys, monkeypatch, columns):
+    lines = printed(capsys, monkeypatch, columns, lambda: study.print_summary("Flatter?", summary()))
+    if columns is not None:
+        assert max(map(len, lines[:4])) <= columns
+    assert "Yes: +3.00 ± 0.50 points" in " ".join(" ".join(lines).split())
 
 
 # --- progress

@@ -15,6 +15,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab.transfer.tasks import make_task
 from isoloss.paper.algorithms import study as design
 from isoloss.paper.algorithms.study import STUDY
+from isoloss.report.html import Card
 from isoloss.studies.claims import Verdict
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
@@ -257,7 +258,7 @@ def test_the_summary_the_page_and_what_is_printed_say_it(tmp_path, capsys, quick
     def answer(claims, results):
         transfer = next(result for result in claims if result.claim.id == "adversarial-transfer")
         blocks = f"{results.blocks_done} of {results.blocks} blocks"
-        return [f"The adversary's task: {transfer.answer('prefix-4').verdict}, by {blocks}."]
+        return [Card(label="The adversary's task", value=f"{transfer.answer('prefix-4').verdict}, by {blocks}")]
 
     folder = StudyFolder(dataclasses.replace(STUDY, answer=answer), tmp_path, "laptop")
     summary = folder.summary()
@@ -280,17 +281,18 @@ def test_the_summary_the_page_and_what_is_printed_say_it(tmp_path, capsys, quick
     assert shown["adversarial-transfer"]["difference"] == "-15 percentage points"
     page = folder.report()
     text = page.read_text()
-    assert "moves the probe of its task by -15 percentage points" in text
     assert f'"{FIRST.run("adversarial")}"' in text  # among the configs
     assert {p.name for p in (page.parent / "figures").iterdir()} == {
         f"trace-{task}.{kind}" for task in TASKS for kind in ("pdf", "png")
     }
-    assert 0 < text.index("The adversary&#39;s task: shown, by 5 of 5 blocks.") < text.index("Key findings")
-    assert 'class="warning"' not in text
+    assert 0 < text.index("shown, by 5 of 5 blocks") < text.index('id="section-claims"')
+    assert 'class="banner"' not in text
     command._emit_summary(folder, page, as_json=False)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2:] == [f"report: {page}", "The adversary's task: shown, by 5 of 5 blocks."]
-    assert f"claims.toml, SHA-256 {folder.claims_file().sha256}" in lines
+    assert lines[0] == STUDY.title
+    assert "The adversary's task shown, by 5 of 5 blocks" in lines
+    assert lines[-1] == f"page: {page}"
+    assert len(lines) < 30
     # what is said follows the files: an accuracy that its sampled examples make uncertain
     name = FIRST.run("adversarial")
     changed = run_of(tmp_path, name, SCALE.experiments[name])
@@ -305,6 +307,12 @@ def test_the_summary_the_page_and_what_is_printed_say_it(tmp_path, capsys, quick
     assert elsewhere.answer == ()
     assert elsewhere.warning.startswith("Scale laptop: every part runs, no verdict is given")
     assert {each.verdict for result in elsewhere.claims for each in result.answers} == {Verdict.NO_VERDICT}
+
+
+def test_an_answer_that_is_no_card_is_refused(tmp_path):
+    folder = StudyFolder(dataclasses.replace(STUDY, answer=lambda claims, results: ["Yes."]), tmp_path, "laptop")
+    with pytest.raises(IsolossError, match=r"answer of the study algorithms returns a str; it must return isoloss\.st"):
+        folder.summary(known_results(tmp_path))
 
 
 def test_a_bad_file_of_claims_is_refused_before_anything_is_trained(tmp_path):

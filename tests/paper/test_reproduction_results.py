@@ -465,7 +465,7 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
     )
     assert all(each.answers for each in claims)
     if name == "evening":  # at the others no verdict is given
-        assert len(answer(claims, results)) == 5
+        assert len(answer(claims, results)) == 3
     assert {each.name for each in tables(results)} >= {f"{each.name}_sizes" for each in few}
     figures = page.parts(results).figures
     assert {"pcfg-same-loss", "pcfg-expanded", "text-sizes"} <= {each.name for each in figures}
@@ -553,17 +553,14 @@ def claims(verdicts):
     return found
 
 
-def test_the_answer_is_five_sentences_that_follow_the_verdicts():
+def test_the_answer_follows_the_verdicts():
     plain = answer(claims({}), known_results())
-    assert len(plain) == 5
-    assert plain[0] == (
-        "How much does transfer vary among models of about the same loss? On grammars, 5 models with a "
-        "mean KL of 0.033 to 0.07 nats have probe accuracies of 65.0 to 72.0 % on prefix-4 and 65.0 to 72.0 % on "
-        "prefix-2; these are the extremes of several models, and the differences in KL explain part of it."
-    )
-    assert "flatten the model? On grammars: not shown (prefix-4 +0.10 ± 0.50 points)" in plain[3]
-    assert "differences are significant in 0: the flatter model transfers better in 0 and worse in 0" in plain[4]
-    shown = answer(
+    assert [card.value for card in plain] == [
+        "Not shown: +0.10 ± 0.50 points",
+        "Not shown",
+        "Not shown: +0.10 ± 0.50 points",
+    ]
+    differ, agreement, longer = answer(
         claims(
             {
                 "sgd-flatter": (Verdict.SHOWN, -20.0),
@@ -572,23 +569,12 @@ def test_the_answer_is_five_sentences_that_follow_the_verdicts():
                 "helper-transfer": (Verdict.SHOWN, 4.0),
                 "adversary-sharper": (Verdict.SHOWN, 5.0),
                 "adversary-transfer": (Verdict.SHOWN, -6.0),
+                "longer-transfer": (Verdict.CONTRADICTED, -1.0),
             }
         ),
         known_results(),
     )
-    assert "On grammars: yes (prefix-4 -20.00 ± 0.50 points)" in shown[3]
-    assert (
-        "does the model transfer better? On grammars: no, the opposite is shown (prefix-4 -2.00 ± 0.50 points)"
-        in shown[3]
-    )
-    assert shown[0] == plain[0]
+    assert (differ.value, differ.tone) == ("Yes: -6.00 ± 0.50 points", "good")
     # helper and adversary agree with the paper; SGD's flatter model transfers worse
-    assert "differences are significant in 3: the flatter model transfers better in 2 and worse in 1" in shown[4]
-
-
-def test_the_answer_says_that_no_other_model_has_the_controls_loss():
-    alone = known_results({("d32-40-polished", 20): NEAR["d32-40-polished", 20]})
-    assert answer(claims({}), alone)[0] == (
-        "How much does transfer vary among models of about the same loss? On grammars, no other model has a KL within "
-        "38% of the control's."
-    )
+    assert (agreement.value, agreement.tone) == ("In 2 of 3 comparisons", "unclear")
+    assert (longer.value, longer.tone) == ("No, the opposite: -1.00 ± 0.50 points", "bad")

@@ -16,6 +16,7 @@ from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.paper.same_loss import page, pilot
 from isoloss.paper.same_loss.design import BASE, GROUPS, UNTOUCHED, cooldown_run
 from isoloss.paper.same_loss.study import SCALES, STUDY, contrasts, factor, measures, tables
+from isoloss.report.data import TRACE
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Verdict, read_claims
 from isoloss.studies.folder import StudyFolder
@@ -303,22 +304,27 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
 
 
 def answer(results):
-    """The paragraphs of the answer."""
+    """The cards of the answer."""
     return STUDY.answer(claims(results), results)
 
 
 def test_the_answer_says_what_the_verdicts_say(tmp_path):
-    nothing = answer(known_results(tmp_path))
-    assert re.search(r"improve transfer\? not shown \(prefix-4 [+-]0\.0\d", nothing[0])
-    assert re.search(r"transfers better: not shown .* transfers worse: not shown", nothing[1])
-    assert re.search(r"0\.1 nats per token: no, the opposite is shown \(trace .* yes \(minimal-trace", nothing[-2])
-    better = answer(known_results(tmp_path, label_noise={"probe-prefix-4": 0.02, "trace": -40.0}))
-    assert re.search(r"improve transfer\? yes \(prefix-4 \+(1\.9|2\.0).*not shown \(prefix-2", better[0])
-    assert re.search(r"flatten the model\? yes \(trace -(39\.9|40)", better[0])
+    flatter, transfers, differ = answer(known_results(tmp_path))
+    assert flatter.value.startswith("Not shown: 1.00 times the trace, 1.00 times the minimal trace")
+    assert transfers.value == "No difference of 0.5 points or more"
+    assert (differ.value[:9], differ.tone) == ("Not shown", "unclear")
+    changed = {"label_noise": {"probe-prefix-4": 0.02, "trace": -40.0, "minimal-trace": -5.0}}
+    flatter, transfers, differ = answer(
+        known_results(tmp_path, **changed, adversary={"probe-prefix-4": -0.05, "probe-prefix-2": -0.05})
+    )
+    assert flatter.value == "Yes: 0.50 times the trace, 0.75 times the minimal trace"
+    assert re.match(r"Yes: \+(1\.9|2\.0)", transfers.value)
+    assert re.match(r"Yes: -(4\.9|5\.0)", differ.value)
     worse = answer(known_results(tmp_path, label_noise={"probe-prefix-4": -0.02, "trace": 40.0}))
-    assert re.search(r"improve transfer\? no, the opposite is shown \(prefix-4 -(1\.9|2\.0)", worse[0])
+    assert worse[0].value == "Not shown in 1 of 2, contradicted in 1 of 2"
+    assert re.match(r"No, the opposite: -(1\.9|2\.0)", worse[1].value)
     other = answer(known_results(tmp_path, label_noise={"kl": 0.01}))
-    assert re.search(r"improve transfer\? not tested \(prefix-4", other[0])
+    assert other[1].value == "Not tested: the losses differ"
 
 
 # --- tables and the page ---------------------------------------------------------------------------------------------
@@ -417,11 +423,13 @@ def test_the_correlation_is_within_grammars_and_given_the_loss(tmp_path):
             logs = number + 0.3 * math.sin(5 * number + place)
             at["trace"] = exactly(at["trace"], math.exp(place + logs))
             at["probe-prefix-4"] = exactly(at["probe-prefix-4"], 0.1 * place - 0.01 * number)
-    text = page._correlation(found, "trace", "probe-prefix-4", ())
-    assert text.startswith("-0.9")  # less the grammars' own means, which rise together
+    row = page._correlation(found, TRACE, "prefix-4", "all arms", ())
+    assert row.value < -0.9  # less the grammars' own means, which rise together
+    assert row.low < row.value < row.high
     models = 3 * len(SCALE.grammars) + 4 * SCALE.complete
-    assert text.endswith(f"of {models} models")
-    assert "not known" in page._correlation(known_results(tmp_path, SCALES["smoke"]), "trace", "probe-prefix-4", ())
+    assert row.label.endswith(f", {models} models")
+    few = page._correlation(known_results(tmp_path, SCALES["smoke"]), TRACE, "prefix-4", "all arms", ())
+    assert "not known" in few.effect
 
 
 def test_the_base_is_what_the_untouched_arm_has_before_its_cooldown(tmp_path):

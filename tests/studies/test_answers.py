@@ -9,6 +9,7 @@ from known_claims import answers, claim, claims_file, contrast
 from scipy import stats
 
 from isoloss.errors import IsolossError
+from isoloss.report.html import Card
 from isoloss.statistics.clusters import at_same_loss, cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import paired_power
@@ -155,9 +156,10 @@ def test_a_summary_is_json():
     one = contrast(MOVES, clusters=GRAMMARS)
     file = claims_file(*FOUR, primary="c1")
     results = answer_all(file, {"sgd": [one]}, {f"m{i}": {"": f"m{i}"} for i in range(4)})
-    document = json.loads(json.dumps(Summary((), results, file, "Mind.", ["So."]).to_dict(), allow_nan=False))
+    summary = Summary((), results, file, "Mind.", [Card(label="Is it?", value="So.")])
+    document = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
     assert document["claims_file"] == {"name": "claims.toml", "sha256": "0", "same_loss_nats": 0.01}
-    assert (document["warning"], document["answer"]) == ("Mind.", ["So."])
+    assert (document["warning"], document["answer"][0]["value"]) == ("Mind.", "So.")
     shown, primary, *_ = (one["answers"][0] for one in document["claims"])
     assert shown["p_adjusted"] == results[0].answer().p_adjusted
     assert shown["interval95"] == list(results[0].answer().interval95)

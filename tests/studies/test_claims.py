@@ -98,7 +98,7 @@ def test_what_holds_for_all_claims_is_read(tmp_path):
         ),
         ("margin = 0.01", "margin = 0.01\nfactor = 0", r"factor of the claim same is 0\.0; it must be"),
         ("no change within", "down", r"claims\[1\].direction"),
-        ('paper = "3.204 and 3.206"', "", "paper"),
+        ('statement = "Same."', "", "statement"),
         ("[[claims]]", "[[claim]]", "claim"),
         ("\n[[", 'primary = "other"\n[[', "primary is 'other'; the claims are flatter, same"),
         ("\n[[", 'primary_case = "root"\n[[', "primary_case is 'root', but primary names no claim"),

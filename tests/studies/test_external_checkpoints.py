@@ -27,6 +27,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.languages.config import PCFGConfig
+from isoloss.studies.answer import Comparison
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.results import difference
 from isoloss.studies.spec import load_study
@@ -241,11 +242,41 @@ def test_new_gives_each_checkpoint_a_name_of_its_own(tmp_path, monkeypatch):
     named = ["one/a-3", "one/a", "two/a", "three/a"]
     for name in named:
         Path(name).mkdir(parents=True)
+        (Path(name) / "config.json").write_text("{}")
+        (Path(name) / "model.safetensors").write_bytes(b"")
     main_study("new", "mine", "--checkpoints", *named, "--data", "text.txt")
     experiments = load_study("mine.py").scale().experiments
     assert {name: one.config.checkpoint for name, one in experiments.items()} == dict(
-        zip(["a-3", "a", "a-4", "a-5"], named, strict=True)
+        zip(["a-3", "a", "two-a", "three-a"], named, strict=True)
     )
+
+
+def test_new_refuses_a_checkpoint_that_is_none_before_anything_is_written(study):
+    with pytest.raises(IsolossError, match="there is no checkpoint models/none: it is not a folder"):
+        main_study("new", "mine", "--checkpoints", "models/opt", "models/none", "--data", "text.txt")
+    assert not Path("mine.py").exists()
+
+
+def test_a_study_of_checkpoints_says_which_is_flatter_where_that_can_be_said(study, capsys, here):
+    call(capsys, "run", study, "--folder", "out", *here)
+    document = json.loads(call(capsys, "report", study, "--folder", "out", "--json"))
+    assert document["answer"][0]["value"] == "Not comparable"  # of three architectures
+    page = Path("out/report/index.html").read_text()
+    assert "Over the steps" not in page
+    assert "<details" in page
+    study.write_text(FILE.replace('"bert", "opt", "gpt2"', '"gpt2", "other", "copy"'))
+    save(gpt2(1), Path("models/other"))
+    shutil.copytree("models/gpt2", "models/copy")
+    call(capsys, "run", study, "--folder", "again", *here)
+    results = StudyFolder(load_study(study), Path("again")).results()
+    rows = {(row.group, row.label): row for row in Comparison(results).rows()}
+    assert len(rows) == 6
+    by_hand = difference(results.at("other")["trace"], results.at("gpt2")["trace"])
+    row = rows["other minus gpt2", "trace"]
+    assert (row.value, row.low, row.high) == (by_hand.value, *by_hand.ci95)
+    assert rows["copy minus gpt2", "loss"].value == 0
+    label, *others = [card.label for card in Comparison(results).cards()]
+    assert (label, others) == ("Which is the flattest?", ["The same loss?"])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -19,15 +20,15 @@ import tyro
 
 from isoloss import files, interrupts
 from isoloss.cli import common, options
+from isoloss.early_checks import check_checkpoint, expand_checkpoints
 from isoloss.errors import IsolossError, printable
 from isoloss.registry import EXECUTORS, STUDIES
-from isoloss.runs import Run
+from isoloss.runs import Run, checkpoint_of
 from isoloss.statistics.estimate import number, rounded
 from isoloss.studies.run.lease import EXPIRY_SECONDS
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
-    from isoloss.studies.claims import ClaimResult
     from isoloss.studies.folder import StudyFolder
     from isoloss.studies.repetition import Repeated
     from isoloss.studies.run.loop import Executor, Options
@@ -79,11 +80,24 @@ class _Command:
         from isoloss.studies.folder import StudyFolder
         from isoloss.studies.spec import load_study
 
+        if (Path(self.name) / "study.json").is_file():
+            return self._of_folder(Path(self.name))
+        if Path(self.name).is_dir():
+            raise IsolossError(f"{self.name} is a folder that holds no study: there is no study.json in it")
         study = load_study(self.name)
         scale = self.scale or next(iter(study.scales))
         seeds = f"-seeds-{self.seed_offset}" if self.seed_offset else ""
         path = self.folder or Path("runs") / f"{study.name}-{scale}{seeds}"
         return StudyFolder(study, path, scale, self.seed_offset)
+
+    def _of_folder(self, path: Path) -> StudyFolder:
+        """Return the study that a folder holds, named by the folder alone."""
+        from isoloss.studies.reading import study_in
+
+        for option, value in (("scale", self.scale), ("seed-offset", self.seed_offset), ("folder", self.folder)):
+            if value:
+                raise IsolossError(f"{path} is a study's folder, which says its scale and seeds: leave out --{option}")
+        return study_in(path)
 
     def run_command(self, folder: StudyFolder) -> str:
         """Return the command that runs the study, or goes on with it."""
@@ -255,10 +269,7 @@ class _Status(_Command):
     def run(self) -> int:
         from isoloss.studies.status import remaining
 
-        folder = self.study()
-        if not folder.exists():
-            start, nearest = self.run_command(folder), files.nearest(folder.path)
-            raise IsolossError(f"{folder.path} holds no study: {start} starts one{nearest}")
+        folder = _begun(self)
         if self.watch:
             return _watch(folder, self.json)
         states = _states(folder)
@@ -274,8 +285,7 @@ class _Report(_Command):
     """Write the page of a study from the results that there are."""
 
     def run(self) -> int:
-        folder = self.study()
-        folder.exists()  # or refuses
+        folder = _begun(self)
         (missing, complete), first = _progress(folder), folder.study.first_page_blocks
         if missing and (first is None or len(complete) < first):
             raise _unfinished(self, folder)
@@ -317,8 +327,7 @@ class _Export(_Command):
     def run(self) -> int:
         from isoloss.studies.export import export
 
-        folder = self.study()
-        folder.exists()  # or refuses
+        folder = _begun(self)
         if _progress(folder)[0]:
             raise _unfinished(self, folder)
         with files.lock(folder.path):
@@ -443,7 +452,11 @@ def run(dropout, seed):
 RUNS = {{f"dropout-{{rate}}-seed-{{seed}}": run(rate, seed) for rate in (0.0, 0.2) for seed in (1, 2)}}
 
 # Claims, written before the runs: Study(claims=..., contrasts=...); docs/studies.md has an example
-STUDY = Study(name="{name}", scales={{"laptop": Scale(description="a minute", experiments=RUNS)}})
+STUDY = Study(
+    name="{name}",
+    title="Does dropout change how flat a model is, and how well it transfers?",
+    scales={{"laptop": Scale(description="a minute", experiments=RUNS)}},
+)
 '''
 
 _EXTERNAL = '''\
@@ -462,7 +475,11 @@ RUNS = {{
 }}
 
 # Claims, written before the runs: Study(claims=..., contrasts=...); docs/studies.md has an example
-STUDY = Study(name="{name}", scales={{"all": Scale(description="a minute for small models", experiments=RUNS)}})
+STUDY = Study(
+    name="{name}",
+    title="Which of these checkpoints is flatter?",
+    scales={{"all": Scale(description="a minute for small models", experiments=RUNS)}},
+)
 '''
 
 
@@ -470,14 +487,12 @@ def _external_study(name: str, checkpoints: Sequence[str], data: Path) -> str:
     if not (hub_datasets.is_dataset(data) or data.exists()):
         raise IsolossError(f"there is no data {data}{files.nearest(data)}")
     called: dict[str, str] = {}
-    for checkpoint in checkpoints:
-        folder = Path(checkpoint).expanduser()
-        plain = re.sub(r"[^\w.-]+", "-", folder.resolve().name if folder.is_dir() else checkpoint).strip("-.")
-        # folders of several runs are all called checkpoint-1000: a number tells them apart
-        number, key = len(called), plain
-        while key in called or not key:
-            number += 1
-            key = f"{plain or 'checkpoint'}-{number}"
+    for checkpoint in expand_checkpoints(map(_last_of_run, checkpoints), common.note):
+        check_checkpoint(checkpoint)
+        # folders of several runs are all called checkpoint-1000: the first name that no other has
+        names = [re.sub(r"[^\w.-]+", "-", name).strip("-.") or "checkpoint" for name in _names_of(checkpoint)]
+        numbered = (f"{names[0]}-{number}" for number in itertools.count(2))
+        key = next(name for name in itertools.chain(names, numbered) if name not in called)
         called[key] = checkpoint
     # JSON's strings are Python's too; unlike `repr`, they are always in double quotes
     quoted = partial(json.dumps, ensure_ascii=False)
@@ -486,6 +501,24 @@ def _external_study(name: str, checkpoints: Sequence[str], data: Path) -> str:
         data=quoted(str(data)),
         checkpoints="\n".join(f"    {quoted(key)}: {quoted(value)}," for key, value in called.items()),
     )
+
+
+def _names_of(checkpoint: str) -> list[str]:
+    """Return what a checkpoint may be called, the shortest name first."""
+    folder = Path(checkpoint).expanduser()
+    if not folder.is_dir():
+        return [checkpoint]
+    if (of_run := checkpoint_of(folder)) is not None:
+        run, step = of_run
+        return [run.path.name, f"{run.path.name}-step-{step}"]
+    parts = folder.resolve().parts[1:]
+    return ["-".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+
+
+def _last_of_run(name: str) -> str:
+    """Return the last checkpoint of a run of isoloss; anything else as it is."""
+    run = Run(Path(name).expanduser())
+    return str(run.checkpoint(max(run.steps()))) if run.exists and run.steps() else name
 
 
 # --- units, how far along each is, and the time that is left ---------------------------------------------------------
@@ -681,6 +714,15 @@ def _progress(folder: StudyFolder) -> tuple[list[str], tuple[int, ...]]:
     return missing, complete_blocks(units, {unit.name for unit in units} - set(missing))
 
 
+def _begun(command: _Command) -> StudyFolder:
+    """Return the study in its folder, which must be there."""
+    folder = command.study()
+    if not folder.exists():
+        start, nearest = command.run_command(folder), files.nearest(folder.path)
+        raise IsolossError(f"{folder.path} holds no study: {start} starts one{nearest}")
+    return folder
+
+
 def _unfinished(command: _Command, folder: StudyFolder) -> IsolossError:
     """Return the error for a study that does not have enough results yet."""
     missing, complete = _progress(folder)
@@ -700,42 +742,30 @@ def _emit_summary(folder: StudyFolder, page: Path, complete: Collection[int] | N
         blocks = {"blocks": results.blocks, "blocks_done": results.blocks_done}
         common.emit_json({**about, **blocks, **summary.to_dict()})
         return 0
-    print_summary(f"{folder.study.name} at scale {folder.scale_name}", summary)
+    print_summary(folder.study.title or folder.study.name, summary)
     if results.blocks_done < results.blocks:
         common.say(f"interim: {results.blocks_done} of {results.blocks} blocks are done; verdicts follow when all are")
-    common.say(f"report: {page}")
-    # the answer comes last, where a terminal still shows it after pages of tables
-    for sentence in summary.answer:
-        common.say_wrapped(sentence)
+    common.say(f"page: {page}")
     return 0
 
 
-def print_summary(heading: str, summary: Summary) -> None:
-    """Print a study's tables of estimates, then every claim: its verdict, and the numbers behind it case by case."""
-    for table in summary.tables:
-        columns, rows = table.cells()
-        common.print_table(f"{heading}, {table.title}", columns, rows, left=table.left)
+def print_summary(title: str, summary: Summary) -> None:
+    """Print a study's answer and a line for each claim; the page, an export and --json have the numbers behind it."""
+    from isoloss.report.html import SIGNS
+    from isoloss.studies.answer import claim_line
+
+    common.say_wrapped(title)
+    for card in summary.answer:
         common.say("")
-    for result in summary.claims:
-        _print_claim(result)
-    if summary.claims_file:
-        common.say_wrapped(str(summary.claims_file))
+        common.say_wrapped(f"{card.label} {card.value}")
+        common.say_wrapped(card.detail, indent=4)
+    common.say("")
+    width = max((len(result.claim.id) for result in summary.claims), default=0)
+    for result in summary.claims if summary.answer else ():
+        tone, words = claim_line(result)
+        common.say(f"{SIGNS[tone]} {result.claim.id:{width}}  {words}")
     if summary.warning:
         common.say_wrapped(summary.warning)
-
-
-def _print_claim(result: ClaimResult) -> None:
-    """Print a claim: its verdict, the numbers behind it case by case, and what was compared, or why nothing was."""
-    from isoloss.studies.summary import VERDICT, claim_table, explanations
-
-    common.say_wrapped(f"{result.claim.id}: {result.verdict}")
-    common.say_wrapped(result.claim.statement, indent=4)
-    if any(answer.numbers for answer in result.answers):
-        columns, rows = claim_table(result)
-        common.print_table("", columns, rows, left=columns.index(VERDICT) + 1)
-    for explanation in filter(None, explanations(result)):
-        common.say_wrapped(explanation, indent=4)
-    common.say("")
 
 
 def _row(each: Repeated) -> tuple[str, ...]:

@@ -73,16 +73,6 @@ class Section:
     body: str | Markup
     folded: bool = False
 
-    @property
-    def id(self) -> str:
-        """The target of links: the title in lower case with hyphens.
-
-        Example:
-            >>> Section(title="How this was made", body="").id
-            'how-this-was-made'
-        """
-        return re.sub(r"\W+", "-", self.title.lower()).strip("-")
-
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalRow:
@@ -126,7 +116,6 @@ def page(
     cards: Sequence[Card] = (),
     sections: Sequence[Section] = (),
     banner: str = "",
-    links: Sequence[tuple[str, str]] = (),
     end: Markup | None = None,
 ) -> str:
     """Return one HTML document.
@@ -137,17 +126,16 @@ def page(
         cards: The answers, three at best, the most important first.
         sections: The rest in order. The first, not folded, is what the reader sees below the cards: a figure.
         banner: A warning above the cards, e.g. that the numbers mean nothing yet.
-        links: More entries for the side list, each a text and the id of an element.
         end: Markup before the end of the document, such as the scripts that draw charts; they may not load anything.
-
-    Raises:
-        ValueError: Two sections have the same id.
     """
-    ids = [section.id for section in sections]
-    if len(set(ids)) < len(ids):
-        raise ValueError(f"two sections of a page have one id: {', '.join(ids)}")
+    ids: dict[str, Section] = {}
+    for section in sections:
+        # with a word before it: a page's script has ids of its own
+        plain = "section-" + re.sub(r"\W+", "-", section.title.lower()).strip("-")
+        numbered = (f"{plain}-{number}" for number in itertools.count(2))
+        ids[next(name for name in itertools.chain([plain], numbered) if name not in ids)] = section
     return environment().get_template("page.html.j2").render(
-        **{"title": title, "lede": lede, "cards": cards, "sections": sections, "banner": banner, "links": links},
+        **{"title": title, "lede": lede, "cards": cards, "sections": ids, "banner": banner},
         **{"end": end, "signs": SIGNS},
     )  # fmt: skip
 

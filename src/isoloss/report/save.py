@@ -51,14 +51,6 @@ def save(chart: Spec, file: Path) -> None:
     files.write_bytes(file, written)
 
 
-def inline_svg(chart: Spec) -> str:
-    """Return a chart as an `<svg>` element for a page, in the page's ink and at the size of a screen."""
-    import vl_convert
-
-    svg: str = vl_convert.vegalite_to_svg(chart, VERSION)
-    return svg
-
-
 def printed(spec: Spec) -> Spec:
     """Return the Vega-Lite specification of a chart in the size, the letters and the ink of a paper."""
     has_own_legends = "resolve" in spec  # each panel has a legend, or all share one

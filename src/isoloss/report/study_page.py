@@ -1,44 +1,26 @@
-"""A study's page: one HTML file that needs nothing beside it, with charts, claims, checkpoints and configs."""
+"""A study's page: `isoloss.report.html` with interactive charts, and a table of every checkpoint with its config."""
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
-import polars as pl
 from markupsafe import Markup
 
 from isoloss.errors import IsolossError
-from isoloss.report import data, save
+from isoloss.report import data
 from isoloss.report.charts import VERSION, Spec
 from isoloss.report.data import Column
-from isoloss.report.html import environment
+from isoloss.report.html import Card, Section, environment, page
 
-# by the values of `isoloss.studies.claims.Verdict`, which this layer may not import, the class and the sign of each:
-# the sign and the words carry the verdict, not the color
-_BADGES = {
-    "shown": ("shown", "✓"),
-    "not shown": ("not-shown", "○"),
-    "contradicted": ("contradicted", "✗"),
-    "not tested": ("not-tested", "–"),
-    "no verdict at this scale": ("not-tested", "–"),
-}
+if TYPE_CHECKING:
+    import polars as pl
 
 Cell = tuple[
     str, float | None, float | None
 ]  # of a table: its text, the number it is sorted by, and its standard error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One key finding: a short headline, and a sentence or two with the numbers."""
-
-    headline: str
-    detail: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,78 +42,71 @@ class Figure:
 def render(
     *,
     title: str,
-    lead: Sequence[str],
+    lede: str,
+    cards: Sequence[Card],
     figures: Sequence[Figure],
+    sections: Sequence[Section],
     table: pl.DataFrame,
     shown: Sequence[Column],
     command: str,
     settings: Mapping[str, str],
-    findings: Sequence[Finding] = (),
-    claims: Sequence[Mapping[str, Any]] = (),
-    rule: Sequence[str] = (),
-    warning: str = "",
-    answer: Sequence[str] = (),
-    interim: str = "",
-    tables: Mapping[str, Mapping[str, Any]] | None = None,
     configs: Mapping[str, str] | None = None,
+    banner: str = "",
 ) -> str:
     """Return a study's page as one HTML document; the scripts that draw the charts (about 0.9 MB) are inside.
 
-    Every text is plain text. A cell of a table is its text, the number it is sorted by (None: by the text), and that
-    number's standard error.
+    The first figure comes first, then the sections that are not folded, the other figures, the folded sections, every
+    checkpoint, and how the study was made.
 
     Args:
-        title: The heading.
-        lead: What this is, a paragraph each.
+        title: As for `isoloss.report.html.page`.
+        lede: As for `isoloss.report.html.page`.
+        cards: As for `isoloss.report.html.page`.
         figures: The charts.
+        sections: What else the page has.
         table: Every evaluated checkpoint, as `isoloss.report.data.prepare` takes it.
         shown: The measures to show of them.
         command: What makes the page again.
         settings: How it was made, by name: scale, seeds, versions, device, threads.
-        findings: The key findings, the most important first.
-        claims: For each claim its `result` (`isoloss.studies.claims.ClaimResult`), the `columns` and `rows` of its
-            table, what was compared in `explanations`, and `figures`: small charts, each with its description.
-        rule: How the verdicts on the claims are reached, a paragraph each.
-        warning: Shown at the top, e.g. that no verdict is given.
-        answer: What the study answers, in sentences.
-        interim: How much of the study is done; empty: all.
-        tables: What was compared, by heading: `caption`, `columns` and `rows` of cells.
         configs: The resolved config of each run, as TOML.
+        banner: As for `isoloss.report.html.page`.
 
     Raises:
         IsolossError: The table of checkpoints lacks a column or holds a number that cannot be shown.
     """
-    specs = [figure.chart for figure in figures]
-    datasets = {name: rows for spec in specs for name, rows in spec["datasets"].items()}
-    return (
-        _environment()
-        .get_template("study.html.j2")
-        .render(
-            title=title,
-            lead=lead,
-            figures=figures,
-            command=command,
-            settings=settings,
-            findings=findings,
-            claims=claims,
-            rule=rule,
-            warning=warning,
-            answer=answer,
-            interim=interim,
-            tables=tables or {},
-            checkpoints=checkpoint_cells(table, shown),
-            columns=("Run", "Group", "Size", "Parameters", "Step", *(m.axis_title for m in shown)),
-            keys=(*data.COLUMNS, *(m.name for m in shown)),  # of the columns, in the files that the reader saves
-            units={m.name: "fraction" if m.percent else m.unit for m in shown},
-            # several charts may show the same rows: they are in the page once, and its script puts them back
-            specs=[spec | {"datasets": list(spec["datasets"])} for spec in specs],
-            datasets={name: _by_column(rows) for name, rows in datasets.items()},
-            configs=configs or {},
-            config_lines=_by_line(configs or {}),
-            verdicts=_counts([claim["result"] for claim in claims]),
-            badges=_BADGES,
-            vega=_vega(),
-        )
+    macros: Any = environment().get_template("study.html.j2").module
+    configs = configs or {}
+    # several charts may show the same rows: they are in the page once, and its script puts them back
+    datasets = {name: rows for figure in figures for name, rows in figure.chart["datasets"].items()}
+    specs = [figure.chart | {"datasets": list(figure.chart["datasets"])} for figure in figures]
+    drawn = [macros.drawing(figure, number, specs[number]) for number, figure in enumerate(figures)]
+    first = [Section(title=figures[0].title, body=drawn[0])] if figures else []
+    headed = [
+        Markup("<h3>{}</h3>\n").format(figure.title) + one
+        for figure, one in zip(figures[1:], drawn[1:], strict=True)
+    ]  # fmt: skip
+    more = [Section(title="More figures", body=Markup("\n").join(headed))] if headed else []
+    checkpoints = macros.checkpoints(
+        checkpoint_cells(table, shown),
+        ("Run", "Group", "Size", "Parameters", "Step", *(m.axis_title for m in shown)),
+        (*data.COLUMNS, *(m.name for m in shown)),  # of the columns, in the files that the reader saves
+        {m.name: "fraction" if m.percent else m.unit for m in shown},
+        configs,
+    )
+    return page(
+        title=title,
+        lede=lede,
+        cards=cards,
+        banner=banner,
+        sections=[
+            *first,
+            *(each for each in sections if not each.folded),
+            *more,
+            *(each for each in sections if each.folded),
+            Section(title="Every checkpoint", body=checkpoints, folded=True),
+            Section(title="How this was made", body=macros.made(command, settings), folded=True),
+        ],
+        end=macros.end(_by_line(configs), {name: _by_column(rows) for name, rows in datasets.items()}, _vega()),
     )
 
 
@@ -173,21 +148,6 @@ def _by_line(configs: Mapping[str, str]) -> dict[str, Any]:
         run: [numbers.setdefault(line, len(numbers)) for line in text.splitlines()] for run, text in configs.items()
     }
     return {"lines": list(numbers), "runs": runs}
-
-
-def _counts(results: Sequence[Any]) -> dict[str, int]:
-    """Return how many cases of the claims have each verdict; a claim that was not tested counts once."""
-    found: Counter[str] = Counter()
-    for result in results:
-        is_tested = any(answer.numbers for answer in result.answers)
-        found.update([answer.verdict for answer in result.answers] if is_tested else list(result.verdicts))
-    return {verdict: found[verdict] for verdict in _BADGES if found[verdict]}
-
-
-def _environment() -> jinja2.Environment:
-    made = environment()
-    made.filters["drawn"] = lambda chart: Markup(save.inline_svg(chart))  # noqa: S704 - Vega escapes its texts
-    return made
 
 
 @functools.cache

@@ -23,10 +23,11 @@ from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.lazy import exports
 from isoloss.studies.spec import Experiment, Measurement, Scale, Study, load_study
 
-__all__ = ["Claim", "Contrast", "Experiment", "ExternalCheckpoint", "Measurement", "PageParts", "Resources", "Results",
-           "Scale", "Study", "StudyFolder", "SummaryTable", "load_study"]  # fmt: skip
+__all__ = ["Card", "Claim", "Contrast", "Experiment", "ExternalCheckpoint", "Measurement", "PageParts", "Resources",
+           "Results", "Scale", "Study", "StudyFolder", "SummaryTable", "load_study"]  # fmt: skip
 
 _EXPORTS = {
+    "Card": "isoloss.report.html",
     "Claim": "isoloss.studies.claims",
     "Contrast": "isoloss.studies.claims",
     "PageParts": "isoloss.studies.page",

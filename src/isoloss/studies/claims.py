@@ -1,4 +1,4 @@
-"""Claims of a paper, the file that states them, and a study's result for each."""
+"""Claims, the file that states them, and a study's result for each."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One sentence of a paper that can be measured: a `[[claims]]` table of a study's claims.toml.
+    """One sentence that can be measured: a `[[claims]]` table of a study's claims.toml.
 
     It says what is compared and measured, but not on which tasks: it is tested on all tasks of the study.
 
     Attributes:
         id: Short name, e.g. `flatter-with-sgd`.
         statement: What is claimed, in plain words.
-        paper: The paper's own figure with its setting.
         direction: Direction of the measured difference if the claim holds.
+        paper: What a paper says about it, its figure with its setting; empty: the claim is one's own.
         margin: How far beyond 0 the difference must be, or, for no change, how far from 0 it may be; in its unit.
         compares: The study's name of the contrast: which two models are compared.
         measures: The study's name of what is measured, e.g. `kl`, or `transfer`: the probes of all tasks.
@@ -50,8 +50,8 @@ class Claim:
 
     id: str
     statement: str
-    paper: str
     direction: Direction
+    paper: str = ""
     margin: float = 0.0
     compares: str = ""
     measures: str = ""
@@ -268,7 +268,7 @@ class ClaimResult:
         """The verdict of all cases, or of each case where they differ.
 
         Example:
-            >>> claim = Claim(id="longer", statement="", paper="", direction="increase")
+            >>> claim = Claim(id="longer", statement="", direction="increase")
             >>> answers = [Answer(case="root", numbers={}, verdict=Verdict.CONTRADICTED, explanation=""),
             ...            Answer(case="prefix-4", numbers={}, verdict=Verdict.SHOWN, explanation="")]
             >>> ClaimResult(claim=claim, answers=tuple(answers)).verdict

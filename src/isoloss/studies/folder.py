@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -15,7 +15,9 @@ from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.evaluator import pending
 from isoloss.lab.evaluation.external import RECORD, ExternalCheckpoint, ExternalRun
 from isoloss.lab.evaluation.measures.base import settings_of
+from isoloss.report.html import Card
 from isoloss.runs import Run
+from isoloss.studies.answer import Comparison, claim_cards
 from isoloss.studies.claims import ClaimResult, ClaimsFile, read_claims
 from isoloss.studies.plan import Resources, Unit
 from isoloss.studies.results import Results, common_measures, run_of
@@ -281,9 +283,21 @@ class StudyFolder:
         tables = checkpoint_tables(results) if study.tables is None else self._own("tables", results)
         file, claims = self.claims_file(), self.claims(results)
         unjudged = "" if file is None else file.warning(self.scale_name)
-        answer = () if study.answer is None or unjudged or not claims else tuple(self._own("answer", claims, results))
         warning = " ".join(filter(None, (unjudged, self._claims_warning(file), results.identical)))
+        answer = () if unjudged or results.blocks_done < results.blocks else self._answer(claims, results)
         return Summary((*tables, *control_tables(results)), claims, file, warning, answer)
+
+    def _answer(self, claims: Sequence[ClaimResult], results: Results) -> tuple[Card, ...]:
+        """Return the cards of a finished study: its own, or of its first claims, or of its runs compared."""
+        if self.study.answer is None:
+            return tuple(claim_cards(claims) if claims else Comparison(results).cards())
+        cards = tuple(self._own("answer", claims, results))
+        if wrong := [card for card in cards if not isinstance(card, Card)]:
+            raise IsolossError(
+                f"answer of the study {self.study.name} returns a {type(wrong[0]).__name__}; it must return "
+                "isoloss.studies.Card objects, a question with its answer each"
+            )
+        return cards
 
     def report(self, complete: Collection[int] | None = None) -> Path:
         """Write report/index.html and its figures, for the finished study or its complete blocks; return the page.

@@ -10,16 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
 from isoloss import config as configs
 from isoloss import files
 from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
+from isoloss.report.html import Section, interval_rows
+from isoloss.report.html import table as html_table
 from isoloss.report.save import save
-from isoloss.report.study_page import Figure, Finding, render
+from isoloss.report.study_page import Figure, render
+from isoloss.studies.answer import Comparison, claim_rows, setup, told
 from isoloss.studies.claims import ClaimResult, ClaimsFile
 from isoloss.studies.results import Measured, Results
-from isoloss.studies.summary import SummaryTable, claim_figures, claim_table, explanations
+from isoloss.studies.summary import VERDICT, Summary, SummaryTable, claim_table, explanations
 from isoloss.studies.verdicts import RULE
 
 if TYPE_CHECKING:
@@ -32,20 +37,22 @@ class PageParts:
     """What a study adds to its page.
 
     Attributes:
-        figures: The figures.
-        findings: The key findings, the most important first.
+        figures: The figures; the first is in the page's first screen.
+        sections: More sections.
+        paper_claims: The ids of the claims that a table sets beside the paper's own results.
         settings: How the study was made, by name; listed before what every page says about that.
     """
 
     figures: Sequence[Figure]
-    findings: Sequence[Finding] = ()
+    sections: Sequence[Section] = ()
+    paper_claims: Sequence[str] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str, ...] = ("pdf", "png")) -> Path:
     """Write the page of a study's results to `path`, and its figures beside it; return `path`.
 
-    The page of an unfinished study has tables and figures, but no findings and no claims.
+    The page of an unfinished study has tables and figures, but no answer and no claims.
     """
     study, interim = folder.study, _interim(folder.study, results)
     summary = folder.summary(results)
@@ -58,17 +65,21 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
     for file in {file for place in {file.parent for file in drawn} for file in place.iterdir()} - drawn.keys():
         # figures of an earlier page would otherwise seem to belong to this one
         file.unlink()
+    lede, *about = study.lead or (setup(results),)
     document = render(
-        title=f"{study.title or study.name} ({study.name} at {folder.scale_name} scale)",
-        interim=interim,
-        lead=study.lead,
-        findings=() if interim else parts.findings,
-        claims=[_claim(result) for result in summary.claims],
-        rule=RULE,
-        warning=summary.warning,
-        answer=summary.answer,
+        title=study.title or study.name,
+        lede=lede,
+        banner=" ".join(filter(None, (summary.warning, interim))),
+        cards=summary.answer,
         figures=figures,
-        tables={each.title[0].upper() + each.title[1:]: _table(each) for each in summary.tables if each.caption},
+        sections=[
+            *_beside_the_paper(summary.claims, parts.paper_claims),
+            *_comparisons(results, summary, interim=bool(interim)),
+            *parts.sections,
+            *([Section(title="About this study", body="\n".join(about), folded=True)] if about else []),
+            *([Section(title="Every test", body=_tests(summary.claims), folded=True)] if summary.claims else []),
+            Section(title="Tables", body=Markup("\n").join(map(_table, summary.tables)), folded=True),
+        ],
         table=results.table(),
         shown=shown(results),
         configs={
@@ -88,6 +99,63 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
     )
     files.write_text(path, document)
     return path
+
+
+def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[Section]:
+    """Return the section with a row for each claim or, without claims, for each difference between runs."""
+    if summary.claims:
+        note = Markup("<p class=note>{}</p>").format(
+            "± is one standard error. In the small plots the line is the 95 % interval, the shaded range what the "
+            "claim states, and the dashed line no difference."
+        )
+        return [Section(title="Claims", body=interval_rows(claim_rows(summary.claims)) + note)]
+    rows = [] if interim else Comparison(results).rows()
+    if not rows:
+        return []
+    note = Markup("<p class=note>{}</p>").format(
+        "± is one standard error of the paired difference; each interval is for itself, not adjusted for the number "
+        "of rows. Each plot has its own axis; the dashed line is no difference."
+    )
+    return [Section(title="Differences", body=interval_rows(rows) + note)]
+
+
+def _beside_the_paper(results: Sequence[ClaimResult], ids: Sequence[str]) -> list[Section]:
+    by_id = {result.claim.id: result for result in results}
+    found = [by_id[each] for each in ids if each in by_id]
+    rows = [(each.claim.statement, each.claim.paper, _found(each)) for each in found]
+    columns = ("claim", "the paper says", "we find")
+    return [Section(title="The paper says, we find", body=html_table(columns, rows, left=3))] if rows else []
+
+
+def _found(result: ClaimResult) -> str:
+    """Return the difference in each case, after each verdict that there is."""
+    by_verdict: dict[str, list[str]] = {}
+    for answer in result.answers:
+        number = "" if answer.difference is None else told(answer.difference)
+        by_verdict.setdefault(answer.verdict.value, []).append(f"{answer.case} {number}".strip())
+    return "; ".join(f"{verdict}: {', '.join(cases)}".strip(": ") for verdict, cases in by_verdict.items())
+
+
+def _tests(results: Sequence[ClaimResult]) -> Markup:
+    """Return the numbers behind each verdict, what was compared, and the rule."""
+    parts = []
+    for result in results:
+        parts.append(Markup("<h3>{}</h3>").format(result.claim.statement))
+        if result.claim.paper:
+            parts.append(Markup("<p class=note>The paper: {}</p>").format(result.claim.paper))
+        if any(answer.numbers for answer in result.answers):
+            columns, rows = claim_table(result)
+            parts.append(html_table(columns, rows, left=columns.index(VERDICT) + 1))
+        parts += [Markup("<p class=note>{}</p>").format(each) for each in explanations(result)]
+    parts.append(Markup("<h3>How verdicts are reached</h3>"))
+    parts += [Markup("<p class=note>{}</p>").format(each) for each in RULE]
+    return Markup("\n").join(parts)
+
+
+def _table(table: SummaryTable) -> Markup:
+    title = table.title[0].upper() + table.title[1:]
+    body = html_table(*table.cells(), left=table.left, caption=table.caption)
+    return Markup("<details><summary>{}</summary>\n{}</details>").format(title, body)
 
 
 def without_folders(value: Any) -> Any:
@@ -136,23 +204,26 @@ def _seeds(offset: int, settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_parts(results: Results) -> PageParts:
-    """Return the figures of a study that draws none of its own: over the steps, and each estimate against the loss."""
+    """Return the figures of a study that draws none of its own: each estimate against the loss, and over the steps."""
     table = results.table()
     style, measures = Style.of(table), shown(results)
-    figures = [
-        Figure(
-            name="over-time",
-            title="Over time",
-            chart=charts.curves(table, measures, style=style),
-            caption="Each run over the steps of pre-training.",
-        )
-    ]
+    figures = []
     loss = next((column for column in measures if column.name == results.loss_key), None)
     others = [column for column in measures if column != loss]
     if loss and others:
-        chart = charts.scatter(table, [(loss, other) for other in others], style=style)
-        caption = f"Every checkpoint: each other measure against its {loss.title}."
-        figures.append(Figure(name="against-loss", title="At the same loss", chart=chart, caption=caption))
+        figures.append(
+            Figure(
+                name="against-loss",
+                title="Every checkpoint against its loss",
+                chart=charts.scatter(table, [(loss, other) for other in others], style=style),
+                caption="To the left: a better language model. Compare other measures between checkpoints of about the "
+                "same loss.",
+            )
+        )
+    if len(results.checkpoints) > len(results.experiments):
+        chart = charts.curves(table, measures, style=style)
+        caption = "Each run over the steps of pre-training."
+        figures.append(Figure(name="over-time", title="Over the steps of training", chart=chart, caption=caption))
     return PageParts(figures=figures)
 
 
@@ -164,26 +235,6 @@ def shown(results: Results) -> tuple[Column, ...]:
 def _having(results: Results, key: str) -> list[Measured]:
     """Return an estimate of each checkpoint that has it."""
     return [each[key] for each in results.checkpoints.values() if key in each]
-
-
-def _claim(result: ClaimResult) -> dict[str, Any]:
-    columns, rows = claim_table(result)
-    return {
-        "result": result,
-        "columns": columns if any(answer.numbers for answer in result.answers) else (),
-        "rows": rows,
-        "explanations": explanations(result),
-        "figures": claim_figures(result),
-    }
-
-
-def _table(table: SummaryTable) -> dict[str, Any]:
-    columns, texts = table.cells()
-    rows = []
-    for row, (labels, estimates) in zip(texts, table.rows, strict=True):
-        numbers = [*(x if isinstance(x, int) else None for x in labels), *(e.value for e in estimates.values())]
-        rows.append([(text, number, None) for text, number in zip(row, numbers, strict=True)])
-    return {"caption": table.caption, "columns": columns, "rows": rows}
 
 
 def words(config: Any) -> str:

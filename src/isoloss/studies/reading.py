@@ -113,7 +113,7 @@ def read_study(path: str | Path, study: str | Path | Study | None = None) -> Stu
             f"{folder} is no study's folder and no export of one: it has neither study.json nor {PROVENANCE}"
             f"{files.nearest(folder)}"
         )
-    made = _folder(folder, study)
+    made = study_in(folder, study)
     results = made.results(_complete(made))
     return _frames(results.values(), made.summary(results).to_dict(), provenance(made, results))
 
@@ -153,8 +153,12 @@ def _from_csv(values: pl.DataFrame) -> pl.DataFrame:
     return values.with_columns(pl.col(pl.String).str.replace(r"^'([=+\-@\t\r])", "$1"))
 
 
-def _folder(path: Path, study: str | Path | Study | None) -> StudyFolder:
-    """Return the study that a folder holds."""
+def study_in(path: Path, study: str | Path | Study | None = None) -> StudyFolder:
+    """Return the study that a folder holds; one that is not registered has to be given.
+
+    Raises:
+        IsolossError: The folder was made by another study or another version of it, or by one that is not registered.
+    """
     from isoloss.studies.folder import StudyFolder
 
     document = files.read_json(path / "study.json")
@@ -162,7 +166,7 @@ def _folder(path: Path, study: str | Path | Study | None) -> StudyFolder:
     if study is None and name not in STUDIES:
         raise IsolossError(
             f"{path} was made by the study {name!r}, which is not registered: name the file that defines it, such as "
-            f"study='{name}.py'"
+            f"{name}.py, instead of the folder or, in Python, as study='{name}.py'"
         )
     if not isinstance(study, Study):
         study = load_study(name if study is None else study)

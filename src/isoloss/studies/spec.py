@@ -18,6 +18,7 @@ from isoloss.run_config import TrainConfig
 from isoloss.studies.plan import Expected, Resources
 
 if TYPE_CHECKING:
+    from isoloss.report.html import Card
     from isoloss.studies.claims import ClaimResult, Contrast
     from isoloss.studies.page import PageParts
     from isoloss.studies.results import Results
@@ -146,16 +147,17 @@ class Study:
     Attributes:
         name: What the command line and the page call it.
         scales: Its scales by name; the first is the default.
-        title: The page's heading; empty: the name.
-        lead: What the study is about, a paragraph each, for the page.
+        title: The page's heading, a question; empty: the name.
+        lead: What the study is about, a paragraph each. The first one opens the page: a sentence that defines every
+            word that the title and the answer use.
         claims: A `claims.toml` (`isoloss.studies.claims.Claim`); None: the study tests no claims.
         contrasts: The pairs of checkpoints that claims compare, by the name in `Claim.compares`.
         measures: The keys of the estimates, by the name in `Claim.measures` and by case; None: `common_measures`.
-        answer: The study's answer in sentences, from the results of the claims and all results; it opens the page and
-            ends the command's output.
+        answer: The study's answer from the results of the claims and all results: cards, three at best, that open the
+            page and the command's output; None: the first claims or, without claims, the runs compared.
         tables: The tables of the summary; None: every checkpoint.
-        page: What the page shows, or where the function is, `"module:attribute"`; None: a curve of every estimate over
-            the steps, and each against the loss.
+        page: What the page shows, or where the function is, `"module:attribute"`; None: each estimate against the
+            loss and, where checkpoints of several steps were measured, over the steps.
         first_page_blocks: Number of complete blocks for the first interim page; None: no interim page.
         block_name: What the blocks are, in the plural, e.g. `grammars`; for the interim page.
 
@@ -175,7 +177,7 @@ class Study:
     claims: Path | None = None
     contrasts: Callable[[Results], Mapping[str, Sequence[Contrast]]] | None = None
     measures: Callable[[Any], Mapping[str, Mapping[str, str]]] | None = None
-    answer: Callable[[Sequence[ClaimResult], Results], Sequence[str]] | None = None
+    answer: Callable[[Sequence[ClaimResult], Results], Sequence[Card]] | None = None
     tables: Callable[[Results], Sequence[SummaryTable]] | None = None
     page: Callable[[Results], PageParts] | str | None = None
     first_page_blocks: int | None = None

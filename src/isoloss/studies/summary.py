@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isoloss.statistics.estimate import Estimate, interval, number, rounded
-from isoloss.studies.claims import Answer, Claim, ClaimResult, ClaimsFile
+from isoloss.studies.claims import Answer, ClaimResult, ClaimsFile
 from isoloss.studies.results import RESCALED, UNITS, Results
 
 if TYPE_CHECKING:
-    from isoloss.report.charts import Spec
+    from isoloss.report.html import Card
 
 VERDICT = "verdict"  # the column of the verdicts; this and the one before it, the case, are text
-WIDTH = 300  # pixels of the figure without the names of the cases
-ROW = 34  # pixels of a case
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Summary:
     claims: Sequence[ClaimResult]  # the result of each claim
     claims_file: ClaimsFile | None = None  # the file that states them
     warning: str = ""  # that no verdict is given at this scale, or that models are identical
-    answer: Sequence[str] = ()  # the study's answer, in sentences
+    answer: Sequence[Card] = ()  # the study's answer
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as JSON types."""
@@ -82,7 +81,7 @@ class Summary:
             ],
             "claims_file": file and {"name": file.name, "sha256": file.sha256, "same_loss_nats": file.same_loss_nats},
             "warning": self.warning,
-            "answer": list(self.answer),
+            "answer": [dataclasses.asdict(card) for card in self.answer],
         }
 
 
@@ -237,11 +236,11 @@ def explanations(result: ClaimResult) -> list[str]:
     """Return each explanation once, preceded by its cases if there are several explanations.
 
     Example:
-        >>> from isoloss.studies.claims import Verdict
+        >>> from isoloss.studies.claims import Claim, Verdict
         >>> def answer(case, text):
         ...     return Answer(case=case, numbers={}, verdict=Verdict.NOT_TESTED, explanation=text)
         >>> answers = answer("root", "No pair."), answer("prefix-4", "No pair."), answer("last", "No probe.")
-        >>> claim = Claim(id="flatter", statement="", paper="", direction="decrease")
+        >>> claim = Claim(id="flatter", statement="", direction="decrease")
         >>> explanations(ClaimResult(claim=claim, answers=answers))
         ['root, prefix-4: No pair.', 'last: No probe.']
     """
@@ -249,53 +248,3 @@ def explanations(result: ClaimResult) -> list[str]:
     for answer in result.answers:
         cases.setdefault(answer.explanation, []).append(answer.case)
     return [text if len(cases) == 1 else f"{', '.join(names)}: {text}" for text, names in cases.items()]
-
-
-def claim_figures(result: ClaimResult) -> list[tuple[Spec, str]]:
-    """Return a small chart for each unit that the claim's differences have, each with the same in words.
-
-    It shows the difference in each case with its interval, against what the claim states.
-    """
-    by_unit: dict[str, dict[str, Answer]] = {}
-    for answer in result.answers:
-        if answer.difference is not None:
-            by_unit.setdefault(answer.difference.unit, {})[answer.case] = answer
-    return [_figure(result.claim, unit, answers) for unit, answers in by_unit.items()]
-
-
-def _figure(claim: Claim, unit: str, answers: dict[str, Answer]) -> tuple[Spec, str]:
-    # only here: the command line prints claims without loading what draws them
-    from isoloss.report.intervals import Interval, IntervalPanel, intervals
-
-    drawn, told = [], []
-    for case, answer in answers.items():
-        assert answer.difference is not None
-        low, high = answer.difference.ci95
-        text = f"{number(answer.difference)}, 95 % interval {interval(answer.difference)}"
-        row = Interval(row=case, series="", value=answer.difference.value, low=low, high=high, text=text)
-        drawn.append(row)
-        told.append(f"{case}: {text}" if case else text)
-    panel = IntervalPanel(title=f"difference ({UNITS.get(unit, unit)})", intervals=drawn, claimed=claimed(claim))
-    chart = intervals([panel], list(answers), note="", size=(WIDTH, ROW * len(drawn)))
-    return chart, f"{panel.title}. {'; '.join(told)}. The claim states {_range(claim)}."
-
-
-def claimed(claim: Claim) -> tuple[float | None, float | None]:
-    """Return the ends of the range of differences that a claim states; None: open.
-
-    Example:
-        >>> claimed(Claim(id="a", statement="", paper="", direction="decrease", margin=0.1))
-        (None, -0.1)
-    """
-    return {
-        "increase": (claim.margin, None),
-        "decrease": (None, -claim.margin),
-        "no change within": (-claim.margin, claim.margin),
-    }[claim.direction]
-
-
-def _range(claim: Claim) -> str:
-    low, high = claimed(claim)
-    if low is None:
-        return f"a difference below {high:g}"
-    return f"a difference above {low:g}" if high is None else f"a difference from {low:g} to {high:g}"

@@ -175,7 +175,7 @@ def answer(
         ...     return {"trace": Measured(value=trace, **exact, inputs="", settings={}, examples={})}
         >>> pairs = [(checkpoint(before), checkpoint(after)) for before, after in ((90, 40), (80, 41), (86, 43))]
         >>> noise = Contrast(names=("AdamW", "SGD"), pairs=pairs, clusters=("a", "b", "c"), at_same_loss=False)
-        >>> flatter = Claim(id="flatter", statement="", paper="", direction="decrease")
+        >>> flatter = Claim(id="flatter", statement="", direction="decrease")
         >>> [(each.verdict.value, str(each.difference)) for each in answer(flatter, noise, {"": "trace"})]
         [('shown', '-44.0 ± 3.2 nats')]
     """

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import PretrainedConfig
@@ -30,9 +30,6 @@ from isoloss.seeds import generator
 from isoloss.text.inputs import Inputs, check_model, make_inputs, read_inputs
 from isoloss.text.masking import IGNORED, objective_batch
 from isoloss.text.tokenizers import load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 T = TypeVar("T")
 
@@ -166,13 +163,12 @@ class MeasureContext:
 class ModelInfo:
     """What inputs must fit: facts about a checkpoint, kept after it is unloaded."""
 
-    name: str  # the checkpoint's folder, or its name on the hub, NAME or NAME@REVISION
+    name: str  # the checkpoint's folder, or its name on the hub, NAME or NAME@REVISION; its tokenizer is there too
     architecture: str  # the class that it names
     outline: Outline  # what it predicts, of how many tokens
     config: Any  # the model's transformers config
     max_length: int | None  # the most tokens it takes; None: any number
     has_embeddings: bool  # whether it embeds token ids, as an auxiliary sample needs
-    has_tokenizer: bool = True  # whether its own tokenizer may be where it was loaded from
 
     @property
     def kind(self) -> Kind:
@@ -192,23 +188,11 @@ class ModelInfo:
         return cls(loaded.name, loaded.architecture, outline, config, longest, has_embeddings)
 
 
-def data_context(
-    data: Path,
-    models: Sequence[ModelInfo],
-    config: InputConfig,
-    *,
-    shuffled: bool,
-    tokenizer: PreTrainedTokenizerFast | None = None,
-) -> MeasureContext:
+def data_context(data: Path, models: Sequence[ModelInfo], config: InputConfig, *, shuffled: bool) -> MeasureContext:
     """Return the context of measuring models on text or token ids, which must mean the same to all of them.
 
-    Args:
-        data: Text or token ids.
-        models: What is measured.
-        config: How the data is read.
-        shuffled: Whether inputs are in random order: a measurement that `rtol` or `seconds` ends early is of a random
-            part only of such inputs.
-        tokenizer: Of all models; None: the one that `config` names, else the first model's own.
+    `shuffled` inputs are in random order: a measurement that `rtol` or `seconds` ends early is of a random part only of
+    such inputs.
     """
     first = models[0]
     for other in models[1:]:
@@ -222,7 +206,7 @@ def data_context(
             column=config.column,
             split=config.split,
             checkpoint=first.name,
-            tokenizer=tokenizer or config.tokenizer,
+            tokenizer=config.tokenizer,
             config=first.config,
             kind=objective.kind,
             max_length=first.max_length,
@@ -240,7 +224,7 @@ def data_context(
     return MeasureContext(
         read=read,
         objective=objective,
-        load_tokenizer=lambda: tokenizer or load_tokenizer(named, needs=["pad"]),
+        load_tokenizer=lambda: load_tokenizer(named, needs=["pad"]),
         has_embeddings=first.has_embeddings,
     )
 
@@ -306,7 +290,7 @@ def _check_fits(model: ModelInfo, language: Language, inputs: Inputs) -> None:
 def _check_tokenizers(models: Sequence[ModelInfo]) -> None:
     """Refuse checkpoints that bring tokenizers in which an id is not the same token."""
     known: tuple[str, dict[str, int]] | None = None
-    for model in (model for model in models if model.has_tokenizer):
+    for model in models:
         try:
             vocabulary = load_tokenizer(model.name).get_vocab()
         except IsolossError:

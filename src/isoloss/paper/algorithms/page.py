@@ -1,44 +1,19 @@
-"""What the page of the study shows: findings, figures, and how it was made."""
+"""What the page of the study shows: figures, and how it was made."""
 
 from __future__ import annotations
 
-from isoloss.paper.algorithms.study import ALGORITHMS, BASELINE, SGD_RATE, dataset_of, differences, means
+from isoloss.paper.algorithms.study import BASELINE, SGD_RATE, dataset_of
 from isoloss.paper.reproduction.spec import Dataset
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Style, accuracy
-from isoloss.report.study_page import Figure, Finding
-from isoloss.statistics.estimate import signed
+from isoloss.report.study_page import Figure
 from isoloss.studies.page import PageParts, words
 from isoloss.studies.results import Results
 
 
 def parts(results: Results) -> PageParts:
     """Return what the page shows beside tables and claims."""
-    return PageParts(figures=_figures(results), findings=_findings(results), settings=_settings(dataset_of(results)))
-
-
-def _findings(results: Results) -> tuple[Finding, ...]:
-    task = next(iter(dataset_of(results).tasks))
-    probe = f"probe-{task}"
-    changes = {name: {key: signed(each) for key, each in differences(results, name).items()} for name in ALGORITHMS}
-    adversary = changes["adversarial"]
-    control, at_end = (means(results, name) for name in (BASELINE, "adversarial"))
-    others = [name for name in ALGORITHMS if name not in (BASELINE, "adversarial")]
-    traces, minima, probes = (
-        "; ".join(f"{ALGORITHMS[n]} {changes[n][key]}" for n in others) for key in ("trace", "minimal-trace", probe)
-    )
-    return (
-        Finding(
-            headline=f"The adversary moves the probe of its task by {adversary[probe]}",
-            detail=f"{task} at the nearest KL; the KL differs by {adversary['kl']}, the trace by {adversary['trace']}, "
-            f"the minimal trace by {adversary['minimal-trace']}. "
-            f"After the last step: {at_end[probe]} against {control[probe]} at a KL of {at_end['kl']} against "
-            f"{control['kl']}.",
-        ),
-        Finding(headline="The trace at the nearest KL, minus AdamW's", detail=f"{traces}."),
-        Finding(headline="The minimal trace at the nearest KL, minus AdamW's", detail=f"{minima}."),
-        Finding(headline=f"The probe of {task} at the nearest KL, minus AdamW's", detail=f"{probes}."),
-    )
+    return PageParts(figures=_figures(results), settings=_settings(dataset_of(results)))
 
 
 def _figures(results: Results) -> list[Figure]:

@@ -252,16 +252,15 @@ def _nearest(checkpoints: Mapping[int, Checkpoint], target: Checkpoint) -> int:
 STUDY = Study(
     name="algorithms",
     scales=SCALES,
-    title="What the algorithms do",
+    title="At the same loss, does the training algorithm change flatness and transfer?",
     lead=(
-        "How well a language model transfers may depend on how it was trained, not only on its pre-training loss. This "
-        "study trains small masked language models on sentences of random grammars, whose true conditionals are known "
-        "exactly, with several algorithms.",
+        "Small masked language models of random grammars, trained with seven algorithms. The loss is the KL to the "
+        "true conditionals, flatness the trace of the Fisher information (a smaller trace is flatter; the minimal "
+        "trace is its minimum over the rescalings of the weights that leave every prediction unchanged), and transfer "
+        "the accuracy of a linear probe on a downstream task. The adversary is trained to spoil the probe of one task.",
         "Models are compared at the same loss: for each grammar and seed, the checkpoint of an algorithm and that of "
         "plain AdamW whose KL to the truth is nearest. Standard errors are over grammars, so they include the "
         "randomness of initial weights, data and probes.",
-        "Flatness is measured twice: by the trace of the Fisher information, and by its minimum over the rescalings of "
-        "weights that leave every prediction as it is.",
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,

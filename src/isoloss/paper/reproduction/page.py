@@ -22,6 +22,11 @@ from isoloss.studies.results import Results
 
 LOG_KL = dataclasses.replace(KL, log=True)  # as models of about one loss are compared with much worse ones
 Series = tuple[str, str, tuple[int, ...]]  # a group, the part of a run's name that says what it is, and steps
+# the paper's main results: size, time, SGD, the adversary, the look-up table
+PAPER_CLAIMS = (
+    *("larger-transfer", "longer-transfer", "sgd-flatter", "sgd-transfer"),
+    *("adversary-transfer", "lookup-transfer"),
+)
 PAPER_SCALE = "paper"  # of a small model's embedding inside a large one
 
 
@@ -29,7 +34,8 @@ def parts(results: Results) -> PageParts:
     """Return what the page shows besides tables and claims."""
     everything = by_dataset(results)
     same_loss = [_same_loss(data) for data in everything if band.models(data)]
-    return PageParts(figures=[*same_loss, *(figure for data in everything for figure in _figures(data))])
+    figures = [*same_loss, *(figure for data in everything for figure in _figures(data))]
+    return PageParts(figures=figures, paper_claims=PAPER_CLAIMS)
 
 
 def columns(dataset: Dataset) -> list[Column]:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from isoloss.paper.answer import from_template
-from isoloss.paper.reproduction import band
-from isoloss.paper.reproduction.compare import by_dataset, contrasts, measures
+from isoloss.paper.reproduction.compare import contrasts, measures
 from isoloss.paper.reproduction.gpu_scales import AUTHORS, PAPER, WORKSTATION
 from isoloss.paper.reproduction.spec import EVENING, SMOKE
 from isoloss.paper.reproduction.tables import tables
+from isoloss.report.html import Card, Tone
+from isoloss.studies.answer import card_of
 from isoloss.studies.claims import Answer, ClaimResult, Verdict
 from isoloss.studies.results import Results
 from isoloss.studies.spec import Study
 
-LANGUAGES = {"pcfg": "grammars", "hmm": "hidden Markov models"}
 # claims about transfer and flatness of one pair
 PAIRS = (
     *("sgd", "noise", "longer", "larger", "adversary", "helper", "pre-ln"),
@@ -25,28 +24,31 @@ PAIRS = (
 )
 
 
-def answer(claims: Sequence[ClaimResult], results: Results) -> Sequence[str]:
-    """Return what the study answers, a sentence each, from the results and the verdicts on its claims."""
-    template = Path(__file__).with_name("answer.j2")
-    return from_template(template, claims, spreads=list(_spreads(results)), **_agreement(claims))
+def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
+    """Return whether models of one loss can differ, whether flatness tells them apart, and whether training helps."""
+    by_id = {result.claim.id: result for result in claims}
+    differ = card_of("Can models of one loss transfer differently?", by_id["adversary-transfer"])
+    return [
+        dataclasses.replace(differ, detail=f"a model trained against the task; {differ.detail}"),
+        _agreement_card(claims),
+        card_of("Does longer training help at the same loss?", by_id["longer-transfer"]),
+    ]
 
 
-def _spreads(results: Results) -> Iterator[dict[str, Any]]:
-    """Yield how far accuracies and the KL spread over models of about one loss, for each dataset with a known KL."""
-    for data in by_dataset(results):
-        dataset = data.dataset
-        if band.models(data):
-            kl, *probes = band.spreads(data).items()
-            yield {
-                "languages": LANGUAGES.get(dataset.name, dataset.title),
-                "band": f"{dataset.band:.0%}",
-                "models": len(band.in_band(data)),
-                "kl": " to ".join(f"{end.value:.3g}" for end in kl[1].ends),
-                "accuracies": [
-                    f"{' to '.join(f'{100 * end.value:.1f}' for end in each.ends)} % on {key.removeprefix('probe-')}"
-                    for key, each in probes
-                ],
-            }
+def _agreement_card(claims: Sequence[ClaimResult]) -> Card:
+    counts = _agreement(claims)
+    both = counts["agree"] + counts["disagree"]
+    tone: Tone = "unclear"
+    if both and 0 in (counts["agree"], counts["disagree"]):
+        tone = "good" if counts["agree"] else "bad"
+    return Card(
+        label="Is the flatter model the better one?",
+        value=f"In {counts['agree']} of {both} comparisons" if both else "Not shown",
+        detail=f"{both} comparisons have two significant differences, of flatness and of transfer; "
+        f"{counts['open']} have not, {counts['untested']} were not tested. Comparisons of the same models are not "
+        "independent.",
+        tone=tone,
+    )
 
 
 def _agreement(claims: Sequence[ClaimResult]) -> dict[str, int]:
@@ -81,6 +83,10 @@ STUDY = Study(
     scales={"evening": EVENING, "smoke": SMOKE, "workstation": WORKSTATION, "paper": PAPER, "authors": AUTHORS},
     title="Same pre-training loss, better downstream?",
     lead=(
+        "Language models whose loss is the same, but not their size, training time or algorithm. The loss is the KL to "
+        "the true conditionals (on text: the cross-entropy), flatness the trace of the Fisher information (a smaller "
+        "trace is flatter), and transfer the accuracy of a linear probe or of fine-tuning on a downstream task. The "
+        "adversary is trained to spoil one task.",
         "The paper claims that models with the same pre-training loss transfer differently, and that the flatter ones "
         "transfer better. This study repeats its experiments (model size, longer training, SGD, an adversary, the "
         "look-up table) and adds others, such as a helper: a model trained to do well on a task, the positive control. "

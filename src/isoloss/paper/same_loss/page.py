@@ -6,15 +6,17 @@ import math
 from collections.abc import Collection
 
 import polars as pl
+from markupsafe import Markup
 
 from isoloss.errors import IsolossError
 from isoloss.lab.training.algorithms.config import AdversarialConfig
 from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, UNTOUCHED, WEIGHT_DECAY, Replicate, StudySize, grammars_of
-from isoloss.paper.same_loss.study import factor, last, pairs_of, replicates_with, sizes_expanded
+from isoloss.paper.same_loss.study import factor, factor_ends, last, pairs_of, replicates_with, sizes_expanded
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Column, Style, accuracy
+from isoloss.report.html import IntervalRow, Section, interval_rows
 from isoloss.report.intervals import Interval, IntervalPanel, intervals
-from isoloss.report.study_page import Figure, Finding
+from isoloss.report.study_page import Figure
 from isoloss.statistics.correlation import correlation
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.page import PageParts
@@ -28,7 +30,7 @@ TRAINED_WITH_TASK = ("adversary", "helper")
 
 def parts(results: Results) -> PageParts:
     """Return what the page shows besides tables and claims."""
-    return PageParts(figures=_figures(results), findings=_findings(results), settings=_settings(results.scale))
+    return PageParts(figures=_figures(results), sections=[_correlations(results)], settings=_settings(results.scale))
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -115,13 +117,8 @@ def _interval(row: str, series: str, estimate: Estimate) -> Interval:
 
 
 def _factor_interval(row: str, series: str, estimate: Estimate) -> Interval:
-    """Return the interval of a geometric mean, which is symmetric in its logarithm."""
-    low, high = estimate.ci95
-    # `factor` gives the logarithm's error times the value: divided by it, the half width is the logarithm's again
-    reach = (high - low) / 2 / estimate.value
-    value = estimate.value
-    ends = {"low": value * math.exp(-reach), "high": value * math.exp(reach)}
-    return Interval(row=row, series=series, value=value, **ends, text=str(estimate))
+    low, high = factor_ends(estimate)
+    return Interval(row=row, series=series, value=estimate.value, low=low, high=high, text=str(estimate))
 
 
 def _ends(results: Results) -> pl.DataFrame:
@@ -157,47 +154,56 @@ def _by_size(results: Results) -> pl.DataFrame:
     return pl.DataFrame(rows)
 
 
-# --- findings --------------------------------------------------------------------------------------------------------
+# --- correlations ----------------------------------------------------------------------------------------------------
 
 
-def _findings(results: Results) -> tuple[Finding, ...]:
-    return tuple(
-        Finding(
-            headline=f"Correlation of flatness with transfer at the same loss, {which}",
-            detail="; ".join(
-                f"{column.title} and {task}: {_correlation(results, column.name, key, left_out)}"
-                for column in (TRACE, MINIMAL_TRACE)
-                for task, key in results.scale.probes.items()
-            )
-            + ". If flatter models transferred better, it would be negative. Partial correlation of the log trace with "
-            "probe accuracy, given the KL, within grammars; 95 % intervals by the jackknife over grammars. Models: the "
-            f"last checkpoints of the main size whose KL is within {BAND:g} nats of the untouched arm's.",
-        )
+def _correlations(results: Results) -> Section:
+    rows = [
+        _correlation(results, column, task, which, left_out)
         for which, left_out in (("all arms", ()), ("without adversary and helper", TRAINED_WITH_TASK))
+        for column in (TRACE, MINIMAL_TRACE)
+        for task in results.scale.probes
+    ]
+    note = Markup("<p class=note>{}</p>").format(
+        "If flatter models transferred better, it would be negative. Partial correlation of the log trace with probe "
+        "accuracy, given the KL, within grammars; intervals by the jackknife over grammars. Models: the last "
+        f"checkpoints of the main size whose KL is within {BAND:g} nats of the untouched arm's."
     )
+    body = interval_rows(rows, effect="correlation") + note
+    return Section(title="Correlation of flatness with transfer", body=body, folded=True)
 
 
-def _correlation(results: Results, trace: str, probe: str, left_out: Collection[str]) -> str:
+def _correlation(results: Results, trace: Column, task: str, which: str, left_out: Collection[str]) -> IntervalRow:
     columns: dict[str, list[float]] = {"trace": [], "probe": [], "kl": []}
     clusters: list[str] = []
     for unit in results.scale.units:
         arms = [arm for arm in GROUPS if arm not in left_out and unit.run(arm) in results.experiments]
         ends = [end for end in (last(results, unit, arm) for arm in arms) if _in_band(results, unit, end)]
         of_unit = {
-            "trace": [math.log(end[trace].value) for end in ends],
-            "probe": [end[probe].value for end in ends],
+            "trace": [math.log(end[trace.name].value) for end in ends],
+            "probe": [end[results.scale.probes[task]].value for end in ends],
             "kl": [end["kl"].value for end in ends],
         }
         for name, values in of_unit.items():
             # grammars differ more than arms do: without this, the correlation would be between grammars
             columns[name] += [value - sum(values) / len(values) for value in values]
         clusters += [f"grammar {unit.grammar}"] * len(ends)
+    label = f"{trace.title} and {task}"
     try:
-        result = correlation(columns["trace"], columns["probe"], clusters, given={"KL": columns["kl"]})
+        found = correlation(columns["trace"], columns["probe"], clusters, given={"KL": columns["kl"]})
     except IsolossError as error:
-        return f"not known ({error})"
-    low, high = result.interval95
-    return f"{result.value:+.2f} [{low:+.2f}, {high:+.2f}] of {result.observations} models"
+        return IntervalRow(label=label, effect=f"not known ({error})", group=which)
+    low, high = found.interval95
+    return IntervalRow(
+        label=f"{label}, {found.observations} models",
+        effect=f"{found.value:+.2f}",
+        interval=f"{low:+.2f} to {high:+.2f}",
+        value=found.value,
+        low=low,
+        high=high,
+        scale="correlation",
+        group=which,
+    )
 
 
 def _in_band(results: Results, unit: Replicate, end: Checkpoint) -> bool:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from isoloss.paper.answer import from_template
 from isoloss.paper.same_loss import pilot
 from isoloss.paper.same_loss.design import (
     BASE,
@@ -23,14 +22,17 @@ from isoloss.paper.same_loss.design import (
     cooldown_run,
     grammars_of,
 )
+from isoloss.report.html import Card
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import Contrast
+from isoloss.studies.answer import ANSWERS, card_of, claim_line, title_of, told
+from isoloss.studies.claims import ClaimResult, Contrast, Verdict
 from isoloss.studies.results import RESCALED, Checkpoint, Measured, Pair, Results, change, common_measures
 from isoloss.studies.spec import Study
 from isoloss.studies.summary import SummaryTable
 
 OVER = "mean ± standard error over grammars"
+SMALLEST_POINTS = 0.5  # the smallest effect of interest, as claims.toml states it
 
 
 # --- what is compared ------------------------------------------------------------------------------------------------
@@ -339,28 +341,83 @@ def factor(pairs: Sequence[Pair], key: str, clusters: Sequence[str]) -> Estimate
     return dataclasses.replace(mean, value=value, stderr=value * mean.stderr, influence=None)
 
 
+def factor_ends(estimate: Estimate) -> tuple[float, float]:
+    """Return the 95 % interval of a geometric mean, which is symmetric in its logarithm."""
+    low, high = estimate.ci95
+    # `factor` gives the logarithm's error times the value: divided by it, the half width is the logarithm's again
+    reach = (high - low) / 2 / estimate.value
+    return estimate.value * math.exp(-reach), estimate.value * math.exp(reach)
+
+
+# --- the answer ------------------------------------------------------------------------------------------------------
+
+
+def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
+    """Return whether label noise flattens, whether that helps transfer, and whether models of one loss can differ."""
+    by_id = {result.claim.id: result for result in claims}
+    differ = card_of("Can models of one loss transfer differently?", by_id["adversary-transfer"])
+    return [
+        _flatter(by_id["noise-flatter"], results),
+        _transfers(by_id["noise-transfer"]),
+        dataclasses.replace(differ, detail=f"a model trained against the task; {differ.detail}"),
+    ]
+
+
+def _flatter(result: ClaimResult, results: Results) -> Card:
+    tone, words = claim_line(result)
+    label = "Is it flatter?"
+    verdicts = {one.verdict for one in result.answers}
+    if len(verdicts) > 1 or Verdict.NOT_TESTED in verdicts:
+        return dataclasses.replace(card_of(label, result), tone=tone, value=words[0].upper() + words[1:])
+    arms = CONTRASTS["label noise"]
+    units = replicates_with(results, *arms)
+    clusters, pairs = grammars_of(units), pairs_of(results, units, arms)
+    factors = {key: factor(pairs, key, clusters) for key in RESCALED}
+    ends = {key: factor_ends(each) for key, each in factors.items()}
+    trace, minimal = (f"{each.value:.2f} times the {title_of(key)}" for key, each in factors.items())
+    intervals = ", ".join(f"{title_of(key)} {low:.2f} to {high:.2f}" for key, (low, high) in ends.items())
+    return Card(
+        label=label,
+        value=f"{ANSWERS[verdicts.pop()]}: {trace}, {minimal}",
+        detail=f"95 % intervals: {intervals}, over {len(set(clusters))} grammars",
+        tone=tone,
+    )
+
+
+def _transfers(result: ClaimResult) -> Card:
+    card = card_of("Does it transfer better?", result)
+    one = next((each for each in result.answers if each.is_primary), result.answers[0])
+    if one.verdict is Verdict.NOT_SHOWN and one.difference is not None:
+        low, high = one.difference.ci95
+        if max(-low, high) <= SMALLEST_POINTS:
+            about = f"{told(one.difference)}; {card.detail}"
+            return dataclasses.replace(card, value=f"No difference of {SMALLEST_POINTS:g} points or more", detail=about)
+    return card
+
+
 STUDY = Study(
     name="same-loss",
     scales=SCALES,
-    title="Same loss, different models",
+    title="Does a flatter model transfer better at the same loss?",
     lead=(
+        "SGD with sampled labels, whose noise should flatten a model, against SGD with exact labels, on small masked "
+        "language models. Loss: KL to the true conditionals. Flatness: trace of the Fisher information, smaller is "
+        "flatter; the minimal trace is its minimum over rescalings of the weights that change no prediction. "
+        "Transfer: accuracy of a linear probe on a downstream task.",
         "The paper claims that models with the same pre-training loss can transfer differently, and that the flatter "
-        "ones transfer better. This study tests both claims. It trains small masked language models on random grammars "
-        "with so few sentences that the loss (as KL to the truth) and the accuracy of every probe are exact sums over "
-        "all of them, without sampling error.",
+        "ones transfer better. This study tests both claims on random grammars. They have so few sentences that the "
+        "loss and the accuracy of every probe are exact sums over all of them, without sampling error.",
         "Each arm treats the model differently: SGD with sampled or exact labels, more AdamW, an adversary or a helper "
         "that makes a downstream task harder or easier to decode, weight decay, or another size. The untouched arm has "
         "none of these; the tables name the control of each arm. Every arm ends in the same cooldown, which is meant "
         "to bring all to the same loss; whether the losses are the same is tested. Differences are paired by grammar "
         "and seed, and standard errors are over grammars.",
-        "Flatness is measured by the trace of the Fisher information (smaller is flatter), and by its minimum over all "
-        "rescalings of the weights that leave every prediction unchanged.",
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,
     measures=measures,
     tables=tables,
-    answer=lambda claims, _: from_template(Path(__file__).with_name("answer.j2"), claims),
+    answer=answer,
     page="isoloss.paper.same_loss.page:parts",
     first_page_blocks=2,
     block_name="grammars",

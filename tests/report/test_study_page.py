@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import re
 import tomllib
@@ -9,12 +8,10 @@ import polars as pl
 import pytest
 
 from isoloss.report import charts, data
-from isoloss.report import study_page as html
 from isoloss.report.data import KL, TRACE, accuracy
-from isoloss.report.html import environment, script_json
-from isoloss.report.intervals import Interval, IntervalPanel, intervals
-from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict
+from isoloss.report.html import Card, IntervalRow, Section, environment, interval_rows, script_json
+from isoloss.report.html import table as html_table
+from isoloss.report.study_page import Figure, checkpoint_cells, render
 
 HOSTILE = '"><script>alert(1)</script>'
 
@@ -43,52 +40,30 @@ class Reader(HTMLParser):
 
 def make_page(table, text="plain", name="a b", **changed):
     """The arguments of `render`; every text is `text`."""
-    verdicts = (Verdict.SHOWN, Verdict.NOT_SHOWN, Verdict.CONTRADICTED, Verdict.NO_VERDICT)
-    claim = Claim(id="flatter", statement=text, paper=text, direction="decrease")
-    about = {"numbers": {"difference": estimate(-40.0)}, "difference": estimate(-40.0), "explanation": text}
-    answers = tuple(Answer(case=f"{text} {i}", verdict=each, **about) for i, each in enumerate(verdicts))
-    several = {
-        "result": ClaimResult(claim=claim, answers=answers),
-        "columns": ("case", "verdict", f"{text} (nats per token)"),
-        "rows": tuple((text, verdict.value, "-40.0 ± 2.0") for verdict in verdicts),
-        "explanations": (text, "They were compared."),
-        "figures": (small(text),),
-    }
-    not_tested = Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=text)
-    other = ClaimResult(claim=dataclasses.replace(claim, id="other"), answers=(not_tested,))
-    untested = {"result": other, "columns": (), "rows": (), "explanations": (text,), "figures": ()}
-    figure = html.Figure(
+    figure = Figure(
         name=name,
         title=text,
         chart=charts.scatter(table, ((KL, accuracy("root")), (TRACE, accuracy("root")))),
         caption=text,
     )
+    row = IntervalRow(label=text, effect=text, interval=text, value=1.0, low=0.0, high=2.0, verdict=text, tone="good")
     return {
         "title": text,
-        "lead": (text,),
-        "findings": (html.Finding(headline=text, detail=text),),
-        "claims": (several, untested),
-        "rule": ("An interval decides.", text),
-        "warning": text,
-        "answer": (text, "And so on."),
+        "lede": text,
+        "cards": (Card(label=text, value=text, detail="And so on.", tone="good"),),
         "figures": (figure, figure),
+        "sections": (
+            Section(title="Claims", body=interval_rows([row])),
+            Section(title="Tables", body=html_table([text, text], [[text, text]], caption=text), folded=True),
+        ),
         "table": table,
         "shown": data.measures(table),
         "command": text,
         "settings": {text: text},
-        "tables": {text: {"caption": text, "columns": (text, text), "rows": (((text, None, None),) * 2,)}},
         "configs": dict.fromkeys(dict.fromkeys(table["run"]), f'steps = 100\nname = """{text}"""\n'),
+        "banner": text,
         **changed,
     }
-
-
-def estimate(value):
-    return Estimate(value=value, stderr=2.0, samples=9, unit="nats", num_predictions=9, method="known")
-
-
-def small(text):
-    drawn = [Interval(row=text, series="", value=0.5, low=0.25, high=0.75, text=text)]
-    return intervals([IntervalPanel(title=text, intervals=drawn)], [text], note="", size=(300, 34)), text
 
 
 def block(document, name):
@@ -98,7 +73,7 @@ def block(document, name):
 
 @pytest.fixture(scope="module")
 def document(table):
-    return html.render(**make_page(table))
+    return render(**make_page(table))
 
 
 def test_nothing_is_loaded_from_the_network(document):
@@ -129,12 +104,11 @@ def test_every_link_and_label_has_its_target_in_the_page(document):
 def test_the_page_can_be_read_by_its_landmarks_and_captions(document):
     reader = Reader(document)
     assert [len(reader.all(tag)) for tag in ("h1", "main", "nav")] == [1, 1, 1]
-    assert len(reader.all("caption")) == len(reader.all("table")) == 3
     assert {a.get("scope") for a in reader.all("th")} == {"row", "col"}
     assert all(a.get("alt") for a in reader.all("img"))
     assert all(a.keys() & {"aria-label", "aria-labelledby"} for a in reader.all("section"))
-    drawn = [a for a in reader.all("div") if a.get("role") == "img"]
-    assert [a["aria-label"] for a in drawn] == ["plain"]
+    drawn = [a for a in reader.all("svg") if a.get("role") == "img"]
+    assert [a["aria-label"] for a in drawn] == ["plain: plain, plain"]
     assert next(a for a in reader.all("p") if a.get("id") == "count")["aria-live"] == "polite"
 
 
@@ -146,7 +120,7 @@ def test_files_stand_in_for_the_charts_where_scripts_are_off(document):
 
 def test_every_run_has_its_config_and_lines_in_common_are_there_once(table):
     texts = {run: f"steps = 100\n\n[model]\nseed = {run[-1]}\n\n[optimizer]\nname = '{run}'\n" for run in table["run"]}
-    document = html.render(**make_page(table, configs=texts))
+    document = render(**make_page(table, configs=texts))
     configs = block(document, "configs")
     for run, text in texts.items():
         read = "\n".join(configs["lines"][line] for line in configs["runs"][run]) + "\n"
@@ -160,8 +134,8 @@ def test_every_run_has_its_config_and_lines_in_common_are_there_once(table):
 def test_the_specs_in_the_page_are_the_charts(document, table):
     reader = Reader(document)
     specs = [a for a in reader.all("script") if a.get("class") == "spec"]
-    assert [a["data-chart"] for a in specs] == ["chart-1", "chart-2"]
-    assert [a["id"] for a in reader.all("div") if a.get("class") == "chart"] == ["chart-1", "chart-2"]
+    assert [a["data-chart"] for a in specs] == ["chart-0", "chart-1"]
+    assert [a["id"] for a in reader.all("div") if a.get("class") == "chart"] == ["chart-0", "chart-1"]
     chart = charts.scatter(table, ((KL, accuracy("root")), (TRACE, accuracy("root"))))
     datasets = chart["datasets"]
     spec = json.loads(re.search(r'<script type="application/json" class="spec"[^>]*>(.*?)</script>', document)[1])
@@ -173,28 +147,19 @@ def test_the_specs_in_the_page_are_the_charts(document, table):
             assert {k: v if isinstance(v, str) else pytest.approx(v, rel=1e-6) for k, v in shown.items()} == row
 
 
-def test_every_claim_has_its_numbers_and_a_verdict_in_words(document):
-    section = document[document.index('id="claims"') : document.index('id="findings"')]
-    body = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", section))
-    for verdict in ("✓ shown", "○ not shown", "✗ contradicted", "– no verdict at this scale"):
-        assert f"plain {verdict} -40.0 ± 2.0" in body
-    assert "– not tested" in body
-    assert "✓ shown × 1 ○ not shown × 1 ✗ contradicted × 1 – not tested × 1" in body  # of all claims
-    assert body.count("plain (nats per token)") == 1  # the unit is said once
-    assert "They were compared." in body
-    assert "An interval decides." in body
-    assert section.count("<table") == section.count("<svg") == 1
-
-
-def test_the_warning_comes_first_and_the_answer_before_all_numbers(document):
-    order = ("answer", "about", "figures", "claims", "findings", "more-figures", "table-1", "checkpoints", "made")
-    places = [document.index(mark) for mark in ('class="banner"', *(f'id="{name}"' for name in order))]
+def test_the_answer_and_a_figure_come_first_and_what_few_need_is_folded(document):
+    order = ("plain", "claims", "more-figures", "tables", "every-checkpoint", "how-this-was-made")
+    places = [document.index('class="banner"'), document.index("And so on.")]
+    places += [document.index(f'id="section-{name}"') for name in order]
     assert places == sorted(places)
-    assert "And so on." in document[places[1] : places[2]]
+    reader = Reader(document)
+    folded = ["section-tables", "section-every-checkpoint", "section-how-this-was-made"]
+    assert [a["id"] for a in reader.all("details")] == folded
+    assert {a["href"] for a in reader.all("a")} == {"#top", *(f"#section-{name}" for name in order)}
 
 
 def test_every_checkpoint_is_in_the_table(document, table):
-    body = document[document.index('id="checkpoints"') : document.index('id="reading"')]
+    body = document[document.index('id="checkpoints"') : document.index('id="section-how-this-was-made"')]
     assert body.count("<tr>") == table.height + 1
     assert "0.0480 ± 0.0012" in body
     assert '<td data-sort="0.644" data-error="0.006">64.40 ± 0.60</td>' in body  # all digits, as in files
@@ -203,8 +168,8 @@ def test_every_checkpoint_is_in_the_table(document, table):
 def test_hostile_names_stay_text(table):
     run = pl.when(pl.col("run") == "sgd-d64").then(pl.lit(HOSTILE)).otherwise(pl.col("run")).alias("run")
     hostile = table.with_columns(run, pl.lit(HOSTILE).alias("group"), pl.lit(HOSTILE).alias("size"))
-    plain = Reader(html.render(**make_page(table)))
-    document = html.render(**make_page(hostile, text=HOSTILE, name=HOSTILE))
+    plain = Reader(render(**make_page(table)))
+    document = render(**make_page(hostile, text=HOSTILE, name=HOSTILE))
     reader = Reader(document)
     assert "<script>alert" not in document
     assert [tag for tag, _ in reader.elements] == [tag for tag, _ in plain.elements]
@@ -227,7 +192,7 @@ def test_a_name_that_the_template_does_not_know_is_an_error():
 
 
 def test_checkpoints_are_sorted_by_numbers(table, document):
-    first, *_ = html.checkpoint_cells(table, (KL, TRACE))
+    first, *_ = checkpoint_cells(table, (KL, TRACE))
     assert [text for text, _, _ in first] == [
         "adamw-d16",
         "AdamW",
@@ -246,4 +211,4 @@ def test_checkpoints_are_sorted_by_numbers(table, document):
 
 
 def test_the_page_is_the_same_every_time(table, document):
-    assert html.render(**make_page(table)) == document
+    assert render(**make_page(table)) == document

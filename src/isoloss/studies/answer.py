@@ -1,0 +1,325 @@
+"""What a study answers: the cards of its page's first screen, and a row for each comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from isoloss.errors import IsolossError
+from isoloss.lab.evaluation.external import ExternalCheckpoint
+from isoloss.report.html import Card, IntervalRow, Tone
+from isoloss.statistics.estimate import Estimate, interval, number
+from isoloss.statistics.significance import SAME_LOSS_NATS, equivalence, p_value
+from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict
+from isoloss.studies.results import RESCALED, UNITS, Checkpoint, Pair, Results, change
+
+TONES: Mapping[Verdict, Tone] = {
+    Verdict.SHOWN: "good",
+    Verdict.NOT_SHOWN: "unclear",
+    Verdict.CONTRADICTED: "bad",
+    Verdict.NOT_TESTED: "neutral",
+    Verdict.NO_VERDICT: "neutral",
+}
+ANSWERS: Mapping[Verdict, str] = {  # to a question that the claim affirms
+    Verdict.SHOWN: "Yes",
+    Verdict.NOT_SHOWN: "Not shown",
+    Verdict.CONTRADICTED: "No, the opposite",
+    Verdict.NOT_TESTED: "Not tested",
+    Verdict.NO_VERDICT: "No verdict",
+}
+MOST_CARDS = 3
+_ALPHA = 0.05
+_TITLES = {"kl": "KL to the truth", "loss": "loss", "trace": "trace", "minimal-trace": "minimal trace"}
+
+
+def told(difference: Estimate) -> str:
+    """Return a difference with its sign, its error and a short unit.
+
+    Example:
+        >>> known = {"samples": 9, "num_predictions": 9, "method": "paired"}
+        >>> told(Estimate(value=0.5, stderr=0.01, unit="nats per predicted token", **known))
+        '+0.500 ± 0.010 nats/token'
+    """
+    sign = "+" if difference.value > 0 else ""
+    return f"{sign}{number(difference)} {_unit(difference)}".rstrip()
+
+
+def detail(difference: Estimate) -> str:
+    """Return the 95 % interval of a difference; of an exact one, that it is exact."""
+    return f"95 %: {interval(difference)}" if difference.stderr > 0 else "exact"
+
+
+def _unit(estimate: Estimate) -> str:
+    return "%" if estimate.unit == "accuracy" else UNITS.get(estimate.unit, estimate.unit)
+
+
+# --- claims ----------------------------------------------------------------------------------------------------------
+
+
+def claim_cards(results: Sequence[ClaimResult]) -> list[Card]:
+    """Return a card for each of the first claims, the primary one first."""
+    first = sorted(results, key=lambda result: not any(answer.is_primary for answer in result.answers))
+    return [card_of(result.claim.statement, result) for result in first[:MOST_CARDS]]
+
+
+def card_of(label: str, result: ClaimResult, case: str | None = None) -> Card:
+    """Return the card of a claim: the verdict on a case, with its difference and interval.
+
+    Args:
+        label: The question that the claim affirms.
+        result: The claim with its answers.
+        case: Which answer is shown; None: the primary one, or the first that was tested.
+    """
+    judged = [answer for answer in result.answers if answer.verdict is not Verdict.NOT_TESTED]
+    chosen = [answer for answer in result.answers if (answer.is_primary if case is None else answer.case == case)]
+    answer = (chosen or judged or result.answers)[0]
+    value = ANSWERS[answer.verdict]
+    if answer.difference is None:
+        return Card(label=label, value=value, detail=answer.explanation, tone=TONES[answer.verdict])
+    if answer.verdict is Verdict.NOT_TESTED and answer.same_loss is not None and not answer.same_loss.shown:
+        value = "Not tested: the losses differ"
+    more = len(result.answers) - 1
+    words = [
+        f"{answer.case or result.claim.measures}: {detail(answer.difference)}",
+        f"{more} more case{'s' * (more > 1)} below" if more else "",
+    ]
+    return Card(
+        label=label,
+        value=f"{value}: {told(answer.difference)}" if ":" not in value else value,
+        detail="; ".join(filter(None, words)),
+        tone=TONES[answer.verdict],
+    )
+
+
+def claim_rows(results: Sequence[ClaimResult]) -> list[IntervalRow]:
+    """Return a row for each case of each claim."""
+    return [_row(result.claim, answer) for result in results for answer in result.answers]
+
+
+def _row(claim: Claim, answer: Answer) -> IntervalRow:
+    label, difference = title_of(answer.case or claim.measures or "all"), answer.difference
+    bare = IntervalRow(label=label, effect="") if difference is None else interval_row(label, difference)
+    return dataclasses.replace(
+        bare,
+        claimed=None if difference is None else claimed(claim),
+        # traces and minimal traces differ in size: only accuracies share an axis
+        scale=claim.id if difference is not None and difference.unit == "percentage points" else "",
+        group=claim.statement,
+        verdict=answer.verdict.value,
+        tone=TONES[answer.verdict],
+    )
+
+
+def interval_row(label: str, difference: Estimate, *, group: str = "") -> IntervalRow:
+    """Return the row of a difference, with its 95 % interval."""
+    low, high = difference.ci95
+    ends = interval(difference) if difference.stderr > 0 else "exact"
+    about = told(difference)
+    return IntervalRow(
+        label=label, effect=about, interval=ends, value=difference.value, low=low, high=high, group=group
+    )
+
+
+def claimed(claim: Claim) -> tuple[float | None, float | None]:
+    """Return the ends of the range of differences that a claim states; None: open.
+
+    Example:
+        >>> claimed(Claim(id="a", statement="", direction="decrease", margin=0.1))
+        (None, -0.1)
+    """
+    return {
+        "increase": (claim.margin, None),
+        "decrease": (None, -claim.margin),
+        "no change within": (-claim.margin, claim.margin),
+    }[claim.direction]
+
+
+def claim_line(result: ClaimResult) -> tuple[Tone, str]:
+    """Return the verdict on a claim in a few words, however many cases it has, and its tone.
+
+    Example:
+        >>> claim = Claim(id="longer", statement="", direction="increase")
+        >>> answers = [Answer(case="root", numbers={}, verdict=Verdict.CONTRADICTED, explanation=""),
+        ...            Answer(case="prefix-4", numbers={}, verdict=Verdict.SHOWN, explanation="")]
+        >>> claim_line(ClaimResult(claim=claim, answers=tuple(answers)))
+        ('unclear', 'shown in 1 of 2, contradicted in 1 of 2')
+    """
+    counts = Counter(answer.verdict for answer in result.answers)
+    if len(counts) == 1:
+        (verdict,) = counts
+        return TONES[verdict], verdict.value
+    total = len(result.answers)
+    words = ", ".join(f"{verdict.value} in {counts[verdict]} of {total}" for verdict in Verdict if counts[verdict])
+    return "unclear", words
+
+
+# --- a study without claims: its runs compared -----------------------------------------------------------------------
+
+
+class Comparison:
+    """The last checkpoints of a study's groups of runs, and the differences between groups.
+
+    Runs of two groups are paired where they have the same block and seed.
+    """
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self.groups: dict[str, dict[tuple[int, int], Checkpoint]] = {}
+        kinds = set()
+        for name, experiment in results.experiments.items():
+            key = experiment.block, getattr(experiment.config, "seed", 0)
+            last = results.of_run(name)
+            self.groups.setdefault(experiment.group or name, {})[key] = last[max(last)]
+            about = results.run(name).result()
+            external = isinstance(experiment.config, ExternalCheckpoint)
+            kinds.add((about.get("architecture") if external else experiment.size, about["num_parameters"]))
+        # flatness depends on how a function is parametrized
+        self.one_architecture = len(kinds) == 1
+
+    @property
+    def first(self) -> str:
+        """The group that the others are compared with."""
+        return next(iter(self.groups))
+
+    def pairs(self, first: str, second: str) -> list[Pair]:
+        """Return the pairs of two groups; none where a run has no partner."""
+        one, two = self.groups[first], self.groups[second]
+        return [(one[key], two[key]) for key in one] if one.keys() == two.keys() else []
+
+    def difference(self, key: str, first: str, second: str) -> Estimate | None:
+        """Return second - first, paired; None where the two cannot be compared."""
+        pairs = self.pairs(first, second)
+        if not pairs or not (self.one_architecture or self._is_of_the_function(key)):
+            return None
+        try:
+            return change(pairs, key)
+        except IsolossError:  # measured on different sentences
+            return None
+
+    def _is_of_the_function(self, key: str) -> bool:
+        unit = next(iter(self.results.checkpoints.values()))[key].unit
+        return unit == "accuracy" or key in ("loss", "kl", "entropy")
+
+    def rows(self) -> list[IntervalRow]:
+        """Return a row for each group but the first and each measure."""
+        rows = []
+        for name in list(self.groups)[1:]:
+            for key in self.results.keys:
+                difference = self.difference(key, self.first, name)
+                if difference is None:
+                    continue
+                rows.append(interval_row(title_of(key), difference, group=f"{name} minus {self.first}"))
+        return rows
+
+    def best(self, key: str) -> tuple[str, str, Estimate | None, bool]:
+        """Return the best group, the next, the difference between the two, and whether it is the best for sure.
+
+        For sure: it differs from each other group at 5 %, by Bonferroni's correction for their number.
+        """
+        sign = -1 if self._higher_is_better(key) else 1
+        means = {
+            name: sign * sum(run[key].value for run in runs.values()) / len(runs) for name, runs in self.groups.items()
+        }
+        best, second, *_ = sorted(means, key=lambda name: means[name])
+        others = [self.difference(key, best, name) for name in self.groups if name != best]
+        level = _ALPHA / len(others)
+        clear = all(each is not None and p_value(each) < level for each in others)
+        return best, second, self.difference(key, second, best), clear
+
+    def _higher_is_better(self, key: str) -> bool:
+        return next(iter(self.results.checkpoints.values()))[key].unit == "accuracy"
+
+    def cards(self) -> list[Card]:
+        """Return the cards: which is the flattest, whether the losses are the same, which transfers best."""
+        keys, loss = self.results.keys, self.results.loss_key
+        if len(self.groups) < 2:
+            only = next(iter(self.results.checkpoints.values()))
+            shown = keys[:MOST_CARDS]
+            return [Card(label=title_of(key), value=f"{number(only[key])} {_unit(only[key])}") for key in shown]
+        flatness = [key for key in RESCALED if key in keys]
+        same = [self._same_loss(loss)] if loss in keys else []
+        cards = [self._flattest(flatness, same_loss=all(card.tone == "good" for card in same))] if flatness else []
+        return [*cards, *same, *(self._best(key) for key in keys if self._higher_is_better(key))][:MOST_CARDS]
+
+    def _flattest(self, keys: Sequence[str], *, same_loss: bool) -> Card:
+        label = "Which is flatter?" if len(self.groups) == 2 else "Which is the flattest?"
+        if not self.one_architecture:
+            why = "The architectures or sizes differ, and a trace depends on the parameters that it is a sum over."
+            return Card(label=label, value="Not comparable", detail=why, tone="unclear")
+        found = {key: self.best(key) for key in keys}
+        told_by = "; ".join(self._told(key, *each[:3]) for key, each in found.items())
+        sure = {best for best, _, _, clear in found.values() if clear}
+        if len(sure) == 1 and all(clear for *_, clear in found.values()):
+            if not same_loss:
+                return Card(
+                    label=label, value=f"{sure.pop()}, but not at the same loss", detail=told_by, tone="unclear"
+                )
+            return Card(label=label, value=sure.pop(), detail=told_by, tone="good")
+        if not sure:
+            return Card(label=label, value="No difference shown", detail=told_by, tone="unclear")
+        return Card(label=label, value="The measures disagree", detail=told_by, tone="unclear")
+
+    def _told(self, key: str, best: str, second: str, difference: Estimate | None) -> str:
+        """Return by how much the best group differs from the next, in words."""
+        title = title_of(key)
+        if difference is None:
+            return f"{title}: {best} has the best value; there are no paired differences"
+        return f"{title}: {best} minus {second} {told(difference)} ({detail(difference)})"
+
+    def _same_loss(self, key: str) -> Card:
+        best, *_ = self.best(key)
+        # the two that lie farthest apart
+        worst = max(self.groups, key=lambda name: sum(run[key].value for run in self.groups[name].values()))
+        difference = self.difference(key, best, worst)
+        label = "The same loss?"
+        if difference is None or worst == best:
+            return Card(label=label, value="Not known", detail="There are no paired differences.", tone="unclear")
+        words = f"{worst} minus {best}; {detail(difference)}; the same: within {SAME_LOSS_NATS:g} nats/token"
+        low, high = difference.ci95
+        value, tone = "Not shown", TONES[Verdict.NOT_SHOWN]
+        if equivalence(difference, SAME_LOSS_NATS).shown:
+            value, tone = "Yes", TONES[Verdict.SHOWN]
+        elif low > SAME_LOSS_NATS or high < -SAME_LOSS_NATS:
+            value, tone = "No", TONES[Verdict.CONTRADICTED]
+        return Card(label=label, value=f"{value}: {told(difference)}", detail=words, tone=tone)
+
+    def _best(self, key: str) -> Card:
+        best, second, difference, clear = self.best(key)
+        label = f"Which is better on {key.partition('-')[2] or key}?"
+        about = self._told(key, best, second, difference)
+        if not clear:
+            return Card(label=label, value="No difference shown", detail=about, tone="unclear")
+        return Card(label=label, value=best, detail=about, tone="good")
+
+
+def title_of(key: str) -> str:
+    """Return what an estimate is called in a sentence.
+
+    Example:
+        >>> title_of("minimal-trace"), title_of("probe-root"), title_of("sharpness")
+        ('minimal trace', 'probe accuracy, root', 'sharpness')
+    """
+    kind, _, task = key.partition("-")
+    names = {"probe": "probe accuracy", "finetune": "fine-tuned accuracy"}
+    return _TITLES.get(key) or (f"{names[kind]}, {task}" if kind in names and task else key)
+
+
+def setup(results: Results) -> str:
+    """Return a sentence or two on what was measured, which define the words that the page uses."""
+    comparison = Comparison(results)
+    names = list(comparison.groups)
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    on = {e.config.measured_on for e in results.experiments.values() if isinstance(e.config, ExternalCheckpoint)}
+    words = [f"{shown}, measured on {' and '.join(sorted(on))}." if on else f"{shown}, at the end of training."]
+    keys = results.keys
+    if "trace" in keys:
+        words.append(
+            "The trace of the Fisher information says how sharply the loss rises when the weights move a little: a "
+            "smaller trace is flatter."
+        )
+    if "minimal-trace" in keys:
+        words.append(
+            "The minimal trace is its minimum over all rescalings of the weights that leave every prediction unchanged."
+        )
+    return " ".join(words)
