@@ -67,14 +67,25 @@ def test_the_readme_gives_the_primary_differences_as_they_were_found():
         assert re.search(rf"(?<![\d.]){re.escape(number(found))}(?!\d)", text)
 
 
+def numbers_in(text):
+    found = re.findall(r"[-+]?[\d.,]+ ± [\d.]*\d", " ".join(text.replace("\N{MINUS SIGN}", "-").split()))
+    return {number.lstrip("+") for number in found}
+
+
+def test_the_accuracies_of_same_loss_are_those_of_the_two_draws():
+    text = (ROOT / "docs/method/studies.md").read_text().partition("Accuracy in percentage points:")[2]
+    given = numbers_in(text.partition("Loss, in")[0])
+    both = compare(RESULTS / "third", RESULTS / "fourth").numbers
+    assert len(given) > 40
+    assert given <= {number(found) for pair in both for found in (pair.first, pair.second)}
+
+
 @pytest.mark.parametrize(
     ("file", "start", "end"),
     [("docs/method/studies.md", "### The evening", "\n## "), ("README.md", "The study `paper`", "\n## ")],
 )
 def test_the_numbers_of_the_evening_are_those_of_its_tables(file, start, end):
     text = (ROOT / file).read_text().partition(start)[2].partition(end)[0]
-    numbers = re.compile(r"[-+]?[\d.,]+ ± [\d.]*\d")
-    given = {found.lstrip("+") for found in numbers.findall(" ".join(text.replace("\N{MINUS SIGN}", "-").split()))}
-    tables = [path.read_text() for path in (RESULTS / "paper" / "tables").glob("*.md")]
+    given = numbers_in(text)
     assert given
-    assert given <= {found.lstrip("+") for table in tables for found in numbers.findall(table)}
+    assert given <= set().union(*(numbers_in(path.read_text()) for path in (RESULTS / "paper" / "tables").glob("*.md")))

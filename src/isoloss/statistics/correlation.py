@@ -130,8 +130,8 @@ def correlation(
     With z = artanh r and z_g the same without cluster g, the squared error of z is (G - 1) / G sum_g (z_g - z)^2 (the
     cluster jackknife; MacKinnon, Nielsen and Webb, 2023). The interval is tanh(z ± t s), with Student's t of G - 1
     degrees of freedom. The bootstrap draws G clusters with replacement and ranks anew in each resample. Its interval is
-    too short for few clusters, and the correction BCa makes that no better: `docs/statistics.md` has how often each
-    one holds the truth.
+    too short for few clusters, and the correction BCa makes that no better: `docs/method/statistics.md` has how often
+    each one holds the truth.
 
     Args:
         x: (N,).
