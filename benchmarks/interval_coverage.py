@@ -25,10 +25,9 @@ import torch  # noqa: E402
 from timing import heading, record_of  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
 
-from isoloss import compare  # noqa: E402
 from isoloss.errors import IsolossError  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
-from isoloss.flatness import FlatnessCallback  # noqa: E402
+from isoloss.flatness import FlatnessCallback, compare_traces  # noqa: E402
 from isoloss.text.packing import pack  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -96,7 +95,7 @@ def measured(models: Mapping[str, GPT2LMHeadModel], batch: Mapping[str, torch.Te
     callback = FlatnessCallback([batch], every=1, seed=1)
     step = TrainerState(global_step=1, is_world_process_zero=True)
     callback.on_step_end(TrainingArguments("unused"), step, TrainerControl(), model=models["b"])
-    comparison = compare(models, [batch])
+    comparison = compare_traces(models, [batch])
     first = comparison.models["a"]
     differences = (comparison.difference(name, "a", "b") for name in ("trace", "loss"))
     found = (first["trace"], callback.traces[1], first["loss"], *differences)

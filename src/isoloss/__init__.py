@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from isoloss import lazy
 
 if TYPE_CHECKING:
-    from isoloss.flatness.comparison import compare
     from isoloss.flatness.fisher import fisher_trace
+    from isoloss.lab.evaluation.compare import compare
     from isoloss.lab.evaluation.evaluator import evaluate
     from isoloss.lab.evaluation.pretraining import pretrain
     from isoloss.lab.languages.config import load_language
@@ -64,7 +64,7 @@ _load = lazy.exports(
     __name__,
     {
         "Estimate": "isoloss.statistics.estimate",
-        "compare": "isoloss.flatness.comparison",
+        "compare": "isoloss.lab.evaluation.compare",
         "compare_accuracy": "isoloss.lab.transfer.compare",
         "evaluate": "isoloss.lab.evaluation.evaluator",
         "finetune": "isoloss.lab.transfer.finetuning",

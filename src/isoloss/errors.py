@@ -14,7 +14,7 @@ NOTHING_PREDICTED = "nothing is predicted: every label that the model could be s
 EXTRAS = {  # pyproject.toml's, by the modules that are imported from their packages
     **dict.fromkeys(("numba", "llvmlite", "threadpoolctl"), "lab"),
     **dict.fromkeys(("polars", "jinja2", "markupsafe", "vl_convert"), "study"),
-    "datasets": "hub",
+    **dict.fromkeys(("datasets", "pandas"), "hub"),
     "ray": "ray",
     "submitit": "slurm",
 }

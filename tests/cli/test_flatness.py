@@ -25,7 +25,7 @@ from isoloss.cli.main import main
 from isoloss.errors import IsolossWarning
 from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
 from isoloss.flatness._curvature import MeanLoss
-from isoloss.flatness.comparison import compare
+from isoloss.flatness.comparison import compare_traces
 from isoloss.lab.evaluation import context as contexts
 from isoloss.statistics.estimate import rounded
 from isoloss.statistics.ratio import ClusteredRatio
@@ -410,7 +410,9 @@ def test_several_models_are_compared_on_the_same_inputs(capsys, folder):
     document = json.loads(call(capsys, *names, "--data", folder / "ids.npy", "--measures", "trace", "--json").out)
     ids = torch.from_numpy(np.load(folder / "ids.npy"))
     with pytest.warns(IsolossWarning, match="have different parameters"):
-        expected = compare({names[0]: llama(16), names[2]: llama(32)}, [{"input_ids": ids, "labels": ids}], causal=True)
+        expected = compare_traces(
+            {names[0]: llama(16), names[2]: llama(32)}, [{"input_ids": ids, "labels": ids}], causal=True
+        )
     for found, wanted in zip((document["models"][0], document["models"][2]), expected.models.values(), strict=True):
         estimates = found["estimates"]["trace"]
         assert estimates["trace"]["value"] == pytest.approx(wanted["trace"].value, rel=1e-5)

@@ -17,7 +17,7 @@ from isoloss.errors import IsolossError
 from isoloss.flatness import _measurement, fisher_trace
 from isoloss.flatness._ghost import auxiliary
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample, Bigrams, _Tokens
-from isoloss.flatness.comparison import compare
+from isoloss.flatness.comparison import compare_traces
 from isoloss.seeds import generator
 
 VOCAB, LENGTH, TOPICS = 24, 8, 4
@@ -367,7 +367,7 @@ def test_models_share_an_auxiliary_sample_in_a_comparison():
     pairs, own = [], []
     for repetition in range(12):
         batch, pool = topical(256, "measured", repetition), [topical(768, "pool", repetition)]
-        found = compare(
+        found = compare_traces(
             {"a": first, "b": second}, [batch], seed=repetition, num_probes=4, auxiliary_sample=pool, causal=False
         )
         pairs.append(found.difference("trace", "a", "b"))
@@ -382,7 +382,7 @@ def test_models_share_an_auxiliary_sample_in_a_comparison():
     influence = own[0].influence
     assert len(influence) > n == 256
     assert float((influence**2).sum() / (n * (n - 1))) ** 0.5 == pytest.approx(own[0].stderr, rel=1e-12)
-    same = compare({"a": first, "b": first}, [batch], auxiliary_sample=pool, causal=False)
+    same = compare_traces({"a": first, "b": first}, [batch], auxiliary_sample=pool, causal=False)
     assert same.ratio("trace", "a", "b") == (1.0, (1.0, 1.0))
     assert same.probability_of_smallest("trace") == {"a": 0.5, "b": 0.5}
 
@@ -391,7 +391,9 @@ def test_models_share_an_auxiliary_sample_in_a_comparison():
 def test_the_first_model_decides_for_all(names, used):
     models = {"untold": Untold(), "topical": Topical()}
     batch, pool = topical(300, "measured"), [topical(3000, "pool")]
-    found = compare({name: models[name] for name in names}, [batch], num_probes=8, auxiliary_sample=pool, causal=False)
+    found = compare_traces(
+        {name: models[name] for name in names}, [batch], num_probes=8, auxiliary_sample=pool, causal=False
+    )
     assert [trace.details["auxiliary_directions"] for trace in found.of("trace").values()] == [used, used]
     alone = measure(models[names[1]], batch, auxiliary_sample=pool).details["auxiliary_directions"]
     assert alone == 8 - used

@@ -24,7 +24,7 @@ from known_estimates import leave_one_out_error
 
 VOCAB = 5
 
-compare = functools.partial(comparison.compare, minimal=False)  # of the plain traces
+compare = functools.partial(comparison.compare_traces, minimal=False)  # of the plain traces
 
 
 def bert(seed=0, *, size=8, vocab=VOCAB):
@@ -276,7 +276,7 @@ def test_it_prints_as_one_line_and_as_tables():
 
 
 def test_a_comparison_is_json():
-    found = comparison.compare({"a": bert(), "b": bert(1)}, inputs(20))
+    found = comparison.compare_traces({"a": bert(), "b": bert(1)}, inputs(20))
     document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert Estimate.from_dict(document["models"]["b"]["minimal-trace"]) == found.models["b"]["minimal-trace"]
     pairs = {pair["estimate"]: pair for pair in document["pairs"]}

@@ -17,10 +17,11 @@ from rescaling_models import FAMILIES, VOCABULARY, tokens
 from torch import nn
 
 from isoloss.flatness import (
+    Rounding,
     empirical_fisher_trace,
     fisher_rao_norm,
     fisher_trace,
-    quantization_rise,
+    loss_rises,
     relative_flatness,
     sam_sharpness,
     squared_parameter_norm,
@@ -165,6 +166,10 @@ def estimated(measure, **options):
     return lambda model: torch.tensor(measure(model, batches(), **options).value, dtype=torch.float64)
 
 
+def rise(change):
+    return lambda model: torch.tensor(loss_rises(model, batches(), {"rise": change})["rise"].value, dtype=torch.float64)
+
+
 VALUES = {
     "squared-norm": lambda model: torch.tensor(squared_parameter_norm(model).value, dtype=torch.float64),
     "trace": lambda model: fisher(model).trace(),
@@ -179,8 +184,8 @@ VALUES = {
     "sam-sharpness": estimated(sam_sharpness),
     "adaptive-sharpness": estimated(sam_sharpness, adaptive=True),
     "noise-sharpness": noise,
-    "int8-rise": estimated(quantization_rise, bits=8),
-    "int4-rise": estimated(quantization_rise, bits=4, group_size=128),
+    "int8-rise": rise(Rounding(bits=8)),
+    "int4-rise": rise(Rounding(bits=4, group_size=128)),
 }
 
 

@@ -15,7 +15,7 @@ from transformers import DistilBertConfig, DistilBertForMaskedLM, LlamaForCausal
 
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.flatness import FlatnessCallback, _measurement, compare, fisher_trace
+from isoloss.flatness import FlatnessCallback, _measurement, compare_traces, fisher_trace
 from isoloss.flatness._measurement import measure
 from isoloss.flatness._rescaling.apply import rescaled, rescaled_at_random
 from isoloss.flatness._rescaling.symmetries import rescalings_of
@@ -189,7 +189,7 @@ def test_models_are_compared_by_it():
         model, {"bert.encoder.layer.0.output.dense.weight": 1.3 * model.bert.encoder.layer[0].output.dense.weight}
     )
     models = {"a": model, "rescaled": randomly(model, seed=2), "other": other}
-    comparison = compare(models, batches_of(model), minimal=True)
+    comparison = compare_traces(models, batches_of(model), minimal=True)
     least, rest = (comparison.models["a"][name] for name in ("minimal-trace", "minimal_without_embeddings"))
     same = comparison.difference("minimal-trace", "a", "rescaled")
     assert abs(same.value) < 1e-5 * least.value

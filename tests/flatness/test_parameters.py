@@ -21,7 +21,7 @@ from isoloss.flatness import (
     weighted_fisher_trace,
 )
 from isoloss.flatness._parameters import embeddings, quantized_weights
-from isoloss.flatness.comparison import compare
+from isoloss.flatness.comparison import compare_traces
 
 BY_GRADIENT = {
     "fisher": fisher_trace,
@@ -106,7 +106,7 @@ def test_a_comparison_pairs_what_is_left_without_embeddings():
         for parameter in models["b"].parameters():
             parameter.mul_(1.02)
     inputs = [batch_of(sequences=60, seed=3)]
-    found = compare(models, inputs)
+    found = compare_traces(models, inputs)
     measured = []
     for model in models.values():
         named = dict(model.named_parameters())

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from isoloss.errors import IsolossError
-from isoloss.flatness import compare, fisher_trace, minimal_trace
+from isoloss.flatness import compare_traces, fisher_trace, minimal_trace
 from isoloss.flatness._rescaling import symmetries
 from isoloss.flatness._rescaling.apply import check_rescaling
 from isoloss.flatness._rescaling.symmetries import rescalings_of
@@ -96,7 +96,7 @@ def test_parts_that_would_not_fit_into_memory_are_refused(monkeypatch):
     with pytest.raises(IsolossError, match=told):
         fisher_trace(model, batches, rescaling="minimal", granularity="channel")
     with pytest.raises(IsolossError, match=f"it: {told}"):
-        compare({"it": model}, batches, minimal=True, granularity="channel")
+        compare_traces({"it": model}, batches, minimal=True, granularity="channel")
     for options in ({"granularity": "head"}, {"granularity": "channel", "num_sequences": 90}):
         assert fisher_trace(model, batches, rescaling="minimal", **options).value > 0
     streamed = fisher_trace(model, iter(batches), rescaling="minimal", granularity="channel")

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.utils import ModelOutput
 
 from isoloss.errors import IsolossError
-from isoloss.flatness import compare
+from isoloss.flatness import compare_traces
 from isoloss.flatness._rescaling.apply import rescaled_at_random
 from isoloss.flatness.comparison import TraceComparison
 from isoloss.flatness.verdict import verdict
@@ -83,7 +83,7 @@ def test_architectures_of_as_many_parameters_are_not_compared(change):
     first, second = (sum(p.numel() for p in model.parameters()) for model in models)
     assert first == second
     ids = torch.randint(0, 16, (64, 8), generator=torch.Generator().manual_seed(1))
-    found = compare(dict(zip("ab", models, strict=True)), [{"input_ids": ids, "labels": ids}]).verdict()
+    found = compare_traces(dict(zip("ab", models, strict=True)), [{"input_ids": ids, "labels": ids}]).verdict()
     assert (found.flattest, found.reasons) == (None, ("parameters",))
     assert "a and b have different architectures" in str(found)
 
@@ -94,7 +94,7 @@ def test_two_measures_that_disagree_give_no_verdict():
     assert str(found) == (
         "No verdict on which is the flattest. A has the smallest trace (probability above 0.999) and B has the "
         "smallest minimal trace (probability above 0.999): the scale of the weights decides the order of the traces. "
-        "Next: compare the models on a task with isoloss transfer."
+        "Next: ask which is better at a task (isoloss compare MODEL MODEL --task TASK)."
     )
 
 
@@ -103,7 +103,7 @@ def test_other_losses_give_no_verdict_but_a_wider_margin_does():
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("loss",))
     assert "within ± 0.01 nats of the loss of a. Differences: b 0.02" in str(found)
-    assert "Next: compare the checkpoints whose losses are nearest, interpolate" in str(found)
+    assert "Next: compare checkpoints of both runs whose losses are nearer (isoloss compare RUN RUN" in str(found)
     assert comparison.verdict(same_loss=0.03).flattest == "a"
     with pytest.raises(IsolossError, match="margin"):
         comparison.verdict(same_loss=0)
@@ -180,7 +180,9 @@ def batches():
 
 
 def test_a_rescaled_model_is_said_to_be_the_same_function(model, batches):
-    comparison = compare({"it": model, "rescaled": rescaled_at_random(model, granularity="tensor", seed=0)}, batches)
+    comparison = compare_traces(
+        {"it": model, "rescaled": rescaled_at_random(model, granularity="tensor", seed=0)}, batches
+    )
     assert not 0.9 < comparison.ratio("trace", "it", "rescaled")[0] < 1.1
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("function",))
@@ -188,7 +190,7 @@ def test_a_rescaled_model_is_said_to_be_the_same_function(model, batches):
 
 
 def test_the_same_weights_are_said_to_be_identical(model, batches):
-    found = compare({"a": model, "b": copy.deepcopy(model)}, batches).verdict()
+    found = compare_traces({"a": model, "b": copy.deepcopy(model)}, batches).verdict()
     assert found.reasons == ("weights",)
 
 
@@ -198,9 +200,9 @@ def test_a_rescaling_does_not_make_a_model_the_flattest(model):
     batches = [{"input_ids": ids, "labels": ids}]
     torch.manual_seed(1)
     models = {"a": model, "b": LlamaForCausalLM(model.config).double().eval()}
-    flatter, sharper = compare(models, batches).ranking("minimal-trace")
+    flatter, sharper = compare_traces(models, batches).ranking("minimal-trace")
     models[flatter] = rescaled_at_random(models[flatter], granularity="tensor", seed=0)
-    comparison = compare(models, batches)
+    comparison = compare_traces(models, batches)
     assert comparison.ranking("trace") == (sharper, flatter)
     assert comparison.probability_of_smallest("trace")[sharper] > 0.99
     assert comparison.ranking("minimal-trace") == (flatter, sharper)
@@ -220,9 +222,9 @@ def test_a_model_without_known_rescalings_is_compared_without_a_verdict(batches)
             return ModelOutput(logits=self.head(self.embed(input_ids)))
 
     models = {"a": Bigram(0).eval(), "b": Bigram(1).eval()}
-    comparison = compare(models, batches, causal=True)
+    comparison = compare_traces(models, batches, causal=True)
     assert comparison.traces == ("trace",)
     assert comparison.verdict().reasons[0] == "no minimal trace"
     assert f"is missing: {comparison.no_minimal}" in str(comparison)
     with pytest.raises(IsolossError, match=r"^a: "):
-        compare(models, batches, causal=True, minimal=True)
+        compare_traces(models, batches, causal=True, minimal=True)

@@ -24,7 +24,7 @@ from isoloss.flatness import (
     spectral_density,
     weighted_fisher_trace,
 )
-from isoloss.flatness.comparison import compare
+from isoloss.flatness.comparison import compare_traces
 from isoloss.model_checks import is_causal
 
 pytestmark = [
@@ -58,7 +58,7 @@ MEASURES = {
     "fisher-rao": fisher_rao_norm,
     "relative": relative_flatness,
     "weighted": weighted_fisher_trace,
-    "compared": lambda model, batches: compare({"a": model, "b": gpt2}, batches).models["a"]["trace"],
+    "compared": lambda model, batches: compare_traces({"a": model, "b": gpt2}, batches).models["a"]["trace"],
 }
 
 
@@ -304,7 +304,7 @@ def test_the_loss_of_a_comparison_skips_it_too():
     documents = [torch.tensor([0, 0, 1, 1]), torch.tensor([1, 2]), torch.tensor([2, 2, 3, 3])]
     given = [{**batch, "documents": names} for batch, names in zip(given, documents, strict=True)]
     whole = {key: torch.cat([batch[key] for batch in given]) for key in given[0]}
-    apart, together = (compare({"a": gpt2()}, part).models["a"] for part in (given, [whole]))
+    apart, together = (compare_traces({"a": gpt2()}, part).models["a"] for part in (given, [whole]))
     for ours, theirs in ((apart[name], together[name]) for name in ("loss", "trace")):
         assert (ours.value, ours.stderr) == pytest.approx((theirs.value, theirs.stderr), rel=1e-9)
         assert ours.samples == theirs.samples == 4

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from isoloss import compare, fisher_trace
+from isoloss import fisher_trace
 from isoloss.errors import IsolossError
-from isoloss.flatness import FlatnessCallback
+from isoloss.flatness import FlatnessCallback, compare_traces
 from isoloss.lab.evaluation.loss import text_loss
 from isoloss.run_config import ObjectiveConfig
 from isoloss.text.clusters import SequenceClusters
@@ -167,8 +167,8 @@ def test_pieces_of_longer_texts_are_told_from_sequences_in_random_order():
 def test_every_number_over_packed_text_has_the_larger_error():
     ids, _ = packed(texts(60, (40, 140)))
     models = {"a": bert(), "b": bert(1)}
-    plain = compare(models, batches_of(ids, documents=torch.arange(len(ids))))
-    found = compare(models, batches_of(ids))
+    plain = compare_traces(models, batches_of(ids, documents=torch.arange(len(ids))))
+    found = compare_traces(models, batches_of(ids))
     callback = FlatnessCallback(batches_of(ids), every=1)
     trace = fisher_trace(models["a"], callback._batches)
     objective = ObjectiveConfig()
@@ -224,7 +224,7 @@ def test_coverage_on_short_documents_end_to_end(shared_data):
     covered = {}
     for with_documents in (False, True):
         found = [
-            compare(models, [{**batch, "documents": of} if with_documents else batch])
+            compare_traces(models, [{**batch, "documents": of} if with_documents else batch])
             for batch, of in zip(cut, of_rows, strict=False)
             if len(of.unique()) > 1
         ]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from isoloss.flatness._measurement import InterruptedEstimate, Options
     from isoloss.flatness._rescaling.apply import check_rescaling, rescaled, rescaled_at_random
     from isoloss.flatness._rescaling.symmetries import Rescalings, Signals, rescalings_of
-    from isoloss.flatness.comparison import compare
+    from isoloss.flatness.comparison import compare_traces
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
     from isoloss.flatness.hessian import hessian_trace
     from isoloss.flatness.norms import (
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         squared_parameter_norm,
         weighted_fisher_trace,
     )
-    from isoloss.flatness.quantization import quantization_rise
+    from isoloss.flatness.robustness import Noise, Rounding, loss_rises
     from isoloss.flatness.sharpness import noise_sharpness, sam_sharpness
     from isoloss.flatness.spectrum import SpectralDensity, largest_eigenvalues, spectral_density
     from isoloss.flatness.trainer_callback import FlatnessCallback, evaluating
@@ -27,20 +27,22 @@ if TYPE_CHECKING:
 __all__ = [
     "FlatnessCallback",
     "InterruptedEstimate",
+    "Noise",
     "Options",
     "Rescalings",
+    "Rounding",
     "Signals",
     "SpectralDensity",
     "check_rescaling",
-    "compare",
+    "compare_traces",
     "empirical_fisher_trace",
     "evaluating",
     "fisher_rao_norm",
     "fisher_trace",
     "hessian_trace",
     "largest_eigenvalues",
+    "loss_rises",
     "noise_sharpness",
-    "quantization_rise",
     "relative_flatness",
     "rescaled",
     "rescaled_at_random",
@@ -52,14 +54,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "comparison": ("compare",),
+    "comparison": ("compare_traces",),
     "_measurement": ("InterruptedEstimate", "Options"),
     "_rescaling.apply": ("check_rescaling", "rescaled", "rescaled_at_random"),
     "_rescaling.symmetries": ("Rescalings", "Signals", "rescalings_of"),
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
     "hessian": ("hessian_trace",),
     "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),
-    "quantization": ("quantization_rise",),
+    "robustness": ("Noise", "Rounding", "loss_rises"),
     "sharpness": ("noise_sharpness", "sam_sharpness"),
     "spectrum": ("SpectralDensity", "largest_eigenvalues", "spectral_density"),
     "trainer_callback": ("FlatnessCallback", "evaluating"),

@@ -1,7 +1,8 @@
 """Several models on the same inputs with the same random signs: paired differences of their flatness and loss.
 
 A model's estimates are `trace`, `without_embeddings` (the part of the trace that is not the embeddings') and `loss`;
-where the minimal trace was measured, also `minimal-trace` and `minimal_without_embeddings`.
+where the minimal trace was measured, also `minimal-trace` and `minimal_without_embeddings`; where it is known how many
+bytes a token stands for, `bits_per_byte`.
 
 Shapes: m predicted positions, V vocabulary, N clusters.
 """
@@ -14,6 +15,7 @@ import functools
 import hashlib
 import html
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +43,7 @@ from isoloss.flatness.minimal_trace import MinimalTraceEstimator, minimal_trace
 from isoloss.flatness.verdict import Verdict, unlike, verdict
 from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, text_config, unwrapped
-from isoloss.statistics.comparison import Comparison
+from isoloss.statistics.comparison import Comparison, times
 from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, samples_of
 from isoloss.statistics.ratio import ClusteredRatioEstimator, Weighted
 from isoloss.statistics.significance import SAME_LOSS_NATS
@@ -61,7 +63,7 @@ _OF_MINIMAL = {  # what each is called in `by_measure`
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class TraceComparison(Comparison):
-    """The result of `isoloss.flatness.compare`: it prints as tables with a verdict.
+    """The result of `isoloss.flatness.compare_traces`: it prints as tables with a verdict.
 
     Attributes:
         weights: The SHA-256 of each model's parameters, which identifies copies.
@@ -188,6 +190,19 @@ class InterruptedComparison(KeyboardInterrupt):
         self.complete, self.name, self.partial = complete, name, partial
 
 
+class ComparisonError(IsolossError):
+    """A model could not be measured after others were.
+
+    Attributes:
+        complete: The comparison of the models that were done.
+        name: The model that failed.
+    """
+
+    def __init__(self, problem: str, complete: TraceComparison, name: str) -> None:
+        super().__init__(problem)
+        self.complete, self.name = complete, name
+
+
 @dataclass(frozen=True)
 class Outline:
     """The properties that models must share for their losses and traces per token to be comparable."""
@@ -218,7 +233,7 @@ class Outline:
             )
 
 
-def compare(
+def compare_traces(
     models: Mapping[str, Model | str] | Sequence[str],
     batches: Iterable[Mapping[str, Any]],
     *,
@@ -232,6 +247,8 @@ def compare(
     one_estimator: bool = False,
     minimal: bool | None = None,
     granularity: Granularity = "tensor",
+    token_bytes: torch.Tensor | None = None,
+    further: Callable[[nn.Module], Mapping[str, Estimate]] | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> TraceComparison:
     """Compare the flatness of models, each measured on the same inputs with the same random probes.
@@ -265,17 +282,21 @@ def compare(
         minimal: Whether to measure the minimal traces too (`fisher_trace` with a `rescaling`); `rtol` is then about
             these. None: where the rescalings of all models are known, and the result's `no_minimal` says why not.
         granularity: Of the rescalings, as for `fisher_trace`.
+        token_bytes: (V,) how many bytes of text each token id stands for (`isoloss.text.tokenizers.token_bytes`), for
+            the loss in bits per byte of the predicted tokens.
+        further: Called with each model, while it is loaded, for more estimates of it.
         progress: Called with a model's name and the number of its sequences done.
 
     Raises:
         IsolossError: No models, two of one name, models that predict different things or have different vocabularies,
             a trace that is not above 0, or whatever `fisher_trace` refuses; the model is named.
+        ComparisonError: One of these after the first model was measured; it carries what is complete.
         InterruptedComparison: Ctrl-C; it carries what is complete, and the trace of the model in work so far.
 
     Example:
         >>> import math
         >>> import torch
-        >>> from isoloss import compare
+        >>> from isoloss.flatness import compare_traces
         >>> from transformers import BertConfig, BertForMaskedLM
         >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
         ...                     intermediate_size=16, max_position_embeddings=8)
@@ -285,7 +306,7 @@ def compare(
         ...     models[name] = BertForMaskedLM(config).eval()
         >>> input_ids = torch.randint(0, 8, (64, 4))
         >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
-        >>> comparison = compare(models, [{"input_ids": input_ids, "labels": labels}])
+        >>> comparison = compare_traces(models, [{"input_ids": input_ids, "labels": labels}])
         >>> sum(comparison.probability_of_smallest("trace").values())
         1.0
         >>> a, b = (comparison.models[name]["trace"] for name in "ab")
@@ -296,7 +317,10 @@ def compare(
         ['model', 'parameters', 'loss', 'trace', 'without']
         >>> comparison.verdict().flattest
     """
-    named = _named(models)
+    loaders = {
+        name: functools.partial(_load, given) if isinstance(given, str | Path) else given
+        for name, given in named_models(models).items()
+    }
     stopping = StopCriteria(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
         # the first model would use up a stream
@@ -309,8 +333,8 @@ def compare(
     has_minimal, no_minimal = minimal is not False, ""
 
     def so_far() -> TraceComparison:
-        names = [*_OF_TRACE, *(_OF_MINIMAL if has_minimal else ())]
-        models = {model: {name: estimates[name] for name in names} for model, estimates in done.items()}
+        left_out = () if has_minimal else _OF_MINIMAL.keys() - _OF_TRACE
+        models = {m: {n: e for n, e in estimates.items() if n not in left_out} for m, estimates in done.items()}
         return TraceComparison(models, weights=weights, architectures=architectures, no_minimal=no_minimal)
 
     def without_minimal(error: IsolossError) -> None:
@@ -319,7 +343,7 @@ def compare(
             raise error
         has_minimal, no_minimal = False, str(error)
 
-    for name, given in named.items():
+    for name, given in loaders.items():
         step = None if progress is None else functools.partial(progress, name)
         try:
             # parameters that are loaded in a caller's inference mode would have no gradients
@@ -343,7 +367,7 @@ def compare(
                 causal=outline.causal,
                 parameter_blocks=None if estimator is None else estimator.parameter_blocks,
             )
-            source.controls, source.separate = controls, not one_estimator
+            source.controls, source.separate, source.token_bytes = controls, not one_estimator, token_bytes
             if auxiliary_sample is not None and sample is None:
                 sample = AuxiliarySample.read(model, auxiliary_sample)
             measurement = Measurement(source, auxiliary_sample=sample)
@@ -354,6 +378,8 @@ def compare(
             # over the same blocks as the trace, so that influences of the two belong to the same samples
             loss = source.loss(measurement.blocks())
             estimates = {"trace": trace, "without_embeddings": _without_embeddings(trace, rest), "loss": loss}
+            if token_bytes is not None:
+                estimates["bits_per_byte"] = source.bits_per_byte(measurement.blocks())
             if estimator is not None:
                 try:
                     with _naming(name):
@@ -363,12 +389,19 @@ def compare(
                     estimates |= {"minimal-trace": least, "minimal_without_embeddings": part}
                 except IsolossError as error:
                     without_minimal(error)
+            if further is not None:
+                with _naming(name):
+                    estimates |= further(model)
         except InterruptedEstimate as stop:
             raise InterruptedComparison(so_far() if done else None, name, stop.partial) from stop
         except KeyboardInterrupt as stop:
             if not done:
                 raise
             raise InterruptedComparison(so_far(), name, None) from stop
+        except IsolossError as error:
+            if not done:
+                raise
+            raise ComparisonError(str(error), so_far(), name) from error
         if not done and sample is not None:
             # the others use as many of its controls: what these take from one model's noise they take from all, and it
             # cancels
@@ -433,12 +466,14 @@ class WithLoss(ExactLabels):
     """The exact expectation over labels, keeping the loss at the given labels of every sequence."""
 
     controls: torch.Tensor | None = None  # (N, C) control variates to use instead of the model's own
+    token_bytes: torch.Tensor | None = None  # (V,)
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self.own_controls: list[torch.Tensor] = []  # (B, C) of each batch, whether they were used or not
         self._nats: list[torch.Tensor] = []
         self._positions: list[torch.Tensor] = []
+        self._bytes: list[torch.Tensor] = []
         self._clusters: list[torch.Tensor] = []
 
     def measure(self, batch: CheckedBatch) -> BatchSums:
@@ -450,23 +485,35 @@ class WithLoss(ExactLabels):
             self._nats.append(terms.values.new_zeros(len(terms.positions)))
         self._positions.append(terms.positions)
         self._clusters.append(batch.clusters)
+        if self.token_bytes is not None:
+            rows, ids = batch.checked.predicted.nonzero()[:, 0].cpu(), batch.checked.targets.cpu()
+            sums = torch.zeros(len(terms.positions), dtype=torch.float64)
+            self._bytes.append(sums.index_add_(0, rows, self.token_bytes[ids].double()))
         if self.controls is None:
             return terms
         return terms._replace(controls=self.controls[batch.first : batch.first + len(terms.positions)])
 
     def loss(self, blocks: Blocks | None) -> Estimate:
         """Return the loss of what was measured, over the same clusters."""
-        nats, positions = torch.cat(self._nats), torch.cat(self._positions)
+        return self._loss_over(self._positions, blocks, UNIT)
+
+    def bits_per_byte(self, blocks: Blocks | None) -> Estimate:
+        """Return the loss in bits over the bytes that the predicted tokens stand for."""
+        loss = self._loss_over(self._bytes, blocks, "bits per byte")
+        return times(loss, 1 / math.log(2))
+
+    def _loss_over(self, sizes: list[torch.Tensor], blocks: Blocks | None, unit: str) -> Estimate:
+        nats = torch.cat(self._nats)
         estimator = ClusteredRatioEstimator(num_parameters=1, num_controls=0)
-        estimator.add(nats[:, None], positions, torch.zeros(len(nats), 0), torch.cat(self._clusters))
+        estimator.add(nats[:, None], torch.cat(sizes), torch.zeros(len(nats), 0), torch.cat(self._clusters))
         result = estimator.result(None if blocks is None else blocks.labels)
         return Estimate(
             value=result.value,
             stderr=result.stderr,
             samples=result.samples,
             effective_samples=result.effective_samples,
-            unit=UNIT,
-            num_predictions=int(positions.sum()),
+            unit=unit,
+            num_predictions=int(torch.cat(self._positions).sum()),
             method="cross-entropy",
             influence=result.influence.numpy(),
         )
@@ -491,18 +538,23 @@ def _surprisal(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.cat(losses).double()
 
 
-def _named(models: Mapping[str, Model | str] | Sequence[str]) -> dict[str, Model]:
+def named_models(models: Mapping[str, Model | str] | Sequence[str]) -> dict[str, Model | str]:
+    """Return models by name, checkpoints by their own.
+
+    Raises:
+        IsolossError: There is none, one is no model, or a checkpoint is named twice.
+    """
     if isinstance(models, str) or not models:
         raise IsolossError(f"models is {models!r}; it is a mapping of names to models, or several names of checkpoints")
     if isinstance(models, Mapping):
         for name, model in models.items():
             require(f"model {name}", model, (str, Path, nn.Module, Callable), "a model, or the name of a checkpoint")  # type: ignore[arg-type]
-        return {n: functools.partial(_load, m) if isinstance(m, str | Path) else m for n, m in models.items()}
+        return dict(models)
     for place, name in enumerate(models):
         require(f"model {place}", name, (str, Path), "the name of a checkpoint; in a mapping, models have names")
     if twice := next((name for i, name in enumerate(models) if name in models[:i]), None):
         raise IsolossError(f"{twice} is named twice; a model is compared with others")
-    return {name: functools.partial(_load, name) for name in models}
+    return {str(name): name for name in models}
 
 
 def _load(name: str | Path) -> nn.Module:

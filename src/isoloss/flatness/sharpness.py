@@ -124,7 +124,7 @@ class _Sam(Estimator):
 
 def _rise(loss: MeanLoss, rho: float, num_steps: int, *, adaptive: bool) -> float:
     before, losses = loss.value(), []
-    with weights_restored(loss.parameters) as originals:
+    with weights_restored(loss.parameters.values()) as originals:
         offset = torch.zeros(loss.num_parameters, dtype=loss.dtype, device=device_of(loss.model))
         units = torch.ones_like(offset)
         if adaptive:
@@ -212,10 +212,10 @@ def noise_sharpness(
 
     begun = time.perf_counter()
     before = loss.by_cluster()
-    with weights_restored(loss.parameters) as originals:
+    with weights_restored(loss.parameters.values()) as originals:
 
         def rise(probe: int) -> torch.Tensor:
-            noise = _noise(loss.parameters, originals, relative_std, seed, probe)
+            noise = gaussian_noise(loss.parameters, originals, relative_std, seed, probe)
             both = []
             for sign in (1, -1):
                 _move(loss.parameters, originals, [sign * part for part in noise])
@@ -230,14 +230,15 @@ def noise_sharpness(
 
 
 @contextmanager
-def weights_restored(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[torch.Tensor]]:
+def weights_restored(parameters: Iterable[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
     """Yield copies of the parameters, and put these back at the end, whatever happened."""
-    originals = [parameter.detach().clone() for parameter in parameters.values()]
+    moved = list(parameters)
+    originals = [parameter.detach().clone() for parameter in moved]
     try:
         yield originals
     finally:
         with torch.no_grad():
-            for parameter, original in zip(parameters.values(), originals, strict=True):
+            for parameter, original in zip(moved, originals, strict=True):
                 parameter.copy_(original)
 
 
@@ -257,9 +258,10 @@ def _move(parameters: Mapping[str, nn.Parameter], originals: list[torch.Tensor],
         )
 
 
-def _noise(
+def gaussian_noise(
     parameters: Mapping[str, nn.Parameter], originals: list[torch.Tensor], relative_std: float, seed: int, probe: int
 ) -> list[torch.Tensor]:
+    """Return noise for each parameter, whose standard deviation is `relative_std` times its root mean square."""
     noise = []
     for name, original in zip(parameters, originals, strict=True):
         wide = torch.promote_types(original.dtype, torch.float32)

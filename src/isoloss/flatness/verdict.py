@@ -24,6 +24,7 @@ Reason = Literal[
 
 # of two models: the 95 % interval of their difference then ends before 0
 _SURE = 0.975  # the probability from which a model's trace is the smallest
+_MOST_NAMED = 3  # models whose losses are told one by one
 _SAME_NATS = 1e-5  # root mean square over samples, below which losses of two models differ by rounding
 
 
@@ -59,7 +60,7 @@ def verdict(
     """Return the verdict on models that were compared.
 
     Args:
-        comparison: What `isoloss.flatness.compare` returned for them.
+        comparison: What `isoloss.flatness.compare_traces` returned for them.
         same_loss: Margin in nats per predicted token within which losses count as the same: by two one-sided tests at
             5 % (`isoloss.statistics.significance`), of each model against the one with the smallest trace.
         names: What the models are called; None: their names.
@@ -70,12 +71,12 @@ def verdict(
 
     Example:
         >>> import torch
-        >>> from isoloss import compare
+        >>> from isoloss.flatness import compare_traces
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)
         >>> model = GPT2LMHeadModel(config).eval()
         >>> ids = torch.randint(0, 8, (16, 4))
-        >>> print(compare({"a": model, "b": model}, [{"input_ids": ids, "labels": ids}]).verdict())
+        >>> print(compare_traces({"a": model, "b": model}, [{"input_ids": ids, "labels": ids}]).verdict())
         a and b have identical weights. There is nothing to compare.
     """
     names = names or {model: model for model in comparison.models}
@@ -182,11 +183,15 @@ def _reasons(
     differences = {name: comparison.difference("loss", name, best["trace"]) for name in others}
     apart = {name: each for name, each in differences.items() if not equivalence(each, same_loss).shown}
     if apart:
-        losses = [f"{names[name]} {rounded(each.value, each.stderr)}" for name, each in apart.items()]
+        # of many models, the two ends
+        ordered = sorted(apart.items(), key=lambda item: item[1].value)
+        shown = ordered if len(ordered) <= _MOST_NAMED else [ordered[0], ordered[-1]]
+        losses = [f"{names[name]} {rounded(each.value, each.stderr)}" for name, each in shown]
         yield (
             "loss",
             f"Not all losses are shown to be within ± {same_loss:g} nats of the loss of {names[best['trace']]}. "
-            f"Differences: {_listed(losses)}.",
+            f"Differences{f' of {len(apart)} models' * (len(shown) < len(apart))}: "
+            f"{' to '.join(losses) if len(shown) < len(apart) else _listed(losses)}.",
         )
 
 
@@ -206,10 +211,9 @@ def _next(reasons: Mapping[Reason, str]) -> str:
     if "parameters" in reasons:
         steps.append("give BERT, RoBERTa or OPT models one architecture with isoloss expand")
     if "loss" in reasons:
-        steps.append("compare the checkpoints whose losses are nearest")
-        steps.append("interpolate between one run's checkpoints to the other's loss")
-    steps.append("compare the models on a task with isoloss transfer")
-    return f"Next: {', '.join(steps[:-1])}{', or ' * (len(steps) > 1)}{steps[-1]}."
+        steps.append("compare checkpoints of both runs whose losses are nearer (isoloss compare RUN RUN takes all)")
+    steps.append("ask which is better at a task (isoloss compare MODEL MODEL --task TASK)")
+    return f"Next: {', or '.join(steps)}."
 
 
 def _is_rounding(loss: Estimate) -> bool:

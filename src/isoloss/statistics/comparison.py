@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Estimate, interval, number, samples_of
-from isoloss.statistics.tables import probability, short_names, text_table
+from isoloss.statistics.tables import Tabular, probability, short_names, text_table
 
 Estimates = Mapping[str, Estimate]
 
@@ -239,7 +239,7 @@ def _unexplained(estimate: Estimate) -> float:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Tabular):
     """Models with estimates of the same names on the same inputs: paired differences, rankings and chances.
 
     Attributes:
@@ -314,6 +314,17 @@ class Comparison:
         # kept, as they are drawn for three models and more; a cached property is stored in a frozen dataclass too
         return {}
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each estimate of each model, and for each model minus the first one, which is `minus`."""
+        first = next(iter(self.models))
+        rows = []
+        for name in self.names:
+            for model, estimates in self.models.items():
+                rows.append(_row(name, model, "", estimates[name]))
+                if model != first and name in self.paired:
+                    rows.append(_row(name, model, first, self.difference(name, model, first)))
+        return rows
+
     def _estimate(self, model: str, name: str) -> Estimate:
         for kind, wanted, known in (("model", model, tuple(self.models)), ("estimate", name, self.names)):
             if wanted not in known:
@@ -365,6 +376,21 @@ class Comparison:
             "ranking": {name: list(self.ranking(name)) for name in self.names},
             "probability_of_smallest": {name: dict(self.probability_of_smallest(name)) for name in self.paired},
         }
+
+
+def _row(name: str, model: str, minus: str, estimate: Estimate) -> dict[str, Any]:
+    low, high = estimate.ci95
+    return {
+        "measure": name,
+        "model": model,
+        "minus": minus,
+        "value": estimate.value,
+        "stderr": estimate.stderr,
+        "low95": low,
+        "high95": high,
+        "unit": estimate.unit,
+        "samples": estimate.samples,
+    }
 
 
 def label(measure: str, name: str, names: Sequence[str]) -> str:

@@ -1,10 +1,34 @@
-"""Small tables as plain text, for what `print` shows of a result."""
+"""Results as tables: as plain text, for `print`, and as data frames."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from isoloss.errors import naming_extras
+
+
+class Tabular:
+    """A result with numbers that also come as one long table, a row for each number."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows, all with the same columns."""
+        raise NotImplementedError
+
+    def to_polars(self) -> Any:
+        """Return the rows as a `polars.DataFrame`; it takes the extra `study`."""
+        with naming_extras():
+            import polars
+        return polars.DataFrame(self.rows(), infer_schema_length=None)
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a `pandas.DataFrame`; it takes the extra `hub`, which brings pandas."""
+        with naming_extras():
+            pandas: Any = importlib.import_module("pandas")  # which has no types
+        return pandas.DataFrame(self.rows())
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -29,17 +53,26 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: i
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Return each name without the folders above it that all have in common.
+    """Return each name without the folders above it, and without those below it, that all have in common.
 
     Example:
         >>> short_names(["runs/x/step-1", "runs/x/step-2"])
         {'runs/x/step-1': 'step-1', 'runs/x/step-2': 'step-2'}
+        >>> short_names(["runs/x/step-1", "runs/y/step-1"])
+        {'runs/x/step-1': 'x', 'runs/y/step-1': 'y'}
     """
     parts = {name: Path(name).parts for name in names}
     # `os.path.commonpath` raises where some paths are absolute and others relative
     shared = len(Path(os.path.commonpath(names)).parts) if len({Path(name).is_absolute() for name in names}) == 1 else 0
     shared = max(0, min(shared, *(len(path) - 1 for path in parts.values())))  # one may lie in another
-    return {name: str(Path(*path[shared:])) for name, path in parts.items()}
+    rest = {name: path[shared:] for name, path in parts.items()}
+    while (
+        len(rest) > 1
+        and all(len(path) > 1 for path in rest.values())
+        and len({path[-1] for path in rest.values()}) == 1
+    ):
+        rest = {name: path[:-1] for name, path in rest.items()}
+    return {name: str(Path(*path)) for name, path in rest.items()}
 
 
 def probability(fraction: float) -> str:

@@ -10,7 +10,7 @@ import pytest
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.comparison import compare as compare_traces
+from isoloss.flatness.comparison import compare_traces
 from isoloss.lab.evaluation import loss
 from isoloss.lab.evaluation.context import language_inputs
 from isoloss.lab.evaluation.evaluator import Evaluator, pending

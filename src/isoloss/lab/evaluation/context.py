@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from transformers import PretrainedConfig
@@ -30,6 +30,9 @@ from isoloss.seeds import generator
 from isoloss.text.inputs import Inputs, check_model, make_inputs, read_inputs
 from isoloss.text.masking import IGNORED, objective_batch
 from isoloss.text.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 T = TypeVar("T")
 
@@ -163,12 +166,13 @@ class MeasureContext:
 class ModelInfo:
     """What inputs must fit: facts about a checkpoint, kept after it is unloaded."""
 
-    name: str  # the checkpoint's folder, or its name on the hub, NAME or NAME@REVISION; its tokenizer is there too
+    name: str  # the checkpoint's folder, or its name on the hub, NAME or NAME@REVISION
     architecture: str  # the class that it names
     outline: Outline  # what it predicts, of how many tokens
     config: Any  # the model's transformers config
     max_length: int | None  # the most tokens it takes; None: any number
     has_embeddings: bool  # whether it embeds token ids, as an auxiliary sample needs
+    has_tokenizer: bool = True  # whether its own tokenizer may be where it was loaded from
 
     @property
     def kind(self) -> Kind:
@@ -188,11 +192,23 @@ class ModelInfo:
         return cls(loaded.name, loaded.architecture, outline, config, longest, has_embeddings)
 
 
-def data_context(data: Path, models: Sequence[ModelInfo], config: InputConfig, *, shuffled: bool) -> MeasureContext:
+def data_context(
+    data: Path,
+    models: Sequence[ModelInfo],
+    config: InputConfig,
+    *,
+    shuffled: bool,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+) -> MeasureContext:
     """Return the context of measuring models on text or token ids, which must mean the same to all of them.
 
-    `shuffled` inputs are in random order: a measurement that `rtol` or `seconds` ends early is of a random part only of
-    such inputs.
+    Args:
+        data: Text or token ids.
+        models: What is measured.
+        config: How the data is read.
+        shuffled: Whether inputs are in random order: a measurement that `rtol` or `seconds` ends early is of a random
+            part only of such inputs.
+        tokenizer: Of all models; None: the one that `config` names, else the first model's own.
     """
     first = models[0]
     for other in models[1:]:
@@ -206,7 +222,7 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: InputConfig, *
             column=config.column,
             split=config.split,
             checkpoint=first.name,
-            tokenizer=config.tokenizer,
+            tokenizer=tokenizer or config.tokenizer,
             config=first.config,
             kind=objective.kind,
             max_length=first.max_length,
@@ -224,7 +240,7 @@ def data_context(data: Path, models: Sequence[ModelInfo], config: InputConfig, *
     return MeasureContext(
         read=read,
         objective=objective,
-        load_tokenizer=lambda: load_tokenizer(named, needs=["pad"]),
+        load_tokenizer=lambda: tokenizer or load_tokenizer(named, needs=["pad"]),
         has_embeddings=first.has_embeddings,
     )
 
@@ -290,7 +306,7 @@ def _check_fits(model: ModelInfo, language: Language, inputs: Inputs) -> None:
 def _check_tokenizers(models: Sequence[ModelInfo]) -> None:
     """Refuse checkpoints that bring tokenizers in which an id is not the same token."""
     known: tuple[str, dict[str, int]] | None = None
-    for model in models:
+    for model in (model for model in models if model.has_tokenizer):
         try:
             vocabulary = load_tokenizer(model.name).get_vocab()
         except IsolossError:

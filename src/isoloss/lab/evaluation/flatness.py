@@ -10,7 +10,7 @@ from typing import Any
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import InterruptedEstimate
-from isoloss.flatness.comparison import InterruptedComparison, TraceComparison, compare, warn_unlike
+from isoloss.flatness.comparison import InterruptedComparison, TraceComparison, compare_traces, warn_unlike
 from isoloss.lab.evaluation.context import MeasureContext
 from isoloss.lab.evaluation.measures.base import MeasureResult
 from isoloss.lab.evaluation.measures.flatness import (
@@ -74,7 +74,7 @@ def measure_flatness(
 
     The models are loaded one after another, for each measure anew. Of several models, the first decides where `rtol`
     or `seconds` of the context end a measurement, and the others are measured on as many sequences. Their traces and
-    minimal traces come from one pass (`isoloss.flatness.compare`).
+    minimal traces come from one pass (`isoloss.flatness.compare_traces`).
 
     Args:
         models: What loads each, by name.
@@ -119,7 +119,7 @@ def _compare_traces(
     granularities = [each.rescaling_granularity for each in traces.values() if isinstance(each, MinimalTrace)]
     inputs = context.inputs(measure.num_sequences, measure.seed)
     try:
-        results.compared = compare(
+        results.compared = compare_traces(
             models,
             inputs.batches,
             seed=measure.seed,

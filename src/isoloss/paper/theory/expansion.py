@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isoloss.flatness.comparison import compare
+from isoloss.flatness.comparison import compare_traces
 from isoloss.lab.models.expansion import Expanded, Part
 from isoloss.model_checks import device_of
 from isoloss.paper.theory.statements import Statement
@@ -109,7 +109,7 @@ def judge_expansion(
     passes = {"small": 1, "large": 2}
     total = sum(len(batch["labels"]) for batch in batches)
     differ = differences(small, expanded, batches, progress=progress)
-    traces = compare(
+    traces = compare_traces(
         {"small": small, "large": expanded.model},
         batches,
         seed=seed,

@@ -45,7 +45,7 @@ class FlatnessMeasure(Measure):
 
     @property
     def is_compared(self) -> bool:
-        """Whether `isoloss.flatness.compare` takes it of several models."""
+        """Whether `isoloss.flatness.compare_traces` takes it of several models."""
         return False
 
     def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
@@ -75,12 +75,16 @@ class SquaredNorm(FlatnessMeasure):
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return which of `rtol`, `seconds` and `resume` are set, although an exact value has no use for them."""
-        unused = [name for name in ("rtol", "seconds", "resume") if getattr(context, name) is not None]
-        return f"it takes no {' and no '.join(unused)}" if unused else None
+        return _without_limits(context)
 
     def run(self, model: Any, context: MeasureContext) -> Mapping[str, Estimate]:
         """Return the norm, which needs no inputs."""
         return self(model, ())
+
+
+def _without_limits(context: MeasureContext) -> str | None:
+    unused = [name for name in ("rtol", "seconds", "resume") if getattr(context, name) is not None]
+    return f"it takes no {' and no '.join(unused)}" if unused else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +148,7 @@ class Trace(_Probed):
 
     @property
     def is_compared(self) -> bool:
-        """Whether `isoloss.flatness.compare` takes it of several models: not by the paper's sampled labels."""
+        """Whether `isoloss.flatness.compare_traces` takes it of several models: not by the paper's sampled labels."""
         return self.trace_method == "ghost"
 
     def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
@@ -434,13 +438,21 @@ class Int8Rise(SampledFlatness):
     """Rise of the loss when the weights of linear layers are rounded to 8 bits, a scale for each output."""
 
     name: ClassVar[str] = "int8-rise"
-    bits: ClassVar[int] = 8
-    group_size: ClassVar[int | None] = None
+
+    def why_not_applicable(self, context: MeasureContext) -> str | None:
+        """Return which of `rtol`, `seconds` and `resume` are set: the rise takes two passes over the inputs."""
+        return _without_limits(context)
 
     def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
-        from isoloss.flatness import quantization_rise
+        from isoloss.flatness.robustness import ROBUSTNESS, loss_rises
 
-        return quantization_rise(model, batches, bits=self.bits, group_size=self.group_size, **options)
+        taken = {name: options.get(name) for name in ("causal", "num_sequences", "progress")}
+        name = self.name.replace("-", "_")
+        return loss_rises(model, batches, {name: ROBUSTNESS[name]}, **taken)[name]
+
+    def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
+        """Return the number of losses, before and after."""
+        return 2, "losses"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,8 +460,6 @@ class Int4Rise(Int8Rise):
     """Rise of the loss when the weights of linear layers are rounded to 4 bits, a scale for each 128 weights."""
 
     name: ClassVar[str] = "int4-rise"
-    bits: ClassVar[int] = 4
-    group_size: ClassVar[int | None] = 128
 
 
 @dataclass(frozen=True, kw_only=True)

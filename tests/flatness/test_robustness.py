@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from isoloss.errors import IsolossError
-from isoloss.flatness import quantization_rise
-from isoloss.flatness.quantization import rounded_layers, rounded_weight
+from isoloss.flatness import Noise, Rounding, loss_rises
+from isoloss.flatness.robustness import rounded_layers
+from isoloss.seeds import generator
 
 VOCAB, WIDTH = 11, 12
 
@@ -49,9 +51,9 @@ def one_by_one(weight, bits, group_size):
 def test_weights_are_rounded_to_the_nearest_value_of_their_group(bits, group_size):
     weight = torch.randn(7, 13, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weight[2] = 0
-    rounded = rounded_weight(weight, bits=bits, group_size=group_size)
+    rounded = Rounding(bits=bits, group_size=group_size).round(weight)
     assert torch.allclose(rounded, one_by_one(weight, bits, group_size), rtol=1e-12, atol=0)
-    whole = rounded_weight(weight, bits=bits)
+    whole = Rounding(bits=bits).round(weight)
     assert max(len(row.unique()) for row in whole) <= 2**bits - 1
 
 
@@ -66,12 +68,9 @@ def test_the_rise_is_the_difference_of_losses_with_its_error_over_documents(name
     ids, documents = torch.randint(0, VOCAB, (24, 6)), torch.arange(24) // 4
     labels = ids if name != "bert" else torch.where(torch.arange(6) % 3 == 1, ids, -100)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    rise = quantization_rise(
-        model,
-        [{"input_ids": ids, "labels": labels, "documents": documents}],
-        bits=bits,
-        group_size=group_size,
-    )
+    batches = [{"input_ids": ids, "labels": labels, "documents": documents}]
+    change = Rounding(bits=bits, group_size=group_size)
+    rise = loss_rises(model, batches, {"rise": change})["rise"]
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
     other = copy.deepcopy(model)
@@ -107,16 +106,44 @@ def test_the_rise_is_the_difference_of_losses_with_its_error_over_documents(name
     assert (rise.samples, rise.num_predictions) == (6, int(positions.sum()))
 
 
+def test_the_rise_under_noise_is_the_mean_over_draws_of_opposite_sign():
+    torch.manual_seed(0)
+    model = llama().double()
+    ids = torch.randint(0, VOCAB, (8, 5))
+    batches = [{"input_ids": ids[:5], "labels": ids[:5]}, {"input_ids": ids[5:], "labels": ids[5:]}]
+    rise = loss_rises(model, batches, {"noise": Noise(relative_std=0.1, pairs=3, seed=4)})["noise"]
+
+    @torch.no_grad()
+    def loss(weights):
+        logits = torch.func.functional_call(model, weights, (ids,)).logits[:, :-1]
+        return float(nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:]))
+
+    plain, rises, relative = dict(model.named_parameters()), [], []
+    for pair in range(3):
+        noise = {
+            name: torch.randn(value.shape, generator=generator(4, "noise", pair, name), dtype=torch.float64)
+            * (0.1 * value.detach().square().mean().sqrt())
+            for name, value in plain.items()
+        }
+        relative += [float(noise[name].std() / plain[name].detach().std()) for name in plain if "mlp" in name]
+        both = [loss({name: value + sign * noise[name] for name, value in plain.items()}) for sign in (1, -1)]
+        rises += [each - loss(plain) for each in both]
+    assert rise.value == pytest.approx(sum(rises) / 6, rel=1e-9)
+    assert relative == pytest.approx([0.1] * len(relative), rel=0.15)
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("change", "message"),
     [
-        ({"bits": 1}, "bits is 1; weights are rounded to between 2 and 8 bits"),
-        ({"bits": 4, "group_size": 0}, "group_size is 0; a group has at least one weight"),
+        (lambda: Rounding(bits=1), "bits is 1; weights are rounded to between 2 and 8 bits"),
+        (lambda: Rounding(bits=4, group_size=0), "group_size is 0; a group has at least one weight"),
+        (lambda: Noise(relative_std=0.0), r"relative_std is 0\.0; it must be more than 0 and finite"),
+        (lambda: Noise(relative_std=0.1, pairs=0), "pairs is 0; it must be at least 1"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings, message):
+def test_settings_out_of_range_are_refused(change, message):
     with pytest.raises(IsolossError, match=message):
-        rounded_weight(torch.ones(2, 2), **settings)
+        change()
 
 
 def test_a_model_without_a_linear_layer_is_refused():
@@ -126,7 +153,8 @@ def test_a_model_without_a_linear_layer_is_refused():
             self.table = nn.Embedding(VOCAB, VOCAB)
 
         def forward(self, input_ids):
-            return self.table(input_ids)
+            return CausalLMOutput(logits=self.table(input_ids))
 
+    ids = torch.arange(12).view(4, 3) % VOCAB
     with pytest.raises(IsolossError, match="Bigram has no linear layer to round besides its output layer"):
-        quantization_rise(Bigram(), [{"input_ids": torch.zeros(4, 3, dtype=torch.long)}], causal=True)
+        loss_rises(Bigram(), [{"input_ids": ids, "labels": ids}], causal=True)

@@ -1,0 +1,179 @@
+"""`isoloss compare`: two models or more on one text, in one table with one verdict."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import tyro
+
+from isoloss import config as configs
+from isoloss import early_checks, files, interrupts
+from isoloss.cli import common, options
+from isoloss.cli.options import ModuleLoading
+from isoloss.errors import IsolossError, naming_extras
+from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.lab.evaluation.measures.base import make_measure
+from isoloss.lab.evaluation.measures.flatness import Trace
+from isoloss.runs import refuse_run, refuse_twice
+from isoloss.statistics.checking import positive
+from isoloss.statistics.significance import SAME_LOSS_NATS
+from isoloss.text import hub_datasets
+
+if TYPE_CHECKING:
+    from isoloss.lab.evaluation.compare import ModelComparison
+
+EXAMPLES = [
+    ("isoloss compare A B", "on a text that comes with Python"),
+    ("isoloss compare A B --data text.txt --html page.html", "on your text, with a page of one screen"),
+    ("isoloss compare A B --data text.txt --task sst2", "and on a task, by a probe"),
+    ("isoloss compare TRAINER-OUTPUT --data text.txt", "all checkpoints of a Trainer's output"),
+    ("isoloss compare 'EleutherAI/pythia-14m@step*000' --data text.txt", "revisions of a model on the hub"),
+]
+COMMON = ("models", "data", "tokenizer", "length", "num_sequences", "task", "html", "csv", "json", "device")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Compare models on the same inputs: loss, flatness, what small changes of the weights cost, and tasks.
+
+    One table and one verdict: are the losses the same, and is one model flatter by its trace and by its minimal trace,
+    which no rescaling of the weights changes? Beside these stands how far the loss rises with weights of 8 and 4 bits
+    and under noise. All differences are paired by input, and their errors are over documents.
+    """
+
+    models: tyro.conf.Positional[tuple[str, ...]]
+    """Checkpoint folders, folders of checkpoints such as a Trainer's output, or names on the Hugging Face hub
+    (NAME@REVISION); also by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'."""
+    data: Path | None = None
+    """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy). Default: python:docs,
+    the documentation of Python's standard library."""
+    num_sequences: int = configs.setting(Trace.num_sequences, minimum=2)
+    """Sequences that models are measured on, at most."""
+    task: tuple[str, ...] = ()
+    """Tasks of text (isoloss ls tasks): the accuracy of a linear probe on the last hidden states."""
+    task_data: tuple[str, ...] = ()
+    """Where the examples of tasks are, as NAME=PATH: a .tsv, .csv, .jsonl or .json file, a folder or hf:NAME."""
+    same_loss_nats: float = SAME_LOSS_NATS
+    """How far losses may be apart to count as the same, in nats per predicted token."""
+    html: Path | None = None
+    """Write a page of one screen to this file."""
+    csv: Path | None = None
+    """Write all numbers, a row each, to this file."""
+    parquet: Path | None = None
+    """Write the same rows to this Parquet file."""
+    json: bool = False
+    """Print one JSON document."""
+    seed: int = 0
+    """Decides which sequences are taken, their masks, and all random draws."""
+    threads: int = 0
+    """CPU threads; 0: all cores."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the weights."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Attention kernel; auto: sdpa where the architecture has it, else eager."""
+    loading: ModuleLoading = field(default_factory=ModuleLoading)
+
+
+def arguments_class() -> type:
+    """Return the arguments with how text becomes inputs."""
+    return options.with_measures(Args, {})
+
+
+def main(arguments: list[str]) -> int:
+    """Run the subcommand."""
+    args: Any = options.parse(arguments_class(), "compare", arguments, examples=EXAMPLES, common=COMMON)
+    models = early_checks.expand_checkpoints(args.models, common.note)
+    _check(args, models)
+    common.use_threads(args.threads)
+    import torch
+
+    from isoloss.flatness.comparison import ComparisonError, InterruptedComparison
+    from isoloss.lab.evaluation.compare import DATA, compare
+
+    if args.data is None:
+        common.note(f"no --data: models are compared on {DATA}, a text that comes with Python")
+    inputs = dict(args.inputs)
+    failed: ComparisonError | InterruptedComparison | None = None
+    with common.Progress("measuring", args.num_sequences, "sequences") as bar:
+        try:
+            compared = compare(
+                models,
+                data=args.data,
+                tokenizer=inputs.pop("tokenizer", None),
+                tasks=args.task,
+                task_data=args.task_data,
+                num_sequences=args.num_sequences,
+                seed=args.seed,
+                same_loss=args.same_loss_nats,
+                inputs=InputConfig(**inputs),
+                dtype=getattr(torch, args.dtype),
+                attention=args.attention,
+                progress=lambda model, done: bar(done, model),
+                **vars(args.loading),
+            )
+        except (ComparisonError, InterruptedComparison) as stop:
+            if stop.complete is None:
+                raise
+            compared, failed = cast("ModelComparison", stop.complete), stop
+    _write(args, compared, common.command("compare", *arguments))
+    if args.json:
+        common.emit_json(compared.to_dict())
+    else:
+        header, rows, left = compared.table(brief=True)
+        common.print_table(compared.inputs, header, rows, left=left)
+        if len(rows[0]) < len(compared.table()[0]):
+            common.note("the other measures are in --html, --csv and --json")
+        for text in compared.texts():
+            common.say("")
+            common.say_wrapped(text)
+    if failed is None:
+        return 0
+    common.note(f"isoloss compare: {failed}; above are the {len(compared.models)} that were measured before")
+    return 2 if isinstance(failed, ComparisonError) else interrupts.status()
+
+
+def _check(args: Any, models: list[str]) -> None:
+    """Refuse what needs neither a model nor torch to be seen as wrong."""
+    if not models:
+        raise IsolossError("no checkpoint is named: give folders, or names on the Hugging Face hub")
+    for name in models:
+        refuse_run(Path(name), "and checkpoints are compared")
+        early_checks.check_checkpoint(name, args.loading.module)
+    refuse_twice(models)
+    if len(models) == 1:
+        raise IsolossError(f"{models[0]} alone has nothing to be compared with: name another, or see isoloss flatness")
+    positive("--same-loss-nats", args.same_loss_nats)
+    configs.check(args)
+    InputConfig(**args.inputs).check()
+    for task in args.task:
+        make_measure(f"probe-{task}", {"task_data": args.task_data})
+    if args.data is not None:
+        hub_datasets.check_data(args.data)
+    early_checks.check_device(args.loading.device)
+    for file in (args.html, args.csv, args.parquet):
+        if file is not None:
+            files.check_writable(file.parent)
+
+
+def _write(args: Any, compared: ModelComparison, command: str) -> None:
+    """Write the files that were asked for, and say so."""
+    if args.html is not None:
+        from isoloss.report.comparison import comparison_page
+
+        files.write_text(args.html, comparison_page(compared, command=command))
+        common.note(f"page: {args.html}")
+    if args.csv is not None:
+        text, rows = io.StringIO(), compared.rows()
+        writer = csv.DictWriter(text, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        files.write_text(args.csv, text.getvalue())
+        common.note(f"table: {args.csv}")
+    if args.parquet is not None:
+        with naming_extras():
+            compared.to_polars().write_parquet(args.parquet)
+        common.note(f"table: {args.parquet}")

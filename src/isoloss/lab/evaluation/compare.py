@@ -1,0 +1,415 @@
+"""Several models on one text: loss, traces, what small changes of the weights cost, tasks; and one verdict.
+
+The names of a model's estimates are those of `isoloss.flatness.comparison` and of
+`isoloss.flatness.robustness.ROBUSTNESS`, and `probe-TASK` for each task.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from isoloss.errors import IsolossError
+from isoloss.flatness.comparison import (
+    ComparisonError,
+    InterruptedComparison,
+    Model,
+    TraceComparison,
+    compare_traces,
+    named_models,
+)
+from isoloss.flatness.robustness import ROBUSTNESS, loss_rises
+from isoloss.flatness.verdict import Verdict, verdict
+from isoloss.lab.evaluation.context import MeasureContext, ModelInfo, data_context
+from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.lab.evaluation.measures.base import Measure, MeasureResult, make_measure
+from isoloss.loading import LoadedModel, load_model
+from isoloss.model_checks import is_causal
+from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, interval, number, samples_of
+from isoloss.statistics.ratio import ratio_estimate
+from isoloss.statistics.significance import SAME_LOSS_NATS, equivalence
+from isoloss.statistics.tables import short_names, text_table
+from isoloss.text.tokenizers import load_tokenizer, token_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+DATA = "python:docs"  # a text that comes with Python
+_ROBUSTNESS_SEQUENCES = 128  # 15 losses of these cost about as much as a trace of four times as many
+
+# what the tables call an estimate; those that are not here are shown under their own names or not at all
+TITLES = {
+    "loss": "loss",
+    "bits_per_byte": "loss, bits per byte",
+    "trace": "trace",
+    "minimal-trace": "minimal trace",
+    "without_embeddings": "trace without embeddings",
+    "int8_rise": "rise with 8-bit weights",
+    "int4_rise": "rise with 4-bit weights",
+    **{name: f"rise with {name.split('_')[1].removesuffix('%')} % noise" for name in ROBUSTNESS if "noise" in name},
+}
+_BRIEF = ("loss", "trace", "minimal-trace", "int4_rise", "noise_10%_rise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the measurements say to one question.
+
+    Attributes:
+        question: In two or three words.
+        answer: In a few words, with the number.
+        detail: What it rests on, with its error.
+        holds: True: yes; False: no; None: not shown either way.
+    """
+
+    question: str
+    answer: str
+    detail: str
+    holds: bool | None
+
+    def __str__(self) -> str:
+        return f"{self.question} {self.answer}{f' ({self.detail})' * bool(self.detail)}"
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class ModelComparison(TraceComparison):
+    """The result of `isoloss.compare`: it prints as one table with the answers below it.
+
+    The first model is the one that the others are compared with.
+
+    Attributes:
+        same_loss: The margin in nats per predicted token within which two losses count as the same.
+        inputs: What the models were measured on, in words.
+    """
+
+    same_loss: float = SAME_LOSS_NATS
+    inputs: str = ""
+
+    @functools.cached_property
+    def titles(self) -> dict[str, str]:
+        """What each estimate is called where it is shown, in order."""
+        tasks = {name: f"accuracy on {name.removeprefix('probe-')}, %" for name in self.names if "probe-" in name}
+        # without embeddings the trace is the same
+        hidden = () if any(each.details["embeddings"] for each in self.of("trace").values()) else "without_embeddings"
+        return {name: title for name, title in (TITLES | tasks).items() if name in self.names and name not in hidden}
+
+    def verdict(self, *, same_loss: float | None = None, more: str = "more inputs") -> Verdict:
+        """Return which model is the flattest, or why that cannot be said, and the next step.
+
+        Args:
+            same_loss: Another margin within which two losses count as the same.
+            more: What would make the errors smaller.
+        """
+        return verdict(self, same_loss=same_loss or self.same_loss, names=short_names(list(self.models)), more=more)
+
+    def answers(self) -> list[Answer]:
+        """Return the answers to: same loss? flatter? which survives weights of 4 bits? which is better at each task?"""
+        if len(self.models) == 1:
+            return []
+        answers = [self._same_loss(), self._flatter()]
+        if "int4_rise" in self.names:
+            answers.append(self._best("int4_rise", "Survives 4 bits?", "rises least", "nats/token", largest=False))
+        for name in self.names:
+            if name.startswith("probe-"):
+                answers.append(self._best(name, f"Better at {name.removeprefix('probe-')}?", "", "%", largest=True))
+        return answers
+
+    def _same_loss(self) -> Answer:
+        first, *others = self.models
+        names = short_names(list(self.models))
+        differences = {other: self.difference("loss", other, first) for other in others}
+        widest = max(differences, key=lambda other: abs(differences[other].value))
+        most = differences[widest]
+        detail = f"{names[widest]} minus {names[first]}: {number(most)} nats/token, 95 % {interval(most)}"
+        low, high = most.ci95
+        if all(equivalence(each, self.same_loss).shown for each in differences.values()):
+            answer, holds = f"Yes, within ± {self.same_loss:g} nats", True
+        elif low > self.same_loss or high < -self.same_loss:
+            answer, holds = f"No, {abs(most.value):.3g} nats apart", False
+        else:
+            answer, holds = f"Not shown within ± {self.same_loss:g} nats", None
+        return Answer(question="Same loss?", answer=answer, detail=detail, holds=holds)
+
+    def _flatter(self) -> Answer:
+        found, names = self.verdict(), short_names(list(self.models))
+        parts = []
+        for trace in self.traces:
+            smallest, *others = self.ranking(trace)
+            times, (low, high) = self.ratio(trace, smallest, others[0])
+            beside = f"{names[others[0]]}'s" if len(self.models) == 2 else "the next one"
+            ends = f"95 % {low:.3g} to {high:.3g}"
+            parts.append(f"{TITLES[trace]} of {names[smallest]} {times:.3g} times {beside}, {ends}")
+        if found.flattest is not None:
+            return Answer(question="Flatter?", answer=names[found.flattest], detail="; ".join(parts), holds=True)
+        reason = _REASONS[found.reasons[0]]
+        return Answer(question="Flatter?", answer=f"No verdict: {reason}", detail="; ".join(parts), holds=None)
+
+    def _best(self, name: str, question: str, verb: str, unit: str, *, largest: bool) -> Answer:
+        names, ranked = short_names(list(self.models)), self.ranking(name)
+        best, other, *_ = reversed(ranked) if largest else ranked
+        difference = self.difference(name, best, other)
+        low, high = difference.ci95
+        values = f"{number(self.models[best][name])} against {number(self.models[other][name])} {unit}"
+        unit = "points" if largest else unit
+        detail = f"{values}; difference {number(difference)} {unit}, 95 % {interval(difference)}"
+        if low > 0 or high < 0:
+            what = f"{names[best]} {verb}".strip()
+            return Answer(question=question, answer=what, detail=detail, holds=True)
+        return Answer(question=question, answer="No difference shown", detail=detail, holds=None)
+
+    def __repr__(self) -> str:
+        return f"ModelComparison({len(self.models)} models; flattest: {self.verdict().flattest or 'no verdict'})"
+
+    def __str__(self) -> str:
+        header, rows, left = self.table()
+        return "\n\n".join([text_table(header, rows, left=left), *self.texts()])
+
+    def _repr_html_(self) -> str:
+        header, rows, _ = self.table()
+        return html_table(rows, header) + "".join(f"<p>{html.escape(text)}</p>" for text in self.texts())
+
+    def texts(self, more: str = "more inputs") -> list[str]:
+        """Return the sentences below the table: what the numbers are, the verdict, and the other answers."""
+        if len(self.models) == 1:
+            return [self.rests_on()]
+        # the verdict has the answers to the first two questions in it
+        return [self.rests_on(), str(self.verdict(more=more)), *map(str, self.answers()[2:])]
+
+    def rests_on(self) -> str:
+        """Return what the numbers are in, and what their errors are over."""
+        trace = next(iter(self.of("trace").values()))
+        text = f"In nats per predicted token where no unit is named; ± is the standard error over {samples_of(trace)}"
+        if "int4_rise" in self.names:
+            rise = next(iter(self.of("int4_rise").values()))
+            text += f", of the rises over {samples_of(rise)} in {rise.details['sequences']:,} of the sequences"
+        bounds = [
+            f"{name.removeprefix('probe-')}: {accuracy_bounds(next(iter(self.of(name).values())).details)}"
+            for name in self.names
+            if name.startswith("probe-")
+        ]
+        return "; ".join([text, *bounds])
+
+    def table(self, *, brief: bool = False) -> tuple[list[str], list[list[str]], int]:
+        """Return one table as text: header, rows, and how many columns are text.
+
+        Of two models, a row is a measure, with the second minus the first; of more, a row is a model, and a `brief`
+        table has the measures that fit a terminal.
+        """
+        names = short_names(list(self.models))
+        if len(self.models) == 2:
+            first, second = self.models
+            rows = []
+            for name, title in self.titles.items():
+                difference = self.difference(name, second, first)
+                values = (number(each) for each in self.of(name).values())
+                rows.append([title, *values, number(difference), interval(difference)])
+            return ["", *names.values(), "second minus first", "95 % interval"], rows, 1
+        shown = {name: title for name, title in self.titles.items() if not brief or name in _BRIEF or "probe-" in name}
+        cells = {model: [number(estimates[name]) for name in shown] for model, estimates in self.models.items()}
+        return ["model", *shown.values()], [[names[model], *row] for model, row in cells.items()], 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types."""
+        about = {"inputs": self.inputs, "same_loss_nats": self.same_loss}
+        answers = {"answers": [dataclasses.asdict(answer) for answer in self.answers()]}
+        judged = {"verdict": dataclasses.asdict(self.verdict())} if len(self.models) > 1 else {}
+        return {**about, **super().to_dict(), **judged, **answers}
+
+
+_REASONS = {
+    "weights": "identical weights",
+    "function": "one function with different weights",
+    "parameters": "different architectures",
+    "loss": "the losses are not shown to be the same",
+    "no minimal trace": "there is no minimal trace",
+    "bounded": "the eps of norms limits the rescaling",
+    "gauges": "the minimal traces have different conventions",
+    "rare": "one input makes up much of the error",
+    "open": "the errors are too large",
+    "disagree": "trace and minimal trace disagree",
+}
+
+
+def compare(
+    models: Mapping[str, Model | str] | Sequence[str],
+    batches: Iterable[Mapping[str, Any]] | None = None,
+    *,
+    data: str | Path | None = None,
+    tokenizer: PreTrainedTokenizerFast | str | None = None,
+    tasks: Sequence[str] = (),
+    task_data: Sequence[str] = (),
+    num_sequences: int = 512,
+    seed: int = 0,
+    causal: bool | None = None,
+    robustness: bool = True,
+    same_loss: float = SAME_LOSS_NATS,
+    inputs: InputConfig | None = None,
+    device: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    attention: Any = "auto",
+    trust_remote_code: bool = False,
+    ignore_unexpected_weights: bool = False,
+    module: str | None = None,
+    progress: Callable[[str, int], None] | None = None,
+) -> ModelComparison:
+    """Compare models: are their losses the same, which is the flattest, the most robust, the best at a task?
+
+    All are measured on the same inputs, with the same random signs and the same noise, so that differences are paired.
+    Of each model there are the loss (also in bits per byte of the text, where the tokenizer tells how many bytes a
+    token stands for), the trace of the Fisher with and without embeddings, the minimal trace where the model's
+    rescalings are known, and the rise of the loss under `ROBUSTNESS`: weights of 8 and 4 bits, and noise of 2, 5 and
+    10 % of the weights, on every fourth of 512 sequences.
+
+    Args:
+        models: By name, language models, functions that load them, or checkpoints; or checkpoints alone: folders or
+            names on the Hugging Face hub. What is loaded here is dropped before the next one is.
+        batches: As for `isoloss.fisher_trace`, in place of `data`.
+        data: Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs) or token ids (.npy); None, where there
+            are no `batches`: the documentation that comes with Python.
+        tokenizer: Of all models, or what names one; None: the first checkpoint's own.
+        tasks: Of text (`isoloss ls tasks`): the accuracy of a linear probe on the last hidden states of each model.
+        task_data: Where the examples of tasks are, as NAME=PATH.
+        num_sequences: Of `data`, at most.
+        seed: Decides which sequences, their masks, and all random draws.
+        causal: Of `batches`: whether position t predicts token t + 1; None: by the models' class, then their config.
+        robustness: Whether the rises under small changes of the weights are measured.
+        same_loss: Margin in nats per predicted token within which two losses count as the same.
+        inputs: How `data` is read; its `tokenizer` is the argument.
+        device: For checkpoints: auto, cpu, cuda, cuda:1, mps.
+        dtype: For checkpoints: the type of the weights.
+        attention: For checkpoints: the kernel, as for `isoloss.load_model`.
+        trust_remote_code: Whether code that comes with a checkpoint may run.
+        ignore_unexpected_weights: As for `isoloss.load_model`.
+        module: For files of weights: `FILE.py:NAME`, as for `isoloss.load_model`.
+        progress: Called with a model's name and the number of its sequences done.
+
+    Raises:
+        IsolossError: No models, or models or data that do not fit each other; nothing was measured.
+        ComparisonError: A model failed after others were measured, which are in its `complete`.
+        InterruptedComparison: Ctrl-C; it carries what is complete.
+
+    Example:
+        >>> import torch
+        >>> from isoloss import compare
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                     intermediate_size=16, max_position_embeddings=8)
+        >>> models = {}
+        >>> for name, number in (("a", 0), ("b", 1)):
+        ...     _ = torch.manual_seed(number)
+        ...     models[name] = BertForMaskedLM(config).eval()
+        >>> input_ids = torch.randint(0, 8, (64, 4))
+        >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
+        >>> comparison = compare(models, [{"input_ids": input_ids, "labels": labels}])
+        >>> [answer.question for answer in comparison.answers()]
+        ['Same loss?', 'Flatter?', 'Survives 4 bits?']
+        >>> comparison.difference("int4_rise", "b", "a").unit
+        'nats per predicted token'
+    """
+    options = {"device": device, "dtype": dtype, "attention": attention, "trust_remote_code": trust_remote_code}
+    options |= {"ignore_unexpected_weights": ignore_unexpected_weights, "module": module}
+    load: Callable[..., LoadedModel] = functools.partial(load_model, **options)
+    settings = {"probe_solver": "convex", "task_data": tuple(task_data), "seed": seed}
+    measures = {task: make_measure(f"probe-{task}", settings) for task in tasks}
+    named = named_models(models)
+    if batches is not None and (data is not None or tasks):
+        raise IsolossError("batches are given: data and tasks, which need a tokenizer, are for models without batches")
+    context: MeasureContext | None = None
+    read, sizes = "", None
+    if batches is None:
+        infos = [_info(name, given, load) for name, given in named.items()]
+        if tokenizer is None and not infos[0].has_tokenizer:
+            raise IsolossError(f"{infos[0].name} is a model in memory, which has no tokenizer: give tokenizer")
+        config = inputs or InputConfig()
+        if isinstance(tokenizer, str):
+            config, tokenizer = dataclasses.replace(config, tokenizer=tokenizer), None
+        context = data_context(Path(data or DATA), infos, config, shuffled=False, tokenizer=tokenizer)
+        made, causal = context.inputs(num_sequences, seed), context.is_causal
+        batches, read, sizes = made.batches, made.description, _sizes(tokenizer or config.tokenizer, infos[0])
+    batches = list(batches)
+    for task, measure in measures.items():
+        assert context is not None
+        if (reason := measure.why_not_applicable(context)) is not None:
+            raise IsolossError(f"the task {task} cannot be measured: {reason}")
+    total = sum(len(batch["labels"]) for batch in batches)
+    few = [_every(batch, max(1, total // _ROBUSTNESS_SEQUENCES)) for batch in batches]
+
+    def further(model: nn.Module) -> dict[str, Estimate]:
+        found = loss_rises(model, few, causal=causal) if robustness else {}
+        if context is not None:
+            found |= {f"probe-{task}": _accuracy(measure, model, context) for task, measure in measures.items()}
+        return found
+
+    loaders = {name: given if isinstance(given, nn.Module) else _loader(given, load) for name, given in named.items()}
+    try:
+        compared = compare_traces(
+            loaders,
+            batches,
+            seed=seed,
+            causal=causal,
+            auxiliary_sample=made.auxiliary_sample if context is not None and context.has_embeddings else None,
+            token_bytes=sizes,
+            further=further,
+            progress=progress,
+        )
+    except (ComparisonError, InterruptedComparison) as stop:
+        if stop.complete is not None:
+            stop.complete = _judged(stop.complete, same_loss, read)
+        raise
+    return _judged(compared, same_loss, read)
+
+
+def _judged(compared: TraceComparison, same_loss: float, inputs: str) -> ModelComparison:
+    fields = {field.name: getattr(compared, field.name) for field in dataclasses.fields(TraceComparison)}
+    return ModelComparison(**fields, same_loss=same_loss, inputs=inputs)
+
+
+def _info(name: str, given: Model | str, load: Callable[..., LoadedModel]) -> ModelInfo:
+    if isinstance(given, str | Path):
+        return ModelInfo.of(load(given))
+    model = given if isinstance(given, nn.Module) else given()
+    loaded = LoadedModel(
+        model=model, kind="causal" if is_causal(model) else "masked", name=name, architecture=type(model).__name__
+    )
+    return dataclasses.replace(ModelInfo.of(loaded), has_tokenizer=False)
+
+
+def _loader(given: Callable[[], nn.Module] | str, load: Callable[..., LoadedModel]) -> Callable[[], nn.Module]:
+    return (lambda: load(given).model) if isinstance(given, str | Path) else given
+
+
+def _sizes(tokenizer: PreTrainedTokenizerFast | str | None, model: ModelInfo) -> torch.Tensor | None:
+    """Return (V,) the bytes of each token id; None where there is no tokenizer, or its kind is not known."""
+    try:
+        named = tokenizer or model.name
+        sizes = token_bytes(load_tokenizer(named) if isinstance(named, str) else named)
+    except IsolossError:
+        return None
+    if sizes is None:
+        return None
+    known = torch.from_numpy(sizes)
+    return nn.functional.pad(known, (0, max(0, (model.outline.vocabulary or 0) - len(known))))
+
+
+def _every(batch: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Return each `step`-th sequence of a batch: of all documents, where the first ones would be of a few."""
+    rows = slice(None, None, step)
+    is_row = {name: isinstance(value, torch.Tensor) or name == "documents" for name, value in batch.items()}
+    return {name: value[rows] if is_row[name] else value for name, value in batch.items()}
+
+
+def _accuracy(measure: Measure, model: nn.Module, context: MeasureContext) -> Estimate:
+    """Return the accuracy of a probe with what each test example adds to it."""
+    result = MeasureResult.of("probe", measure.run(model, context))
+    correct = result.more["accuracy.predictions"] == result.more["accuracy.labels"]
+    accuracy = result.estimates["accuracy"]
+    paired = ratio_estimate(correct.mean(axis=0), unit=accuracy.unit, method=accuracy.method)
+    return dataclasses.replace(paired, details={**accuracy.details, "clusters": "test examples"})

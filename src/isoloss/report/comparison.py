@@ -1,0 +1,98 @@
+"""The page of a comparison of models: one screen with the answers and the differences, and the numbers below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isoloss.lab.evaluation.compare import ModelComparison
+from isoloss.report.html import Card, IntervalRow, Section, Tone, interval_rows, page, table
+from isoloss.statistics.estimate import interval, number
+from isoloss.statistics.tables import short_names
+
+_TONES: dict[bool | None, Tone] = {True: "good", False: "bad", None: "unclear"}
+_RATIOS = ("trace", "minimal-trace", "without_embeddings")  # whose differences are read as ratios
+
+_LEDE = (
+    "Flatness is the trace of the Fisher information, the curvature of the loss summed over all weights: smaller is "
+    "flatter. The minimal trace is the smallest that rescaling the weights can reach without changing a prediction."
+)
+_READING = (
+    "Every difference is paired: both models read the same inputs, with the same random signs and the same noise, so "
+    "what they share cancels. An interval has 95 % confidence.\n"
+    "A model is called the flattest only where its trace and its minimal trace are both the smallest, the models have "
+    "one architecture, and their losses are shown to be the same. A trace alone can be changed by rescaling weights, "
+    "which changes no prediction.\n"
+    "A rise is how much the loss grows when the weights of linear layers are rounded to the nearest of 255 values per "
+    "output (8 bits) or of 15 values per group of 128 weights (4 bits), without calibration, or when Gaussian noise of "
+    "a few percent of each tensor's root mean square is added to all weights."
+)
+
+
+def comparison_page(comparison: ModelComparison, *, command: str = "", more: str = "more inputs") -> str:
+    """Return the page of a comparison as one HTML document that loads nothing.
+
+    Args:
+        comparison: Of two models or more.
+        command: The command line that made it, to be shown at its end.
+        more: What would make the errors smaller.
+    """
+    names = short_names(list(comparison.models))
+    first, *others = names.values()
+    title = f"Which of {len(names)} models is flatter?"
+    if len(others) == 1:
+        title = f"Which is flatter: {first} or {others[0]}?"
+    cards = [
+        Card(label=answer.question, value=answer.answer, detail=answer.detail, tone=_TONES[answer.holds])
+        for answer in comparison.answers()
+    ]
+    header, rows, left = comparison.table()
+    minus = f"{others[0]} minus {first}" if len(others) == 1 else f"minus {first}"
+    differences = interval_rows(list(_rows(comparison)), effect=f"{minus} (traces: ratio)")
+    rests_on, verdict, *_ = comparison.texts(more)  # the cards have the other answers
+    made = [comparison.inputs, command]
+    sections = [
+        Section(title="Verdict", body=verdict),
+        Section(title="Differences", body=differences),
+        Section(title="Numbers", body=table(header, rows, left=left, caption=rests_on)),
+        Section(title="How to read this", body=_READING, folded=True),
+        Section(title="How it was measured", body="\n".join(filter(None, made)), folded=True),
+    ]
+    return page(title=title, lede=_LEDE, cards=cards, sections=[each for each in sections if each.body])
+
+
+def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
+    """Yield a row for each measure and each model but the first."""
+    first, *others = comparison.models
+    names = short_names(list(comparison.models))
+    for name, title in comparison.titles.items():
+        for other in others:
+            label = title if len(others) == 1 else names[other]
+            group = "" if len(others) == 1 else title
+            if name in _RATIOS:
+                ratio, (low, high) = comparison.ratio(name, other, first)
+                yield IntervalRow(
+                    label=label,
+                    effect=f"× {ratio:.3g}",
+                    interval=f"{low:.3g} to {high:.3g}",
+                    value=ratio,
+                    low=low,
+                    high=high,
+                    reference=1.0,
+                    log=True,
+                    scale="traces",
+                    group=group,
+                )
+            else:
+                difference = comparison.difference(name, other, first)
+                low, high = difference.ci95
+                yield IntervalRow(
+                    label=label,
+                    effect=number(difference),
+                    interval=interval(difference),
+                    value=difference.value,
+                    low=low,
+                    high=high,
+                    scale=name,
+                    claimed=(-comparison.same_loss, comparison.same_loss) if name == "loss" else None,
+                    group=group,
+                )
