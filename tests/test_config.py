@@ -141,4 +141,4 @@ def test_a_field_that_is_omitted_at_its_default_decides_otherwise():
 def test_differences_name_the_fields():
     a = TrainConfig(language=PCFGConfig(), steps=10)
     b = TrainConfig(language=PCFGConfig(levels=4), steps=20, threads=3)
-    assert configs.differences(a, b) == ["language.levels: 3 != 4", "steps: 10 != 20"]
+    assert configs.differences(a, b) == ["language.levels is 3 here and 4 there", "steps is 10 here and 20 there"]

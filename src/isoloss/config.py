@@ -456,14 +456,14 @@ def fingerprint(config: Any) -> str:
 
 
 def differences(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
-    """Return `field: ours != theirs` for each field that decides a result and in which two configs differ.
+    """Return a line for each field that decides a result and in which two configs differ, ours here and theirs there.
 
     Either may be what `identity` returned.
 
     Example:
         >>> from isoloss.run_config import OptimizerConfig
         >>> differences(OptimizerConfig(), OptimizerConfig(learning_rate=1e-4), "optimizer")
-        ['optimizer.learning_rate: 0.001 != 0.0001']
+        ['optimizer.learning_rate is 0.001 here and 0.0001 there']
     """
     lines = []
 
@@ -472,7 +472,8 @@ def differences(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
             for key in dict.fromkeys([*a, *b]):
                 compare(a.get(key), b.get(key), f"{path}.{key}" if path else key)
         elif a != b:
-            lines.append(f"{path}: {a!r} != {b!r}")
+            told = ("not set" if value is None else repr(value) for value in (a, b))
+            lines.append(f"{path} is {' here and '.join(told)} there")
 
     compare(identity(ours), identity(theirs), prefix)
     return lines

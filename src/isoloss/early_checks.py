@@ -202,6 +202,57 @@ def _weights_in(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.glob("*") if path.suffix in WEIGHTS_FILES)
 
 
+def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = None) -> bool:
+    """Ask the Hugging Face hub once, as transformers and datasets would repeat the question for half a minute.
+
+    Args:
+        name: The name of its repository.
+        what: What is wanted, for the message: `dataset`, or something of a model.
+        revision: Of the repository; None: the main branch.
+
+    Returns:
+        Whether the hub can be reached.
+
+    Raises:
+        IsolossError: It can, and has nothing of this name, or not this revision.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        ask = huggingface_hub.dataset_info if what == "dataset" else huggingface_hub.model_info
+        ask(name, revision=revision, timeout=20)
+    except RevisionNotFoundError as error:
+        raise IsolossError(f"there is no revision {revision} of {name} on the Hugging Face hub") from error
+    except RepositoryNotFoundError as error:
+        raise IsolossError(
+            f"there is no {what} {name}, neither a folder here nor on the Hugging Face hub{files.nearest(name)}"
+        ) from error
+    except Exception:  # whatever the network or its library can raise
+        return False
+    return True
+
+
+def is_downloaded(name: str, revision: str | None) -> bool:
+    """Return whether a checkpoint of the Hugging Face hub is in its cache on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in (CONFIG, ADAPTER))
+
+
+def check_reachable(name: str, module: str | None = None) -> None:
+    """Refuse what `check_checkpoint` refuses, and a name that neither this machine nor the Hugging Face hub has."""
+    check_checkpoint(name, module)
+    if module is not None or Path(name).expanduser().is_dir():
+        return
+    on_hub, _, revision = name.partition("@")
+    if not (hub_answers(on_hub, revision=revision or None) or is_downloaded(on_hub, revision or None)):
+        raise IsolossError(
+            f"there is no checkpoint {on_hub} on this machine, and the Hugging Face hub does not answer"
+            f"{files.nearest(on_hub)}"
+        )
+
+
 def check_folder(folder: Path) -> None:
     """Refuse a folder that holds neither a model nor an adapter, in a sentence that says what it is instead."""
     # first of all: read as JSON, the pointer would only seem damaged

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypedDict
 
 import torch
 import transformers
-from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -34,6 +33,8 @@ from isoloss.early_checks import (
     check_device,
     check_folder,
     check_weights_file,
+    hub_answers,
+    is_downloaded,
     may_be_hub_name,
     split_module,
 )
@@ -256,37 +257,6 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = None) -> bool:
-    """Ask the Hugging Face hub once, as transformers and datasets would repeat the question for half a minute.
-
-    Args:
-        name: The name of its repository.
-        what: What is wanted, for the message: `dataset`, or something of a model.
-        revision: Of the repository; None: the main branch.
-
-    Returns:
-        Whether the hub can be reached.
-
-    Raises:
-        IsolossError: It can, and has nothing of this name, or not this revision.
-    """
-    import huggingface_hub
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-
-    try:
-        ask = huggingface_hub.dataset_info if what == "dataset" else huggingface_hub.model_info
-        ask(name, revision=revision, timeout=20)
-    except RevisionNotFoundError as error:
-        raise IsolossError(f"there is no revision {revision} of {name} on the Hugging Face hub") from error
-    except RepositoryNotFoundError as error:
-        raise IsolossError(
-            f"there is no {what} {name}, neither a folder here nor on the Hugging Face hub{files.nearest(name)}"
-        ) from error
-    except Exception:  # whatever the network or its library can raise
-        return False
-    return True
-
-
 # --- the files of a checkpoint, in a folder or on the hub -----------------------------------------------------------
 
 
@@ -478,7 +448,7 @@ def _clear_errors(name: str, revision: str | None, *, is_online: bool) -> Iterat
         if isinstance(error, KeyError):
             reason = f"transformers does not know {reason}, which its config.json names"
         unanswered = not is_online and not Path(name).is_dir()
-        if unanswered and not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        if unanswered and not is_downloaded(name, revision):
             raise IsolossError(
                 f"there is no checkpoint {name} on this machine, and the Hugging Face hub does not answer"
                 f"{files.nearest(name)}"

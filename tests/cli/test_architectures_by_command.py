@@ -42,7 +42,7 @@ def test_every_command_takes_a_model_without_sdpa_attention(save, tmp_path, caps
     assert main(["sample", str(tmp_path / "teacher.toml")]) == 0
     assert "does not support" in refusal(capsys, "flatness", *words, "--attention", "sdpa")
     sentence = refusal(capsys, "flatness", *words, "--attention", "fastest")
-    assert "choice 'fastest' for argument '--attention'. Expected one of ('auto', 'sdpa', 'eager')" in sentence
+    assert "--attention is 'fastest'; it must be one of auto, sdpa, eager" in sentence
 
 
 @pytest.mark.parametrize(("name", "longest"), [("EsmForMaskedLM", 31), ("MPNetForMaskedLM", 30)])

@@ -126,12 +126,9 @@ def test_a_run_knows_its_averages(run):
 
 
 def test_what_is_no_checkpoint_of_a_run_is_refused(capsys, run, tmp_path):
-    for path in (
-        tmp_path,
-        run / "checkpoints",
-        run / "checkpoints" / "step-20",
-        run / "checkpoints" / "step-20" / "ema",
-    ):
+    for path in (run / "checkpoints" / "step-20", run / "checkpoints" / "step-20" / "ema"):
+        assert f"there is no checkpoint {path}: it is not a folder" in refusal(capsys, "eval", path, alone=True)
+    for path in (tmp_path, run / "checkpoints"):
         message = refusal(capsys, "eval", path, alone=True)
         assert f"{path} is neither a run directory (it has no run.json) nor a checkpoint in one" in message
     checkpoint = run / "checkpoints" / "step-10"

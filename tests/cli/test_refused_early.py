@@ -1,13 +1,15 @@
-"""A mistake in a command line is refused before torch is imported, which takes seconds."""
+"""A mistake in a command line is refused before torch is imported, which takes seconds: in one sentence."""
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 PROBE = """
-import contextlib, io, json, sys
+import contextlib, io, json, sys, time
 
 class NoTorch:
     def find_spec(name, path, target=None):
@@ -18,21 +20,35 @@ sys.meta_path.insert(0, NoTorch)
 from isoloss.cli.main import main
 told = []
 for words in json.load(sys.stdin):
-    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+    start = time.process_time()
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.redirect_stdout(io.StringIO()) as stdout:
         try:
             status = main(words)
         except ImportError:
             status = "imported torch"
-    told.append([status, stderr.getvalue()])
+    assert "torch" not in sys.modules
+    told.append([status, stderr.getvalue(), stdout.getvalue(), time.process_time() - start])
 print(json.dumps(told))
 """
 
 REFUSED = {
     "flatness checkpoint": "checkpoint is not a checkpoint of a run, so there is no language to measure it on: add",
     "flatness ./no --data text.txt": "there is no checkpoint ./no: it is not a folder",
+    "flatness ./chekpoint": "there is no checkpoint ./chekpoint: it is not a folder; did you mean checkpoint?",
+    "flatness chekpoint": "there is no checkpoint chekpoint on this machine, and the Hugging Face hub does not",
+    "flatness chekpoint --data text.txt": "does not answer; did you mean checkpoint?",
+    "flatness 'check*[x]'": "no folder matches 'check*[x]'",
+    "flatness owner/model@step*": "so which revisions of owner/model match 'step*' is not known: name them one by one",
+    "flatness": "no checkpoint is named",
+    "flatness checkpoint --dta text.txt": "there is no option --dta; did you mean --data?",
+    "flatness checkpoint --data": "--data needs 1 value",
+    "flatness checkpoint --data text.txt --dtype float8": "--dtype is 'float8'; did you mean float64? it must be",
+    "flatness checkpoint --data text.txt --num-sequences 5o": "--num-sequences: '5o' is not a whole number",
+    "flatness checkpoint --data text.txt --measures trce": "no measure 'trce'; did you mean trace? the measures of",
+    "flatnes checkpoint": "no subcommand 'flatnes'; did you mean flatness?",
     "flatness other --data text.txt": "other is not a checkpoint: it has no config.json",
     "flatness bare --data text.txt": "bare has no weights",
-    "flatness checkpoint --data tex.txt": "there is no data tex.txt; did you mean text.txt? give a .npy file",
+    "flatness checkpoint --data tex.txt": "there is no data tex.txt; did you mean text.txt? give a .npy",
     "flatness checkpoint --data text.txt --rtol 2": "rtol is 2.0; it must be above 0 and below 1",
     "flatness checkpoint --data text.txt --seconds 0": "seconds is 0.0; it must be above 0",
     "flatness checkpoint --data text.txt --num-probes 0": "num_probes is 0; it must be at least 1",
@@ -41,8 +57,15 @@ REFUSED = {
     "flatness checkpoint --data text.txt --length 0": "length is 0; it must be at least 1",
     "flatness checkpoint --data text.txt --tokenizer ./no": "there is no tokenizer './no'",
     "flatness checkpoint --data text.txt --threads 100000": "--threads is 100000; it must be at least 0",
+    "compare ./no checkpoint": "there is no checkpoint ./no: it is not a folder",
+    "compare chekpoint checkpoint": "does not answer; did you mean checkpoint?",
+    "compare checkpoint": "checkpoint alone has nothing to be compared with",
+    "compare checkpoint checkpoint": "named twice",
     "eval ./no --data text.txt": "there is no checkpoint ./no: it is not a folder",
+    "eval chekpoint --data text.txt": "does not answer; did you mean checkpoint?",
+    "eval ./chekpoint": "there is no checkpoint ./chekpoint: it is not a folder; did you mean checkpoint?",
     "eval checkpoint": "add --data or --language",
+    "eval checkpoint --data text.txt --measures trce": "no measure 'trce'; did you mean trace?",
     "eval checkpoint --data tex.txt": "there is no data tex.txt; did you mean text.txt?",
     "eval checkpoint --language pcfg-laptp": "no language 'pcfg-laptp'; did you mean pcfg-laptop?",
     "eval checkpoint --data text.txt --device gpu": "the device is 'gpu'",
@@ -53,6 +76,23 @@ REFUSED = {
     "transfer checkpoint --task root --language pcfg-laptop --num-train 0": "num_train is 0; it must be at least 1",
     "transfer checkpoint --task root --language pcfg-laptop --device gpu": "the device is 'gpu'",
     "transfer checkpoint --task root --language pcfg-laptop --test-redraw 2": "test_redraw is 2.0; it must be above 0",
+    "transfer checkpoint": "--task STR is missing",
+    "expand chekpoint --into d32": "does not answer; did you mean checkpoint?",
+    "expand checkpoint": "--into STR is missing",
+    "expand checkpoint --into d33": "there is no model size 'd33'",
+    "expand checkpoint --into d32 --data tex.txt": "there is no data tex.txt; did you mean text.txt?",
+    "expand checkpoint --into d32 --device gpu": "the device is 'gpu'",
+    "text pyton-docs out": "name is 'pyton-docs'; did you mean python-docs?",
+    "tokenizer tex.txt --output out": "did you mean text.txt?",
+    "ls lanuages": "what is 'lanuages'; did you mean languages?",
+    "ls measures trce": "no measure 'trce'; did you mean trace?",
+    "show chekpoint": "chekpoint is not a run directory: it has no run.json; did you mean checkpoint?",
+    "study stauts same-loss": "no subcommand 'stauts'; did you mean status?",
+    "study run same-los": "no study 'same-los'; did you mean same-loss?",
+    "study run": "NAME is missing",
+    "study new mine --checkpoints checkpoint": "--checkpoints and --data go together",
+    "study new mine --checkpoints checkpoint --data tex.txt": "there is no data tex.txt; did you mean text.txt?",
+    "theory bartlet": "did you mean bartlett?",
     "sample pcfg-laptp": "no language 'pcfg-laptp'; did you mean pcfg-laptop?",
     "sample text.txt --tokenizer ./no": "there is no tokenizer './no'",
     "sample pcfg-laptop --length 4": "the language pcfg-laptop is complete as it is: leave out --length",
@@ -77,14 +117,21 @@ def told(tmp_path_factory):
     for name in ("checkpoint", "bare"):
         (folder / name / "config.json").write_text("{}")
     (folder / "checkpoint/model.safetensors").touch()
-    asked = json.dumps([command.split() for command in REFUSED])
-    done = subprocess.run([sys.executable, "-c", PROBE], input=asked, cwd=folder, capture_output=True, text=True)
+    asked = json.dumps([shlex.split(command) for command in REFUSED])
+    # nobody answers there
+    env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(folder / "hub")}
+    command = [sys.executable, "-c", PROBE]
+    done = subprocess.run(command, input=asked, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return dict(zip(REFUSED, json.loads(done.stdout), strict=True))
 
 
 @pytest.mark.parametrize("command", REFUSED)
 def test_a_mistake_is_refused_before_torch_is_imported(told, command):
-    status, message = told[command]
+    status, message, output, seconds = told[command]
     assert status == 2, message
     assert REFUSED[command] in message
+    assert message.count("\n") == 1
+    assert output == ""
+    # the first one imports what all need
+    assert seconds < 2

@@ -47,8 +47,8 @@ def test_another_shape_is_another_run(tmp_path, capsys):
     path = tmp_path / "run"
     train(path, "--size", "d16", "--heads", "2")
     words = ("--language", "pcfg-laptop", "--steps", "3", "--size", "d16", *QUICK)
-    assert "model.heads: 4 != 2" in refusal(capsys, "train", path, *words, "--heads", "4")
-    assert "model.heads: None != 2" in refusal(capsys, "train", path, *words)
+    assert "model.heads is 4 here and 2 there" in refusal(capsys, "train", path, *words, "--heads", "4")
+    assert "model.heads is not set here and 2 there" in refusal(capsys, "train", path, *words)
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_a_training_that_cannot_be(capsys, tmp_path, options, words):
 def test_a_run_of_another_config_is_left_alone(capsys, run):
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     message = refusal(capsys, "train", run, "--language", "pcfg-laptop", "--size", "d32", "--steps", "30")
-    assert "model.size: 'd32' != 'd16'" in message
+    assert "model.size is 'd32' here and 'd16' there" in message
     assert "leave out --steps" in refusal(capsys, "train", run, "--steps", "40")
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 

@@ -25,9 +25,11 @@ def text(tmp_path_factory):
 def test_the_text_is_pythons_own(capsys, text, tmp_path):
     assert {path.stem: path.read_text(encoding="utf-8") for path in text.iterdir()} == topics
     assert as_json(capsys, "text", "python-docs", text)["files"] == len(topics)  # the same again is no error
+    assert main(["text", "python-docs", str(text)]) == 0
+    assert "they were there already" in capsys.readouterr().out
     (tmp_path / "precious").write_text("data")
     assert "not an empty folder" in refusal(capsys, "text", "python-docs", tmp_path, alone=True)
-    assert "Expected one of ('python-docs',)" in refusal(capsys, "text", "novels", tmp_path / "x", alone=True)
+    assert "it must be python-docs" in refusal(capsys, "text", "novels", tmp_path / "x", alone=True)
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
@@ -89,5 +91,5 @@ def test_what_cannot_be_learned(capsys, tmp_path, text):
     bpe = ("tokenizer", text, *out, "--kind", "bpe")
     assert "at least 261" in refusal(capsys, *bpe, "--vocab-size", "260", alone=True)
     assert "--cased is for wordpiece" in refusal(capsys, *bpe, "--cased", alone=True)
-    assert "Missing from isoloss tokenizer: --output PATH" in refusal(capsys, "tokenizer", text, alone=True)
+    assert "--output PATH is missing" in refusal(capsys, "tokenizer", text, alone=True)
     assert not (tmp_path / "out").exists()

@@ -196,7 +196,7 @@ def test_a_run_that_was_compiled_takes_no_option_that_the_compiled_step_lacks(ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "Missing from isoloss train: RUN"),
+        ("", "RUN is missing"),
         ("a --language pcfg-laptop --compiled --masking fraction", "compiled is on and masking is 'fraction'"),
         ("a --language pcfg-laptop --compiled --no-compiled", "--compiled and --no-compiled contradict each other"),
         ("a --language pcfg-laptop --compiled --architecture lstm", "compiled is on and the architecture is lstm"),

@@ -32,7 +32,8 @@ def test_other_seeds_and_nothing_else(file):
     ours, theirs = (study.scale("tiny", seed_offset=n).experiments for n in (0, 2))
     for (name, a), (other, b) in zip(ours.items(), theirs.items(), strict=True):
         assert other == name.replace("-", "-20")
-        assert {line.partition(":")[0] for line in configs.differences(a.config, b.config)} == {"seed", "language.seed"}
+        changed = {line.partition(" is ")[0] for line in configs.differences(a.config, b.config)}
+        assert changed == {"seed", "language.seed"}
         assert b.measurements[0].settings == a.measurements[0].settings | {
             "seed": a.measurements[0].settings["seed"] + 200
         }
@@ -48,7 +49,7 @@ def test_a_repetition_of_the_algorithms_shares_no_grammar_and_no_seed(name):
         )
         grammars.append({e.config.language.seed for e in runs.values()})
         differing = [
-            {line.partition(":")[0] for line in configs.differences(a.config, b.config)}
+            {line.partition(" is ")[0] for line in configs.differences(a.config, b.config)}
             for a, b in zip(ALGORITHMS.scale(name).experiments.values(), runs.values(), strict=True)
         ]
         assert all(keys == ({"seed", "language.seed"} if offset else set()) for keys in differing)
@@ -330,26 +331,26 @@ def test_wrong_words_are_refused(capsys, tmp_path, monkeypatch, words, message):
 @pytest.mark.parametrize(
     ("words", "messages"),
     [
-        (("compare", "a"), ("Missing from isoloss study compare", "SECOND")),
+        (("compare", "a"), ("SECOND is missing", "isoloss study compare --help says more")),
         (("compare", "a", "b", "--scale", "tiny"), ("--scale is an option of isoloss study plan,",)),
-        (("report", "same-loss", "b"), ("Unrecognized options: b",)),
+        (("report", "same-loss", "b"), ("there is no argument: b",)),
         (
             ("run", "same-loss", "--output", "b"),
             ("--output is an option of isoloss study export; isoloss study run --help lists all",),
         ),
-        (("export", "same-loss"), ("Missing from isoloss study export", "--output PATH")),
+        (("export", "same-loss"), ("--output PATH is missing",)),
         (
             ("export", "same-loss", "--output", "b", "--workers", "2"),
             ("--workers is an option of isoloss study plan, isoloss study run,",),
         ),
         (("work", "same-loss", "--address", "auto"), ("--address is an option of isoloss study run;",)),
         (("report", "same-loss", "--formats", "csv"), ("--formats is an option of isoloss study export;",)),
-        (("export", "x", "--output", "b", "--formats", "xlsx"), ("choice 'xlsx'", "'csv', 'parquet', 'markdown'")),
+        (("export", "x", "--output", "b", "--formats", "xlsx"), ("--formats is 'xlsx'; it must be one of csv",)),
         (("verfy", "same-loss"), ("no subcommand 'verfy'; did you mean verify?",)),
     ],
 )
 def test_each_subcommand_has_its_own_options(capsys, words, messages):
     assert main(["study", *words]) == 2
-    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    told = capsys.readouterr().err
     for message in messages:
         assert message in told

@@ -103,7 +103,7 @@ def test_other_examples_are_found(run):
 
 def test_another_config_is_found(run):
     other = TrainConfig(**{**vars(CONFIG), "seed": 1})
-    assert problems(run, other)["run: config"] == "seed: 0 != 1"
+    assert problems(run, other)["run: config"] == "seed is 0 here and 1 there"
 
 
 def test_an_unfinished_run_is_found(run):

@@ -142,7 +142,7 @@ def _check(args: Any, models: list[str]) -> None:
         raise IsolossError("no checkpoint is named: give folders, or names on the Hugging Face hub")
     for name in models:
         refuse_run(Path(name), "and checkpoints are compared")
-        early_checks.check_checkpoint(name, args.loading.module)
+        early_checks.check_reachable(name, args.loading.module)
     refuse_twice(models)
     if len(models) == 1:
         raise IsolossError(f"{models[0]} alone has nothing to be compared with: name another, or see isoloss flatness")

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from isoloss import files
+from isoloss import early_checks, files
 from isoloss.cli import common, options
 from isoloss.cli.options import Loading
 from isoloss.errors import IsolossError
 from isoloss.lab.models.sizes import reshaped, shape
 from isoloss.runs import Run, checkpoint_of
 from isoloss.statistics.estimate import rounded
+from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
     from isoloss.loading import LoadedModel
@@ -108,6 +109,12 @@ def main(arguments: list[str]) -> int:
     into = reshaped(shape(args.into), layers=args.layers, width=args.width, heads=args.heads, ffn=args.ffn)
     if args.output is not None:
         files.check_new(args.output)
+    run = Run(Path(args.model))
+    name = str(run.checkpoint(run.last_step())) if run.exists else args.model
+    early_checks.check_reachable(name)
+    early_checks.check_device(args.loading.device)
+    if args.data is not None:
+        hub_datasets.check_data(args.data)
     common.use_threads(args.threads)
     import torch
 
@@ -115,8 +122,6 @@ def main(arguments: list[str]) -> int:
     from isoloss.loading import load_model
     from isoloss.paper.theory.expansion import judge_expansion
 
-    run = Run(Path(args.model))
-    name = str(run.checkpoint(run.last_step())) if run.exists else args.model
     loaded = load_model(name, dtype=getattr(torch, args.dtype), **vars(args.loading))
     check_fits(shape_of(loaded.model), into)
     inputs = _inputs(args, name, loaded)

@@ -214,7 +214,7 @@ def _check(args: Any) -> None:
     configs.check(args)
     for name in args.models:
         refuse_run(Path(name), "and flatness is measured of a checkpoint")
-        early_checks.check_checkpoint(name, args.loading.module)
+        early_checks.check_reachable(name, args.loading.module)
     refuse_twice(args.models)
     if args.data is not None:
         hub_datasets.check_data(args.data)

@@ -148,7 +148,7 @@ def _sentence(box: str) -> str:
     lines = [line[2:].rstrip(" │") for line in message or parts[0].strip("\n").splitlines()]
     lines = [line.strip() for line in lines if not line.startswith(8 * " ")]
     text = " ".join(lines)
-    if found := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)\.", text):
+    if found := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\) ?\.", text):
         value, name, choices = found[1], found[2], re.findall("'(.*?)'", found[3])
         wanted = f"{'one of ' * (len(choices) > 1)}{', '.join(choices)}"
         return f"{name} is {value!r}{did_you_mean(value, choices) or ';'} it must be {wanted}"

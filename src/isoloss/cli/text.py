@@ -31,9 +31,11 @@ def main(arguments: list[str]) -> int:
     args = options.parse(Args, "text", arguments, examples=EXAMPLES)
     from isoloss.text.python_docs import write_python_docs
 
+    was_there = args.folder.is_dir() and any(args.folder.iterdir())
     number = write_python_docs(args.folder)
     if args.json:
         common.emit_json({"folder": str(args.folder), "files": number, "python": platform.python_version()})
     else:
-        common.say(f"{args.folder}: {number} text files, the language reference of Python {platform.python_version()}")
+        there = "they were there already" if was_there else f"from Python {platform.python_version()}"
+        common.say(f"{args.folder}: {number} text files of Python's language reference; {there}")
     return 0

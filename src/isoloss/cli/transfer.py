@@ -289,7 +289,7 @@ def check_args(args: Args, models: list[Subject]) -> None:
     early_checks.check_device(args.loading.device)
     for subject in models:
         if subject.checkpoint is not None:
-            early_checks.check_checkpoint(subject.checkpoint)
+            early_checks.check_reachable(subject.checkpoint)
     for path in (args.labeled_text.data, args.labeled_text.test_data):
         if path is not None and not hub_datasets.is_dataset(path) and not Path(path).expanduser().exists():
             raise IsolossError(f"there is no file or folder {path}{files.nearest(path)}")

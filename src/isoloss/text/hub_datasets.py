@@ -134,7 +134,7 @@ def _check_columns(name: DatasetName, columns: Sequence[str], available: Sequenc
 def _loaded(name: DatasetName, split: str) -> Any:
     with naming_extras():
         import datasets
-    from isoloss.loading import hub_answers
+    from isoloss.early_checks import hub_answers
 
     with _quiet():
         try:

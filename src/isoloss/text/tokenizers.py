@@ -283,7 +283,7 @@ def _from_hub(spec: str) -> PreTrainedTokenizerFast:
         # an OSError says that it is not here; anything else, that it is and cannot be read
         if not isinstance(error.__cause__, OSError):
             raise
-    from isoloss.loading import hub_answers
+    from isoloss.early_checks import hub_answers
 
     if not hub_answers(name, what="tokenizer", revision=revision or None):
         raise IsolossError(

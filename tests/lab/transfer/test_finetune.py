@@ -211,9 +211,9 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     finetune(model, task, short, output=folder)
     before = content(folder)
     for changed, message in (
-        ((model, task, replace(short, batch_size=4)), r"another config \(config.batch_size: 4 != 8\)"),
-        ((model, task, replace(short, learning_rate=0.5)), "config.learning_rate: 0.5 != 0.01"),
-        ((bert(dropout=0.1), replace(task, name="other"), short), r"task: 'other' != 'thirds'"),
+        ((model, task, replace(short, batch_size=4)), r"another config \(config.batch_size is 4 here and 8 there\)"),
+        ((model, task, replace(short, learning_rate=0.5)), "config.learning_rate is 0.5 here and 0.01 there"),
+        ((bert(dropout=0.1), replace(task, name="other"), short), r"task is 'other' here and 'thirds' there"),
         ((opt(), task, short), "weights: '"),
         ((model, replace(task, test_labels=task.test_labels.flip(0)), short), r"\(test: '"),
     ):

@@ -117,6 +117,9 @@ def evaluate(
                 "float32"
             )
         (inputs or InputConfig()).check_run(str(names[0]), "batch_size")
+        for given in names:
+            if not Path(given).is_dir():
+                early_checks.check_checkpoint(str(given))
         parts = [(str(name), *_checkpoints_of(Path(name), steps)) for name in names]
         return _evaluate_runs(parts, measures, settings, device, progress)
     if steps:
@@ -128,7 +131,7 @@ def evaluate(
     checkpoints = [str(name) for name in names]
     refuse_twice(checkpoints)
     for name in checkpoints:
-        early_checks.check_checkpoint(name)
+        early_checks.check_reachable(name)
     if data is not None:
         hub_datasets.check_data(data)
     else:

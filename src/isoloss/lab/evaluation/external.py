@@ -118,7 +118,7 @@ class ExternalCheckpoint:
             pass
         if not download:
             raise IsolossError(f"{self.checkpoint} is not on this machine: it was not downloaded yet")
-        from isoloss.loading import hub_answers
+        from isoloss.early_checks import hub_answers
 
         if not hub_answers(name, revision=revision or None):
             raise IsolossError(

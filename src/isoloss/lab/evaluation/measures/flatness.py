@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from isoloss.config import setting
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, did_you_mean
 from isoloss.lab.evaluation.measures.base import (
     Measure,
     MeasureResult,
@@ -55,9 +55,14 @@ class FlatnessMeasure(Measure):
 
 def flatness_measure(name: str, settings: Mapping[str, Any] | None = None) -> FlatnessMeasure:
     """Return the measure of flatness called `name`; arguments as for `make_measure`."""
+    known = [other for other, cls in MEASURES.loaded().items() if issubclass(cls, FlatnessMeasure)]
+    try:
+        MEASURES.match(name)
+    except IsolossError:
+        guess = did_you_mean(name, known) or ";"
+        raise IsolossError(f"no measure {name!r}{guess} the measures of flatness are {', '.join(known)}") from None
     measure = make_measure(name, settings)
     if not isinstance(measure, FlatnessMeasure):
-        known = [other for other, cls in MEASURES.loaded().items() if issubclass(cls, FlatnessMeasure)]
         raise IsolossError(f"{name} is no measure of flatness, and isoloss eval measures it: choose {', '.join(known)}")
     return measure
 
