@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.util
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ EXTRAS = {  # pyproject.toml's, by the modules that are imported from their pack
     **dict.fromkeys(("datasets", "pandas"), "hub"),
     "ray": "ray",
     "submitit": "slurm",
+    **{name: name for name in ("tensorboard", "trackio", "wandb")},
 }
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -37,6 +39,28 @@ class IsolossWarning(UserWarning):
     """
 
 
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, without importing it.
+
+    Example:
+        >>> is_installed("json"), is_installed("jso")
+        (True, False)
+    """
+    spec = importlib.util.find_spec(package)
+    # a folder of that name, such as the one that W&B makes, is found as a package without an origin
+    return spec is not None and spec.origin is not None
+
+
+def require_package(package: str) -> None:
+    """Refuse what needs a package of an extra that is not installed, before anything is computed or written.
+
+    Example:
+        >>> require_package("jinja2")
+    """
+    if not is_installed(package):
+        raise _not_installed(package)
+
+
 @contextlib.contextmanager
 def naming_extras() -> Iterator[None]:
     """Turn the lack of a package that only an extra installs into an error that names the extra; also a decorator.
@@ -50,12 +74,13 @@ def naming_extras() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
-            raise
-        raise IsolossError(
-            f"this needs {package}, which is not installed: pip install 'isoloss[{EXTRAS[package]}]'"
-        ) from error
+        if (package := (error.name or "").partition(".")[0]) in EXTRAS:
+            raise _not_installed(package) from error
+        raise
+
+
+def _not_installed(package: str) -> IsolossError:
+    return IsolossError(f"this needs {package}, which is not installed: pip install 'isoloss[{EXTRAS[package]}]'")
 
 
 def printable(text: str) -> str:

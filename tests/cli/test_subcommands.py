@@ -169,8 +169,9 @@ def test_transfer_probes_a_run_and_the_look_up_table(capsys, run):
 def test_doctor_and_version(capsys):
     found = as_json(capsys, "doctor")
     assert found["software"]["python"] == sys.version.split()[0]
-    for package, what in found["optional parts"].items():
-        assert what.startswith("not installed (") == (importlib.util.find_spec(package) is None)
+    installed, missing = found["software"]["extras"].split("; not installed: ")
+    assert installed.startswith("lab, study, hub")
+    assert ("wandb" in missing.split(", ")) == (importlib.util.find_spec("wandb") is None)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("isoloss ")
 

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from isoloss import files
 from isoloss.early_checks import check_threads
-from isoloss.errors import IsolossError, printable
+from isoloss.errors import IsolossError, printable, require_package
 
 if TYPE_CHECKING:
     from isoloss.paper.theory.statements import Statement
@@ -55,6 +55,7 @@ def check_figure(file: Path | None) -> None:
         return
     if file.suffix.lower() not in FIGURES:
         raise IsolossError(f"--figure is {file}; its name must end in {', '.join(FIGURES)}")
+    require_package("vl_convert")
     files.check_writable(file.parent)
 
 

@@ -5,21 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from isoloss.cli import common, options
+from isoloss.errors import EXTRAS, is_installed
 from isoloss.runs import commit, versions
 
-EXAMPLES = [("isoloss doctor", "versions, devices, threads, kernels and optional parts")]
-
-OPTIONAL = {
-    "ray": "runs studies on a Ray cluster",
-    "submitit": "runs studies on Slurm",
-    "tensorboard": "logs the metrics",
-    "trackio": "logs the metrics",
-    "wandb": "logs the metrics",
-}
+EXAMPLES = [("isoloss doctor", "versions, extras, devices, threads and kernels")]
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,7 @@ def _findings() -> dict[str, dict[str, Any]]:
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     gpus = {f"cuda:{i}": f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(properties)}
     return {
-        "software": {**versions(), "commit": commit() or "not a checkout"},
+        "software": {**versions(), "commit": commit() or "not a checkout", "extras": _extras()},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "cpu cores": os.cpu_count(),
@@ -70,12 +62,11 @@ def _findings() -> dict[str, dict[str, Any]]:
             "flatness": "exact expectation over labels, one backward pass to activations per batch",
             "training attention": "eager",
         },
-        "optional parts": {name: f"{_version(name)} ({purpose})" for name, purpose in OPTIONAL.items()},
     }
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def _extras() -> str:
+    """Which extras of the package are installed, and which are not."""
+    missing = {extra: None for package, extra in EXTRAS.items() if not is_installed(package)}
+    installed = {extra: None for extra in EXTRAS.values() if extra not in missing}
+    return f"{', '.join(installed) or 'none'}; not installed: {', '.join(missing) or 'none'}"

@@ -21,7 +21,7 @@ import tyro
 from isoloss import files, interrupts
 from isoloss.cli import common, options
 from isoloss.early_checks import check_checkpoint, expand_checkpoints
-from isoloss.errors import IsolossError, printable
+from isoloss.errors import IsolossError, printable, require_package
 from isoloss.registry import EXECUTORS, STUDIES
 from isoloss.runs import Run, checkpoint_of
 from isoloss.statistics.estimate import number, rounded
@@ -47,6 +47,7 @@ EXAMPLES = [
     ("isoloss study compare results/a results/b", "compare a study with its repetition"),
 ]
 
+EXECUTOR_PACKAGES = {"ray": "ray", "slurm": "submitit"}
 WATCH_SECONDS = 2.0  # between two tables of `study status --watch` on a terminal
 LINE_SECONDS = 30.0  # between two lines elsewhere
 MIB = 2**20
@@ -166,6 +167,8 @@ class _Run(_Working):
         for option, executor in (("submit", "slurm"), ("address", "ray")):
             if getattr(self, option) and self.executor != executor:
                 raise IsolossError(f"--{option} is for --executor {executor}; the executor is {self.executor}")
+        if self.executor in EXECUTOR_PACKAGES:
+            require_package(EXECUTOR_PACKAGES[self.executor])
         folder = self.study()
         # commands of other executors may start in another folder or on another machine
         if self.executor != "local":

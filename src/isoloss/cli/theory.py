@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from isoloss.cli import common, options
@@ -87,7 +88,7 @@ class BartlettArgs(CommonArgs):
 
     def report(self) -> Report:
         """Run the program."""
-        from isoloss.paper.theory import bartlett, figures
+        from isoloss.paper.theory import bartlett
 
         with common.Progress("bartlett", bartlett.num_points(max(self.directions, 0)), "points") as progress:
             result = bartlett.study(length=self.length, directions=self.directions, seed=self.seed, progress=progress)
@@ -101,7 +102,7 @@ class BartlettArgs(CommonArgs):
             statements=result.statements,
             document={"rows": [dataclasses.asdict(row) for row in result.rows]},
             tables=[Table(model, columns, rows) for model, rows in cells.items()],
-            figure=lambda: figures.bartlett_gap(result),
+            figure=lambda: _figures().bartlett_gap(result),
             heading="Lemma 3.2: KL and traces in nats per predicted token; means over the directions",
         )
 
@@ -131,7 +132,6 @@ class FlowArgs(CommonArgs):
 
     def report(self) -> Report:
         """Run the program for each model."""
-        from isoloss.paper.theory import figures
         from isoloss.paper.theory.sgd_flow import study
 
         results: list[tuple[Settings, Result]] = []
@@ -151,7 +151,7 @@ class FlowArgs(CommonArgs):
             statements=[statement for _, result in results for statement in result.statements],
             document=document,
             tables=[_flow_table(*pair) for pair in results],
-            figure=lambda: figures.sgd_and_flow(results),
+            figure=lambda: _figures().sgd_and_flow(results),
             note="-> 0: extrapolated from all step sizes. distance^2: of SGD's parameters from the flow's, as a "
             "fraction of the squared distance of the flow from the start. Other times: --json, or --figure.",
         )
@@ -203,7 +203,7 @@ class BracketsArgs(CommonArgs, BracketsSettings):
 
     def report(self) -> Report:
         """Run the program."""
-        from isoloss.paper.theory import brackets, figures
+        from isoloss.paper.theory import brackets
 
         with common.Progress("brackets", self.num_steps, "steps") as progress:
             result = brackets.study(self, progress=progress)
@@ -249,11 +249,18 @@ class BracketsArgs(CommonArgs, BracketsSettings):
                     widths,
                 ),
             ],
-            figure=lambda: figures.bracket_solutions(result),
+            figure=lambda: _figures().bracket_solutions(result),
             note="(3) to (5): factors of the trace over its bound, 1 where the paper's condition holds. expect: "
             "probability that n strings lack positive or negative answers. predicted: features that fit every input "
             "exactly.",
         )
+
+
+def _figures() -> ModuleType:
+    """Return the module of figures, which takes the extra `study`, as the programs themselves do not."""
+    from isoloss.paper.theory import figures
+
+    return figures
 
 
 SUBCOMMANDS = {"bartlett": BartlettArgs, "sgd-flow": FlowArgs, "brackets": BracketsArgs}

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import os
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,7 +17,7 @@ from isoloss import early_checks, files, interrupts
 from isoloss.cli import common, options
 from isoloss.cli.options import LanguageOptions, Options, option_name, sources_of
 from isoloss.config import AlgorithmConfig, LanguageConfig
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, require_package
 from isoloss.registry import ALGORITHMS, MODELS
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, OptimizerName, TrainConfig
 from isoloss.runs import Run
@@ -229,7 +228,7 @@ def _is_compiled(run: Run, config: TrainConfig) -> bool:
         return run.config.compiled
     width = getattr(MODELS.load(config.model.architecture).shape(config.model), "d_model", math.inf)
     # wider models spend their time in matrix products, where a BLAS is as fast
-    if width > COMPILED_WIDTH or config.compiled_lacks() or _is_one_of_several() or not find_spec("numba"):
+    if width > COMPILED_WIDTH or config.compiled_lacks() or _is_one_of_several():
         return False
     if config.device == "auto":
         from isoloss.loading import resolve_device
@@ -239,10 +238,11 @@ def _is_compiled(run: Run, config: TrainConfig) -> bool:
 
 
 def _train(run: Run, config: TrainConfig) -> None:
+    require_package("numba")
     from isoloss.lab.evaluation.pretraining import pretrain
     from isoloss.lab.training.train import Progress as Step
 
-    if config.compiled and not run.complete and find_spec("numba"):
+    if config.compiled and not run.complete:
         from isoloss.lab.models.compiled_bert import compile_step
 
         compile_step(lambda: common.note("compiling the training step: about 15 seconds, once on this machine"))

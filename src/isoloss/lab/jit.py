@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numba
+from isoloss.errors import naming_extras
+
+with naming_extras():
+    import numba
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

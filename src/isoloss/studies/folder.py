@@ -11,7 +11,7 @@ from typing import Any
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, naming_extras
 from isoloss.lab.evaluation.evaluator import pending
 from isoloss.lab.evaluation.external import RECORD, ExternalCheckpoint, ExternalRun
 from isoloss.lab.evaluation.measures.base import settings_of
@@ -114,6 +114,7 @@ class StudyFolder:
             raise IsolossError(f"{folder} is not empty and holds no study: choose another --folder")
         return False
 
+    @naming_extras()
     def check(self) -> None:
         """Refuse a study that could not be run to its end; the folder is not looked at.
 
@@ -299,6 +300,7 @@ class StudyFolder:
             )
         return cards
 
+    @naming_extras()
     def report(self, complete: Collection[int] | None = None) -> Path:
         """Write report/index.html and its figures, for the finished study or its complete blocks; return the page.
 

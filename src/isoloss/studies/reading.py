@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, naming_extras
 from isoloss.registry import STUDIES
 from isoloss.studies.results import COLUMNS
 from isoloss.studies.spec import Study, load_study
@@ -76,6 +76,7 @@ class StudyResults:
         return wide.rename(columns).select(*labels, *(each for name in names for each in (name, f"{name}_stderr")))
 
 
+@naming_extras()
 def read_study(path: str | Path, study: str | Path | Study | None = None) -> StudyResults:
     """Return the results of a study as data frames, from its folder or from an exported one.
 

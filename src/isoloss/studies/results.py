@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isoloss.errors import IsolossError, did_you_mean
+from isoloss.errors import IsolossError, did_you_mean, naming_extras
 from isoloss.lab.evaluation.external import ExternalCheckpoint, ExternalRun
 from isoloss.runs import Run
 from isoloss.statistics.comparison import paired_difference, times
@@ -197,6 +197,7 @@ class Results:
         """Return the checkpoints of a run by step."""
         return {step: checkpoint for (run, step), checkpoint in self.checkpoints.items() if run == name}
 
+    @naming_extras()
     def table(self, keys: Sequence[str] | None = None) -> pl.DataFrame:
         """Return a row per checkpoint, as `isoloss.report.data` takes it; by default of `columns`."""
         import polars as pl
@@ -205,6 +206,7 @@ class Results:
         # by all rows: polars would guess a column's type from the first 100, where a measure may be null throughout
         return pl.DataFrame(rows, infer_schema_length=None)
 
+    @naming_extras()
     def values(self) -> pl.DataFrame:
         """Return a row for each checkpoint and estimate; an accuracy is a fraction from 0 to 1."""
         import polars as pl

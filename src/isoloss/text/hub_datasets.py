@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isoloss import files
-from isoloss.errors import IsolossError, naming_extras
+from isoloss.errors import IsolossError, require_package
 from isoloss.text import python_docs
 
 PREFIX = "hf:"
@@ -53,6 +53,8 @@ def is_dataset(spec: str | Path) -> bool:
 
 def check_data(data: str | Path) -> None:
     """Refuse a path that holds neither text nor token ids, as there is nothing; a dataset's name may be any."""
+    if str(data).startswith(PREFIX):
+        require_package("datasets")
     if not (is_dataset(data) or Path(data).exists()):
         raise IsolossError(
             f"there is no data {data}{files.nearest(data) or ':'} give a .npy or .bin file of token ids, a .txt or "
@@ -132,8 +134,9 @@ def _check_columns(name: DatasetName, columns: Sequence[str], available: Sequenc
 
 
 def _loaded(name: DatasetName, split: str) -> Any:
-    with naming_extras():
-        import datasets
+    require_package("datasets")
+    import datasets
+
     from isoloss.early_checks import hub_answers
 
     with _quiet():

@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from isoloss.errors import naming_extras
 from isoloss.lab.jit import jit
 from isoloss.text.masking import Sentences
+
+with naming_extras():
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int32]

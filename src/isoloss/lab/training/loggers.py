@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import logging
 import os
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from isoloss import config as configs
-from isoloss.errors import IsolossError
 from isoloss.runs import Run
 
 PROJECT = "isoloss"
@@ -88,15 +86,6 @@ def _wandb(run: Run) -> Logger:
 
 
 LOGGERS: dict[str, Callable[[Run], Logger]] = {"tensorboard": _tensorboard, "trackio": _trackio, "wandb": _wandb}
-
-
-def check_installed(names: Sequence[str]) -> None:
-    """Raise an `IsolossError` for a logger whose package is missing."""
-    for name in names:
-        spec = importlib.util.find_spec(name)
-        # a folder of that name, which W&B makes, is found as a package without an origin
-        if spec is None or spec.origin is None:
-            raise IsolossError(f"the logger {name} needs the package {name}: pip install 'isoloss[{name}]'")
 
 
 class Loggers:

@@ -21,17 +21,16 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, require_package
 from isoloss.lab.languages.base import Language
 from isoloss.lab.models.make import make_model
-from isoloss.lab.training import checkpoints, loggers, objectives
+from isoloss.lab.training import checkpoints, objectives
 from isoloss.lab.training.algorithms.base import (
     Loss,
     StepResult,
@@ -516,7 +515,9 @@ def check_request(
 ) -> None:
     """Refuse a config that cannot be trained, or that asks for measurements without a `measure` or `validate`."""
     configs.check(config)
-    loggers.check_installed(config.loggers)
+    # a logger is called after its package; numba draws sentences, orders and masks
+    for package in (*config.loggers, "numba"):
+        require_package(package)
     for stage in config.stage_configs():
         objectives.check_language(stage.objective, language)
     check_training_set(config, language)
@@ -548,8 +549,6 @@ def check_memory(config: TrainConfig, language: Language, device: torch.device, 
 
 def check_compiled(device: torch.device, group: ProcessGroup) -> None:
     """Refuse to train with the compiled step where it cannot run."""
-    if find_spec("numba") is None:
-        raise IsolossError("compiled is on, and the compiled step needs the package numba: leave compiled out")
     if group.world_size > 1:
         raise IsolossError(f"compiled is on, which takes one process, and these are {group.world_size}")
     if device.type != "cpu":

@@ -77,10 +77,8 @@ def _connect(options: Options) -> Any:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux too, 127.0.0.1 stays what it is
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         local = {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
-    try:
-        import ray
-    except ImportError:
-        raise IsolossError("the executor ray needs Ray: pip install 'isoloss[ray]'") from None
+    import ray
+
     if ray.is_initialized():
         return ray
     host, colon, port = options.address.removeprefix("ray://").rpartition(":")

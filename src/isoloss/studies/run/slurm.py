@@ -110,10 +110,8 @@ def run(loop: Loop, options: Options) -> None:
 
 def _executor(loop: Loop, options: Options, folder: Path) -> tuple[Any, int]:
     """Return submitit's executor and the number of cores of each worker."""
-    try:
-        import submitit
-    except ImportError:
-        raise IsolossError("the executor slurm needs submitit: pip install 'isoloss[slurm]'") from None
+    import submitit
+
     submitted = dict(options.submit_parameters)
     cluster = submitted.pop("cluster", "slurm")
     if cluster not in CLUSTERS:
