@@ -41,6 +41,8 @@ COMMANDS = {
     f"flatness a b {IDS}": "",
     f"flatness a b {IDS} --figure ab.svg": "study",
     "flatness a --data hf:owner/name": "hub",
+    f"compare a b {IDS} --html page.html": "",
+    f"compare a b {IDS} --parquet table.parquet": "study",
     f"eval a {IDS} --measures loss trace": "",
     "eval a --data hf:owner/name": "hub",
     "eval a --language pcfg-laptop --measures trace --num-sequences 8": "lab",

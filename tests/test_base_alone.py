@@ -79,7 +79,7 @@ def test_public_names(found):
 
 
 def test_nothing_is_left_behind(found):
-    assert found["files"] == ["a", "b", "c", "ids.npy", "own.py", "run", "texts", "tokenizer"]
+    assert found["files"] == ["a", "b", "c", "ids.npy", "own.py", "page.html", "run", "texts", "tokenizer"]
 
 
 def test_an_extra_is_named_for_every_package_of_one():

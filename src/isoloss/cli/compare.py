@@ -14,7 +14,7 @@ from isoloss import config as configs
 from isoloss import early_checks, files, interrupts
 from isoloss.cli import common, options
 from isoloss.cli.options import ModuleLoading
-from isoloss.errors import IsolossError, naming_extras
+from isoloss.errors import IsolossError, require_package
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import make_measure
 from isoloss.lab.evaluation.measures.flatness import Trace
@@ -154,6 +154,8 @@ def _check(args: Any, models: list[str]) -> None:
     if args.data is not None:
         hub_datasets.check_data(args.data)
     early_checks.check_device(args.loading.device)
+    if args.parquet is not None:
+        require_package("polars")
     for file in (args.html, args.csv, args.parquet):
         if file is not None:
             files.check_writable(file.parent)
@@ -174,6 +176,5 @@ def _write(args: Any, compared: ModelComparison, command: str) -> None:
         files.write_text(args.csv, text.getvalue())
         common.note(f"table: {args.csv}")
     if args.parquet is not None:
-        with naming_extras():
-            compared.to_polars().write_parquet(args.parquet)
+        compared.to_polars().write_parquet(args.parquet)
         common.note(f"table: {args.parquet}")
