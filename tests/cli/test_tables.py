@@ -247,7 +247,7 @@ def test_the_answer_is_printed_and_a_line_for_each_claim(capsys, monkeypatch):
     assert lines == [
         "Flatter?",
         "",
-        "SGD improves transfer Yes: +3.00 ± 0.50 points",
+        "SGD improves transfer: Yes: +3.00 ± 0.50 points",
         "    a; 95 %: 1.85 to 4.15",
         "",
         "✓ sgd-flatter   shown",

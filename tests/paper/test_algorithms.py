@@ -290,7 +290,7 @@ def test_the_summary_the_page_and_what_is_printed_say_it(tmp_path, capsys, quick
     command._emit_summary(folder, page, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == STUDY.title
-    assert "The adversary's task shown, by 5 of 5 blocks" in lines
+    assert "The adversary's task: shown, by 5 of 5 blocks" in lines
     assert lines[-1] == f"page: {page}"
     assert len(lines) < 30
     # what is said follows the files: an accuracy that its sampled examples make uncertain

@@ -232,8 +232,10 @@ def test_new_writes_a_study_that_compares_external_checkpoints(study, capsys, he
     assert set(StudyFolder(load_study("mine.py"), Path("runs/mine-all")).results().experiments) == {"opt", "gpt2"}
     with pytest.raises(IsolossError, match=r"mine\.py is there already"):
         main_study("new", "mine")
-    with pytest.raises(IsolossError, match="add --data, the text"):
-        main_study("new", "other", "--checkpoints", "models/opt")
+    with pytest.raises(IsolossError, match="add --checkpoints"):
+        main_study("new", "other", "--data", "text.txt")
+    main_study("new", "other", "--checkpoints", "models/opt")
+    assert load_study("other.py").scale().experiments["opt"].config.data == "python:docs"
 
 
 def test_new_gives_each_checkpoint_a_name_of_its_own(tmp_path, monkeypatch):

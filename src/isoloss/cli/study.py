@@ -48,6 +48,7 @@ EXAMPLES = [
 ]
 
 EXECUTOR_PACKAGES = {"ray": "ray", "slurm": "submitit"}
+_DATA = "python:docs"  # a text that comes with Python
 WATCH_SECONDS = 2.0  # between two tables of `study status --watch` on a terminal
 LINE_SECONDS = 30.0  # between two lines elsewhere
 MIB = 2**20
@@ -379,7 +380,8 @@ class _New:
     checkpoints: tuple[str, ...] = ()
     """Checkpoint folders, or names on the Hugging Face hub, that the study compares on --data."""
     data: Path | None = None
-    """With --checkpoints: text (.txt, .jsonl or a folder) or token ids (.npy) that they are measured on."""
+    """With --checkpoints: text (.txt, .jsonl, a folder, hf:NAME) or token ids (.npy) that they are measured on;
+    default: python:docs, a text that comes with Python."""
     json: bool = False
     """Print one JSON document."""
 
@@ -391,14 +393,15 @@ class _New:
             )
         if stem in STUDIES:
             raise IsolossError(f"there is a study {stem} already (isoloss ls studies): choose another name")
-        if bool(self.checkpoints) != (self.data is not None):
-            missing = "--data, the text that they are measured on" if self.checkpoints else "--checkpoints"
-            raise IsolossError(f"--checkpoints and --data go together: add {missing}")
+        if self.data is not None and not self.checkpoints:
+            raise IsolossError("--data is what checkpoints are measured on: add --checkpoints")
         path = Path(f"{stem}.py")
         if path.exists():
             raise IsolossError(f"{path} is there already: choose another name")
         text = (
-            _external_study(stem, self.checkpoints, self.data) if self.data is not None else _TRAINED.format(name=stem)
+            _external_study(stem, self.checkpoints, self.data or Path(_DATA))
+            if self.checkpoints
+            else _TRAINED.format(name=stem)
         )
         files.write_text(path, text)
         if self.json:
@@ -760,7 +763,7 @@ def print_summary(title: str, summary: Summary) -> None:
     common.say_wrapped(title)
     for card in summary.answer:
         common.say("")
-        common.say_wrapped(f"{card.label} {card.value}")
+        common.say_wrapped(f"{card.label}{'' if card.label.endswith('?') else ':'} {card.value}")
         common.say_wrapped(card.detail, indent=4)
     common.say("")
     width = max((len(result.claim.id) for result in summary.claims), default=0)

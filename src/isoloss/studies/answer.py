@@ -63,33 +63,28 @@ def claim_cards(results: Sequence[ClaimResult]) -> list[Card]:
     return [card_of(result.claim.statement, result) for result in first[:MOST_CARDS]]
 
 
-def card_of(label: str, result: ClaimResult, case: str | None = None) -> Card:
-    """Return the card of a claim: the verdict on a case, with its difference and interval.
+def card_of(label: str, result: ClaimResult) -> Card:
+    """Return the card of a claim: the verdict on the primary case or the first that was tested, with its difference.
 
     Args:
         label: The question that the claim affirms.
         result: The claim with its answers.
-        case: Which answer is shown; None: the primary one, or the first that was tested.
     """
     judged = [answer for answer in result.answers if answer.verdict is not Verdict.NOT_TESTED]
-    chosen = [answer for answer in result.answers if (answer.is_primary if case is None else answer.case == case)]
-    answer = (chosen or judged or result.answers)[0]
+    primary = [answer for answer in result.answers if answer.is_primary]
+    answer = (primary or judged or result.answers)[0]
     value = ANSWERS[answer.verdict]
     if answer.difference is None:
         return Card(label=label, value=value, detail=answer.explanation, tone=TONES[answer.verdict])
-    if answer.verdict is Verdict.NOT_TESTED and answer.same_loss is not None and not answer.same_loss.shown:
-        value = "Not tested: the losses differ"
-    more = len(result.answers) - 1
-    words = [
-        f"{answer.case or result.claim.measures}: {detail(answer.difference)}",
-        f"{more} more case{'s' * (more > 1)} below" if more else "",
-    ]
-    return Card(
-        label=label,
-        value=f"{value}: {told(answer.difference)}" if ":" not in value else value,
-        detail="; ".join(filter(None, words)),
-        tone=TONES[answer.verdict],
-    )
+    more, gate = len(result.answers) - 1, answer.same_loss
+    words = [f"{title_of(answer.case or result.claim.measures)}: {detail(answer.difference)}"]
+    value = f"{value}: {told(answer.difference)}"
+    if answer.verdict is Verdict.NOT_TESTED and gate is not None and not gate.shown:
+        value = "Not tested: the losses may differ"
+        words = [f"by {told(gate.difference)}, not shown to be within {gate.margin:g}"]
+    if more:
+        words.append(f"{more} more case{'s' * (more > 1)} below")
+    return Card(label=label, value=value, detail="; ".join(words), tone=TONES[answer.verdict])
 
 
 def claim_rows(results: Sequence[ClaimResult]) -> list[IntervalRow]:
@@ -176,6 +171,7 @@ class Comparison:
             kinds.add((about.get("architecture") if external else experiment.size, about["num_parameters"]))
         # flatness depends on how a function is parametrized
         self.one_architecture = len(kinds) == 1
+        self.has_one_run_each = all(len(runs) == 1 for runs in self.groups.values())
 
     @property
     def first(self) -> str:
@@ -265,7 +261,7 @@ class Comparison:
         title = title_of(key)
         if difference is None:
             return f"{title}: {best} has the best value; there are no paired differences"
-        return f"{title}: {best} minus {second} {told(difference)} ({detail(difference)})"
+        return f"{title}, {best} minus {second}: {told(difference)} ({detail(difference)})"
 
     def _same_loss(self, key: str) -> Card:
         best, *_ = self.best(key)
@@ -311,8 +307,10 @@ def setup(results: Results) -> str:
     names = list(comparison.groups)
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     on = {e.config.measured_on for e in results.experiments.values() if isinstance(e.config, ExternalCheckpoint)}
-    words = [f"{shown}, measured on {' and '.join(sorted(on))}." if on else f"{shown}, at the end of training."]
-    keys = results.keys
+    where = f"measured on {' and '.join(sorted(on))}" if on else "at the end of training"
+    words, keys = [f"{shown}, {where}."], results.keys
+    if "kl" in keys:
+        words.append("The KL to the truth is the loss above its smallest possible value.")
     if "trace" in keys:
         words.append(
             "The trace of the Fisher information says how sharply the loss rises when the weights move a little: a "
@@ -322,4 +320,6 @@ def setup(results: Results) -> str:
         words.append(
             "The minimal trace is its minimum over all rescalings of the weights that leave every prediction unchanged."
         )
+    if any(key.startswith("probe-") for key in keys):
+        words.append("A probe is a linear classifier on the model's features, for a downstream task.")
     return " ".join(words)

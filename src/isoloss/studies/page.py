@@ -109,12 +109,14 @@ def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[S
             "claim states, and the dashed line no difference."
         )
         return [Section(title="Claims", body=interval_rows(claim_rows(summary.claims)) + note)]
-    rows = [] if interim else Comparison(results).rows()
+    comparison = Comparison(results)
+    rows = [] if interim else comparison.rows()
     if not rows:
         return []
     note = Markup("<p class=note>{}</p>").format(
         "± is one standard error of the paired difference; each interval is for itself, not adjusted for the number "
-        "of rows. Each plot has its own axis; the dashed line is no difference."
+        "of rows. Each plot has its own axis; the dashed line is no difference. "
+        + ("With one run of each kind, the error is not over training seeds." if comparison.has_one_run_each else "")
     )
     return [Section(title="Differences", body=interval_rows(rows) + note)]
 
