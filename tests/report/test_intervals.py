@@ -55,18 +55,6 @@ def test_only_the_first_panel_names_the_rows_and_one_series_has_no_legend():
     assert alone["legend"] is None
 
 
-@pytest.mark.parametrize(("claimed", "low", "high"), [((0.5, None), 0.5, None), ((None, -0.5), None, -0.5)])
-def test_the_range_that_is_claimed_is_shaded_to_the_end_of_the_axis(claimed, low, high):
-    panel = dataclasses.replace(PANELS[0], claimed=claimed)
-    spec = intervals([panel], ["a", "b"], note="", size=(300, 60))
-    area, *_, points = spec["concat"][0]["layer"]
-    axis = points["encoding"]["x"]["scale"]["domain"]
-    shaded = {"value": axis[0] if low is None else low, "high": axis[1] if high is None else high}
-    assert values(spec, area) == [shaded]
-    assert axis[0] < -0.5 < axis[1] if low is None else axis[0] < 0.5 < axis[1]
-    assert (spec["concat"][0]["width"], spec["concat"][0]["height"]) == (300, 60)
-
-
 def test_it_is_drawn(tmp_path):
     save(intervals(PANELS, ["a", "b"], note="95 %"), tmp_path / "arms.png")
     assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG")

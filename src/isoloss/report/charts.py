@@ -366,16 +366,15 @@ def _side_by_side(panels: list[Spec], pick: _Pick, description: str, *, note: st
     return {**concat(panels, note, together=together), "params": pick.params(views), "description": description}
 
 
-def concat(panels: Sequence[Spec], note: str, size: tuple[int, int] = SIZE, *, together: int = 1) -> Spec:
+def concat(panels: Sequence[Spec], note: str, *, together: int = 1) -> Spec:
     """Return panels in a row, in the page's colors.
 
     Args:
         panels: The panels.
         note: What bars and lines are, in print below the panels.
-        size: The width and height of a panel in pixels.
         together: Where panels do not fit into one row, each run of this many takes full rows.
     """
-    width, height = size
+    width, height = SIZE
     datasets: dict[str, Sequence[Mapping[str, Any]]] = {}
     named = []
     for panel in panels:

@@ -9,8 +9,6 @@ from isoloss.errors import IsolossError
 from isoloss.report import charts, data
 from isoloss.report.charts import Spec, layer, nominal
 
-CLAIMED = data.COLORS[2]  # of the range that a claim states
-
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
@@ -42,36 +40,31 @@ class IntervalPanel:
         intervals: What is in it.
         reference: The value that means no difference, marked by a line.
         log: Whether its axis is logarithmic; then all ends are above 0.
-        claimed: The lower and upper end of the range that a claim states, shaded; None: open at this end.
     """
 
     title: str
     intervals: Sequence[Interval]
     reference: float = 0.0
     log: bool = False
-    claimed: tuple[float | None, float | None] | None = None
 
 
-def intervals(
-    panels: Sequence[IntervalPanel], rows: Sequence[str], *, note: str, size: tuple[int, int] = charts.SIZE
-) -> Spec:
+def intervals(panels: Sequence[IntervalPanel], rows: Sequence[str], *, note: str) -> Spec:
     """Return panels beside each other, with the same rows in the order given.
 
     Args:
         panels: The quantities.
         rows: The names of the rows, from top to bottom.
         note: What markers and lines mean, printed below the panels.
-        size: The width and height of a panel in pixels.
 
     Raises:
         IsolossError: A panel is empty, an interval names none of the rows, or there are more series than colors.
 
     Example:
         >>> sgd = Interval(row="SGD", series="", value=-44.0, low=-57.7, high=-30.3, text="-44.0 ± 3.2")
-        >>> panel = IntervalPanel(title="difference in trace (nats)", intervals=[sgd], claimed=(None, 0.0))
+        >>> panel = IntervalPanel(title="difference in trace (nats)", intervals=[sgd])
         >>> chart = intervals([panel], ["SGD"], note="95 % confidence intervals")
         >>> [layer["mark"]["type"] for layer in chart["concat"][0]["layer"]]
-        ['rect', 'rule', 'rule', 'point']
+        ['rule', 'rule', 'point']
     """
     series = list(dict.fromkeys(each.series for panel in panels for each in panel.intervals))
     if len(series) > len(data.COLORS):
@@ -79,7 +72,7 @@ def intervals(
     scale = {"domain": series, "range": list(data.COLORS[: len(series)])}
     color = nominal("series", title=None, scale=scale, **({} if len(series) > 1 else {"legend": None}))
     drawn = [_panel(panel, rows, series, color, named=panel is panels[0]) for panel in panels]
-    return charts.concat(drawn, note, size)
+    return charts.concat(drawn, note)
 
 
 def _panel(panel: IntervalPanel, rows: Sequence[str], series: list[str], color: Spec, *, named: bool) -> Spec:
@@ -88,9 +81,7 @@ def _panel(panel: IntervalPanel, rows: Sequence[str], series: list[str], color: 
         raise IsolossError(f"the panel {panel.title!r} has no interval")
     if missing := [each.row for each in panel.intervals if each.row not in rows]:
         raise IsolossError(f"the panel {panel.title!r} has the row {missing[0]!r}, which is none of {', '.join(rows)}")
-    # the claimed range is on the axis even where no interval comes near it
-    edges = [end for end in panel.claimed or () if end is not None]
-    shown = [panel.reference, *edges, *(end for each in panel.intervals for end in (each.low, each.high))]
+    shown = [panel.reference, *(end for each in panel.intervals for end in (each.low, each.high))]
     ends = data.ends(shown, log=panel.log)
     y = nominal(
         "row",
@@ -101,11 +92,6 @@ def _panel(panel: IntervalPanel, rows: Sequence[str], series: list[str], color: 
     )
     x = charts.axis("value", panel.title, ends, log=panel.log)
     reference = {"type": "rule", "color": charts.INK, "strokeDash": [4, 4], "opacity": 0.5}
-    layers = [layer([{"value": panel.reference}], reference, x=x)]
-    if panel.claimed is not None:
-        low, high = (end if given is None else given for end, given in zip(ends, panel.claimed, strict=True))
-        area = {"type": "rect", "color": CLAIMED, "opacity": 0.16}
-        layers.insert(0, layer([{"value": low, "high": high}], area, x=x, x2={"field": "high"}))
     drawn = [vars(each) for each in panel.intervals]
     placed = {"y": y, "yOffset": nominal("series", sort=series), "color": color}
     lines = {"x": {**x, "field": "low"}, "x2": {"field": "high"}}
@@ -113,7 +99,7 @@ def _panel(panel: IntervalPanel, rows: Sequence[str], series: list[str], color: 
     texts = [nominal(name) for name in ("row", "series", "text")]
     return {
         "layer": [
-            *layers,
+            layer([{"value": panel.reference}], reference, x=x),
             layer(drawn, {"type": "rule", "strokeWidth": charts.LINE}, **placed, **lines),
             layer(drawn, point, x=x, **placed, tooltip=texts),
         ]

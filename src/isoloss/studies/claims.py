@@ -259,11 +259,6 @@ class ClaimResult:
         return matching[0]
 
     @property
-    def agree(self) -> bool:
-        """Whether the verdict is the same in all cases."""
-        return len({answer.verdict for answer in self.answers}) == 1
-
-    @property
     def verdict(self) -> str:
         """The verdict of all cases, or of each case where they differ.
 
@@ -274,14 +269,9 @@ class ClaimResult:
             >>> ClaimResult(claim=claim, answers=tuple(answers)).verdict
             'shown for prefix-4; contradicted for root'
         """
-        return "; ".join(f"{verdict} for {cases}" if cases else verdict for verdict, cases in self.verdicts.items())
-
-    @property
-    def verdicts(self) -> Mapping[Verdict, str]:
-        """Each verdict with its cases in words; without them if the verdict is the same in all cases."""
-        if self.agree:
-            return {self.answers[0].verdict: ""}
         cases: dict[Verdict, list[str]] = {}
         for answer in self.answers:
             cases.setdefault(answer.verdict, []).append(answer.case)
-        return {verdict: ", ".join(cases[verdict]) for verdict in Verdict if verdict in cases}
+        if len(cases) == 1:
+            return self.answers[0].verdict
+        return "; ".join(f"{verdict} for {', '.join(cases[verdict])}" for verdict in Verdict if verdict in cases)
