@@ -21,7 +21,7 @@ from isoloss.report.html import Section, interval_rows
 from isoloss.report.html import table as html_table
 from isoloss.report.save import save
 from isoloss.report.study_page import Figure, render
-from isoloss.studies.answer import Comparison, claim_rows, setup, told
+from isoloss.studies.answer import Comparison, claim_rows, setup, title_of, told
 from isoloss.studies.claims import ClaimResult, ClaimsFile
 from isoloss.studies.results import Measured, Results
 from isoloss.studies.summary import VERDICT, Summary, SummaryTable, claim_table, explanations
@@ -134,7 +134,7 @@ def _found(result: ClaimResult) -> str:
     by_verdict: dict[str, list[str]] = {}
     for answer in result.answers:
         number = "" if answer.difference is None else told(answer.difference)
-        by_verdict.setdefault(answer.verdict.value, []).append(f"{answer.case} {number}".strip())
+        by_verdict.setdefault(answer.verdict.value, []).append(f"{title_of(answer.case)} {number}".strip())
     return "; ".join(f"{verdict}: {', '.join(cases)}".strip(": ") for verdict, cases in by_verdict.items())
 
 
