@@ -4,7 +4,7 @@ BIN := .venv/bin
 # one thread a process: the demo runs two processes, and the tests three, because some tests mostly wait
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-all test-cluster lint types docs bench-languages clean
+.PHONY: help install demo test test-all test-cluster lint types docs wheel bench-languages clean
 
 help:
 	@echo "make install   isoloss and what it needs, into .venv"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-all  the test suite with the slow tests"
 	@echo "make test-cluster   the executors ray and slurm, on this machine; installs Ray"
 	@echo "make lint types docs   style, type and documentation checks"
+	@echo "make wheel     a wheel and a source archive, into dist/"
 	@echo "make bench-languages   exact inference and sampling against other libraries, in an environment of its own"
 
 install: .venv/.installed
@@ -51,6 +52,9 @@ types: install
 docs: install
 	$(BIN)/python -m sphinx -W --keep-going -q -b html $(SPHINXOPTS) docs docs/_build/html
 
+wheel: install
+	$(BIN)/python -m build --outdir dist
+
 # the libraries that are compared stay out of .venv
 bench-languages: install
 	test -x .venv-benchmarks/bin/python || $(PYTHON) -m venv .venv-benchmarks
@@ -59,4 +63,4 @@ bench-languages: install
 	.venv-benchmarks/bin/python benchmarks/languages.py
 
 clean:
-	rm -rf .venv .venv-benchmarks docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-benchmarks docs/_build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
