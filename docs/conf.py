@@ -5,6 +5,10 @@ import io
 import os
 import pkgutil
 import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -64,6 +68,26 @@ def write_cli_reference() -> None:
                 f"{'##' if len(words) == 1 else '###'} isoloss {' '.join(words)}\n\n```text\n{help_of(*words)}\n```"
             )
     (GENERATED / "cli.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def run_gallery() -> None:
+    """Run the scripts that gallery.md shows, each in a folder of its own, and write what each prints."""
+    scripts = re.findall(r"\.\./(examples/\w+)\.py", (HERE / "gallery.md").read_text(encoding="utf-8"))
+
+    def run(script: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(
+                [sys.executable, HERE.parent / f"{script}.py"],
+                cwd=folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+            )
+        assert done.returncode == 0, f"{script}.py fails:\n{done.stderr}"
+        (GENERATED / f"{Path(script).name}.txt").write_text(done.stdout.rstrip() + "\n", encoding="utf-8")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, scripts))
 
 
 PACKAGES = ["statistics", "text", "flatness", "lab.languages", "lab.models", "lab.training", "lab.transfer"]
@@ -153,3 +177,4 @@ def setup(app: Sphinx) -> None:
 GENERATED.mkdir(exist_ok=True)
 write_cli_reference()
 write_api_reference()
+run_gallery()

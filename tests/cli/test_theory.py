@@ -30,6 +30,15 @@ def test_help_names_the_statements(capsys):
     assert "the subcommands are bartlett, sgd-flow, brackets" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("number", "name"), theory.NUMBERS.items())
+def test_a_statement_has_its_number_in_the_paper(capsys, number, name):
+    shown = []
+    for word in (number, name):
+        assert main(["theory", word, "--help"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
 def test_bartlett_prints_a_table_and_verdicts(capsys, tmp_path):
     text = call(capsys, *BARTLETT, "--figure", str(tmp_path / "gap.svg"))
     assert "BERT, brackets of length 2" in text

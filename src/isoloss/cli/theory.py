@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from isoloss.report.charts import Spec
 
 EXAMPLES = [
+    ("isoloss theory 3.3", "by its number in the paper: 3.2 is bartlett, 3.3 sgd-flow, 5.1 brackets"),
     ("isoloss theory bartlett", "both sides exactly, at minimizers and away from them"),
     ("isoloss theory bartlett --length 6", "sentences of six brackets"),
     (
@@ -264,10 +265,12 @@ def _figures() -> ModuleType:
 
 
 SUBCOMMANDS = {"bartlett": BartlettArgs, "sgd-flow": FlowArgs, "brackets": BracketsArgs}
+NUMBERS = {"3.2": "bartlett", "3.3": "sgd-flow", "5.1": "brackets"}  # in the paper
 
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
+    arguments = [NUMBERS.get(word, word) for word in arguments[:1]] + arguments[1:]
     args: CommonArgs = options.parse(SUBCOMMANDS, "theory", arguments, examples=EXAMPLES)
     common.check_figure(args.figure)
     common.use_threads(args.threads)

@@ -1,0 +1,45 @@
+"""Does my training algorithm find a flatter model?
+
+An algorithm changes the gradient that the optimizer gets. Here: Gaussian noise on it (Neelakantan et al. 2015).
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from isoloss import evaluate, pretrain, register_algorithm
+from isoloss.config import AlgorithmConfig, setting
+from isoloss.lab.languages.config import LAPTOP_PCFG
+from isoloss.lab.training.algorithms.base import TrainingAlgorithm
+from isoloss.run_config import ModelConfig, TrainConfig
+from isoloss.seeds import generator
+
+
+class GradientNoise(TrainingAlgorithm):
+    """The gradient plus noise that is a function of the seed and the step, so that runs resume exactly."""
+
+    def add_gradient(self, number: int, batch: Any, loss: Any) -> tuple[float, dict[str, float]]:
+        loss_nats, details = super().add_gradient(number, batch, loss)
+        draws = generator(self.context.seed, "gradient noise", number)
+        for parameter in self.model.parameters():
+            parameter.grad.add_(torch.randn(parameter.shape, generator=draws), alpha=self.config.scale)
+        return loss_nats, details
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientNoiseConfig(AlgorithmConfig):
+    """The gradient plus Gaussian noise."""
+
+    algorithm: ClassVar[str] = f"{__name__}:GradientNoise"
+    kind: Literal["gradient-noise"] = "gradient-noise"
+    scale: float = setting(0.003, above=0)
+    """Standard deviation of the noise."""
+
+
+register_algorithm("gradient-noise", GradientNoiseConfig)
+
+common = {"language": LAPTOP_PCFG, "model": ModelConfig(size="d16"), "steps": 200, "batch_size": 32}
+for name, algorithm in {"plain": {}, "noisy": {"algorithm": GradientNoiseConfig()}}.items():
+    pretrain(name, TrainConfig(**common, **algorithm, device="cpu", threads=1))
+print(evaluate(["plain", "noisy"], ["loss", "trace"]))

@@ -1,0 +1,33 @@
+"""How well do my models do on a downstream task that I define?
+
+A task is a labeling of the sentences of any language; a linear probe on frozen features learns it.
+"""
+
+import torch
+
+from isoloss import linear_probe, load_language, load_model, make_task, pretrain, register_task
+from isoloss.lab.languages.base import Labeling
+from isoloss.run_config import ModelConfig, TrainConfig
+
+
+def likely(language, *, percent):
+    """Whether a sentence is more probable than so many percent of all: `likely-50` asks for the better half."""
+    drawn = language.sample(4096, generator=torch.Generator().manual_seed(0))
+    bound = language.log_prob(drawn.tokens, drawn.lengths).quantile(int(percent) / 100)
+
+    def label(sentences):
+        return (language.log_prob(sentences.tokens, sentences.lengths) > bound).long()
+
+    return Labeling(classes=("unlikely", "likely"), label=label)
+
+
+register_task("likely-PERCENT", likely)
+
+language = load_language("pcfg-laptop")
+size = ModelConfig(size="d32")
+config = TrainConfig(language=language.config, model=size, steps=500, batch_size=64, checkpoints=(0,), threads=1)
+pretrain("run", config, language=language)
+task = make_task(language, "likely-50", num_train=1024, num_test=1024)
+for step in (0, 500):
+    model = load_model(f"run/checkpoints/step-{step}").model
+    print(f"step {step}: {linear_probe(model, task, solver='convex')}\n")
