@@ -15,7 +15,7 @@ from isoloss.errors import IsolossError
 from isoloss.flatness import check_rescaling, fisher_trace, rescaled_at_random, rescalings_of
 from isoloss.flatness._ghost.engine import GhostNorms
 from isoloss.flatness._rescaling.apply import rescaled
-from isoloss.flatness.comparison import compare
+from isoloss.flatness.comparison import compare_traces
 from isoloss.model_checks import max_length, run_on_ids
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_gpt.py"
@@ -190,5 +190,5 @@ def test_the_minimal_trace_of_the_example_is_a_property_of_its_function(gpt):
     assert abs(moved / plain - 1) > 0.5
     assert same.value == pytest.approx(least.value, rel=1e-9)
     assert least.details["log_probabilities_change_without_eps"] < 1e-10
-    compared = compare({"a": gpt, "b": other}, batches, causal=True, granularity="head")
+    compared = compare_traces({"a": gpt, "b": other}, batches, causal=True, granularity="head")
     assert "one function, different weights" in str(compared.verdict())
