@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -336,3 +337,22 @@ def test_watching_ends_when_all_is_done_or_nothing_can_go_on(capsys, file, done,
     *lines, last = capsys.readouterr().out.strip().split("\n")
     assert [line.partition(";")[0] for line in lines] == ["2 of 4 units done, 1 failed"] * 2
     assert last == "Nothing is running, and what is left waits for failed units: train with."
+
+
+def test_the_folder_of_a_study_names_it_and_other_paths_are_refused_in_a_sentence(capsys, file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    StudyFolder(load_study("algorithms"), Path("begun"), "smoke", 1).prepare()
+    assert json.loads(call(capsys, "plan", "begun", "--json"))["folder"] == "begun"
+    with pytest.raises(IsolossError, match=r"; isoloss study run algorithms --scale smoke --seed-offset 1 --fo"):
+        call(capsys, "report", "begun")
+    StudyFolder(load_study(file), Path("own")).prepare()
+    Path("other").mkdir()
+    for words, message in (
+        (("report", "begun", "--scale", "smoke"), "begun is a study's folder, which says its scale and seeds"),
+        (("report", "own"), "own was made by the study 'dropout', which is not registered: name the file"),
+        (("report", "other"), "other is a folder that holds no study"),
+        (("report", "./begin"), r"there is no folder \./begin; did you mean begun"),
+        (("export", file, "--output", "x"), "dropout-tiny holds no study: isoloss study run .* starts one"),
+    ):
+        with pytest.raises(IsolossError, match=message):
+            call(capsys, *words)

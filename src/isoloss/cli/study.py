@@ -86,6 +86,8 @@ class _Command:
             return self._of_folder(Path(self.name))
         if Path(self.name).is_dir():
             raise IsolossError(f"{self.name} is a folder that holds no study: there is no study.json in it")
+        if "/" in self.name and not self.name.endswith(".py"):
+            raise IsolossError(f"there is no folder {self.name}{files.nearest(Path(self.name))}")
         study = load_study(self.name)
         scale = self.scale or next(iter(study.scales))
         seeds = f"-seeds-{self.seed_offset}" if self.seed_offset else ""
@@ -104,7 +106,11 @@ class _Command:
     def run_command(self, folder: StudyFolder) -> str:
         """Return the command that runs the study, or goes on with it."""
         own = self._given("executor", "address", "retries", "expiry", "fail_fast", "submit")
-        return common.command("study", "run", self.name, *folder.options, "--folder", folder.path, *own)
+        return common.command("study", "run", self.study_name(folder), *folder.options, "--folder", folder.path, *own)
+
+    def study_name(self, folder: StudyFolder) -> str:
+        """Return what names the study on a command line, wherever its folder is: its name or its file."""
+        return self.name if self.name.endswith(".py") else folder.study.name
 
     def _given(self, *names: str) -> list[object]:
         """Return the options of these names that are not at their defaults, as words of a command."""
@@ -136,7 +142,7 @@ class _Working(_Command):
         from isoloss.studies.run.loop import Options
 
         # a helper may start in another folder
-        name = str(Path(self.name).absolute()) if self.name.endswith(".py") else self.name
+        name = str(Path(self.name).absolute()) if self.name.endswith(".py") else self.study_name(folder)
         work = ["study", "work", name, *folder.options, "--folder", str(folder.path.absolute())]
         work += map(str, self._given("retries", "expiry", "fail_fast"))
         return Options(
