@@ -15,6 +15,7 @@ from markupsafe import Markup
 from isoloss import config as configs
 from isoloss import files
 from isoloss.lab.evaluation.external import ExternalCheckpoint
+from isoloss.registry import STUDIES
 from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
 from isoloss.report.html import Section, interval_rows
@@ -66,6 +67,8 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
         # figures of an earlier page would otherwise seem to belong to this one
         file.unlink()
     lede, *about = study.lead or (setup(results),)
+    # one without a caption is that of every checkpoint, which any page has
+    tables = [_table(table) for table in summary.tables if table.caption]
     document = render(
         title=study.title or study.name,
         lede=lede,
@@ -78,7 +81,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
             *parts.sections,
             *([Section(title="About this study", body="\n".join(about), folded=True)] if about else []),
             *([Section(title="Every test", body=_tests(summary.claims), folded=True)] if summary.claims else []),
-            Section(title="Tables", body=Markup("\n").join(map(_table, summary.tables)), folded=True),
+            *([Section(title="Tables", body=Markup("\n").join(tables), folded=True)] if tables else []),
         ],
         table=results.table(),
         shown=shown(results),
@@ -86,7 +89,9 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
             name: configs.to_toml(without_folders(configs.to_dict(one.config)))
             for name, one in results.experiments.items()
         },
-        command=shlex.join(["isoloss", "study", "run", study.name, *folder.options]),
+        command=shlex.join(
+            ["isoloss", "study", "run", study.name if study.name in STUDIES else f"{study.name}.py", *folder.options]
+        ),
         settings={
             "Scale": f"{folder.scale_name} ({folder.scale.description})",
             **_inputs(results),
