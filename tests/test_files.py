@@ -12,6 +12,14 @@ from isoloss import files
 from isoloss.errors import IsolossError
 
 
+def test_a_file_of_another_name_is_no_typo(tmp_path):
+    for name in ("b.jsonl", "text.txt", "o"):
+        (tmp_path / name).touch()
+    meant = {"a.jsonl": None, "mine.txt": None, "no": None, "tex.txt": "text.txt", "text.tx": "text.txt"}
+    for name, other in meant.items():
+        assert files.nearest(tmp_path / name) == ("" if other is None else f"; did you mean {tmp_path / other}?")
+
+
 def test_a_failed_directory_leaves_the_old_one(tmp_path):
     target = tmp_path / "step-1"
     with files.new_directory(target) as folder:

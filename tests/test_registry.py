@@ -113,7 +113,7 @@ NO_CONFIG = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Other(Measure):
-    loss_sentences: int = 7
+    num_eigenvalues: int = 7
 
 def study():
     raise ValueError("no")
@@ -173,7 +173,9 @@ def test_bad_entry_points_disable_no_other_command(bad_package, capsys):
     assert main(["train", "out", "--language", "brackets", "--print-config"]) == 0
     capsys.readouterr()
     assert main(["eval", "--help-all"]) == 0
-    assert "(default: loss: 4096, other-default: 7)" in " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "(default: largest-eigenvalue: 1, other-default: 7)" in " ".join(
+        capsys.readouterr().out.replace("│", "").split()
+    )
     for words, text in (
         (["eval", "x", "--measures", "int"], "measure 'int' of builtins:int is int"),
         (["sample", "wrong-kind"], "whose kind is 'dyck'"),

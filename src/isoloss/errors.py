@@ -115,9 +115,9 @@ def require(name: str, value: object, kind: type | tuple[type, ...], wanted: str
         raise IsolossError(f"{name} is {told}; it must be {wanted}")
 
 
-def most_like(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that is most like `word`, or None where none is much like it."""
-    found = difflib.get_close_matches(word, list(choices), n=1)
+def most_like(word: str, choices: Iterable[str], *, least: float = 0.6) -> str | None:
+    """Return the choice that is most like `word`, or None where none is: `least` is how like, 1 for the same."""
+    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=least)
     return found[0] if found else None
 
 

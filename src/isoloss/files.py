@@ -141,11 +141,20 @@ def nearest(path: str | Path) -> str:
                 beside = [other.name for other in existing.iterdir() if not other.name.startswith(".")]
             except OSError:  # no folder, or one that cannot be read
                 return ""
-            name = most_like(name, beside) or ""
-            if not name:
+            found = _most_like_file(name, beside)
+            if found is None:
                 return ""
+            name = found
         existing /= name
     return "" if existing == Path(path) else f"; did you mean {existing}?"
+
+
+def _most_like_file(name: str, beside: list[str]) -> str | None:
+    # without the suffix, which makes a.jsonl like b.jsonl; short names are like many others
+    stem, suffix = os.path.splitext(name)
+    stems = {os.path.splitext(other)[0]: other for other in beside if other.endswith(suffix)}
+    found = most_like(stem, stems, least=0.75)
+    return stems[found] if found is not None else most_like(name, set(beside) - set(stems.values()), least=0.75)
 
 
 def check_writable(folder: Path) -> None:

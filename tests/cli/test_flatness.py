@@ -228,6 +228,16 @@ def test_a_tolerance_stops_early_or_says_that_it_was_not_reached(capsys, folder)
     assert (timed["details"]["ended"], timed["samples"]) == ("seconds", 64)
 
 
+def test_more_documents_are_what_helps_once_all_are_measured(capsys, reader, tmp_path):
+    drawn = np.random.default_rng(0).choice(COMMON, (12, 44))
+    documents = [{"text": " ".join(words)} for words in drawn]
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    words = (reader, "--data", tmp_path / "text.jsonl", "--length", "8", "--rtol", "1e-6")
+    for number, helps in ((60, "more documents in --data"), (11, "more sequences, with --num-sequences")):
+        out = call(capsys, *words, "--num-sequences", number).out
+        assert f"it takes {helps}" in " ".join(out.split())
+
+
 def test_inputs_come_in_random_order_where_it_may_stop_early(capsys, folder, tmp_path):
     ids = np.load(folder / "ids.npy")
     np.save(tmp_path / "ids.npy", np.concatenate([ids % 5, ids]))  # the first half is of five tokens alone

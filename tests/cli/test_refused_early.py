@@ -90,7 +90,6 @@ REFUSED = {
     "study stauts same-loss": "no subcommand 'stauts'; did you mean status?",
     "study run same-los": "no study 'same-los'; did you mean same-loss?",
     "study run": "NAME is missing",
-    "study new mine --checkpoints checkpoint": "--checkpoints and --data go together",
     "study new mine --checkpoints checkpoint --data tex.txt": "there is no data tex.txt; did you mean text.txt?",
     "theory bartlet": "did you mean bartlett?",
     "sample pcfg-laptp": "no language 'pcfg-laptp'; did you mean pcfg-laptop?",

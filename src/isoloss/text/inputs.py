@@ -79,6 +79,14 @@ class Inputs:
         """How many sequences the file holds; None: a language draws as many as are asked for."""
         return None if self.auxiliary_sample is None else len(self.auxiliary_sample.ids)
 
+    @property
+    def has_all_documents(self) -> bool:
+        """Whether all documents that the file holds are among those of the sequences."""
+        held = None if self.auxiliary_sample is None else self.auxiliary_sample.origins
+        if held is None or "documents" not in self.batches[0]:
+            return False
+        return set(held.tolist()) == {int(each) for batch in self.batches for each in batch["documents"]}
+
     def shuffled(self, seed: int) -> Inputs:
         """Return the same sequences in random order, the sequences of a document together.
 

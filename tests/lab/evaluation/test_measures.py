@@ -82,13 +82,21 @@ def options(names):
     return [word for key, value in SMALL.items() if key in fields for word in (f"--{key.replace('_', '-')}", value)]
 
 
+def test_the_loss_is_measured_on_as_many_sequences_as_flatness():
+    assert settings_of("loss") == {"loss_sentences": 512, "seed": 0}
+    assert settings_of("trace")["num_sequences"] == 512
+    assert settings_of("loss", {"num_sequences": 64}) == settings_of("loss", {"loss_sentences": 64, "num_sequences": 9})
+
+
 @pytest.mark.parametrize("name", list(MEASURES))
 def test_a_measure_is_a_frozen_dataclass_whose_fields_are_its_settings(name):
     cls = MEASURES.load(name)
     assert issubclass(cls, Measure)
     assert cls.__dataclass_params__.frozen
     measure = make_measure(NAMED.get(name, name), SMALL)
-    given = {f.name for f in dataclasses.fields(measure) if not f.metadata.get("omit_default")} - name_fields(name)
+    left_out = ("omit_default", "exclude_from_fingerprint")
+    kept = [f.name for f in dataclasses.fields(measure) if not any(map(f.metadata.get, left_out))]
+    given = set(kept) - name_fields(name)
     assert set(settings_of(NAMED.get(name, name), SMALL)) == given
 
 
@@ -301,7 +309,7 @@ def test_mistakes_are_told_before_anything_is_loaded():
         (
             ["loss"],
             {"nothing_alike": 3},
-            "'nothing_alike'; those of loss are loss_sentences, seed",
+            "'nothing_alike'; those of loss are loss_sentences, num_sequences, seed",
         ),
         (["loss"], {"loss_sentence": 3}, "no measure has a setting 'loss_sentence'; did you mean loss_sentences"),
         (["trace"], {"num_sequences": 0}, "num_sequences is 0; it must be at least 2"),

@@ -95,6 +95,14 @@ class SeededMeasure(Measure):
     """Decides the sentences, masks, Rademacher signs and probes; checkpoints compare best under the same."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SequenceMeasure(SeededMeasure):
+    """A measure on sequences."""
+
+    num_sequences: int = setting(512, minimum=2)
+    """Sequences to measure on, at most."""
+
+
 def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measure:
     """Return the measure called `name`.
 

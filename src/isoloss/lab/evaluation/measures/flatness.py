@@ -15,7 +15,7 @@ from isoloss.errors import IsolossError, did_you_mean
 from isoloss.lab.evaluation.measures.base import (
     Measure,
     MeasureResult,
-    SeededMeasure,
+    SequenceMeasure,
     digest_batches,
     make_measure,
 )
@@ -93,11 +93,8 @@ def _without_limits(context: MeasureContext) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledFlatness(FlatnessMeasure, SeededMeasure):
+class SampledFlatness(FlatnessMeasure, SequenceMeasure):
     """A measure of flatness on inputs."""
-
-    num_sequences: int = setting(512, minimum=2)
-    """Sequences that flatness is measured on, at most."""
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Measure on the inputs of the context."""

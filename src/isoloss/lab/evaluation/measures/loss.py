@@ -8,24 +8,32 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isoloss.config import setting
 from isoloss.errors import IsolossError
-from isoloss.lab.evaluation.measures.base import MeasureResult, SeededMeasure, digest, digest_batches
+from isoloss.lab.evaluation.measures.base import MeasureResult, SequenceMeasure, digest, digest_batches
 
 if TYPE_CHECKING:
     from isoloss.lab.evaluation.context import MeasureContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss(SeededMeasure):
+class Loss(SequenceMeasure):
     """Loss per predicted token: entropy of the true conditionals + KL to them; without these, cross-entropy."""
 
-    loss_sentences: int | Literal["all"] = setting(4096, minimum=1)
-    """Sentences for the loss; for text, held-out sequences at most. all: the exact sum over all masked sentences of a
+    num_sequences: int = setting(SequenceMeasure.num_sequences, minimum=2, exclude_from_fingerprint=True)
+    """Sequences to measure on, at most."""
+    loss_sentences: int | Literal["all"] | None = setting(None, minimum=1)
+    """For the loss, in place of --num-sequences: a number, or all: the exact sum over all masked sentences of a
     language with at most 65,536 strings of tokens."""
+
+    def __post_init__(self) -> None:
+        # what decides the loss is one number, whichever of the two gave it
+        if self.loss_sentences is None:
+            object.__setattr__(self, "loss_sentences", self.num_sequences)
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return why the loss cannot be known: an exact language gives no conditionals under this objective."""
         from isoloss.lab.evaluation.loss import why_no_exact_targets
 
+        assert self.loss_sentences is not None  # it was filled in
         if not self._has_exact_targets(context):
             if self.loss_sentences != "all":
                 return None
@@ -40,6 +48,7 @@ class Loss(SeededMeasure):
         from isoloss.lab.evaluation import loss
 
         objective, num, seed = context.objective, self.loss_sentences, self.seed
+        assert num is not None  # it was filled in
         if self._has_exact_targets(context):
             targets = context.exact_targets(num, seed)
             estimates = loss.pretraining_loss(model, targets, progress=context.progress)
