@@ -1,7 +1,8 @@
-"""How often 95 % intervals on packed text hold the true value: replicates of consecutive rows, through the Python API.
+"""How often 95 % intervals on packed text hold the true value: replicates of rows or documents, by the Python API.
 
-Texts are put end to end and cut into rows of 32 words. Each replicate is 256 consecutive rows, no row is in two, and
-the true value is that of all replicates together. What is measured is kept in a folder, from which a run goes on.
+Texts are put end to end and cut into rows of 32 words. A replicate is 256 consecutive rows, no row in two of them, and
+the true value is of all replicates together. Or `isoloss.compare` reads pages drawn at random, and the true value is of
+all pages. What is measured is kept in a folder, from which a run goes on.
 
 Shapes: R replicates.
 """
@@ -9,11 +10,13 @@ Shapes: R replicates.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,26 @@ for _name in ("OMP", "MKL", "OPENBLAS"):
     os.environ[f"{_name}_NUM_THREADS"] = "1"  # before the libraries are loaded
 
 import numpy as np  # noqa: E402
+import tokenizers  # noqa: E402
 import torch  # noqa: E402
 from timing import heading, record_of  # noqa: E402
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
+from transformers import (  # noqa: E402
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
+from isoloss import compare  # noqa: E402
 from isoloss.errors import IsolossError  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
-from isoloss.flatness import FlatnessCallback, compare_traces  # noqa: E402
+from isoloss.flatness import FlatnessCallback, compare_traces, loss_rises  # noqa: E402
+from isoloss.flatness.robustness import ROBUSTNESS  # noqa: E402
+from isoloss.lab.evaluation.compare import TITLES  # noqa: E402
+from isoloss.lab.evaluation.input_config import InputConfig  # noqa: E402
+from isoloss.text.inputs import read_inputs  # noqa: E402
 from isoloss.text.packing import pack  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,6 +51,9 @@ LIBRARIES = ("isoloss", "torch", "transformers")
 WORDS, LENGTH, ROWS, STEPS = 1000, 32, 256, 1000
 OF_A_NOVEL = 4  # replicates
 QUANTITIES = ("trace", "trace by FlatnessCallback", "loss", "difference of traces", "difference of losses")
+RISES = ("int4_rise", "noise_10%_rise")
+COMPARED = ("loss", "trace", "minimal-trace", *RISES)
+COMPARISONS, PAGES = 300, 50  # how many, of how many pages each
 
 
 class Texts:
@@ -44,9 +63,17 @@ class Texts:
         lines = (folder / "openwebtext-1000" / "openwebtext-1000.decoded.jsonl").read_text().splitlines()
         pages = [json.loads(line)["text"].lower().split() for line in lines]
         names, counts = np.unique(np.concatenate(pages), return_counts=True)
-        self._ids = {name: number + 3 for number, name in enumerate(names[np.argsort(-counts)[: WORDS - 3]])}
+        self._ids = {str(name): number + 3 for number, name in enumerate(names[np.argsort(-counts)[: WORDS - 3]])}
+        self.lines = lines
         self.pages = [self._read(page) for page in pages if page]
         self.novels = [self._read(path.read_text().lower().split()) for path in sorted(folder.glob("novels/*.txt"))]
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return what reads text as the pages were read."""
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 2, **self._ids}, unk_token="<unk>"))
+        backend.normalizer = tokenizers.normalizers.Lowercase()
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
 
     def _read(self, words: list[str]) -> np.ndarray[Any, Any]:
         return np.array([self._ids.get(word, 2) for word in words])
@@ -103,6 +130,36 @@ def measured(models: Mapping[str, GPT2LMHeadModel], batch: Mapping[str, torch.Te
     return {"values": values, "over": first["trace"].details["clusters"]}
 
 
+def differences_of(models: Mapping[str, GPT2LMHeadModel], texts: Texts, number: int, folder: Path) -> dict[str, Any]:
+    """Return the interval of each difference by `isoloss.compare` on pages drawn at random."""
+    chosen = np.random.default_rng([PAGES, number]).choice(len(texts.lines), PAGES, replace=False)
+    file = folder / "pages.jsonl"
+    file.write_text("".join(texts.lines[page] + "\n" for page in sorted(chosen)))
+    how = {"tokenizer": texts.tokenizer(), "inputs": InputConfig(length=LENGTH)}
+    comparison = compare(models, data=file, num_sequences=ROWS, seed=number, **how)
+    found = {name: comparison.difference(name, "a", "b") for name in COMPARED}
+    values = {name: (each.value, *each.ci95, each.freedom) for name, each in found.items()}
+    return {"values": values, "rows_of_rises": comparison.models["a"]["int4_rise"].details["sequences"]}
+
+
+def true_differences(models: Mapping[str, GPT2LMHeadModel], texts: Texts, folder: Path) -> dict[str, float]:
+    """Return the differences on all rows of all pages, from the folder where they are there."""
+    file = folder / "true_differences.json"
+    if not file.exists():
+        data = folder / "all.jsonl"
+        data.write_text("".join(line + "\n" for line in texts.lines))
+        how = {"length": LENGTH, "batch_size": 256, "tokenizer": texts.tokenizer()}
+        inputs = read_inputs(data, checkpoint="", config=models["a"].config, kind="causal", **how)
+        comparison = compare_traces(models, inputs.batches, seed=-1)
+        changes = {name: ROBUSTNESS[name] for name in RISES}
+        rises = {name: loss_rises(model, inputs.batches, changes) for name, model in models.items()}
+        true = {name: comparison.difference(name, "a", "b").value for name in COMPARED if name not in RISES}
+        true |= {name: rises["a"][name].value - rises["b"][name].value for name in RISES}
+        write_text(file, json.dumps(true))
+    found: dict[str, float] = json.loads(file.read_text())
+    return found
+
+
 def covered(replicates: list[dict[str, Any]], quantity: str) -> list[bool]:
     """Return (R,) whether each interval holds the value of all replicates together."""
     values, low, high, predictions = np.array([each["values"][quantity] for each in replicates]).T
@@ -110,67 +167,138 @@ def covered(replicates: list[dict[str, Any]], quantity: str) -> list[bool]:
     return ((low < truth) & (truth < high)).tolist()
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """Return the table of a record."""
+def kept(file: Path, measure: Iterator[Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the replicates in a file, after measuring those that are not there yet."""
+    done = len(file.read_text().splitlines()) if file.exists() else 0
+    for of_replicate in itertools.islice(measure, done, None):
+        found = of_replicate()
+        with file.open("a") as lines:
+            lines.write(json.dumps(found) + "\n")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def share(holds: Sequence[bool]) -> tuple[float, float]:
+    """Return the share of intervals that hold the true value, and its standard error."""
+    mean = float(np.mean(holds))
+    return mean, math.sqrt(mean * (1 - mean) / len(holds))
+
+
+def percent(shares: Iterable[tuple[float, float]]) -> str:
+    """Return shares as the cells of a row."""
+    return " | ".join(f"{100 * value:.1f} ± {100 * error:.1f} %" for value, error in shares)
+
+
+def page(parts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the tables of the records of both parts."""
+    of_rows, compared = parts["rows"], parts["comparisons"]
+    title = "How often 95 % intervals on packed text hold the true value"
     lines = [
-        *heading("How often 95 % intervals on packed text hold the true value", dict(record)),
+        f"# {title}",
+        "",
         f"Two GPT-2s of width 32 with 2 layers, after {STEPS} steps on the web pages from two initializations. Texts "
-        f"are put end to end and cut into rows of {LENGTH} words; a replicate is {ROWS} consecutive rows, no row is in "
-        "two, and the true value is that of all replicates of the case together. The trace and the loss of the first "
-        "model and the differences are by `compare`, the callback measures the second with other probes, by "
-        "`fisher_trace`. The interval is `ci95`; standard "
-        "errors of the shares are over replicates. A replicate within a single text has no interval with `documents`: "
-        "the call is refused.",
+        f"are put end to end and cut into rows of {LENGTH} words. The interval is `ci95`; standard errors of the "
+        "shares are over replicates.",
+        "",
+        "## Differences by `isoloss.compare`, over documents",
+        "",
+        *heading(title, dict(compared))[2:],
+        f"A repetition draws {PAGES} web pages at random, and `isoloss.compare` reads {ROWS} rows of them, of which "
+        f"{compared['rows_of_rises']} for the rises. The true value is of all rows of all {compared['pages']:,} pages. "
+        f"As a page has up to {compared['longest']:,} rows, {PAGES} pages count as much as "
+        f"{compared['effective']:.0f} of one length (the median over repetitions), which the intervals allow for.",
+        "",
+        "| difference in | repetitions | true value | intervals that hold it |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, of_name in compared["covered"].items():
+        true = f"{compared['true differences'][name]:.3g}"
+        lines.append(f"| {TITLES[name]} | {compared['repetitions']} | {true} | {percent([of_name])} |")
+    lines += [
+        "",
+        "## Estimates and differences, by what the errors are over",
+        "",
+        *heading(title, dict(of_rows))[2:],
+        f"A replicate is {ROWS} consecutive rows, no row is in two, and the true value is that of all replicates of "
+        "the case together. The trace and the loss of the first model and the differences are by `compare_traces`, the "
+        "callback measures the second with other probes, by `fisher_trace`. A replicate within a single text has no "
+        "interval with `documents`: the call is refused.",
         "",
         "| case | replicates | refused | " + " | ".join(QUANTITIES) + " |",
         "|---|---:|---:|" + "---:|" * len(QUANTITIES),
     ]
-    for case, numbers in record["cases"].items():
-        shares = (f"{100 * share:.1f} ± {100 * error:.1f} %" for share, error in numbers["covered"].values())
-        lines.append(f"| {case} | {numbers['replicates']} | {numbers['refused']} | {' | '.join(shares)} |")
+    for case, numbers in of_rows["cases"].items():
+        shares = percent(numbers["covered"].values())
+        lines.append(f"| {case} | {numbers['replicates']} | {numbers['refused']} | {shares} |")
     lines += ["", "What the results say that the errors are over, of the replicates:", ""]
-    for case, numbers in record["cases"].items():
+    for case, numbers in of_rows["cases"].items():
         lines += [f"- {case}: {', '.join(f'{over} ({number})' for over, number in numbers['over'].items())}"]
     return "\n".join(lines) + "\n"
 
 
+def of_comparisons(models: Mapping[str, GPT2LMHeadModel], texts: Texts, work: Path) -> dict[str, Any]:
+    """Return the record of differences by `isoloss.compare`."""
+    repetitions = (functools.partial(differences_of, models, texts, number, work) for number in range(COMPARISONS))
+    drawn = kept(work / "comparisons.jsonl", repetitions)
+    true = true_differences(models, texts, work)
+    values = np.array([[each["values"][name] for name in COMPARED] for each in drawn])  # (R, quantities, 4)
+    holds = {
+        name: [low < true[name] < high for _, low, high, _ in values[:, i].tolist()] for i, name in enumerate(COMPARED)
+    }
+    _, of_row = packed(texts.pages)
+    return {
+        "repetitions": len(drawn),
+        "pages": len(texts.lines),
+        "rows_of_rises": drawn[0]["rows_of_rises"],
+        "longest": int(torch.bincount(of_row).max()),
+        "effective": 1 + float(np.median(values[:, 0, 3])),
+        "true differences": true,
+        "covered": {name: share(each) for name, each in holds.items()},
+    }
+
+
+def of_rows(models: Mapping[str, GPT2LMHeadModel], texts: Texts, work: Path) -> dict[str, Any]:
+    """Return the record of replicates of consecutive rows."""
+
+    def replicate(case: str, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        try:
+            return {"case": case, **measured(models, batch)}
+        except IsolossError as error:
+            return {"case": case, "refused": str(error)}
+
+    replicates = kept(work / "replicates.jsonl", (functools.partial(replicate, *each) for each in batches(texts)))
+    cases: dict[str, Any] = {}
+    for case in dict.fromkeys(each["case"] for each in replicates):
+        of_case = [each for each in replicates if each["case"] == case]
+        found = [each for each in of_case if "values" in each]
+        counted = (each["over"] if case != "with documents" else "documents" for each in found)
+        cases[case] = {
+            "replicates": len(found),
+            "refused": len(of_case) - len(found),
+            "covered": {quantity: share(covered(found, quantity)) for quantity in QUANTITIES},
+            "over": dict(Counter(counted)),
+        }
+    return {"cases": cases}
+
+
+PARTS = {"rows": of_rows, "comparisons": of_comparisons}
+
+
 def main() -> None:
-    """Measure what is not there yet, and write the result."""
+    """Measure what is not there yet of a part, and write the result; the other part stays as it was."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=PARTS, help="which part to measure")
     parser.add_argument("data", type=Path, help="the folder with openwebtext-1000 and novels")
     parser.add_argument("--work", type=Path, default=Path("runs/interval-coverage"), help="where the run goes on from")
     args = parser.parse_args()
     texts = Texts(args.data)
     rows, _ = packed(texts.pages)
     models = {name: trained(seed, rows, args.work / name) for seed, name in enumerate("ab")}
-    file = args.work / "replicates.jsonl"
-    done = len(file.read_text().splitlines()) if file.exists() else 0
-    for number, (case, batch) in enumerate(batches(texts)):
-        if number < done:
-            continue
-        try:
-            found = {"case": case, **measured(models, batch)}
-        except IsolossError as error:
-            found = {"case": case, "refused": str(error)}
-        with file.open("a") as lines:
-            lines.write(json.dumps(found) + "\n")
-    cases: dict[str, Any] = {}
-    replicates = [json.loads(line) for line in file.read_text().splitlines()]
-    for case in dict.fromkeys(each["case"] for each in replicates):
-        of_case = [each for each in replicates if each["case"] == case]
-        kept = [each for each in of_case if "values" in each]
-        shares = {quantity: float(np.mean(covered(kept, quantity))) for quantity in QUANTITIES}
-        counted = (each["over"] if case != "with documents" else "documents" for each in kept)
-        cases[case] = {
-            "replicates": len(kept),
-            "refused": len(of_case) - len(kept),
-            "covered": {name: (share, math.sqrt(share * (1 - share) / len(kept))) for name, share in shares.items()},
-            "over": dict(Counter(counted)),
-        }
-    record = {**record_of("interval_coverage.py", LIBRARIES), "cases": cases}
-    write_text(RESULTS / "interval_coverage.json", json.dumps(record, indent=2) + "\n")
-    write_text(RESULTS / "interval_coverage.md", page(record))
-    print(page(record))
+    file = RESULTS / "interval_coverage.json"
+    parts = json.loads(file.read_text())
+    parts[args.part] = {**record_of("interval_coverage.py", LIBRARIES), **PARTS[args.part](models, texts, args.work)}
+    write_text(file, json.dumps(parts, indent=2) + "\n")
+    write_text(RESULTS / "interval_coverage.md", page(parts))
+    print(page(parts))
 
 
 if __name__ == "__main__":

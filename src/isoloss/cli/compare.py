@@ -132,7 +132,9 @@ def main(arguments: list[str]) -> int:
             common.say_wrapped(text)
     if failed is None:
         return 0
-    common.note(f"isoloss compare: {failed}; above are the {len(compared.models)} that were measured before")
+    count = len(compared.models)
+    done = f"{count} models, which were" if count > 1 else "one model, which was"
+    common.note(f"isoloss compare: {failed}; the numbers are of the {done} measured before")
     return 2 if isinstance(failed, ComparisonError) else interrupts.status()
 
 
@@ -157,8 +159,11 @@ def _check(args: Any, models: list[str]) -> None:
     if args.parquet is not None:
         require_package("polars")
     for file in (args.html, args.csv, args.parquet):
-        if file is not None:
-            files.check_writable(file.parent)
+        if file is None:
+            continue
+        if file.is_dir():
+            raise IsolossError(f"{file} is a folder; name a file to write")
+        files.check_writable(file.parent)
 
 
 def _write(args: Any, compared: ModelComparison, command: str) -> None:
@@ -176,5 +181,7 @@ def _write(args: Any, compared: ModelComparison, command: str) -> None:
         files.write_text(args.csv, text.getvalue())
         common.note(f"table: {args.csv}")
     if args.parquet is not None:
-        compared.to_polars().write_parquet(args.parquet)
+        parquet = io.BytesIO()
+        compared.to_polars().write_parquet(parquet)
+        files.write_bytes(args.parquet, parquet.getvalue())
         common.note(f"table: {args.parquet}")

@@ -373,6 +373,7 @@ def compare_traces(
             measurement = Measurement(source, auxiliary_sample=sample)
             with _naming(name):
                 trace = _above_zero(measurement.measure(batches, stopping, progress=step))
+                _check_paired(trace, {other: estimates["trace"] for other, estimates in done.items()})
             result = measurement.result()
             rest = Weighted(result.part, result.part_stderr, result.part_influence)
             # over the same blocks as the trace, so that influences of the two belong to the same samples
@@ -430,6 +431,17 @@ def _above_zero(trace: Estimate) -> Estimate:
     if trace.value <= 0:
         raise IsolossError(f"the trace is {trace.value:.3g}, which has no ratio to another; take more inputs")
     return trace
+
+
+def _check_paired(trace: Estimate, others: Mapping[str, Estimate]) -> None:
+    """Refuse a trace whose error counts other samples as independent than the other models' do."""
+    for name, other in others.items():
+        if trace.samples != other.samples:
+            raise IsolossError(
+                f"its error is over {samples_of(trace)} and the error of {name} over {samples_of(other)}, because "
+                "their configs have different tokens for the start or end of a text: give `documents` with the "
+                "batches, or text"
+            )
 
 
 def _architecture(model: nn.Module) -> str:

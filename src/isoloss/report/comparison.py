@@ -32,23 +32,24 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
     """Return the page of a comparison as one HTML document that loads nothing.
 
     Args:
-        comparison: Of two models or more.
+        comparison: Of two models or more; of one, where another one failed, the page has its numbers alone.
         command: The command line that made it, to be shown at its end.
         more: What would make the errors smaller.
     """
     names = short_names(list(comparison.models))
     first, *others = names.values()
     title = f"Which of {len(names)} models is flatter?"
-    if len(others) == 1:
-        title = f"Which is flatter: {first} or {others[0]}?"
+    if len(others) < 2:
+        title = f"Which is flatter: {first} or {others[0]}?" if others else f"How flat is {first}?"
     cards = [
         Card(label=answer.question, value=answer.answer, detail=answer.detail, tone=_TONES[answer.holds])
         for answer in comparison.answers()
     ]
     header, rows, left = comparison.table()
     minus = f"{others[0]} minus {first}" if len(others) == 1 else f"minus {first}"
-    differences = interval_rows(list(_rows(comparison)), effect=f"{minus} (traces: ratio)")
-    rests_on, verdict, *_ = comparison.texts(more)  # the cards have the other answers
+    differences = interval_rows(list(_rows(comparison)), effect=f"{minus} (traces: ratio)") if others else ""
+    rests_on, *texts = comparison.texts(more)
+    verdict = texts[0] if texts else ""  # the cards have the other answers
     made = [comparison.inputs, command]
     sections = [
         Section(title="Verdict", body=verdict),

@@ -320,7 +320,7 @@ def test_mistakes_are_told_before_anything_is_loaded():
 
 
 def test_what_does_not_apply_is_refused_where_it_was_asked_for(checkpoints):
-    with pytest.raises(IsolossError, match="tasks are those of a language, and none is given"):
+    with pytest.raises(IsolossError, match="root is no task of text, and no language is given whose task it could be"):
         evaluate(checkpoints / "a", ["probe-root"], data=checkpoints / "ids.npy", inputs=InputConfig(mask_id=9))
 
 

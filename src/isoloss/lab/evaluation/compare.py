@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 DATA = "python:docs"  # a text that comes with Python
-_ROBUSTNESS_SEQUENCES = 128  # 15 losses of these cost about as much as a trace of four times as many
+_ROBUSTNESS_SEQUENCES = 64  # 15 losses of these cost less than a trace of eight times as many
 
 # what the tables call an estimate; those that are not here are shown under their own names or not at all
 TITLES = {
@@ -266,7 +266,7 @@ def compare(
     Of each model there are the loss (also in bits per byte of the text, where the tokenizer tells how many bytes a
     token stands for), the trace of the Fisher with and without embeddings, the minimal trace where the model's
     rescalings are known, and the rise of the loss under `ROBUSTNESS`: weights of 8 and 4 bits, and noise of 2, 5 and
-    10 % of the weights, on every fourth of 512 sequences.
+    10 % of the weights, on every eighth of 512 sequences.
 
     Args:
         models: By name, language models, functions that load them, or checkpoints; or checkpoints alone: folders or

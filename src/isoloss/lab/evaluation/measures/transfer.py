@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isoloss.config import setting
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, did_you_mean
 from isoloss.lab.evaluation.measures.base import MeasureResult, SeededMeasure, digest
 from isoloss.lab.transfer.config import ClassifierConfig
 from isoloss.lab.transfer.text_sources import TextTask, registered_name, registered_text_task
@@ -76,7 +76,8 @@ class TaskMeasure(SeededMeasure):
         """Return why there is no such task."""
         source = self._source
         if source is None and context.language is None:
-            return "tasks are those of a language, and none is given"
+            text = f"{self.task} is no task of text{did_you_mean(self.task, TASKS)}"
+            return f"{text}, and no language is given whose task it could be (isoloss ls tasks)"
         try:
             if source is None:
                 self._sentences(context)

@@ -1,0 +1,185 @@
+"""`isoloss compare` as a user meets it: its files agree, what fails leaves the rest, and what it refuses."""
+
+import csv
+import json
+import math
+import shutil
+
+import polars as pl
+import pytest
+import torch
+from speaking import as_json, refusal
+from transformers import GPT2LMHeadModel
+
+import small_checkpoints as small
+from isoloss.cli.main import main
+from isoloss.lab.evaluation import compare as comparing
+from isoloss.statistics.estimate import Estimate, number
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """GPT-2s a, b, c with one tokenizer, others that do not fit, and texts."""
+    path = tmp_path_factory.mktemp("checkpoints")
+    tokenizer, other = small.byte_level(), small.byte_level(special=small.SPECIAL[::-1])
+    size = len(tokenizer)
+    made = {name: (small.gpt2(size, seed), tokenizer) for seed, name in enumerate("abc")}
+    made |= {"wide": (small.gpt2(size, width=12), tokenizer), "bert": (small.bert(size), tokenizer)}
+    made |= {"more": (small.gpt2(size + 3), tokenizer), "other": (small.gpt2(size), other)}
+    broken = small.gpt2(size, 3)
+    with torch.no_grad():
+        broken.transformer.wpe.weight[0, 0] = math.nan
+    made["broken"] = (broken, tokenizer)
+    for name, (model, its_tokenizer) in made.items():
+        model.save_pretrained(path / name)
+        its_tokenizer.save_pretrained(path / name)
+    (path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in small.documents()))
+    (path / "one.txt").write_text(" ".join(small.documents()))
+    (path / "empty.txt").touch()
+    (path / "short.txt").write_text("the house")
+    (path / "adapter").mkdir()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(path / "a")}
+    (path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+DATA = ("--data", "text.jsonl", "--length", str(small.LENGTH), "--threads", "1")
+
+
+def call(capsys, *words, status=0):
+    """What a call prints on stdout and stderr."""
+    capsys.readouterr()
+    assert main(["compare", *map(str, words)]) == status
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return out, err
+
+
+def test_all_that_it_writes_agrees(capsys, tmp_path):
+    files = {kind: tmp_path / "new" / f"ab.{kind}" for kind in ("html", "csv", "parquet")}
+    options = [word for kind, file in files.items() for word in (f"--{kind}", file)]
+    out, err = call(capsys, "a", "b", *DATA, *options)
+    assert [line.partition(": ")[2] for line in err.splitlines()[-3:]] == [str(file) for file in files.values()]
+    document = as_json(capsys, "compare", "a", "b", *DATA)
+    frame = pl.read_parquet(files["parquet"])
+    with files["csv"].open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert frame.height == len(rows) == 3 * len(document["models"]["a"])
+    page = files["html"].read_text()
+    shown = {line[:26].strip(): line for line in out.splitlines()}
+    for row, from_frame in zip(rows, frame.iter_rows(named=True), strict=True):
+        assert {name: str(value) for name, value in from_frame.items()} == row
+        name = row["measure"]
+        if row["minus"]:
+            (pair,) = [pair for pair in document["pairs"] if pair["estimate"] == name]
+            assert float(row["value"]) == pytest.approx(-pair["difference"]["value"])
+            assert float(row["stderr"]) == pytest.approx(pair["difference"]["stderr"])
+        else:
+            estimate = Estimate.from_dict(document["models"][row["model"]][name])
+            assert (float(row["value"]), float(row["stderr"])) == (estimate.value, estimate.stderr)
+            if (title := comparing.TITLES.get(name)) is not None:
+                assert number(estimate) in shown[title]
+                assert number(estimate) in page
+    verdict = document["verdict"]["text"]
+    assert verdict in " ".join(out.split())
+    assert verdict.replace("'", "&#39;") in page
+    assert "isoloss compare a b --data text.jsonl" in page
+    assert document["inputs"] in page
+    assert document["inputs"] in out
+
+
+def test_thirty_checkpoints_of_a_trainer(capsys, tmp_path):
+    model = GPT2LMHeadModel.from_pretrained("a")
+    for step in range(10, 310, 10):
+        with torch.no_grad():
+            model.transformer.wte.weight.mul_(1.001)
+        shutil.copytree("a", tmp_path / f"checkpoint-{step}")
+        model.save_pretrained(tmp_path / f"checkpoint-{step}")
+    out, err = call(capsys, tmp_path, *DATA, "--num-sequences", "12")
+    assert f"30 checkpoints, {tmp_path}/checkpoint-10 to {tmp_path}/checkpoint-300" in err
+    table = [line.split()[0] for line in out.splitlines() if line.startswith("checkpoint-")]
+    assert table[:30] == [f"checkpoint-{step}" for step in range(10, 310, 10)]
+    assert "No verdict on which is the flattest." in out
+
+
+@pytest.mark.parametrize("names", [("a", "broken", "b"), ("a", "b", "broken")], ids="-".join)
+def test_what_was_measured_before_a_checkpoint_fails_is_printed_and_written(capsys, tmp_path, names):
+    files = {kind: tmp_path / f"part.{kind}" for kind in ("html", "csv", "parquet")}
+    options = [word for kind, file in files.items() for word in (f"--{kind}", file)]
+    out, err = call(capsys, *names, *DATA, *options, status=2)
+    before = list(names[: names.index("broken")])
+    *_, sentence = err.strip().splitlines()
+    count = "one model, which was" if len(before) == 1 else "2 models, which were"
+    assert sentence == (
+        "isoloss compare: broken: batch 0: the model's logits are NaN or infinite (sequence 0 of the batch); the "
+        f"numbers are of the {count} measured before"
+    )
+    assert pl.read_parquet(files["parquet"])["model"].unique(maintain_order=True).to_list() == before
+    with files["csv"].open() as lines:
+        assert {row["model"] for row in csv.DictReader(lines)} == set(before)
+    page = files["html"].read_text()
+    assert ("How flat is a?" if len(before) == 1 else "Which is flatter: a or b?") in page
+    assert "broken" not in page.replace(" a broken b", "").replace(" a b broken", "")  # but in the command
+    assert "loss" in out
+    document = json.loads(call(capsys, *names, *DATA, "--json", status=2)[0])
+    assert list(document["models"]) == before
+
+
+def test_ctrl_c_leaves_what_was_measured(capsys, monkeypatch):
+    loads = []
+
+    def stop(name, **options):
+        loads.append(name)
+        if loads.count("c") == 2:  # once for its facts
+            raise KeyboardInterrupt
+        return load(name, **options)
+
+    load = comparing.load_model
+    monkeypatch.setattr(comparing, "load_model", stop)
+    out, err = call(capsys, "a", "b", "c", *DATA, status=130)
+    assert "second minus first" in out
+    assert "interrupted while c was measured; the numbers are of the 2 models, which were measured before" in err
+
+
+REFUSED = {
+    "two tokenizers": ("a other", "a and other have different tokenizers, so their losses per token are not of the"),
+    "two vocabularies": ("a more", "a has a vocabulary of 317 tokens and more of 320, so a token is not the same"),
+    "masked beside causal": ("a bert", "a predicts next tokens and bert masked ones, so they have no inputs in common"),
+    "an adapter": ("a adapter", "adapter is an adapter of "),
+    "an empty text": ("a b --data empty.txt", "there is no text in empty.txt"),
+    "a text shorter than a sequence": ("a b --data short.txt", "the text in short.txt is shorter than one sequence"),
+    "one model": ("a", "a alone has nothing to be compared with: name another, or see isoloss flatness"),
+    "a model twice": ("a a", "a is named twice: leave one out"),
+    "no task": ("a b --task sst3", "sst3 is no task of text; did you mean sst2?"),
+    "a folder for a file": ("a b --csv bert", "bert is a folder; name a file to write"),
+    "no margin": ("a b --same-loss-nats 0", "--same-loss-nats is 0.0; it must be finite and above 0"),
+    "no checkpoint": ("a ./no", "there is no checkpoint ./no: it is not a folder"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_gets_one_sentence(capsys, case):
+    words, sentence = REFUSED[case]
+    data = () if "--data" in words else DATA
+    assert sentence in refusal(capsys, "compare", *words.split(), *data)
+
+
+def test_one_document_is_said(capsys):
+    out, _ = call(capsys, "a", "b", "--data", "one.txt", "--length", "12", "--threads", "1")
+    assert "from 1 document, too few to tell how texts differ: errors are given these" in " ".join(out.split())
+    assert "standard error over" in out
+
+
+def test_the_same_weights_and_other_architectures_have_no_flattest(capsys):
+    shutil.copytree("a", "copy")
+    out, _ = call(capsys, "a", "copy", *DATA)
+    assert "a and copy have identical weights. There is nothing to compare." in " ".join(out.split())
+    out, err = call(capsys, "a", "wide", *DATA, "--same-loss-nats", "100")
+    assert "No verdict on which is the flattest. a and wide have different parameters" in " ".join(out.split())
+    assert "is the flattest:" not in out
+    assert err.count("warning: a and wide have different parameters") == 1

@@ -1,0 +1,267 @@
+"""`isoloss.compare` against losses, bytes, rises and probes that are taken one by one."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import small_checkpoints as small
+from isoloss import compare
+from isoloss.errors import IsolossError
+from isoloss.flatness import loss_rises
+from isoloss.flatness.comparison import ComparisonError, InterruptedComparison
+from isoloss.lab.evaluation.compare import TITLES
+from isoloss.lab.evaluation.evaluator import evaluate
+from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.statistics.ratio import ratio
+from isoloss.text.inputs import read_inputs
+
+HOW = InputConfig(length=small.LENGTH)
+KINDS = {
+    "bytes, next tokens": (small.byte_level, small.gpt2),
+    "pieces, next tokens": (small.sentence_pieces, small.llama),
+    "bytes, masked": (small.byte_level, small.bert),
+    "pieces, masked": (small.sentence_pieces, small.bert),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in small.documents(60)))
+    return path
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def measured(request, text):
+    """Two models in memory, what they read, and their comparison."""
+    of_tokenizer, of_model = KINDS[request.param]
+    tokenizer = of_tokenizer()
+    models = {name: of_model(len(tokenizer), seed) for seed, name in enumerate("ab")}
+    comparison = compare(models, data=text, tokenizer=tokenizer, inputs=HOW, num_sequences=140)
+    kind = "causal" if "next" in request.param else "masked"
+    inputs = read_inputs(
+        text,
+        checkpoint="",
+        config=models["a"].config,
+        kind=kind,
+        tokenizer=tokenizer,
+        length=small.LENGTH,
+        num_sequences=140,
+        masking=HOW.objective("", is_causal=kind == "causal"),
+        batch_size=140,
+    )
+    (batch,) = inputs.batches
+    return models, tokenizer, kind, batch, comparison
+
+
+def losses(model, kind, batch):
+    """The nats of each sequence."""
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    labels = batch["labels"]
+    if kind == "causal":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return F.cross_entropy(logits.transpose(1, 2).double(), labels, reduction="none", ignore_index=-100).sum(dim=1)
+
+
+def predicted_bytes(tokenizer, kind, batch):
+    """The bytes of text that the predicted tokens of each sequence stand for, by decoding with and without them."""
+
+    single = tokenizer("☃").input_ids[-3:]  # a byte each, which a sequence may begin or end between
+
+    def size(ids):
+        decoded = tokenizer.decode([i for i in ids if i not in single], skip_special_tokens=True)
+        assert "\ufffd" not in decoded
+        return len(decoded.encode()) + sum(i in single for i in ids)
+
+    whole = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+    before = tokenizer("blue").input_ids  # a space at the start of a text is not shown
+    sizes = []
+    for ids, labels in zip(whole.tolist(), batch["labels"].tolist(), strict=True):
+        if kind == "causal":
+            sizes.append(size([*before, *ids[1:]]) - size(before))
+        else:
+            predicted = [i for i, label in zip(ids, labels, strict=True) if label != -100]
+            sizes.append(sum(size([*before, i]) - size(before) for i in predicted))
+    return torch.tensor(sizes)
+
+
+def by_document(batch, values):
+    numbers = torch.unique(batch["documents"], return_inverse=True)[1]
+    return torch.zeros(int(numbers.max()) + 1, dtype=torch.float64).index_add_(0, numbers, values.double())
+
+
+def test_losses_and_their_differences_are_over_documents(measured):
+    models, _, kind, batch, comparison = measured
+    labels = batch["labels"][:, 1:] if kind == "causal" else batch["labels"]
+    counts = by_document(batch, (labels != -100).sum(dim=1))
+    nats = {name: by_document(batch, losses(model, kind, batch)) for name, model in models.items()}
+    for name, sums in nats.items():
+        found = comparison.models[name]["loss"]
+        assert (found.value, found.stderr) == pytest.approx(ratio(sums, counts), rel=1e-5)
+        assert found.samples == len(counts)
+    difference = comparison.difference("loss", "b", "a")
+    assert (difference.value, difference.stderr) == pytest.approx(ratio(nats["b"] - nats["a"], counts), rel=1e-4)
+
+
+def test_bits_per_byte_are_of_the_bytes_that_predicted_tokens_stand_for(measured):
+    models, tokenizer, kind, batch, comparison = measured
+    sizes = by_document(batch, predicted_bytes(tokenizer, kind, batch))
+    for name, model in models.items():
+        bits = by_document(batch, losses(model, kind, batch)) / math.log(2)
+        found = comparison.models[name]["bits_per_byte"]
+        assert (found.value, found.stderr) == pytest.approx(ratio(bits, sizes), rel=1e-5)
+        assert found.unit == "bits per byte"
+
+
+def test_rises_are_of_every_second_of_140_sequences(measured):
+    models, _, _, batch, comparison = measured
+    half = {name: value[::2] for name, value in batch.items()}
+    for name, model in models.items():
+        for rise, expected in loss_rises(model, [half]).items():
+            found = comparison.models[name][rise]
+            assert found.details["sequences"] == 70
+            assert (found.value, found.stderr) == pytest.approx((expected.value, expected.stderr), rel=1e-3, abs=1e-7)
+
+
+def test_it_says_what_it_is_over_and_is_one_table(measured):
+    *_, comparison = measured
+    assert comparison.inputs.startswith("140 sequences of 12 tokens drawn from the ")
+    out = str(comparison)
+    assert out.splitlines()[0].split() == ["a", "b", "second", "minus", "first", "95", "%", "interval"]
+    assert [line for line in TITLES.values() if f"\n{line} " not in out] == []
+    assert " documents, of the rises over " in out
+    assert " documents in 70 of the sequences" in out
+    assert "<table>" in comparison._repr_html_()
+    assert repr(comparison) == "ModelComparison(2 models; flattest: no verdict)"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Checkpoints a and b of GPT-2 with a tokenizer, and SST-2 in small."""
+    path, tokenizer = tmp_path_factory.mktemp("checkpoints"), small.byte_level()
+    for seed, name in enumerate("ab"):
+        small.gpt2(len(tokenizer), seed).save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
+    (path / "sst2").mkdir()
+    for split, number in (("train", 60), ("dev", 30)):
+        texts = small.documents(2 * number)[number * (split == "dev") :][:number]
+        lines = [f"{' '.join(text.split()[:6])}\t{'house' in text.split()[:6]:d}" for text in texts]
+        (path / "sst2" / f"{split}.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
+    return path
+
+
+def test_the_accuracy_of_a_task_is_the_probe_of_evaluate_and_paired_by_example(folder, text, tmp_path):
+    names, where = [str(folder / name) for name in "ab"], (f"sst2={folder / 'sst2'}",)
+    about = {"data": text, "inputs": HOW, "device": "cpu"}
+    comparison = compare(names, tasks=["sst2"], task_data=where, num_sequences=30, robustness=False, **about)
+    settings = {"probe_solver": "convex", "task_data": where}
+    expected = evaluate(names, ["probe-sst2"], settings=settings, output=tmp_path, **about)
+    right = []
+    for name, evaluations in zip(names, expected, strict=True):
+        accuracy = evaluations.estimates["accuracy"]
+        found = comparison.models[name]["probe-sst2"]
+        assert found.value == pytest.approx(accuracy.value, abs=1e-12)
+        assert (found.samples, found.details["majority_rate"]) == (30, accuracy.details["majority_rate"])
+        right.append(found)
+    assert "sst2: majority class " in str(comparison)
+    assert [answer.question for answer in comparison.answers()] == ["Same loss?", "Flatter?", "Better at sst2?"]
+
+
+def batches(vocabulary=8):
+    ids = torch.randint(0, vocabulary, (20, 6), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": ids[:10], "labels": ids[:10]}, {"input_ids": ids[10:], "labels": ids[10:]}]
+
+
+def test_a_model_that_fails_leaves_the_others_measured():
+    models = {name: small.gpt2(8, seed) for seed, name in enumerate("abc")}
+    with torch.no_grad():
+        models["b"].transformer.wpe.weight[0, 0] = math.nan
+    with pytest.raises(ComparisonError, match="b: batch 0: the model's logits are NaN or infinite") as failed:
+        compare(models, batches())
+    assert failed.value.name == "b"
+    assert list(failed.value.complete.models) == ["a"]
+    alone = failed.value.complete
+    assert alone.answers() == []
+    assert "int4_rise" in alone.names
+    assert "verdict" not in alone.to_dict()
+
+
+def test_ctrl_c_leaves_the_others_measured():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(InterruptedComparison) as stop:
+        compare({"a": small.gpt2(8, 0), "b": small.gpt2(8, 1), "c": interrupted}, batches(), same_loss=10.0)
+    assert list(stop.value.complete.models) == ["a", "b"]
+    same_loss, *_ = stop.value.complete.answers()
+    assert same_loss.answer == "Yes, within ± 10 nats"
+
+
+def test_the_same_weights_are_identical_and_no_model_is_better():
+    comparison = compare({"a": small.gpt2(8), "copy": small.gpt2(8)}, batches())
+    assert str(comparison.verdict()) == "a and copy have identical weights. There is nothing to compare."
+    for name in comparison.names:
+        assert comparison.difference(name, "a", "copy").ci95 == (0, 0)
+    assert [answer.holds for answer in comparison.answers()] == [True, None, None]
+    assert comparison.answers()[1].answer == "No verdict: identical weights"
+
+
+def test_other_architectures_are_compared_without_a_flattest():
+    with pytest.warns(match="a and b have different parameters"):
+        comparison = compare({"a": small.gpt2(8), "b": small.llama(8)}, batches(), same_loss=100.0)
+    assert comparison.verdict().reasons == ("parameters",)
+    assert comparison.answers()[1].answer == "No verdict: different architectures"
+    assert "flattest:" not in str(comparison)
+    assert math.isfinite(comparison.difference("int8_rise", "a", "b").value)
+
+
+def test_models_that_end_texts_otherwise_are_not_paired_where_that_counts():
+    models = {"a": small.llama(8), "b": small.llama(8, 1, eos_token_id=5), "c": small.llama(8, 2)}
+    sentence = "b: its error is over 17 documents that separators show and the error of a over 18 .*: give `documents`"
+    with pytest.raises(ComparisonError, match=sentence) as failed:
+        compare(models, batches())
+    assert list(failed.value.complete.models) == ["a"]
+    documents = torch.arange(10)
+    first, second = batches()
+    comparison = compare(models, [{**first, "documents": documents}, {**second, "documents": documents + 10}])
+    assert comparison.difference("loss", "a", "b").samples == 20
+
+
+@pytest.mark.parametrize(
+    ("models", "options", "sentence"),
+    [
+        ({"a": 8, "b": 9}, {}, "a has a vocabulary of 8 tokens and b of 9"),
+        ({"a": 8}, {"data": "python:docs"}, "batches are given: data and tasks, which need a tokenizer, are for"),
+        ({"a": 8}, {"tasks": ["sst2"]}, "batches are given: data and tasks"),
+        ({}, {}, "it is a mapping of names to models, or several names of checkpoints"),
+    ],
+)
+def test_models_and_batches_that_do_not_fit_are_refused(models, options, sentence):
+    made = {name: small.gpt2(vocabulary) for name, vocabulary in models.items()}
+    with pytest.raises(IsolossError, match=sentence):
+        compare(made, batches(), **options)
+
+
+def test_models_in_memory_need_a_tokenizer_for_text(text):
+    with pytest.raises(IsolossError, match="a is a model in memory, which has no tokenizer: give tokenizer"):
+        compare({"a": small.gpt2(8), "b": small.gpt2(8, 1)}, data=text)
+
+
+def test_rows_are_every_estimate_and_every_difference():
+    comparison = compare({"a": small.gpt2(8), "b": small.gpt2(8, 1), "c": small.gpt2(8, 2)}, batches())
+    rows = comparison.rows()
+    assert len(rows) == 5 * len(comparison.names)
+    for row in rows:
+        estimate = comparison.models[row["model"]][row["measure"]]
+        if row["minus"]:
+            assert row["minus"] == "a"
+            estimate = comparison.difference(row["measure"], row["model"], "a")
+        assert (row["value"], row["low95"], row["high95"]) == (estimate.value, *estimate.ci95)
+    frame = comparison.to_polars()
+    assert frame.height == len(rows)
+    assert np.array_equal(frame["stderr"].to_numpy(), [row["stderr"] for row in rows])
