@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from isoloss.statistics.estimate import Estimate, rounded
+from isoloss.statistics.estimate import Estimate, rarity, rounded
 from isoloss.statistics.significance import SAME_LOSS_NATS, equivalence
 from isoloss.statistics.tables import probability
 
@@ -177,8 +177,8 @@ def _reasons(
     elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
     # last: a rare input is a reason only where there would be a verdict otherwise
-    elif comparison.warning:
-        yield "rare", f"{said}, but {comparison.warning}."
+    elif warning := _rarity(comparison, originals, best["trace"], names):
+        yield "rare", f"{said}, but {warning}."
     others = [name for name in originals if originals[name] == name != best["trace"]]
     differences = {name: comparison.difference("loss", name, best["trace"]) for name in others}
     apart = {name: each for name, each in differences.items() if not equivalence(each, same_loss).shown}
@@ -193,6 +193,23 @@ def _reasons(
             f"Differences{f' of {len(apart)} models' * (len(shown) < len(apart))}: "
             f"{' to '.join(losses) if len(shown) < len(apart) else _listed(losses)}.",
         )
+
+
+def _rarity(comparison: TraceComparison, originals: Mapping[str, str], best: str, names: Mapping[str, str]) -> str:
+    """Return a warning where one input makes up much of the error of a difference that the verdict rests on.
+
+    An input that is rare in both models and does the same to both is in the errors of their traces alone.
+    """
+    return rarity(
+        {
+            f"the difference in {trace.replace('-', ' ')} of {names[name]} and {names[best]}": comparison.difference(
+                trace, name, best
+            )
+            for trace in comparison.traces
+            for name in originals
+            if originals[name] != best
+        }
+    )
 
 
 def unlike(models: Mapping[str, Estimate]) -> tuple[str, str] | None:
