@@ -7,10 +7,14 @@ which no rescaling of whole weight tensors can change (of units of an MLP or cha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
+from isoloss.statistics.comparison import probability_above_zero
 from isoloss.statistics.estimate import Estimate, rarity, rounded
 from isoloss.statistics.significance import SAME_LOSS_NATS, equivalence
 from isoloss.statistics.tables import probability
@@ -196,20 +200,27 @@ def _reasons(
 
 
 def _rarity(comparison: TraceComparison, originals: Mapping[str, str], best: str, names: Mapping[str, str]) -> str:
-    """Return a warning where one input makes up much of the error of a difference that the verdict rests on.
+    """Return a warning where one input makes up much of the error of a difference, and the verdict rests on it.
 
-    An input that is rare in both models and does the same to both is in the errors of their traces alone.
+    With s_i the part of input i in the squared error, that error is worth 1 / sum s_i^2 equal inputs (Satterthwaite,
+    1946). A difference that is sure with so few is no matter of one input, and what an input does to both models alike
+    is not in the difference.
     """
-    return rarity(
-        {
-            f"the difference in {trace.replace('-', ' ')} of {names[name]} and {names[best]}": comparison.difference(
-                trace, name, best
+    differences = {}
+    for trace in comparison.traces:
+        for name in (name for name in originals if originals[name] != best):
+            difference = comparison.difference(trace, name, best)
+            assert difference.influence is not None
+            squares = np.square(difference.influence)
+            if not squares.any():
+                continue
+            worth = dataclasses.replace(
+                difference, effective_samples=max(2.0, float(squares.sum() ** 2 / np.square(squares).sum()))
             )
-            for trace in comparison.traces
-            for name in originals
-            if originals[name] != best
-        }
-    )
+            if probability_above_zero(worth) < _SURE:
+                title = f"the difference in {trace.replace('-', ' ')} of {names[name]} and {names[best]}"
+                differences[title] = difference
+    return rarity(differences)
 
 
 def unlike(models: Mapping[str, Estimate]) -> tuple[str, str] | None:

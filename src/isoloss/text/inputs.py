@@ -101,6 +101,11 @@ class Inputs:
         shuffled = {name: value[rows] for name, value in whole.items()}
         return replace(self, batches=_cut(shuffled, len(self.batches[0]["labels"])))
 
+    def every(self, step: int) -> Inputs:
+        """Return each `step`-th sequence, in batches of the same size."""
+        few = {name: value[::step] for name, value in self._whole().items()}
+        return replace(self, batches=_cut(few, len(self.batches[0]["labels"])), num_sequences=len(few["labels"]))
+
     def cut(self, batch_size: int) -> Inputs:
         """Return the same sequences in the same order, in batches of `batch_size`."""
         if batch_size < 1:

@@ -340,7 +340,9 @@ def compare(
         if (reason := measure.why_not_applicable(context)) is not None:
             raise IsolossError(f"the task {task} cannot be measured: {reason}")
     total = sum(len(batch["labels"]) for batch in batches)
-    few = [_every(batch, max(1, total // _ROBUSTNESS_SEQUENCES)) for batch in batches]
+    step = max(1, total // _ROBUSTNESS_SEQUENCES)
+    # of inputs that were read here, batches as large as the others
+    few = _every(batches, step) if context is None else made.every(step).batches
 
     def further(model: nn.Module) -> dict[str, Estimate]:
         found = loss_rises(model, few, causal=causal) if robustness else {}
@@ -399,11 +401,19 @@ def _sizes(tokenizer: PreTrainedTokenizerFast | str | None, model: ModelInfo) ->
     return nn.functional.pad(known, (0, max(0, (model.outline.vocabulary or 0) - len(known))))
 
 
-def _every(batch: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Return each `step`-th sequence of a batch: of all documents, where the first ones would be of a few."""
-    rows = slice(None, None, step)
-    is_row = {name: isinstance(value, torch.Tensor) or name == "documents" for name, value in batch.items()}
-    return {name: value[rows] if is_row[name] else value for name, value in batch.items()}
+def _every(batches: list[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
+    """Return each `step`-th sequence: of all documents, where the first ones would be of a few."""
+    few, first = list[dict[str, Any]](), 0
+    for batch in batches:
+        rows = slice(-first % step, None, step)
+        first += len(batch["labels"])
+        is_row = {
+            name: name == "documents" or (isinstance(value, torch.Tensor) and len(value) == len(batch["labels"]))
+            for name, value in batch.items()
+        }
+        if rows.start < len(batch["labels"]):
+            few.append({name: value[rows] if is_row[name] else value for name, value in batch.items()})
+    return few
 
 
 def _accuracy(measure: Measure, model: nn.Module, context: MeasureContext) -> Estimate:
