@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import optimize
 from torch.nn import functional as F
 
 from isoloss import load_language, seeds
@@ -85,6 +86,36 @@ def test_classes_in_two_clusters_far_apart_are_fitted_to_the_tolerance(
     gradient, of_bias = torch.autograd.grad(value, (weight, bias))
     assert float(of_bias.abs().max()) < 1e-10
     assert float(gradient.square().sum()) / (2 * strength) <= 1e-9 * value.item()
+
+
+@pytest.mark.parametrize(
+    ("counts", "strength"), [((15, 114, 64, 63), 2.5e-7), ((1, 2, 3, 3), 4e-6), ((1, 2, 3, 3), 1e-6)]
+)
+def test_intercepts_far_from_where_they_were_are_found(counts: tuple[int, ...], strength: float) -> None:
+    """One feature with two blocks of states, as of an LSTM on a language of two blocks of hidden states.
+
+    Classes of one block are told apart by large weights. On the way there almost all probabilities are 0 or 1, so that
+    Newton's steps for the intercepts are far too long, or have no Hessian.
+    """
+    y = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))
+    x = torch.where(y < 2, 1.0, -1.0) + 0.01 * torch.sin(torch.arange(len(y)))
+    found = fit(x[:, None], y, classes=4, regularization=[strength])
+
+    def value(parameters: torch.Tensor) -> torch.Tensor:
+        weight, bias = parameters.view(2, 1, 4)
+        return objective(x[:, None], y, weight, bias, strength)
+
+    # SciPy's trust region with exact second derivatives, over weights and intercepts at once
+    least = optimize.minimize(
+        lambda point: float(value(torch.from_numpy(point))),
+        torch.zeros(8, dtype=torch.float64).numpy(),
+        jac=lambda point: torch.autograd.functional.jacobian(value, torch.from_numpy(point)).numpy(),
+        hess=lambda point: torch.autograd.functional.hessian(value, torch.from_numpy(point)).numpy(),
+        method="trust-exact",
+        options={"gtol": 1e-9, "maxiter": 1000},
+    )
+    assert float(found.gaps) <= 1e-9 * float(found.objectives)
+    assert -1e-13 < float(found.objectives) - least.fun <= float(found.gaps) + 1e-13
 
 
 def test_logarithms_of_rare_probabilities_are_fitted_to_the_tolerance_too() -> None:
