@@ -4,11 +4,12 @@ BIN := .venv/bin
 # one thread a process: the demo runs two processes, and the tests three, because some tests mostly wait
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-all test-cluster lint types docs wheel bench-languages clean
+.PHONY: help install demo study test test-all test-cluster lint types docs wheel bench-languages clean
 
 help:
 	@echo "make install   isoloss and what it needs, into .venv"
-	@echo "make demo      the study same-loss at laptop scale: about twenty minutes on two cores, a first page after six"
+	@echo "make demo      two models of one loss trained and compared, with a page: about two minutes on two cores"
+	@echo "make study     the study same-loss at laptop scale: about twenty minutes on two cores, a first page after six"
 	@echo "make test      the test suite"
 	@echo "make test-all  the test suite with the slow tests"
 	@echo "make test-cluster   the executors ray and slurm, on this machine; installs Ray"
@@ -27,6 +28,9 @@ install: .venv/.installed
 	touch $@
 
 demo: install
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/run.sh
+
+study: install
 	$(BIN)/isoloss study run same-loss --scale laptop
 
 test: install

@@ -18,7 +18,7 @@ from isoloss.errors import IsolossError, require_package
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import make_measure
 from isoloss.lab.evaluation.measures.flatness import Trace
-from isoloss.runs import refuse_run, refuse_twice
+from isoloss.runs import Run, refuse_twice
 from isoloss.statistics.checking import positive
 from isoloss.statistics.significance import SAME_LOSS_NATS
 from isoloss.text import hub_datasets
@@ -46,8 +46,9 @@ class Args:
     """
 
     models: tyro.conf.Positional[tuple[str, ...]]
-    """Checkpoint folders, folders of checkpoints such as a Trainer's output, or names on the Hugging Face hub
-    (NAME@REVISION); also by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'."""
+    """Checkpoint folders, runs of isoloss (their last checkpoint), folders of checkpoints such as a Trainer's output, or
+    names on the Hugging Face hub (NAME@REVISION); also by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'. With
+    --module: files of weights."""
     data: Path | None = None
     """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy). Default: python:docs,
     the documentation of Python's standard library."""
@@ -86,8 +87,8 @@ def arguments_class() -> type:
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args: Any = options.parse(arguments_class(), "compare", arguments, examples=EXAMPLES, common=COMMON)
-    models = early_checks.expand_checkpoints(args.models, common.note)
-    _check(args, models)
+    models = {name: _last(name) for name in early_checks.expand_checkpoints(args.models, common.note)}
+    _check(args, list(models.values()))
     common.use_threads(args.threads)
     import torch
 
@@ -138,12 +139,23 @@ def main(arguments: list[str]) -> int:
     return 2 if isinstance(failed, ComparisonError) else interrupts.status()
 
 
+def _last(name: str) -> str:
+    """Return the last checkpoint of a run; any other name stands for itself."""
+    run = Run(Path(name))
+    if not run.exists:
+        return name
+    if not run.steps():
+        raise IsolossError(f"{name} has no checkpoint yet: isoloss train {name} goes on with it")
+    step = run.steps()[-1]
+    common.note(f"{name}: its last checkpoint, step {step}")
+    return str(run.checkpoint(step))
+
+
 def _check(args: Any, models: list[str]) -> None:
     """Refuse what needs neither a model nor torch to be seen as wrong."""
     if not models:
         raise IsolossError("no checkpoint is named: give folders, or names on the Hugging Face hub")
     for name in models:
-        refuse_run(Path(name), "and checkpoints are compared")
         early_checks.check_reachable(name, args.loading.module)
     refuse_twice(models)
     if len(models) == 1:
