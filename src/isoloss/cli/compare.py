@@ -46,8 +46,8 @@ class Args:
     """
 
     models: tyro.conf.Positional[tuple[str, ...]]
-    """Checkpoint folders, runs of isoloss (their last checkpoint), folders of checkpoints such as a Trainer's output, or
-    names on the Hugging Face hub (NAME@REVISION); also by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'. With
+    """Checkpoint folders, runs of isoloss (their last checkpoint), folders of checkpoints such as a Trainer's output,
+    or names on the Hugging Face hub (NAME@REVISION); also by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'. With
     --module: files of weights."""
     data: Path | None = None
     """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy). Default: python:docs,
