@@ -1,4 +1,4 @@
-"""How flat is an nn.Module of my own, which transformers does not know?
+"""How flat is my own nn.Module, which transformers does not know?
 
 `my_gpt.py` has the model (QK-norm, squared ReLU, soft-capped logits) and says which of its weights may be rescaled.
 On the command line: `isoloss flatness steps-200.pt --module my_gpt.py:build --data ids.npy`.
@@ -14,7 +14,7 @@ from isoloss import fisher_trace, load_model
 from isoloss.flatness import check_rescaling, rescaled_at_random, rescalings_of
 
 text = "".join(topics.values()).lower().encode("ascii", "ignore")
-ids = torch.tensor(list(text[: 320 * LENGTH])).remainder(VOCABULARY).view(320, LENGTH)  # letters, and all else mixed up
+ids = torch.tensor(list(text[: 320 * LENGTH])).remainder(VOCABULARY).view(320, LENGTH)  # characters share ids
 training, held_out = ids[:256], ids[256:]
 
 model = build()
@@ -39,4 +39,4 @@ other = rescaled_at_random(loaded, seed=1)
 plain, least = (fisher_trace(other, batches, causal=True, rescaling=which) for which in (None, "minimal"))
 print(f"rescaled      {plain.value:.1f} ± {plain.stderr:.1f}  {least.value:.2f} ± {least.stderr:.2f}")
 change = check_rescaling(loaded, rescalings_of(loaded), batches[0])
-print(f"largest change of a log-probability by random factors, in float64: {change:.0e} nats")
+print(f"largest change of a log-probability under random factors, in float64: {change:.0e} nats")

@@ -1,6 +1,7 @@
-"""How far is my model from the truth, apart from what nobody can predict?
+"""How much of my model's loss could any model avoid?
 
-On text nobody knows the entropy. On a grammar it is exact, so the loss splits into the entropy and the KL divergence.
+Nobody knows the entropy of text. The entropy of a grammar is exact, so the loss splits into two parts: the entropy,
+which no model can avoid, and the KL divergence of the model from the true probabilities.
 """
 
 from isoloss import evaluate, load_language, pretrain

@@ -1,4 +1,4 @@
-"""A GPT of one's own, as in nanochat: QK-norm, squared ReLU, soft-capped logits, and norms without gains.
+"""A GPT of your own, as in nanochat: QK-norm, squared ReLU, soft-capped logits, and norms without gains.
 
 `isoloss flatness weights.pt --module examples/my_gpt.py:build --data tokens.npy` measures it.
 """
@@ -41,15 +41,15 @@ class MyGPT(nn.Module):
         return 15 * torch.tanh(self.head(norm(x)) / 15)
 
     def rescalings(self, signals):
-        """Declare which signal each map reads and writes: what may be rescaled without changing a logit follows."""
+        """Declare which signals each layer reads and writes. The rescalings that change no logit follow from this."""
         stream = signals.channels("residual stream", WIDTH)
-        normed = signals.fixed(WIDTH)  # what a norm without a gain writes has the factor 1
+        normed = signals.fixed(WIDTH)  # the output of a norm without a gain has the factor 1
         signals.lookup(self.tokens, stream)
         signals.lookup(self.positions, stream)
         for number, block in enumerate(self.blocks):
             where = f"layer {number}"
             signals.norm(None, stream, normed)
-            for part in ("queries", "keys"):  # each head has a norm, so each may be scaled
+            for part in ("queries", "keys"):  # each head has its own norm, so each may be scaled
                 read = signals.heads(f"{where}: {part} before their norm", HEADS, WIDTH // HEADS)
                 for head in read.reshape(HEADS, -1):
                     signals.norm(None, head, signals.fixed(len(head)))

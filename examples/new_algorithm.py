@@ -1,6 +1,6 @@
 """Does my training algorithm find a flatter model?
 
-An algorithm changes the gradient that the optimizer gets. Here: Gaussian noise on it (Neelakantan et al. 2015).
+An algorithm changes the gradient that the optimizer gets. This one adds Gaussian noise (Neelakantan et al. 2015).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from isoloss.seeds import generator
 
 
 class GradientNoise(TrainingAlgorithm):
-    """The gradient plus noise that is a function of the seed and the step, so that runs resume exactly."""
+    """Add noise to the gradient. The noise depends only on the seed and the step, so that runs resume exactly."""
 
     def add_gradient(self, number: int, batch: Any, loss: Any) -> tuple[float, dict[str, float]]:
         loss_nats, details = super().add_gradient(number, batch, loss)

@@ -1,6 +1,6 @@
 """How do I add a measure of my own, with an error, to every command?
 
-Here: how often the most probable token is the right one. An entry point of a package adds it to `isoloss eval` too.
+This one is the accuracy of the most probable token. With an entry point in a package, `isoloss eval` has it too.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class Top1(SeededMeasure):
                 logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
             right.append((logits.argmax(-1) == batch["labels"]).sum(1))  # a label of -100 is never right
             predicted.append((batch["labels"] != -100).sum(1))
-        # a ratio of sums, with the influence of each sequence: differences between models are paired
+        # a ratio of sums that keeps the influence of each sequence, so that differences between models are paired
         return {"top1": ratio_estimate(torch.cat(right), torch.cat(predicted), unit="accuracy", method="top-1")}
 
 

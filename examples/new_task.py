@@ -1,6 +1,6 @@
 """How well do my models do on a downstream task that I define?
 
-A task is a labeling of the sentences of any language; a linear probe on frozen features learns it.
+A task labels the sentences of a language, and a linear probe on frozen features learns the labels.
 """
 
 import torch
@@ -11,7 +11,7 @@ from isoloss.run_config import ModelConfig, TrainConfig
 
 
 def likely(language, *, percent):
-    """Whether a sentence is more probable than so many percent of all: `likely-50` asks for the better half."""
+    """Label the sentences that are more probable than `percent` percent of all: with `likely-50`, the upper half."""
     drawn = language.sample(4096, generator=torch.Generator().manual_seed(0))
     bound = language.log_prob(drawn.tokens, drawn.lengths).quantile(int(percent) / 100)
 

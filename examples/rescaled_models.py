@@ -1,6 +1,7 @@
-"""Is a number a property of the function, or of the scale of its weights?
+"""Does a trace depend on the model's predictions alone, or on the scale of its weights?
 
-The same GPT-2, rescaled at random so that no prediction changes: the trace moves, the minimal trace does not.
+One GPT-2 is rescaled at random, so that no prediction changes (apart from the eps of its norms). Its trace changes
+a lot; its minimal trace does not.
 """
 
 from pydoc_data.topics import topics

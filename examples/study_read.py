@@ -1,7 +1,7 @@
 """What did a study find?
 
-A study's results are one folder of tables. Here: the study of models of the same loss that is kept in this repository.
-Your own: `isoloss study new`, `isoloss study run`, `isoloss study export`; its page has the figures.
+The results of a study are one folder of tables. This script reads the study of models of the same loss in this
+repository. For your own: `isoloss study new`, `isoloss study run`, `isoloss study export`; its page has the figures.
 """
 
 from pathlib import Path

@@ -1,7 +1,8 @@
 """Does SGD drift to flat minimizers (Theorem 3.3) in a model of my own?
 
-The model: a count y ~ Poisson(r) with rate exp(a b), and the loss exp(a b) - y a b. Its minimizers are a b = log r,
-where the Hessian has the trace r (a^2 + b^2). `isoloss theory 3.3` does the same for the models that come with isoloss.
+The data are counts y ~ Poisson(r); the model has the rate exp(a b) and the loss exp(a b) - y a b. At its minimizers,
+a b = log r and the trace of the Hessian is r (a^2 + b^2). `isoloss theory 3.3` does the same for the models that come
+with isoloss.
 """
 
 from dataclasses import dataclass

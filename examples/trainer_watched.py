@@ -1,6 +1,6 @@
 """How does flatness change while my Trainer runs?
 
-A callback measures the trace every 20 steps, with its error; training is the same as without it, bit for bit.
+A callback measures the trace every 20 steps, with its error. It does not change training, bit for bit.
 """
 
 from pydoc_data.topics import topics

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EXAMPLES = [
     ("isoloss compare A B", "on a text that comes with Python"),
     ("isoloss compare A B --data text.txt --html page.html", "on your text, with a page of one screen"),
-    ("isoloss compare A B --data text.txt --task sst2", "and on a task, by a probe"),
+    ("isoloss compare A B --data text.txt --task sst2", "with the accuracy of a probe on a task"),
     ("isoloss compare TRAINER-OUTPUT --data text.txt", "all checkpoints of a Trainer's output"),
     ("isoloss compare 'EleutherAI/pythia-14m@step*000' --data text.txt", "revisions of a model on the hub"),
 ]
@@ -38,11 +38,11 @@ COMMON = ("models", "data", "tokenizer", "length", "num_sequences", "task", "htm
 
 @dataclass(frozen=True)
 class Args:
-    """Compare models on the same inputs: loss, flatness, what small changes of the weights cost, and tasks.
+    """Compare models on the same inputs: loss, flatness, robustness to small changes of the weights, and tasks.
 
-    One table and one verdict: are the losses the same, and is one model flatter by its trace and by its minimal trace,
-    which no rescaling of the weights changes? Beside these stands how far the loss rises with weights of 8 and 4 bits
-    and under noise. All differences are paired by input, and their errors are over documents.
+    The output is one table and one verdict: are the losses the same, and is one model flatter both by its trace and by
+    its minimal trace, which rescaling the weights does not change? The table also says how far the loss rises with
+    weights of 8 and 4 bits and under noise. All differences are paired by input, with errors over documents.
     """
 
     models: tyro.conf.Positional[tuple[str, ...]]
@@ -50,12 +50,12 @@ class Args:
     or names on the Hugging Face hub (NAME@REVISION); also by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'. With
     --module: files of weights."""
     data: Path | None = None
-    """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy). Default: python:docs,
-    the documentation of Python's standard library."""
+    """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy); default: python:docs,
+    the language reference that comes with Python."""
     num_sequences: int = configs.setting(Trace.num_sequences, minimum=2)
-    """Sequences that models are measured on, at most."""
+    """The most sequences to measure the models on."""
     task: tuple[str, ...] = ()
-    """Tasks of text (isoloss ls tasks): the accuracy of a linear probe on the last hidden states."""
+    """Text tasks (isoloss ls tasks): the accuracy of a linear probe on the last hidden states."""
     task_data: tuple[str, ...] = ()
     """Where the examples of tasks are, as NAME=PATH: a .tsv, .csv, .jsonl or .json file, a folder or hf:NAME."""
     same_loss_nats: float = SAME_LOSS_NATS
@@ -63,7 +63,7 @@ class Args:
     html: Path | None = None
     """Write a page of one screen to this file."""
     csv: Path | None = None
-    """Write all numbers, a row each, to this file."""
+    """Write all numbers to this file, one per row."""
     parquet: Path | None = None
     """Write the same rows to this Parquet file."""
     json: bool = False
@@ -87,8 +87,9 @@ def arguments_class() -> type:
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args: Any = options.parse(arguments_class(), "compare", arguments, examples=EXAMPLES, common=COMMON)
-    models = {name: _last(name) for name in early_checks.expand_checkpoints(args.models, common.note)}
-    _check(args, list(models.values()))
+    names = early_checks.expand_checkpoints(args.models, common.note)
+    models = {name: _last(name) for name in names}
+    _check(args, [models[name] for name in names])
     common.use_threads(args.threads)
     import torch
 
@@ -96,7 +97,7 @@ def main(arguments: list[str]) -> int:
     from isoloss.lab.evaluation.compare import DATA, compare
 
     if args.data is None:
-        common.note(f"no --data: models are compared on {DATA}, a text that comes with Python")
+        common.note(f"no --data: models are compared on {DATA}, the language reference that comes with Python")
     inputs = dict(args.inputs)
     failed: ComparisonError | InterruptedComparison | None = None
     with common.Progress("measuring", args.num_sequences, "sequences") as bar:

@@ -1,6 +1,7 @@
-"""How far the loss rises when the weights are changed as practice changes them: rounded to a few bits, or by noise.
+"""How far the loss rises when the weights are rounded to a few bits, or when noise is added to them.
 
-A rise is a change of the loss at a distance that practice asks for, where a trace is a curvature at the weights.
+A trace is the curvature of the loss at the weights. A rise is the change of the loss at a distance that matters in
+practice.
 
 Shapes: N clusters of sequences; a weight matrix is (outputs, inputs).
 The examples measure the model and the batches of the example of `isoloss.flatness.fisher_trace`.
@@ -34,12 +35,13 @@ Weights = Mapping[nn.Parameter, torch.Tensor]
 class Rounding:
     """Weights of linear layers rounded to the nearest of `2^bits - 1` values, without calibration.
 
-    Embeddings, the output layer and a layer that shares its weight stay as they are, as in the common formats of
-    weights with few bits.
+    Embeddings stay as they are, and so do the output layer and layers that share a weight with an embedding: the common
+    low-bit formats leave them too. The output layer is the one that `model.get_output_embeddings()` returns. A module
+    without this method has its output layer rounded, unless the layer shares its weight with an embedding.
 
     Attributes:
-        bits: Of a weight, from 2 to 8.
-        group_size: Weights that share a scale, along the inputs of an output; None: all weights of an output.
+        bits: Bits per weight, from 2 to 8.
+        group_size: How many neighboring weights of an output share a scale; None: all weights of the output.
     """
 
     bits: int
@@ -59,9 +61,9 @@ class Rounding:
     def round(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a matrix (outputs, inputs) rounded.
 
-        The values of a group are `s k`, with whole k from `-(2^(bits - 1) - 1)` up and the scale
-        `s = max |w| / (2^(bits - 1) - 1)`, so that the largest weight is kept. The last group of a row may be smaller.
-        Halves go to the even k.
+        The values of a group are `s k`: k is an integer from `-(2^(bits - 1) - 1)` to `2^(bits - 1) - 1`, and the scale
+        is `s = max |w| / (2^(bits - 1) - 1)`, so that the largest weight is kept. The last group of a row may be
+        smaller. Halves go to the even k.
 
         Example:
             >>> Rounding(bits=4).round(torch.tensor([[-7.0, 3.4, 0.2], [0.07, 0.0, 0.004]]))
@@ -99,12 +101,12 @@ class Rounding:
 class Noise:
     """Gaussian noise on all weights, relative to the root mean square of each tensor, in pairs of opposite sign.
 
-    The draws depend on nothing but the seed and the parameter's name, so that all models of one architecture have the
-    same noise in proportion.
+    The draws depend only on the seed and the parameter's name, so all models of one architecture get the same noise in
+    proportion to their weights.
 
     Attributes:
-        relative_std: Standard deviation of the noise over the root mean square of the tensor.
-        pairs: Draws, each added and subtracted, so that the gradient cancels.
+        relative_std: Standard deviation of the noise, divided by the root mean square of the tensor.
+        pairs: Number of draws. Each is added and subtracted, so that the gradient cancels.
         seed: Decides the draws.
     """
 
@@ -120,7 +122,7 @@ class Noise:
             raise IsolossError(f"pairs is {self.pairs}; it must be at least 1")
 
     def __str__(self) -> str:
-        return f"noise of {self.relative_std:.0%} of the weights, {self.pairs} pairs of draws"
+        return f"noise of {self.relative_std:.0%} of each tensor's root mean square, {self.pairs} pairs of draws"
 
     def weights(self, model: nn.Module) -> Iterator[Weights]:
         """Yield the weights with each draw added, and with it subtracted."""
@@ -144,7 +146,7 @@ ROBUSTNESS: Mapping[str, Change] = {
 
 
 def rounded_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
-    """Return the layers that `Rounding` rounds: linear ones, but not the output layer nor what shares its weight."""
+    """Return the linear layers that `Rounding` rounds: all but the output layer and those that share a weight."""
     plain: Any = unwrapped(model)
     kept = {
         id(parameter)
@@ -173,20 +175,21 @@ def loss_rises(
 ) -> dict[str, Estimate]:
     """Measure how far the mean loss per predicted token rises under each of several changes of the weights.
 
-    The loss before and after is of the same inputs, so the error is of paired differences, and it is small. A rise can
-    be below 0. The error covers inputs and labels; the draws of noise are given, and the same for every model.
+    The loss is measured before and after on the same inputs, so the error is the error of a paired difference, which is
+    small. A rise can be negative. The error covers inputs and labels, but not the draws of noise, which are the same
+    for every model.
 
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are changed, and set back bit for bit.
-        batches: As for `fisher_trace`; all are kept; the labels' values count.
+        batches: As for `fisher_trace`, but the values of the labels count. All batches are kept in memory.
         changes: `Rounding` and `Noise`, by the name of the estimate. Default: 8 bits per channel, 4 bits per group of
-            128, and noise of 2, 5 and 10 %.
+            128 weights, and noise of 2, 5 and 10 % of each tensor's root mean square.
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
         num_sequences: Stop after this many sequences; None: at the end of the batches.
-        progress: Called with the number of losses taken.
+        progress: Called with the number of passes over the inputs done.
 
     Returns:
-        The estimate of each change, in nats per predicted token.
+        The rise of the loss under each change, in nats per predicted token.
 
     Raises:
         IsolossError: A batch does not fit, fewer than 2 inputs are independent, a loss is not finite, or weights are to

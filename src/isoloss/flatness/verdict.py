@@ -239,7 +239,10 @@ def _next(reasons: Mapping[Reason, str]) -> str:
     if "parameters" in reasons:
         steps.append("give BERT, RoBERTa or OPT models one architecture with isoloss expand")
     if "loss" in reasons:
-        steps.append("compare checkpoints of both runs whose losses are nearer (isoloss compare RUN RUN takes all)")
+        steps.append(
+            "compare checkpoints of both runs whose losses are nearer (isoloss compare takes all in a folder of "
+            "checkpoints)"
+        )
     steps.append("ask which is better at a task (isoloss compare MODEL MODEL --task TASK)")
     return f"Next: {', or '.join(steps)}."
 

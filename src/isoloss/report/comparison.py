@@ -14,17 +14,19 @@ _RATIOS = ("trace", "minimal-trace", "without_embeddings")  # whose differences 
 
 _LEDE = (
     "Flatness is the trace of the Fisher information, the curvature of the loss summed over all weights: smaller is "
-    "flatter. The minimal trace is the smallest that rescaling the weights can reach without changing a prediction."
+    "flatter. The minimal trace is the smallest trace that rescaling the weights can reach without changing a "
+    "prediction."
 )
 _READING = (
-    "Every difference is paired: both models read the same inputs, with the same random signs and the same noise, so "
-    "what they share cancels. An interval has 95 % confidence.\n"
-    "A model is called the flattest only where its trace and its minimal trace are both the smallest, the models have "
-    "one architecture, and their losses are shown to be the same. A trace alone can be changed by rescaling weights, "
-    "which changes no prediction.\n"
-    "A rise is how much the loss grows when the weights of linear layers are rounded to the nearest of 255 values per "
-    "output (8 bits) or of 15 values per group of 128 weights (4 bits), without calibration, or when Gaussian noise of "
-    "a few percent of each tensor's root mean square is added to all weights."
+    "Every difference is paired: all models read the same inputs, with the same random probes and the same noise, so "
+    "the error that they share cancels. Intervals have 95 % confidence.\n"
+    "A model is called the flattest only if its trace and its minimal trace are both the smallest, the models have one "
+    "architecture, and their losses are shown to be the same. The trace alone is not enough: rescaling the weights can "
+    "change it without changing a prediction.\n"
+    "A rise is how far the loss grows under a change of the weights. With 8 bits, the weights of linear layers are "
+    "rounded to the nearest of 255 values per output; with 4 bits, to the nearest of 15 values per group of 128 "
+    "weights; both without calibration. With noise, Gaussian noise of a few percent of each tensor's root mean square "
+    "is added to all weights."
 )
 
 
@@ -32,8 +34,9 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
     """Return the page of a comparison as one HTML document that loads nothing.
 
     Args:
-        comparison: Of two models or more; of one, where another one failed, the page has its numbers alone.
-        command: The command line that made it, to be shown at its end.
+        comparison: The comparison of two models or more. If only one was measured, because another failed, the page has
+            its numbers alone.
+        command: The command line that made the page, which is shown at its end.
         more: What would make the errors smaller.
     """
     names = short_names(list(comparison.models))

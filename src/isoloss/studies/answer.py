@@ -249,7 +249,7 @@ class Comparison:
         if len(sure) == 1 and all(clear for *_, clear in found.values()):
             if not same_loss:
                 return Card(
-                    label=label, value=f"{sure.pop()}, but not at the same loss", detail=told_by, tone="unclear"
+                    label=label, value=f"{sure.pop()}, but the losses may differ", detail=told_by, tone="unclear"
                 )
             return Card(label=label, value=sure.pop(), detail=told_by, tone="good")
         if not sure:

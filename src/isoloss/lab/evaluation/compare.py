@@ -1,7 +1,7 @@
-"""Several models on one text: loss, traces, what small changes of the weights cost, tasks; and one verdict.
+"""Compare models on one text: loss, traces, robustness to small changes of the weights, tasks; and one verdict.
 
-The names of a model's estimates are those of `isoloss.flatness.comparison` and of
-`isoloss.flatness.robustness.ROBUSTNESS`, and `probe-TASK` for each task.
+A model's estimates have the names that `isoloss.flatness.comparison` and `isoloss.flatness.robustness.ROBUSTNESS` give
+them, and `probe-TASK` for each task.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ _BRIEF = ("loss", "trace", "minimal-trace", "int4_rise", "noise_10%_rise")
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the measurements say to one question.
+    """The answer of the measurements to one question.
 
     Attributes:
-        question: In two or three words.
-        answer: In a few words, with the number.
-        detail: What it rests on, with its error.
+        question: Two or three words.
+        answer: A few words, with the number.
+        detail: The numbers behind the answer, with errors.
         holds: True: yes; False: no; None: not shown either way.
     """
 
@@ -83,11 +83,11 @@ class Answer:
 class ModelComparison(TraceComparison):
     """The result of `isoloss.compare`: it prints as one table with the answers below it.
 
-    The first model is the one that the others are compared with.
+    The others are compared with the first model.
 
     Attributes:
         same_loss: The margin in nats per predicted token within which two losses count as the same.
-        inputs: What the models were measured on, in words.
+        inputs: The inputs that the models were measured on, in words.
     """
 
     same_loss: float = SAME_LOSS_NATS
@@ -95,7 +95,7 @@ class ModelComparison(TraceComparison):
 
     @functools.cached_property
     def titles(self) -> dict[str, str]:
-        """What each estimate is called where it is shown, in order."""
+        """The title of each estimate that is shown, in the order of the table."""
         tasks = {name: f"accuracy on {name.removeprefix('probe-')}, %" for name in self.names if "probe-" in name}
         # without embeddings the trace is the same
         hidden = () if any(each.details["embeddings"] for each in self.of("trace").values()) else "without_embeddings"
@@ -111,12 +111,14 @@ class ModelComparison(TraceComparison):
         return verdict(self, same_loss=same_loss or self.same_loss, names=short_names(list(self.models)), more=more)
 
     def answers(self) -> list[Answer]:
-        """Return the answers to: same loss? flatter? which survives weights of 4 bits? which is better at each task?"""
+        """Return an answer to each question: same loss? flatter? more robust at 4 bits? better at each task?"""
         if len(self.models) == 1:
             return []
         answers = [self._same_loss(), self._flatter()]
         if "int4_rise" in self.names:
-            answers.append(self._best("int4_rise", "Survives 4 bits?", "rises least", "nats/token", largest=False))
+            answers.append(
+                self._best("int4_rise", "More robust at 4 bits?", "'s loss rises least", "nats/token", largest=False)
+            )
         for name in self.names:
             if name.startswith("probe-"):
                 answers.append(self._best(name, f"Better at {name.removeprefix('probe-')}?", "", "%", largest=True))
@@ -152,7 +154,7 @@ class ModelComparison(TraceComparison):
         reason = _REASONS[found.reasons[0]]
         return Answer(question="Flatter?", answer=f"No verdict: {reason}", detail="; ".join(parts), holds=None)
 
-    def _best(self, name: str, question: str, verb: str, unit: str, *, largest: bool) -> Answer:
+    def _best(self, name: str, question: str, rises: str, unit: str, *, largest: bool) -> Answer:
         names, ranked = short_names(list(self.models)), self.ranking(name)
         best, other, *_ = reversed(ranked) if largest else ranked
         difference = self.difference(name, best, other)
@@ -161,8 +163,7 @@ class ModelComparison(TraceComparison):
         unit = "points" if largest else unit
         detail = f"{values}; difference {number(difference)} {unit}, 95 % {interval(difference)}"
         if low > 0 or high < 0:
-            what = f"{names[best]} {verb}".strip()
-            return Answer(question=question, answer=what, detail=detail, holds=True)
+            return Answer(question=question, answer=f"{names[best]}{rises}", detail=detail, holds=True)
         return Answer(question=question, answer="No difference shown", detail=detail, holds=None)
 
     def __repr__(self) -> str:
@@ -177,19 +178,19 @@ class ModelComparison(TraceComparison):
         return html_table(rows, header) + "".join(f"<p>{html.escape(text)}</p>" for text in self.texts())
 
     def texts(self, more: str = "more inputs") -> list[str]:
-        """Return the sentences below the table: what the numbers are, the verdict, and the other answers."""
+        """Return the sentences below the table: units and errors, the verdict, and the other answers."""
         if len(self.models) == 1:
             return [self.rests_on()]
         # the verdict has the answers to the first two questions in it
         return [self.rests_on(), str(self.verdict(more=more)), *map(str, self.answers()[2:])]
 
     def rests_on(self) -> str:
-        """Return what the numbers are in, and what their errors are over."""
+        """Return the units of the numbers and the samples behind their errors, in words."""
         trace = next(iter(self.of("trace").values()))
-        text = f"In nats per predicted token where no unit is named; ± is the standard error over {samples_of(trace)}"
+        text = f"In nats per predicted token unless a unit is named; ± is the standard error over {samples_of(trace)}"
         if "int4_rise" in self.names:
             rise = next(iter(self.of("int4_rise").values()))
-            text += f", of the rises over {samples_of(rise)} in {rise.details['sequences']:,} of the sequences"
+            text += f" (of the rises: {samples_of(rise)} in {rise.details['sequences']:,} of the sequences)"
         bounds = [
             f"{name.removeprefix('probe-')}: {accuracy_bounds(next(iter(self.of(name).values())).details)}"
             for name in self.names
@@ -262,39 +263,41 @@ def compare(
 ) -> ModelComparison:
     """Compare models: are their losses the same, which is the flattest, the most robust, the best at a task?
 
-    All are measured on the same inputs, with the same random signs and the same noise, so that differences are paired.
-    Of each model there are the loss (also in bits per byte of the text, where the tokenizer tells how many bytes a
-    token stands for), the trace of the Fisher with and without embeddings, the minimal trace where the model's
-    rescalings are known, and the rise of the loss under `ROBUSTNESS`: weights of 8 and 4 bits, and noise of 2, 5 and
-    10 % of the weights, on every eighth of 512 sequences.
+    All models are measured on the same inputs, with the same random probes and the same noise, so differences are
+    paired. The result has for each model: the loss (also in bits per byte of the text, if the tokenizer says how many
+    bytes each token stands for), the trace of the Fisher information with and without embeddings, the minimal trace
+    (if the rescalings of all models are known), and how far the loss rises under `ROBUSTNESS`: weights of 8 and 4 bits,
+    and noise of 2, 5 and 10 % of each tensor's root mean square. The rises are measured on a part of the sequences: on
+    64 of 512.
 
     Args:
-        models: By name, language models, functions that load them, or checkpoints; or checkpoints alone: folders or
-            names on the Hugging Face hub. What is loaded here is dropped before the next one is.
+        models: A mapping from names to language models, functions that load them, or checkpoints; or a list of
+            checkpoints: folders or names on the Hugging Face hub. A model that is loaded here is dropped before the
+            next one is loaded.
         batches: As for `isoloss.fisher_trace`, in place of `data`.
-        data: Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs) or token ids (.npy); None, where there
-            are no `batches`: the documentation that comes with Python.
-        tokenizer: Of all models, or what names one; None: the first checkpoint's own.
-        tasks: Of text (`isoloss ls tasks`): the accuracy of a linear probe on the last hidden states of each model.
+        data: Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs) or token ids (.npy); None, without
+            `batches`: `python:docs`, the language reference that comes with Python.
+        tokenizer: The tokenizer of all models, or its folder or name; None: the first checkpoint's own.
+        tasks: Text tasks (`isoloss ls tasks`): the accuracy of a linear probe on the last hidden states of each model.
         task_data: Where the examples of tasks are, as NAME=PATH.
-        num_sequences: Of `data`, at most.
-        seed: Decides which sequences, their masks, and all random draws.
-        causal: Of `batches`: whether position t predicts token t + 1; None: by the models' class, then their config.
-        robustness: Whether the rises under small changes of the weights are measured.
+        num_sequences: The most sequences of `data` to measure on.
+        seed: Decides which sequences are taken, their masks, and all random draws.
+        causal: For `batches`: whether position t predicts token t + 1; None: by the models' class, then their config.
+        robustness: Whether to measure how far the loss rises under small changes of the weights.
         same_loss: Margin in nats per predicted token within which two losses count as the same.
-        inputs: How `data` is read; its `tokenizer` is the argument.
+        inputs: How `data` is read: length, masking, and so on. The tokenizer is an argument of its own.
         device: For checkpoints: auto, cpu, cuda, cuda:1, mps.
         dtype: For checkpoints: the type of the weights.
         attention: For checkpoints: the kernel, as for `isoloss.load_model`.
         trust_remote_code: Whether code that comes with a checkpoint may run.
         ignore_unexpected_weights: As for `isoloss.load_model`.
         module: For files of weights: `FILE.py:NAME`, as for `isoloss.load_model`.
-        progress: Called with a model's name and the number of its sequences done.
+        progress: Called with a model's name and how many of its sequences are done.
 
     Raises:
         IsolossError: No models, or models or data that do not fit each other; nothing was measured.
-        ComparisonError: A model failed after others were measured, which are in its `complete`.
-        InterruptedComparison: Ctrl-C; it carries what is complete.
+        ComparisonError: A model failed after others were measured; its `complete` is the comparison of those.
+        InterruptedComparison: Ctrl-C; its `complete` is the comparison of the models that were done, or None.
 
     Example:
         >>> import torch
@@ -310,7 +313,7 @@ def compare(
         >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
         >>> comparison = compare(models, [{"input_ids": input_ids, "labels": labels}])
         >>> [answer.question for answer in comparison.answers()]
-        ['Same loss?', 'Flatter?', 'Survives 4 bits?']
+        ['Same loss?', 'Flatter?', 'More robust at 4 bits?']
         >>> comparison.difference("int4_rise", "b", "a").unit
         'nats per predicted token'
     """
