@@ -4,7 +4,7 @@ BIN := .venv/bin
 # one thread a process: the demo runs two processes, and the tests three, because some tests mostly wait
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo study test test-all test-cluster lint types docs wheel bench-languages clean
+.PHONY: help install demo study test test-all test-cluster lint types docs readme wheel bench-languages clean
 
 help:
 	@echo "make install   isoloss and what it needs, into .venv"
@@ -55,6 +55,9 @@ types: install
 
 docs: install
 	$(BIN)/python -m sphinx -W --keep-going -q -b html $(SPHINXOPTS) docs docs/_build/html
+
+readme: install
+	$(BIN)/python docs/readme.py
 
 wheel: install
 	$(BIN)/python -m build --outdir dist
