@@ -114,7 +114,7 @@ def test_what_was_measured_before_a_checkpoint_fails_is_printed_and_written(caps
     out, err = call(capsys, *names, *DATA, *options, status=2)
     before = list(names[: names.index("broken")])
     *_, sentence = err.strip().splitlines()
-    count = "one model, which was" if len(before) == 1 else "2 models, which were"
+    count = "one model that was" if len(before) == 1 else "2 models that were"
     assert sentence == (
         "isoloss compare: broken: batch 0: the model's logits are NaN or infinite (sequence 0 of the batch); the "
         f"numbers are of the {count} measured before"
@@ -143,7 +143,7 @@ def test_ctrl_c_leaves_what_was_measured(capsys, monkeypatch):
     monkeypatch.setattr(comparing, "load_model", stop)
     out, err = call(capsys, "a", "b", "c", *DATA, status=130)
     assert "second minus first" in out
-    assert "interrupted while c was measured; the numbers are of the 2 models, which were measured before" in err
+    assert "interrupted while c was measured; the numbers are of the 2 models that were measured before" in err
 
 
 REFUSED = {

@@ -14,6 +14,7 @@ from isoloss.flatness import compare_traces
 from isoloss.flatness._rescaling.apply import rescaled_at_random
 from isoloss.flatness.comparison import TraceComparison
 from isoloss.flatness.verdict import verdict
+from isoloss.lab.evaluation.compare import ModelComparison
 from isoloss.statistics.estimate import Estimate
 
 N = 64
@@ -58,6 +59,15 @@ def test_a_model_is_the_flattest_where_both_measures_say_so_at_the_same_loss():
         "a is the flattest: it has the smallest trace (probability above 0.999) and the smallest minimal trace (above "
         "0.999), at the same loss as the others within ± 0.01 nats."
     )
+
+
+def test_the_answer_on_the_loss_is_about_the_same_models_as_the_verdict():
+    known = compared({"a": (6, 4, 2.0, "1"), "b": (5, 3, 1.992, "2"), "c": (7, 5, 2.008, "3")})
+    found = ModelComparison(known.models, weights=known.weights, architectures=known.architectures)
+    same_loss, _ = found.answers()
+    assert found.verdict().reasons == ("loss",)
+    assert (same_loss.answer, same_loss.holds) == ("No, 0.016 nats apart", False)
+    assert same_loss.detail.startswith("c minus b: 0.0160 ± ")
 
 
 def test_an_input_that_makes_up_much_of_an_error_gives_no_verdict():

@@ -33,7 +33,19 @@ EXAMPLES = [
     ("isoloss compare TRAINER-OUTPUT --data text.txt", "all checkpoints of a Trainer's output"),
     ("isoloss compare 'EleutherAI/pythia-14m@step*000' --data text.txt", "revisions of a model on the hub"),
 ]
-COMMON = ("models", "data", "tokenizer", "length", "num_sequences", "task", "html", "csv", "json", "device")
+COMMON = (
+    "models",
+    "data",
+    "tokenizer",
+    "length",
+    "num_sequences",
+    "task",
+    "same_loss_nats",
+    "html",
+    "csv",
+    "json",
+    "device",
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +147,7 @@ def main(arguments: list[str]) -> int:
     if failed is None:
         return 0
     count = len(compared.models)
-    done = f"{count} models, which were" if count > 1 else "one model, which was"
+    done = f"{count} models that were" if count > 1 else "one model that was"
     common.note(f"isoloss compare: {failed}; the numbers are of the {done} measured before")
     return 2 if isinstance(failed, ComparisonError) else interrupts.status()
 

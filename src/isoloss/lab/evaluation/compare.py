@@ -125,9 +125,10 @@ class ModelComparison(TraceComparison):
         return answers
 
     def _same_loss(self) -> Answer:
-        first, *others = self.models
+        # of more than two models, against the model that the verdict is about
+        first = next(iter(self.models)) if len(self.models) == 2 else self.ranking("trace")[0]
         names = short_names(list(self.models))
-        differences = {other: self.difference("loss", other, first) for other in others}
+        differences = {other: self.difference("loss", other, first) for other in self.models if other != first}
         widest = max(differences, key=lambda other: abs(differences[other].value))
         most = differences[widest]
         detail = f"{names[widest]} minus {names[first]}: {number(most)} nats/token, 95 % {interval(most)}"
@@ -159,7 +160,7 @@ class ModelComparison(TraceComparison):
         best, other, *_ = reversed(ranked) if largest else ranked
         difference = self.difference(name, best, other)
         low, high = difference.ci95
-        values = f"{number(self.models[best][name])} against {number(self.models[other][name])} {unit}"
+        values = ", ".join(f"{names[model]} {number(self.models[model][name])}" for model in (best, other)) + f" {unit}"
         unit = "points" if largest else unit
         detail = f"{values}; difference {number(difference)} {unit}, 95 % {interval(difference)}"
         if low > 0 or high < 0:
