@@ -41,7 +41,7 @@ def demo(folder: Path) -> str:
 
 def figure(folder: Path, file: Path) -> None:
     """Draw the traces of a model that is rescaled, and of two models of one loss."""
-    runs = {name: folder / f"runs/demo/{name}/checkpoints" for name in ("plain", "flatter")}
+    runs = {name: folder / f"runs/demo/{name}/checkpoints" for name in ("plain", "penalized")}
     paths = {name: str(max(run.iterdir(), key=lambda path: int(path.name.split("-")[1]))) for name, run in runs.items()}
     comparison = compare(paths, data=DATA, robustness=False)
     loaded = load_model(paths["plain"])
@@ -70,7 +70,7 @@ def figure(folder: Path, file: Path) -> None:
     print("the same of the minimal trace:", max(abs(r[1] / plain[1] - 1) for r in ratios))
     right = []
     for place, (name, title) in enumerate(names.items()):
-        each = [comparison.models[model][name] for model in ("plain", "flatter")]
+        each = [comparison.models[model][name] for model in ("plain", "penalized")]
         scale = each[0].value
         right.append(
             Series(

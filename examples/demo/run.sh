@@ -8,9 +8,9 @@ cd runs/demo
 echo "Which of two models with the same loss is flatter? Training both on the documentation of Python ..."
 test -d tokenizer || isoloss tokenizer python:docs --vocab-size 1000 --output tokenizer >/dev/null
 isoloss train plain --config "$configs/plain.toml" >plain.log 2>&1 &
-isoloss train flatter --config "$configs/flatter.toml" >flatter.log 2>&1 || { cat flatter.log >&2; exit 1; }
+isoloss train penalized --config "$configs/penalized.toml" >penalized.log 2>&1 || { cat penalized.log >&2; exit 1; }
 wait $! || { cat plain.log >&2; exit 1; }
-echo "isoloss compare plain flatter --data python:docs --same-loss-nats 0.05 --html page.html"
-isoloss compare plain flatter --data python:docs --same-loss-nats 0.05 --html page.html
+echo "isoloss compare plain penalized --data python:docs --same-loss-nats 0.05 --html page.html"
+isoloss compare plain penalized --data python:docs --same-loss-nats 0.05 --html page.html
 echo "The page: runs/demo/page.html"
 echo "Next: isoloss compare with two checkpoints and a text of yours, or the tutorial, docs/tutorial.md"
