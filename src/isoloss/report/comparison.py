@@ -50,7 +50,9 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
     ]
     header, rows, left = comparison.table()
     minus = f"{others[0]} minus {first}" if len(others) == 1 else f"minus {first}"
-    differences = interval_rows(list(_rows(comparison)), effect=f"{minus} (nats per token; traces: ratio)") if others else ""
+    differences = (
+        interval_rows(list(_rows(comparison)), effect=f"{minus} (nats per token; traces: ratio)") if others else ""
+    )
     rests_on, *texts = comparison.texts(more)
     verdict = texts[0] if texts else ""  # the cards have the other answers
     made = [comparison.inputs, command]

@@ -235,7 +235,11 @@ class Comparison:
             return [Card(label=title_of(key), value=f"{number(only[key])} {_unit(only[key])}") for key in shown]
         flatness = [key for key in RESCALED if key in keys]
         same = [self._same_loss(loss)] if loss in keys else []
-        cards = [self._flattest(flatness, same_loss=all(card.tone == "good" for card in same))] if flatness else []
+        cards = (
+            [self._flattest(flatness, same_loss=bool(same) and all(card.tone == "good" for card in same))]
+            if flatness
+            else []
+        )
         return [*cards, *same, *(self._best(key) for key in keys if self._higher_is_better(key))][:MOST_CARDS]
 
     def _flattest(self, keys: Sequence[str], *, same_loss: bool) -> Card:
