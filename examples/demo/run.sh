@@ -7,9 +7,11 @@ mkdir -p runs/demo
 cd runs/demo
 echo "Which of two models with the same loss is flatter? Training both on the documentation of Python ..."
 test -d tokenizer || isoloss tokenizer python:docs --vocab-size 1000 --output tokenizer >/dev/null
+trap 'kill $(jobs -p) 2>/dev/null || true' INT TERM EXIT
 isoloss train plain --config "$configs/plain.toml" >plain.log 2>&1 &
-isoloss train penalized --config "$configs/penalized.toml" >penalized.log 2>&1 || { cat penalized.log >&2; exit 1; }
-wait $! || { cat plain.log >&2; exit 1; }
+plain=$!
+isoloss train penalized --config "$configs/penalized.toml" >penalized.log
+wait $plain || { cat plain.log >&2; exit 1; }
 echo "isoloss compare plain penalized --data python:docs --same-loss-nats 0.05 --html page.html"
 isoloss compare plain penalized --data python:docs --same-loss-nats 0.05 --html page.html
 echo "The page: runs/demo/page.html"

@@ -158,3 +158,13 @@ def test_a_model_without_a_linear_layer_is_refused():
     ids = torch.arange(12).view(4, 3) % VOCAB
     with pytest.raises(IsolossError, match="Bigram has no linear layer to round besides its output layer"):
         loss_rises(Bigram(), [{"input_ids": ids, "labels": ids}], causal=True)
+
+
+def test_the_output_layer_of_a_module_that_does_not_name_it_stays():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.middle = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    assert list(rounded_layers(Own())) == ["middle"]

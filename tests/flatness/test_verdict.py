@@ -81,6 +81,11 @@ def test_an_input_that_makes_up_much_of_an_error_gives_no_verdict():
     assert "one of the samples makes up" in str(found)
 
 
+def test_minimal_traces_that_the_eps_of_norms_may_tell_apart_give_no_verdict():
+    found = verdict(compared({"a": (5, 3, 2.0, "1"), "b": (6, 3.002, 2.0, "2")}))
+    assert (found.flattest, found.reasons[0]) == (None, "open")
+
+
 @pytest.mark.parametrize(
     "change", [{"n_inner": 48, "n_positions": 16}, {"n_head": 4}, {"activation_function": "relu"}], ids=str
 )

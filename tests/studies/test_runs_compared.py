@@ -75,7 +75,7 @@ def test_the_flatter_of_two_of_one_loss_is_named():
     ("changed", "value", "tone"),
     [
         ({"trace": 60.0, "minimal-trace": 9.0}, "The measures disagree", "unclear"),
-        ({"trace": 60.0, "minimal-trace": 7.0, "loss": 3.2}, "b, but the losses may differ", "unclear"),
+        ({"trace": 60.0, "minimal-trace": 7.0, "loss": 3.2}, "b, but the losses differ", "unclear"),
         ({}, "No difference shown", "unclear"),
     ],
 )

@@ -4,12 +4,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import BertConfig, PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from isoloss.errors import IsolossError
-from isoloss.text.tokenizers import encode, load_tokenizer, serialized, vocabulary
+from isoloss.text.tokenizers import encode, load_tokenizer, serialized, token_bytes, vocabulary
 
 
 def ids(tokenizer, *texts, **options):
@@ -194,3 +194,11 @@ def test_a_revision_on_the_hub_has_its_own_tokenizer(vocab, tmp_path, monkeypatc
     assert "beta" in found["someone/something@step1000"]
     with pytest.raises(IsolossError, match="there is no tokenizer someone/something@step2 on this machine"):
         load_tokenizer("someone/something@step2")
+
+
+def test_an_added_token_stands_for_the_bytes_of_its_text():
+    backend = Tokenizer(models.BPE({"a": 0}, []))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.add_tokens(["日本", "façade"])
+    assert token_bytes(tokenizer).tolist() == [1, 6, 7]

@@ -380,7 +380,7 @@ def compare_traces(
             loss = source.loss(measurement.blocks())
             estimates = {"trace": trace, "without_embeddings": _without_embeddings(trace, rest), "loss": loss}
             if token_bytes is not None:
-                estimates["bits_per_byte"] = source.bits_per_byte(measurement.blocks())
+                estimates["bits_per_byte"] = source.bits_per_byte(loss)
             if estimator is not None:
                 try:
                     with _naming(name):
@@ -507,28 +507,31 @@ class WithLoss(ExactLabels):
 
     def loss(self, blocks: Blocks | None) -> Estimate:
         """Return the loss of what was measured, over the same clusters."""
-        return self._loss_over(self._positions, blocks, UNIT)
-
-    def bits_per_byte(self, blocks: Blocks | None) -> Estimate:
-        """Return the loss in bits over the bytes that the predicted tokens stand for."""
-        loss = self._loss_over(self._bytes, blocks, "bits per byte")
-        return times(loss, 1 / math.log(2))
-
-    def _loss_over(self, sizes: list[torch.Tensor], blocks: Blocks | None, unit: str) -> Estimate:
-        nats = torch.cat(self._nats)
+        nats, positions = torch.cat(self._nats), torch.cat(self._positions)
         estimator = ClusteredRatioEstimator(num_parameters=1, num_controls=0)
-        estimator.add(nats[:, None], torch.cat(sizes), torch.zeros(len(nats), 0), torch.cat(self._clusters))
+        estimator.add(nats[:, None], positions, torch.zeros(len(nats), 0), torch.cat(self._clusters))
         result = estimator.result(None if blocks is None else blocks.labels)
         return Estimate(
             value=result.value,
             stderr=result.stderr,
             samples=result.samples,
             effective_samples=result.effective_samples,
-            unit=unit,
-            num_predictions=int(torch.cat(self._positions).sum()),
+            unit=UNIT,
+            num_predictions=int(positions.sum()),
             method="cross-entropy",
             influence=result.influence.numpy(),
         )
+
+    def bits_per_byte(self, loss: Estimate) -> Estimate:
+        """Return the loss in bits over the bytes that the predicted tokens stand for.
+
+        The bytes of these tokens are taken as given, so that a difference of two models is as sure in one unit as in
+        the other.
+        """
+        tokens, size = int(torch.cat(self._positions).sum()), float(torch.cat(self._bytes).sum())
+        if size == 0:
+            raise IsolossError("the predicted tokens stand for no bytes of text, so there are no bits per byte")
+        return dataclasses.replace(times(loss, tokens / size / math.log(2)), unit="bits per byte")
 
     def _probe(
         self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
@@ -560,6 +563,7 @@ def named_models(models: Mapping[str, Model | str] | Sequence[str]) -> dict[str,
         raise IsolossError(f"models is {models!r}; it is a mapping of names to models, or several names of checkpoints")
     if isinstance(models, Mapping):
         for name, model in models.items():
+            require("the name of a model", name, str, "a string")
             require(f"model {name}", model, (str, Path, nn.Module, Callable), "a model, or the name of a checkpoint")  # type: ignore[arg-type]
         return dict(models)
     for place, name in enumerate(models):

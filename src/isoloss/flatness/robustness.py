@@ -157,6 +157,10 @@ def rounded_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
     output = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
     if output is not None:
         kept.add(id(output.weight))
+    # a module that does not name its output layer: it is a linear one with an output for each token
+    sizes = {module.num_embeddings for module in plain.modules() if isinstance(module, nn.Embedding)}
+    if output is None:
+        kept |= {id(m.weight) for m in plain.modules() if isinstance(m, nn.Linear) and m.out_features in sizes}
     return {
         name: module
         for name, module in plain.named_modules()

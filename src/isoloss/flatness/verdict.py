@@ -28,6 +28,7 @@ Reason = Literal[
 
 # of two models: the 95 % interval of their difference then ends before 0
 _SURE = 0.975  # the probability from which a model's trace is the smallest
+_SAME_MINIMUM = 1e-3  # of a minimal trace: what the eps of norms leaves of a rescaling is below
 _MOST_NAMED = 3  # models whose losses are told one by one
 _SAME_NATS = 1e-5  # root mean square over samples, below which losses of two models differ by rounding
 
@@ -178,6 +179,12 @@ def _reasons(
         yield "gauges", f"{said}, but their minimal traces are fixed by different conventions (gauges)."
     elif min(chances.values()) < _SURE:
         yield "open", f"{said}: it takes {more} to tell."
+    elif alike := _of_one_function(comparison, originals, best["minimal-trace"]):
+        yield (
+            "open",
+            f"{said}, but the minimal traces of {names[best['minimal-trace']]} and {names[alike]} differ by less than "
+            f"{100 * _SAME_MINIMUM:g} %, as they may for rescaled weights by the eps of norms.",
+        )
     elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
     # last: a rare input is a reason only where there would be a verdict otherwise
@@ -197,6 +204,13 @@ def _reasons(
             f"Differences{f' of {len(apart)} models' * (len(shown) < len(apart))}: "
             f"{' to '.join(losses) if len(shown) < len(apart) else _listed(losses)}.",
         )
+
+
+def _of_one_function(comparison: TraceComparison, originals: Mapping[str, str], best: str) -> str | None:
+    """Return a model whose minimal trace is so near to the smallest that the two may be one function."""
+    minima = comparison.of("minimal-trace")
+    near = (1 + _SAME_MINIMUM) * minima[best].value
+    return next((name for name in originals if originals[name] != best and minima[name].value < near), None)
 
 
 def _rarity(comparison: TraceComparison, originals: Mapping[str, str], best: str, names: Mapping[str, str]) -> str:

@@ -235,14 +235,10 @@ class Comparison:
             return [Card(label=title_of(key), value=f"{number(only[key])} {_unit(only[key])}") for key in shown]
         flatness = [key for key in RESCALED if key in keys]
         same = [self._same_loss(loss)] if loss in keys else []
-        cards = (
-            [self._flattest(flatness, same_loss=bool(same) and all(card.tone == "good" for card in same))]
-            if flatness
-            else []
-        )
+        cards = [self._flattest(flatness, same[0].tone if same else "unclear")] if flatness else []
         return [*cards, *same, *(self._best(key) for key in keys if self._higher_is_better(key))][:MOST_CARDS]
 
-    def _flattest(self, keys: Sequence[str], *, same_loss: bool) -> Card:
+    def _flattest(self, keys: Sequence[str], same_loss: Tone) -> Card:
         label = "Which is flatter?" if len(self.groups) == 2 else "Which is the flattest?"
         if not self.one_architecture:
             why = "The architectures or sizes differ, and a trace depends on the parameters that it is a sum over."
@@ -251,10 +247,9 @@ class Comparison:
         told_by = "; ".join(self._told(key, *each[:3]) for key, each in found.items())
         sure = {best for best, _, _, clear in found.values() if clear}
         if len(sure) == 1 and all(clear for *_, clear in found.values()):
-            if not same_loss:
-                return Card(
-                    label=label, value=f"{sure.pop()}, but the losses may differ", detail=told_by, tone="unclear"
-                )
+            if same_loss != "good":
+                but = "but the losses differ" if same_loss == "bad" else "but the losses may differ"
+                return Card(label=label, value=f"{sure.pop()}, {but}", detail=told_by, tone="unclear")
             return Card(label=label, value=sure.pop(), detail=told_by, tone="good")
         if not sure:
             return Card(label=label, value="No difference shown", detail=told_by, tone="unclear")

@@ -101,10 +101,11 @@ class Inputs:
         shuffled = {name: value[rows] for name, value in whole.items()}
         return replace(self, batches=_cut(shuffled, len(self.batches[0]["labels"])))
 
-    def every(self, step: int) -> Inputs:
-        """Return each `step`-th sequence, in batches of the same size."""
-        few = {name: value[::step] for name, value in self._whole().items()}
-        return replace(self, batches=_cut(few, len(self.batches[0]["labels"])), num_sequences=len(few["labels"]))
+    def some(self, number: int, seed: int) -> Inputs:
+        """Return at most so many of the sequences, drawn at random and in their order, in batches of the same size."""
+        chosen = drawn_rows(self.num_sequences, number, seed)
+        few = {name: value[chosen] for name, value in self._whole().items()}
+        return replace(self, batches=_cut(few, len(self.batches[0]["labels"])), num_sequences=int(chosen.sum()))
 
     def cut(self, batch_size: int) -> Inputs:
         """Return the same sequences in the same order, in batches of `batch_size`."""
@@ -247,6 +248,13 @@ def check_model(inputs: Inputs, config: Any, max_length: int | None, checkpoint:
 def _cut(whole: Batch, batch_size: int) -> list[Batch]:
     starts = range(0, len(whole["labels"]), batch_size)
     return [{name: tensor[start : start + batch_size] for name, tensor in whole.items()} for start in starts]
+
+
+def drawn_rows(total: int, number: int, seed: int) -> torch.Tensor:
+    """Return (total,) bool: which of the rows are drawn, `number` of them or all."""
+    chosen = torch.zeros(total, dtype=torch.bool)
+    chosen[torch.randperm(total, generator=generator(seed, "few"))[:number]] = True
+    return chosen
 
 
 def make_inputs(batches: list[Batch], kind: Kind, description: str) -> Inputs:

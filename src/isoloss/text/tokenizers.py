@@ -366,6 +366,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> NDArray[np.int64] | None:
         return None
     vocab = tokenizer.get_vocab()
     sizes = np.zeros(max(vocab.values()) + 1, dtype=np.int64)
+    added = tokenizer.added_tokens_decoder
     for token, index in vocab.items():
-        sizes[index] = 0 if token in special else size(token)
+        # an added token is text as it is, not in the letters of the tokenizer
+        sizes[index] = 0 if token in special else len(token.encode()) if index in added else size(token)
     return sizes

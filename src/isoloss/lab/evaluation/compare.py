@@ -33,10 +33,12 @@ from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import Measure, MeasureResult, make_measure
 from isoloss.loading import LoadedModel, load_model
 from isoloss.model_checks import is_causal
+from isoloss.statistics.checking import positive
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, interval, number, samples_of
 from isoloss.statistics.ratio import ratio_estimate
 from isoloss.statistics.significance import SAME_LOSS_NATS, equivalence
 from isoloss.statistics.tables import short_names, text_table
+from isoloss.text.inputs import drawn_rows
 from isoloss.text.tokenizers import load_tokenizer, token_bytes
 
 if TYPE_CHECKING:
@@ -108,7 +110,12 @@ class ModelComparison(TraceComparison):
             same_loss: Another margin within which two losses count as the same.
             more: What would make the errors smaller.
         """
-        return verdict(self, same_loss=same_loss or self.same_loss, names=short_names(list(self.models)), more=more)
+        return verdict(
+            self,
+            same_loss=self.same_loss if same_loss is None else same_loss,
+            names=short_names(list(self.models)),
+            more=more,
+        )
 
     def answers(self) -> list[Answer]:
         """Return an answer to each question: same loss? flatter? more robust at 4 bits? better at each task?"""
@@ -191,7 +198,8 @@ class ModelComparison(TraceComparison):
         text = f"In nats per predicted token unless a unit is named; ± is the standard error over {samples_of(trace)}"
         if "int4_rise" in self.names:
             rise = next(iter(self.of("int4_rise").values()))
-            text += f" (of the rises: {samples_of(rise)} in {rise.details['sequences']:,} of the sequences)"
+            if rise.details["sequences"] < trace.details["sequences"]:
+                text += f" (of the rises: {samples_of(rise)} in {rise.details['sequences']:,} of the sequences)"
         bounds = [
             f"{name.removeprefix('probe-')}: {accuracy_bounds(next(iter(self.of(name).values())).details)}"
             for name in self.names
@@ -324,6 +332,7 @@ def compare(
     settings = {"probe_solver": "convex", "task_data": tuple(task_data), "seed": seed}
     measures = {task: make_measure(f"probe-{task}", settings) for task in tasks}
     named = named_models(models)
+    positive("same_loss", same_loss)
     if batches is not None and (data is not None or tasks):
         raise IsolossError("batches are given: data and tasks, which need a tokenizer, are for models without batches")
     context: MeasureContext | None = None
@@ -338,15 +347,13 @@ def compare(
         context = data_context(Path(data or DATA), infos, config, shuffled=False, tokenizer=tokenizer)
         made, causal = context.inputs(num_sequences, seed), context.is_causal
         batches, read, sizes = made.batches, made.description, _sizes(tokenizer or config.tokenizer, infos[0])
-    batches = list(batches)
+    if not isinstance(batches, Mapping):  # that one is refused by the measurement
+        batches = list(batches)
     for task, measure in measures.items():
         assert context is not None
         if (reason := measure.why_not_applicable(context)) is not None:
             raise IsolossError(f"the task {task} cannot be measured: {reason}")
-    total = sum(len(batch["labels"]) for batch in batches)
-    step = max(1, total // _ROBUSTNESS_SEQUENCES)
-    # of inputs that were read here, batches as large as the others
-    few = _every(batches, step) if context is None else made.every(step).batches
+    few = _some(batches, seed) if context is None else made.some(_ROBUSTNESS_SEQUENCES, seed).batches
 
     def further(model: nn.Module) -> dict[str, Estimate]:
         found = loss_rises(model, few, causal=causal) if robustness else {}
@@ -405,19 +412,25 @@ def _sizes(tokenizer: PreTrainedTokenizerFast | str | None, model: ModelInfo) ->
     return nn.functional.pad(known, (0, max(0, (model.outline.vocabulary or 0) - len(known))))
 
 
-def _every(batches: list[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
-    """Return each `step`-th sequence: of all documents, where the first ones would be of a few."""
-    few, first = list[dict[str, Any]](), 0
-    for batch in batches:
-        rows = slice(-first % step, None, step)
-        first += len(batch["labels"])
-        is_row = {
-            name: name == "documents" or (isinstance(value, torch.Tensor) and len(value) == len(batch["labels"]))
-            for name, value in batch.items()
-        }
-        if rows.start < len(batch["labels"]):
-            few.append({name: value[rows] if is_row[name] else value for name, value in batch.items()})
+def _some(batches: Iterable[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """Return a few of the sequences, drawn at random; none of batches that the measurement will refuse."""
+    if not all(isinstance(batch, Mapping) and isinstance(batch.get("labels"), torch.Tensor) for batch in batches):
+        return []
+    sizes = [len(batch["labels"]) for batch in batches]
+    few = []
+    for batch, rows in zip(
+        batches, torch.split(drawn_rows(sum(sizes), _ROBUSTNESS_SEQUENCES, seed), sizes), strict=True
+    ):
+        chosen = rows.nonzero()[:, 0]
+        if len(chosen):
+            few.append({name: _rows(name, value, chosen, len(rows)) for name, value in batch.items()})
     return few
+
+
+def _rows(name: str, value: Any, chosen: torch.Tensor, size: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[chosen.to(value.device)] if len(value) == size else value
+    return [value[row] for row in chosen.tolist()] if name == "documents" else value
 
 
 def _accuracy(measure: Measure, model: nn.Module, context: MeasureContext) -> Estimate:
