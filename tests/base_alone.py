@@ -27,7 +27,7 @@ from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 
 PACKAGES = ("isoloss", "isoloss.flatness", "isoloss.lab.languages", "isoloss.lab.transfer", "isoloss.studies")
-IDS = "--data ids.npy --mask-id 1 --num-sequences 8"
+IDS = "--data ids.npy --mask-id 1 --num-sequences 16"
 FLOW = "sgd-flow --model two-parameters --trajectories 8 --step-sizes 0.2 0.1 --times 0.5"
 
 # command lines and the extra that each must name; "" for those that work

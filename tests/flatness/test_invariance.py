@@ -1,4 +1,4 @@
-"""Which measures of flatness change with weights that compute the same: the table of docs/flatness.md, measured.
+"""Which measures of flatness change with weights that compute the same: the table of docs/method/flatness.md, measured.
 
 A tiny BERT in float64 without eps is changed so that its logits stay. Every measure is taken on the same inputs and
 labels; where it is estimated with random probes, it is the mean over all of them, from the dense matrices.
@@ -33,7 +33,7 @@ from isoloss.registry import MEASURES
 
 HEADS, SIZE, INNER = 2, 2, 5
 WIDTH = HEADS * SIZE
-DOCS = Path(__file__).parents[2] / "docs" / "flatness.md"
+DOCS = Path(__file__).parents[2] / "docs" / "method" / "flatness.md"
 # the trace of another model, and so no row of its own
 FLATNESS = [
     name
@@ -200,7 +200,7 @@ def stays(name, change):
 
 def table():
     """The table of the page: its columns, and the cells of each measure."""
-    section = DOCS.read_text().split("### What is invariant under what\n")[1].split("\n### ")[0]
+    section = DOCS.read_text().split("## What is invariant under what\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", section, re.M)]
     return rows[0][1:], {row[0].strip("`"): row[1:] for row in rows[2:]}
 

@@ -79,7 +79,7 @@ def test_the_offset_is_in_the_folder_and_on_the_page(capsys, file, tmp_path, mon
     assert files.read_json(repeated / "study.json")["seed_offset"] == 1
     page = (repeated / "report" / "index.html").read_text()
     assert "<dt>Seeds</dt><dd>offset 1</dd>" in page
-    assert "isoloss study run blocks --scale tiny --seed-offset 1" in page
+    assert "isoloss study run blocks.py --scale tiny --seed-offset 1" in page
     assert "<dt>Seeds</dt>" not in (finished / "report" / "index.html").read_text()
     with pytest.raises(IsolossError, match=r"another plan .they differ in seed_offset, runs, measured"):
         call(capsys, "status", file, "--folder", repeated)

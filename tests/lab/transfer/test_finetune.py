@@ -214,8 +214,8 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         ((model, task, replace(short, batch_size=4)), r"another config \(config.batch_size is 4 here and 8 there\)"),
         ((model, task, replace(short, learning_rate=0.5)), "config.learning_rate is 0.5 here and 0.01 there"),
         ((bert(dropout=0.1), replace(task, name="other"), short), r"task is 'other' here and 'thirds' there"),
-        ((opt(), task, short), "weights: '"),
-        ((model, replace(task, test_labels=task.test_labels.flip(0)), short), r"\(test: '"),
+        ((opt(), task, short), "weights is '"),
+        ((model, replace(task, test_labels=task.test_labels.flip(0)), short), r"\(test is '"),
     ):
         with pytest.raises(IsolossError, match=message):
             finetune(*changed, output=folder)
