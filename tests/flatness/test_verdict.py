@@ -82,8 +82,10 @@ def test_an_input_that_makes_up_much_of_an_error_gives_no_verdict():
 
 
 def test_minimal_traces_that_the_eps_of_norms_may_tell_apart_give_no_verdict():
-    found = verdict(compared({"a": (5, 3, 2.0, "1"), "b": (6, 3.002, 2.0, "2")}))
-    assert (found.flattest, found.reasons[0]) == (None, "open")
+    # a difference of ten standard errors, and of 0.03 or 0.13 %
+    near, apart = (compared({"a": (5000, 3000, 2.0, "1"), "b": (6000, least, 2.0, "2")}) for least in (3001, 3004))
+    assert (verdict(near).flattest, verdict(near).reasons) == (None, ("near",))
+    assert verdict(apart).flattest == "a"
 
 
 @pytest.mark.parametrize(

@@ -360,13 +360,14 @@ def compare_traces(
                         estimator = minimal_trace(model, "minimal", granularity, None, batches, sequences)
                 except IsolossError as error:
                     without_minimal(error)
-            source = WithLoss(
-                model,
-                num_probes=1 if num_probes is None else num_probes,
-                seed=seed,
-                causal=outline.causal,
-                parameter_blocks=None if estimator is None else estimator.parameter_blocks,
-            )
+            with _naming(name):
+                source = WithLoss(
+                    model,
+                    num_probes=1 if num_probes is None else num_probes,
+                    seed=seed,
+                    causal=outline.causal,
+                    parameter_blocks=None if estimator is None else estimator.parameter_blocks,
+                )
             source.controls, source.separate, source.token_bytes = controls, not one_estimator, token_bytes
             if auxiliary_sample is not None and sample is None:
                 sample = AuxiliarySample.read(model, auxiliary_sample)

@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from isoloss.flatness.comparison import TraceComparison
 
 Reason = Literal[
-    "weights", "function", "parameters", "loss", "no minimal trace", "bounded", "gauges", "rare", "open", "disagree"
+    "weights",
+    "function",
+    "parameters",
+    "loss",
+    "no minimal trace",
+    "bounded",
+    "gauges",
+    "open",
+    "near",
+    "disagree",
+    "rare",
 ]
 
 # of two models: the 95 % interval of their difference then ends before 0
@@ -43,7 +53,8 @@ class Verdict:
             `parameters` or architectures, their `loss` is not shown to be the same, there is `no minimal trace`, it is
             `bounded` by the eps of norms and so depends on the scale of the weights, the models' minimal traces have
             different `gauges`, an input is so `rare` that it makes up much of an error, a measure leaves `open` which
-            is the smallest, or the two measures `disagree`.
+            is the smallest, two minimal traces are so `near` that the models may be one function, or the two measures
+            `disagree`.
         text: The verdict in words, with what to do next.
     """
 
@@ -181,7 +192,7 @@ def _reasons(
         yield "open", f"{said}: it takes {more} to tell."
     elif alike := _of_one_function(comparison, originals, best["minimal-trace"]):
         yield (
-            "open",
+            "near",
             f"{said}, but the minimal traces of {names[best['minimal-trace']]} and {names[alike]} differ by less than "
             f"{100 * _SAME_MINIMUM:g} %, as they may for rescaled weights by the eps of norms.",
         )

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from isoloss.lab.evaluation.compare import ModelComparison
 from isoloss.report.html import Card, IntervalRow, Section, Tone, interval_rows, page, table
 from isoloss.statistics.estimate import interval, number
-from isoloss.statistics.tables import short_names
 
 _TONES: dict[bool | None, Tone] = {True: "good", False: "bad", None: "unclear"}
 _RATIOS = ("trace", "minimal-trace", "without_embeddings")  # whose differences are read as ratios
@@ -39,7 +38,7 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
         command: The command line that made the page, which is shown at its end.
         more: What would make the errors smaller.
     """
-    names = short_names(list(comparison.models))
+    names = comparison.short
     first, *others = names.values()
     title = f"Which of {len(names)} models is flatter?"
     if len(others) < 2:
@@ -69,7 +68,7 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
 def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
     """Yield a row for each measure and each model but the first."""
     first, *others = comparison.models
-    names = short_names(list(comparison.models))
+    names = comparison.short
     for name, title in comparison.titles.items():
         for other in others:
             label = title if len(others) == 1 else names[other]

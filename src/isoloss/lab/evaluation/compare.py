@@ -58,6 +58,7 @@ TITLES = {
     "int4_rise": "rise with 4-bit weights",
     **{name: f"rise with {name.split('_')[1].removesuffix('%')} % noise" for name in ROBUSTNESS if "noise" in name},
 }
+_PROBE = "probe-"  # before the name of a task
 _BRIEF = ("loss", "trace", "minimal-trace", "int4_rise", "noise_10%_rise")
 
 
@@ -98,10 +99,20 @@ class ModelComparison(TraceComparison):
     @functools.cached_property
     def titles(self) -> dict[str, str]:
         """The title of each estimate that is shown, in the order of the table."""
-        tasks = {name: f"accuracy on {name.removeprefix('probe-')}, %" for name in self.names if "probe-" in name}
-        # without embeddings the trace is the same
-        hidden = () if any(each.details["embeddings"] for each in self.of("trace").values()) else "without_embeddings"
-        return {name: title for name, title in (TITLES | tasks).items() if name in self.names and name not in hidden}
+        titles = TITLES | {name: f"accuracy on {task}, %" for name, task in self.tasks.items()}
+        if not any(each.details["embeddings"] for each in self.of("trace").values()):
+            del titles["without_embeddings"]  # it is the trace
+        return {name: title for name, title in titles.items() if name in self.names}
+
+    @property
+    def tasks(self) -> dict[str, str]:
+        """The task of each estimate that is an accuracy."""
+        return {name: name.removeprefix(_PROBE) for name in self.names if name.startswith(_PROBE)}
+
+    @functools.cached_property
+    def short(self) -> dict[str, str]:
+        """The models' names as they are printed, without the folders that all have in common."""
+        return short_names(list(self.models))
 
     def verdict(self, *, same_loss: float | None = None, more: str = "more inputs") -> Verdict:
         """Return which model is the flattest, or why that cannot be said, and the next step.
@@ -113,7 +124,7 @@ class ModelComparison(TraceComparison):
         return verdict(
             self,
             same_loss=self.same_loss if same_loss is None else same_loss,
-            names=short_names(list(self.models)),
+            names=self.short,
             more=more,
         )
 
@@ -126,15 +137,14 @@ class ModelComparison(TraceComparison):
             answers.append(
                 self._best("int4_rise", "More robust at 4 bits?", "'s loss rises least", "nats/token", largest=False)
             )
-        for name in self.names:
-            if name.startswith("probe-"):
-                answers.append(self._best(name, f"Better at {name.removeprefix('probe-')}?", "", "%", largest=True))
+        for name, task in self.tasks.items():
+            answers.append(self._best(name, f"Better at {task}?", "", "%", largest=True))
         return answers
 
     def _same_loss(self) -> Answer:
         # of more than two models, against the model that the verdict is about
         first = next(iter(self.models)) if len(self.models) == 2 else self.ranking("trace")[0]
-        names = short_names(list(self.models))
+        names = self.short
         differences = {other: self.difference("loss", other, first) for other in self.models if other != first}
         widest = max(differences, key=lambda other: abs(differences[other].value))
         most = differences[widest]
@@ -149,7 +159,7 @@ class ModelComparison(TraceComparison):
         return Answer(question="Same loss?", answer=answer, detail=detail, holds=holds)
 
     def _flatter(self) -> Answer:
-        found, names = self.verdict(), short_names(list(self.models))
+        found, names = self.verdict(), self.short
         parts = []
         for trace in self.traces:
             smallest, *others = self.ranking(trace)
@@ -163,7 +173,7 @@ class ModelComparison(TraceComparison):
         return Answer(question="Flatter?", answer=f"No verdict: {reason}", detail="; ".join(parts), holds=None)
 
     def _best(self, name: str, question: str, rises: str, unit: str, *, largest: bool) -> Answer:
-        names, ranked = short_names(list(self.models)), self.ranking(name)
+        names, ranked = self.short, self.ranking(name)
         best, other, *_ = reversed(ranked) if largest else ranked
         difference = self.difference(name, best, other)
         low, high = difference.ci95
@@ -201,9 +211,8 @@ class ModelComparison(TraceComparison):
             if rise.details["sequences"] < trace.details["sequences"]:
                 text += f" (of the rises: {samples_of(rise)} in {rise.details['sequences']:,} of the sequences)"
         bounds = [
-            f"{name.removeprefix('probe-')}: {accuracy_bounds(next(iter(self.of(name).values())).details)}"
-            for name in self.names
-            if name.startswith("probe-")
+            f"{task}: {accuracy_bounds(next(iter(self.of(name).values())).details)}"
+            for name, task in self.tasks.items()
         ]
         return "; ".join([text, *bounds])
 
@@ -213,7 +222,7 @@ class ModelComparison(TraceComparison):
         Of two models, a row is a measure, with the second minus the first; of more, a row is a model, and a `brief`
         table has the measures that fit a terminal.
         """
-        names = short_names(list(self.models))
+        names = self.short
         if len(self.models) == 2:
             first, second = self.models
             rows = []
@@ -222,7 +231,7 @@ class ModelComparison(TraceComparison):
                 values = (number(each) for each in self.of(name).values())
                 rows.append([title, *values, number(difference), interval(difference)])
             return ["", *names.values(), "second minus first", "95 % interval"], rows, 1
-        shown = {name: title for name, title in self.titles.items() if not brief or name in _BRIEF or "probe-" in name}
+        shown = {name: title for name, title in self.titles.items() if not brief or name in (*_BRIEF, *self.tasks)}
         cells = {model: [number(estimates[name]) for name in shown] for model, estimates in self.models.items()}
         return ["model", *shown.values()], [[names[model], *row] for model, row in cells.items()], 1
 
@@ -244,6 +253,7 @@ _REASONS = {
     "gauges": "the minimal traces have different conventions",
     "rare": "one input makes up much of the error",
     "open": "the errors are too large",
+    "near": "the minimal traces are too near to each other",
     "disagree": "trace and minimal trace disagree",
 }
 
@@ -330,11 +340,13 @@ def compare(
     options |= {"ignore_unexpected_weights": ignore_unexpected_weights, "module": module}
     load: Callable[..., LoadedModel] = functools.partial(load_model, **options)
     settings = {"probe_solver": "convex", "task_data": tuple(task_data), "seed": seed}
-    measures = {task: make_measure(f"probe-{task}", settings) for task in tasks}
+    measures = {task: make_measure(f"{_PROBE}{task}", settings) for task in tasks}
     named = named_models(models)
     positive("same_loss", same_loss)
-    if batches is not None and (data is not None or tasks):
-        raise IsolossError("batches are given: data and tasks, which need a tokenizer, are for models without batches")
+    if batches is not None:
+        given = {"data": data, "tokenizer": tokenizer, "inputs": inputs, "tasks": tasks or None}
+        if unused := [name for name, value in given.items() if value is not None]:
+            raise IsolossError(f"batches are given: leave out {' and '.join(unused)}, for reading text, or the batches")
     context: MeasureContext | None = None
     read, sizes = "", None
     if batches is None:
@@ -358,7 +370,7 @@ def compare(
     def further(model: nn.Module) -> dict[str, Estimate]:
         found = loss_rises(model, few, causal=causal) if robustness else {}
         if context is not None:
-            found |= {f"probe-{task}": _accuracy(measure, model, context) for task, measure in measures.items()}
+            found |= {f"{_PROBE}{task}": _accuracy(measure, model, context) for task, measure in measures.items()}
         return found
 
     loaders = {name: given if isinstance(given, nn.Module) else _loader(given, load) for name, given in named.items()}
