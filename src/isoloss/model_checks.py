@@ -253,7 +253,9 @@ def logits_of_output(output: Any) -> Any:
 
 def run_on_ids(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits (B, T, V) of token ids (B, T), without gradients and without a cache of keys and values."""
-    arguments = forward_arguments(model, {"input_ids": ids.to(device_of(model))})
+    ids = ids.to(device_of(model))
+    # with a mask, as transformers warns of ids of padding without one
+    arguments = forward_arguments(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     with torch.no_grad():
         logits = logits_of_output(model(**arguments))
     if not isinstance(logits, torch.Tensor) or logits.ndim != 3:

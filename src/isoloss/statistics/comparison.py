@@ -320,9 +320,10 @@ class Comparison(Tabular):
         rows = []
         for name in self.names:
             for model, estimates in self.models.items():
-                rows.append(_row(name, model, "", estimates[name]))
+                rows.append({"measure": name, "model": model, "minus": "", **estimates[name].row()})
                 if model != first and name in self.paired:
-                    rows.append(_row(name, model, first, self.difference(name, model, first)))
+                    difference = self.difference(name, model, first)
+                    rows.append({"measure": name, "model": model, "minus": first, **difference.row()})
         return rows
 
     def _estimate(self, model: str, name: str) -> Estimate:
@@ -376,21 +377,6 @@ class Comparison(Tabular):
             "ranking": {name: list(self.ranking(name)) for name in self.names},
             "probability_of_smallest": {name: dict(self.probability_of_smallest(name)) for name in self.paired},
         }
-
-
-def _row(name: str, model: str, minus: str, estimate: Estimate) -> dict[str, Any]:
-    low, high = estimate.ci95
-    return {
-        "measure": name,
-        "model": model,
-        "minus": minus,
-        "value": estimate.value,
-        "stderr": estimate.stderr,
-        "low95": low,
-        "high95": high,
-        "unit": estimate.unit,
-        "samples": estimate.samples,
-    }
 
 
 def label(measure: str, name: str, names: Sequence[str]) -> str:

@@ -107,6 +107,18 @@ class Estimate:
         half = student95(self.freedom) * self.stderr if self.stderr > 0 else 0.0
         return self.value - half, self.value + half
 
+    def row(self) -> dict[str, Any]:
+        """Return the numbers of a row of a data frame: value, error, 95 % interval, unit and samples.
+
+        Example:
+            >>> e = Estimate(value=0.5, stderr=0.01, samples=9, unit="nats", num_predictions=9, method="loss")
+            >>> list(e.row())
+            ['value', 'stderr', 'low95', 'high95', 'unit', 'samples']
+        """
+        low, high = self.ci95
+        numbers = {"value": self.value, "stderr": self.stderr, "low95": low, "high95": high}
+        return {**numbers, "unit": self.unit, "samples": self.samples}
+
     def __str__(self) -> str:
         text = number(self).removesuffix(_EXACT)
         return f"{text} {'%' if self.unit == 'accuracy' else self.unit}{_EXACT * self.is_exact}"

@@ -166,6 +166,11 @@ def test_the_accuracy_of_a_task_is_the_probe_of_evaluate_and_paired_by_example(f
     comparison = compare(names, tasks=["sst2"], task_data=where, num_sequences=30, robustness=False, **about)
     settings = {"probe_solver": "convex", "task_data": where}
     expected = evaluate(names, ["probe-sst2"], settings=settings, output=tmp_path, **about)
+    frame = expected.to_pandas()
+    accuracies = [evaluation.estimates["accuracy"] for evaluation in expected]
+    assert list(frame["model"]) == list(expected.models)
+    assert list(frame["value"]) == [accuracy.value for accuracy in accuracies]
+    assert list(frame["high95"]) == [accuracy.ci95[1] for accuracy in accuracies]
     right = []
     for name, evaluations in zip(names, expected, strict=True):
         accuracy = evaluations.estimates["accuracy"]

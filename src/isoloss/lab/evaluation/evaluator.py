@@ -24,7 +24,7 @@ from isoloss.registry import MEASURES
 from isoloss.run_config import ObjectiveConfig
 from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study, refuse_twice
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, rounded, samples_of
-from isoloss.statistics.tables import text_table
+from isoloss.statistics.tables import Tabular, text_table
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ def _evaluate_runs(
 
 
 @dataclass(frozen=True)
-class Evaluations(Sequence[Evaluation]):
+class Evaluations(Tabular, Sequence[Evaluation]):
     """Evaluations with the models that they are of; printing it gives a table."""
 
     models: tuple[str, ...]  # what the model of each evaluation is called
@@ -411,6 +411,14 @@ class Evaluations(Sequence[Evaluation]):
             rows.sort(key=lambda row: row[:2])
         columns = [*(["model"] if several else []), *(["step"] if steps else []), *HEADER]
         return columns, [row for *_, row in rows], len(columns) - 2
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each estimate, with its `model`, `step` and `measure`."""
+        return [
+            {"model": model, "step": evaluation.step, "measure": evaluation.measure, "estimate": name, **estimate.row()}
+            for model, evaluation in zip(self.models, self.evaluations, strict=True)
+            for name, estimate in evaluation.estimates.items()
+        ]
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Return the evaluations as JSON types, each with its `model`."""
