@@ -49,7 +49,7 @@ class Counts:
 
 
 model, sizes = Counts(rate=1.5, start=1.2), (0.05, 0.035, 0.025)
-settings = Settings(model=model, step_sizes=sizes, times=(0.25, 0.5), trajectories=16384, allowed=0.05)
+settings = Settings(model=model, step_sizes=sizes, times=(0.25, 0.5), trajectories=16384)
 result = study(settings)
 for statement in result.statements:
     print(f"{'shown' if statement.shown else 'not shown'}: {statement.text}")
