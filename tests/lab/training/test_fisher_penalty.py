@@ -1,6 +1,7 @@
 """The Fisher penalty: its estimate and its gradient against the exact trace, its steps against Jacobians."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -69,9 +70,9 @@ def test_a_certain_prediction_has_a_finite_gradient():
 SETTINGS = FisherPenaltyConfig(weight=0.02, sentences=2)
 
 
-def reference_gradient(model, t, batch):
+def reference_gradient(model, t, batch, *, weight, is_penalized):
     """The objective by Jacobians of the first two sentences' logits and S written out as a matrix."""
-    parameters = list(model.parameters())
+    parameters = [p for name, p in model.named_parameters() if is_penalized(name)]
     group = {name: tensor[:2] for name, tensor in batch.items()}
     hidden = group.pop("labels") != IGNORED
     logits = model(**group).logits[hidden]
@@ -87,17 +88,42 @@ def reference_gradient(model, t, batch):
             total = [a + weight * g for a, g in zip(total, gradients, strict=True)]
     trace = sum((g**2).sum() for g in total) / len(logits)
     loss = plain_loss(model, batch)
-    return loss, gradients_of(loss + SETTINGS.weight * trace, model)
+    return loss, gradients_of(loss + weight * trace, model)
 
 
 def algorithm_for(model, optimizer, settings=SETTINGS, **changes):
     return FisherPenalty(model, context(optimizer, seed=5, **changes), settings)
 
 
-def test_the_steps_are_those_of_the_definition():
+@pytest.mark.parametrize(
+    ("weight", "patterns", "is_penalized"),
+    [
+        (0.02, ("*",), lambda name: True),
+        (-0.01, ("*",), lambda name: True),
+        (0.05, ("*.query.*", "cls.*"), lambda name: ".query." in name or name.startswith("cls.")),
+    ],
+    ids=["flatter", "sharper", "some-parameters"],
+)
+def test_the_steps_are_those_of_the_definition(weight, patterns, is_penalized):
     optimizer = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=0)
     model = tiny()
-    check(model, algorithm_for(model, optimizer, micro_batch_size=3), optimizer, reference_gradient, batches())
+    settings = FisherPenaltyConfig(weight=weight, sentences=2, parameters=patterns)
+    gradient = partial(reference_gradient, weight=weight, is_penalized=is_penalized)
+    check(model, algorithm_for(model, optimizer, settings, micro_batch_size=3), optimizer, gradient, batches())
+
+
+def test_a_sham_makes_the_steps_of_the_loss_alone_and_tells_the_trace():
+    optimizer = OptimizerConfig(learning_rate=3e-3)
+    plain, sham, penalized = tiny(torch.float32), tiny(torch.float32), tiny(torch.float32)
+    for model in (plain, sham):
+        model.set_attn_implementation("eager")
+    run(plain, TrainingAlgorithm(plain, context(optimizer, seed=5)), 10)
+    told = run(sham, algorithm_for(sham, optimizer, FisherPenaltyConfig(weight=0.0, sentences=2)), 10)
+    for (name, a), b in zip(plain.named_parameters(), sham.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    (first,) = run(penalized, algorithm_for(penalized, optimizer), 1)
+    assert told[0].details == first.details
+    assert all(step.details["trace_estimate"] > 0 for step in told)
 
 
 def test_the_estimate_agrees_with_the_measured_trace():

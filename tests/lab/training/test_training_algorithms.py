@@ -1,6 +1,7 @@
 """Which algorithm a config builds, what is refused, and that each goes on bit for bit and trains through the loop."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import pytest
@@ -123,8 +124,13 @@ def test_the_adversary_needs_examples(tmp_path):
         (AdversarialConfig(head_examples=1), "head_examples is 1; it must be at least 2"),
         (AdversarialConfig(loss_examples=0), "loss_examples is 0; it must be at least 1"),
         (AdversarialConfig(task_examples=255), r"draws 128 \+ 128 examples per step from task_examples, 255"),
-        (FisherPenaltyConfig(weight=0.0), "algorithm.weight is 0.0; it must be above 0"),
+        (FisherPenaltyConfig(weight=math.nan), "the weight of the Fisher penalty is nan; it must be finite"),
+        (FisherPenaltyConfig(parameters=()), "parameters is empty: give a pattern of their names"),
         (FisherPenaltyConfig(sentences=0), "algorithm.sentences is 0; it must be at least 1"),
+        (
+            FisherPenaltyConfig(parameters=("*.bias", "*.atention.*")),
+            r"no parameter of the model matches '\*.atention.\*', .* are bert.embeddings.word_embeddings.weight, ",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused_before_anything_is_written(tmp_path, algorithm, message):

@@ -89,10 +89,20 @@ class FisherPenaltyConfig(AlgorithmConfig):
 
     algorithm: ClassVar[str] = "isoloss.lab.training.algorithms.fisher_penalty:FisherPenalty"
     kind: Literal["fisher-penalty"] = "fisher-penalty"
-    weight: float = setting(1e-3, above=0)
-    """Weight of the trace in the objective."""
+    weight: float = 1e-3
+    """Weight of the trace in the objective: above 0 for a flatter model, below 0 for a sharper one; 0: a sham, which
+    estimates the trace and trains on the loss alone."""
     sentences: int = setting(16, minimum=1)
     """Sentences at the start of each batch that the trace is estimated on."""
+    parameters: tuple[str, ...] = setting(("*",), omit_default=True)
+    """Patterns of the names of the parameters whose trace is penalized, e.g. *.attention.*; default: all."""
+
+    def check_fields(self) -> None:
+        """Refuse a weight that is not finite, and no patterns."""
+        if not math.isfinite(self.weight):
+            raise IsolossError(f"the weight of the Fisher penalty is {self.weight}; it must be finite")
+        if not self.parameters:
+            raise IsolossError("parameters is empty: give a pattern of their names, or leave it out for all")
 
     def check_run(self, config: TrainConfig, *, num_processes: int = 1) -> None:
         """Refuse shards, which have no second derivatives, and fewer sentences than processes."""

@@ -6,11 +6,13 @@ Shapes: m predicted tokens, V token ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
 
+from isoloss.errors import IsolossError
 from isoloss.lab.models.make import predicted_logits
 from isoloss.lab.training.algorithms.base import (
     Loss,
@@ -75,6 +77,9 @@ def trace_estimate(
 class FisherPenalty(TrainingAlgorithm):
     """The gradient of L + weight * (estimate of the trace), given to the optimizer, by a double backward pass.
 
+    A weight below 0 makes the model sharper; a weight of 0 is a sham, with the gradient of L bit for bit. The trace is
+    that of the parameters whose names match one of the config's patterns; its gradient is over all parameters.
+
     The trace is per predicted token, as `isoloss.flatness.fisher_trace` measures it: on the first sentences of
     the batch, without dropout, with Rademacher probes that are a function of seed, step and sentence. Second
     derivatives need attention's eager kernel, which the model is given if it has another. `trace_estimate` is the
@@ -88,6 +93,16 @@ class FisherPenalty(TrainingAlgorithm):
         super().__init__(model, context, config)
         if model.config._attn_implementation != "eager":
             model.set_attn_implementation("eager")
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for pattern in config.parameters:
+            if not any(fnmatchcase(name, pattern) for name in named):
+                raise IsolossError(
+                    f"no parameter of the model matches {pattern!r}, whose trace is to be penalized; some of its "
+                    f"parameters are {', '.join(list(named)[:3])} and {list(named)[-1]}"
+                )
+        self._penalized = [
+            p for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in config.parameters)
+        ]
 
     def add_gradient(self, number: int, batch: Batch, loss: Loss) -> tuple[float, dict[str, float]]:
         """Add the gradient of the objective; see `TrainingAlgorithm.add_gradient`."""
@@ -96,11 +111,11 @@ class FisherPenalty(TrainingAlgorithm):
         first = split(batch, [wanted, n - wanted])[0] if wanted < n else batch
         with without_dropout(self.model):
             logits = self.parallel.auxiliary(partial(predicted_logits, causal=self.context.causal), first)
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        trace = trace_estimate(logits, parameters, self._probes(number, first, logits), group)
-        # The processes' gradients are averaged, and the sum is wanted. With DDP it is the loss's backward pass, which
-        # must therefore come second, that averages these too.
-        (group.world_size * self.config.weight * trace).backward()  # type: ignore[no-untyped-call]
+        trace = trace_estimate(logits, self._penalized, self._probes(number, first, logits), group)
+        if self.config.weight:
+            # The processes' gradients are averaged, and the sum is wanted. With DDP it is the loss's backward pass,
+            # which must therefore come second, that averages these too.
+            (group.world_size * self.config.weight * trace).backward()  # type: ignore[no-untyped-call]
         return self.add_loss_gradient(batch, loss), {"trace_estimate": trace.item()}
 
     def _probes(self, number: int, first: Batch, logits: torch.Tensor) -> torch.Tensor:
