@@ -443,7 +443,7 @@ def drawn_results(scale):
                     elif measure == "features":
                         gram = np.cov(draw.normal(size=(8, 20)))[np.triu_indices(8)]
                         features = measured(1.0)
-                        at[measure] = dataclasses.replace(features, examples={"gram": gram})
+                        at["effective-dimension"] = dataclasses.replace(features, examples={"gram": gram})
                     elif "trace" in measure or not any(
                         word in measure for word in ("-prefix-", "-state-", "-task-", "probe", "finetune", "-root")
                     ):

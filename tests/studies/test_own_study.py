@@ -196,6 +196,21 @@ def test_the_last_checkpoint_of_every_stage_is_measured(file):
     assert experiment.kept_steps == (3, 4, 6)
 
 
+def test_the_last_checkpoint_is_measured_wherever_a_target_ends_the_run(file, tmp_path):
+    text = FILE.replace("steps=6", "stages=(StageConfig(steps=4), StageConfig(steps=6, target_kl=9.0))")
+    text = text.replace("checkpoints=(3,)", "log_every=2").replace("target_kl=9.0", "target_kl=9.0, validate_every=2")
+    file.write_text(text.replace("settings=settings)", 'steps=(4, "last"), settings=settings)'))
+    folder = StudyFolder(load_study(file), tmp_path / "out")
+    folder.prepare()
+    carry_out(folder.plan(), folder.path)
+    results = folder.results()
+    assert list(results.of_run("with")) == [4, 6]  # not 10
+    assert results.last_step("with") == 6
+    assert results.at("with") == results.at("with", 6) != results.at("with", 4)
+    assert all(problem is None for _, problem in folder.verify())
+    assert "measure with" not in [unit.name for unit in folder.plan() if not unit.done()]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -205,7 +220,7 @@ def test_the_last_checkpoint_of_every_stage_is_measured(file):
         (
             "steps=6",
             "stages=(StageConfig(steps=6, target_kl=1.0),)",
-            "the run without has a stage with a target",
+            r'the run without has a stage with a target, .* give its measurements steps up to 0, or "last"',
         ),
         ('"with"', '"/with"', "is called '/with': a name must be that of a folder inside"),
         ('"with"', '"../with"', "is called '../with'"),

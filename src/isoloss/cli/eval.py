@@ -71,8 +71,8 @@ class Args:
     preset: str | None = None
     """Settings of the paper (paper or authors), for what no option gives: 1,000,000 sentences for the loss, the trace
     from 10,000 and 50 sampled labels for each, and its probe."""
-    steps: tuple[int, ...] = ()
-    """Of runs: steps to measure; default: all that have a checkpoint."""
+    steps: tuple[int | Literal["last"], ...] = ()
+    """Of runs: steps to measure, last for the last one; default: all that have a checkpoint."""
     data: Path | None = None
     """Measure on text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs) or token ids (.npy), instead of a
     run's own language."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from isoloss.lab.evaluation.evaluator import pending
 from isoloss.lab.evaluation.external import RECORD, ExternalCheckpoint, ExternalRun
 from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.report.html import Card
+from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.answer import Comparison, claim_cards
 from isoloss.studies.claims import ClaimResult, ClaimsFile, read_claims
@@ -78,7 +80,7 @@ class StudyFolder:
                         **{key: value for key, value in configs.to_dict(part).items() if key not in _NOT_THE_PLAN},
                         # resolved: an empty tuple, which stands for all kept steps, would not show that these have
                         # changed
-                        "steps": list(experiment.steps(part)),
+                        "steps": list(part.steps or experiment.kept_steps),
                     }
                     for part in experiment.measurements
                 ]
@@ -139,11 +141,8 @@ class StudyFolder:
             configs.check(experiment.config)
             if isinstance(experiment.config, ExternalCheckpoint):
                 experiment.config.check()
-            elif any(stage.target for stage in experiment.config.stages):
-                raise IsolossError(
-                    f"the run {name} has a stage with a target, but a study must know in advance which steps it "
-                    "measures: give the stage only a number of steps"
-                )
+            else:
+                _check_targets(name, experiment, experiment.config)
             for part in experiment.measurements:
                 for measure in part.measures:
                     settings_of(measure, part.settings)
@@ -202,7 +201,9 @@ class StudyFolder:
                     has_files=functools.partial(_has_evaluations, run, experiment, part),
                     progress=functools.partial(_measuring_progress, run, experiment, part),
                     after=() if is_external else (f"train {name}",),
-                    seconds=part.expected.seconds if part.expected else MEASURING_SECONDS * len(experiment.steps(part)),
+                    seconds=part.expected.seconds
+                    if part.expected
+                    else MEASURING_SECONDS * len(part.steps or experiment.kept_steps),
                     expected=part.expected,
                     needs=part.needs,
                     block=experiment.block,
@@ -227,7 +228,7 @@ class StudyFolder:
             for other in experiment.after:
                 if other not in experiments:
                     raise IsolossError(f"the run {name} comes after {other!r}, which is not in the study")
-            measured = {step for part in experiment.measurements for step in part.steps}
+            measured = {step for part in experiment.measurements for step in part.steps if step != "last"}
             if unkept := sorted(measured.difference(experiment.kept_steps)):
                 raise IsolossError(
                     f"the run {name} is measured at step {unkept[0]}, of which it keeps no checkpoint; it keeps "
@@ -327,7 +328,8 @@ class StudyFolder:
         said = set()
         for name, experiment in self.scale.experiments.items():
             for part in experiment.measurements:
-                run, steps = run_of(self.path, name, experiment), list(experiment.steps(part))
+                run = run_of(self.path, name, experiment)
+                steps = list(experiment.steps(part, run))
                 # as the unit that measured: with other threads or another device, sums differ in their last digits
                 torch.set_num_threads(part.needs.cores)
                 device = _device_name(part.needs)
@@ -367,13 +369,26 @@ class StudyFolder:
         return self.path / CONFIGS / f"{name}.toml"
 
 
+def _check_targets(name: str, experiment: Experiment, config: TrainConfig) -> None:
+    """Refuse steps that are measured and may not be reached, or not be where a stage ends."""
+    lengths = [stage.steps for stage in itertools.takewhile(lambda stage: stage.target is None, config.stages)]
+    if len(lengths) == len(config.stages):
+        return
+    for part in experiment.measurements:
+        if not part.steps or any(step != "last" and step > sum(lengths) for step in part.steps):
+            raise IsolossError(
+                f"the run {name} has a stage with a target, and where that ends is not known in advance: give its "
+                f'measurements steps up to {sum(lengths)}, or "last"'
+            )
+
+
 def _eval_arguments(run: Run, experiment: Experiment, part: Measurement) -> tuple[str, ...]:
     settings = [
         word
         for name, value in part.settings.items()
         for word in (f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list | tuple) else [value]))
     ]
-    steps = map(str, experiment.steps(part))
+    steps = map(str, part.steps or experiment.kept_steps)
     return ("eval", str(run.path), "--measures", *part.measures, "--steps", *steps, *settings, *_device(part.needs))
 
 
@@ -411,7 +426,7 @@ def _training_progress(run: Run, experiment: Experiment, where: Callable[[Path],
 def _is_measured(run: Run, experiment: Experiment, part: Measurement) -> bool:
     if not _is_trained(run, experiment):
         return False
-    steps = experiment.steps(part)
+    steps = experiment.steps(part, run)
     if missing := sorted(set(steps).difference(run.steps())):
         raise IsolossError(
             f"{run.path} is complete but has no checkpoint at step {missing[0]}: delete the folder to train it again"
@@ -420,7 +435,7 @@ def _is_measured(run: Run, experiment: Experiment, part: Measurement) -> bool:
 
 
 def _has_evaluations(run: Run, experiment: Experiment, part: Measurement) -> bool:
-    paths = (run.evaluation_path(measure, step) for step in experiment.steps(part) for measure in part.measures)
+    paths = (run.evaluation_path(measure, step) for step in experiment.steps(part, run) for measure in part.measures)
     return all(path.is_file() and path.with_suffix(".safetensors").is_file() for path in paths)
 
 
@@ -428,7 +443,8 @@ def _measuring_progress(run: Run, experiment: Experiment, part: Measurement, _: 
     # an external checkpoint too counts as trained only once it was loaded
     if not _is_trained(run, experiment):
         return ""
-    present = [step for step in experiment.steps(part) if step in run.steps()]
-    total = len(experiment.steps(part)) * len(part.measures)
+    steps = experiment.steps(part, run)
+    present = [step for step in steps if step in run.steps()]
+    total = len(steps) * len(part.measures)
     made = len(present) * len(part.measures) - len(pending(run, part.measures, present, part.settings))
     return f"{made} of {total} evaluations" if made else ""

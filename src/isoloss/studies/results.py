@@ -109,13 +109,14 @@ class Results:
         """Return the results in `folder`, of the blocks that are named; an evaluation that is missing is an error."""
         checkpoints: dict[tuple[str, int], dict[str, Measured]] = {}
         for name, experiment in _of_blocks(scale, complete).items():
-            for step in experiment.kept_steps:
+            run = run_of(folder, name, experiment)
+            parts = [(part.measures, experiment.steps(part, run)) for part in experiment.measurements]
+            for step in sorted({step for _, steps in parts for step in steps}):
                 checkpoint: dict[str, Measured] = {}
-                for part in experiment.measurements:
-                    for measure in part.measures if step in experiment.steps(part) else ():
-                        _add(checkpoint, measure, measured(run_of(folder, name, experiment), measure, step))
-                if checkpoint:
-                    checkpoints[name, step] = checkpoint
+                for measures, steps in parts:
+                    for measure in measures if step in steps else ():
+                        _add(checkpoint, measure, measured(run, measure, step))
+                checkpoints[name, step] = checkpoint
         return cls(scale, checkpoints, folder, complete)
 
     @functools.cached_property
@@ -164,7 +165,7 @@ class Results:
         having: dict[str, dict[str, None]] = {}  # the runs, by weights
         for (run, step), checkpoint in self.checkpoints.items():
             # only at the end: at step 0, all runs of one seed and size are identical
-            for one in checkpoint.values() if step == self.experiments[run].last_step else ():
+            for one in checkpoint.values() if step == self.last_step(run) else ():
                 having.setdefault(one.weights, {})[run] = None
         groups = [" and ".join(runs) for weights, runs in having.items() if weights and len(runs) > 1]
         return f"Identical weights: {'; '.join(groups)}." if groups else ""
@@ -187,11 +188,18 @@ class Results:
         """
         if run not in self.experiments:
             raise IsolossError(f"the study has no run {run!r}{did_you_mean(run, self.experiments)}")
-        chosen = self.experiments[run].last_step if step is None else step
+        chosen = self.last_step(run) if step is None else step
         if (run, chosen) not in self.checkpoints:
             steps = ", ".join(map(str, self.of_run(run)))
             raise IsolossError(f"nothing was measured of the run {run} at step {chosen}; its steps are {steps}")
         return self.checkpoints[run, chosen]
+
+    def last_step(self, run: str) -> int:
+        """Return the last step of a run: where its last target ended it, or the planned one."""
+        experiment = self.experiments[run]
+        if any("last" in part.steps for part in experiment.measurements):
+            return max(self.of_run(run))
+        return experiment.last_step
 
     def of_run(self, name: str) -> dict[int, Checkpoint]:
         """Return the checkpoints of a run by step."""
@@ -340,7 +348,7 @@ def _in_points(found: Estimate) -> Estimate:
 
 
 def cka(first: Measured, second: Measured) -> Estimate:
-    """Return the linear CKA of the features of two checkpoints, by the measure `features` of each.
+    """Return the linear CKA of the features of two checkpoints, by the `effective-dimension` of the measure `features`.
 
     See `isoloss.lab.transfer.similarity.linear_cka`: 1 where the features are the same up to rotation and scale, 0
     where they are uncorrelated. The error is over the draw of the sentences.
@@ -351,7 +359,9 @@ def cka(first: Measured, second: Measured) -> Estimate:
     from isoloss.lab.transfer.similarity import from_upper_triangle, linear_cka
 
     if not all("gram" in one.examples for one in (first, second)):
-        raise IsolossError("CKA takes two evaluations by the measure features, which keep Gram matrices")
+        raise IsolossError(
+            "CKA takes two evaluations by the measure features of a sample: effective-dimension keeps a Gram matrix"
+        )
     if first.inputs != second.inputs:
         raise IsolossError(
             "the features of two checkpoints are not of the same sentences, so they have no CKA: measure both with the "

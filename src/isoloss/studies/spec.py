@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
@@ -19,6 +19,7 @@ from isoloss.studies.plan import Expected, Resources
 
 if TYPE_CHECKING:
     from isoloss.report.html import Card
+    from isoloss.runs import Run
     from isoloss.studies.claims import ClaimResult, Contrast
     from isoloss.studies.page import PageParts
     from isoloss.studies.results import Results
@@ -31,7 +32,8 @@ class Measurement:
 
     Attributes:
         measures: Names of registered measures (`isoloss ls measures`), at least one.
-        steps: Steps that have a checkpoint; empty: every checkpoint that the run keeps.
+        steps: Steps that have a checkpoint; `"last"`: the last one, wherever a target ends the run; empty: every
+            checkpoint that the run keeps.
         settings: Settings of the measures, e.g. `{"loss_sentences": 256}`, as the options of `isoloss eval`.
         name: First part of the unit's name; the second is the run.
         needs: What the unit needs; with GPUs it measures on `cuda`.
@@ -42,7 +44,7 @@ class Measurement:
     """
 
     measures: tuple[str, ...]
-    steps: tuple[int, ...] = ()
+    steps: tuple[int | Literal["last"], ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     name: str = "measure"
     needs: Resources = field(default_factory=Resources)
@@ -106,9 +108,12 @@ class Experiment:
             self.config.fingerprint if isinstance(self.config, ExternalCheckpoint) else configs.fingerprint(self.config)
         )
 
-    def steps(self, measurement: Measurement) -> tuple[int, ...]:
-        """The steps at which a measurement is made."""
-        return measurement.steps or self.kept_steps
+    def steps(self, measurement: Measurement, run: Run | None = None) -> tuple[int, ...]:
+        """The steps at which a measurement is made; without its run, or before that has ended, as they are planned."""
+        last = self.last_step
+        if run is not None and "last" in measurement.steps and isinstance(self.config, TrainConfig) and run.complete:
+            last = run.result()["steps"]
+        return tuple(last if step == "last" else step for step in measurement.steps) or self.kept_steps
 
 
 class AnyScale(Protocol):

@@ -8,12 +8,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from isoloss.errors import IsolossError
+from isoloss.lab.evaluation.context import run_context
 from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.lab.evaluation.input_config import InputConfig
-from isoloss.lab.languages.config import CorpusConfig, DyckConfig
+from isoloss.lab.evaluation.measures.transfer import Features
+from isoloss.lab.languages.config import CorpusConfig, DyckConfig, PCFGConfig
+from isoloss.lab.languages.exact import all_sentences
+from isoloss.lab.models.make import make_model
 from isoloss.lab.training.train import train
 from isoloss.lab.transfer import effective_dimension, linear_cka
-from isoloss.lab.transfer.features import extract
+from isoloss.lab.transfer.features import extract, lookup_features
 from isoloss.lab.transfer.similarity import from_upper_triangle
 from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
@@ -89,6 +93,38 @@ def test_checkpoints_and_architectures_are_compared_on_the_same_sentences(runs):
     assert cka(bert, found(runs["bert"], 10)).value > cka(bert, found(runs["opt"])).value
 
 
+def test_the_truth_is_the_look_up_table_and_a_causal_model_has_none(runs):
+    language = CONFIG.language.build()
+    table = lookup_features(language, language.sample(40, generator=generator(3, "trace sentences")))
+    for name in ("bert", "lstm"):
+        one = measured(runs[name], "features", 30)
+        expected = linear_cka(from_upper_triangle(found(runs[name]).examples["gram"]), centered_gram(table))
+        assert one["cka-truth"].value == pytest.approx(expected.value, rel=1e-9)
+        assert one["cka-truth"].stderr > 0
+        assert difference(one["effective-rank"], measured(runs[name], "features", 30)["effective-rank"]).value == 0
+    assert set(measured(runs["opt"], "features", 30)) == {"effective-dimension", "effective-rank"}
+
+
+def test_over_all_sentences_the_numbers_are_exact(runs):
+    language = PCFGConfig(levels=1, symbols_per_level=2, rules_per_symbol=3, vocab_size=5)
+    context = run_context(dataclasses.replace(CONFIG, language=language))
+    model = make_model(ModelConfig(size="d16", dropout=0.0), context.language, seed=0).eval()
+    found = Features(feature_sentences="all").run(model, context)
+    sentences, p = all_sentences(context.language)
+    x, y = (each.double().numpy() for each in (extract(model, sentences), lookup_features(context.language, sentences)))
+    covariance = np.cov(np.hstack([x, y]).T, aweights=p.numpy(), ddof=0)
+    own, width = covariance[: x.shape[1], : x.shape[1]], x.shape[1]
+    values = {name: each.value for name, each in found.estimates.items()}
+    assert values["effective-dimension"] == pytest.approx(np.trace(own) ** 2 / (own**2).sum(), rel=1e-8)
+    cross, other = covariance[:width, width:], covariance[width:, width:]
+    expected = (cross**2).sum() / np.linalg.norm(own) / np.linalg.norm(other)
+    assert values["cka-truth"] == pytest.approx(expected, rel=1e-8)
+    assert 1 < values["effective-rank"] < len(p)
+    assert not found.more
+    with pytest.raises(IsolossError, match="feature_sentences is all, and the sentences cannot be enumerated"):
+        evaluate(runs["bert"].path, "features", settings={"feature_sentences": "all"}, device="cpu")
+
+
 def test_effective_dimensions_have_a_paired_difference(runs):
     late, early = found(runs["bert"]), found(runs["bert"], 10)
     moved = difference(late, early)
@@ -105,6 +141,12 @@ def test_other_sentences_and_other_measures_have_no_cka(runs, tmp_path):
     norm = measured(other, "squared-norm", 30)["squared-norm"]
     with pytest.raises(IsolossError, match="takes two evaluations by the measure features"):
         cka(found(other), norm)
+
+
+def test_the_last_checkpoint_has_a_name(runs):
+    run = runs["bert"]
+    (last,) = evaluate(run.path, "features", steps="last", settings=SETTINGS, device="cpu")
+    assert last.estimates == run.evaluation("features", 30).estimates
 
 
 def test_text_is_read_with_nothing_masked(tmp_path, monkeypatch, vocab, words):

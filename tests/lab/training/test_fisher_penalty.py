@@ -8,6 +8,7 @@ import torch
 from stepping import batches, check, context, gradients_of, loss_of, plain_loss, run, tiny
 from toy_language import PairLanguage
 
+from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.models.make import make_model
@@ -83,9 +84,9 @@ def reference_gradient(model, t, batch, *, weight, is_penalized):
     for row, v in zip(logits, signs, strict=True):
         p = row.softmax(0)
         s = torch.diag(p.sqrt()) - torch.outer(p, p.sqrt())
-        for value, weight in zip(row, s @ v, strict=True):
+        for value, by in zip(row, s @ v, strict=True):
             gradients = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
-            total = [a + weight * g for a, g in zip(total, gradients, strict=True)]
+            total = [a + by * g for a, g in zip(total, gradients, strict=True)]
     trace = sum((g**2).sum() for g in total) / len(logits)
     loss = plain_loss(model, batch)
     return loss, gradients_of(loss + weight * trace, model)
@@ -124,6 +125,13 @@ def test_a_sham_makes_the_steps_of_the_loss_alone_and_tells_the_trace():
     (first,) = run(penalized, algorithm_for(penalized, optimizer), 1)
     assert told[0].details == first.details
     assert all(step.details["trace_estimate"] > 0 for step in told)
+
+
+def test_a_pattern_that_matches_no_parameter_is_named():
+    settings = FisherPenaltyConfig(parameters=("*.bias", "*.atention.*"))
+    some = r"are bert.embeddings.word_embeddings.weight, .* and cls.predictions.transform.LayerNorm.bias$"
+    with pytest.raises(IsolossError, match=rf"no parameter of the model matches '\*.atention.\*', .* {some}"):
+        algorithm_for(tiny(), OptimizerConfig(), settings)
 
 
 def test_the_estimate_agrees_with_the_measured_trace():

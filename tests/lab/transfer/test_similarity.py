@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.transfer import effective_dimension, gram_matrix, linear_cka
-from isoloss.lab.transfer.similarity import from_upper_triangle, upper_triangle
+from isoloss.lab.transfer import effective_dimension, effective_rank, gram_matrix, linear_cka
+from isoloss.lab.transfer.similarity import exact_features, from_upper_triangle, upper_triangle
 
 
 def features(n: int, width: int, seed: int = 0) -> np.ndarray:
@@ -88,6 +88,50 @@ def test_the_error_of_the_effective_dimension_is_that_of_leaving_out_each_senten
     assert effective_dimension(gram(x)).stderr == pytest.approx(np.sqrt(11 * np.var(left)), rel=1e-7)
 
 
+def rank_me(x: np.ndarray, weights: np.ndarray | None = None) -> float:
+    weights = np.full(len(x), 1 / len(x)) if weights is None else weights
+    singular = np.linalg.svd(np.sqrt(weights)[:, None] * (x - weights @ x), compute_uv=False)
+    p = singular[singular > 1e-9 * singular[0]] / singular.sum()
+    return float(np.exp(-(p * np.log(p)).sum()))
+
+
+@pytest.mark.parametrize(("n", "width"), [(40, 6), (12, 30)])
+def test_the_effective_rank_is_that_of_the_singular_values_and_its_error_by_the_weight_of_each_sentence(n, width):
+    x = features(n, width)
+    found = effective_rank(gram(x))
+    assert found.value == pytest.approx(rank_me(x), rel=1e-10)
+    assert effective_rank(x @ x.T).value == pytest.approx(found.value, rel=1e-8)  # not centered
+    step, influence = 1e-5, []
+    for k in range(n):
+        moved = [rank_me(x, (1 - e) / n + e * np.eye(n)[k]) for e in (step, -step)]
+        influence.append((moved[0] - moved[1]) / (2 * step))
+    np.testing.assert_allclose(found.influence, influence, atol=1e-5 * np.abs(influence).max())
+    assert found.stderr == pytest.approx(np.sqrt(np.square(influence).sum() / (n * (n - 1))), rel=1e-5)
+
+
+def test_the_error_of_the_effective_rank_covers_that_of_all_sentences():
+    scales = np.array([2.0, 1.5, 1.0, 0.5])
+    truth = np.exp(-(scales / 5 * np.log(scales / 5)).sum())
+    found = [effective_rank(gram(np.random.default_rng(seed).normal(size=(200, 4)) * scales)) for seed in range(200)]
+    values, errors = (np.array([getattr(each, name) for each in found]) for name in ("value", "stderr"))
+    assert np.sqrt(np.mean(errors**2)) == pytest.approx(values.std(), rel=0.2)
+    assert np.mean([low <= truth <= high for low, high in (each.ci95 for each in found)]) > 0.9
+
+
+def test_over_all_sentences_all_three_are_those_of_weighted_features():
+    (x, y), weights = pair(), np.random.default_rng(3).dirichlet(np.ones(30))
+    exact = exact_features(*(torch.from_numpy(each) for each in (x, weights, y)))
+    assert exact["effective-rank"].value == pytest.approx(rank_me(x, weights), rel=1e-10)
+    covariance = np.cov(np.hstack([x, y]).T, aweights=weights, ddof=0)
+    own, other, cross = covariance[:4, :4], covariance[4:, 4:], covariance[:4, 4:]
+    assert exact["effective-dimension"].value == pytest.approx(np.trace(own) ** 2 / (own**2).sum(), rel=1e-10)
+    norms = [np.linalg.norm(each) for each in (own, other, cross)]
+    assert exact["cka-truth"].value == pytest.approx(norms[2] ** 2 / (norms[0] * norms[1]), rel=1e-10)
+    assert all(each.is_exact for each in exact.values())
+    with pytest.raises(IsolossError, match="the same for all sentences"):
+        exact_features(torch.ones(30, 2), torch.from_numpy(weights), torch.from_numpy(y))
+
+
 def test_cka_does_not_change_under_rotation_and_scale():
     x, y = pair()
     rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(4, 4)))[0]
@@ -162,3 +206,5 @@ def test_what_is_no_gram_matrix_is_refused(first, second, message):
 def test_features_that_do_not_vary_have_no_dimension():
     with pytest.raises(IsolossError, match="too few or too similar"):
         effective_dimension(np.zeros((6, 6)))
+    with pytest.raises(IsolossError, match="too few or too similar"):
+        effective_rank(np.zeros((6, 6)))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from isoloss import config as configs
 from isoloss import early_checks, files
@@ -35,6 +35,7 @@ HEADER = ("measure", "estimate", "value ± standard error", "averaged over", "er
 
 Progress = Callable[[int, int, str], None]  # evaluations done, all of them, and which comes next
 Settings = Mapping[str, Any]
+Step = int | Literal["last"]
 
 
 def evaluate(
@@ -45,7 +46,7 @@ def evaluate(
     language: Any = None,
     objective: ObjectiveConfig | None = None,
     inputs: InputConfig | None = None,
-    steps: int | Sequence[int] = (),
+    steps: Step | Sequence[Step] = (),
     settings: Settings | None = None,
     output: str | Path | None = None,
     device: str = "auto",
@@ -66,7 +67,7 @@ def evaluate(
         objective: What is predicted of the sentences of `language`; None: one masked token, or next tokens, as the
             model is.
         inputs: How `data` is read.
-        steps: Of runs, the step or steps to measure; none: all that have a checkpoint.
+        steps: Of runs, the step or steps to measure, `"last"` for the last one; none: all that have a checkpoint.
         settings: How much is measured and how, by the names of the measures' fields, e.g. `{"loss_sentences": 1000}`.
         output: For `data` or a `language`: a folder for the files that a run has in its `evaluations`.
         device: auto, cpu, cuda, cuda:1, mps.
@@ -98,7 +99,7 @@ def evaluate(
     """
     names = [models] if isinstance(models, str | Path) else list(models)
     measures = [measures] if isinstance(measures, str) else measures
-    steps = [steps] if isinstance(steps, int) else steps
+    steps = [steps] if isinstance(steps, int | str) else steps
     if not names:
         raise IsolossError("no model is named: give a run, a checkpoint folder or a name on the Hugging Face hub")
     if measures is not None and not measures:
@@ -286,14 +287,14 @@ def _applying(
     return chosen
 
 
-def _checkpoints_of(path: Path, steps: Sequence[int]) -> tuple[Run, Sequence[int]]:
+def _checkpoints_of(path: Path, steps: Sequence[Step]) -> tuple[Run, Sequence[int]]:
     """Return the run that a path names, or one of whose checkpoints it names, and the steps to measure."""
     run = Run(path)
     external = ExternalRun(path)
     if external.exists:
-        return external, tuple(steps) or (0,)
+        return external, tuple(0 if step == "last" else step for step in steps) or (0,)
     if run.exists:
-        if chosen := tuple(steps) or tuple(run.steps()):
+        if chosen := tuple(run.last_step() if step == "last" else step for step in steps) or tuple(run.steps()):
             return run, chosen
         raise IsolossError(f"{path} has no checkpoint yet: isoloss train {path} goes on with it")
     checkpoint = checkpoint_of(path)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from isoloss.lab.transfer.finetuning import finetune
     from isoloss.lab.transfer.probe import linear_probe, lookup_probe
     from isoloss.lab.transfer.results import TransferResult
-    from isoloss.lab.transfer.similarity import effective_dimension, gram_matrix, linear_cka
+    from isoloss.lab.transfer.similarity import effective_dimension, effective_rank, gram_matrix, linear_cka
     from isoloss.lab.transfer.tasks import TaskData, make_task
     from isoloss.lab.transfer.text_tasks import make_text_task
 
@@ -23,6 +23,7 @@ __all__ = [
     "TransferResult",
     "compare_accuracy",
     "effective_dimension",
+    "effective_rank",
     "finetune",
     "gram_matrix",
     "linear_cka",
@@ -38,7 +39,9 @@ __getattr__, __dir__ = lazy.exports(
         **dict.fromkeys(("FinetuneConfig", "LinearProbeConfig"), "isoloss.lab.transfer.config"),
         **dict.fromkeys(("TaskData", "make_task"), "isoloss.lab.transfer.tasks"),
         **dict.fromkeys(("linear_probe", "lookup_probe"), "isoloss.lab.transfer.probe"),
-        **dict.fromkeys(("effective_dimension", "gram_matrix", "linear_cka"), "isoloss.lab.transfer.similarity"),
+        **dict.fromkeys(
+            ("effective_dimension", "effective_rank", "gram_matrix", "linear_cka"), "isoloss.lab.transfer.similarity"
+        ),
         "TransferResult": "isoloss.lab.transfer.results",
         "compare_accuracy": "isoloss.lab.transfer.compare",
         "finetune": "isoloss.lab.transfer.finetuning",

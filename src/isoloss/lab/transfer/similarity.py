@@ -1,11 +1,12 @@
 """How alike the features of two models are (linear CKA), and how many dimensions those of one have.
 
-Both are computed from Gram matrices: the inner products of the features of n sentences. Shape letters: n sentences,
-D features.
+From a sample, all are computed from Gram matrices: the inner products of the features of n sentences. Over all
+sentences of a language they are computed from covariances, and are exact. Shape letters: n sentences, D features.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ Array = NDArray[np.float64]
 
 _FEWEST = 5  # sentences: the estimators take 4, and the jackknife leaves out one
 _COLUMNS = 8192  # of the features that are in float64 at a time
+_NEGLIGIBLE = 1e-13  # of the largest eigenvalue: a smaller one is the rounding of the features and of their products
 
 
 def gram_matrix(features: torch.Tensor) -> Array:
@@ -125,6 +127,106 @@ def effective_dimension(gram: ArrayLike) -> Estimate:
     return _jackknifed(
         _squared_trace(centered) / _spread(centered), unit="dimensions", method="participation ratio of the covariance"
     )
+
+
+def effective_rank(gram: ArrayLike) -> Estimate:
+    r"""Return the effective rank of features: RankMe (Garrido et al. 2023), here of centered features.
+
+    With the singular values s_i of the centered features and p_i = s_i / sum_j s_j it is the exponential of an entropy,
+    `exp(-sum_i p_i log p_i)`: d for d equal singular values, 1 for a single one. Directions of little variance count
+    for more than in `effective_dimension`. It is at most n - 1 and too small for n sentences unless n is far above D,
+    so compare it between models on the same sentences.
+
+    Args:
+        gram: (n, n) inner products of the features of n sentences, centered or not, in float64: rounding to float32
+            would add directions.
+
+    Returns:
+        The effective rank, with the standard error over the draw of the sentences by the influence of each: with the
+        eigenvectors v_i of the centered Gram matrix, `-(n / 2) R sum_i p_i (log p_i + log R) v_ki^2` for sentence k and
+        rank R.
+
+    Raises:
+        IsolossError: As for `linear_cka`.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(1000, 20, generator=torch.Generator().manual_seed(0))
+        >>> print(effective_rank(gram_matrix(x)))
+        19.964 ± 0.020 dimensions
+    """
+    centered = _gram("the", gram)
+    values, vectors = np.linalg.eigh(centered)
+    _spread(centered)  # refuses features that do not vary
+    kept = values > _NEGLIGIBLE * values[-1]
+    p, rank = _shares(values[kept])
+    n = len(centered)
+    influence = -0.5 * n * rank * (np.square(vectors[:, kept]) @ (p * np.log(p * rank)))
+    return Estimate(
+        value=rank,
+        stderr=float(np.sqrt(np.square(influence).sum() / (n * (n - 1)))),
+        samples=n,
+        unit="dimensions",
+        num_predictions=0,
+        method="RankMe of centered features, influence",
+        details={"clusters": "sentences"},
+        influence=influence,
+    )
+
+
+def exact_features(features: torch.Tensor, probabilities: torch.Tensor, truth: torch.Tensor) -> dict[str, Estimate]:
+    """Return what `effective_dimension`, `effective_rank` and `linear_cka` estimate, over all sentences of a language.
+
+    Args:
+        features: (n, D) of all sentences.
+        probabilities: (n,) of the sentences, which sum to 1.
+        truth: (n, E) other features of the same sentences.
+
+    Returns:
+        `effective-dimension`, `effective-rank` and `cka-truth`, without error.
+
+    Raises:
+        IsolossError: Either features are the same for all sentences.
+
+    Example:
+        >>> import torch
+        >>> corners = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+        >>> exact = exact_features(corners, torch.full((4,), 0.25), corners[:, :1])
+        >>> {name: round(each.value, 4) for name, each in exact.items()}
+        {'effective-dimension': 2.0, 'effective-rank': 2.0, 'cka-truth': 0.7071}
+    """
+    w = probabilities.cpu().double().numpy()
+    raw = [each.cpu().double().numpy() for each in (features, truth)]
+    if not all(np.ptp(each, axis=0).any() for each in raw):
+        raise IsolossError("features are the same for all sentences, so they have no dimensions")
+    x, y = (each - w @ each for each in raw)
+    own, other, cross = (a.T @ (w[:, None] * b) for a, b in ((x, x), (y, y), (x, y)))
+    squares = np.square(own).sum(), np.square(other).sum()
+    values = np.linalg.eigvalsh(own)
+    _, rank = _shares(values[values > _NEGLIGIBLE * values[-1]])
+    found = {
+        "effective-dimension": (np.trace(own) ** 2 / squares[0], "dimensions", "participation ratio of the covariance"),
+        "effective-rank": (rank, "dimensions", "RankMe of centered features"),
+        "cka-truth": (np.square(cross).sum() / math.sqrt(squares[0] * squares[1]), "CKA", "linear CKA"),
+    }
+    return {
+        name: Estimate(
+            value=float(value),
+            stderr=0.0,
+            samples=0,
+            unit=unit,
+            num_predictions=0,
+            method=f"{method}; exact over all sentences",
+        )
+        for name, (value, unit, method) in found.items()
+    }
+
+
+def _shares(eigenvalues: Array) -> tuple[Array, float]:
+    """Return the fraction of each singular value in their sum, and the effective rank, from squared ones above 0."""
+    singular = np.sqrt(eigenvalues)
+    p = singular / singular.sum()
+    return p, float(np.exp(-(p * np.log(p)).sum()))
 
 
 def _gram(name: str, gram: ArrayLike) -> Array:

@@ -304,7 +304,7 @@ def _features(data: DatasetResults) -> SummaryTable:
     control = dataset.control
 
     def features(one: Replicate, run: str) -> Measured:
-        return data.at(one, run)["features"]
+        return data.at(one, run)["effective-dimension"]
 
     pairs = {
         run: [(one, cka(features(one, control), features(one, run))) for one in ones]

@@ -476,31 +476,69 @@ _OF_SAMPLED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Features(SeededMeasure):
-    """Effective dimension of the last hidden states; keeps their Gram matrix, for the CKA of two checkpoints."""
+    """Effective rank and dimension of the last hidden states, and their CKA with the truth; keeps their Gram matrix."""
 
-    feature_sentences: int = setting(256, minimum=5)
-    """Sentences whose features are compared; for text, held-out sequences at most."""
+    feature_sentences: int | Literal["all"] = setting(256, minimum=5)
+    """Sentences whose features are compared; for text, held-out sequences at most; all: every sentence of the language,
+    by its probability, for exact numbers (for languages with at most 65,536 strings of tokens)."""
+
+    def why_not_applicable(self, context: MeasureContext) -> str | None:
+        """Return why there are no features of all sentences."""
+        if self.feature_sentences == "all" and (context.language is None or context.all_sentences() is None):
+            return "feature_sentences is all, and the sentences cannot be enumerated: give a number"
+        return None
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
-        """Return `effective-dimension`, with the upper triangle of the features' Gram matrix as `gram`.
+        """Return `effective-dimension`, `effective-rank` and, of a masked model of an exact language, `cka-truth`.
 
+        The truth is the look-up table: the true conditionals of each token given all others. With a sample of
+        sentences, the upper triangle of the features' Gram matrix comes with them, as `gram` of `effective-dimension`.
         The inputs are the sentences without a start, so that causal and masked models of a language have the same.
         """
-        from isoloss.lab.transfer.features import extract
-        from isoloss.lab.transfer.similarity import (
-            effective_dimension,
-            from_upper_triangle,
-            gram_matrix,
-            upper_triangle,
-        )
+        from isoloss.lab.transfer import similarity
+        from isoloss.lab.transfer.features import extract, lookup_features
         from isoloss.text.masking import with_start
 
-        sentences = context.sentences(self.feature_sentences, self.seed)
         takes_start = context.is_causal and context.language is not None
-        features: Any = extract(model, with_start(sentences, context.language) if takes_start else sentences)
-        gram = upper_triangle(gram_matrix(features))
+
+        def features_of(sentences: Sentences) -> Any:
+            return extract(model, with_start(sentences, context.language) if takes_start else sentences)
+
+        if self.feature_sentences == "all":
+            every = context.all_sentences()
+            if every is None:
+                raise IsolossError(self.why_not_applicable(context))
+            sentences, probabilities = every
+            features = context.features(model, features_of, sentences)
+            truth = context.features(None, lookup_features, context.language, sentences)
+            estimates = similarity.exact_features(features, probabilities, truth)
+            return MeasureResult(estimates=estimates, inputs=digest(sentences.tokens, sentences.lengths, probabilities))
+        sentences = context.sentences(self.feature_sentences, self.seed)
+        exact = similarity.gram_matrix(features_of(sentences))
+        # as it is kept, so that the numbers are those of what is kept
+        gram = similarity.upper_triangle(exact)
+        kept = similarity.from_upper_triangle(gram)
+        estimates = {
+            "effective-dimension": similarity.effective_dimension(kept),
+            "effective-rank": similarity.effective_rank(exact),
+        }
+        if _has_table(context):
+            table = similarity.gram_matrix(lookup_features(context.language, sentences))
+            estimates["cka-truth"] = similarity.linear_cka(kept, table)
         return MeasureResult(
-            estimates={"effective-dimension": effective_dimension(from_upper_triangle(gram))},
+            estimates=estimates,
             more={"effective-dimension.gram": gram},
             inputs=digest(sentences.tokens, sentences.lengths),
         )
+
+
+def _has_table(context: MeasureContext) -> bool:
+    """Whether a masked model's truth is known and costs no other model's forward passes."""
+    language = context.language
+    return (
+        language is not None
+        and not context.is_causal
+        and not language.num_held_out
+        and language.is_exact
+        and not language.costs_forward_passes
+    )
