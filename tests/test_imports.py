@@ -17,7 +17,7 @@ LAYERS = [
     ("registry", "config", "statistics"),
     ("run_config",),
     ("runs",),
-    ("lstm", "early_checks"),
+    ("lstm", "bracket_attention", "early_checks"),
     ("loading",),
     ("text",),
     ("lab.jit",),

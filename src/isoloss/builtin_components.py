@@ -5,6 +5,7 @@ LANGUAGE_CONFIGS = {
     "pcfg": ("PCFGConfig", "a random layered grammar"),
     "grammar": ("GrammarConfig", "a grammar given by its rules"),
     "brackets": ("BracketsConfig", "the paper's bracket language (section 5)"),
+    "hidden-bracket": ("HiddenBracketConfig", "brackets with one hidden, and last which one it was"),
     "dyck": ("DyckConfig", "nested brackets of several kinds, as a grammar"),
     "hmm": ("HMMConfig", "a random block-diagonal hidden Markov model"),
     "corpus": ("CorpusConfig", "real text"),
@@ -21,6 +22,7 @@ ALGORITHM_CONFIGS = {
 ARCHITECTURES = {
     "bert": ("BERT", "BERT: post-layer-norm blocks, GELU, a transform before the tied decoder"),
     "bert-pre-ln": ("PRE_LAYER_NORM_BERT", "BERT with pre-layer-norm blocks and a layer norm after the last one"),
+    "bracket-attention": ("BRACKET_ATTENTION", "the paper's model of brackets (section 5): one head, ReLU neurons"),
     "lstm": ("LSTM", "LSTM layers that read both ways, or one; a decoder tied to the token embedding"),
     "opt": ("OPT", "OPT: pre-layer-norm blocks, ReLU, a tied decoder without bias"),
 }
@@ -57,6 +59,11 @@ MEASURES = {
         "finetune-TASK": "Finetune",
         "features": "Features",
     },
+    "brackets": {
+        "bracket-parts": "BracketParts",
+        "bracket-probes": "BracketProbes",
+        "bracket-tokens": "BracketTokens",
+    },
 }
 TEXT_TASKS = {
     "cola": ("COLA", "GLUE: whether a sentence is acceptable"),
@@ -77,6 +84,7 @@ RESCALING_FAMILIES = {
     "gemma3_text": ("llama", "Gemma 3, text only: as Gemma 2, norms of queries and keys"),
     "gpt2": ("gpt2", "GPT-2: pre-layer-norm blocks, a fused map to queries, keys and values"),
     "gpt_neox": ("gpt_neox", "GPT-NeoX and Pythia: blocks side by side, rotary positions"),
+    "isoloss-bracket-attention": ("bracket_attention", "isoloss's model of brackets: ReLU neurons, queries and keys"),
     "isoloss-lstm": ("lstm", "isoloss's LSTM: no rescaling, or the embeddings alone where the decoder is not tied"),
     "llama": ("llama", "Llama: RMS norms, rotary positions, gated feed-forward blocks"),
     "mistral": ("llama", "Mistral: as Llama"),

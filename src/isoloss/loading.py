@@ -23,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import cached_file, logging
 
+import isoloss.bracket_attention
 import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
 from isoloss import files
 from isoloss.early_checks import (

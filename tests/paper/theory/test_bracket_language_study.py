@@ -9,7 +9,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.paper.theory import brackets
-from isoloss.paper.theory.brackets import downstream_inputs, flatness, judge, pretraining_inputs, squares
+from isoloss.paper.theory.brackets import downstream_inputs, flatness, judge, parts, pretraining_inputs
 
 SMALL = brackets.Settings(lengths=(4, 6), steps=900, trials=400, samples=(2, 4, 8), draws=2, seed=1)
 NEGATIVE = {2, 7, 11, 15}  # statements of the paper as printed that are wrong: G.1, G.3, 5.1 and G.6
@@ -53,7 +53,7 @@ def test_heads_of_least_norm_by_the_pseudoinverse(name):
                 model.value.detach()[neuron : neuron + 1], torch.ones(1, dtype=torch.float64)
             )
             single.query.data, single.key.data = model.query.data, model.key.data
-            columns.append(squares(single, inputs.z).outputs.detach())
+            columns.append(parts(single, inputs.z).outputs.detach())
         features = torch.stack(columns, dim=1)
         head = torch.linalg.pinv(features[row], rtol=1e-8) @ inputs.y[row]
         assert loss == pytest.approx(float((features @ head - inputs.y).square().mean()), rel=1e-6, abs=1e-12)

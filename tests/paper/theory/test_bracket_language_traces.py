@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
+from isoloss.lab.models.bracket_gradients import attend
 from isoloss.paper.theory import brackets
 from isoloss.paper.theory.brackets import (
     BracketAttention,
-    attend,
     bound,
     downstream_inputs,
     flatness,
     hessian_trace,
     num_inputs,
+    parts,
     pretraining_inputs,
-    squares,
 )
 
 
@@ -64,13 +64,13 @@ def test_every_string_once():
 def test_outputs_are_the_models():
     for inputs in (pretraining_inputs(4), downstream_inputs(4)):
         model, x = random_model(4), tokens_of(inputs.z)
-        torch.testing.assert_close(squares(model, inputs.z).outputs, model(x), rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(attend(model, inputs.z)[0], model.attention(x), rtol=1e-12, atol=0)
+        torch.testing.assert_close(parts(model, inputs.z).outputs, model(x), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(attend(model.weights, inputs.z)[0], model.attention(x), rtol=1e-12, atol=0)
 
 
 def test_squared_gradients_are_autograds():
     model, inputs = random_model(4, seed=3), pretraining_inputs(4)
-    outputs, found = model(tokens_of(inputs.z)), squares(model, inputs.z)
+    outputs, found = model(tokens_of(inputs.z)), parts(model, inputs.z)
     assert found.attention.max() > 0.001
     for index in range(0, len(outputs), 5):
         names = [name for name, _ in model.named_parameters()]
@@ -85,7 +85,7 @@ def test_factors_multiply_to_the_ratio_and_are_the_inequalities():
     found = flatness(model, inputs)
     product = found.heads * found.balance * found.cancellation * found.evenness
     assert found.ratio == pytest.approx(product, rel=1e-12)
-    weights, h = (value.detach() for value in attend(model, inputs.z))
+    weights, h = (value.detach() for value in attend(model.weights, inputs.z))
     assert weights.sum(dim=1).tolist() == pytest.approx([1.0] * len(weights))
     norms, u = h.norm(dim=1), model.output.detach()
     values = (h @ model.value.detach().T).relu()
@@ -211,7 +211,7 @@ def test_balancing_is_the_best_scaling_of_every_neuron():
     inputs = pretraining_inputs(4)
     model = brackets.random_features(inputs, 40, seed=0)
     better = brackets.balanced(model, inputs)
-    torch.testing.assert_close(squares(better, inputs.z).outputs, inputs.y, rtol=0, atol=1e-9)
+    torch.testing.assert_close(parts(better, inputs.z).outputs, inputs.y, rtol=0, atol=1e-9)
     least = flatness(better, inputs)
     idle = brackets.two_neurons(4, 3)
     assert torch.equal(brackets.balanced(idle, inputs).value[2], idle.value[2])

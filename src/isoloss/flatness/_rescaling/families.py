@@ -198,6 +198,18 @@ def lstm(model: Any, signals: Signals) -> Signal:
     return stream
 
 
+def bracket_attention(model: Any, signals: Signals) -> Signal:
+    """Declare isoloss's model of brackets: queries and keys, and neurons whose sum is the output."""
+    base, config = model.base_model, model.config
+    encoded, keys = signals.fixed(base.key.in_features), signals.channels("queries and keys", config.key_width)
+    signals.linear(base.query, encoded, -keys)
+    signals.linear(base.key, encoded, keys)
+    neurons = signals.neurons("hidden units", config.hidden_size)
+    signals.linear(base.value, encoded, neurons)
+    signals.linear(model.answers.read, neurons, signals.fixed(1))
+    return neurons
+
+
 def _normed(signals: Signals, label: str, norm: nn.Module, read: Signal) -> Signal:
     written = signals.channels(label, len(read))
     signals.norm(norm, read, written, offset=_offset(norm))

@@ -416,6 +416,13 @@ class ExactLanguage(Language):
         probs[-1] = 1
         return probs
 
+    def listed(self) -> torch.Tensor | None:
+        """Return (n, max_length) every sentence, sorted by its tokens; None: they are found by trying all strings.
+
+        For a language of one length that has few sentences among too many strings.
+        """
+        return None
+
     def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return (n,) bool: whether each string of tokens is a sentence of the language."""
         out = torch.zeros(len(tokens), dtype=torch.bool)

@@ -24,6 +24,7 @@ Progress = Callable[[int, int], None]  # called with (done, total)
 MAX_LENGTH = 1024  # tokens of a grammar's sentence: the exact algorithms take time cubic in the length
 _MAX_LEVELS = 10  # sentences of MAX_LENGTH tokens
 _MAX_BRACKETS = 4096
+_MAX_LISTED_BRACKETS = 12  # whose 44,352 sentences with one hidden bracket and its answer can be listed
 
 SUFFIX = ".safetensors"  # of a language in a file
 
@@ -157,6 +158,24 @@ class BracketsConfig(_Config):
     kind: Literal["brackets"] = "brackets"
     length: int = setting(8, minimum=2, maximum=_MAX_BRACKETS, note="even")
     """Brackets in a sentence; even."""
+
+    def check_fields(self) -> None:
+        """Raise an `IsolossError` for an odd length."""
+        if self.length % 2:
+            raise IsolossError(f"length is {self.length}; it must be even")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenBracketConfig(_Config):
+    """Brackets with one hidden, and which one it was (see `isoloss.lab.languages.hidden_bracket.HiddenBracket`)."""
+
+    is_self_contained: ClassVar[bool] = True
+    language_class = "hidden_bracket:HiddenBracket"
+    kind: Literal["hidden-bracket"] = "hidden-bracket"
+    length: int = setting(6, minimum=2, maximum=_MAX_LISTED_BRACKETS, note="even")
+    """Brackets in a context; even. A sentence has one more token, the answer."""
+    flip: float = setting(0.1, minimum=0, below=0.5)
+    """Probability that the answer is the other bracket than the hidden one."""
 
     def check_fields(self) -> None:
         """Raise an `IsolossError` for an odd length."""

@@ -34,6 +34,8 @@ def why_not_enumerable(language: Language) -> str | None:
         return why_not_enumerable(language.inner)
     if not language.is_exact:
         return f"{name} has no exact probabilities to sum over"
+    if language.exact().listed() is not None:
+        return None
     count = sum(language.vocab_size**length for length in _possible_lengths(language))
     if count > MOST_STRINGS:
         told = f"{count:,}" if count < 10**9 else f"about 10^{math.log10(count):.0f}"
@@ -62,6 +64,9 @@ def all_sentences(language: Language) -> tuple[Sentences, torch.Tensor]:
     if isinstance(exact, WithSpecialTokens):
         inside, inner_probabilities = all_sentences(exact.inner)
         return exact.frame(inside), inner_probabilities
+    if (strings := exact.listed()) is not None:
+        lengths = torch.full((len(strings),), exact.max_length)
+        return Sentences(strings, lengths), exact.log_prob(strings, lengths).softmax(dim=0)
     possible, length_probs = _possible_lengths(exact), exact.length_probs
     all_tokens, all_lengths, probabilities = [], [], []
     for length in possible:

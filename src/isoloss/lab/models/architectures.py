@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from isoloss.errors import IsolossError
-from isoloss.lab.models.sizes import LSTM_SIZES, SIZES, LSTMShape, Shape, reshaped
+from isoloss.lab.models.sizes import BRACKET_SIZES, LSTM_SIZES, SIZES, BracketShape, LSTMShape, Shape, reshaped
 
 if TYPE_CHECKING:
     import torch
@@ -324,4 +324,61 @@ class _LSTM(Architecture):
         }
 
 
+class _BracketAttention(Architecture):
+    """The paper's model of brackets (section 5), which reads the language `hidden-bracket` alone and has no dropout."""
+
+    model_class, library = "BracketAttentionForMaskedLM", "isoloss.bracket_attention"
+    sizes, default_size = BRACKET_SIZES, "m64"
+    supports_fsdp = False  # the output layer is made of the weight at every step
+
+    def reshaped(self, named: BracketShape, config: ModelConfig) -> BracketShape:
+        """Return the shape of a config: `width` is k and `ffn` is m; see `Architecture.shape`.
+
+        Example:
+            >>> from isoloss.run_config import ModelConfig
+            >>> BRACKET_ATTENTION.shape(ModelConfig(architecture="bracket-attention", ffn=16))
+            BracketShape(key_width=2, neurons=16)
+        """
+        if config.layers is not None or config.heads is not None or config.directions != 2:
+            raise IsolossError("bracket-attention has one layer and one head: leave out layers, heads and directions")
+        shape = BracketShape(config.width or named.key_width, config.ffn or named.neurons)
+        if min(shape.key_width, shape.neurons) < 1:
+            raise IsolossError(
+                f"width, the keys', is {shape.key_width} and ffn, the neurons, {shape.neurons}; both must be at least 1"
+            )
+        return shape
+
+    def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
+        """Return a randomly initialized model; an `IsolossError` for another language than `hidden-bracket`."""
+        from isoloss.lab.languages.hidden_bracket import HiddenBracket
+
+        if not isinstance(language, HiddenBracket):
+            raise IsolossError(f"bracket-attention reads the language hidden-bracket, not {language!r}")
+        return super().build(config, language, seed=seed)
+
+    def num_parameters(self, shape: BracketShape, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
+        """Return 4 T k of Q and K, 2 T m of V and m of u.
+
+        Example:
+            >>> BRACKET_ATTENTION.num_parameters(BRACKET_SIZES["m64"], vocab_size=8, max_length=7)
+            880
+        """
+        return 4 * (max_length - 1) * shape.key_width + (2 * (max_length - 1) + 1) * shape.neurons
+
+    def settings(self, shape: BracketShape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:
+        return {
+            "key_width": shape.key_width,
+            "hidden_size": shape.neurons,
+            "max_position_embeddings": max_length,
+        }
+
+    def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
+        # every token has the state of its sentence
+        states: torch.Tensor = model.base_model.neurons(batch["input_ids"])
+        counts = predicted.sum(dim=1)
+        # at one predicted token a sentence, the usual case, nothing need be gathered and, backward, scattered
+        return states if bool((counts == 1).all()) else states.repeat_interleave(counts, dim=0)
+
+
 BERT, PRE_LAYER_NORM_BERT, LSTM, OPT = _BERT(), _PreLayerNormBERT(), _LSTM(), _OPT()
+BRACKET_ATTENTION = _BracketAttention()

@@ -26,6 +26,14 @@ class LSTMShape:
     directions: int = 2  # from left to right and from right to left; 1: from left to right only
 
 
+@dataclass(frozen=True)
+class BracketShape:
+    """The shape of the paper's model of brackets."""
+
+    key_width: int  # of queries and keys
+    neurons: int
+
+
 # Two for a laptop, and the rows of the paper's Tables 3 and 4, whose first two are the same. The feed-forward width is
 # 4 d_model, as appendix B.4.2 states it and as its expansion of a small model into a large one needs it; Table 4 prints
 # the column of Table 3 there, which is not 4 d_model from d320 on, nor that of the 950 million parameters in the text.
@@ -59,6 +67,8 @@ LSTM_SIZES: dict[str, LSTMShape] = {
     "h768": LSTMShape(768, 12),
     "h1024": LSTMShape(1024, 16),
 }
+
+BRACKET_SIZES: dict[str, BracketShape] = {f"m{neurons}": BracketShape(2, neurons) for neurons in (16, 64, 256)}
 
 
 def shape(name: str) -> Shape:

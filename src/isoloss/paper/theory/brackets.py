@@ -19,11 +19,11 @@ from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.brackets import OPEN, Brackets
 from isoloss.lab.languages.exact import all_sentences
+from isoloss.lab.models.bracket_gradients import Weights, attend, squares
 from isoloss.paper.theory.bracket_settings import LENGTHS, Settings
 from isoloss.paper.theory.statements import Statement, counter, mean_and_stderr
 
 UNIT = "squared answers"  # of the loss and of its second derivatives by weights
-KINK = 1e-9  # cosine of a neuron and its input below which the input lies on the neuron's kink
 _TRACE_BLOCK = 1 << 22  # numbers of an (inputs, neurons) table that are held together
 RATE = 0.05  # of Adam; it falls to 0 over the second half of the steps
 WEIGHTS = (10.0, 1e5)  # of the loss beside trace / bound, at the first and the last step
@@ -93,6 +93,11 @@ class BracketAttention(nn.Module):
         attended = (self.attention(x)[:, None] @ x)[:, 0]
         return (attended @ self.value.T).relu() @ self.output / len(self.output)
 
+    @property
+    def weights(self) -> Weights:
+        """The weights of f without the factor 1 / m."""
+        return Weights(self.query, self.key, self.value, self.output / len(self.output))
+
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n, T): a, what the first token attends to, of encoded sentences (n, T, 2 T)."""
         scores = (x @ self.key.T) @ (x[:, 0] @ self.query.T)[:, :, None]
@@ -161,17 +166,6 @@ def _language(length: int) -> Brackets:
     return Brackets(length)
 
 
-class Squares(NamedTuple):
-    """What a block of inputs adds to the trace and to the steps of the bound; all (n,)."""
-
-    outputs: torch.Tensor  # f
-    neurons: torch.Tensor  # `|grad_u f|^2 + |grad_V f|^2`
-    attention: torch.Tensor  # `|grad_Q f|^2 + |grad_K f|^2`
-    products: torch.Tensor  # `2 / m^2 |h| sum_i |u_i| relu(V_i h)`: the part of `neurons` that no balance removes
-    norms: torch.Tensor  # `|h|`, h what the attention gives
-    on_kink: torch.Tensor  # whether V_i h = 0 for a neuron with V_i and u_i not 0: the Hessian does not exist
-
-
 @dataclass(frozen=True, kw_only=True)
 class Flatness:
     r"""Loss, trace, and why the trace is above the bound: `trace = bound * heads * balance * cancellation * evenness`.
@@ -207,57 +201,30 @@ def bound(length: int, width: int) -> float:
     return 4 / (width * math.sqrt(length))
 
 
-def attend(model: BracketAttention, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (n, T) the attention a and (n, 2 T) h, what it gives, from z: as from the tokens, but without zeros."""
-    scores = _by_token(z * (_queries(model, z) @ model.key))
-    weights = scores.softmax(dim=1)
-    # coordinates j and j + T are of one token
-    return weights, z * weights.repeat(1, 2)
+class Parts(NamedTuple):
+    """What a block of inputs adds to the trace and to the steps of the bound; all (n,)."""
+
+    outputs: torch.Tensor  # f
+    neurons: torch.Tensor  # `|grad_u f|^2 + |grad_V f|^2`
+    attention: torch.Tensor  # `|grad_Q f|^2 + |grad_K f|^2`
+    products: torch.Tensor  # `2 / m^2 |h| sum_i |u_i| relu(V_i h)`: the part of `neurons` that no balance removes
+    norms: torch.Tensor  # `|h|`, h what the attention gives
+    on_kink: torch.Tensor  # whether V_i h = 0 for a neuron with V_i and u_i not 0: the Hessian does not exist
 
 
-def squares(model: BracketAttention, z: torch.Tensor, *, count_kink: bool = False) -> Squares:
-    r"""Return the squared gradients of f, differentiable by the weights almost everywhere.
-
-    With s = V h and 1[.] the indicator of an active neuron: `|grad_u f|^2 = |relu(s)|^2 / m^2`, `|grad_V f|^2 =
-    |h|^2 sum_i u_i^2 1[s_i] / m^2`; with g the gradient by h and `c_j = a_j <x_j - h, g>` that by the score of token j,
-    `|grad_Q f|^2 = |K sum_j c_j x_j|^2` and `|grad_K f|^2 = |Q x_1|^2 |sum_j c_j x_j|^2`, as x_1 has length 1.
-    """
+def parts(model: BracketAttention, z: torch.Tensor, *, count_kink: bool = False) -> Parts:
+    """Return the squared gradients of f, differentiable by the weights almost everywhere."""
     m = len(model.output)
-    weights, h = attend(model, z)
-    norms = h.norm(dim=1)
-    reads = h @ model.value.T
-    # on a kink rounding decides the sign of V_i h; so kinks are found first, and count as active by choice alone
-    kinks = reads.abs() <= KINK * norms[:, None] * model.value.norm(dim=1)
-    used = (model.value != 0).any(dim=1) & (model.output != 0)
-    active = kinks | (reads > 0) if count_kink else ~kinks & (reads > 0)
-    indicator = active.to(z.dtype)
-    # relu(V h), (n, m), which `descend` differentiates with the indicator as a constant
-    values = reads * indicator
-    # g, (n, 2 T); then c, (n, T), by the Jacobian of the softmax; then sum_j c_j x_j, (n, 2 T)
-    by_h = (indicator * model.output) @ model.value / m
-    by_score = weights * (_by_token(z * by_h) - (h * by_h).sum(dim=1, keepdim=True))
-    pulled = z * by_score.repeat(1, 2)
-    by_key = _queries(model, z).square().sum(dim=1) * pulled.square().sum(dim=1)
-    return Squares(
-        outputs=values @ model.output / m,
-        neurons=(values.square().sum(dim=1) + norms.square() * (indicator @ model.output.square())) / m**2,
-        attention=(pulled @ model.key.T).square().sum(dim=1) + by_key,
-        products=2 / m**2 * norms * (values @ model.output.abs()),
-        norms=norms,
-        on_kink=(kinks & used).any(dim=1),
+    # `squares` has no factor 1 / m: u / m in the place of u gives the same f
+    by_row = squares(model.weights, z, count_kink=count_kink)
+    return Parts(
+        outputs=by_row.outputs,
+        neurons=by_row.output.sum(dim=1) / m**2 + by_row.value.sum(dim=1),
+        attention=by_row.query.sum(dim=1) + by_row.key.sum(dim=1),
+        products=2 / m * by_row.norms * by_row.terms.sum(dim=1),
+        norms=by_row.norms,
+        on_kink=by_row.on_kink,
     )
-
-
-def _by_token(coordinates: torch.Tensor) -> torch.Tensor:
-    """Return (n, T): the sum over the two coordinates of each token, of which one is 0."""
-    length = coordinates.shape[1] // 2
-    return coordinates[:, :length] + coordinates[:, length:]
-
-
-def _queries(model: BracketAttention, z: torch.Tensor) -> torch.Tensor:
-    """Return (n, k): Q x_1."""
-    first = [0, z.shape[1] // 2]
-    return z[:, first] @ model.query[:, first].T
 
 
 @torch.no_grad()
@@ -272,8 +239,8 @@ def flatness(model: BracketAttention, inputs: Inputs, *, count_kink: bool = Fals
         (True, 2.0)
     """
     m = len(model.output)
-    # at T = 10 a table of all inputs and random features has 26 million numbers, 0.2 GB, and `squares` makes several
-    blocks = [squares(model, z, count_kink=count_kink) for z in torch.split(inputs.z, max(1, _TRACE_BLOCK // m))]
+    # at T = 10 a table of all inputs and random features has 26 million numbers, 0.2 GB, and `parts` makes several
+    blocks = [parts(model, z, count_kink=count_kink) for z in torch.split(inputs.z, max(1, _TRACE_BLOCK // m))]
     outputs, neurons, attention, products, norms, on_kink = map(torch.cat, zip(*blocks, strict=True))
     least = bound(inputs.length, m)
     without_cancelling = 2 / m * (norms * outputs.abs()).mean()
@@ -294,7 +261,7 @@ def hessian_trace(model: BracketAttention, inputs: Inputs) -> float:
     """Return the trace of the Hessian of the loss by differentiating it twice, weight by weight; for small models."""
     weights = list(model.parameters())
     # by `outputs` alone: what else `squares` gives are closed forms, which this is to check
-    loss = (squares(model, inputs.z).outputs - inputs.y).square().mean()
+    loss = (parts(model, inputs.z).outputs - inputs.y).square().mean()
     flat = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, weights, create_graph=True)])
     identity = torch.eye(len(flat), dtype=flat.dtype)
     rows = torch.autograd.grad(flat, weights, identity, is_grads_batched=True)
@@ -484,7 +451,7 @@ def descend(
         fraction = step / steps
         # Adam's steps are as long as its rate however small the gradient, so only a rate that falls to 0 lets it settle
         optimizer.param_groups[0]["lr"] = RATE * min(1, 2 * (1 - fraction))
-        at = squares(model, inputs.z)
+        at = parts(model, inputs.z)
         ratio = 2 * (at.neurons + at.attention).mean() / least
         loss = (at.outputs - inputs.y).square().mean()
         if step % max(1, steps // KEPT) == 0:
@@ -548,7 +515,7 @@ def sign_missing(length: int, samples: int) -> float:
 @torch.no_grad()
 def kernel(model: BracketAttention, inputs: Inputs) -> torch.Tensor:
     """Return (N, N): products of the neurons' outputs, divided by m^2; a head of least norm depends on nothing else."""
-    _, attended = attend(model, inputs.z)
+    _, attended = attend(model.weights, inputs.z)
     features = (attended @ model.value.T).relu() / len(model.output)
     return features @ features.T
 
