@@ -22,9 +22,9 @@ ALGORITHM_CONFIGS = {
 ARCHITECTURES = {
     "bert": ("BERT", "BERT: post-layer-norm blocks, GELU, a transform before the tied decoder"),
     "bert-pre-ln": ("PRE_LAYER_NORM_BERT", "BERT with pre-layer-norm blocks and a layer norm after the last one"),
-    "bracket-attention": ("BRACKET_ATTENTION", "the paper's model of brackets (section 5): one head, ReLU neurons"),
     "lstm": ("LSTM", "LSTM layers that read both ways, or one; a decoder tied to the token embedding"),
     "opt": ("OPT", "OPT: pre-layer-norm blocks, ReLU, a tied decoder without bias"),
+    "bracket-attention": ("BRACKET_ATTENTION", "the paper's model of brackets (section 5): one head, ReLU neurons"),
 }
 # by module of `isoloss.lab.evaluation.measures`, the classes, each of whose docstrings is the line about it
 MEASURES = {
