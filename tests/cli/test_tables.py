@@ -211,7 +211,7 @@ def summary():
         p_adjusted=2e-9,
         detectable=0.354,
     )
-    gains = (("a", 3, Verdict.SHOWN, {"is_primary": True}), ("b", 0.5, Verdict.NOT_SHOWN, {"below": 1.43}))
+    gains = (("a", 3, Verdict.SHOWN, {"role": "primary"}), ("b", 0.5, Verdict.NOT_SHOWN, {"below": 1.43}))
     answers = []
     for task, gain, verdict, more in gains:
         gained = estimate(gain, 0.5, "percentage points")
@@ -224,7 +224,7 @@ def summary():
                 explanation="They were compared.",
                 difference=gained,
                 p_value=0.0341,
-                p_adjusted=None if more.get("is_primary") else 0.2,
+                p_adjusted=0.0341 if "role" in more else 0.2,
                 **more,
             )
         )
@@ -250,9 +250,10 @@ def test_the_answer_is_printed_and_a_line_for_each_claim(capsys, monkeypatch):
         "SGD improves transfer: Yes: +3.00 ± 0.50 points",
         "    a; 95 %: 1.85 to 4.15",
         "",
-        "✓ sgd-flatter   shown",
-        "○ sgd-transfer  shown in 1 of 2, not shown in 1 of 2",
-        "– adversarial   not tested",
+        "✓ sgd-flatter: shown: -7.60 ± 0.11 nats/token (95 %: -7.85 to -7.35)",
+        "✓ sgd-transfer, a: shown: +3.00 ± 0.50 points (95 %: 1.85 to 4.15)",
+        "○ sgd-transfer, b: not shown: +0.50 ± 0.50 points (95 %: -0.65 to 1.65)",
+        "– adversarial: not tested",
         "Scale smoke: no verdict is given.",
     ]
 

@@ -15,7 +15,7 @@ from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.paper.same_loss import page, pilot
 from isoloss.paper.same_loss.design import BASE, GROUPS, UNTOUCHED, cooldown_run
-from isoloss.paper.same_loss.study import SCALES, STUDY, contrasts, factor, measures, tables
+from isoloss.paper.same_loss.study import SCALES, STUDY, contrast_cases, contrasts, factor, measures, tables
 from isoloss.report.data import TRACE
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Verdict, read_claims
@@ -26,7 +26,12 @@ from isoloss.studies.verdicts import answer_all
 
 SCALE = SCALES["laptop"]
 FIRST = SCALE.units[0].prefix
-SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTED, _ = Verdict
+SHOWN, NO_EFFECT, NOT_SHOWN, CONTRADICTED, NOT_TESTED, _ = Verdict
+# label noise flattens and improves transfer, and the helper is seen: what the other claims are tested after
+PASSING = {
+    "label_noise": {"trace": -40.0, "minimal-trace": -5.0, "probe-prefix-4": 0.02},
+    "helper": {"probe-prefix-4": 0.05},
+}
 PRIMARY = ("noise-transfer", "prefix-4")
 
 
@@ -95,7 +100,8 @@ def estimates(measure, settings, arm, grammar, changes):
 def claims(results, scale="laptop"):
     """The result of every claim."""
     file = read_claims(STUDY.claims, scales=STUDY.scales)
-    return answer_all(file, contrasts(results), measures(results.scale), scale=scale)
+    cases = contrast_cases(results.scale)
+    return answer_all(file, contrasts(results), measures(results.scale), cases=cases, scale=scale)
 
 
 def verdicts(results):
@@ -204,8 +210,10 @@ def test_the_margin_of_the_loss_is_worth_a_fifth_of_the_smallest_effect():
     file = read_claims(STUDY.claims)
     margin = loss_margin(pilot.slopes(SCALE.main_size)["probe-prefix-4"])
     assert file.same_loss_nats == pytest.approx(margin, rel=0.02)
-    others = {claim.compares: claim.same_loss_nats for claim in file.claims if claim.same_loss_nats}
-    assert others == {"adversary": 5 * file.same_loss_nats, "helper": 5 * file.same_loss_nats}
+    others = {claim.id: claim.same_loss_nats for claim in file.claims if claim.same_loss_nats}
+    assert others == dict.fromkeys(
+        ("noise-flatter", "adversary-transfer", "adversary-sharper", "helper-flatter"), 5 * file.same_loss_nats
+    )
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -214,13 +222,29 @@ def test_the_margin_of_the_loss_is_worth_a_fifth_of_the_smallest_effect():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, {PRIMARY: NOT_SHOWN, ("sgd-flatter", "trace"): NOT_SHOWN, ("helper-transfer", "prefix-2"): NOT_SHOWN}),
+        # the gates, one after the other
+        (
+            {"label_noise": {}, "helper": {}},
+            {("noise-flatter", "trace"): NOT_SHOWN, ("helper-transfer", "prefix-4"): NOT_TESTED, PRIMARY: NOT_TESTED},
+        ),
+        (
+            {"label_noise": {"trace": -40.0}},
+            {("noise-flatter", "trace"): NOT_SHOWN, ("helper-transfer", "prefix-4"): NOT_TESTED, PRIMARY: NOT_TESTED},
+        ),
+        (
+            {"helper": {}},
+            {("noise-flatter", "trace"): SHOWN, PRIMARY: NOT_TESTED, ("sgd-flatter", "trace"): NOT_TESTED},
+        ),
+        (
+            {"label_noise": {"trace": -40.0, "minimal-trace": -5.0}},
+            {PRIMARY: NO_EFFECT, ("sgd-flatter", "trace"): SHOWN, ("helper-transfer", "prefix-2"): NOT_SHOWN},
+        ),
         # flatter and better, at the same loss
         (
-            {"label_noise": {"trace": -40.0, "minimal-trace": -5.0, "probe-prefix-4": 0.02}},
+            {},
             {
                 PRIMARY: SHOWN,
-                ("noise-transfer", "prefix-2"): NOT_SHOWN,
+                ("noise-transfer", "prefix-2"): NO_EFFECT,
                 ("sgd-flatter", "trace"): SHOWN,
                 ("noise-flatter", "minimal-trace"): SHOWN,
                 ("sgd-transfer", "prefix-4"): SHOWN,
@@ -233,7 +257,7 @@ def test_the_margin_of_the_loss_is_worth_a_fifth_of_the_smallest_effect():
         ),
         # controls
         (
-            {"helper": {"probe-prefix-4": 0.05}, "adversary": {"probe-prefix-4": 0.05}},
+            {"adversary": {"probe-prefix-4": 0.05}},
             {
                 ("helper-transfer", "prefix-4"): SHOWN,
                 ("helper-flatter", "minimal-trace"): NOT_SHOWN,
@@ -271,7 +295,7 @@ def test_the_margin_of_the_loss_is_worth_a_fifth_of_the_smallest_effect():
     ],
 )
 def test_verdicts_on_known_numbers(tmp_path, given, expected):
-    judged = verdicts(known_results(tmp_path, **given))
+    judged = verdicts(known_results(tmp_path, **PASSING | given))
     assert {name: judged[name] for name in expected} == expected
 
 
@@ -281,10 +305,9 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
         next(result for result in claims(found) if result.claim.id == name).answers[0]
         for name in ("noise-transfer", "longer-transfer")
     )
-    assert (primary.difference.samples, longer.difference.samples) == (len(SCALE.grammars), SCALE.complete)
-    assert primary.is_primary
-    assert primary.p_adjusted is None
-    assert longer.p_adjusted >= longer.p_value
+    assert f"over {len(SCALE.grammars)} grammars" in primary.explanation
+    assert longer.difference.samples == SCALE.complete
+    assert (primary.role, longer.role) == ("primary", "secondary")
     differences = [
         100
         * (
@@ -297,10 +320,9 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
         found.at(unit.run("label-noise"))["kl"].value - found.at(unit.run("no-noise"))["kl"].value
         for unit in SCALE.units
     ]
-    assert primary.difference.value == pytest.approx(sum(differences) / len(differences))
     slope = pilot.slopes("d32")["probe-prefix-4"].value
-    adjusted = primary.difference.value - slope * sum(losses) / len(losses)
-    assert primary.adjusted.value == pytest.approx(adjusted)
+    adjusted = sum(differences) / len(differences) - slope * sum(losses) / len(losses)
+    assert primary.difference.value == primary.adjusted.value == pytest.approx(adjusted)
 
 
 def answer(results):
@@ -311,20 +333,24 @@ def answer(results):
 def test_the_answer_says_what_the_verdicts_say(tmp_path):
     flatter, transfers, differ = answer(known_results(tmp_path))
     assert flatter.value.startswith("Not shown: 1.00 times the trace, 1.00 times the minimal trace")
-    assert transfers.value == "No difference of 0.5 points or more"
+    assert transfers.value == differ.value == "Not tested: the manipulation check failed"
+    same = {"trace": -40.0, "minimal-trace": -5.0}
+    _, transfers, differ = answer(known_results(tmp_path, **PASSING | {"label_noise": same}))
+    assert transfers.value.startswith("No effect of 0.5 points or more: ")
     assert (differ.value[:9], differ.tone) == ("Not shown", "unclear")
-    changed = {"label_noise": {"probe-prefix-4": 0.02, "trace": -40.0, "minimal-trace": -5.0}}
+    assert "positive control shown" in differ.detail
     flatter, transfers, differ = answer(
-        known_results(tmp_path, **changed, adversary={"probe-prefix-4": -0.05, "probe-prefix-2": -0.05})
+        known_results(tmp_path, **PASSING, adversary={"probe-prefix-4": -0.05, "probe-prefix-2": -0.05})
     )
     assert flatter.value == "Yes: 0.50 times the trace, 0.75 times the minimal trace"
     assert re.match(r"Yes: \+(1\.9|2\.0)", transfers.value)
     assert re.match(r"Yes: -(4\.9|5\.0)", differ.value)
-    worse = answer(known_results(tmp_path, label_noise={"probe-prefix-4": -0.02, "trace": 40.0}))
-    assert worse[0].value == "Not shown in 1 of 2, contradicted in 1 of 2"
+    worse = answer(known_results(tmp_path, **PASSING | {"label_noise": same | {"probe-prefix-4": -0.02}}))
     assert re.match(r"No, the opposite: -(1\.9|2\.0)", worse[1].value)
+    blind = answer(known_results(tmp_path, **PASSING | {"helper": {}}))
+    assert blind[1].value == "Not tested: the positive control is not shown"
     other = answer(known_results(tmp_path, label_noise={"kl": 0.01}))
-    assert other[1].value == "Not tested: the losses may differ"
+    assert other[0].value == "Not tested: the losses may differ"
 
 
 # --- tables and the page ---------------------------------------------------------------------------------------------

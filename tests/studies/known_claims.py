@@ -2,9 +2,11 @@
 
 import numpy as np
 
-from isoloss.studies.claims import Claim, ClaimsFile, Contrast
+from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.significance import equivalence
+from isoloss.studies.claims import Answer, Claim, ClaimResult, ClaimsFile, Contrast, Verdict
 from isoloss.studies.results import Measured
-from isoloss.studies.verdicts import answer_all
+from isoloss.studies.verdicts import answer_all, in_sequence, p_value
 from known_estimates import ON, estimate
 
 INFLUENCE = {"influence": np.zeros(2, np.float32)}  # measured without error: pairs alone differ
@@ -22,7 +24,8 @@ def claims_file(*claims, **more):
 
 
 def claim(i, direction="increase", **more):
-    return Claim(id=f"c{i}", statement="", paper="", direction=direction, compares="sgd", measures=f"m{i}", **more)
+    known = {"id": f"c{i}", "statement": "", "compares": "sgd", "measures": f"m{i}"}
+    return Claim(direction=direction, **known | more)
 
 
 def contrast(moves, loss=0.0, **more):
@@ -33,6 +36,28 @@ def contrast(moves, loss=0.0, **more):
     for own, kl in zip(moves.T, losses, strict=True):
         pairs.append((BEFORE, {"kl": measured(kl), **{f"m{i}": measured(move) for i, move in enumerate(own)}}))
     return Contrast(names=("before", "after"), pairs=pairs, **more)
+
+
+def in_order(file, effects, stderr=1.0, samples=30, tests=None):
+    """The results of claims with one case each, whose differences are these, judged in their order."""
+    results = []
+    for claim, value, error in zip(file.claims, effects, np.broadcast_to(stderr, len(effects)), strict=True):
+        known = {"samples": samples, "unit": "points", "num_predictions": 9, "method": "known"}
+        difference = Estimate(value=float(value), stderr=float(error), **known)
+        within = claim.no_effect_within
+        answer = Answer(
+            case="",
+            numbers={},
+            verdict=Verdict.NOT_TESTED,
+            explanation="",
+            role=claim.role,
+            difference=difference,
+            p_value=p_value(difference, claim.direction, claim.margin),
+            p_no_effect=None if within is None else equivalence(difference, within).p_value,
+        )
+        results.append(ClaimResult(claim=claim, answers=(answer,)))
+    planned = sum(claim.role == "secondary" for claim in file.claims)
+    return [result.answer() for result in in_sequence(file, results, planned if tests is None else tests)]
 
 
 def answers(file, one, **more):

@@ -23,6 +23,7 @@ NOISE = np.random.default_rng(0).normal(size=(4, 12))
 # clear, fair, none at all, clear the other way
 MOVES = NOISE * 0.3 + np.array([[1.0], [0.35], [0.0], [-1.0]])
 FOUR = [claim(i) for i in range(4)]
+PRIMARY_FIRST = [FOUR[0], claim(1, role="primary"), *FOUR[2:]]
 
 
 def by_hand(moves):
@@ -31,18 +32,18 @@ def by_hand(moves):
 
 
 def test_all_tests_but_the_primary_are_adjusted_for_their_number():
-    found = answers(claims_file(*FOUR, primary="c1"), contrast(MOVES, clusters=GRAMMARS))
+    found = answers(claims_file(*PRIMARY_FIRST), contrast(MOVES, clusters=GRAMMARS))
     p = [by_hand(own).pvalue for own in MOVES]
     assert [each.p_value for each in found] == pytest.approx(p)
     others = holm({str(i): p[i] for i in (0, 2, 3)})
-    assert [each.p_adjusted for each in found] == [None if i == 1 else pytest.approx(others[str(i)]) for i in range(4)]
-    assert [each.is_primary for each in found] == [False, True, False, False]
+    assert [each.p_adjusted for each in found] == pytest.approx([p[1] if i == 1 else others[str(i)] for i in range(4)])
+    assert [each.role for each in found] == ["secondary", "primary", "secondary", "secondary"]
     assert 0.05 / 3 < p[1] < 0.05  # shown by itself only
     assert [each.verdict.value for each in found] == ["shown", "shown", "not shown", "contradicted"]
     without = answers(claims_file(*FOUR), contrast(MOVES, clusters=GRAMMARS))
     assert [each.p_adjusted for each in without] == pytest.approx(list(holm(dict(enumerate(p))).values()))
     assert [each.verdict.value for each in without] == ["shown", "not shown", "not shown", "contradicted"]
-    assert not any(each.is_primary for each in without)
+    assert {each.role for each in without} == {"secondary"}
 
 
 def test_the_interval_is_over_the_clusters():
@@ -57,7 +58,7 @@ def test_the_interval_is_over_the_clusters():
 
 
 def test_power_is_that_of_the_test_that_is_made():
-    found = answers(claims_file(*FOUR, primary="c1"), contrast(MOVES, clusters=GRAMMARS))
+    found = answers(claims_file(*PRIMARY_FIRST), contrast(MOVES, clusters=GRAMMARS))
     for each, alpha in zip(found, (0.05 / 3, 0.05, 0.05 / 3, 0.05 / 3), strict=True):
         sd = each.difference.stderr * math.sqrt(6)
         assert paired_power(each.detectable, sd, 6, alpha=alpha) == pytest.approx(0.8)
@@ -79,12 +80,12 @@ def test_what_is_exact_has_no_power():
 
 
 def test_models_of_another_loss_are_not_tested_and_their_numbers_are_given():
-    file = claims_file(*FOUR[:2], claim(2, "no change within", margin=1.0), primary="c0")
+    file = claims_file(claim(0, role="primary"), FOUR[1], claim(2, "no change within", margin=1.0))
     found = answers(file, contrast(MOVES[:3], 0.02 + NOISE[3] / 1000, clusters=GRAMMARS))
     assert {each.verdict for each in found} == {Verdict.NOT_TESTED}
     assert all(each.p_value is each.p_adjusted is each.detectable is each.below is None for each in found)
     assert [each.difference.value for each in found] == pytest.approx(MOVES[:3].mean(axis=1))
-    assert found[0].is_primary
+    assert found[0].role == "primary"
     gate = found[0].same_loss
     assert not gate.shown
     assert gate.difference.value == pytest.approx(0.02 + NOISE[3].mean() / 1000)
@@ -103,16 +104,8 @@ def test_models_of_another_loss_are_not_tested_and_their_numbers_are_given():
     )
     assert (first.verdict, second.verdict) == (Verdict.NOT_TESTED, Verdict.CONTRADICTED)
     assert second.same_loss is None
-    assert second.p_adjusted == second.p_value  # the one test that was made
-
-
-def test_only_what_was_tested_counts_in_the_correction():
-    file = claims_file(*FOUR)
-    pair = contrast(MOVES, clusters=GRAMMARS), contrast(MOVES, 0.02, clusters=GRAMMARS, case="other")
-    measures = {f"m{i}": {"": f"m{i}"} for i in range(4)}
-    both = answer_all(file, {"sgd": list(pair)}, measures)
-    alone = answer_all(file, {"sgd": [pair[0]]}, measures)
-    assert [each.answer().p_adjusted for each in both] == [each.answer().p_adjusted for each in alone]
+    # the other test counts, though it could not be made
+    assert second.p_adjusted == min(1.0, 2 * second.p_value)
 
 
 def test_the_adjusted_difference_is_beside_the_verdict_and_does_not_make_it():
@@ -137,24 +130,47 @@ def test_the_adjusted_difference_is_beside_the_verdict_and_does_not_make_it():
         assert (adjusted[0].verdict is Verdict.NOT_TESTED) == (loss == 0.05)
 
 
+def test_the_adjusted_difference_is_judged_where_the_claim_says_so():
+    slope = Estimate(value=-20.0, stderr=3.0, samples=8, unit="points per nat", num_predictions=8, method="slope")
+    losses = 0.05 + NOISE[3] / 1000
+    one = contrast(MOVES[:1], losses, clusters=GRAMMARS, slopes={"m0": slope})
+    asked = claim(0, at_same_loss="adjusted", role="primary", no_effect_within=5.0)
+    (found,), (plain,) = (answers(claims_file(each), one) for each in (asked, claim(0, role="primary")))
+    assert plain.verdict is Verdict.NOT_TESTED
+    assert found.difference == found.adjusted == plain.adjusted
+    assert found.same_loss is None
+    assert found.p_value == p_value(plain.adjusted, "increase")
+    assert found.p_adjusted == 2 * found.p_value
+    assert found.verdict is Verdict.SHOWN
+    assert list(found.numbers) == ["before", "after", "difference at the same loss"]
+    assert f"without the adjustment to the same loss is {plain.difference}" in found.explanation
+    with pytest.raises(
+        IsolossError, match=r"at_same_loss of the claim c0 is 'adjusted', but the contrast of before and"
+    ):
+        answers(claims_file(asked), contrast(MOVES[:1], losses, clusters=GRAMMARS))
+    # a scale without verdicts need not have slopes
+    file = claims_file(asked, scales=("laptop",))
+    (smoke,) = answers(file, contrast(MOVES[:1], losses, clusters=GRAMMARS), scale="smoke")
+    assert smoke.difference.value == pytest.approx(MOVES[0].mean())
+
+
 def test_at_another_scale_no_verdict_is_given():
-    file = claims_file(*FOUR, primary="c1", primary_case="a case of the laptop", scales=("laptop",))
+    other = claim(1, role="primary", case="a case of the laptop")
+    file = claims_file(FOUR[0], other, *FOUR[2:], scales=("laptop",))
     for loss in (0.0, 0.02):
         found = answers(file, contrast(MOVES, loss, clusters=GRAMMARS), scale="smoke")
         assert {each.verdict for each in found} == {Verdict.NO_VERDICT}
         assert all(each.p_value is each.detectable is each.below is None for each in found)
         assert [each.difference.value for each in found] == pytest.approx(MOVES.mean(axis=1))
-    with pytest.raises(
-        IsolossError, match=r"claims\.toml: primary_case: the claim c1 has no one case 'a case of the lap"
-    ):
+    with pytest.raises(IsolossError, match=r"claims\.toml: case of the claim c1 is 'a case of the lap"):
         answers(file, contrast(MOVES, clusters=GRAMMARS), scale="laptop")
-    at_home = claims_file(*FOUR, primary="c1", scales=("laptop",))
+    at_home = claims_file(*PRIMARY_FIRST, scales=("laptop",))
     assert answers(at_home, contrast(MOVES, clusters=GRAMMARS), scale="laptop")[0].verdict is Verdict.SHOWN
 
 
 def test_a_summary_is_json():
     one = contrast(MOVES, clusters=GRAMMARS)
-    file = claims_file(*FOUR, primary="c1")
+    file = claims_file(*PRIMARY_FIRST)
     results = answer_all(file, {"sgd": [one]}, {f"m{i}": {"": f"m{i}"} for i in range(4)})
     summary = Summary((), results, file, "Mind.", [Card(label="Is it?", value="So.")])
     document = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
@@ -163,8 +179,10 @@ def test_a_summary_is_json():
     shown, primary, *_ = (one["answers"][0] for one in document["claims"])
     assert shown["p_adjusted"] == results[0].answer().p_adjusted
     assert shown["interval95"] == list(results[0].answer().interval95)
-    assert primary["is_primary"]
-    assert primary["p_adjusted"] is None
+    assert (shown["role"], primary["role"]) == ("secondary", "primary")
+    assert (shown["tests"], primary["tests"]) == (3, 1)
+    assert primary["p_adjusted"] == primary["p_value"]
+    assert (shown["verdict"], shown["words"], primary["p_no_effect"]) == ("shown", "shown", None)
     assert primary["same_loss"]["shown"]
 
 

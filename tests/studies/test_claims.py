@@ -62,21 +62,16 @@ def test_claims_are_read(tmp_path):
     found = read_claims(file)
     assert found.claims[0] == CLAIM
     assert found.claims[1].margin == 0.01
-    assert (found.primary, found.primary_case, found.same_loss_nats, found.scales) == ("", "", 0.01, ())
+    assert (found.gates, found.same_loss_nats, found.scales) == ((), 0.01, ())
     assert found.sha256 == hashlib.sha256(TOML.encode()).hexdigest()
     assert str(found) == f"claims.toml, SHA-256 {found.sha256}"
 
 
 def test_what_holds_for_all_claims_is_read(tmp_path):
     file = tmp_path / "claims.toml"
-    file.write_text('primary = "same"\nprimary_case = "root"\nsame_loss_nats = 0.02\nscales = ["laptop"]\n' + TOML)
+    file.write_text('same_loss_nats = 0.02\nscales = ["laptop"]\n' + TOML)
     found = read_claims(file, scales=("laptop", "smoke"))
-    assert (found.primary, found.primary_case, found.same_loss_nats, found.scales) == (
-        "same",
-        "root",
-        0.02,
-        ("laptop",),
-    )
+    assert (found.same_loss_nats, found.scales) == (0.02, ("laptop",))
     assert (found.judged_at("laptop"), found.judged_at("smoke"), found.judged_at(None)) == (True, False, True)
     assert found.warning("laptop") == ""
     assert found.warning("smoke") == (
@@ -94,14 +89,34 @@ def test_what_holds_for_all_claims_is_read(tmp_path):
         (
             "margin = 0.01",
             "margin = 0.01\nfactor = nan",
-            "factor of the claim same is nan; it must be finite and above",
+            "claim same: factor is nan; it must be finite and above",
         ),
-        ("margin = 0.01", "margin = 0.01\nfactor = 0", r"factor of the claim same is 0\.0; it must be"),
+        ("margin = 0.01", "margin = 0.01\nfactor = 0", r"claim same: factor is 0\.0; it must be"),
         ("no change within", "down", r"claims\[1\].direction"),
         ('statement = "Same."', "", "statement"),
         ("[[claims]]", "[[claim]]", "claim"),
-        ("\n[[", 'primary = "other"\n[[', "primary is 'other'; the claims are flatter, same"),
-        ("\n[[", 'primary_case = "root"\n[[', "primary_case is 'root', but primary names no claim"),
+        ("\n[[", 'primary = "same"\n[[', r"are now keys of the claim itself: role = \"primary\", and case"),
+        ("\n[[", 'primary_case = "root"\n[[', "are now keys of the claim itself"),
+        ("margin = 0.01", 'margin = 0.01\nrole = "main"', r"claims\[1\]\.role: it must be one of manipulation check, "),
+        ("margin = 0.01", 'margin = 0.01\ncase = "root"', "claim same: case is 'root', but the role is secondary"),
+        (
+            "margin = 0.01",
+            "margin = 0.01\nno_effect_within = 0.5",
+            "claim same: no_effect_within is for claims of a ch",
+        ),
+        ('"decrease"', '"decrease"\nno_effect_within = 0', r"claim flatter: no_effect_within is 0\.0; it must be"),
+        (
+            '"decrease"',
+            '"decrease"\nno_effect_within = 1\nmargin = 2',
+            "no_effect_within is 1; it must be above the margin",
+        ),
+        ('"decrease"', '"decrease"\nrole = "primary"\nnot_tested = "No."', "it is a primary and cannot be not_tested"),
+        ('"decrease"', '"decrease"\nat_same_loss = "yes"', r"at_same_loss: it must be one of tested, adjusted"),
+        (
+            '"decrease"',
+            '"decrease"\nmeasures = "trace"',
+            "claim flatter: a rescaling that changes no prediction changes",
+        ),
         ("\n[[", "same_loss_nats = 0.0\n[[", r"same_loss_nats is 0\.0; it must be finite and above 0"),
         ("\n[[", "same_loss_nats = -1.0\n[[", r"same_loss_nats is -1\.0"),
         ("\n[[", 'scales = ["lapdog"]\n[[', "scales has 'lapdog'; the study's scales are laptop, smoke"),
@@ -112,6 +127,25 @@ def test_bad_claims_are_refused(tmp_path, old, new, message):
     file.write_text(TOML.replace(old, new, 1 if old == "\n[[" else -1))
     with pytest.raises(IsolossError, match=message):
         read_claims(file, scales=("laptop", "smoke"))
+
+
+def test_a_trace_has_the_minimal_trace_beside_it(tmp_path):
+    file = tmp_path / "claims.toml"
+    both = TOML.replace('"decrease"', '"decrease"\nmeasures = "trace"')
+    file.write_text(both + 'measures = "minimal-trace"\n')
+    assert [claim.measures for claim in read_claims(file).claims] == ["trace", "minimal-trace"]
+
+
+def test_the_gates_are_in_their_order_whatever_the_order_in_the_file(tmp_path):
+    file = tmp_path / "claims.toml"
+    roles = "primary", "secondary", "positive control", "manipulation check", "primary"
+    file.write_text(
+        "".join(
+            f'[[claims]]\nid = "{i}"\nstatement = ""\ndirection = "increase"\nrole = "{role}"\n'
+            for i, role in enumerate(roles)
+        )
+    )
+    assert [claim.id for claim in read_claims(file).gates] == ["3", "2", "0", "4"]
 
 
 def test_a_claim_about_what_the_study_does_not_have_is_refused(tmp_path):

@@ -4,18 +4,17 @@ import math
 
 import numpy as np
 import pytest
-from known_claims import answers, claim, claims_file, contrast
+from known_claims import answers, claim, claims_file, contrast, in_order
+from scipy import stats
 
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.power import minimal_detectable_effect
+from isoloss.statistics.power import equivalence_power, minimal_detectable_effect, paired_power
 from isoloss.studies.claims import Verdict
+from isoloss.studies.verdicts import DECIDED
 
 CLAIMS, GRAMMARS, SEEDS = 8, 6, 2
 CLUSTERS = [f"g{i}" for i in range(GRAMMARS) for _ in range(SEEDS)]
 BETWEEN, WITHIN = 1.0, 0.8
-SD_OF_MEANS = math.hypot(BETWEEN, WITHIN / math.sqrt(SEEDS))
-VERDICTS = (Verdict.SHOWN, Verdict.CONTRADICTED)
-FILE = claims_file(*(claim(i, ("increase", "decrease")[i % 2]) for i in range(CLAIMS)), primary="c0")
 
 
 def draws(number, *shape, seed, between=BETWEEN, within=WITHIN):
@@ -30,30 +29,92 @@ def within_chance(count, number, probability):
     return abs(count - number * probability) < 3 * math.sqrt(number * probability * (1 - probability))
 
 
-def test_wrong_verdicts_are_as_rare_as_they_say():
-    number = 300
-    losses = draws(number, seed=1, between=0.002, within=0.002)
-    of_primary = of_others = uncorrected = tested = 0
-    for moves, loss in zip(draws(number, CLAIMS, seed=0), losses, strict=True):
-        primary, *others = answers(FILE, contrast(moves, loss, clusters=CLUSTERS))
-        tested += primary.verdict is not Verdict.NOT_TESTED
-        of_primary += primary.verdict in VERDICTS
-        of_others += any(each.verdict in VERDICTS for each in others)
-        uncorrected += any(each.p_value is not None and each.p_value < 0.05 for each in others)
-    assert tested > 0.95 * number
-    assert within_chance(of_primary, tested, 0.05)
-    # of seven independent tests, the smallest p is below 0.05 / 7 in 4.9 % of cases
-    assert within_chance(of_others, tested, 1 - (1 - 0.05 / 7) ** 7)
-    assert uncorrected > 0.2 * number
+# --- the whole procedure, by estimates as Student's t has them: effects in standard errors of 30 grammars
+
+MARGIN = 3.5
+CHECK, CONTROL = claim(0, "decrease", role="manipulation check"), claim(1, role="positive control")
+PRIMARY = claim(2, role="primary", no_effect_within=MARGIN)
+SECONDARY = [claim(3 + i, ("increase", "decrease")[i % 2], no_effect_within=(MARGIN, None)[i // 4]) for i in range(8)]
 
 
-def test_tests_that_depend_on_each_other_are_not_wrong_more_often():
-    number, wrong = 150, 0
-    moves = draws(number, 1, seed=2) + draws(number, CLAIMS, seed=3, between=0.3, within=0.3)
-    for own in moves:
-        _, *others = answers(FILE, contrast(own, clusters=CLUSTERS))
-        wrong += any(each.verdict in VERDICTS for each in others)
-    assert wrong / number < 0.05 + 3 * math.sqrt(0.05 * 0.95 / number)
+def is_wrong(one, answer, effect):
+    """Whether a verdict says what is not so."""
+    toward = effect if one.direction == "increase" else -effect
+    absent = answer.p_no_effect_adjusted is not None and answer.p_no_effect_adjusted < 0.05
+    return (
+        (answer.verdict is Verdict.SHOWN and toward <= 0)
+        or (answer.verdict is Verdict.CONTRADICTED and toward >= 0)
+        or (absent and abs(effect) >= one.no_effect_within)
+    )
+
+
+def wrong_and_decided(claims, effects, number, seed, together=0.0):
+    """The share of studies with any wrong verdict, and the share whose primary claim is decided."""
+    g, file, samples = np.random.default_rng(seed), claims_file(*claims), 30
+    wrong = decided = 0
+    for _ in range(number):
+        common = together * g.normal() + math.sqrt(1 - together**2) * g.normal(size=len(claims))
+        errors = np.sqrt(g.chisquare(samples - 1, size=len(claims)) / (samples - 1))
+        found = in_order(file, np.asarray(effects) + common, stderr=errors, samples=samples)
+        wrong += any(map(is_wrong, claims, found, effects))
+        decided += any(each.role == "primary" and each.verdict in DECIDED for each in found)
+    return wrong / number, decided / number
+
+
+NONE, LARGE, EDGE = 0.0, 8.0, MARGIN
+CASES = {  # the effects of check, control, primary and the secondary claims
+    "no effects": (NONE, NONE, NONE, [NONE] * 8),
+    "check alone": (-LARGE, NONE, NONE, [NONE] * 8),
+    "check and control": (-LARGE, LARGE, NONE, [NONE] * 8),
+    "primary at the margin": (-LARGE, LARGE, EDGE, [NONE] * 8),
+    "all at the margin": (-LARGE, LARGE, EDGE, [EDGE] * 8),
+    "primary shown": (-LARGE, LARGE, 3 * LARGE, [NONE] * 8),
+    "some secondary": (-LARGE, LARGE, LARGE, [LARGE, NONE, EDGE, -EDGE, LARGE, NONE, NONE, NONE]),
+    "failed control": (-LARGE, -LARGE, NONE, [NONE] * 8),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_wrong_verdict_in_a_file_is_as_rare_as_it_says(case):
+    check, control, primary, secondary = CASES[case]
+    number, claims = 700, [CHECK, CONTROL, PRIMARY, *SECONDARY]
+    wrong, _ = wrong_and_decided(claims, [check, control, primary, *secondary], number, seed=len(case))
+    assert wrong < 0.05 + 3 * math.sqrt(0.05 * 0.95 / number)
+
+
+@pytest.mark.parametrize("together", [0.0, 0.9])
+def test_a_file_without_gates_is_wrong_as_rarely(together):
+    number = 700
+    wrong, _ = wrong_and_decided(SECONDARY, [NONE] * 8, number, seed=3, together=together)
+    assert wrong < 0.05 + 3 * math.sqrt(0.05 * 0.95 / number)
+
+
+@pytest.mark.parametrize(("effect", "within"), [(NONE, MARGIN), (LARGE / 2, MARGIN), (LARGE / 2, None)])
+def test_the_primary_claim_is_decided_as_often_as_computed(effect, within):
+    number, sd, samples = 700, math.sqrt(30), 30
+    claims = [CHECK, CONTROL, claim(2, role="primary", no_effect_within=within)]
+    _, decided = wrong_and_decided(claims, [-4 * LARGE, 4 * LARGE, effect], number, seed=9)
+    alpha = 0.05 if within is None else 0.025
+    power = paired_power(effect, sd, samples, alpha=alpha)
+    if within is not None:  # where nothing is shown, the absence of an effect may be
+        power += equivalence_power(within, sd, samples, effect=effect, alpha=alpha)
+        power -= both_at_once(effect, within, samples, alpha)
+    assert within_chance(decided * number, number, power)
+
+
+def both_at_once(effect, within, samples, alpha):
+    """The probability that an effect is shown and shown to be below the margin."""
+    t0, t1 = stats.t.ppf(1 - alpha / 2, samples - 1), stats.t.ppf(1 - alpha, samples - 1)
+    u = np.sqrt(stats.chi2.ppf((np.arange(2000) + 0.5) / 2000, samples - 1) / (samples - 1))
+    return sum(
+        np.clip(
+            stats.norm.cdf(within - t1 * u - sign * effect) - stats.norm.cdf(t0 * u - sign * effect), 0, None
+        ).mean()
+        for sign in (1, -1)
+    )
+
+
+# --- the tests that the procedure is made of, from pairs of checkpoints ----------------------------------------------
 
 
 def test_losses_at_the_margin_are_let_through_as_rarely_as_they_say():
@@ -67,15 +128,18 @@ def test_losses_at_the_margin_are_let_through_as_rarely_as_they_say():
 
 
 def test_the_stated_effect_is_found_with_the_stated_power():
-    number, alphas = 250, (0.05, 0.05 / (CLAIMS - 1))
-    effects = [minimal_detectable_effect(SD_OF_MEANS, GRAMMARS, alpha=alpha) for alpha in alphas]
-    moves = draws(number, CLAIMS, seed=5)
-    moves[:, 0] += effects[0]  # the primary, which says that it increases
-    moves[:, 2] += effects[1]  # one of seven others; the rest are null
+    number, alphas = 500, (0.05, 0.05 / (CLAIMS - 1))
+    effects = [minimal_detectable_effect(1.0, GRAMMARS, alpha=alpha) for alpha in alphas]
+    files = claims_file(claim(0, role="primary")), claims_file(*(claim(i) for i in range(1, CLAIMS)))
+    g, root = np.random.default_rng(5), math.sqrt(GRAMMARS)
     found, squares = [0, 0], [0.0, 0.0]
-    for own in moves:
-        all_found = answers(FILE, contrast(own, clusters=CLUSTERS))
-        for i, each in enumerate((all_found[0], all_found[2])):
+    for _ in range(number):
+        for i, (file, effect) in enumerate(zip(files, effects, strict=True)):
+            true = np.zeros(len(file.claims))
+            true[0] = effect
+            errors = np.sqrt(g.chisquare(GRAMMARS - 1, size=len(true)) / (GRAMMARS - 1)) / root
+            measured = true + g.normal(size=len(true)) / root
+            each = in_order(file, measured, stderr=errors, samples=GRAMMARS)[0]
             found[i] += each.verdict is Verdict.SHOWN
             squares[i] += each.detectable**2 / number
     assert within_chance(found[0], number, 0.8)

@@ -596,6 +596,10 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaini
     title = f"{folder.study.name} at scale {folder.scale_name}"
     rows = list(zip(*shown.values(), strict=True))
     common.print_table(title, list(shown), rows, left=4 if "shown in" in shown else 3)
+    if (secondary := folder.secondary_tests) is not None:
+        common.say(
+            f"Verdicts: {secondary} secondary tests, whatever is measured; p-values are adjusted for all of them."
+        )
     _say_done(folder, states)
     measured = sum(status.is_measured for status in states)
     basis = f"from the {measured} units measured here" if measured else "a rough guess, as no unit is measured yet"
@@ -764,7 +768,7 @@ def _emit_summary(folder: StudyFolder, page: Path, complete: Collection[int] | N
 def print_summary(title: str, summary: Summary) -> None:
     """Print a study's answer and a line for each claim; the page, an export and --json have the numbers behind it."""
     from isoloss.report.html import SIGNS
-    from isoloss.studies.answer import claim_line
+    from isoloss.studies.answer import claim_lines
 
     common.say_wrapped(title)
     for card in summary.answer:
@@ -772,10 +776,10 @@ def print_summary(title: str, summary: Summary) -> None:
         common.say_wrapped(f"{card.label}{'' if card.label.endswith('?') else ':'} {card.value}")
         common.say_wrapped(card.detail, indent=4)
     common.say("")
-    width = max((len(result.claim.id) for result in summary.claims), default=0)
     for result in summary.claims if summary.answer else ():
-        tone, words = claim_line(result)
-        common.say(f"{SIGNS[tone]} {result.claim.id:{width}}  {words}")
+        for tone, case, words in claim_lines(result):
+            name = f"{result.claim.id}, {case}" if case else result.claim.id
+            common.say(f"{SIGNS[tone]} {name}: {words}")
     if summary.warning:
         common.say_wrapped(summary.warning)
 

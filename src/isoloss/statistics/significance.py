@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,31 +37,47 @@ def p_value(difference: Estimate) -> float:
     return 2 * float(stdtr(difference.freedom, -abs(difference.value) / difference.stderr))
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Return p-values adjusted for their number by Holm's method (1979), in the order given.
+def holm(
+    p_values: Mapping[str, float], *, tests: int | None = None, exclusive: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """Return p-values adjusted for the number of tests by Holm's method (1979), in the order given.
 
-    With p_(1) <= ... <= p_(m), the adjusted p_(i) is the largest of min(1, (m - j + 1) p_(j)) over j <= i. Rejecting
-    where it is at most alpha, the probability of rejecting any true hypothesis is at most alpha, however the tests
-    depend on each other.
+    With p_(1) <= ... <= p_(k) of m tests, the adjusted p_(i) is the largest of min(1, (m - j + 1) p_(j)) over j <= i.
+    Rejecting where it is at most alpha, the probability of rejecting any true hypothesis is at most alpha, however the
+    tests depend on each other.
+
+    Hypotheses that exclude each other, such as "no effect" and "an effect of 0.5 or more", count as one test until all
+    of them are rejected, as at most one of them is true (Shaffer, 1986). They count for as long: where one is rejected,
+    another may be the true one.
 
     Args:
-        p_values: By the test's name; all those that were made, not only those that are reported.
+        p_values: By the test's name.
+        tests: m, if more were planned than were made: a test that was not made counts with p = 1.
+        exclusive: For hypotheses that exclude each other, a name that they share.
 
     Raises:
-        IsolossError: There is none, or one is not between 0 and 1.
+        IsolossError: There is none, one is not between 0 and 1, or there are more than `tests`.
 
     Example:
         >>> holm({"flatter": 0.01, "transfers better": 0.04, "same loss": 0.03})
         {'flatter': 0.03, 'transfers better': 0.06, 'same loss': 0.06}
+        >>> holm({"flatter": 0.01}, tests=5)
+        {'flatter': 0.05}
     """
     if not p_values:
         raise IsolossError("Holm's correction needs at least one p-value")
-    adjusted, largest = {}, 0.0
-    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+    test_of = {name: (exclusive or {}).get(name, name) for name in p_values}
+    unrejected = Counter(test_of.values())
+    left, largest, adjusted = tests or len(unrejected), 0.0, {}
+    if left < len(unrejected):
+        raise IsolossError(f"there are p-values of {len(unrejected)} tests, of which {tests} were planned")
+    for name, p in sorted(p_values.items(), key=lambda item: item[1]):
         if not 0 <= p <= 1:
             raise IsolossError(f"the p-value of {name} is {p}; it must be from 0 to 1")
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
-        adjusted[name] = largest
+        adjusted[name] = largest = max(largest, min(1.0, left * p))
+        unrejected[test_of[name]] -= 1
+        if unrejected[test_of[name]] == 0:
+            left -= 1
     return {name: adjusted[name] for name in p_values}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from isoloss.errors import IsolossError
@@ -16,6 +15,7 @@ from isoloss.studies.results import RESCALED, UNITS, Checkpoint, Pair, Results, 
 
 TONES: Mapping[Verdict, Tone] = {
     Verdict.SHOWN: "good",
+    Verdict.NO_EFFECT: "bad",
     Verdict.NOT_SHOWN: "unclear",
     Verdict.CONTRADICTED: "bad",
     Verdict.NOT_TESTED: "neutral",
@@ -23,6 +23,7 @@ TONES: Mapping[Verdict, Tone] = {
 }
 ANSWERS: Mapping[Verdict, str] = {  # to a question that the claim affirms
     Verdict.SHOWN: "Yes",
+    Verdict.NO_EFFECT: "No effect of interest",
     Verdict.NOT_SHOWN: "Not shown",
     Verdict.CONTRADICTED: "No, the opposite",
     Verdict.NOT_TESTED: "Not tested",
@@ -58,41 +59,57 @@ def _unit(estimate: Estimate) -> str:
 
 
 def claim_cards(results: Sequence[ClaimResult]) -> list[Card]:
-    """Return a card for each of the first claims, the primary one first."""
-    first = sorted(results, key=lambda result: not any(answer.is_primary for answer in result.answers))
+    """Return a card for each of the first claims: the primary ones, then a gate that failed, then the others."""
+    first = sorted(results, key=lambda each: (each.claim.role != "primary", not _has_failed(each)))
     return [card_of(result.claim.statement, result) for result in first[:MOST_CARDS]]
 
 
+def _has_failed(result: ClaimResult) -> bool:
+    """Whether a manipulation check or positive control was reached and is not shown."""
+    gate = [answer for answer in result.answers if answer.role in ("manipulation check", "positive control")]
+    return any(answer.verdict is not Verdict.SHOWN for answer in gate) and not any(answer.withheld for answer in gate)
+
+
 def card_of(label: str, result: ClaimResult) -> Card:
-    """Return the card of a claim: the verdict on the primary case or the first that was tested, with its difference.
+    """Return the card of a claim: the verdict on its case as a gate or the first that was tested, and its difference.
 
     Args:
         label: The question that the claim affirms.
         result: The claim with its answers.
     """
     judged = [answer for answer in result.answers if answer.verdict is not Verdict.NOT_TESTED]
-    primary = [answer for answer in result.answers if answer.is_primary]
-    answer = (primary or judged or result.answers)[0]
-    value = ANSWERS[answer.verdict]
+    gate = [answer for answer in result.answers if answer.role != "secondary"]
+    answer = (gate or judged or result.answers)[0]
+    tone = TONES[answer.verdict]
     if answer.difference is None:
-        return Card(label=label, value=value, detail=answer.explanation, tone=TONES[answer.verdict])
-    more, gate = len(result.answers) - 1, answer.same_loss
+        return Card(label=label, value=ANSWERS[answer.verdict], detail=answer.explanation, tone=tone)
+    more, same_loss = len(result.answers) - 1, answer.same_loss
+    effect = told(answer.difference)
     words = [f"{title_of(answer.case or result.claim.measures)}: {detail(answer.difference)}"]
-    value = f"{value}: {told(answer.difference)}"
-    if answer.verdict is Verdict.NOT_TESTED and gate is not None and not gate.shown:
+    if answer.verdict is Verdict.NOT_TESTED and same_loss is not None and not same_loss.shown:
         value = "Not tested: the losses may differ"
-        words = [f"by {told(gate.difference)}, not shown to be within {gate.margin:g}"]
+        words = [f"by {told(same_loss.difference)}, not shown to be within {same_loss.margin:g}"]
+    elif answer.withheld:
+        value, words = f"Not tested: {answer.withheld}", [f"{effect}; {words[0]}"]
+    elif answer.verdict is Verdict.NO_EFFECT:
+        value = f"{result.words(answer).removesuffix(': shown').capitalize()}: {effect}"
+    else:
+        value = f"{ANSWERS[answer.verdict]}: {effect}"
+        # an effect may be shown and small, and beside what is not shown stands the positive control
+        if (verdict := result.words(answer)) != answer.verdict.value:
+            words.append(verdict)
     if more:
         words.append(f"{more} more case{'s' * (more > 1)} below")
-    return Card(label=label, value=value, detail="; ".join(words), tone=TONES[answer.verdict])
+    return Card(label=label, value=value, detail="; ".join(words), tone=tone)
 
 
 def claim_rows(results: Sequence[ClaimResult]) -> list[IntervalRow]:
     """Return a row for each case of each claim."""
-    return [_row(result.claim, answer) for result in results for answer in result.answers]
+    return [_row(result, answer) for result in results for answer in result.answers]
 
 
-def _row(claim: Claim, answer: Answer) -> IntervalRow:
+def _row(result: ClaimResult, answer: Answer) -> IntervalRow:
+    claim = result.claim
     label, difference = title_of(answer.case or claim.measures or "all"), answer.difference
     bare = IntervalRow(label=label, effect="") if difference is None else interval_row(label, difference)
     return dataclasses.replace(
@@ -100,8 +117,8 @@ def _row(claim: Claim, answer: Answer) -> IntervalRow:
         claimed=None if difference is None else claimed(claim),
         # traces and minimal traces differ in size: only accuracies share an axis
         scale=claim.id if difference is not None and difference.unit == "percentage points" else "",
-        group=claim.statement,
-        verdict=answer.verdict.value,
+        group=claim.statement if claim.role == "secondary" else f"{claim.statement} ({claim.role})",
+        verdict=result.words(answer),
         tone=TONES[answer.verdict],
     )
 
@@ -130,23 +147,23 @@ def claimed(claim: Claim) -> tuple[float | None, float | None]:
     }[claim.direction]
 
 
-def claim_line(result: ClaimResult) -> tuple[Tone, str]:
-    """Return the verdict on a claim in a few words, however many cases it has, and its tone.
+def claim_lines(result: ClaimResult) -> list[tuple[Tone, str, str]]:
+    """Return for each case of a claim its tone, the case, and the verdict with its effect and 95 % interval.
 
     Example:
         >>> claim = Claim(id="longer", statement="", direction="increase")
-        >>> answers = [Answer(case="root", numbers={}, verdict=Verdict.CONTRADICTED, explanation=""),
-        ...            Answer(case="prefix-4", numbers={}, verdict=Verdict.SHOWN, explanation="")]
-        >>> claim_line(ClaimResult(claim=claim, answers=tuple(answers)))
-        ('unclear', 'shown in 1 of 2, contradicted in 1 of 2')
+        >>> known = {"stderr": 1.0, "samples": 9, "unit": "percentage points", "num_predictions": 9, "method": "paired"}
+        >>> answer = Answer(case="root", numbers={}, verdict=Verdict.CONTRADICTED, explanation="",
+        ...                 difference=Estimate(value=-3.0, **known))
+        >>> claim_lines(ClaimResult(claim=claim, answers=(answer,)))
+        [('bad', 'root', 'contradicted: -3.0 ± 1.0 points (95 %: -5.3 to -0.7)')]
     """
-    counts = Counter(answer.verdict for answer in result.answers)
-    if len(counts) == 1:
-        (verdict,) = counts
-        return TONES[verdict], verdict.value
-    total = len(result.answers)
-    words = ", ".join(f"{verdict.value} in {counts[verdict]} of {total}" for verdict in Verdict if counts[verdict])
-    return "unclear", words
+    lines = []
+    for answer in result.answers:
+        difference = answer.difference
+        effect = "" if difference is None else f": {told(difference)} ({detail(difference)})"
+        lines.append((TONES[answer.verdict], answer.case, f"{result.words(answer)}{effect}"))
+    return lines
 
 
 # --- a study without claims: its runs compared -----------------------------------------------------------------------

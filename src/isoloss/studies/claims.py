@@ -13,15 +13,20 @@ from isoloss.errors import IsolossError
 from isoloss.statistics.checking import positive
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.significance import SAME_LOSS_NATS, Equivalence
-from isoloss.studies.results import Pair
+from isoloss.studies.results import UNITS, Pair
+
+ALPHA = 0.05  # the level of all tests
 
 Direction = Literal["decrease", "increase", "no change within"]
+Role = Literal["manipulation check", "positive control", "primary", "secondary"]
+GATES: tuple[Role, ...] = ("manipulation check", "positive control", "primary")  # in the order in which they are tested
 
 
 class Verdict(StrEnum):
     """The verdict on a claim."""
 
     SHOWN = "shown"
+    NO_EFFECT = "no effect of interest"
     NOT_SHOWN = "not shown"
     CONTRADICTED = "contradicted"
     NOT_TESTED = "not tested"
@@ -38,11 +43,21 @@ class Claim:
         id: Short name, e.g. `flatter-with-sgd`.
         statement: What is claimed, in plain words.
         direction: Direction of the measured difference if the claim holds.
+        role: What depends on it. The claims of the first three roles are gates, tested in this order: whether the
+            treatment did what it should (manipulation check), whether the study finds an effect that is known to be
+            there (positive control), and the question itself (primary). All others are secondary.
+        case: Of a gate, the case that is tested, e.g. `prefix-4`; its other cases are secondary tests. Empty: the gate
+            is shown only if all its cases are.
         paper: What a paper says about it, its figure with its setting; empty: the claim is one's own.
         margin: How far beyond 0 the difference must be, or, for no change, how far from 0 it may be; in its unit.
         compares: The study's name of the contrast: which two models are compared.
         measures: The study's name of what is measured, e.g. `kl`, or `transfer`: the probes of all tasks.
         factor: Factor of the first model's value before it is subtracted from the second's; above 0.
+        no_effect_within: The smallest effect of interest, above 0, in the difference's unit: the claim is tested for
+            the absence of such an effect as well. None: it is not.
+        at_same_loss: How the claim is judged at the same loss: the difference as it is, once the two losses are shown
+            to be the same (tested), or the difference less what the difference in loss explains, by the contrast's
+            slope from other runs (adjusted).
         same_loss_nats: Equivalence margin of the loss for this claim; None: the file's. A claim with a larger smallest
             effect of interest can have a larger margin.
         not_tested: Why the study cannot test the claim; then nothing is compared.
@@ -51,11 +66,15 @@ class Claim:
     id: str
     statement: str
     direction: Direction
+    role: Role = "secondary"
+    case: str = ""
     paper: str = ""
     margin: float = 0.0
     compares: str = ""
     measures: str = ""
     factor: float = 1.0
+    no_effect_within: float | None = None
+    at_same_loss: Literal["tested", "adjusted"] = "tested"
     same_loss_nats: float | None = None
     not_tested: str = ""
 
@@ -64,8 +83,6 @@ class Claim:
 @dataclass(frozen=True, kw_only=True)
 class _Document:
     claims: tuple[Claim, ...]
-    primary: str = ""
-    primary_case: str = ""
     same_loss_nats: float = SAME_LOSS_NATS
     scales: tuple[str, ...] = ()
 
@@ -78,8 +95,6 @@ class ClaimsFile(_Document):
         name: The file's name.
         sha256: Of its bytes.
         claims: The claims, in order.
-        primary: The id of the claim that is tested at 5 % without adjustment; empty: none.
-        primary_case: Its case that is; empty if it has only one.
         same_loss_nats: Equivalence margin of the mean difference in loss between two models.
         scales: The scales at which verdicts are given; empty: all.
     """
@@ -89,6 +104,11 @@ class ClaimsFile(_Document):
 
     def __str__(self) -> str:
         return f"{self.name}, SHA-256 {self.sha256}"
+
+    @property
+    def gates(self) -> tuple[Claim, ...]:
+        """The claims that are tested in order before the secondary ones, in that order."""
+        return tuple(claim for role in GATES for claim in self.claims if claim.role == role)
 
     def judged_at(self, scale: str | None) -> bool:
         """Whether verdicts are given at a scale; always if it is None."""
@@ -112,43 +132,73 @@ def read_claims(path: Path, *, scales: Collection[str] | None = None) -> ClaimsF
         scales: The scales of the study; None: the scales that the file names are not checked.
 
     Raises:
-        IsolossError: The file cannot be read, a key is unknown, missing or of the wrong type, a margin or
-            factor does not fit, two claims share an id, or the primary claim or a scale does not exist.
+        IsolossError: The file cannot be read, a key is unknown, missing or of the wrong type, a number or case does not
+            fit its claim, two claims share an id, a trace is measured without the minimal trace, or a scale does not
+            exist.
 
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp(), "claims.toml")
         >>> _ = path.write_text('''
-        ... primary = "flatter"
         ... [[claims]]
         ... id = "flatter"
         ... statement = "Label noise in SGD makes the model flatter."
-        ... paper = "Figure 2"
+        ... role = "primary"
         ... direction = "decrease"
         ... compares = "noise"
-        ... measures = "trace"
+        ... measures = "flatness"
+        ... case = "minimal-trace"
         ... ''')
-        >>> [(claim.id, claim.direction, claim.margin) for claim in read_claims(path).claims]
-        [('flatter', 'decrease', 0.0)]
+        >>> [(claim.id, claim.role, claim.direction, claim.margin) for claim in read_claims(path).claims]
+        [('flatter', 'primary', 'decrease', 0.0)]
     """
-    document = config.read_toml(_Document, path)
+    try:
+        document = config.read_toml(_Document, path)
+    except IsolossError as error:
+        if "no setting 'primary" in str(error):  # keys of earlier files
+            raise IsolossError(
+                f'{path}: primary and primary_case are now keys of the claim itself: role = "primary", and case'
+            ) from error
+        raise
     ids = [claim.id for claim in document.claims]
     for claim in document.claims:
-        check_margin(claim.direction, claim.margin)
-        positive(f"{path}: factor of the claim {claim.id}", claim.factor)
         if ids.count(claim.id) > 1:
             raise IsolossError(f"{path} has two claims with the id {claim.id!r}")
-    for name, margin in [("", document.same_loss_nats), *((each.id, each.same_loss_nats) for each in document.claims)]:
-        if margin is not None:
-            positive(f"{path}: same_loss_nats{f' of the claim {name}' if name else ''}", margin)
-    if document.primary and document.primary not in ids:
-        raise IsolossError(f"{path}: primary is {document.primary!r}; the claims are {', '.join(ids) or 'none'}")
-    if document.primary_case and not document.primary:
-        raise IsolossError(f"{path}: primary_case is {document.primary_case!r}, but primary names no claim")
+        try:
+            _check(claim)
+        except IsolossError as error:
+            raise IsolossError(f"{path}: claim {claim.id}: {error}") from error
+    minimal = {claim.compares for claim in document.claims if claim.measures == "minimal-trace"}
+    if alone := [claim for claim in document.claims if claim.measures == "trace" and claim.compares not in minimal]:
+        raise IsolossError(
+            f"{path}: claim {alone[0].id}: a rescaling that changes no prediction changes the trace; measure flatness "
+            "(the trace and the minimal trace), or add a claim about the minimal-trace of the same models"
+        )
+    positive(f"{path}: same_loss_nats", document.same_loss_nats)
     for scale in document.scales:
         if scales is not None and scale not in scales:
             raise IsolossError(f"{path}: scales has {scale!r}; the study's scales are {', '.join(scales)}")
     return ClaimsFile(**vars(document), name=path.name, sha256=files.sha256(path))
+
+
+def _check(claim: Claim) -> None:
+    check_margin(claim.direction, claim.margin)
+    positive("factor", claim.factor)
+    if claim.same_loss_nats is not None:
+        positive("same_loss_nats", claim.same_loss_nats)
+    if claim.case and claim.role == "secondary":
+        raise IsolossError(f"case is {claim.case!r}, but the role is secondary, of which all cases are tested")
+    if claim.role != "secondary" and claim.not_tested:
+        raise IsolossError(f"it is a {claim.role} and cannot be not_tested: what depends on it would not be tested")
+    if claim.no_effect_within is not None:
+        positive("no_effect_within", claim.no_effect_within)
+        if claim.direction == "no change within":
+            raise IsolossError("no_effect_within is for claims of a change: margin says how small no change is")
+        if claim.no_effect_within <= claim.margin:
+            raise IsolossError(
+                f"no_effect_within is {claim.no_effect_within:g}; it must be above the margin, {claim.margin:g}: a "
+                "claim and the absence of an effect must exclude each other"
+            )
 
 
 def check_margin(direction: str, margin: float) -> None:
@@ -208,11 +258,17 @@ class Answer:
             their difference; empty if the study cannot test the claim.
         verdict: The verdict.
         explanation: One or two sentences: what was compared, or why nothing was.
+        role: The role of this test: of the claim, or secondary for a case of a gate that is not the one tested.
         difference: The difference that is judged; None if nothing was compared.
         same_loss: The test of equivalence of the two losses; None if the claim does not need it.
         p_value: Of the difference (`isoloss.studies.verdicts.p_value`); None if it was not tested.
-        p_adjusted: By Holm's method over all tests of the file but the primary one; None for that, or if not tested.
-        is_primary: Whether it is the file's primary test.
+        p_no_effect: Of the larger of two one-sided tests: for a difference as large as the smallest effect of interest.
+            None if the claim has none, or was not tested.
+        p_adjusted: `p_value`, adjusted as the verdict needs (`isoloss.studies.verdicts.RULE`).
+        p_no_effect_adjusted: `p_no_effect`, adjusted in the same way.
+        tests: Number of tests that the adjustment is for; None if it was not tested.
+        withheld: Which gate kept it from being tested, in a few words; empty: none did.
+        positive_control: Beside `not shown`: what the positive control says, in a few words; empty for other verdicts.
         detectable: The smallest true difference that is found with 80 % power, in the difference's unit; it includes
             the margin if there is one. None if it was not tested, or is exact.
         below: If nothing is shown: upper bound on the size of the true difference, with 95 % confidence.
@@ -224,11 +280,16 @@ class Answer:
     verdict: Verdict
     explanation: str
     contrast: str = ""
+    role: Role = "secondary"
     difference: Estimate | None = None
     same_loss: Equivalence | None = None
     p_value: float | None = None
+    p_no_effect: float | None = None
     p_adjusted: float | None = None
-    is_primary: bool = False
+    p_no_effect_adjusted: float | None = None
+    tests: int | None = None
+    withheld: str = ""
+    positive_control: str = ""
     detectable: float | None = None
     below: float | None = None
     adjusted: Estimate | None = None
@@ -275,3 +336,24 @@ class ClaimResult:
         if len(cases) == 1:
             return self.answers[0].verdict
         return "; ".join(f"{verdict} for {', '.join(cases[verdict])}" for verdict in Verdict if verdict in cases)
+
+    def words(self, answer: Answer) -> str:
+        """Return the verdict of one answer in words: with the smallest effect of interest where that is excluded.
+
+        Example:
+            >>> claim = Claim(id="longer", statement="", direction="increase", no_effect_within=0.5)
+            >>> known = {"case": "", "numbers": {}, "explanation": "", "p_no_effect_adjusted": 0.01}
+            >>> answers = [Answer(verdict=each, **known) for each in (Verdict.NO_EFFECT, Verdict.SHOWN)]
+            >>> result = ClaimResult(claim=claim, answers=tuple(answers))
+            >>> [result.words(answer) for answer in answers]
+            ['no effect of 0.5 or more: shown', 'shown, and smaller than 0.5']
+        """
+        unit = "" if answer.difference is None else UNITS.get(answer.difference.unit, answer.difference.unit)
+        size = "" if self.claim.no_effect_within is None else f"{self.claim.no_effect_within:g} {unit}".rstrip()
+        if answer.verdict is Verdict.NO_EFFECT:
+            return f"no effect of {size} or more: shown"
+        if answer.p_no_effect_adjusted is not None and answer.p_no_effect_adjusted < ALPHA:
+            return f"{answer.verdict.value}, and smaller than {size}"
+        if answer.withheld:
+            return f"{answer.verdict.value}: {answer.withheld}"
+        return answer.verdict.value + (f"; {answer.positive_control}" if answer.positive_control else "")

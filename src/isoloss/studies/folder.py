@@ -25,7 +25,7 @@ from isoloss.studies.plan import Resources, Unit
 from isoloss.studies.results import Results, common_measures, run_of
 from isoloss.studies.spec import Experiment, Measurement, Study
 from isoloss.studies.summary import Summary, checkpoint_tables, control_tables
-from isoloss.studies.verdicts import answer_all, check_measures
+from isoloss.studies.verdicts import answer_all, check_claims, planned_tests
 
 CONFIGS = "configs"  # the folder of the runs' configs, written before study.json
 # seconds on one core of a recent server, of the models that studies on a laptop have; only the order matters before
@@ -148,7 +148,7 @@ class StudyFolder:
                     settings_of(measure, part.settings)
         claims = self.claims_file()
         if claims is not None:
-            check_measures(claims, self._measures())
+            check_claims(claims, self._measures(), self._cases(), scale=self.scale_name)
 
     def prepare(self) -> None:
         """Check the study, and write the plan's files into the folder.
@@ -277,7 +277,13 @@ class StudyFolder:
         if file is None or results.blocks_done < results.blocks:
             return ()
         contrasts = {} if study.contrasts is None else self._own("contrasts", results)
-        return answer_all(file, contrasts, self._measures(), scale=self.scale_name)
+        return answer_all(file, contrasts, self._measures(), cases=self._cases(), scale=self.scale_name)
+
+    @property
+    def secondary_tests(self) -> int | None:
+        """How many secondary tests the study plans; None: it tests no claims."""
+        file = self.claims_file()
+        return None if file is None else planned_tests(file, self._measures(), self._cases())
 
     def summary(self, results: Results | None = None) -> Summary:
         """Return the summary of these results, by default of the finished study; only verdicts come with an answer."""
@@ -342,6 +348,10 @@ class StudyFolder:
     def _measures(self) -> Mapping[str, Mapping[str, str]]:
         """What claims can name in `Claim.measures`."""
         return common_measures(self.scale) if self.study.measures is None else self._own("measures", self.scale)
+
+    def _cases(self) -> Mapping[str, Sequence[str]]:
+        """The cases of the contrasts that have several."""
+        return {} if self.study.contrast_cases is None else self._own("contrast_cases", self.scale)
 
     def _own(self, part: str, *arguments: Any) -> Any:
         """Call a function of the study; the error says where it fails."""

@@ -22,7 +22,7 @@ from isoloss.report.html import Section, interval_rows
 from isoloss.report.html import table as html_table
 from isoloss.report.save import save
 from isoloss.report.study_page import Figure, render
-from isoloss.studies.answer import Comparison, claim_rows, setup, title_of, told
+from isoloss.studies.answer import Comparison, claim_rows, detail, setup, title_of, told
 from isoloss.studies.claims import ClaimResult, ClaimsFile
 from isoloss.studies.results import Measured, Results
 from isoloss.studies.summary import VERDICT, Summary, SummaryTable, claim_table, explanations
@@ -98,7 +98,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
             **parts.settings,
             **_seeds(folder.seed_offset, parts.settings),
             **_measuring(results),
-            **_claiming(summary.claims_file),
+            **_claiming(summary.claims_file, folder.secondary_tests),
             **_making(results),
         },
     )
@@ -138,8 +138,9 @@ def _found(result: ClaimResult) -> str:
     """Return the difference in each case, after each verdict that there is."""
     by_verdict: dict[str, list[str]] = {}
     for answer in result.answers:
-        number = "" if answer.difference is None else told(answer.difference)
-        by_verdict.setdefault(answer.verdict.value, []).append(f"{title_of(answer.case)} {number}".strip())
+        difference = answer.difference
+        number = "" if difference is None else f"{told(difference)} ({detail(difference)})"
+        by_verdict.setdefault(result.words(answer), []).append(f"{title_of(answer.case)} {number}".strip())
     return "; ".join(f"{verdict}: {', '.join(cases)}".strip(": ") for verdict, cases in by_verdict.items())
 
 
@@ -278,13 +279,17 @@ def _told(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:,}"
 
 
-def _claiming(file: ClaimsFile | None) -> dict[str, str]:
+def _claiming(file: ClaimsFile | None, secondary: int | None) -> dict[str, str]:
     """Return the claims file and its settings that hold for all claims."""
     if file is None:
         return {}
     return {
         "Claims": str(file),
-        "Primary test": " for ".join(filter(None, (file.primary, file.primary_case))) or "none: all p are adjusted",
+        "Tested first, in order": "; ".join(
+            f"{claim.role}: {' for '.join(filter(None, (claim.id, claim.case)))}" for claim in file.gates
+        )
+        or "none: all tests are secondary",
+        "Family": f"{secondary} secondary tests, as planned before the runs",
         "Same loss": f"mean difference shown to be within {file.same_loss_nats:g} nats by two one-sided tests at 5 %, "
         "unless a claim sets another margin",
     }

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 VALUES, VALUES_PARQUET, SUMMARY, PROVENANCE = "values.csv", "values.parquet", "summary.json", "provenance.json"
 ESTIMATE = {key: COLUMNS[key] for key in ("estimate", "value", "standard error", "unit")}
-CLAIMS = {"claim": str, "case": str, "verdict": str, "primary": bool, "difference": float, "standard error": float,
-          "low": float, "high": float, "unit": str, "p": float, "adjusted p": float, "explanation": str}  # fmt: skip
+CLAIMS = {"claim": str, "case": str, "role": str, "verdict": str, "difference": float, "standard error": float,
+          "low": float, "high": float, "unit": str, "p": float, "adjusted p": float, "p of no effect": float,
+          "adjusted p of no effect": float, "tests": int, "explanation": str}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,10 @@ class StudyResults:
     Attributes:
         values: A row for each checkpoint and estimate: run, group, block, size, step, estimate, value, standard error,
             unit.
-        claims: A row for each claim and case: its verdict, the difference that is judged, its standard error, the ends
-            of its 95 % interval (low, high), its unit, its p-value, and that adjusted for the number of tests. Null is
-            what was not computed. No rows before the study is finished.
+        claims: A row for each claim and case: its role and verdict, the difference that is judged, its standard error,
+            the ends of its 95 % interval (low, high), its unit, its p-value, the p-value of no effect of interest, both
+            adjusted, and the number of tests that they are adjusted for. Null is what was not computed. No rows before
+            the study is finished.
         tables: The study's tables by name. A row for each row of the table and estimate: its labels, then estimate,
             value, standard error, unit.
         provenance: How the results were made: study, scale, seed offset, versions, and so on.
@@ -196,10 +198,14 @@ def _frames(values: pl.DataFrame, summary: Mapping[str, Any], made: Mapping[str,
 
     claims = [
         (
-            *(claim["claim"], answer["case"], answer["verdict"], answer["is_primary"]),
+            *(claim["claim"], answer["case"]),
+            # an earlier export says only which test is the primary one
+            answer.get("role", "primary" if answer.get("is_primary") else "secondary"),
+            answer["verdict"],
             *(difference.get(key) for key in ("value", "stderr")),
             *(answer["interval95"] or (None, None)),
-            *(difference.get("unit"), answer["p_value"], answer["p_adjusted"], answer["explanation"]),
+            *(difference.get("unit"), answer["p_value"], answer["p_adjusted"]),
+            *(answer.get(key) for key in ("p_no_effect", "p_no_effect_adjusted", "tests", "explanation")),
         )
         for claim in summary["claims"]
         for answer in claim["answers"]

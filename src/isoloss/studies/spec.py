@@ -157,6 +157,8 @@ class Study:
             word that the title and the answer use.
         claims: A `claims.toml` (`isoloss.studies.claims.Claim`); None: the study tests no claims.
         contrasts: The pairs of checkpoints that claims compare, by the name in `Claim.compares`.
+        contrast_cases: The cases of the contrasts that have several, by the name in `Claim.compares`, of a scale: with
+            them the number of tests is known before the runs. None: each has one.
         measures: The keys of the estimates, by the name in `Claim.measures` and by case; None: `common_measures`.
         answer: The study's answer from the results of the claims and all results: cards, three at best, that open the
             page and the command's output; None: the first claims or, without claims, the runs compared.
@@ -181,6 +183,7 @@ class Study:
     lead: tuple[str, ...] = ()
     claims: Path | None = None
     contrasts: Callable[[Results], Mapping[str, Sequence[Contrast]]] | None = None
+    contrast_cases: Callable[[Any], Mapping[str, Sequence[str]]] | None = None
     measures: Callable[[Any], Mapping[str, Mapping[str, str]]] | None = None
     answer: Callable[[Sequence[ClaimResult], Results], Sequence[Card]] | None = None
     tables: Callable[[Results], Sequence[SummaryTable]] | None = None
@@ -190,7 +193,7 @@ class Study:
 
     def __post_init__(self) -> None:
         # checked here, when the file is loaded: these are called only once all units are done, perhaps days later
-        for name in ("contrasts", "measures", "answer", "tables"):
+        for name in ("contrasts", "contrast_cases", "measures", "answer", "tables"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise IsolossError(

@@ -75,7 +75,7 @@ class Summary:
                 {
                     "claim": result.claim.id,
                     "verdict": result.verdict,
-                    "answers": [_answer_to_dict(answer) for answer in result.answers],
+                    "answers": [_answer_to_dict(result, answer) for answer in result.answers],
                 }
                 for result in self.claims
             ],
@@ -90,16 +90,20 @@ def tables_in(summary: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return {key: rows for key, rows in summary.items() if isinstance(rows, list) and key not in ("claims", "answer")}
 
 
-def _answer_to_dict(answer: Answer) -> dict[str, Any]:
+def _answer_to_dict(result: ClaimResult, answer: Answer) -> dict[str, Any]:
     gate = answer.same_loss
     return {
         "case": answer.case,
         "verdict": answer.verdict.value,
-        "is_primary": answer.is_primary,
+        "role": answer.role,
+        "words": result.words(answer),
         "difference": answer.difference and bare(answer.difference),
         "interval95": answer.interval95,
         "p_value": answer.p_value,
+        "p_no_effect": answer.p_no_effect,
         "p_adjusted": answer.p_adjusted,
+        "p_no_effect_adjusted": answer.p_no_effect_adjusted,
+        "tests": answer.tests,
         "detectable": answer.detectable,
         "below": answer.below,
         "adjusted": answer.adjusted and bare(answer.adjusted),
@@ -166,7 +170,7 @@ def claim_table(result: ClaimResult) -> tuple[list[str], list[list[str]]]:
     the columns after it are in the unit of the difference.
     """
     headings = _headings(result)
-    rows = [_cells(answer) for answer in result.answers]
+    rows = [_cells(result, answer) for answer in result.answers]
     shown = [i for i in range(len(headings)) if any(row[i][0] for row in rows)]
     units = {i: {row[i][1] for row in rows if row[i][0]} for i in shown}
     columns = [_with(headings[i], *units[i]) if len(units[i]) == 1 else headings[i] for i in shown]
@@ -176,12 +180,13 @@ def claim_table(result: ClaimResult) -> tuple[list[str], list[list[str]]]:
 
 def all_claims_table(results: Sequence[ClaimResult]) -> tuple[list[str], list[list[str]]]:
     """Return columns and rows, one row for each claim and case; the interval is in the unit of the difference."""
-    columns = ["claim", "case", VERDICT, "unit", "difference", "95 % interval", "p", "adjusted p"]
+    columns = ["claim", "case", VERDICT, "unit", "role", "difference", "95 % interval", "p", "adjusted p"]
     rows = []
     for result in results:
         for answer in result.answers:
-            case, verdict, _, _, (difference, unit), interval95, p, adjusted, *_ = _cells(answer)
-            rows.append([result.claim.id, case[0], verdict[0], unit, difference, interval95[0], p[0], adjusted[0]])
+            case, verdict, _, _, (difference, unit), interval95, *p_values = _cells(result, answer)[:9]
+            about = [case[0], verdict[0], unit, answer.role, difference, interval95[0]]
+            rows.append([result.claim.id, *about, *(p[0] for p in p_values)])
     return columns, rows
 
 
@@ -191,19 +196,20 @@ def _headings(result: ClaimResult) -> list[str]:
     first, second = names.pop() if len(names) == 1 else ("first", "second")
     factor = result.claim.factor
     difference = "difference" if factor == 1 else f"{second} minus {factor:g} times {first}"
-    about = ("95 % interval", "p", "adjusted p", "found with 80 % power", "smaller than", "at the same loss")
-    return ["case", VERDICT, first, second, difference, *about]
+    about = ("95 % interval", "p", "adjusted p", "adjusted p of no effect", "found with 80 % power", "smaller than")
+    return ["case", VERDICT, first, second, difference, *about, "at the same loss"]
 
 
-def _cells(answer: Answer) -> list[tuple[str, str]]:
+def _cells(result: ClaimResult, answer: Answer) -> list[tuple[str, str]]:
     """Return the text and the unit of each cell."""
     difference = answer.difference
-    about: list[str] = [""] * 6
+    about: list[str] = [""] * 7
     if difference is not None:
         about = [
             "" if difference.stderr == 0 else interval(difference),
             _p_text(answer.p_value),
-            "primary" if answer.is_primary else _p_text(answer.p_adjusted),
+            _p_text(answer.p_adjusted),
+            _p_text(answer.p_no_effect_adjusted),
             # an effect that could be found has no error of its own: two digits will do
             "" if answer.detectable is None else _size(answer.detectable, answer.detectable),
             "" if answer.below is None else _size(answer.below, difference.stderr),
@@ -211,7 +217,7 @@ def _cells(answer: Answer) -> list[tuple[str, str]]:
         ]
     numbers = [(number(each), UNITS.get(each.unit, each.unit)) for each in answer.numbers.values()]
     return [
-        *((text, "") for text in (answer.case, answer.verdict.value)),
+        *((text, "") for text in (answer.case, result.words(answer))),
         *(numbers or [("", "")] * 3),
         *((text, "") for text in about),
     ]

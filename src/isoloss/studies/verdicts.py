@@ -8,29 +8,46 @@ from collections.abc import Collection, Mapping, Sequence
 
 from isoloss.errors import IsolossError
 from isoloss.statistics import significance
-from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.estimate import Estimate, interval
 from isoloss.statistics.power import minimal_detectable_effect
 from isoloss.statistics.significance import SAME_LOSS_NATS, Equivalence, equivalence, holm, largest_size
-from isoloss.studies.claims import Answer, Claim, ClaimResult, ClaimsFile, Contrast, Direction, Verdict, check_margin
+from isoloss.studies.claims import (
+    ALPHA,
+    Answer,
+    Claim,
+    ClaimResult,
+    ClaimsFile,
+    Contrast,
+    Direction,
+    Role,
+    Verdict,
+    check_margin,
+)
 from isoloss.studies.results import Pair, change, loss_key, mean
 
-ALPHA = 0.05  # the level of all tests
+DECIDED = frozenset({Verdict.SHOWN, Verdict.CONTRADICTED, Verdict.NO_EFFECT})
 
-# the page prints this: it has to say what `judge`, `_corrected` and `answer` do
+# the page prints this: it has to say what `judge`, `in_sequence` and `answer` do
 RULE = (
     "A claim is shown if p < 0.05 and the measured difference is on the claimed side of the margin, and contradicted "
-    "if p < 0.05 and it is on the other side. Otherwise it is not shown: the measurement is too imprecise to tell. For "
-    "a claim of no change, the claimed side is inside the margin around 0. p is two-sided, by Student's t, for the "
-    "null hypothesis that the true difference is at the edge of the margin. It is below 0.05 exactly when the 95 % "
-    "interval lies on one side of that edge.",
-    "Multiple testing: the primary test, which the claims file names in advance, is judged by its own p. All other p "
-    "of the file are adjusted by Holm's method, so the chance of any wrong verdict among these tests is at most 5 %.",
+    "if p < 0.05 and it is on the other side. For a claim of no change, the claimed side is inside the margin around "
+    "0. p is two-sided, by Student's t, for the null hypothesis that the true difference is at the edge of the margin.",
+    "A claim with a smallest effect of interest is also tested for the absence of such an effect: no effect of that "
+    "size or more is shown if two one-sided t tests have p < 0.05. A claim of which nothing is shown is “not shown”: "
+    "the measurement is too imprecise to tell.",
+    "Manipulation checks, then positive controls, then primary claims are tested first, each by its own p, or by the "
+    "largest p of its cases where the file names no case. A check or control that is not shown ends the sequence, and "
+    "so does a primary claim that is “not shown”: what comes later is not tested.",
+    "p of all other, secondary tests is adjusted by Holm's method for the number of tests that the study planned, "
+    "whatever was measured.",
+    "If one of the claims that are tested first is also tested for the absence of an effect, its p and all later p are "
+    "doubled, because both of its answers can let the sequence go on. So the chance of any wrong verdict in the whole "
+    "file is at most 5 %.",
     "A claim about two models of the same loss is tested only if two one-sided tests at 5 % show that the mean "
-    "difference in loss is within its margin. Otherwise it is not tested, and the numbers are given without a verdict.",
+    "difference in loss is within its margin. Or, where the file says so, it is judged by the difference at the same "
+    "loss: the difference minus the part that the difference in loss explains, by a slope from other runs.",
     "“Found with 80 % power” is the smallest true difference that four in five such studies would find. “Smaller than” "
-    "is an upper bound, with 95 % confidence, on the size of the true difference where nothing is shown. “At the same "
-    "loss” is the difference minus the part that the difference in loss explains, by a slope from other runs; no "
-    "verdict uses it.",
+    "is an upper bound, with 95 % confidence, on the size of the true difference where no difference is shown.",
 )
 
 
@@ -104,6 +121,7 @@ def answer_all(
     contrasts: Mapping[str, Sequence[Contrast]],
     measures: Mapping[str, Mapping[str, str]],
     *,
+    cases: Mapping[str, Sequence[str]] | None = None,
     scale: str | None = None,
 ) -> tuple[ClaimResult, ...]:
     """Return the result of every claim of a file, in its order: each tested on every contrast and every measure.
@@ -113,13 +131,14 @@ def answer_all(
         contrasts: The contrasts, by the name in `Claim.compares`; a claim whose name has none is not tested.
         measures: The keys of the estimates to compare, by the name in `Claim.measures` and then by case, e.g. the task
             (empty if there is only one).
+        cases: The cases of contrasts that have several (`isoloss.studies.Study.contrast_cases`).
         scale: The scale of the study, at which the file may rule out verdicts; None: verdicts are given.
 
     Raises:
-        IsolossError: A claim compares or measures something that the study does not have, or the primary claim has no
-            such case.
+        IsolossError: A claim compares or measures something that the study does not have, has no such case, or is to be
+            judged by an adjusted difference without a slope.
     """
-    check_measures(file, measures)
+    check_claims(file, measures, cases or {}, scale=scale)
     results = []
     for claim in file.claims:
         if claim.not_tested:
@@ -127,21 +146,70 @@ def answer_all(
         else:
             _check(file, claim, "compares", contrasts)
             keys, margin = measures[claim.measures], claim.same_loss_nats or file.same_loss_nats
-            answers = [a for each in contrasts[claim.compares] for a in answer(claim, each, keys, margin=margin)]
+            # without verdicts, the differences are given as they are: such a scale need not have slopes
+            asked = claim if file.judged_at(scale) else dataclasses.replace(claim, at_same_loss="tested")
+            answers = [a for each in contrasts[claim.compares] for a in answer(asked, each, keys, margin=margin)]
             if not answers:
                 none = "The study has no pair of models with this measurement."
                 answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=none)]
-        results.append(ClaimResult(claim=claim, answers=tuple(answers)))
+        roles: list[Role] = [claim.role if claim.case in ("", each.case) else "secondary" for each in answers]
+        in_roles = (dataclasses.replace(each, role=role) for each, role in zip(answers, roles, strict=True))
+        results.append(ClaimResult(claim=claim, answers=tuple(in_roles)))
     if file.judged_at(scale):
-        return _corrected(results, _primary(file, results))
-    return tuple(_replaced(result, [_unjudged(each) for each in result.answers]) for result in results)
+        return in_sequence(file, results, planned_tests(file, measures, cases or {}, contrasts))
+    return tuple(
+        dataclasses.replace(result, answers=tuple(_unjudged(each) for each in result.answers)) for result in results
+    )
 
 
-def check_measures(file: ClaimsFile, measures: Collection[str]) -> None:
-    """Refuse a claim that measures something that the study does not have."""
+def check_claims(
+    file: ClaimsFile,
+    measures: Mapping[str, Mapping[str, str]],
+    cases: Mapping[str, Sequence[str]],
+    *,
+    scale: str | None = None,
+) -> None:
+    """Refuse a claim that measures something, or is a gate in a case, that the study does not have."""
     for claim in file.claims:
         if not claim.not_tested:
             _check(file, claim, "measures", measures)
+            names = [_case(m, c) for c in cases.get(claim.compares, ("",)) for m in measures[claim.measures]]
+            if claim.case and claim.case not in names and file.judged_at(scale):
+                raise IsolossError(
+                    f"{file.name}: case of the claim {claim.id} is {claim.case!r}; its cases are {', '.join(names)}"
+                )
+
+
+def planned_tests(
+    file: ClaimsFile,
+    measures: Mapping[str, Mapping[str, str]],
+    cases: Mapping[str, Sequence[str]],
+    contrasts: Mapping[str, Sequence[Contrast]] | None = None,
+) -> int:
+    """Return the number of secondary tests of a study: a claim has one for each of its cases and contrasts.
+
+    It does not depend on what was measured. Before there are results, a contrast whose cases the study does not name
+    counts once; with results, as often as the study makes it.
+
+    Args:
+        file: The claims.
+        measures: As for `answer_all`.
+        cases: As for `answer_all`.
+        contrasts: The contrasts that were made, if there are results.
+    """
+    number = 0
+    for claim in file.claims:
+        if claim.not_tested or (claim.role != "secondary" and not claim.case):
+            continue
+        made = len((contrasts or {}).get(claim.compares, ()))
+        # the one case of a gate that is tested as the gate is not a secondary test
+        number += len(measures[claim.measures]) * max(len(cases.get(claim.compares, ("",))), made) - bool(claim.case)
+    return number
+
+
+def _case(case: str, contrast: str) -> str:
+    """Return what the case of a measure in the case of a contrast is called."""
+    return f"{case} ({contrast})" if case and contrast else case or contrast
 
 
 def _check(file: ClaimsFile, claim: Claim, key: str, choices: Collection[str]) -> None:
@@ -159,14 +227,17 @@ def answer(
 ) -> list[Answer]:
     """Return the answers to a claim for one contrast, from second - factor * first of each estimate.
 
-    Each is judged at 5 % without adjustment. A claim that is not about the loss needs two models of the same loss,
-    unless the contrast says otherwise. What was not measured of both models has no answer.
+    Each is judged at 5 % without adjustment. A claim that is not about the loss needs two models of the same loss, or
+    a slope on the loss, unless the contrast says otherwise. What was not measured of both models has no answer.
 
     Args:
         claim: The claim.
         contrast: The two models.
         keys: The key of the estimate to compare, by case.
         margin: Equivalence margin of the mean difference in loss, in nats.
+
+    Raises:
+        IsolossError: An adjusted difference is to be judged, and the contrast has no slope for it.
 
     Example:
         >>> from isoloss.studies.results import Measured
@@ -184,7 +255,8 @@ def answer(
         return [Answer(case=case, contrast=case, numbers={}, verdict=Verdict.NOT_TESTED, explanation=why)]
     gate = None
     # a claim about the loss itself cannot require that the losses are the same
-    if contrast.at_same_loss and loss_key(contrast.pairs) not in keys.values():
+    is_needed = contrast.at_same_loss and claim.at_same_loss == "tested"
+    if is_needed and loss_key(contrast.pairs) not in keys.values():
         gate = same_loss(contrast.pairs, clusters=contrast.clusters, margin=margin)
     measured = {case: key for case, key in keys.items() if all(key in one for pair in contrast.pairs for one in pair)}
     return [_answer(claim, contrast, key, case, gate) for case, key in measured.items()]
@@ -211,88 +283,190 @@ def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equival
             f"The two models are not shown to have the same loss: the {loss} of {second} minus that of {first} is "
             f"{gate.difference}, {gate}. {explanation}"
         )
+    adjusted = _at_same_loss(contrast, key, measured)
+    name = "difference" if factor == 1 else f"{second} minus {factor:g} times {first}"
+    judged = measured
+    if claim.at_same_loss == "adjusted":
+        if adjusted is None:
+            raise IsolossError(
+                f"at_same_loss of the claim {claim.id} is 'adjusted', but the contrast of {first} and {second} has no "
+                f"slope of {key} on the loss: give it in Contrast.slopes, or set at_same_loss to 'tested'"
+            )
+        judged, name = adjusted, f"{name} at the same loss"
+        explanation = f"{explanation} The difference without the adjustment to the same loss is {measured}."
     # first, second, difference: the columns of `summary.claim_table` rely on this order
     numbers = {
         name: mean([pair[i][key] for pair in pairs], clusters=contrast.clusters)
         for i, name in enumerate(contrast.names)
     }
-    numbers["difference" if factor == 1 else f"{second} minus {factor:g} times {first}"] = measured
+    numbers[name] = judged
     measured_answer = Answer(
-        case=f"{case} ({contrast.case})" if case and contrast.case else case or contrast.case,
+        case=_case(case, contrast.case),
         contrast=contrast.case,
         numbers=numbers,
         verdict=Verdict.NOT_TESTED,
         explanation=f"{explanation} {contrast.where}".rstrip(),
-        difference=measured,
+        difference=judged,
         same_loss=gate,
-        adjusted=_at_same_loss(contrast, key, measured),
+        adjusted=adjusted,
     )
     if gate is not None and not gate.shown:
         return measured_answer
     # the difference is exactly 0 ± 0: a test would show "no change" of a model compared with itself
     if all(one[key].weights == two[key].weights != "" for one, two in pairs):
         return dataclasses.replace(measured_answer, explanation=f"Their weights are identical. {explanation}")
-    p = p_value(measured, claim.direction, claim.margin)
-    return _judged(claim, dataclasses.replace(measured_answer, p_value=p), tests=1)
+    p, within = p_value(judged, claim.direction, claim.margin), claim.no_effect_within
+    p_no_effect = None if within is None else equivalence(judged, within, alpha=ALPHA).p_value
+    return _judged(claim, dataclasses.replace(measured_answer, p_value=p, p_no_effect=p_no_effect))
 
 
-def _judged(claim: Claim, tested: Answer, *, tests: int, p_adjusted: float | None = None) -> Answer:
-    """Return a tested answer with its verdict and its power as one of this many tests."""
+def _judged(
+    claim: Claim,
+    tested: Answer,
+    *,
+    p: float | None = None,
+    p_no_effect: float | None = None,
+    tests: int | None = None,
+    factor: int = 1,
+) -> Answer:
+    """Return a tested answer with its verdict, by adjusted p-values or by its own, and its power as one of `tests`.
+
+    Args:
+        claim: The claim.
+        tested: The answer.
+        p: The adjusted p-value of the difference; None: its own.
+        p_no_effect: The adjusted p-value of the absence of an effect; None: its own.
+        tests: The number of tests that p-values are adjusted for; None: they are not.
+        factor: What p-values are multiplied by beside that.
+    """
     difference = tested.difference
     assert difference is not None
-    verdict = judge(difference, claim.direction, claim.margin, p_adjusted=p_adjusted)
+    verdict = judge(difference, claim.direction, claim.margin, p_adjusted=p)
+    absent = tested.p_no_effect if p_no_effect is None else p_no_effect
+    if verdict is Verdict.NOT_SHOWN and absent is not None and absent < ALPHA:
+        verdict = Verdict.NO_EFFECT
     detectable = below = None
     if difference.stderr > 0:
         samples, sd = difference.samples, difference.stderr * math.sqrt(difference.samples)
         # at Holm's strictest level: which of his levels a test gets depends on the other p-values
-        detectable = claim.margin + minimal_detectable_effect(sd, samples, alpha=ALPHA / tests)
-        below = largest_size(difference, alpha=ALPHA) if verdict is Verdict.NOT_SHOWN else None
-    return dataclasses.replace(tested, verdict=verdict, p_adjusted=p_adjusted, detectable=detectable, below=below)
-
-
-def _unjudged(each: Answer) -> Answer:
-    """Return an answer at a scale without verdicts: the numbers and no test."""
-    verdict = Verdict.NOT_TESTED if each.difference is None else Verdict.NO_VERDICT
-    return dataclasses.replace(each, verdict=verdict, p_value=None, detectable=None, below=None)
-
-
-def _corrected(results: Sequence[ClaimResult], primary: Answer | None) -> tuple[ClaimResult, ...]:
-    """Return the results with verdicts by Holm-adjusted p-values, except for the primary one."""
-    # the tests of equal loss are not among them: they give no verdict, and can only withhold one
-    others = {
-        str((i, j)): each.p_value
-        for i, result in enumerate(results)
-        for j, each in enumerate(result.answers)
-        if each.p_value is not None and each is not primary
-    }
-    adjusted = holm(others) if others else {}
-
-    def corrected(claim: Claim, each: Answer, name: str) -> Answer:
-        if each is primary:
-            return dataclasses.replace(each, is_primary=True)
-        if name not in adjusted:
-            return each
-        return _judged(claim, each, tests=len(adjusted), p_adjusted=adjusted[name])
-
-    return tuple(
-        _replaced(result, [corrected(result.claim, each, str((i, j))) for j, each in enumerate(result.answers)])
-        for i, result in enumerate(results)
+        alpha = ALPHA / factor / (tests or 1)
+        detectable = claim.margin + minimal_detectable_effect(sd, samples, alpha=alpha)
+        below = largest_size(difference, alpha=ALPHA) if verdict in (Verdict.NOT_SHOWN, Verdict.NO_EFFECT) else None
+    return dataclasses.replace(
+        tested,
+        verdict=verdict,
+        p_adjusted=p,
+        p_no_effect_adjusted=p_no_effect,
+        tests=tests,
+        detectable=detectable,
+        below=below,
     )
 
 
-def _replaced(result: ClaimResult, answers: Sequence[Answer]) -> ClaimResult:
-    return dataclasses.replace(result, answers=tuple(answers))
+def _unjudged(each: Answer) -> Answer:
+    """Return an answer without a verdict: the numbers and no test."""
+    verdict = Verdict.NOT_TESTED if each.difference is None else Verdict.NO_VERDICT
+    return dataclasses.replace(each, verdict=verdict, p_value=None, p_no_effect=None, detectable=None, below=None)
 
 
-def _primary(file: ClaimsFile, results: Sequence[ClaimResult]) -> Answer | None:
-    """Return the answer that the file names as its primary test; None where there was nothing to test."""
-    for result in results:
-        if result.claim.id == file.primary and any(each.numbers for each in result.answers):
-            try:
-                return result.answer(file.primary_case)
-            except IsolossError as error:
-                raise IsolossError(f"{file.name}: primary_case: {error}") from error
-    return None
+# --- the order of the tests ------------------------------------------------------------------------------------------
+
+
+def in_sequence(file: ClaimsFile, results: Sequence[ClaimResult], tests: int) -> tuple[ClaimResult, ...]:
+    """Return the results with verdicts: of each gate in its order, then of the secondary tests by Holm's method.
+
+    The probability of any wrong verdict is at most 5 %. A gate with one null hypothesis leaves its whole 5 % to what
+    follows: where that hypothesis is true, only an error lets the sequence go on, and the error counts already
+    (Maurer, Hothorn and Lehmacher, 1995). With a smallest effect of interest there are two null hypotheses, no effect
+    and an effect of that size. One of them can be true while the other is rightly rejected and the sequence goes on, so
+    such a gate keeps half of the 5 % and leaves half.
+
+    Args:
+        file: The claims.
+        results: Their results, with the p-values and roles of answers that can be tested.
+        tests: How many secondary tests were planned (`planned_tests`).
+    """
+    answers = {result.claim.id: list(result.answers) for result in results}
+    control, factor, ended = "no positive control", 1, ("", "")
+    if any(claim.role == "positive control" for claim in file.claims):
+        control = "positive control not tested"
+    for claim in file.gates:
+        own, factor = answers[claim.id], factor if claim.no_effect_within is None else 2 * factor
+        gate = [i for i, each in enumerate(own) if each.role == claim.role]
+        # an intersection-union test: all cases are shown if the one with the largest p is
+        p = min(1.0, factor * max((_or_one(own[i].p_value) for i in gate), default=1.0))
+        p_no_effect = min(1.0, factor * max((_or_one(own[i].p_no_effect) for i in gate), default=1.0))
+        for i in gate:
+            if ended[0]:
+                own[i] = _withheld(own[i], *ended)
+            elif own[i].p_value is not None:
+                absent = None if claim.no_effect_within is None else p_no_effect
+                own[i] = _judged(claim, own[i], p=p, p_no_effect=absent, tests=1, factor=factor)
+        passing = DECIDED if claim.role == "primary" else {Verdict.SHOWN}
+        is_passed = bool(gate) and all(own[i].verdict in passing for i in gate)
+        if claim.role == "positive control" and not ended[0]:
+            control = f"positive control {'shown' if is_passed else 'not shown'}"
+        if not is_passed and not ended[0]:
+            ended = _reason(claim, [own[i] for i in gate])
+    secondary = [
+        (claim, i)
+        for claim in file.claims
+        for i, each in enumerate(answers[claim.id])
+        if each.role == "secondary" and each.p_value is not None
+    ]
+    p_values: dict[str, float] = {}
+    exclusive: dict[str, str] = {}
+    for claim, i in secondary:
+        each = answers[claim.id][i]
+        for kind, own_p in (("difference", each.p_value), ("no effect", each.p_no_effect)):
+            if own_p is not None:
+                p_values[f"{claim.id} {i} {kind}"], exclusive[f"{claim.id} {i} {kind}"] = own_p, f"{claim.id} {i}"
+    adjusted = holm(p_values, tests=tests, exclusive=exclusive) if p_values else {}
+    adjusted = {key: min(1.0, factor * each_p) for key, each_p in adjusted.items()}
+    for claim, i in secondary:
+        own = answers[claim.id]
+        if ended[0]:
+            own[i] = _withheld(own[i], *ended)
+        else:
+            p, absent = adjusted[f"{claim.id} {i} difference"], adjusted.get(f"{claim.id} {i} no effect")
+            own[i] = _judged(claim, own[i], p=p, p_no_effect=absent, tests=tests, factor=factor)
+    for own in answers.values():
+        for i, each in enumerate(own):
+            if each.verdict is Verdict.NOT_SHOWN and each.role != "positive control":
+                own[i] = dataclasses.replace(each, positive_control=control)
+    return tuple(dataclasses.replace(result, answers=tuple(answers[result.claim.id])) for result in results)
+
+
+def _or_one(p: float | None) -> float:
+    return 1.0 if p is None else p
+
+
+def _withheld(each: Answer, why: str, sentence: str) -> Answer:
+    """Return an answer that a gate keeps from being tested, with its numbers; if it was not tested anyway, itself."""
+    if each.p_value is None:
+        return each
+    return dataclasses.replace(
+        _unjudged(each), verdict=Verdict.NOT_TESTED, withheld=why, explanation=f"{sentence} {each.explanation}"
+    )
+
+
+def _reason(claim: Claim, gate: Sequence[Answer]) -> tuple[str, str]:
+    """Return why a gate that is not passed ends the sequence: in a few words, and as a sentence with its effects."""
+    effects = [
+        f"{each.case or 'difference'} {each.difference}, 95 % interval {interval(each.difference)}"
+        for each in gate
+        if each.difference is not None
+    ]
+    words = {
+        "manipulation check": ("the manipulation check failed", "The manipulation check failed"),
+        "positive control": (
+            "the positive control is not shown",
+            "The study could not have seen an effect: its positive control is not shown",
+        ),
+        "primary": ("the primary claim is open", "The primary claim is open"),
+    }
+    short, sentence = words[claim.role]
+    return short, f"{sentence} ({claim.id}: {'; '.join(effects) or 'not tested'})."
 
 
 def _at_same_loss(contrast: Contrast, key: str, measured: Estimate) -> Estimate | None:

@@ -324,6 +324,19 @@ def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
     return by_name
 
 
+def contrast_cases(scale: StudySize) -> Mapping[str, Sequence[str]]:
+    """Return the cases of the contrasts that have several, by what claims.toml calls them."""
+    named: dict[str, Sequence[str]] = {}
+    for name in CONTRASTS:
+        if (dataset := scale.dataset(name)) is not None:
+            named[f"{name} larger"] = [
+                f"{smaller} to {larger}" for smaller, larger in itertools.pairwise(dataset.sizes)
+            ]
+            if dataset.cooldown_steps and "adversary" in dataset.arms:
+                named[f"{name} look-up table"] = ["probabilities", "logarithms"]
+    return named
+
+
 def _case(key: str) -> str:
     """Return a measure of accuracy in words.
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from isoloss.paper.reproduction.compare import contrasts, measures
+from isoloss.paper.reproduction.compare import contrast_cases, contrasts, measures
 from isoloss.paper.reproduction.gpu_scales import AUTHORS, PAPER, WORKSTATION
 from isoloss.paper.reproduction.spec import EVENING, SMOKE
 from isoloss.paper.reproduction.tables import tables
@@ -98,6 +98,7 @@ STUDY = Study(
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,
+    contrast_cases=contrast_cases,
     measures=measures,
     tables=tables,
     answer=answer,

@@ -25,14 +25,13 @@ from isoloss.paper.same_loss.design import (
 from isoloss.report.html import Card
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.answer import ANSWERS, card_of, claim_line, title_of, told
+from isoloss.studies.answer import ANSWERS, card_of, title_of
 from isoloss.studies.claims import ClaimResult, Contrast, Verdict
 from isoloss.studies.results import RESCALED, Checkpoint, Measured, Pair, Results, change, common_measures
 from isoloss.studies.spec import Study
 from isoloss.studies.summary import SummaryTable
 
 OVER = "mean ± standard error over grammars"
-SMALLEST_POINTS = 0.5  # the smallest effect of interest, as claims.toml states it
 
 
 # --- what is compared ------------------------------------------------------------------------------------------------
@@ -358,17 +357,16 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
     differ = card_of("Can models of one loss transfer differently?", by_id["adversary-transfer"])
     return [
         _flatter(by_id["noise-flatter"], results),
-        _transfers(by_id["noise-transfer"]),
+        card_of("Does it transfer better?", by_id["noise-transfer"]),
         dataclasses.replace(differ, detail=f"a model trained against the task; {differ.detail}"),
     ]
 
 
 def _flatter(result: ClaimResult, results: Results) -> Card:
-    tone, words = claim_line(result)
-    label = "Is it flatter?"
+    card = card_of("Is it flatter?", result)
     verdicts = {one.verdict for one in result.answers}
     if len(verdicts) > 1 or Verdict.NOT_TESTED in verdicts:
-        return dataclasses.replace(card_of(label, result), tone=tone, value=words[0].upper() + words[1:])
+        return card
     arms = CONTRASTS["label noise"]
     units = replicates_with(results, *arms)
     clusters, pairs = grammars_of(units), pairs_of(results, units, arms)
@@ -376,23 +374,19 @@ def _flatter(result: ClaimResult, results: Results) -> Card:
     ends = {key: factor_ends(each) for key, each in factors.items()}
     trace, minimal = (f"{each.value:.2f} times the {title_of(key)}" for key, each in factors.items())
     intervals = ", ".join(f"{title_of(key)} {low:.2f} to {high:.2f}" for key, (low, high) in ends.items())
-    return Card(
-        label=label,
+    return dataclasses.replace(
+        card,
         value=f"{ANSWERS[verdicts.pop()]}: {trace}, {minimal}",
         detail=f"95 % intervals: {intervals}, over {len(set(clusters))} grammars",
-        tone=tone,
     )
 
 
-def _transfers(result: ClaimResult) -> Card:
-    card = card_of("Does it transfer better?", result)
-    one = next((each for each in result.answers if each.is_primary), result.answers[0])
-    if one.verdict is Verdict.NOT_SHOWN and one.difference is not None:
-        low, high = one.difference.ci95
-        if max(-low, high) <= SMALLEST_POINTS:
-            about = f"{told(one.difference)}; {card.detail}"
-            return dataclasses.replace(card, value=f"No difference of {SMALLEST_POINTS:g} points or more", detail=about)
-    return card
+def contrast_cases(scale: StudySize) -> Mapping[str, Sequence[str]]:
+    """Return the cases of the contrasts that have several, by what claims.toml calls them."""
+    return {
+        "larger": [f"{smaller} to {larger}" for smaller, larger in itertools.pairwise(scale.sizes)],
+        "look-up table": ["probabilities", "logarithms"],
+    }
 
 
 STUDY = Study(
@@ -415,6 +409,7 @@ STUDY = Study(
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,
+    contrast_cases=contrast_cases,
     measures=measures,
     tables=tables,
     answer=answer,
