@@ -79,7 +79,7 @@ id = "dropout-flatter"
 statement = "Dropout makes a model flatter"
 paper = "none"
 compares = "dropout"
-measures = "trace"
+measures = "flatness"
 direction = "decrease"
 
 [[claims]]

@@ -248,7 +248,7 @@ def test_the_tables_of_an_export(capsys, file, finished, exported):
     _, (columns, *rows) = cells((exported / "tables" / "claims.md").read_text())
     for row, claim in zip(rows, summary["claims"], strict=True):
         found = dict(zip(columns, row, strict=True))
-        assert (found["claim"], found["verdict"]) == (claim["claim"], claim["answers"][0]["verdict"])
+        assert (found["claim"], found["verdict"]) == (claim["claim"], claim["answers"][0]["words"])
         low, high = map(float, found["95 % interval"].split(" to "))
         stderr = claim["answers"][0]["difference"]["stderr"]
         assert [low, high] == pytest.approx(claim["answers"][0]["interval95"], abs=stderr)
