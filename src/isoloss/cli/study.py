@@ -597,9 +597,7 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaini
     rows = list(zip(*shown.values(), strict=True))
     common.print_table(title, list(shown), rows, left=4 if "shown in" in shown else 3)
     if (secondary := folder.secondary_tests) is not None:
-        common.say(
-            f"Verdicts: {secondary} secondary tests, whatever is measured; p-values are adjusted for all of them."
-        )
+        common.say_wrapped(f"Family: {secondary} secondary tests, whatever is measured.")
     _say_done(folder, states)
     measured = sum(status.is_measured for status in states)
     basis = f"from the {measured} units measured here" if measured else "a rough guess, as no unit is measured yet"
