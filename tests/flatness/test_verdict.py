@@ -124,7 +124,7 @@ def test_other_losses_give_no_verdict_but_a_wider_margin_does():
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("loss",))
     assert "within ± 0.01 nats of the loss of a. Differences: b 0.02" in str(found)
-    assert "Next: compare checkpoints of both runs whose losses are nearer (isoloss compare takes all" in str(found)
+    assert "Next: compare checkpoints whose losses are nearer (isoloss compare takes all" in str(found)
     assert comparison.verdict(same_loss=0.03).flattest == "a"
     with pytest.raises(IsolossError, match="margin"):
         comparison.verdict(same_loss=0)

@@ -265,8 +265,7 @@ def _next(reasons: Mapping[Reason, str]) -> str:
         steps.append("give BERT, RoBERTa or OPT models one architecture with isoloss expand")
     if "loss" in reasons:
         steps.append(
-            "compare checkpoints of both runs whose losses are nearer (isoloss compare takes all in a folder of "
-            "checkpoints)"
+            "compare checkpoints whose losses are nearer (isoloss compare takes all in a folder of checkpoints)"
         )
     steps.append("ask which is better at a task (isoloss compare MODEL MODEL --task TASK)")
     return f"Next: {', or '.join(steps)}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isoloss.lab.evaluation.compare import ModelComparison
+from isoloss.lab.evaluation.compare import ModelComparison, in_digits
 from isoloss.report.html import Card, IntervalRow, Section, Tone, interval_rows, page, table
 from isoloss.statistics.estimate import interval, number
 
@@ -77,8 +77,8 @@ def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
                 ratio, (low, high) = comparison.ratio(name, other, first)
                 yield IntervalRow(
                     label=label,
-                    effect=f"× {ratio:.3g}",
-                    interval=f"{low:.3g} to {high:.3g}",
+                    effect=f"× {in_digits(ratio)}",
+                    interval=f"{in_digits(low)} to {in_digits(high)}",
                     value=ratio,
                     low=low,
                     high=high,

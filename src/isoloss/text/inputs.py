@@ -235,7 +235,7 @@ def read_inputs(
         else:
             # the auxiliary sample must count as independent what the measurement does
             auxiliary_sample = replace(auxiliary_sample, origins=None)
-            description += ", too few to tell how texts differ: errors are given these"
+            description += ", too few to tell how texts differ: errors are for these texts alone"
     return replace(make_inputs(_cut(whole, batch_size), kind, description), auxiliary_sample=auxiliary_sample)
 
 

@@ -162,11 +162,11 @@ class ModelComparison(TraceComparison):
         found, names = self.verdict(), self.short
         parts = []
         for trace in self.traces:
-            smallest, *others = self.ranking(trace)
-            times, (low, high) = self.ratio(trace, smallest, others[0])
-            beside = f"{names[others[0]]}'s" if len(self.models) == 2 else "the next one"
-            ends = f"95 % {low:.3g} to {high:.3g}"
-            parts.append(f"{TITLES[trace]} of {names[smallest]} {times:.3g} times {beside}, {ends}")
+            one, other, *_ = self._ordered(self.ranking(trace))
+            times, (low, high) = self.ratio(trace, one, other)
+            beside = f"{names[other]}'s" if len(self.models) == 2 else "the next one"
+            ends = f"95 % {in_digits(low)} to {in_digits(high)}"
+            parts.append(f"{TITLES[trace]} of {names[one]} {in_digits(times)} times {beside}, {ends}")
         if found.flattest is not None:
             return Answer(question="Flatter?", answer=names[found.flattest], detail="; ".join(parts), holds=True)
         reason = _REASONS[found.reasons[0]]
@@ -175,14 +175,20 @@ class ModelComparison(TraceComparison):
     def _best(self, name: str, question: str, rises: str, unit: str, *, largest: bool) -> Answer:
         names, ranked = self.short, self.ranking(name)
         best, other, *_ = reversed(ranked) if largest else ranked
-        difference = self.difference(name, best, other)
+        first, second = self._ordered((best, other))
+        difference = self.difference(name, first, second)
         low, high = difference.ci95
         values = ", ".join(f"{names[model]} {number(self.models[model][name])}" for model in (best, other)) + f" {unit}"
         unit = "points" if largest else unit
-        detail = f"{values}; difference {number(difference)} {unit}, 95 % {interval(difference)}"
+        minus = f"{names[first]} minus {names[second]} {number(difference)} {unit}"
+        detail = f"{values}; {minus}, 95 % {interval(difference)}"
         if low > 0 or high < 0:
             return Answer(question=question, answer=f"{names[best]}{rises}", detail=detail, holds=True)
         return Answer(question=question, answer="No difference shown", detail=detail, holds=None)
+
+    def _ordered(self, ranked: Sequence[str]) -> Sequence[str]:
+        """Return the models of a difference, the first one minus the second: of two, as in the table."""
+        return list(reversed(self.models)) if len(self.models) == 2 else ranked
 
     def __repr__(self) -> str:
         return f"ModelComparison({len(self.models)} models; flattest: {self.verdict().flattest or 'no verdict'})"
@@ -241,6 +247,16 @@ class ModelComparison(TraceComparison):
         answers = {"answers": [dataclasses.asdict(answer) for answer in self.answers()]}
         judged = {"verdict": dataclasses.asdict(self.verdict())} if len(self.models) > 1 else {}
         return {**about, **super().to_dict(), **judged, **answers}
+
+
+def in_digits(ratio: float) -> str:
+    """Return a ratio in three digits.
+
+    Example:
+        >>> in_digits(1.2), in_digits(123.4)
+        ('1.20', '123')
+    """
+    return f"{ratio:#.3g}".rstrip(".")
 
 
 _REASONS = {
@@ -364,7 +380,8 @@ def compare(
     for task, measure in measures.items():
         assert context is not None
         if (reason := measure.why_not_applicable(context)) is not None:
-            raise IsolossError(f"the task {task} cannot be measured: {reason}")
+            files = "" if measure.task_data else f"; with task_data, {task}=PATH, its examples are read from files"
+            raise IsolossError(f"the task {task} cannot be measured: {reason}{files}")
     few = _some(batches, seed) if context is None else made.some(_ROBUSTNESS_SEQUENCES, seed).batches
 
     def further(model: nn.Module) -> dict[str, Estimate]:
