@@ -204,11 +204,12 @@ def measured(name: str, model: nn.Module, ids: torch.Tensor, options: argparse.N
 
 
 def main() -> None:
-    """Measure both models and keep what was found."""
+    """Measure the models and keep what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--models", nargs="+", default=["GPT-2", "BERT"], choices=["GPT-2", "BERT"])
     parser.add_argument("--small", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
     options = parser.parse_args()
@@ -228,13 +229,14 @@ def main() -> None:
         intermediate_size=4 * width,
     )
     models = {"GPT-2": GPT2LMHeadModel(gpt2), "BERT": BertForMaskedLM(bert)}
+    models = {each: models[each] for each in options.models}
     for model in models.values():
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     record: dict[str, Any] = {
-        "command": "python benchmarks/gpu.py",
+        "command": f"python benchmarks/gpu.py --models {' '.join(models)}",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": name,
         "versions": versions(("torch", "transformers", "curvlinops-for-pytorch")),
