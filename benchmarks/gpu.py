@@ -53,9 +53,10 @@ def batch_of(ids: torch.Tensor, *, causal: bool, generator: torch.Generator) -> 
 
 
 def trained(model: nn.Module, draw: Callable[[int], Batch], steps: int) -> nn.Module:
-    """Train a model for a moment."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    """Train a model for a moment, with a warm-up: without one, a BERT soon predicts the same for every input."""
+    optimizer = torch.optim.AdamW(model.parameters())
     for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-4 * min(1.0, (step + 1) / 200)
         loss = model(**draw(step)).loss
         optimizer.zero_grad()
         loss.backward()

@@ -11,7 +11,7 @@ import scipy.optimize
 import torch
 from rescaling_models import FAMILIES, VOCABULARY
 from torch.func import functional_call
-from transformers import DistilBertConfig, DistilBertForMaskedLM, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM, LlamaForCausalLM
 
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError, IsolossWarning
@@ -242,6 +242,22 @@ def test_the_eps_of_norms_bounds_the_rescaling():
     normed = rescalings_of(model).normed
     assert sizes[normed].max() <= bounded["log_factor_bound"] * (1 + 1e-9) < sizes[~normed].max()
     assert 0.8e-4 < abs(bounded["loss_change_by_eps"]) <= 1e-4  # the largest bound, up to the last bisection
+
+
+def test_a_model_that_hardly_reads_its_input_has_a_trace_and_no_minimal_one():
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    model, other = (BertForMaskedLM(config).eval() for _ in range(2))
+    ids = torch.randint(0, 16, (16, 8))
+    batches = [{"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) > 0.5, -100)}]
+    with torch.no_grad():
+        for part in (model.bert.encoder.layer[0].attention.output, model.bert.encoder.layer[0].output):
+            part.dense.weight *= 1e-8
+    with pytest.raises(IsolossError, match=r"takes factors of e\^\d+, beyond floating-point numbers"):
+        fisher_trace(model, batches, rescaling="minimal")
+    found = compare_traces({"a": model, "b": other}, batches)
+    assert found.traces == ("trace",)
+    assert "beyond floating-point numbers" in found.no_minimal
 
 
 def test_frozen_parameters_that_take_up_factors_are_told():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -102,8 +103,8 @@ def check_rescaling(
 
     Tokens less likely than e^-30 do not count: models may give those that are not used a logit of -1e9. The model runs
     in float64, also where its own code asks for float32, and the eps of its norms is taken to 0: what is left is
-    rounding, some 1e-13. On a device without float64 all is float32, and the change some 1e-5. Attention is by sdpa or,
-    whatever other kernel the model has, eager.
+    rounding, some 1e-13. On a device without float64 all is float32, and the change some 1e-5. Where no
+    log-probability is a number, it is NaN. Attention is by sdpa or, whatever other kernel the model has, eager.
 
     Args:
         model: The model, in evaluation mode; it is left as found.
@@ -130,7 +131,8 @@ def check_rescaling(
         before = logits_of(network, values, inputs).log_softmax(dim=-1)
         changed = rescaled_values(network, values, rescalings, z)
         after = logits_of(network, {**values, **changed}, inputs).log_softmax(dim=-1)
-    return float((after - before)[torch.maximum(before, after) > _UNUSED].abs().max())
+    changes = (after - before)[torch.maximum(before, after) > _UNUSED]
+    return float(changes.abs().max()) if len(changes) else math.nan
 
 
 @torch.no_grad()
