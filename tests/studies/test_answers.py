@@ -172,9 +172,12 @@ def test_a_summary_is_json():
     one = contrast(MOVES, clusters=GRAMMARS)
     file = claims_file(*PRIMARY_FIRST)
     results = answer_all(file, {"sgd": [one]}, {f"m{i}": {"": f"m{i}"} for i in range(4)})
-    summary = Summary((), results, file, "Mind.", [Card(label="Is it?", value="So.")])
+    summary = Summary((), results, file, "Mind.", [Card(label="Is it?", value="So.")], 3)
     document = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
-    assert document["claims_file"] == {"name": "claims.toml", "sha256": "0", "same_loss_nats": 0.01}
+    assert document["claims_file"] == {
+        **{"name": "claims.toml", "sha256": "0", "same_loss_nats": 0.01},
+        "secondary_tests": 3,
+    }
     assert (document["warning"], document["answer"][0]["value"]) == ("Mind.", "So.")
     shown, primary, *_ = (one["answers"][0] for one in document["claims"])
     assert shown["p_adjusted"] == results[0].answer().p_adjusted

@@ -267,7 +267,7 @@ class Answer:
         p_adjusted: `p_value`, adjusted as the verdict needs (`isoloss.studies.verdicts.RULE`).
         p_no_effect_adjusted: `p_no_effect`, adjusted in the same way.
         tests: Number of tests that the adjustment is for; None if it was not tested.
-        withheld: Which gate kept it from being tested, in a few words; empty: none did.
+        withheld: What kept it from being tested, in a few words: a gate, or weights that are identical; empty: neither.
         positive_control: Beside `not shown`: what the positive control says, in a few words; empty for other verdicts.
         detectable: The smallest true difference that is found with 80 % power, in the difference's unit; it includes
             the margin if there is one. None if it was not tested, or is exact.

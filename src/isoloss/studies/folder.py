@@ -293,7 +293,10 @@ class StudyFolder:
         unjudged = "" if file is None else file.warning(self.scale_name)
         warning = " ".join(filter(None, (unjudged, self._claims_warning(file), results.identical)))
         answer = () if unjudged or results.blocks_done < results.blocks else self._answer(claims, results)
-        return Summary((*tables, *control_tables(results)), claims, file, warning, answer)
+        # a study may make more contrasts than it says beforehand
+        made = max((one.tests or 0 for each in claims for one in each.answers), default=0)
+        tests = None if file is None else max(made, self.secondary_tests or 0)
+        return Summary((*tables, *control_tables(results)), claims, file, warning, answer, tests)
 
     def _answer(self, claims: Sequence[ClaimResult], results: Results) -> tuple[Card, ...]:
         """Return the cards of a finished study: its own, or of its first claims, or of its runs compared."""

@@ -98,7 +98,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
             **parts.settings,
             **_seeds(folder.seed_offset, parts.settings),
             **_measuring(results),
-            **_claiming(summary.claims_file, folder.secondary_tests),
+            **_claiming(summary.claims_file, summary.secondary_tests),
             **_making(results),
         },
     )

@@ -65,6 +65,7 @@ class Summary:
     claims_file: ClaimsFile | None = None  # the file that states them
     warning: str = ""  # that no verdict is given at this scale, or that models are identical
     answer: Sequence[Card] = ()  # the study's answer
+    secondary_tests: int | None = None  # how many secondary tests the study has, made or not
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as JSON types."""
@@ -79,7 +80,11 @@ class Summary:
                 }
                 for result in self.claims
             ],
-            "claims_file": file and {"name": file.name, "sha256": file.sha256, "same_loss_nats": file.same_loss_nats},
+            "claims_file": file
+            and {
+                **{"name": file.name, "sha256": file.sha256, "same_loss_nats": file.same_loss_nats},
+                "secondary_tests": self.secondary_tests,
+            },
             "warning": self.warning,
             "answer": [dataclasses.asdict(card) for card in self.answer],
         }
@@ -104,6 +109,7 @@ def _answer_to_dict(result: ClaimResult, answer: Answer) -> dict[str, Any]:
         "p_adjusted": answer.p_adjusted,
         "p_no_effect_adjusted": answer.p_no_effect_adjusted,
         "tests": answer.tests,
+        "withheld": answer.withheld,
         "detectable": answer.detectable,
         "below": answer.below,
         "adjusted": answer.adjusted and bare(answer.adjusted),

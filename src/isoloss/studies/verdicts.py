@@ -314,7 +314,7 @@ def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equival
         return measured_answer
     # the difference is exactly 0 ± 0: a test would show "no change" of a model compared with itself
     if all(one[key].weights == two[key].weights != "" for one, two in pairs):
-        return dataclasses.replace(measured_answer, explanation=f"Their weights are identical. {explanation}")
+        return dataclasses.replace(measured_answer, withheld="the weights are identical")
     p, within = p_value(judged, claim.direction, claim.margin), claim.no_effect_within
     p_no_effect = None if within is None else equivalence(judged, within, alpha=ALPHA).p_value
     return _judged(claim, dataclasses.replace(measured_answer, p_value=p, p_no_effect=p_no_effect))
