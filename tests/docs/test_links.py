@@ -5,7 +5,10 @@ import re
 import pytest
 from blocks import PAGES, ROOT
 
-WITH_LINKS = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "results/README.md", "benchmarks/README.md"))]
+WITH_LINKS = [
+    *PAGES,
+    *(ROOT / name for name in ("CHANGELOG.md", "results/README.md", "results/verdicts.md", "benchmarks/README.md")),
+]
 
 
 def text_of(page):

@@ -306,7 +306,7 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
         for name in ("noise-transfer", "longer-transfer")
     )
     assert f"over {len(SCALE.grammars)} grammars" in primary.explanation
-    assert longer.difference.samples == SCALE.complete
+    assert longer.difference.samples == len(SCALE.grammars)
     assert (primary.role, longer.role) == ("primary", "secondary")
     differences = [
         100
@@ -452,7 +452,7 @@ def test_the_correlation_is_within_grammars_and_given_the_loss(tmp_path):
     row = page._correlation(found, TRACE, "prefix-4", "all arms", ())
     assert row.value < -0.9  # less the grammars' own means, which rise together
     assert row.low < row.value < row.high
-    models = 3 * len(SCALE.grammars) + 4 * SCALE.complete
+    models = len(GROUPS) * len(SCALE.grammars)
     assert row.label.endswith(f", {models} models")
     few = page._correlation(known_results(tmp_path, SCALES["smoke"]), TRACE, "prefix-4", "all arms", ())
     assert "not known" in few.effect

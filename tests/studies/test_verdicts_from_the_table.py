@@ -11,10 +11,13 @@ import pytest
 
 import studies_in_process
 from isoloss import files
+from isoloss.studies.claims import read_claims
 from isoloss.studies.export import export
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.reading import read_study
+from isoloss.studies.results import common_measures
 from isoloss.studies.spec import load_study
+from isoloss.studies.verdicts import planned_tests
 
 RESULTS = Path(__file__).parents[2] / "results"
 CLAIM = '[[claims]]\nid = "{id}"\nstatement = ""\ncompares = "dropout"\nmeasures = "{measures}"\ndirection = "{way}"\n'
@@ -87,6 +90,27 @@ def test_every_verdict_and_p_value_follows_from_the_table(tmp_path, finished, ca
     files.write_json(tmp_path / "kept/summary.json", document)
     assert judged.main([str(tmp_path / "kept"), str(tmp_path / "claims.toml")]) == 1
     assert "verdict is as wished in the export" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kept", "study", "scale", "planned"),
+    [
+        ("third", "same-loss", "laptop", 50),
+        ("fourth", "same-loss", "laptop", 50),
+        ("algorithms", "algorithms", "laptop", 26),
+        ("paper", "paper", "evening", 61),
+    ],
+)
+def test_the_kept_results_are_judged_anew_as_their_table_says(capsys, kept, study, scale, planned):
+    made = load_study(study)
+    assert script().main([str(RESULTS / kept), str(made.claims), "--family", str(planned)]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {kept}")]
+    table = (RESULTS / "verdicts.md").read_text().splitlines()
+    assert rows == [line for line in table if line.startswith(f"| {kept}")]
+    # the number of tests that the study plans, which these exports do not have
+    measures = (made.measures or common_measures)(made.scale(scale))
+    cases = {} if made.contrast_cases is None else made.contrast_cases(made.scale(scale))
+    assert planned_tests(read_claims(made.claims), measures, cases) == planned
 
 
 def test_the_script_imports_nothing_of_ours():

@@ -59,7 +59,6 @@ class Replicate:
 
     grammar: int  # the seed of the grammar
     seed: int  # of pre-training and of the measures; different for every unit
-    is_complete: bool  # whether it has all arms, or the SGD arms and the untouched one alone
 
     @property
     def prefix(self) -> str:
@@ -78,7 +77,6 @@ class StudySize:
     description: str  # what it is for and how long it takes
     language: PCFGConfig  # the grammars, but for their seeds
     grammars: tuple[int, ...]  # their seeds
-    complete: int  # how many of them, from the first, have all arms (`Replicate.is_complete`)
     seeds_per_grammar: int = 1  # pre-training runs
     sizes: tuple[str, ...]  # model sizes, ascending
     main_size: str  # the size of all arms but the arms that differ in size
@@ -106,8 +104,8 @@ class StudySize:
     def units(self) -> tuple[Replicate, ...]:
         """Every grammar with every seed."""
         return tuple(
-            Replicate(grammar=grammar, seed=100 * grammar + index, is_complete=place < self.complete)
-            for place, grammar in enumerate(self.grammars)
+            Replicate(grammar=grammar, seed=100 * grammar + index)
+            for grammar in self.grammars
             for index in range(self.seeds_per_grammar)
         )
 
@@ -169,8 +167,6 @@ class Arms:
         arms = {BASE: self._base(), UNTOUCHED: self._from_base(UNTOUCHED)}
         for arm, labels in (("label-noise", "sampled"), ("no-noise", "exact")):
             arms |= {arm: self._from_base(arm, self.sgd_stage(labels)), **self._cooldowns(arm)}
-        if not self.unit.is_complete:
-            return arms
         for arm, stage in self.more_stages().items():
             arms[arm] = self._from_base(arm, stage)
         decayed = self.from_scratch(scale.main_size, weight_decay=WEIGHT_DECAY)
@@ -262,7 +258,7 @@ class Arms:
                 after=(start,),
                 group=GROUPS[arm],
             )
-            for steps in (self.scale.other_cooldowns if self.unit.is_complete else ())
+            for steps in self.scale.other_cooldowns
         }
 
     # --- what is measured --------------------------------------------------------------------------------------------
@@ -274,7 +270,7 @@ class Arms:
     def _measured(self, arm: str, config: TrainConfig, after: tuple[str, ...] = ()) -> Experiment:
         scale, measures = self.scale, [*self.common(), *self.scale.few_shot_probes.values()]
         sizes = {scale.arm_of_size(size): size for size in scale.sizes}
-        if self.unit.is_complete and arm in sizes:
+        if arm in sizes:
             measures += scale.projected_probes.values()
             # the largest is what others are expanded into
             if sizes[arm] != scale.sizes[-1]:
@@ -320,8 +316,7 @@ SCALES = {
     "laptop": StudySize(
         description="about twenty minutes on two cores",
         language=PCFGConfig(levels=2, symbols_per_level=8, rules_per_symbol=8, vocab_size=16),
-        grammars=tuple(range(600, 627)),
-        complete=5,
+        grammars=tuple(range(800, 812)),
         sizes=("d16", "d32", "d64"),
         main_size="d32",
         steps=3_000,
@@ -342,7 +337,6 @@ SCALES = {
         description="two minutes on two cores: every part runs, no verdict is given",
         language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
         grammars=(300, 301),
-        complete=2,
         sizes=("d16", "d32"),
         main_size="d32",
         layers=1,

@@ -147,10 +147,9 @@ def _by_size(results: Results) -> pl.DataFrame:
     for size in scale.sizes:
         arm = scale.arm_of_size(size)
         for unit in replicates_with(results, arm):
-            if unit.is_complete:
-                run, checkpoint = unit.run(arm), sizes_expanded(scale, size, last(results, unit, arm))
-                checkpoint = {**checkpoint, "trace-own": checkpoint["trace"]}
-                rows.append(results.row(run, results.experiments[run].last_step, checkpoint, keys))
+            run, checkpoint = unit.run(arm), sizes_expanded(scale, size, last(results, unit, arm))
+            checkpoint = {**checkpoint, "trace-own": checkpoint["trace"]}
+            rows.append(results.row(run, results.experiments[run].last_step, checkpoint, keys))
     return pl.DataFrame(rows)
 
 
@@ -217,8 +216,7 @@ def _in_band(results: Results, unit: Replicate, end: Checkpoint) -> bool:
 def _settings(scale: StudySize) -> dict[str, str]:
     weight = AdversarialConfig.weight
     return {
-        "Grammars": f"{len(scale.grammars)}, {scale.complete} with all arms and the others with the SGD arms only; "
-        f"pre-training seeds per grammar: {scale.seeds_per_grammar}",
+        "Grammars": f"{len(scale.grammars)}; pre-training seeds per grammar: {scale.seeds_per_grammar}",
         "Model": f"BERT {scale.main_size} with {scale.layers} layers, no dropout; {scale.batch_size} sentences "
         "per step, one masked token each",
         "Base": f"{scale.steps:,} steps of AdamW on exact labels, learning rate {scale.learning_rate:g} with cosine "

@@ -101,7 +101,7 @@ class PilotSize:
     @property
     def units(self) -> tuple[Replicate, ...]:
         """Every grammar, with one seed."""
-        return tuple(Replicate(grammar=g, seed=100 * g, is_complete=True) for g in self.grammars)
+        return tuple(Replicate(grammar=g, seed=100 * g) for g in self.grammars)
 
     @property
     def accuracies(self) -> tuple[str, ...]:

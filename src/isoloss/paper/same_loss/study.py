@@ -118,7 +118,7 @@ def pairs_of(
 def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> Contrast:
     scale: StudySize = results.scale
     arms = {size: scale.arm_of_size(size) for size in (smaller, larger)}
-    units = [unit for unit in replicates_with(results, *arms.values()) if unit.is_complete]
+    units = replicates_with(results, *arms.values())
     first, second = (
         [sizes_expanded(scale, size, last(results, unit, arm)) for unit in units] for size, arm in arms.items()
     )
@@ -227,7 +227,7 @@ def _differences(
 def _cooldowns(results: Results) -> SummaryTable:
     scale: StudySize = results.scale
     keys, rows, arms = ["kl", *RESCALED, *scale.probes.values()], [], CONTRASTS["label noise"]
-    units = [unit for unit in replicates_with(results, *arms) if unit.is_complete]
+    units = replicates_with(results, *arms)
     for steps in (0, *scale.other_cooldowns, scale.cooldown_steps):
         if _number(units) > 1:
             pairs = pairs_of(results, units, arms, functools.partial(_after_cooldown, steps=steps))
@@ -254,7 +254,7 @@ def _sizes(results: Results) -> SummaryTable:
     rows = []
     for size in scale.sizes:
         arm = scale.arm_of_size(size)
-        units = [unit for unit in replicates_with(results, arm) if unit.is_complete]
+        units = replicates_with(results, arm)
         if _number(units) > 1:
             ends = [sizes_expanded(scale, size, last(results, unit, arm)) for unit in units]
             label = (size, results.run(units[0].run(arm)).result()["num_parameters"], _number(units))
