@@ -250,9 +250,9 @@ def test_the_answer_is_printed_and_a_line_for_each_claim(capsys, monkeypatch):
         "SGD improves transfer: Yes: +3.00 ± 0.50 points",
         "    a; 95 %: 1.85 to 4.15",
         "",
-        "✓ sgd-flatter: shown: -7.60 ± 0.11 nats/token (95 %: -7.85 to -7.35)",
-        "✓ sgd-transfer, a: shown: +3.00 ± 0.50 points (95 %: 1.85 to 4.15)",
-        "○ sgd-transfer, b: not shown: +0.50 ± 0.50 points (95 %: -0.65 to 1.65)",
+        "✓ sgd-flatter: shown; -7.60 ± 0.11 nats/token (95 %: -7.85 to -7.35)",
+        "✓ sgd-transfer, a: shown; +3.00 ± 0.50 points (95 %: 1.85 to 4.15)",
+        "○ sgd-transfer, b: not shown; +0.50 ± 0.50 points (95 %: -0.65 to 1.65)",
         "– adversarial: not tested",
         "Scale smoke: no verdict is given.",
     ]

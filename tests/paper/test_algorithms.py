@@ -291,7 +291,7 @@ def test_the_summary_the_page_and_what_is_printed_say_it(tmp_path, capsys, quick
     assert "The adversary's task: shown, by 5 of 5 blocks" in lines
     assert lines[-1] == f"page: {page}"
     assert len(lines) < 30 + 27  # a line for each of 27 cases: its verdict, its effect and its interval
-    assert "✓ adversarial-transfer, prefix-4: shown: -15 points (exact)" in lines
+    assert "✓ adversarial-transfer, prefix-4: shown; -15 points (exact)" in lines
     # what is said follows the files: an accuracy that its sampled examples make uncertain
     name = FIRST.run("adversarial")
     changed = run_of(tmp_path, name, SCALE.experiments[name])

@@ -156,12 +156,12 @@ def claim_lines(result: ClaimResult) -> list[tuple[Tone, str, str]]:
         >>> answer = Answer(case="root", numbers={}, verdict=Verdict.CONTRADICTED, explanation="",
         ...                 difference=Estimate(value=-3.0, **known))
         >>> claim_lines(ClaimResult(claim=claim, answers=(answer,)))
-        [('bad', 'root', 'contradicted: -3.0 ± 1.0 points (95 %: -5.3 to -0.7)')]
+        [('bad', 'root', 'contradicted; -3.0 ± 1.0 points (95 %: -5.3 to -0.7)')]
     """
     lines = []
     for answer in result.answers:
         difference = answer.difference
-        effect = "" if difference is None else f": {told(difference)} ({detail(difference)})"
+        effect = "" if difference is None else f"; {told(difference)} ({detail(difference)})"
         lines.append((TONES[answer.verdict], answer.case, f"{result.words(answer)}{effect}"))
     return lines
 
