@@ -5,6 +5,7 @@ Shapes: n sentences of T + 1 tokens (a context and an answer), m neurons, k the 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class BracketAttentionConfig(PreTrainedConfig):  # type: ignore[misc]
     max_position_embeddings: int = 7
     key_width: int = 2
     hidden_size: int = 64
-    value_std: float = 1.0
+    value_std: float = 0.7
     signs: tuple[tuple[int, int], ...] = ((0, 0), (0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
     pad_token_id: int | None = 6
     tie_word_embeddings: bool = False
@@ -62,20 +63,22 @@ class BracketAttentionPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 class Signs(nn.Module):
     """Of each token id two numbers, which are not trained: the sign of a visible bracket, and of a hidden one."""
 
-    weight: torch.Tensor
-
     def __init__(self, config: BracketAttentionConfig) -> None:
         super().__init__()
-        self.num_embeddings = config.vocab_size
-        weight = torch.zeros(config.vocab_size, 2)
-        weight[: len(config.signs)] = torch.tensor(config.signs, dtype=torch.float32)
-        self.register_buffer("weight", weight)
+        self.num_embeddings, self.signs = config.vocab_size, tuple(map(tuple, config.signs))
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return (n, T, 2 T): a signed basis vector of each token, number j where it is visible, else j + T."""
-        signs = nn.functional.embedding(input_ids, self.weight)
-        identity = torch.eye(input_ids.shape[1], dtype=signs.dtype, device=signs.device)
+        signs = nn.functional.embedding(input_ids, _padded(self.signs, self.num_embeddings, input_ids.device, dtype))
+        identity = torch.eye(input_ids.shape[1], dtype=dtype, device=signs.device)
         return (signs[..., None] * identity[:, None]).flatten(2)
+
+
+# constants are made once, not kept as buffers, which would be part of a checkpoint
+@functools.cache
+def _padded(rows: tuple[tuple[float, ...], ...], length: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return (length, d): the rows, then zeros."""
+    return nn.functional.pad(torch.tensor(rows, dtype=dtype, device=device), (0, 0, 0, length - len(rows)))
 
 
 class BracketAttentionModel(BracketAttentionPreTrainedModel):
@@ -100,7 +103,7 @@ class BracketAttentionModel(BracketAttentionPreTrainedModel):
 
     def neurons(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return (n, m): relu(V h) of sentences (n, T + 1)."""
-        x = self.signs(input_ids[:, :-1])
+        x = self.signs(input_ids[:, :-1], self.value.weight.dtype)
         scores = (self.key(x) * self.query(x[:, :1])).sum(dim=-1, keepdim=True)
         attended = (scores.softmax(dim=1) * x).sum(dim=1)
         values: torch.Tensor = self.value(attended).relu()
@@ -117,25 +120,27 @@ class Answers(nn.Module):
 
     Attributes:
         read: u, a linear map to f.
-        sides: (V, 1) the logit of each id as a multiple of f.
-        bias: (V,) its constant.
     """
-
-    sides: torch.Tensor
-    bias: torch.Tensor
 
     def __init__(self, config: BracketAttentionConfig) -> None:
         super().__init__()
+        self.num_ids = config.vocab_size
         self.read = nn.Linear(config.hidden_size, 1, bias=False)
-        sides, bias = torch.zeros(config.vocab_size, 1), torch.full((config.vocab_size,), _IMPOSSIBLE)
-        sides[0], sides[1], bias[:2] = 0.5, -0.5, 0.0
-        self.register_buffer("sides", sides)
-        self.register_buffer("bias", bias)
+
+    @property
+    def sides(self) -> torch.Tensor:
+        """(V, 1): the logit of each id as a multiple of f."""
+        return _padded(((0.5,), (-0.5,)), self.num_ids, self.read.weight.device, self.read.weight.dtype)
 
     @property
     def weight(self) -> torch.Tensor:
         """(V, m): the matrix whose product with the neurons, plus the bias, is the logits."""
         return self.sides * self.read.weight
+
+    @property
+    def bias(self) -> torch.Tensor:
+        """(V,): the logit of each id where f is 0."""
+        return (self.sides[:, 0] == 0).to(self.sides.dtype) * _IMPOSSIBLE
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits (..., V) of states (..., m)."""

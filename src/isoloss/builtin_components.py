@@ -100,4 +100,5 @@ RESCALING_FAMILIES = {
 REPRODUCED = "every figure and table of the paper, at several scales"
 SAME_LOSS = "models of the same pre-training loss that differ in flatness: do they differ in transfer?"
 PILOT = "what the study same-loss is planned with: slopes of transfer on the loss, and variances"
+BRACKETS = "the paper's model of section 5, trained: does label noise flatten it, and what transfers better?"
 COMPARED = "the paper's algorithms and others, several seeds of each: loss, flatness and transfer"

@@ -340,6 +340,7 @@ STUDIES = Registry(
     "studies",
     _entries("isoloss.paper.same_loss.study", {"same-loss": ("STUDY", builtin_components.SAME_LOSS)})
     | _entries("isoloss.paper.same_loss.pilot", {"same-loss-pilot": ("STUDY", builtin_components.PILOT)})
+    | _entries("isoloss.paper.bracket_study.study", {"brackets": ("STUDY", builtin_components.BRACKETS)})
     | _entries("isoloss.paper.algorithms.study", {"algorithms": ("STUDY", builtin_components.COMPARED)})
     | _entries("isoloss.paper.reproduction.study", {"paper": ("STUDY", builtin_components.REPRODUCED)}),
     Form("isoloss.studies.spec:Study", "a function that returns one"),

@@ -87,7 +87,7 @@ def parts(model: Any, contexts: torch.Tensor) -> dict[str, float]:
     modules = (base.query, base.key, base.value, model.answers.read)
     query, key, value, output = (module.weight.detach().to("cpu", dtype) for module in modules)
     # the sum of the encodings: coordinates j and j + T are of token j alone
-    z = base.signs(contexts[:, :-1].to(model.device)).sum(dim=1).to("cpu", dtype)
+    z = base.signs(contexts[:, :-1], dtype).sum(dim=1)
     found = squares(Weights(query, key, value, output[0]), z)
     variance = found.outputs.sigmoid() * (-found.outputs).sigmoid()
 
