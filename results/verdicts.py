@@ -178,6 +178,8 @@ def main(arguments=None):
     document = tomllib.loads(options.claims.read_text())
     claims, margin = document["claims"], document.get("same_loss_nats", 0.01)
     answers = {each["claim"]: each["answers"] for each in summary["claims"]}
+    if any(one["verdict"] == "no verdict at this scale" for some in answers.values() for one in some):
+        parser.error(f"{options.export} is of a scale at which no verdict is given")
     rows = {each["id"]: [tested(each, answer, margin) for answer in answers[each["id"]]] for each in claims}
     judge(claims, rows, options.family or summary["claims_file"]["secondary_tests"])
     wrong = []

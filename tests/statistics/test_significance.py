@@ -161,3 +161,13 @@ def test_a_margin_or_a_level_out_of_range_and_one_sample_are_refused():
             equivalence(estimate(), 1, alpha=alpha)
     with pytest.raises(IsolossError, match="at least 2 independent samples, not 1"):
         largest_size(estimate(samples=1))
+
+
+def test_holm_counts_what_was_planned_and_hypotheses_that_exclude_each_other_once():
+    assert holm({"a": 0.01, "b": 0.02}, tests=4) == pytest.approx({"a": 0.04, "b": 0.06})
+    both = {"small": "a", "large": "a"}
+    # of a, one hypothesis may be the true one until both are rejected
+    found = holm({"small": 0.001, "b": 0.02, "large": 0.03, "c": 0.04}, exclusive=both)
+    assert found == pytest.approx({"small": 0.003, "b": 0.06, "large": 0.06, "c": 0.06})
+    with pytest.raises(IsolossError, match=r"p-values of 2 tests, of which 1 were planned"):
+        holm({"small": 0.1, "large": 0.1, "b": 0.1}, tests=1, exclusive=both)

@@ -463,7 +463,7 @@ def run(dropout, seed):
 # with isoloss.studies.ExternalCheckpoint
 RUNS = {{f"dropout-{{rate}}-seed-{{seed}}": run(rate, seed) for rate in (0.0, 0.2) for seed in (1, 2)}}
 
-# Claims, written before the runs: Study(claims=..., contrasts=...); docs/studies.md has an example
+# Claims, each with its role, written before the runs: Study(claims=..., contrasts=...); docs/studies.md has an example
 STUDY = Study(
     name="{name}",
     title="Does dropout change how flat a model is, and how well it transfers?",
@@ -486,7 +486,7 @@ RUNS = {{
     for name, checkpoint in CHECKPOINTS.items()
 }}
 
-# Claims, written before the runs: Study(claims=..., contrasts=...); docs/studies.md has an example
+# Claims, each with its role, written before the runs: Study(claims=..., contrasts=...); docs/studies.md has an example
 STUDY = Study(
     name="{name}",
     title="Which of these checkpoints is flatter?",
