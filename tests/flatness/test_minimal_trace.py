@@ -246,13 +246,14 @@ def test_the_eps_of_norms_bounds_the_rescaling():
 
 def test_a_model_that_hardly_reads_its_input_has_a_trace_and_no_minimal_one():
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     model, other = (BertForMaskedLM(config).eval() for _ in range(2))
-    ids = torch.randint(0, 16, (16, 8))
-    batches = [{"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) > 0.5, -100)}]
+    ids = torch.randint(0, 64, (32, 16))
+    batches = [{"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) > 0.15, -100)}]
     with torch.no_grad():
-        for part in (model.bert.encoder.layer[0].attention.output, model.bert.encoder.layer[0].output):
-            part.dense.weight *= 1e-8
+        for layer in model.bert.encoder.layer:
+            layer.attention.output.dense.weight *= 1e-8
+            layer.output.dense.weight *= 1e-8
     with pytest.raises(IsolossError, match=r"takes factors of e\^\d+, beyond floating-point numbers"):
         fisher_trace(model, batches, rescaling="minimal")
     found = compare_traces({"a": model, "b": other}, batches)

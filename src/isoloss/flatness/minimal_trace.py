@@ -40,7 +40,6 @@ Rescaling = Literal["minimal"]
 NEGLIGIBLE = 1e-4  # nats per predicted token: what the eps of norms may change of the loss
 _ROUNDING = 1e-6  # nats: what changes a log-probability by more is a rule that is not exact for this model
 _ROUNDING_OF_FLOAT32 = 1e-3  # the same on a device without float64
-_FURTHEST = 300.0  # of a log-factor: squares of float64 end at e^709
 _CHECKED = 2  # sequences whose logits are compared
 _LOSS_OF = 8  # sequences on which the change of the loss is measured
 _LARGEST_CHECKED = 5e8  # parameters: the check takes 16 bytes for each
@@ -113,12 +112,6 @@ class MinimalTraceEstimator:
         """
         assert self._measured is not None
         z = _log_factors(estimate)
-        if (furthest := np.abs(z).max(initial=0)) > _FURTHEST:
-            raise IsolossError(
-                f"the smallest trace of {type(self._model).__name__} takes factors of e^{furthest:.0f}, beyond "
-                "floating-point numbers: the gradients of some parameters vanish, as in a model whose predictions "
-                "hardly depend on its input. Measure the plain trace"
-            )
         off, is_large = None, sum(parameter.numel() for parameter in self._model.parameters()) > _LARGEST_CHECKED
         if len(z) and not is_large:
             # without eps, where a rule that is right leaves nothing but rounding; what eps itself changes is measured

@@ -34,6 +34,7 @@ _SETTLED = 1e-9  # a step that changes the logarithm of no term by more is the l
 _ROUNDING = 1e-14  # of the sum; smaller gains that no longer fall are those of rounding
 _INWARD = 1e-11  # of the sum: a slope at a bound by which an unknown leaves it
 _OFF = 1e-9  # by how much an equality may fail
+_LARGEST = 300.0  # log-factor: the square of its exponential is still a number
 
 
 def minimum(
@@ -291,8 +292,8 @@ def minimize(
             quantity. No infimum is looked for then.
 
     Raises:
-        IsolossError: If a share is not finite, if no z is within the bounds, or if all parts that a gauge could be
-            about are zero.
+        IsolossError: If a share is not finite, if no z is within the bounds, if all parts that a gauge could be about
+            are zero, or if the smallest trace takes factors beyond e^300.
     """
     start = None if like is None else like.start
     program = _ConvexProgram.of(shares, exponents, log_rms, sizes, writers, equalities, bounds, start)
@@ -312,6 +313,11 @@ def minimize(
         gauges = scipy.sparse.vstack([gauges, scipy.sparse.csr_array(mean[None])], format="csr")
         receding, direction = program.recession(gauges)
     z, value = program.smallest(program.active, gauges, program.start if like is None else like.z)
+    if (furthest := np.abs(z).max(initial=0)) > _LARGEST:
+        raise IsolossError(
+            f"the smallest trace takes factors of e^{furthest:.0f}, beyond floating-point numbers: the gradients of "
+            "some parameters vanish, as in a model whose predictions hardly depend on its input. Measure the plain trace"
+        )
     infimum = None if like is not None else value
     if like is None and gauged:
         infimum = program.smallest(program.active & ~vanishing, none, z)[1]
