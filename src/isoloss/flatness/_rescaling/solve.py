@@ -316,7 +316,8 @@ def minimize(
     if (furthest := np.abs(z).max(initial=0)) > _LARGEST:
         raise IsolossError(
             f"the smallest trace takes factors of e^{furthest:.0f}, beyond floating-point numbers: the gradients of "
-            "some parameters vanish, as in a model whose predictions hardly depend on its input. Measure the plain trace"
+            "some parameters vanish, as in a model whose predictions hardly depend on its input. Measure the plain "
+            "trace"
         )
     infimum = None if like is not None else value
     if like is None and gauged:

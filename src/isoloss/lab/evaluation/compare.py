@@ -188,7 +188,7 @@ class ModelComparison(TraceComparison):
 
     def _ordered(self, ranked: Sequence[str]) -> Sequence[str]:
         """Return the models of a difference, the first one minus the second: of two, as in the table."""
-        return list(reversed(self.models)) if len(self.models) == 2 else ranked
+        return list(self.models)[::-1] if len(self.models) == 2 else ranked
 
     def __repr__(self) -> str:
         return f"ModelComparison({len(self.models)} models; flattest: {self.verdict().flattest or 'no verdict'})"
@@ -380,7 +380,7 @@ def compare(
     for task, measure in measures.items():
         assert context is not None
         if (reason := measure.why_not_applicable(context)) is not None:
-            files = "" if measure.task_data else f"; with task_data, {task}=PATH, its examples are read from files"
+            files = "" if task_data else f"; with task_data, {task}=PATH, its examples are read from files"
             raise IsolossError(f"the task {task} cannot be measured: {reason}{files}")
     few = _some(batches, seed) if context is None else made.some(_ROBUSTNESS_SEQUENCES, seed).batches
 
