@@ -414,21 +414,13 @@ def in_sequence(file: ClaimsFile, results: Sequence[ClaimResult], tests: int) ->
         for i, each in enumerate(answers[claim.id])
         if each.role == "secondary" and each.p_value is not None
     ]
-    p_values: dict[str, float] = {}
-    exclusive: dict[str, str] = {}
-    for claim, i in secondary:
-        each = answers[claim.id][i]
-        for kind, own_p in (("difference", each.p_value), ("no effect", each.p_no_effect)):
-            if own_p is not None:
-                p_values[f"{claim.id} {i} {kind}"], exclusive[f"{claim.id} {i} {kind}"] = own_p, f"{claim.id} {i}"
-    adjusted = holm(p_values, tests=tests, exclusive=exclusive) if p_values else {}
-    adjusted = {key: min(1.0, factor * each_p) for key, each_p in adjusted.items()}
-    for claim, i in secondary:
+    adjusted = _by_holm([answers[claim.id][i] for claim, i in secondary], tests)
+    for (claim, i), (p, absent) in zip(secondary, adjusted, strict=True):
         own = answers[claim.id]
         if ended[0]:
             own[i] = _withheld(own[i], *ended)
         else:
-            p, absent = adjusted[f"{claim.id} {i} difference"], adjusted.get(f"{claim.id} {i} no effect")
+            p, absent = min(1.0, factor * p), None if absent is None else min(1.0, factor * absent)
             own[i] = _judged(claim, own[i], p=p, p_no_effect=absent, tests=tests, factor=factor)
     for own in answers.values():
         for i, each in enumerate(own):
@@ -439,6 +431,14 @@ def in_sequence(file: ClaimsFile, results: Sequence[ClaimResult], tests: int) ->
 
 def _or_one(p: float | None) -> float:
     return 1.0 if p is None else p
+
+
+def _by_holm(tested: Sequence[Answer], tests: int) -> list[tuple[float, float | None]]:
+    """Return the adjusted p-values of each answer's difference and of its absence."""
+    p_values = {f"{i} difference": _or_one(one.p_value) for i, one in enumerate(tested)}
+    p_values |= {f"{i} absence": one.p_no_effect for i, one in enumerate(tested) if one.p_no_effect is not None}
+    adjusted = holm(p_values, tests=tests, exclusive={name: name.split()[0] for name in p_values}) if tested else {}
+    return [(adjusted[f"{i} difference"], adjusted.get(f"{i} absence")) for i in range(len(tested))]
 
 
 def _withheld(each: Answer, why: str, sentence: str) -> Answer:
