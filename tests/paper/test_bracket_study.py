@@ -58,7 +58,7 @@ def known_results(folder, scale=FEW, changes=None):
                                 value=value + (changes or {}).get((arm, key), 0.0),
                                 stderr=0.0,
                                 samples=0,
-                                unit="R^2" if "r2-" in key else "nats per predicted token",
+                                unit="R²" if "r2-" in key else "nats per predicted token",
                                 num_predictions=10,
                                 method="known",
                             ),
@@ -145,6 +145,7 @@ def test_the_demo_tests_what_it_has(tmp_path):
     assert found[PRIMARY] is Verdict.SHOWN
     assert found["transformer-noise-imbalance", ""] is Verdict.NOT_TESTED
     assert found["sam-imbalance", ""] is Verdict.NOT_TESTED
+    assert found["first-phase-imbalance", "|g|, 8 strings (T = 6)"] is Verdict.SHOWN
 
 
 @pytest.mark.parametrize("name", ["laptop", "demo"])
@@ -166,7 +167,7 @@ def test_tables_and_figures_show_the_means(tmp_path, name):
     ]
     shown = page.parts(results)
     first = shown.figures[0]
-    assert first.title == "Trace falls in two phases, transfer follows its parts (T = 6)"
+    assert first.title == "Does transfer follow the parts of the trace? (T = 6)"
     values = [row for rows in first.chart["datasets"].values() for row in rows]
     ends = [row["y"] for row in values if row.get("name") == "cancellation" and row.get("x") == scale.sgd_steps]
     assert ends

@@ -29,13 +29,13 @@ def fitted(x, y, strength):
 
 
 def ridge(x, y, test_x):
-    scale, places = np.square(x - x.mean(axis=0)).sum() / len(x), range(len(x))
+    places = range(len(x))
 
     def error(strength):
         left_out = [fitted(np.delete(x, i, 0), np.delete(y, i), strength)(x[i : i + 1])[0] for i in places]
         return np.square(y - left_out).sum()
 
-    errors = {strength: error(strength) for strength in STRENGTHS * scale}
+    errors = {strength: error(strength) for strength in STRENGTHS}
     allowed = min(errors.values()) + 1e-9 * np.square(y - y.mean()).sum()
     return fitted(x, y, max(strength for strength in errors if errors[strength] <= allowed))(test_x)
 
@@ -64,6 +64,8 @@ def test_r2_is_the_mean_over_draws_of_numpys(name, prefix):
     features = LANGUAGE.signs().numpy()
     if not prefix:
         features = extract(model, LANGUAGE.strings(), pooling="last").double().numpy()
+    features = features - features.mean(axis=0)
+    features = features / np.square(features).sum(axis=1).mean() ** 0.5
     for n in (4, 8):
         for place, task in enumerate(TASKS):
             scores = []

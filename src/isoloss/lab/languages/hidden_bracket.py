@@ -148,13 +148,17 @@ class HiddenBracket(ExactLanguage):
 
     def _at(self, ids: torch.Tensor) -> torch.Tensor:
         """Return (...): the probability of what is visible of strings (..., T + 1); 0 where it cannot be."""
-        context, answer = ids[..., :-1], ids[..., -1]
+        answer = ids[..., -1]
+        values = self._by_answer(ids[..., :-1]).gather(-1, answer.clamp(max=2)[..., None])[..., 0]
+        # a token of the context as the answer
+        return values.masked_fill((answer >= OPEN) & (answer < self.vocab_size), 0)
+
+    def _by_answer(self, context: torch.Tensor) -> torch.Tensor:
+        """Return (..., 3): the probability of what is visible of contexts (..., T) with each answer, or with any."""
         opened, closed = (context == OPEN).sum(dim=-1), (context == CLOSE).sum(dim=-1)
-        blanks = ((context == PLUS) | (context == MINUS)).sum(dim=-1)
-        values = self._probabilities[opened, closed, blanks.clamp(max=2), answer.clamp(max=2)]
-        # an answer within the context, or a token of the context as the answer
-        misplaced = (context < OPEN).any(dim=-1) | ((answer >= OPEN) & (answer < self.vocab_size))
-        return values.masked_fill(misplaced, 0)
+        blanks = ((context == PLUS) | (context == MINUS)).sum(dim=-1).clamp(max=2)
+        # an answer within the context is impossible
+        return self._probabilities[opened, closed, blanks].masked_fill((context < OPEN).any(dim=-1, keepdim=True), 0)
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         values = self._at(ids[:, : self.max_length])
@@ -175,6 +179,11 @@ class HiddenBracket(ExactLanguage):
         """Return (n, k, V) probabilities of each token at (n, k) positions, given the others; None: at all T + 1."""
         if positions is None:
             positions = torch.arange(self.max_length, device=ids.device).expand(len(ids), -1)
+        elif bool((positions == self.length).all()):
+            # the answer alone, which is what training asks for at every step
+            answers = self._by_answer(ids[:, None, : self.length].expand(-1, positions.shape[1], -1))
+            _check_possible(answers[:, 0, 2])
+            return torch.nn.functional.pad(answers[..., :2] / answers[..., 2:], (0, self.vocab_size - 2))
         # (n, k, V, T + 1): the string with each token in turn at the position
         shape = (*positions.shape, self.vocab_size, self.max_length)
         tried = ids[:, None, None, : self.max_length].expand(shape)

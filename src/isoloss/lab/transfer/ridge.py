@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-# strengths as multiples of the mean squared norm of the centered training features
 STRENGTHS = np.logspace(-6, 2, 17)
 _AS_GOOD = 1e-9  # where a fit is exact, rounding must not decide
 
@@ -18,9 +17,9 @@ _AS_GOOD = 1e-9  # where a fit is exact, rounding must not decide
 def ridge_predictions(train_x: Floats, train_y: Floats, test_x: Floats) -> Floats:
     r"""Return (n', t): what ridge regressions with an intercept, one for each target, predict of (n', d) features.
 
-    A regression minimizes `|y - X w - b|^2 + s |w|^2`. Of `STRENGTHS`, times the mean squared norm of the centered
-    features, s is the one with the smallest squared error on examples that are left out one at a time; of those that
-    are as good but for `_AS_GOOD` of the targets' variation, the largest. That error has a closed form: with the hat
+    A regression minimizes `|y - X w - b|^2 + s |w|^2`. s is the one of `STRENGTHS`, made for features of mean squared
+    norm 1, with the smallest squared error on examples that are left out one at a time; of those that are as good but
+    for `_AS_GOOD` of the targets' variation, the largest. That error has a closed form: with the hat
     matrix H, example i is missed by (y - H y)_i / (1 - H_ii).
 
     Args:
@@ -39,8 +38,7 @@ def ridge_predictions(train_x: Floats, train_y: Floats, test_x: Floats) -> Float
     values, vectors = np.linalg.eigh(products)
     # the centered features have no part along (1, ..., 1): rounding there would be divided by a small strength
     values[values < n * np.finfo(float).eps * values.max()] = 0
-    # of features that are all equal nothing can be learned; any strength above 0 says so
-    strengths = STRENGTHS[::-1, None] * max(np.trace(products) / n, np.finfo(float).tiny)
+    strengths = STRENGTHS[::-1, None]
     shrunk = values / (values + strengths)  # (s, n)
     rotated = vectors.T @ y  # (n, t)
     hats = np.square(vectors) @ shrunk.T + 1 / n  # (n, s)
@@ -55,12 +53,17 @@ def ridge_predictions(train_x: Floats, train_y: Floats, test_x: Floats) -> Float
 def r_squared(features: Floats, targets: Floats, chosen: NDArray[np.int64]) -> Floats:
     """Return (t,): R^2 of ridge regressions on the chosen rows (n,) at all other rows, about the mean of these.
 
+    Features are first centered and divided by one number, so that the mean squared norm of all rows is 1: where the
+    chosen rows happen to be nearly alike, what little they differ in is not magnified.
+
     Example:
         >>> x = np.arange(6.0)[:, None]
         >>> r_squared(x, 2 * x, np.array([0, 3, 5])).round(4).tolist()
         [1.0]
     """
     others = np.delete(np.arange(len(features)), chosen)
+    features = features - features.mean(axis=0)
+    features = features / max(np.sqrt(np.square(features).sum(axis=1).mean()), np.finfo(float).tiny)
     wanted = targets[others]
     missed = wanted - ridge_predictions(features[chosen], targets[chosen], features[others])
     explained: Floats = 1 - np.square(missed).sum(axis=0) / np.square(wanted - wanted.mean(axis=0)).sum(axis=0)

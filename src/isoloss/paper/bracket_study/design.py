@@ -40,7 +40,8 @@ TARGET_KL = 1e-5  # nats: every base and every cooldown ends here
 MOST_STEPS = 3000  # of a base or cooldown, by when the target is long reached
 ADAMW_STEPS = 3000  # of AdamW on sampled labels
 BATCH, SGD_BATCH, PENALTY_BATCH = 64, 8, 16  # sentences in a step: of base and cooldown, of noise, of the penalty
-RATES: Mapping[Model, float] = MappingProxyType({"attention": 1.0, "transformer": 0.3})  # SGD's
+# SGD's, by T: label noise makes larger ones diverge
+RATES: Mapping[Model, Mapping[int, float]] = MappingProxyType({"attention": {6: 1.0, 8: 0.5}, "transformer": {6: 0.3}})
 PENALIZED: Mapping[Model, tuple[str, ...]] = MappingProxyType(
     # u and V, the neurons
     {"attention": ("*.value.*", "answers.*"), "transformer": ("*",)}
@@ -123,11 +124,12 @@ class Arms:
     def experiments(self) -> dict[str, Experiment]:
         """Return the runs by the names of their arms."""
         scale, model = self.scale, self.unit.model
+        rate = RATES[model][self.unit.length]
         noise = StageConfig(
             steps=scale.sgd_steps,
             labels="sampled",
             batch_size=SGD_BATCH,
-            optimizer=sgd(scale.sgd_steps, RATES[model]),
+            optimizer=sgd(scale.sgd_steps, rate),
         )
         dosed = scale.dosed(model)
         kept = tuple(steps for steps in dosed if 0 < steps < scale.sgd_steps)
@@ -145,7 +147,7 @@ class Arms:
             # a step takes two gradients
             half = scale.sgd_steps // 2
             sam = dataclasses.replace(
-                noise, steps=half, labels="exact", optimizer=sgd(half, RATES[model]), algorithm=SAMConfig(batch="same")
+                noise, steps=half, labels="exact", optimizer=sgd(half, rate), algorithm=SAMConfig(batch="same")
             )
             arms["sam"] = self._from_base("sam", sam)
         for weight, arm in scale.weighted(model).items():
@@ -226,11 +228,11 @@ SCALES = {
         has_others=True,
     ),
     "demo": StudySize(
-        description="about a minute on two cores: the paper's model at T = 6 with eight seeds",
+        description="about two minutes on two cores: the paper's model at T = 6 with eight seeds",
         seeds=tuple(range(8)),
         lengths={"attention": (6,)},
         sgd_steps=3000,
-        doses=(),
+        doses=(1000,),
         penalties=STRENGTHS[-1:],
         penalty_steps=600,
         has_others=False,

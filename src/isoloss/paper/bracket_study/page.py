@@ -85,7 +85,7 @@ def _phases(results: Results, length: int) -> Figure:
             ],
         ),
         Panel(
-            title="Transfer follows its part",
+            title="Transfer against its part",
             x=Axis(title="minimal trace of u and V (nats/token)", log=True),
             y=Axis(title="R² of |g|, 8 strings"),
             series=followed,
@@ -93,12 +93,13 @@ def _phases(results: Results, length: int) -> Figure:
     ]
     return Figure(
         name=f"phases-{length}",
-        title=f"Trace falls in two phases, transfer follows its parts (T = {length})",
+        title=f"Does transfer follow the parts of the trace? (T = {length})",
         chart=draw(panels, note="Bars: 95 % intervals over seeds; every model was cooled down to one loss"),
-        caption="Label noise first removes the part of the trace that belongs to queries and keys, as the attention "
-        "becomes even; g, which the attention serves, gets easier to learn. The part of the neurons falls later, as "
-        "features stop cancelling, and then |g| gets easier. On the right, every dose of label noise and every weight "
-        "of the penalty, both signs: R² of |g| against the minimal trace of the neurons.",
+        caption="Left: the part of the trace of queries and keys, which the attention evens out, the part of the "
+        "neurons, and their cancellation, 1 where no two active neurons disagree. Middle: R² of g, which even "
+        "attention serves, and of |g|, which needs neurons that do not cancel. Right: every dose of label noise and "
+        "every weight of the penalty, both signs. If transfer follows the part that serves it, both lie on one falling "
+        "curve.",
     )
 
 
@@ -161,13 +162,15 @@ def _interval(row: str, series: str, estimate: Estimate) -> Interval:
 
 def _settings(scale: StudySize) -> dict[str, str]:
     lengths = "; ".join(f"{model}: T = {', '.join(map(str, each))}" for model, each in scale.lengths.items())
+    rates = ", ".join(
+        f"{RATES[model][length]:g} ({model}, T = {length})" for model, each in scale.lengths.items() for length in each
+    )
     settings = {
         "Language": "hidden-bracket, flip probability 0.1",
         "Models": f"bracket-attention m64 and, at the larger scales, BERT d16 with one layer; {lengths}",
         "Seeds": f"{len(scale.seeds)}",
         "Base and cooldown": f"AdamW on exact labels, {BATCH} sentences, until the KL is at most {TARGET_KL:g} nats",
-        "SGD": f"{scale.sgd_steps:,} steps of {SGD_BATCH} sentences after a warm-up of 12 %, learning rate "
-        f"{RATES['attention']:g} (transformer: {RATES['transformer']:g})",
+        "SGD": f"{scale.sgd_steps:,} steps of {SGD_BATCH} sentences after a warm-up of 12 %, learning rate {rates}",
         "Penalty, reward, sham": f"{scale.penalty_steps:,} steps of AdamW on exact labels, {PENALTY_BATCH} sentences, "
         f"weights {', '.join(f'{weight:g}' for weight in scale.weighted('attention'))}, on the trace of u and V "
         "(transformer: of all)",

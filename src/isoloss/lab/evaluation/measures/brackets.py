@@ -188,7 +188,7 @@ def _over_draws(values: NDArray[np.float64], *, num_predictions: int) -> Estimat
         value=float(values.mean()),
         stderr=float(values.std(ddof=1)) / math.sqrt(len(values)),
         samples=len(values),
-        unit="R^2",
+        unit="R²",
         num_predictions=num_predictions,
         method="ridge regression, strength by leave-one-out, mean over draws",
         influence=deviations,
