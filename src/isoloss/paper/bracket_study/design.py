@@ -41,7 +41,7 @@ MOST_STEPS = 3000  # of a base or cooldown, by when the target is long reached
 ADAMW_STEPS = 3000  # of AdamW on sampled labels
 BATCH, SGD_BATCH, PENALTY_BATCH = 64, 8, 16  # sentences in a step: of base and cooldown, of noise, of the penalty
 # SGD's, by T: label noise makes larger ones diverge
-RATES: Mapping[Model, Mapping[int, float]] = MappingProxyType({"attention": {6: 1.0, 8: 0.5}, "transformer": {6: 0.3}})
+RATES: Mapping[Model, Mapping[int, float]] = MappingProxyType({"attention": {6: 1.0, 8: 0.7}, "transformer": {6: 0.3}})
 PENALIZED: Mapping[Model, tuple[str, ...]] = MappingProxyType(
     # u and V, the neurons
     {"attention": ("*.value.*", "answers.*"), "transformer": ("*",)}
