@@ -219,7 +219,7 @@ STRENGTHS = (0.0003, 0.001, 0.003)
 SCALES = {
     "laptop": StudySize(
         description="about half an hour on two cores",
-        seeds=tuple(range(20)),
+        seeds=tuple(range(100, 120)),
         lengths={"attention": (6, 8), "transformer": (6,)},
         sgd_steps=6000,
         doses=(1000, 2000, 4000),
