@@ -77,6 +77,10 @@ TEXT_TASKS = {
     "docstring-kind": ("DOCSTRING_KIND", "whether a docstring of Python's library is of a class, function or method"),
     "docstring-module": ("DOCSTRING_MODULE", "which of eight modules a docstring of Python's library is from"),
 }
+TWIN_TASKS = {
+    "needed-LENGTH": ("needed", "what later tokens need of the first ones (languages that can be enumerated)"),
+    "spare-LENGTH": ("spare", "what later tokens do not need of the first ones (languages that can be enumerated)"),
+}
 RESCALING_FAMILIES = {
     "bert": ("bert", "BERT: post-layer-norm blocks"),
     "gemma": ("llama", "Gemma: as Llama, norms with gain 1 + weight"),
@@ -101,4 +105,5 @@ REPRODUCED = "every figure and table of the paper, at several scales"
 SAME_LOSS = "models of the same pre-training loss that differ in flatness: do they differ in transfer?"
 PILOT = "what the study same-loss is planned with: slopes of transfer on the loss, and variances"
 BRACKETS = "the paper's model of section 5, trained: does label noise flatten it, and what transfers better?"
+DOSE_RESPONSE = "flatter and sharper models of one loss, by a penalty of either sign: how does transfer respond?"
 COMPARED = "the paper's algorithms and others, several seeds of each: loss, flatness and transfer"

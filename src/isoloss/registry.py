@@ -321,7 +321,8 @@ MEASURES = Registry(
 TASKS = Registry(
     "task",
     "tasks",
-    _entries("isoloss.lab.transfer.text_sources", builtin_components.TEXT_TASKS),
+    _entries("isoloss.lab.transfer.text_sources", builtin_components.TEXT_TASKS)
+    | _entries("isoloss.paper.dose_response.tasks", builtin_components.TWIN_TASKS),
     Form(
         "isoloss.lab.transfer.text_sources:TextTask",
         "a function of a language that returns an isoloss.lab.languages.base.Labeling",
@@ -341,6 +342,7 @@ STUDIES = Registry(
     _entries("isoloss.paper.same_loss.study", {"same-loss": ("STUDY", builtin_components.SAME_LOSS)})
     | _entries("isoloss.paper.same_loss.pilot", {"same-loss-pilot": ("STUDY", builtin_components.PILOT)})
     | _entries("isoloss.paper.bracket_study.study", {"brackets": ("STUDY", builtin_components.BRACKETS)})
+    | _entries("isoloss.paper.dose_response.study", {"dose-response": ("STUDY", builtin_components.DOSE_RESPONSE)})
     | _entries("isoloss.paper.algorithms.study", {"algorithms": ("STUDY", builtin_components.COMPARED)})
     | _entries("isoloss.paper.reproduction.study", {"paper": ("STUDY", builtin_components.REPRODUCED)}),
     Form("isoloss.studies.spec:Study", "a function that returns one"),

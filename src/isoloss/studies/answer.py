@@ -31,7 +31,10 @@ ANSWERS: Mapping[Verdict, str] = {  # to a question that the claim affirms
 }
 MOST_CARDS = 3
 _ALPHA = 0.05
-_TITLES = {"kl": "KL to the truth", "loss": "loss", "trace": "trace", "minimal-trace": "minimal trace"}
+_TITLES = {
+    **{"kl": "KL to the truth", "loss": "loss", "trace": "trace", "minimal-trace": "minimal trace"},
+    **{"effective-rank": "effective rank", "effective-dimension": "effective dimension", "cka-truth": "CKA to truth"},
+}
 
 
 def told(difference: Estimate) -> str:

@@ -1,0 +1,205 @@
+"""The study dose-response: its tasks by brute force, its arms, and its page of known results."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from isoloss.errors import IsolossError
+from isoloss.lab.languages.base import Sentences
+from isoloss.lab.languages.config import DyckConfig, PCFGConfig
+from isoloss.lab.languages.exact import all_sentences
+from isoloss.lab.transfer.tasks import make_task
+from isoloss.paper.dose_response import page
+from isoloss.paper.dose_response.design import ARMS, BASE, CONTROL, DOSES, SCALES, SHAM
+from isoloss.paper.dose_response.study import STUDY, answer, contrasts, measures, tables
+from isoloss.paper.dose_response.tasks import needed, spare, twins
+from isoloss.report.save import save
+from isoloss.studies.claims import read_claims
+from isoloss.studies.results import Results
+from isoloss.studies.verdicts import answer_all
+from known_estimates import measured
+
+GRAMMAR = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=6, seed=4)
+
+
+@pytest.fixture(scope="module")
+def known():
+    """A grammar, and by beginning the probabilities of what follows."""
+    language = GRAMMAR.build()
+    sentences, probabilities = all_sentences(language)
+    follows = {}
+    for tokens, p in zip(sentences.tokens.tolist(), probabilities.tolist(), strict=True):
+        follows.setdefault(tuple(tokens[:2]), {})[tuple(tokens[2:])] = p
+    return language, follows
+
+
+def labels_of(labeling, beginnings):
+    tokens = torch.tensor([[*beginning, 0, 0] for beginning in beginnings])
+    return dict(zip(beginnings, labeling.label(Sentences(tokens, torch.full((len(tokens),), 4))).tolist(), strict=True))
+
+
+def distance(first, second):
+    """The total variation between two distributions that need not be normalized."""
+    totals = sum(first.values()), sum(second.values())
+    return sum(abs(first.get(k, 0) / totals[0] - second.get(k, 0) / totals[1]) for k in {*first, *second}) / 2
+
+
+def test_needed_is_a_function_of_what_follows_and_halves_the_sentences(known):
+    language, follows = known
+    labels = labels_of(needed(language, "2"), list(follows))
+    weights = {beginning: sum(each.values()) for beginning, each in follows.items()}
+    assert set(labels.values()) == {0, 1}
+    largest = max(weights.values())
+    assert abs(sum(w for b, w in weights.items() if labels[b]) - 0.5) <= largest / 2 + 1e-12
+    # a cut across one axis: the classes are further from each other than they are wide
+    mean = [{}, {}]
+    for beginning, each in follows.items():
+        for rest, p in each.items():
+            mean[labels[beginning]][rest] = mean[labels[beginning]].get(rest, 0) + p
+    right = sum(
+        weights[b]
+        for b in follows
+        if distance(follows[b], mean[labels[b]]) <= distance(follows[b], mean[1 - labels[b]])
+    )
+    assert right > 0.9
+
+
+def test_spare_tells_twins_apart_whose_rest_is_nearly_the_same(known):
+    language, follows = known
+    labels = labels_of(spare(language, "2"), list(follows))
+    left = {b for b, label in labels.items() if label == -1}
+    assert len(left) == len(follows) % 2
+    pairs, free = [], set(follows)
+    while len(free) > 1:
+        first, second = min(
+            ((a, b) for a in free for b in free if a < b),
+            key=lambda pair: (round(distance(follows[pair[0]], follows[pair[1]]), 12), pair),
+        )
+        pairs.append((first, second))
+        free -= {first, second}
+    assert all({labels[a], labels[b]} == {0, 1} for a, b in pairs)
+    weight = {b: sum(each.values()) for b, each in follows.items()}
+    between = sum((weight[a] + weight[b]) * distance(follows[a], follows[b]) for a, b in pairs)
+    needed_labels = labels_of(needed(language, "2"), list(follows))
+    across = np.mean(
+        [distance(follows[a], follows[b]) for a in follows for b in follows if needed_labels[a] != needed_labels[b]]
+    )
+    assert between < 0.3 * across
+    ones = sum(w for b, w in weight.items() if labels[b] == 1)
+    assert 0.2 < ones / sum(w for b, w in weight.items() if labels[b] >= 0) < 0.8
+
+
+def test_equal_distributions_are_paired_in_the_order_of_rows():
+    assert twins(np.array([[0.5, 0.5]] * 4)) == [(0, 1), (2, 3)]
+
+
+def test_the_tasks_are_drawn_by_name_and_need_a_language_that_can_be_enumerated(known):
+    language, follows = known
+    task = make_task(language, "spare-2", num_train=200, num_test=5, seed=0)
+    labels = labels_of(spare(language, "2"), list(follows))
+    assert task.train_labels.tolist() == [labels[tuple(row)] for row in task.train.tokens[:, :2].tolist()]
+    with pytest.raises(IsolossError, match="L is 4; it must be at least 1 and below the number of tokens"):
+        make_task(language, "needed-4")
+    with pytest.raises(IsolossError, match="more than the 65,536 that can be enumerated"):
+        make_task(DyckConfig().build(), "needed-2")
+
+
+def test_arms_differ_in_one_stage_and_the_control_in_its_sentences():
+    scale = SCALES["laptop"]
+    unit = scale.units[0]
+    configs = {arm: scale.experiments[unit.run(arm)].config for arm in ARMS}
+    sham = configs[SHAM]
+    for arm, config in configs.items():
+        other = dataclasses.replace(config, stages=sham.stages, steps=sham.steps)
+        assert other == (dataclasses.replace(sham, seed=config.seed) if arm == CONTROL else sham)
+        assert config.stages[1:] == sham.stages[1:]
+        assert config.init_from == f"../{unit.run(BASE)}"
+    assert configs[CONTROL].seed != sham.seed
+    assert len({repr(config.stages[0]) for config in configs.values()}) == len(ARMS)
+
+
+def test_no_seed_has_two_uses_in_any_draw():
+    used = []
+    for offset in range(3):
+        scale = dataclasses.replace(SCALES["evening"], grammars=SCALES["evening"].grammars[:2]).with_seed_offset(offset)
+        for unit in scale.units:
+            runs = [scale.experiments[unit.run(arm)] for arm in (BASE, *ARMS)]
+            used += {one.config.seed for one in runs} | {
+                part.settings["seed"] for one in runs for part in one.measurements
+            }
+    assert len(used) == len(set(used)) == 3 * 2 * 3 * 4  # draws, grammars, seeds; base, arms, control and measures
+
+
+# --- known results ---------------------------------------------------------------------------------------------------
+
+GRAMMARS = 5
+FEW = dataclasses.replace(SCALES["laptop"], grammars=SCALES["laptop"].grammars[:GRAMMARS], seeds_per_grammar=2)
+
+
+def known_results(by_dose):
+    """Results in which each dose changes few-shot accuracies by so much, and the trace by a factor of 2."""
+    checkpoints, draw = {}, np.random.default_rng(0)
+    for unit in FEW.units:
+        for arm in (BASE, *ARMS):
+            experiment = FEW.experiments[unit.run(arm)]
+            dose = DOSES.index(arm) - DOSES.index(SHAM) if arm in DOSES else 0
+            at = {}
+            for key in FEW.probes.values():
+                share = 0.7 + 0.01 * by_dose * dose + 0.001 * draw.normal()
+                at[key] = dataclasses.replace(measured(share), unit="accuracy")
+            if arm == BASE:
+                checkpoints[unit.run(arm), 0] = at
+            at |= {key: measured(10 * 2.0**-dose * (1 + 0.01 * draw.normal())) for key in ("trace", "minimal-trace")}
+            at |= {
+                key: measured(50 + dose + draw.normal())
+                for key in ("effective-rank", "effective-dimension", "cka-truth")
+            }
+            at["kl"] = measured((FEW.base_kl if arm == BASE else FEW.target_kl) + 1e-7 * draw.normal())
+            # where a target ended it
+            checkpoints[unit.run(arm), experiment.last_step - 100] = at
+    return Results(FEW, checkpoints, None)
+
+
+def test_tables_and_answer_are_of_the_arms_and_their_controls():
+    results = known_results(-2.0)
+    arms, differences, slopes, untrained = tables(results)
+    assert [label[0] for label, _ in arms.rows] == [FEW.titles[arm] for arm in ARMS]
+    assert {label[1] for label, _ in arms.rows} == {0}  # none missed the target
+    rows = {label[0]: row for label, row in differences.rows}
+    for dose, arm in enumerate(DOSES, -3):
+        row = rows[FEW.titles[arm]]
+        assert row["minimal-trace"].value == pytest.approx(2.0**-dose, rel=0.02)
+        assert row["few-shot-prefix-2-30"].value == pytest.approx(-2 * dose, abs=0.3)
+        assert row["effective-rank"].value == pytest.approx(dose, abs=2)
+    (_, first), *_ = slopes.rows
+    ends = [[results.at(unit.run(arm)) for unit in FEW.units] for arm in (BASE, SHAM)]
+    per_unit = [
+        100
+        * (late["few-shot-prefix-2-30"].value - early["few-shot-prefix-2-30"].value)
+        / (late["kl"].value - early["kl"].value)
+        for early, late in zip(*ends, strict=True)
+    ]
+    assert first["slope"].value == pytest.approx(np.mean(per_unit), rel=0.1)
+    assert set(untrained.rows[0][1]) == set(FEW.probes.values())
+    claims = answer_all(read_claims(STUDY.claims), contrasts(results), measures(FEW), scale="laptop")
+    assert all(one.difference is not None for claim in claims for one in claim.answers)
+    assert len(answer(claims, results)) == 3
+
+
+def test_the_figure_has_a_curve_for_each_grammar_and_the_means(tmp_path):
+    figure, others = page.parts(known_results(-2.0)).figures
+    for each in (figure, others):
+        save(each.chart, tmp_path / f"{each.name}.png")
+        assert (tmp_path / f"{each.name}.png").stat().st_size > 10_000
+    panel = figure.chart["concat"][0]["layer"]
+    rows = [figure.chart["datasets"][layer["data"]["name"]] for layer in panel]
+    assert len(rows[1]) == GRAMMARS * len(DOSES)
+    means = {row["arm"]: row for row in rows[-1]}
+    assert (means["Sham"]["trace"], means["Sham"]["value"]) == (1, 0)
+    for dose, arm in enumerate(DOSES, -3):
+        row = means[FEW.titles[arm]]
+        assert row["trace"] == pytest.approx(2.0**-dose, rel=0.02)
+        assert row["value"] == pytest.approx(-2 * dose, abs=0.3)
+        assert dose == 0 or row["low"] < row["value"] < row["high"]
