@@ -68,7 +68,7 @@ def export(folder: StudyFolder, output: Path, formats: Collection[Format] = FORM
             }
             if summary.claims:
                 caption = "The verdict on each claim, and the difference that is judged, with its standard error."
-                tables["claims"] = (caption, *all_claims_table(summary.claims), 4)
+                tables["claims"] = (caption, *all_claims_table(summary.claims), 5)
             for kind in (KINDS[each] for each in KINDS if each in formats):
                 for name, table in tables.items():
                     text = text_table(kind, *table, label=f"tab:{folder.study.name}-{name}")
