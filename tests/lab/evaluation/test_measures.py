@@ -101,8 +101,10 @@ def test_a_measure_is_a_frozen_dataclass_whose_fields_are_its_settings(name):
 
 
 def test_isoloss_eval_takes_every_measure_of_a_language(capsys, checkpoints, tmp_path):
-    asked = [NAMED.get(name, name) for name in MEASURES]
-    words = ("eval", checkpoints / "a", "--language", config_file(tmp_path), "--measures", *asked, *options(MEASURES))
+    # those of brackets, which are of that language alone, have tests of their own
+    names = [name for name in MEASURES if not name.startswith("bracket-")]
+    asked = [NAMED.get(name, name) for name in names]
+    words = ("eval", checkpoints / "a", "--language", config_file(tmp_path), "--measures", *asked, *options(names))
     evaluations = as_json(capsys, *words, "--output", tmp_path / "out")["evaluations"]
     assert [found["measure"] for found in evaluations] == asked
     kept = {path.stem: path for path in (tmp_path / "out").rglob("*.json")}
