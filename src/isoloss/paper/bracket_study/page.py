@@ -50,13 +50,11 @@ def _phases(results: Results, length: int) -> Figure:
     penalties = [ends_of(results, "attention", length, arm) for arm in scale.weighted("attention").values()]
 
     def against_steps(name: str, key: str, color: str) -> Series:
-        means = {steps: mean(results, ends, key) for steps, ends in noise.items()}
+        means = {steps: mean(ends, key) for steps, ends in noise.items()}
         return _series(name, color, [(float(steps), each) for steps, each in means.items()])
 
     def against_trace(name: str, all_ends: Sequence[Mapping[Replicate, Checkpoint]], color: str, marker: str) -> Series:
-        points = [
-            (mean(results, ends, "neurons-minimal-trace").value, mean(results, ends, IMBALANCE)) for ends in all_ends
-        ]
+        points = [(mean(ends, "neurons-minimal-trace").value, mean(ends, IMBALANCE)) for ends in all_ends]
         return _series(name, color, sorted(points, key=lambda point: point[0]), marker)
 
     steps = Axis(title="steps of label noise")
@@ -108,7 +106,7 @@ def _doses(results: Results, model: Model, length: int) -> Figure:
     arms = {f"{weight:+g}" if weight else "0 (sham)": arm for weight, arm in scale.weighted(model).items()}
     made = {
         title: {
-            f"|g|, {shots} strings": mean(results, ends_of(results, model, length, arm), f"r2-abs-g-{shots}")
+            f"|g|, {shots} strings": mean(ends_of(results, model, length, arm), f"r2-abs-g-{shots}")
             for shots in (8, 16)
         }
         for title, arm in {"base": BASE, **arms}.items()

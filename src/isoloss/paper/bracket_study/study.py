@@ -122,7 +122,7 @@ def _arms(results: Results, model: Model, length: int) -> SummaryTable:
     flatness = (*FLATNESS[model].values(), *(PARTS if model == "attention" else ()))
     keys = ("kl", *flatness, "effective-rank", *(f"r2-{task}-{shots}" for task in ("g", "abs-g") for shots in (8, 16)))
     rows = [
-        ((title_of(arm),), {key: mean(results, ends, key) for key in keys})
+        ((title_of(arm),), {key: mean(ends, key) for key in keys})
         for arm in _names(results.scale, model)
         if len(ends := ends_of(results, model, length, arm)) > 1
     ]
@@ -151,7 +151,7 @@ def _baselines(results: Results, model: Model, length: int) -> SummaryTable:
     for kind, task in TASKS.items():
         for title, (prefix, ends) in kinds.items():
             if len(ends) > 1:
-                cells = {f"{n} strings": mean(results, ends, f"{prefix}{kind}-{n}") for n in shots}
+                cells = {f"{n} strings": mean(ends, f"{prefix}{kind}-{n}") for n in shots}
                 rows.append(((task, title), cells))
     caption = (
         f"R² of ridge regressions on few of all {2**length} strings of {length} brackets, tested on the others. The "
@@ -162,14 +162,10 @@ def _baselines(results: Results, model: Model, length: int) -> SummaryTable:
 
 
 def _names(scale: StudySize, model: Model) -> list[str]:
-    names = [BASE, "no-noise", *list(scale.dosed(model).values())[1:], "adamw", "sam", *scale.weighted(model).values()]
-    return [name for name in names if any(name == arm for arm in _arms_there(scale, model))]
-
-
-def _arms_there(scale: StudySize, model: Model) -> list[str]:
+    """Return the arms that a model has, in the order of the table."""
     unit = scale.units(model, scale.lengths[model][0])[0]
-    prefix = unit.run("")
-    return [name.removeprefix(prefix) for name in scale.experiments if name.startswith(prefix)]
+    names = [BASE, "no-noise", *list(scale.dosed(model).values())[1:], "adamw", "sam", *scale.weighted(model).values()]
+    return [name for name in names if unit.run(name) in scale.experiments]
 
 
 def _called(model: Model, length: int) -> str:
@@ -183,7 +179,7 @@ def ends_of(results: Results, model: Model, length: int, arm: str) -> dict[Repli
     return {unit: results.at(unit.run(arm)) for unit in units if unit.run(arm) in results.experiments}
 
 
-def mean(results: Results, ends: Mapping[Replicate, Checkpoint], key: str) -> Estimate:
+def mean(ends: Mapping[Replicate, Checkpoint], key: str) -> Estimate:
     """Return the mean of an estimate over seeds."""
     found = [end[key] for end in ends.values()]
     return cluster_mean([each.value for each in found], clusters_of(list(ends)), unit=found[0].unit)
