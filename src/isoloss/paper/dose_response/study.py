@@ -23,7 +23,7 @@ from isoloss.paper.dose_response.design import (
     StudySize,
     grammars_of,
 )
-from isoloss.paper.same_loss.study import factor
+from isoloss.paper.same_loss.study import factor, flatter_card
 from isoloss.report.html import Card
 from isoloss.statistics.clusters import cluster_mean, slope_within
 from isoloss.statistics.estimate import Estimate
@@ -196,8 +196,10 @@ def _change(pairs: Sequence[Pair], key: str, clusters: Sequence[str]) -> Estimat
 def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
     """Return whether the penalty flattens, whether few-shot accuracy responds, and whether the features' rank does."""
     by_id = {result.claim.id: result for result in claims}
+    units = replicates(results)
+    pairs = pairs_of(results, units, by_id["flatter"].claim.compares)
     return [
-        card_of("Does the penalty flatten at the same loss?", by_id["flatter"]),
+        flatter_card("Does the penalty flatten?", by_id["flatter"], pairs, grammars_of(units)),
         card_of("Does the flatter model transfer better?", by_id["transfer"]),
         card_of("Do its features have fewer dimensions?", by_id["rank"]),
     ]

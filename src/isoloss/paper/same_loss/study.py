@@ -355,21 +355,21 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
     """Return whether label noise flattens, whether that helps transfer, and whether models of one loss can differ."""
     by_id = {result.claim.id: result for result in claims}
     differ = card_of("Can models of one loss transfer differently?", by_id["adversary-transfer"])
+    arms = CONTRASTS["label noise"]
+    units = replicates_with(results, *arms)
     return [
-        _flatter(by_id["noise-flatter"], results),
+        flatter_card("Is it flatter?", by_id["noise-flatter"], pairs_of(results, units, arms), grammars_of(units)),
         card_of("Does it transfer better?", by_id["noise-transfer"]),
         dataclasses.replace(differ, detail=f"a model trained against the task; {differ.detail}"),
     ]
 
 
-def _flatter(result: ClaimResult, results: Results) -> Card:
-    card = card_of("Is it flatter?", result)
+def flatter_card(label: str, result: ClaimResult, pairs: Sequence[Pair], clusters: Sequence[str]) -> Card:
+    """Return the card of a claim about both traces, with the factors that they differ by; arguments as for `factor`."""
+    card = card_of(label, result)
     verdicts = {one.verdict for one in result.answers}
     if len(verdicts) > 1 or Verdict.NOT_TESTED in verdicts:
         return card
-    arms = CONTRASTS["label noise"]
-    units = replicates_with(results, *arms)
-    clusters, pairs = grammars_of(units), pairs_of(results, units, arms)
     factors = {key: factor(pairs, key, clusters) for key in RESCALED}
     ends = {key: factor_ends(each) for key, each in factors.items()}
     trace, minimal = (f"{each.value:.2f} times the {title_of(key)}" for key, each in factors.items())
