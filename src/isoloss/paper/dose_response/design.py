@@ -211,7 +211,7 @@ SETTINGS: Mapping[str, Any] = {
     **{"num_sequences": 512, "probe_draws": 16, "probe_regularization": (0.1,)},
 }
 LAPTOP = StudySize(
-    description="forty minutes on two cores",
+    description="about forty-five minutes on two cores",
     language=LANGUAGE,
     grammars=tuple(range(800, 812)),
     seeds_per_grammar=3,
@@ -238,7 +238,7 @@ SCALES: Mapping[str, StudySize] = {
     ),
     "demo": dataclasses.replace(
         LAPTOP,
-        description="ninety seconds on two cores: three grammars, at a higher loss; too few for a verdict",
+        description="two minutes on two cores: three grammars, at a higher loss; too few for a verdict",
         grammars=(840, 841, 842),
         seeds_per_grammar=1,
         base_kl=1e-3,
