@@ -19,11 +19,15 @@ help:
 
 install: .venv/.installed
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.packages: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"isoloss needs Python 3.11 or later; {sys.executable} is {sys.version.split()[0]}. Try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,docs]'
+	@# on all cores, where pip takes one; isoloss too, or each process would compile it where no bytecode is written
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib src || true  # some packages have files for other versions
+	touch $@
+
+.venv/.installed: .venv/.packages
 	@$(BIN)/python -c 'from isoloss.lab.models import compiled_bert; compiled_bert.compile_step()'
 	touch $@
 
@@ -33,24 +37,26 @@ demo: install
 study: install
 	$(BIN)/isoloss study run same-loss --scale laptop
 
+# the tests of a file in one process, so that what they share is made once
 test: install
-	$(BIN)/python -m pytest --numprocesses 3 --quiet
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --quiet
 
 test-all: install
 	$(BIN)/python -m pytest --numprocesses 3 --quiet -m "not gpu"
 
-.venv/.cluster: .venv/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,slurm]'
+# Ray by its name: another process may run from the editable isoloss, which must not be installed again
+.venv/.cluster: .venv/.packages
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt ray
 	touch $@
 
-test-cluster: .venv/.cluster
+test-cluster: install .venv/.cluster
 	$(BIN)/python -m pytest --quiet -m "cluster and not slow" tests/studies
 
-lint: install
+lint: .venv/.packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: install
+types: .venv/.packages
 	$(BIN)/mypy
 
 docs: install

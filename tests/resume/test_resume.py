@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from isoloss.runs import Run
 HELPERS = Path(__file__).parents[1] / "lab" / "training"
 
 SCRIPT = """
-import json, os, signal, sys
+import json, multiprocessing, os, signal, sys
 from pathlib import Path
 from toy_language import PairLanguage
 from isoloss import config as configs
@@ -28,17 +27,21 @@ from isoloss.runs import Run
 from isoloss.seeds import generator
 from running import validate
 
-path, steps, kill_at = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-algorithm = configs.from_dict(AlgorithmConfig, json.loads(sys.argv[4]))
+attempts, steps = json.loads(sys.argv[1]), int(sys.argv[2])
+algorithm = configs.from_dict(AlgorithmConfig, json.loads(sys.argv[3]))
 sgd = OptimizerConfig(name="sgd", learning_rate=0.1, momentum=0.9, schedule="linear")
 stages = (  # the target is reached at step 21
     StageConfig(steps=7, batch_size=4), StageConfig(steps=100, target_kl=2.135, validate_every=3),
     StageConfig(steps=steps - 107, optimizer=sgd, batch_size=6),
-) if sys.argv[5] else ()
+) if sys.argv[4] else ()
 
 class Deadly(PairLanguage):
+    def __init__(self, kill_at):
+        super().__init__(is_ragged=True)
+        self.kill_at = kill_at
+
     def batch(self, step, n, *, seed):
-        if step == kill_at:
+        if step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().batch(step, n, seed=seed)
 
@@ -51,13 +54,24 @@ config = TrainConfig(
 )
 sentences = PairLanguage().sample(40, generator=generator(0, "examples"))
 examples = Examples(sentences, sentences.tokens[:, 0], 8)
-train(Run(path), config, Deadly(is_ragged=True), task_examples=lambda name, n: examples, validate=validate)
+
+def attempt(path, kill_at):
+    train(Run(Path(path)), config, Deadly(kill_at), task_examples=lambda name, n: examples, validate=validate)
+
+*earlier, last = attempts
+for path, kill_at in earlier:  # in processes forked from this one, which imports for all
+    process = multiprocessing.get_context("fork").Process(target=attempt, args=(path, kill_at))
+    process.start()
+    process.join()
+    assert process.exitcode == (-signal.SIGKILL if kill_at else 0)
+attempt(*last)
 """
 
 
-def start(path, steps, kill_at=0, algorithm=None, stages=False):
-    algorithm = json.dumps(algorithm or {"kind": "gradient"})
-    arguments = [str(path), str(steps), str(kill_at), algorithm, "stages" * stages]
+def start(*attempts, steps, algorithm=None, stages=False):
+    """Start a process for each attempt at a run, one after the other: a path, and the step at which it is killed."""
+    attempts = json.dumps([(str(path), kill_at) for path, kill_at in attempts])
+    arguments = [attempts, str(steps), json.dumps(algorithm or {"kind": "gradient"}), "stages" * stages]
     command = [sys.executable, "-c", SCRIPT, *arguments]
     return subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": f"{HELPERS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -87,23 +101,18 @@ ALGORITHMS = [
     ids=lambda algorithm: algorithm["kind"],
 )
 def test_killed_in_the_middle_of_a_step(tmp_path, algorithm):
-    whole = start(tmp_path / "whole", steps=24, algorithm=algorithm)
-    killed = tmp_path / "killed"
-    assert start(killed, steps=24, kill_at=8, algorithm=algorithm).wait() == -signal.SIGKILL
-    assert start(killed, steps=24, algorithm=algorithm).wait() == 0
-    assert whole.wait() == 0
-    assert content(Run(killed)) == content(Run(tmp_path / "whole"))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start((whole, 0), (killed, 8), (killed, 0), steps=24, algorithm=algorithm).wait() == 0
+    assert content(Run(killed)) == content(Run(whole))
 
 
 @pytest.mark.slow
 def test_killed_at_the_borders_of_stages(tmp_path):
-    whole = start(tmp_path / "whole", steps=115, stages=True)
-    killed = Run(tmp_path / "killed")
-    for step in (8, 22):  # the first steps after a border: the rest is tested faster where processes only raise
-        assert start(killed.path, steps=115, kill_at=step, stages=True).wait() == -signal.SIGKILL
-    assert start(killed.path, steps=115, stages=True).wait() == 0
-    assert whole.wait() == 0
-    assert content(killed) == content(Run(tmp_path / "whole"))
+    whole, killed = Run(tmp_path / "whole"), Run(tmp_path / "killed")
+    # the first steps after a border: the rest is tested faster where processes only raise
+    attempts = [(whole.path, 0), (killed.path, 8), (killed.path, 22), (killed.path, 0)]
+    assert start(*attempts, steps=115, stages=True).wait() == 0
+    assert content(killed) == content(whole)
     assert [(s["step"], s["ended"]) for s in killed.result()["stages"]] == [
         (7, "steps done"),
         (21, "target reached"),
@@ -115,12 +124,12 @@ def test_killed_at_the_borders_of_stages(tmp_path):
 @pytest.mark.parametrize("stages", [False, True], ids=["plain", "stages"])
 def test_killed_at_any_moment(tmp_path, stages):
     # a checkpoint is written after every step, so that most kills fall into the writing of one
-    assert start(tmp_path / "whole", steps=400, stages=stages).wait() == 0
+    assert start((tmp_path / "whole", 0), steps=400, stages=stages).wait() == 0
     killed = Run(tmp_path / "killed")
     kills = 0
     while not killed.complete:
         before = max(killed.steps(), default=-1)
-        process = start(killed.path, steps=400, stages=stages)
+        process = start((killed.path, 0), steps=400, stages=stages)
         # with stages, the borders are among the first steps, so that these are gone through more slowly
         while process.poll() is None and max(killed.steps(), default=-1) < before + (1 if stages else 20) + kills:
             time.sleep(0.001)

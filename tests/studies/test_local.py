@@ -107,7 +107,8 @@ def is_free(folder: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+# that a signal to the command saves is shown in tests/cli/test_signals.py
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_workers_end_with_the_engine(tmp_path, number):
     arguments = ("train", str(tmp_path / "run"), *TRAINING, "--steps", "1000000")
     engine = subprocess.Popen(

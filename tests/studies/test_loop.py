@@ -1,6 +1,7 @@
 """The loop over a plan: what is handed out and when, what is tried again, and that several executors share a folder."""
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
 from isoloss.studies.plan import Resources, Unit
@@ -228,27 +230,36 @@ def test_wrong_options(given, message):
 
 FEW = ("--language", "pcfg-laptop", "--size", "d16", "--batch-size", "8", "--device", "cpu", "--threads", "1")
 ENGINE = """
-import sys
+import json, sys
 from pathlib import Path
 from isoloss.runs import Run
 from isoloss.studies.run import local
 from isoloss.studies.run.loop import Loop, Options
 from isoloss.studies.plan import Unit
-folder, count, steps, few = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], tuple(sys.argv[4:])
 units = []
-for i in range(count):
-    path = folder / "runs" / f"run-{i}"
-    words = ("train", str(path), *few, "--steps", steps, "--seed", str(i))
-    words += ("--checkpoints", *map(str, range(20, int(steps), 20)))
-    units.append(Unit(name=f"train {i}", arguments=words, done=lambda path=path: Run(path).complete, outputs=(path,)))
+for i, words in enumerate(json.loads(sys.argv[2])):
+    path = Path(words[1])
+    done = lambda path=path: Run(path).complete
+    units.append(Unit(name=f"train {i}", arguments=tuple(words), done=done, outputs=(path,)))
 options = Options(workers=2, expiry=6.0)
-local.run(Loop(units, folder, options, say=lambda line: print(line, flush=True)), options)
+local.run(Loop(units, Path(sys.argv[1]), options, say=lambda line: print(line, flush=True)), options)
 """
 
 
+def commands(folder, count, steps):
+    """The commands that train `count` runs in a folder, with a checkpoint every 20 steps."""
+    words = (*FEW, "--steps", str(steps), "--checkpoints", *map(str, range(20, steps, 20)))
+    return [("train", str(folder / "runs" / f"run-{i}"), *words, "--seed", str(i)) for i in range(count)]
+
+
 def start(folder, count, steps):
-    words = [sys.executable, "-c", ENGINE, str(folder), str(count), str(steps), *FEW]
+    words = [sys.executable, "-c", ENGINE, str(folder), json.dumps(commands(folder, count, steps))]
     return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+
+
+def train_alone(folder, count, steps):
+    for words in commands(folder, count, steps):
+        assert main(list(words)) == 0
 
 
 def wait_for(condition, seconds=120.0):
@@ -277,7 +288,7 @@ def done_by(output):
 
 
 def test_two_executors_one_of_them_killed_do_every_unit_once(tmp_path):
-    assert len(done_by(start(tmp_path / "alone", 4, 400).communicate(timeout=300)[0])) == 4
+    train_alone(tmp_path / "alone", 4, 400)
     folder = tmp_path / "both"
     killed, other = start(folder, 4, 400), start(folder, 4, 400)
     wait_for(lambda: has_checkpoint(folder))
@@ -304,7 +315,7 @@ def stopped(process, number):
 
 @pytest.mark.slow
 def test_an_executor_that_was_paused_longer_than_the_expiry_spoils_nothing(tmp_path):
-    assert done_by(start(tmp_path / "alone", 1, 600).communicate(timeout=300)[0]) == ["train 0"]
+    train_alone(tmp_path / "alone", 1, 600)
     folder = tmp_path / "paused"
     paused = start(folder, 1, 600)
     wait_for(lambda: has_checkpoint(folder))

@@ -1,5 +1,6 @@
 """A Ray cluster that a study starts on this machine is there for this study alone."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -7,8 +8,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("ray")
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")]
 
 OTHER = (
     "import ray; ray.init(address=ADDRESS, log_to_driver=False); ray.get(ray.remote(lambda: 1).remote()); print('in')"

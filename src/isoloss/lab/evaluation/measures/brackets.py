@@ -113,9 +113,10 @@ def parts(model: Any, contexts: torch.Tensor) -> dict[str, float]:
 class BracketProbes(SeededMeasure):
     r"""R^2 of ridge regressions on the last token's state, from few strings of brackets of which none is hidden.
 
-    The tasks are functions of g, the number of `>` minus the number of `<`: g itself, |g|, whether g is 0, and the
-    parity of the number of `>`. A model that has g has them all, so that the Bayes-optimal R^2 is 1. Of all 2^T strings
-    4, 8, 16, 32 or 64 are drawn without replacement to fit on, wherever others are left, which are predicted.
+    The tasks are functions of g, the number of `>` minus the number of `<`: g itself, its absolute value, whether it is
+    0, and the parity of the number of `>`. A model that has g has them all, so that the Bayes-optimal R^2 is 1. Of all
+    2^T strings 4, 8, 16, 32 or 64 are drawn without replacement to fit on, wherever others are left, which are
+    predicted.
     """
 
     bracket_draws: int = setting(16, minimum=2)
