@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make install   isoloss and what it needs, into .venv"
-	@echo "make demo      two models of one loss trained and compared, with a page: about two minutes on two cores"
+	@echo "make demo      two small studies of flatness and transfer, and two models of one loss compared: five minutes on two cores"
 	@echo "make study     the study same-loss at laptop scale: about twenty minutes on two cores, a first page after six"
 	@echo "make test      the test suite"
 	@echo "make test-all  the test suite with the slow tests"
