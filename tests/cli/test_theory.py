@@ -58,7 +58,7 @@ def test_sgd_flow_prints_a_table_and_verdicts(capsys, tmp_path):
     lines = text.splitlines()
     start = 0.7 * 0.3 * (2.0**2 + (math.log(0.7 / 0.3) / 2.0) ** 2)  # v (a^2 + b^2)
     assert lines[0] == f"Theorem 3.3, two parameters: at K = 1, from a trace of {start:.5g} nats per example"
-    assert text.count("shown: two parameters: ") == 6
+    assert text.count("shown: two parameters: ") == 5
     rows = [line.split() for line in lines[2 : lines.index("")]]  # of the last time, for each batch and step size
     assert [row[:2] for row in rows[:2]] == [["1", "0.2"], ["1", "0.1"]]
     assert len(rows) == 2 * 3
@@ -74,11 +74,11 @@ def test_sgd_flow_of_both_models(capsys):
     text = call(capsys, "sgd-flow", *words)
     assert "Theorem 3.3, two parameters: at K = 0.5, " in text
     assert "Theorem 3.3, masked LM, 88 parameters: at K = 0.5, " in text
-    assert text.count("shown: two parameters: ") == text.count("shown: masked LM, 88 parameters: ") == 6
+    assert text.count("shown: two parameters: ") == text.count("shown: masked LM, 88 parameters: ") == 5
     document = json.loads(call(capsys, "sgd-flow", *words, "--model", "masked-lm", "--json"))
     assert {row["model"] for row in document["rows"] + document["limits"]} == {"masked LM, 88 parameters"}
     assert [row["step_size"] for row in document["rows"] + document["limits"]] == [0.1, 0.05, 0]
-    assert len(document["statements"]) == 6
+    assert len(document["statements"]) == 5
 
 
 def test_sgd_flow_as_json_refutes_a_wrong_coefficient(capsys):

@@ -36,8 +36,8 @@ def needed(language: Language, length: str) -> Labeling:
     Example:
         >>> from isoloss.lab.languages.config import PCFGConfig
         >>> language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=6).build()
-        >>> needed(language, "2").label(Sentences(torch.tensor([[0, 1, 2, 3]]), torch.tensor([4]))).tolist()
-        [0]
+        >>> needed(language, "2").label(language.sample(4, generator=torch.Generator().manual_seed(0))).tolist()
+        [0, 0, 1, 1]
     """
     known = _beginnings(language, int(length))
     weights = known.probabilities
@@ -62,8 +62,8 @@ def spare(language: Language, length: str) -> Labeling:
     Example:
         >>> from isoloss.lab.languages.config import PCFGConfig
         >>> language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=6).build()
-        >>> spare(language, "2").label(Sentences(torch.tensor([[0, 1, 2, 3]]), torch.tensor([4]))).tolist()
-        [0]
+        >>> spare(language, "2").label(language.sample(4, generator=torch.Generator().manual_seed(0))).tolist()
+        [0, 1, 1, 1]
     """
     known = _beginnings(language, int(length))
     pairs = np.array(twins(known.rest))
