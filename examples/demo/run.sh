@@ -15,7 +15,7 @@ study() {
 echo "1. A laboratory where flatness decides: the model of the paper's theory, eight seeds. Two minutes ..."
 study brackets
 echo
-echo "2. One where the answer is open: transformers on three random grammars, too few for a verdict. Two minutes ..."
+echo "2. One where the answer is open: transformers on two random grammars, too few for a verdict. Two minutes ..."
 study dose-response
 echo
 echo "3. Which of two models with the same loss is flatter? Training both on the documentation of Python ..."
