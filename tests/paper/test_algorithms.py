@@ -304,7 +304,7 @@ def test_the_summary_the_page_and_what_is_printed_say_it(tmp_path, capsys, quick
     file.write_text(STUDY.claims.read_text().replace('["laptop"]', '["smoke"]'))
     elsewhere = StudyFolder(dataclasses.replace(STUDY, answer=answer, claims=file), tmp_path, "laptop").summary()
     assert elsewhere.answer == ()
-    assert elsewhere.warning.startswith("Scale laptop: every part runs, no verdict is given")
+    assert elsewhere.warning.startswith("Scale laptop is too small to say anything, and no verdict is given.")
     assert {each.verdict for result in elsewhere.claims for each in result.answers} == {Verdict.NO_VERDICT}
 
 

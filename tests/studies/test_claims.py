@@ -75,8 +75,7 @@ def test_what_holds_for_all_claims_is_read(tmp_path):
     assert (found.judged_at("laptop"), found.judged_at("smoke"), found.judged_at(None)) == (True, False, True)
     assert found.warning("laptop") == ""
     assert found.warning("smoke") == (
-        "Scale smoke: every part runs, no verdict is given, and no number means anything. Verdicts are given at scale "
-        "laptop."
+        "Scale smoke is too small to say anything, and no verdict is given. Verdicts are given at scale laptop."
     )
 
 

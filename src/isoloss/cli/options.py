@@ -408,6 +408,7 @@ def _registry(shown: Collection[str] | None) -> ConstructorRegistry:
     registry.primitive_rule(_whole_number)
     registry.primitive_rule(_number_or_word)
     registry.primitive_rule(_optional)
+    registry.primitive_rule(_list)
     registry.struct_rule(functools.partial(_struct, shown))
     return registry
 
@@ -488,6 +489,24 @@ def _number_or_word(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int | s
         instance_from_str=read,
         is_instance=lambda value: isinstance(value, int) or value in words,
         str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _list(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]] | None:
+    """Any number of values of one type, of which a wrong one is named: tyro's own message does not say what is wrong."""
+    kinds = get_args(info.type) if get_origin(info.type) is tuple else ()
+    if kinds[1:] != (...,):
+        return None
+    one = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kinds[0], set(info.markers)))
+    if isinstance(one, UnsupportedTypeAnnotationError) or one.nargs != 1:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=f"[{one.metavar} [{one.metavar} ...]]",
+        instance_from_str=lambda words: tuple(one.instance_from_str([word]) for word in words),
+        is_instance=lambda values: isinstance(values, tuple) and all(map(one.is_instance, values)),
+        str_from_instance=lambda values: [word for value in values for word in one.str_from_instance(value)],
+        choices=one.choices,
     )
 
 

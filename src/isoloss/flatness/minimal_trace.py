@@ -216,7 +216,7 @@ class MinimalTraceEstimator:
         with_features = self._fit(columns, keep_features=True, bound=bound) if has_features else fit
         minimum, number = fit.minimum, len(self._parameter_ids)
         # the parts follow from the weights in sample; the value is the mean with the cross-fitted one
-        scale = fit.value / fit.in_sample  # parts add up to the value
+        scale = fit.value / fit.in_sample if fit.in_sample else 1.0  # parts add up to the value
         terms = torch.from_numpy(scale * minimum.weights[:number]) * columns.ratios
         parts = torch.zeros(len(self._names), dtype=torch.float64).index_add_(0, self._parameter_ids, terms)
         influences = self._influences(fit, columns, bound)

@@ -10,7 +10,7 @@ from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.report.html import Card, IntervalRow, Tone
 from isoloss.statistics.estimate import Estimate, interval, number
 from isoloss.statistics.significance import SAME_LOSS_NATS, equivalence, p_value
-from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict
+from isoloss.studies.claims import Answer, Claim, ClaimResult, Role, Verdict
 from isoloss.studies.results import RESCALED, UNITS, Checkpoint, Pair, Results, change
 
 TONES: Mapping[Verdict, Tone] = {
@@ -31,6 +31,7 @@ ANSWERS: Mapping[Verdict, str] = {  # to a question that the claim affirms
 }
 MOST_CARDS = 3
 _ALPHA = 0.05
+_CHECKS: Mapping[Role, int] = {"manipulation check": 0, "positive control": 1}  # in the order of the tests
 _TITLES = {
     **{"kl": "KL to the truth", "loss": "loss", "trace": "trace", "minimal-trace": "minimal trace"},
     **{"effective-rank": "effective rank", "effective-dimension": "effective dimension", "cka-truth": "CKA to truth"},
@@ -62,15 +63,16 @@ def _unit(estimate: Estimate) -> str:
 
 
 def claim_cards(results: Sequence[ClaimResult]) -> list[Card]:
-    """Return a card for each of the first claims: the primary ones, then a gate that failed, then the others."""
-    first = sorted(results, key=lambda each: (each.claim.role != "primary", not _has_failed(each)))
+    """Return a card for each of the first claims: the primary ones, then the gate that failed, then the others."""
+    checks = sorted((each for each in results if each.claim.role in _CHECKS), key=lambda each: _CHECKS[each.claim.role])
+    # what comes after it is not tested because of it
+    failed = next((each for each in checks if any(_is_open(answer) for answer in each.answers)), None)
+    first = sorted(results, key=lambda each: (each.claim.role != "primary", each is not failed))
     return [card_of(result.claim.statement, result) for result in first[:MOST_CARDS]]
 
 
-def _has_failed(result: ClaimResult) -> bool:
-    """Whether a manipulation check or positive control was reached and is not shown."""
-    gate = [answer for answer in result.answers if answer.role in ("manipulation check", "positive control")]
-    return any(answer.verdict is not Verdict.SHOWN for answer in gate) and not any(answer.withheld for answer in gate)
+def _is_open(answer: Answer) -> bool:
+    return answer.role in _CHECKS and answer.verdict is not Verdict.SHOWN
 
 
 def card_of(label: str, result: ClaimResult) -> Card:
@@ -312,12 +314,15 @@ def title_of(key: str) -> str:
     """Return what an estimate is called in a sentence.
 
     Example:
-        >>> title_of("minimal-trace"), title_of("probe-root"), title_of("sharpness")
-        ('minimal trace', 'probe accuracy, root', 'sharpness')
+        >>> title_of("minimal-trace (T = 6)"), title_of("probe-root"), title_of("sharpness")
+        ('minimal trace (T = 6)', 'probe accuracy, root', 'sharpness')
     """
+    name, of, case = key.partition(" (")
+    if name in _TITLES:
+        return f"{_TITLES[name]}{of}{case}"
     kind, _, task = key.partition("-")
     names = {"probe": "probe accuracy", "finetune": "fine-tuned accuracy"}
-    return _TITLES.get(key) or (f"{names[kind]}, {task}" if kind in names and task else key)
+    return f"{names[kind]}, {task}" if kind in names and task else key
 
 
 def setup(results: Results) -> str:

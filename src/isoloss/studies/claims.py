@@ -119,7 +119,7 @@ class ClaimsFile(_Document):
         if self.judged_at(scale):
             return ""
         return (
-            f"Scale {scale}: every part runs, no verdict is given, and no number means anything. "
+            f"Scale {scale} is too small to say anything, and no verdict is given. "
             f"Verdicts are given at scale {' and '.join(self.scales)}."
         )
 
@@ -267,7 +267,8 @@ class Answer:
         p_adjusted: `p_value`, adjusted as the verdict needs (`isoloss.studies.verdicts.RULE`).
         p_no_effect_adjusted: `p_no_effect`, adjusted in the same way.
         tests: Number of tests that the adjustment is for; None if it was not tested.
-        withheld: What kept it from being tested, in a few words: a gate, or weights that are identical; empty: neither.
+        withheld: What kept it from being tested, in a few words: a gate, identical weights, or that there are no such
+            models; empty: none of these.
         positive_control: Beside `not shown`: what the positive control says, in a few words; empty for other verdicts.
         detectable: The smallest true difference that is found with 80 % power, in the difference's unit; it includes
             the margin if there is one. None if it was not tested, or is exact.

@@ -150,8 +150,8 @@ def answer_all(
             asked = claim if file.judged_at(scale) else dataclasses.replace(claim, at_same_loss="tested")
             answers = [a for each in contrasts[claim.compares] for a in answer(asked, each, keys, margin=margin)]
             if not answers:
-                none = "The study has no pair of models with this measurement."
-                answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=none)]
+                none, why = "The study has no pair of models with this measurement.", "there are no such models"
+                answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=none, withheld=why)]
         roles: list[Role] = [claim.role if claim.case in ("", each.case) else "secondary" for each in answers]
         in_roles = (dataclasses.replace(each, role=role) for each, role in zip(answers, roles, strict=True))
         results.append(ClaimResult(claim=claim, answers=tuple(in_roles)))

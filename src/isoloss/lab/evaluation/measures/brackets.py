@@ -55,7 +55,7 @@ class BracketParts(Measure):
         """Return the trace, the minimal trace, their parts, `cancellation` and `bound-ratio`.
 
         Raises:
-            IsolossError: The model is no bracket-attention.
+            IsolossError: The model is no bracket-attention, or its f is 0 in every context.
         """
         from isoloss.errors import IsolossError
         from isoloss.statistics.estimate import Estimate
@@ -78,9 +78,10 @@ class BracketParts(Measure):
 
 
 def parts(model: Any, contexts: torch.Tensor) -> dict[str, float]:
-    """Return what `BracketParts` finds on contexts (n, T + 1), by name, in float64."""
+    """Return what `BracketParts` finds on contexts (n, T + 1), by name, in float64; a model of zeros is refused."""
     import torch
 
+    from isoloss.errors import IsolossError
     from isoloss.lab.models.bracket_gradients import Weights, squares
 
     base, dtype = model.base_model, torch.float64
@@ -98,6 +99,8 @@ def parts(model: Any, contexts: torch.Tensor) -> dict[str, float]:
     traces = {name: float((a + b).sum()) for name, (a, b) in by_row.items()}
     minimal = {name: 2 * float((a * b).sqrt().sum()) for name, (a, b) in by_row.items()}
     size = found.outputs.abs()
+    if not size.any():
+        raise IsolossError("the model's f is 0 in every context, so it has no cancellation and no bound on its trace")
     bound = float((variance * size).mean()) * 2 / math.sqrt(z.shape[1] // 2)
     return {
         "parts-trace": sum(traces.values()),
