@@ -93,6 +93,7 @@ def test_words_by_their_place_may_stand_before_and_after_options():
             ["make", "--number", "2.5"],
             "--number: '2.5' is not a whole number, such as 1000 or 1e3, and not all or none",
         ),
+        (["make", "--marks", "1", "two"], "--marks: 'two' is not a whole number, such as 1000 or 1e3"),
         (["make", "--rate", "fast"], "--rate: could not convert string to float: 'fast'"),
         (["make", "--steps"], "--steps needs 1 value"),
         (["make", "--ends", "1"], "--ends needs 2 values"),

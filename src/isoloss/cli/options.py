@@ -493,7 +493,7 @@ def _number_or_word(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int | s
 
 
 def _list(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]] | None:
-    """Any number of values of one type, of which a wrong one is named: tyro's own message does not say what is wrong."""
+    """Any number of values of one type: tyro's own message about a wrong one does not say what is wrong."""
     kinds = get_args(info.type) if get_origin(info.type) is tuple else ()
     if kinds[1:] != (...,):
         return None

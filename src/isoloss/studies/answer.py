@@ -10,7 +10,7 @@ from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.report.html import Card, IntervalRow, Tone
 from isoloss.statistics.estimate import Estimate, interval, number
 from isoloss.statistics.significance import SAME_LOSS_NATS, equivalence, p_value
-from isoloss.studies.claims import Answer, Claim, ClaimResult, Role, Verdict
+from isoloss.studies.claims import GATES, Answer, Claim, ClaimResult, Verdict
 from isoloss.studies.results import RESCALED, UNITS, Checkpoint, Pair, Results, change
 
 TONES: Mapping[Verdict, Tone] = {
@@ -31,7 +31,7 @@ ANSWERS: Mapping[Verdict, str] = {  # to a question that the claim affirms
 }
 MOST_CARDS = 3
 _ALPHA = 0.05
-_CHECKS: Mapping[Role, int] = {"manipulation check": 0, "positive control": 1}  # in the order of the tests
+_CHECKS = GATES[:-1]  # what the primary claim waits for
 _TITLES = {
     **{"kl": "KL to the truth", "loss": "loss", "trace": "trace", "minimal-trace": "minimal trace"},
     **{"effective-rank": "effective rank", "effective-dimension": "effective dimension", "cka-truth": "CKA to truth"},
@@ -64,7 +64,7 @@ def _unit(estimate: Estimate) -> str:
 
 def claim_cards(results: Sequence[ClaimResult]) -> list[Card]:
     """Return a card for each of the first claims: the primary ones, then the gate that failed, then the others."""
-    checks = sorted((each for each in results if each.claim.role in _CHECKS), key=lambda each: _CHECKS[each.claim.role])
+    checks = [each for role in _CHECKS for each in results if each.claim.role == role]
     # what comes after it is not tested because of it
     failed = next((each for each in checks if any(_is_open(answer) for answer in each.answers)), None)
     first = sorted(results, key=lambda each: (each.claim.role != "primary", each is not failed))

@@ -6,6 +6,7 @@ import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
+from isoloss.flatness import fisher_trace
 from isoloss.lab.evaluation.context import MeasureContext
 from isoloss.lab.evaluation.measures.base import make_measure
 from isoloss.lab.evaluation.measures.brackets import TASKS, targets
@@ -13,7 +14,7 @@ from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.hidden_bracket import HiddenBracket
 from isoloss.lab.models.make import make_model
 from isoloss.lab.transfer.features import extract
-from isoloss.lab.transfer.ridge import STRENGTHS, ridge_predictions
+from isoloss.lab.transfer.ridge import STRENGTHS, leave_one_out_ridge
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 
 LANGUAGE = HiddenBracket(4)
@@ -45,15 +46,29 @@ def test_the_closed_form_is_leaving_out_one_by_one():
     x, test_x = rng.normal(size=(7, 3)), rng.normal(size=(5, 3))
     y = np.stack([x @ [1.0, -2.0, 0.5] + 0.3 * rng.normal(size=7), rng.normal(size=7)], axis=1)
     expected = np.stack([ridge(x, column, test_x) for column in y.T], axis=1)
-    np.testing.assert_allclose(ridge_predictions(x, y, test_x), expected, rtol=1e-8)
+    np.testing.assert_allclose(leave_one_out_ridge(x, y, test_x), expected, rtol=1e-8)
     # the second target is noise, for which the largest strength is best; and where nothing varies there is the mean
-    np.testing.assert_allclose(ridge_predictions(np.ones((7, 3)), y, test_x), np.tile(y.mean(axis=0), (5, 1)))
+    np.testing.assert_allclose(leave_one_out_ridge(np.ones((7, 3)), y, test_x), np.tile(y.mean(axis=0), (5, 1)))
 
 
 def test_targets_are_functions_of_g():
     counts = (LANGUAGE.strings().tokens[:, :-1] == 3).sum(dim=1).numpy()
     g = counts - (4 - counts)
     np.testing.assert_array_equal(targets(LANGUAGE).T, [g, abs(g), g == 0, (-1.0) ** counts])
+
+
+def test_a_model_of_zeros_is_refused_and_its_traces_are_0():
+    model = make_model(ModelConfig(architecture="bracket-attention", size="m16"), LANGUAGE, seed=0).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with pytest.raises(IsolossError, match="f is 0 in every context, so it has no cancellation"):
+        make_measure("bracket-parts").run(model, CONTEXT)
+    ids = LANGUAGE.contexts()
+    labels = torch.full_like(ids, -100)
+    labels[:, -1] = 0
+    batches = [{"input_ids": ids, "labels": labels}]
+    assert [fisher_trace(model, batches, rescaling=each).value for each in (None, "minimal")] == [0, 0]
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("bracket-probes", ""), ("bracket-tokens", "tokens-")])

@@ -212,6 +212,18 @@ def test_ctrl_c_leaves_the_others_measured():
     assert same_loss.answer == "Yes, within ± 10 nats"
 
 
+def test_differences_are_in_the_order_of_the_table_whichever_model_is_better():
+    models = {"a": small.gpt2(8, 0), "b": small.gpt2(8, 1)}
+    for order in ("ab", "ba"):
+        comparison = compare({name: models[name] for name in order}, batches(), same_loss=10.0)
+        first, second = order
+        same_loss, flatter, robust = comparison.answers()
+        for answer in (same_loss, robust):
+            assert f"{second} minus {first} " in answer.detail.replace(":", "")
+        assert f"trace of {second} " in flatter.detail
+        assert f" times {first}'s" in flatter.detail
+
+
 def test_the_same_weights_are_identical_and_no_model_is_better():
     comparison = compare({"a": small.gpt2(8), "copy": small.gpt2(8)}, batches())
     assert str(comparison.verdict()) == "a and copy have identical weights. There is nothing to compare."

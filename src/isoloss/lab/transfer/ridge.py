@@ -14,7 +14,7 @@ STRENGTHS = np.logspace(-6, 2, 17)
 _AS_GOOD = 1e-9  # where a fit is exact, rounding must not decide
 
 
-def ridge_predictions(train_x: Floats, train_y: Floats, test_x: Floats) -> Floats:
+def leave_one_out_ridge(train_x: Floats, train_y: Floats, test_x: Floats) -> Floats:
     r"""Return (n', t): what ridge regressions with an intercept, one for each target, predict of (n', d) features.
 
     A regression minimizes `|y - X w - b|^2 + s |w|^2`. s is the one of `STRENGTHS`, made for features of mean squared
@@ -29,7 +29,7 @@ def ridge_predictions(train_x: Floats, train_y: Floats, test_x: Floats) -> Float
 
     Example:
         >>> x = np.array([[0.0], [1.0], [2.0], [3.0]])
-        >>> ridge_predictions(x, 2 * x + 1, np.array([[5.0]])).round(3).tolist()
+        >>> leave_one_out_ridge(x, 2 * x + 1, np.array([[5.0]])).round(3).tolist()
         [[11.0]]
     """
     n, (center, middle) = len(train_x), (train_x.mean(axis=0), train_y.mean(axis=0))
@@ -65,6 +65,6 @@ def r_squared(features: Floats, targets: Floats, chosen: NDArray[np.int64]) -> F
     features = features - features.mean(axis=0)
     features = features / max(np.sqrt(np.square(features).sum(axis=1).mean()), np.finfo(float).tiny)
     wanted = targets[others]
-    missed = wanted - ridge_predictions(features[chosen], targets[chosen], features[others])
+    missed = wanted - leave_one_out_ridge(features[chosen], targets[chosen], features[others])
     explained: Floats = 1 - np.square(missed).sum(axis=0) / np.square(wanted - wanted.mean(axis=0)).sum(axis=0)
     return explained

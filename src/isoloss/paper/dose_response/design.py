@@ -8,11 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
-from isoloss.paper.reproduction.spec import CONTINUED, MEASURED, OFFSET, sgd, small_bert
+from isoloss.paper.reproduction.spec import CONTINUED, MEASURED, sgd, small_bert
+from isoloss.paper.same_loss.design import OverGrammars, Replicate
 from isoloss.run_config import ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.studies.spec import Experiment, Measurement
 
@@ -27,25 +28,11 @@ OTHER_SENTENCES = 15  # added to the seed of the control, whose sentences are ot
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replicate:
-    """A grammar and a pre-training seed: what every arm has in common."""
-
-    grammar: int  # the seed of the grammar
-    seed: int  # of pre-training and of the measures; different for every unit
-
-    def run(self, arm: str) -> str:
-        """Return the name of the run of an arm."""
-        return f"g{self.grammar}-s{self.seed}-{arm}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StudySize:
+class StudySize(OverGrammars):
     """How large the study is."""
 
     description: str  # what it is for and how long it takes
     language: PCFGConfig  # the grammars, but for their seeds
-    grammars: tuple[int, ...]  # their seeds
-    seeds_per_grammar: int  # pre-training runs
     size: str = "d32"  # of the model
     layers: int = 2
     batch_size: int = 64
@@ -68,19 +55,6 @@ class StudySize:
     pair: tuple[str, str] = ("needed-2", "spare-2")  # what later tokens need of the first two, and what they do not
     pair_shots: int = 50  # training examples of these
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
-
-    def with_seed_offset(self, offset: int) -> Self:
-        """Return the study on other grammars, with other seeds."""
-        return dataclasses.replace(self, grammars=tuple(OFFSET * offset + grammar for grammar in self.grammars))
-
-    @property
-    def units(self) -> tuple[Replicate, ...]:
-        """Every grammar with every seed."""
-        return tuple(
-            Replicate(grammar=grammar, seed=100 * grammar + index)
-            for grammar in self.grammars
-            for index in range(self.seeds_per_grammar)
-        )
 
     @property
     def probes(self) -> dict[str, str]:
@@ -197,11 +171,6 @@ class StudySize:
         # other sentences than the helper has
         settings = {**self.settings, "seed": unit.seed + MEASURED}
         return Measurement(measures=tuple(measures), steps=(step,), settings=settings, **more)
-
-
-def grammars_of(units: Sequence[Replicate]) -> list[str]:
-    """Return the grammar of each unit, as the clusters that errors are over."""
-    return [f"grammar {unit.grammar}" for unit in units]
 
 
 LANGUAGE = PCFGConfig(levels=2, symbols_per_level=4, rules_per_symbol=4, vocab_size=8)

@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from isoloss.paper.dose_response.design import DOSES, NOISES, SAM, SHAM, Replicate, StudySize, grammars_of
+from isoloss.paper.dose_response.design import DOSES, NOISES, SAM, SHAM, StudySize
 from isoloss.paper.dose_response.study import replicates
+from isoloss.paper.same_loss.design import Replicate, grammars_of
 from isoloss.paper.same_loss.study import factor, factor_ends
 from isoloss.report import charts, data
 from isoloss.report.charts import Spec, layer, nominal

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from isoloss import config
 from isoloss.paper.dose_response.design import (
     ARMS,
     BASE,
@@ -19,10 +16,10 @@ from isoloss.paper.dose_response.design import (
     SAM,
     SCALES,
     SHAM,
-    Replicate,
     StudySize,
-    grammars_of,
 )
+from isoloss.paper.same_loss import pilot
+from isoloss.paper.same_loss.design import Replicate, grammars_of
 from isoloss.paper.same_loss.study import factor, flatter_card
 from isoloss.report.html import Card
 from isoloss.statistics.clusters import cluster_mean, slope_within
@@ -34,41 +31,9 @@ from isoloss.studies.spec import Study
 from isoloss.studies.summary import SummaryTable
 
 PILOT = Path(__file__).with_name("pilot.toml")
-UNIT = "percentage points per nat"
 TRACES = ("trace", "minimal-trace")
 FEATURES = ("effective-rank", "effective-dimension", "cka-truth")
 OVER = "mean ± standard error over grammars"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slope:
-    """The slope of an accuracy on the KL in the pilot, in percentage points per nat, with its error over grammars."""
-
-    measure: str
-    value: float
-    stderr: float
-    grammars: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pilot:
-    slopes: tuple[Slope, ...]
-
-
-@functools.cache
-def slopes() -> Mapping[str, Estimate]:
-    """Return what the pilot found: the slope of each accuracy on the KL, by its measure."""
-    return {
-        slope.measure: Estimate(
-            value=slope.value,
-            stderr=slope.stderr,
-            samples=slope.grammars,
-            unit=UNIT,
-            num_predictions=slope.grammars,
-            method="slope on the KL in the pilot",
-        )
-        for slope in config.read_toml(_Pilot, PILOT).slopes
-    }
 
 
 def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
@@ -85,7 +50,7 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
                 pairs=pairs_of(results, units, arm),
                 clusters=grammars_of(units),
                 where=f"Both where the cooldown reached a KL of {scale.target_kl:g}.",
-                slopes=slopes(),
+                slopes=pilot.slopes(scale.size, path=PILOT),
             )
         ]
         for arm in (*DOSES, *NOISES, SAM, HELPER)
@@ -179,7 +144,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
 def _slope(results: Results, units: Sequence[Replicate], key: str) -> Estimate:
     ends = [(unit, results.at(unit.run(arm))) for unit in units for arm in (BASE, SHAM)]
     accuracies, losses = [100 * end[key].value for _, end in ends], [end["kl"].value for _, end in ends]
-    return slope_within(accuracies, losses, grammars_of([unit for unit, _ in ends]), unit=UNIT)
+    return slope_within(accuracies, losses, grammars_of([unit for unit, _ in ends]), unit=pilot.UNIT)
 
 
 def _mean(values: Sequence[float], clusters: Sequence[str], like: Estimate) -> Estimate:

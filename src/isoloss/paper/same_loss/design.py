@@ -71,13 +71,32 @@ class Replicate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudySize:
+class OverGrammars:
+    """A study of random grammars with some pre-training runs on each."""
+
+    grammars: tuple[int, ...]  # their seeds
+    seeds_per_grammar: int = 1  # pre-training runs
+
+    def with_seed_offset(self, offset: int) -> Self:
+        """Return the study on other grammars, with other seeds."""
+        return dataclasses.replace(self, grammars=tuple(OFFSET * offset + grammar for grammar in self.grammars))
+
+    @property
+    def units(self) -> tuple[Replicate, ...]:
+        """Every grammar with every seed."""
+        return tuple(
+            Replicate(grammar=grammar, seed=100 * grammar + index)
+            for grammar in self.grammars
+            for index in range(self.seeds_per_grammar)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudySize(OverGrammars):
     """How large the study is."""
 
     description: str  # what it is for and how long it takes
     language: PCFGConfig  # the grammars, but for their seeds
-    grammars: tuple[int, ...]  # their seeds
-    seeds_per_grammar: int = 1  # pre-training runs
     sizes: tuple[str, ...]  # model sizes, ascending
     main_size: str  # the size of all arms but the arms that differ in size
     layers: int = 2
@@ -95,19 +114,6 @@ class StudySize:
     tasks: tuple[str, ...]  # downstream tasks; the first is the primary one, which adversary and helper train with
     shots: tuple[int, ...]  # training examples of few-shot probes
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
-
-    def with_seed_offset(self, offset: int) -> Self:
-        """Return the study on other grammars, with other seeds."""
-        return dataclasses.replace(self, grammars=tuple(OFFSET * offset + grammar for grammar in self.grammars))
-
-    @property
-    def units(self) -> tuple[Replicate, ...]:
-        """Every grammar with every seed."""
-        return tuple(
-            Replicate(grammar=grammar, seed=100 * grammar + index)
-            for grammar in self.grammars
-            for index in range(self.seeds_per_grammar)
-        )
 
     @property
     def probes(self) -> dict[str, str]:

@@ -5,18 +5,24 @@ It runs on grammars of its own. Its results are in pilot.toml; the study's claim
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from isoloss import config
-from isoloss.paper.reproduction.spec import OFFSET
-from isoloss.paper.same_loss.design import CONTRASTS, GROUPS, UNTOUCHED, Arms, Replicate, StudySize, grammars_of
+from isoloss.paper.same_loss.design import (
+    CONTRASTS,
+    GROUPS,
+    UNTOUCHED,
+    Arms,
+    OverGrammars,
+    Replicate,
+    StudySize,
+    grammars_of,
+)
 from isoloss.paper.same_loss.design import SCALES as STUDY_SIZES
 from isoloss.statistics.clusters import slope_within
 from isoloss.statistics.estimate import Estimate
@@ -56,18 +62,18 @@ class _Pilot:
 
 
 @functools.cache
-def read() -> tuple[Slope, ...]:
-    """Return the slopes that the pilot found."""
-    return config.read_toml(_Pilot, PATH).slopes
+def read(path: Path = PATH) -> tuple[Slope, ...]:
+    """Return the slopes that a pilot found."""
+    return config.read_toml(_Pilot, path).slopes
 
 
-def slopes(*sizes: str) -> dict[str, Estimate]:
+def slopes(*sizes: str, path: Path = PATH) -> dict[str, Estimate]:
     """Return the slope of each accuracy on the KL, by its measure: the mean of the sizes' slopes.
 
     Its error includes half the range of the sizes' slopes: which of them holds between two sizes is not known.
     """
     by_measure: dict[str, list[Slope]] = {}
-    for slope in read():
+    for slope in read(path):
         if slope.size in sizes:
             by_measure.setdefault(slope.measure, []).append(slope)
     return {measure: _mean_slope(some) for measure, some in by_measure.items() if len(some) == len(sizes)}
@@ -86,22 +92,12 @@ def _mean_slope(some: list[Slope]) -> Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PilotSize:
-    """How large the pilot is."""
+class PilotSize(OverGrammars):
+    """How large the pilot is; the study has none of its grammars."""
 
     description: str  # what it is for and how long it takes
     like: StudySize  # the study's scale, for its settings
-    grammars: tuple[int, ...]  # the seeds of its grammars, none of which the study has
     lengths: tuple[int, ...]  # steps of AdamW before the cooldown: they spread the loss
-
-    def with_seed_offset(self, offset: int) -> Self:
-        """Return the pilot on other grammars, with other seeds."""
-        return dataclasses.replace(self, grammars=tuple(OFFSET * offset + grammar for grammar in self.grammars))
-
-    @property
-    def units(self) -> tuple[Replicate, ...]:
-        """Every grammar, with one seed."""
-        return tuple(Replicate(grammar=g, seed=100 * g) for g in self.grammars)
 
     @property
     def accuracies(self) -> tuple[str, ...]:
