@@ -1,12 +1,15 @@
 """The order in which a study's claims are tested: gates one after the other, then the secondary tests."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from known_claims import BEFORE, claim, claims_file, contrast, in_order
 from scipy import stats
 
 from isoloss.errors import IsolossError
-from isoloss.studies.claims import Verdict
+from isoloss.studies.answer import claim_cards
+from isoloss.studies.claims import ClaimResult, Verdict
 from isoloss.studies.verdicts import answer_all, planned_tests
 
 CHECK, CONTROL = claim(0, "decrease", role="manipulation check"), claim(1, role="positive control")
@@ -58,6 +61,15 @@ def test_what_a_gate_keeps_from_being_tested_says_so_and_has_its_numbers():
     assert is_open[2].positive_control == "positive control shown"
     assert {each.withheld for each in is_open[3:]} == {"the primary claim is open"}
     assert in_order(claims_file(*OTHERS), (0, 9))[0].positive_control == "no positive control"
+
+
+@pytest.mark.parametrize(("effects", "labels"), [((1, -1, 9), "201"), ((1, -9, 9), "210"), ((9, -9, 9), "210")])
+def test_the_card_of_the_check_that_failed_comes_after_the_primary_claims(effects, labels):
+    # here the control stands before the check, and the primary claim last
+    claims = [dataclasses.replace(each, statement=each.id[1:]) for each in (CONTROL, CHECK, PRIMARY)]
+    pairs = zip(claims, in_order(claims_file(*claims), effects), strict=True)
+    cards = claim_cards([ClaimResult(claim=claim, answers=(answer,)) for claim, answer in pairs])
+    assert "".join(card.label for card in cards) == labels
 
 
 def test_gates_are_judged_by_their_own_p_and_the_others_by_holms_method_for_all_that_were_planned():
