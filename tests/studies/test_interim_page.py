@@ -13,6 +13,7 @@ from isoloss.studies.plan import Unit, in_order
 from isoloss.studies.run import interim_page, local
 from isoloss.studies.run.loop import Loop, Options
 from isoloss.studies.spec import load_study
+from pages import unpacked
 from studies_in_process import call, carry_out
 
 
@@ -31,8 +32,9 @@ def report(folder):
 
 
 def text_of(folder):
-    """The page without its scripts."""
-    return re.sub(r"<script.*?</script>", "", (folder / "report" / "index.html").read_text(), flags=re.DOTALL)
+    """The page with the rows of its table, without its scripts."""
+    document = (folder / "report" / "index.html").read_text()
+    return re.sub(r"<script.*?</script>", "", document, flags=re.DOTALL) + unpacked(document, "rows")
 
 
 # --- the order

@@ -14,6 +14,7 @@ from isoloss.errors import IsolossError
 from isoloss.studies import page
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.spec import load_study
+from pages import unpacked
 from studies_in_process import call, carry_out
 
 FILE = """
@@ -108,7 +109,7 @@ def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_pa
     assert "tiny (" in page  # the scale
     assert 'id="section-differences"' in page
     assert "claims" not in re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL).lower()
-    configs = json.loads(re.search(r'<script type="application/json" id="configs">(.*?)</script>', page)[1])
+    configs = json.loads(unpacked(page, "configs"))
     for name, lines in configs["runs"].items():  # what was trained
         text = "\n".join(configs["lines"][line] for line in lines) + "\n"
         assert text == (tmp_path / "out" / "configs" / f"{name}.toml").read_text()

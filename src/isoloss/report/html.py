@@ -22,6 +22,8 @@ Example:
 
 from __future__ import annotations
 
+import base64
+import gzip
 import itertools
 import json
 import math
@@ -232,7 +234,18 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     made.filters["script_json"] = script_json
+    made.filters["packed"] = packed
     return made
+
+
+def packed(text: str) -> str:
+    """Return a long text as gzip in base64, a fifth of its size, which a page's script reads.
+
+    Example:
+        >>> len(packed("<tr><td>0.5</td></tr>" * 1000)) < 300
+        True
+    """
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def script_json(document: Any) -> Markup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -87,11 +88,12 @@ def render(
     ]  # fmt: skip
     more = [Section(title="More figures", body=Markup("\n").join(headed))] if headed else []
     checkpoints = macros.checkpoints(
-        checkpoint_cells(table, shown),
+        macros.body(checkpoint_cells(table, shown), configs),
+        table.height,
         ("Run", "Group", "Size", "Parameters", "Step", *(m.axis_title for m in shown)),
         (*data.COLUMNS, *(m.name for m in shown)),  # of the columns, in the files that the reader saves
         {m.name: "fraction" if m.percent else m.unit for m in shown},
-        configs,
+        bool(configs),
     )
     return page(
         title=title,
@@ -106,7 +108,9 @@ def render(
             Section(title="Every checkpoint", body=checkpoints, folded=True),
             Section(title="How this was made", body=macros.made(command, settings), folded=True),
         ],
-        end=macros.end(_by_line(configs), {name: _by_column(rows) for name, rows in datasets.items()}, _vega()),
+        end=macros.end(
+            json.dumps(_by_line(configs)), {name: _by_column(rows) for name, rows in datasets.items()}, _vega()
+        ),
     )
 
 

@@ -68,8 +68,8 @@ def _phases(results: Results, length: int) -> Figure:
             x=steps,
             y=Axis(title="nats/token; cancellation: times"),
             series=[
-                against_steps("of Q and K", "attention-trace", ATTENTION),
-                against_steps("of u and V", "neurons-trace", NEURONS),
+                against_steps("Q, K", "attention-trace", ATTENTION),
+                against_steps("u, V", "neurons-trace", NEURONS),
                 against_steps("cancellation", "cancellation", OTHER),
             ],
         ),
