@@ -139,6 +139,34 @@ def test_gates_are_tested_in_order(tmp_path):
     assert verdicts(known_results(tmp_path, changes=PENALTY | noise))[PRIMARY] is Verdict.NOT_TESTED
 
 
+def with_missed(results, arm, seeds):
+    """The results with these seeds' runs of an arm at T = 6 far from the target."""
+    for seed in seeds:
+        end = results.at(f"attention-6-s{seed}-{arm}")
+        end["kl"] = dataclasses.replace(end["kl"], value=0.3)
+    return results
+
+
+def test_pairs_that_are_not_at_one_loss_are_left_out_and_counted(tmp_path):
+    first, second, third, *_ = FEW.seeds
+    noise = {("label-noise", "r2-abs-g-8"): 0.2}
+    results = with_missed(known_results(tmp_path, changes=FLATTER | PENALTY | noise), "label-noise", [first])
+    cases = {contrast.case: contrast for contrast in contrasts(results)["label noise"]}
+    assert [len(cases[case].pairs) for case in ("T = 6", "T = 8")] == [4, 5]
+    assert f"seed {first}" not in cases["T = 6"].clusters
+    assert cases["T = 6"].where == "1 of 5 pairs are left out: a run missed the target. "
+    assert verdicts(results)[PRIMARY] is Verdict.SHOWN
+    label_noise = next(row for row in tables(results)[0].rows if row[0][0] == "SGD (sampled labels)")
+    assert label_noise[0][1] == 1
+    assert label_noise[1]["r2-abs-g-8"].samples == 4
+    # too few are no basis for a verdict
+    with_missed(results, "label-noise", [second, third])
+    found = verdicts(results)
+    assert found["noise-flatter", "T = 6"] is Verdict.NOT_TESTED
+    assert found["penalty-imbalance", "|g|, 8 strings (T = 6)"] is Verdict.NOT_TESTED  # what comes after it
+    page.parts(results)
+
+
 def test_the_demo_tests_what_it_has(tmp_path):
     noise = {("label-noise", "r2-abs-g-8"): 0.2}
     found = verdicts(known_results(tmp_path, SCALES["demo"], FLATTER | PENALTY | noise), "demo")

@@ -37,6 +37,7 @@ GROUPS: Mapping[str, str] = MappingProxyType(
     }
 )
 TARGET_KL = 1e-5  # nats: every base and every cooldown ends here
+MISSED_KL = 2 * TARGET_KL  # nats: a run that ends above it has missed the target, which is met on a sample
 MOST_STEPS = 3000  # of a base or cooldown, by when the target is long reached
 ADAMW_STEPS = 3000  # of AdamW on sampled labels
 BATCH, SGD_BATCH, PENALTY_BATCH = 64, 8, 16  # sentences in a step: of base and cooldown, of noise, of the penalty
@@ -218,7 +219,7 @@ def adamw(schedule: Literal["constant", "cosine"], rate: float = 3e-3) -> Optimi
 STRENGTHS = (0.0003, 0.001, 0.003)
 SCALES = {
     "laptop": StudySize(
-        description="about half an hour on two cores",
+        description="about 45 minutes on two cores",
         seeds=tuple(range(100, 120)),
         lengths={"attention": (6, 8), "transformer": (6,)},
         sgd_steps=6000,

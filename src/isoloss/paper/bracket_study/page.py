@@ -46,8 +46,13 @@ def _figures(results: Results) -> list[Figure]:
 
 def _phases(results: Results, length: int) -> Figure:
     scale: StudySize = results.scale
-    noise = {steps: ends_of(results, "attention", length, arm) for steps, arm in scale.dosed("attention").items()}
-    penalties = [ends_of(results, "attention", length, arm) for arm in scale.weighted("attention").values()]
+    noise = {
+        steps: ends
+        for steps, arm in scale.dosed("attention").items()
+        if len(ends := ends_of(results, "attention", length, arm)) > 1
+    }
+    weighted = [ends_of(results, "attention", length, arm) for arm in scale.weighted("attention").values()]
+    penalties = [ends for ends in weighted if len(ends) > 1]
 
     def against_steps(name: str, key: str, color: str) -> Series:
         means = {steps: mean(ends, key) for steps, ends in noise.items()}
@@ -92,7 +97,7 @@ def _phases(results: Results, length: int) -> Figure:
     return Figure(
         name=f"phases-{length}",
         title=f"Does transfer follow the parts of the trace? (T = {length})",
-        chart=draw(panels, note="Bars: 95 % intervals over seeds; every model was cooled down to one loss"),
+        chart=draw(panels, note="Bars: 95 % intervals over seeds whose run ended at the one loss"),
         caption="Left: the part of the trace of queries and keys, which the attention evens out, the part of the "
         "neurons, and their cancellation, 1 where no two active neurons disagree. Middle: R² of g, which even "
         "attention serves, and of |g|, which needs neurons that do not cancel. Right: every dose of label noise and "
@@ -105,11 +110,9 @@ def _doses(results: Results, model: Model, length: int) -> Figure:
     scale: StudySize = results.scale
     arms = {f"{weight:+g}" if weight else "0 (sham)": arm for weight, arm in scale.weighted(model).items()}
     made = {
-        title: {
-            f"|g|, {shots} strings": mean(ends_of(results, model, length, arm), f"r2-abs-g-{shots}")
-            for shots in (8, 16)
-        }
+        title: {f"|g|, {shots} strings": mean(ends, f"r2-abs-g-{shots}") for shots in (8, 16)}
         for title, arm in {"base": BASE, **arms}.items()
+        if len(ends := ends_of(results, model, length, arm)) > 1
     }
     panel = IntervalPanel(
         title="R²",
@@ -129,7 +132,7 @@ def _doses(results: Results, model: Model, length: int) -> Figure:
 def _arms(results: Results) -> Figure:
     made = contrasts(results)
     rows, differences = [], []
-    for each in (contrast for of_name in made.values() for contrast in of_name):
+    for each in (contrast for of_name in made.values() for contrast in of_name if not contrast.not_tested):
         kind = "transformer" if any(name == "trace" for name in each.pairs[0][0]) else "section 5's model"
         row = f"{each.names[1]} − {each.names[0]}"
         rows.append(row)

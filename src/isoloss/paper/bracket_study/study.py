@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from isoloss.paper.bracket_study.design import BASE, GROUPS, SCALES, SHAM, TASKS, Model, Replicate, StudySize
+from isoloss.paper.bracket_study.design import (
+    BASE,
+    GROUPS,
+    MISSED_KL,
+    SCALES,
+    SHAM,
+    TASKS,
+    Model,
+    Replicate,
+    StudySize,
+)
 from isoloss.report.html import Card
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
@@ -55,15 +65,29 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
                     u for u in scale.units(model, length) if all(u.run(arm) in results.experiments for arm in arms)
                 ]
                 if units:
-                    contrast = Contrast(
-                        names=(title_of(arms[0]), title_of(arms[1])),
-                        pairs=[(results.at(unit.run(arms[0])), results.at(unit.run(arms[1]))) for unit in units],
-                        clusters=clusters_of(units),
-                        clusters_are="seeds",
-                        case=f"T = {length}",
-                    )
-                    made[name + ending].append(contrast)
+                    made[name + ending].append(_contrast(results, units, arms, f"T = {length}"))
     return made
+
+
+def _contrast(results: Results, units: Sequence[Replicate], arms: tuple[str, str], case: str) -> Contrast:
+    """Return the pairs of two arms, without those of which one missed the target: they are not at one loss."""
+    pairs = {unit: (results.at(unit.run(arms[0])), results.at(unit.run(arms[1]))) for unit in units}
+    kept = {unit: pair for unit, pair in pairs.items() if not any(missed(one) for one in pair)}
+    left_out = f"{len(pairs) - len(kept)} of {len(pairs)} pairs are left out: a run missed the target. "
+    return Contrast(
+        names=(title_of(arms[0]), title_of(arms[1])),
+        pairs=list(kept.values()),
+        clusters=clusters_of(list(kept)),
+        clusters_are="seeds",
+        case=case,
+        where=left_out if len(kept) < len(pairs) else "",
+        not_tested=left_out if 2 * len(kept) < len(pairs) or len(kept) < 2 else "",
+    )
+
+
+def missed(end: Checkpoint) -> bool:
+    """Return whether the run of a last checkpoint missed the target."""
+    return end["kl"].value > MISSED_KL
 
 
 def contrast_cases(scale: StudySize) -> Mapping[str, Sequence[str]]:
@@ -122,13 +146,17 @@ def _arms(results: Results, model: Model, length: int) -> SummaryTable:
     flatness = (*FLATNESS[model].values(), *(PARTS if model == "attention" else ()))
     keys = ("kl", *flatness, "effective-rank", *(f"r2-{task}-{shots}" for task in ("g", "abs-g") for shots in (8, 16)))
     rows = [
-        ((title_of(arm),), {key: mean(ends, key) for key in keys})
+        (
+            (title_of(arm), len(_all_ends(results, model, length, arm)) - len(ends)),
+            {key: mean(ends, key) for key in keys},
+        )
         for arm in _names(results.scale, model)
         if len(ends := ends_of(results, model, length, arm)) > 1
     ]
     caption = (
-        "Every arm ends in the same cooldown, AdamW on exact labels until the KL is at most 1e-5 nats. r2-g-8 is R² of "
-        "a ridge regression for g, fitted on the state of the last token of 8 strings; r2-abs-g-8 is of |g|. "
+        "Every arm ends in the same cooldown, AdamW on exact labels until the KL is at most 1e-5 nats. Runs that "
+        f"missed this target, with a KL above {MISSED_KL:g}, are counted and left out. r2-g-8 is R² of a ridge "
+        "regression for g, fitted on the state of the last token of 8 strings; r2-abs-g-8 is of |g|. "
     )
     if model == "attention":
         caption += (
@@ -136,7 +164,7 @@ def _arms(results: Results, model: Model, length: int) -> SummaryTable:
             "two active neurons disagree; the bound ratio is the trace over the bound of Theorem 5.1."
         )
     title = f"{_called(model, length)}, all arms after the cooldown, {OVER}"
-    return SummaryTable(f"arms-{model}-{length}", title, ("arm",), rows, caption)
+    return SummaryTable(f"arms-{model}-{length}", title, ("arm", "missed the target"), rows, caption)
 
 
 def _baselines(results: Results, model: Model, length: int) -> SummaryTable:
@@ -173,7 +201,11 @@ def _called(model: Model, length: int) -> str:
 
 
 def ends_of(results: Results, model: Model, length: int, arm: str) -> dict[Replicate, Checkpoint]:
-    """Return the last checkpoint of an arm, by unit."""
+    """Return the last checkpoint of an arm where it reached the target, by unit."""
+    return {unit: end for unit, end in _all_ends(results, model, length, arm).items() if not missed(end)}
+
+
+def _all_ends(results: Results, model: Model, length: int, arm: str) -> dict[Replicate, Checkpoint]:
     scale: StudySize = results.scale
     units = scale.units(model, length)
     return {unit: results.at(unit.run(arm)) for unit in units if unit.run(arm) in results.experiments}
