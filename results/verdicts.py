@@ -147,7 +147,8 @@ def short(unit):
 def words(claim, row):
     """The verdict in words."""
     within = claim.get("no_effect_within")
-    size = f"{within} {short(row['difference']['unit'])}" if within else ""
+    unit = short(row["difference"]["unit"]) if within else ""
+    size = f"{within:g} {'point' if (within, unit) == (1, 'points') else unit}" if within else ""
     if row["verdict"] == "no effect of interest":
         return f"no effect of {size} or more: shown"
     if row["p_no_effect_adjusted"] is not None and row["p_no_effect_adjusted"] < LEVEL:

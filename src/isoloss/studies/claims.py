@@ -350,6 +350,8 @@ class ClaimResult:
             ['no effect of 0.5 or more: shown', 'shown, and smaller than 0.5']
         """
         unit = "" if answer.difference is None else UNITS.get(answer.difference.unit, answer.difference.unit)
+        if self.claim.no_effect_within == 1 and unit == "points":
+            unit = "point"
         size = "" if self.claim.no_effect_within is None else f"{self.claim.no_effect_within:g} {unit}".rstrip()
         if answer.verdict is Verdict.NO_EFFECT:
             return f"no effect of {size} or more: shown"
