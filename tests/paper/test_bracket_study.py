@@ -154,7 +154,7 @@ def test_pairs_that_are_not_at_one_loss_are_left_out_and_counted(tmp_path):
     cases = {contrast.case: contrast for contrast in contrasts(results)["label noise"]}
     assert [len(cases[case].pairs) for case in ("T = 6", "T = 8")] == [4, 5]
     assert f"seed {first}" not in cases["T = 6"].clusters
-    assert cases["T = 6"].where == "1 of 5 pairs are left out: a run missed the target. "
+    assert cases["T = 6"].where == "Left out at T = 6: 1 of 5 pairs, as a run missed the target."
     assert verdicts(results)[PRIMARY] is Verdict.SHOWN
     label_noise = next(row for row in tables(results)[0].rows if row[0][0] == "SGD (sampled labels)")
     assert label_noise[0][1] == 1
@@ -189,9 +189,9 @@ def test_tables_and_figures_show_the_means(tmp_path, name):
     assert probes[:3] == [("g", "Tokens"), ("g", "Untrained model"), ("g", "Base")]
     cards = answer(judged(results, name), results)
     assert [card.label for card in cards] == [
-        "Is it flatter?",
-        "Does it transfer better?",
-        "Does flattening it directly help too?",
+        "Does label noise flatten?",
+        "Does label noise help transfer?",
+        "Does a penalty on the trace help?",
     ]
     shown = page.parts(results)
     first = shown.figures[0]

@@ -333,7 +333,7 @@ def answer(results):
 def test_the_answer_says_what_the_verdicts_say(tmp_path):
     flatter, transfers, differ = answer(known_results(tmp_path))
     assert flatter.value.startswith("Not shown: 1.00 times the trace, 1.00 times the minimal trace")
-    assert transfers.value == differ.value == "Not tested: the manipulation check failed"
+    assert transfers.value == differ.value == "Not tested: the manipulation check is not shown"
     same = {"trace": -40.0, "minimal-trace": -5.0}
     _, transfers, differ = answer(known_results(tmp_path, **PASSING | {"label_noise": same}))
     assert transfers.value.startswith("No effect of 0.5 points or more: ")

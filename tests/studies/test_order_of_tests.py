@@ -49,17 +49,17 @@ def test_what_a_gate_keeps_from_being_tested_says_so_and_has_its_numbers():
     for each in later:
         assert each.withheld == "the positive control is not shown"
         assert each.explanation.startswith(
-            "The study could not have seen an effect: its positive control is not shown (c1: difference 1.5 ± 1.0 "
+            "No difference would say little, as the positive control is not shown (c1: difference 1.5 ± 1.0 "
             "points, 95 % interval -0.5 to 3.5)."
         )
         assert (each.p_value, each.p_adjusted, each.tests, each.detectable) == (None,) * 4
         assert each.difference.value == 9
     failed = in_order(claims_file(*ALL), (-1, 9, 9, 9, 9))
-    assert {each.withheld for each in failed[1:]} == {"the manipulation check failed"}
+    assert {each.withheld for each in failed[1:]} == {"the manipulation check is not shown"}
     assert failed[0].positive_control == "positive control not tested"
     is_open = in_order(claims_file(*ALL), (-9, 9, 1, 9, 9))
     assert is_open[2].positive_control == "positive control shown"
-    assert {each.withheld for each in is_open[3:]} == {"the primary claim is open"}
+    assert {each.withheld for each in is_open[3:]} == {"the primary claim is undecided"}
     assert in_order(claims_file(*OTHERS), (0, 9))[0].positive_control == "no positive control"
 
 

@@ -33,8 +33,8 @@ RULE = (
     "if p < 0.05 and it is on the other side. For a claim of no change, the claimed side is inside the margin around "
     "0. p is two-sided, by Student's t, for the null hypothesis that the true difference is at the edge of the margin.",
     "A claim with a smallest effect of interest is also tested for the absence of such an effect: no effect of that "
-    "size or more is shown if two one-sided t tests have p < 0.05. A claim of which nothing is shown is “not shown”: "
-    "the measurement is too imprecise to tell.",
+    "size or more is shown if two one-sided t tests have p < 0.05. A claim is “not shown” if none of these is: "
+    "neither it nor its opposite is significant.",
     "Manipulation checks, then positive controls, then primary claims are tested first, each by its own p, or by the "
     "largest p of its cases where the file names no case. A check or control that is not shown ends the sequence, and "
     "so does a primary claim that is “not shown”: what comes later is not tested.",
@@ -458,12 +458,12 @@ def _reason(claim: Claim, gate: Sequence[Answer]) -> tuple[str, str]:
         if each.difference is not None
     ]
     words = {
-        "manipulation check": ("the manipulation check failed", "The manipulation check failed"),
+        "manipulation check": ("the manipulation check is not shown", "The manipulation check is not shown"),
         "positive control": (
             "the positive control is not shown",
-            "The study could not have seen an effect: its positive control is not shown",
+            "No difference would say little, as the positive control is not shown",
         ),
-        "primary": ("the primary claim is open", "The primary claim is open"),
+        "primary": ("the primary claim is undecided", "The primary claim is undecided"),
     }
     short, sentence = words[claim.role]
     return short, f"{sentence} ({claim.id}: {'; '.join(effects) or 'not tested'})."

@@ -220,7 +220,7 @@ STRENGTHS = (0.0003, 0.001, 0.003)
 SCALES = {
     "laptop": StudySize(
         description="about 45 minutes on two cores",
-        seeds=tuple(range(100, 120)),
+        seeds=tuple(range(1100, 1120)),
         lengths={"attention": (6, 8), "transformer": (6,)},
         sgd_steps=6000,
         doses=(1000, 2000, 4000),

@@ -71,7 +71,7 @@ def _phases(results: Results, length: int) -> Figure:
         Panel(
             title="Trace by part",
             x=steps,
-            y=Axis(title="nats/token; cancellation: times"),
+            y=Axis(title="trace (nats/token), cancellation ratio"),
             series=[
                 against_steps("Q, K", "attention-trace", ATTENTION),
                 against_steps("u, V", "neurons-trace", NEURONS),
@@ -98,11 +98,10 @@ def _phases(results: Results, length: int) -> Figure:
         name=f"phases-{length}",
         title=f"Does transfer follow the parts of the trace? (T = {length})",
         chart=draw(panels, note="Bars: 95 % intervals over seeds whose run ended at the one loss"),
-        caption="Left: the part of the trace of queries and keys, which the attention evens out, the part of the "
-        "neurons, and their cancellation, 1 where no two active neurons disagree. Middle: R² of g, which even "
-        "attention serves, and of |g|, which needs neurons that do not cancel. Right: every dose of label noise and "
-        "every weight of the penalty, both signs. If transfer follows the part that serves it, both lie on one falling "
-        "curve.",
+        caption="Left: the trace of queries and keys, the trace of the neurons, and the cancellation ratio of equation "
+        "4, 1 where no two active neurons disagree. Middle: R² of g, for which uniform attention is enough, and of "
+        "|g|, which needs neurons that do not cancel. Right: label noise after each number of steps, and every weight "
+        "of the penalty, both signs. If only the trace of u and V matters, all points lie on one falling curve.",
     )
 
 
@@ -143,7 +142,8 @@ def _arms(results: Results) -> Figure:
         name="arms",
         title="Every arm vs. its control",
         chart=intervals([panel], list(dict.fromkeys(rows)), note="Lines: 95 % intervals over seeds, not adjusted"),
-        caption="After the cooldown to one loss, paired by seed.",
+        caption="After the cooldown to one loss, paired by seed. AdamW and SAM have other steps than their control, "
+        "and AdamW sampled labels where the control has exact ones; the sham's control is the base.",
     )
 
 

@@ -125,8 +125,10 @@ def _settings(scale: StudySize) -> dict[str, str]:
         "Grammars": f"{len(scale.grammars)}; pre-training seeds per grammar: {scale.seeds_per_grammar}",
         "Model": f"BERT {scale.size} with {scale.layers} layers, no dropout; {scale.batch_size} sentences a step, one "
         "masked token each",
-        "Base and cooldown": f"at most {scale.base_steps:,} and {scale.cooldown_steps:,} steps of AdamW on exact "
-        f"labels, learning rate {scale.learning_rate:g} with cosine decay to 0, ended at a KL of {scale.target_kl:g}",
+        "Base": f"AdamW on exact labels, learning rate {scale.learning_rate:g} with cosine decay to 0, until the KL is "
+        f"{scale.base_kl:g} nats or {scale.base_steps:,} steps are done",
+        "Cooldown": f"the same with learning rate {scale.cooldown_rate:g}, until the KL is {scale.target_kl:g} nats or "
+        f"{scale.cooldown_steps:,} steps are done",
         "Penalty": f"{scale.steps:,} steps of AdamW on exact labels, learning rate {scale.learning_rate:g}; weights "
         f"{listed(scale.weights)}, and below 0 {listed(scale.sharp_weights)}; the trace from {scale.sentences} "
         "sentences a step. Sham, AdamW alone and SAM: as many steps",

@@ -116,10 +116,10 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         SummaryTable(
             "arms",
             f"all arms, {OVER}",
-            ("arm", "missed the target"),
+            ("arm", "above the target"),
             arms,
             f"Every arm ends where its cooldown reaches a KL of {scale.target_kl:g} on validation sentences, or after "
-            f"{scale.cooldown_steps:,} steps; those whose exact KL is above that by more than a tenth missed it. "
+            f"{scale.cooldown_steps:,} steps; those whose exact KL is higher by more than a tenth are counted. "
             f"Probes are tested on every sentence of the language.",
         ),
         SummaryTable(
@@ -134,8 +134,8 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             "slopes of accuracies on the KL, mean ± standard error over grammars",
             ("accuracy",),
             [((key,), {"slope": _slope(results, units, key)}) for key in scale.probes.values()],
-            f"From the base, at a KL of {scale.base_kl:g}, to the sham. Those of the scale pilot are in pilot.toml; by "
-            "them differences are adjusted to the same loss.",
+            f"From the base, at a KL of {scale.base_kl:g}, to the sham. Differences "
+            "are adjusted to the same loss by the slopes of the scale pilot (pilot.toml).",
         ),
         SummaryTable("untrained", f"the untrained model, {OVER}", ("model",), [(("Untrained",), probes)]),
     )
@@ -166,7 +166,7 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
     return [
         flatter_card("Does the penalty flatten?", by_id["flatter"], pairs, grammars_of(units)),
         card_of("Does the flatter model transfer better?", by_id["transfer"]),
-        card_of("Do its features have fewer dimensions?", by_id["rank"]),
+        card_of("Is the effective rank of its features lower?", by_id["rank"]),
     ]
 
 
@@ -177,15 +177,16 @@ STUDY = Study(
     lead=(
         "Small masked language models that fit their grammar almost perfectly are made flatter, or sharper, by a "
         "penalty on the trace of the Fisher information, and are then trained to one KL to the truth. Transfer: "
-        "accuracy of a linear probe on 30 or 100 examples, tested on every sentence.",
+        "accuracy of a linear probe on 30 or 100 examples, tested on every sentence. The task prefix-2 is the most "
+        "likely symbol of the grammar above the first two tokens, prefix-4 the one above all four.",
         "Every arm goes on from one base. The sham has a penalty of weight 0; SGD on sampled labels (label noise) and "
         "SAM flatten in other ways; the helper is trained with a downstream task and shows that the probe can see a "
         "difference. The minimal trace is the trace's minimum over rescalings of the weights that change no "
         "prediction. Effective rank (RankMe) and effective dimension (participation ratio) count the directions of the "
         "features; CKA compares them with the true conditionals.",
         "Two tasks have a known relation to pre-training. What follows the first two tokens depends on them only "
-        "through its distribution: needed-2 asks on which side of a cut this lies, spare-2 which of two beginnings "
-        "with the nearest such distribution it is.",
+        "through its distribution. needed-2 divides the beginnings by this distribution; spare-2 divides pairs of "
+        "beginnings whose distributions are nearly equal.",
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,
