@@ -1,10 +1,10 @@
 """The example notebook, run without a browser."""
 
-import csv
 import subprocess
 import sys
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 pytest.importorskip("marimo")
@@ -27,10 +27,10 @@ def run(*arguments):
 
 
 def test_it_shows_the_kept_results():
-    with (ROOT / "results" / "fourth" / "values.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    values = pl.read_parquet(ROOT / "results" / "fourth" / "values.parquet")
     points = [
-        {(row["run"], row["step"]) for row in rows if row["estimate"] == key} for key in ("trace", "probe-prefix-4")
+        set(values.filter(pl.col("estimate") == key).select("run", "step").rows())
+        for key in ("trace", "probe-prefix-4")
     ]
     assert run() == [str(len(points[0] & points[1])), "54", "arms"]
 

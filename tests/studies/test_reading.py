@@ -118,6 +118,7 @@ def test_what_cannot_be_read_is_refused(finished, tmp_path):
         isoloss.read_study(f"{KEPT}/forth")
     kept = tmp_path / "kept"
     shutil.copytree(KEPT / "pilot", kept)
+    (kept / "values.parquet").unlink()
     (kept / "values.csv").write_text("run\n")
     with pytest.raises(IsolossError, match=r"values.csv cannot be read"):
         isoloss.read_study(kept)
