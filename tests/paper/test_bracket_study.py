@@ -156,6 +156,11 @@ def test_pairs_that_are_not_at_one_loss_are_left_out_and_counted(tmp_path):
     assert f"seed {first}" not in cases["T = 6"].clusters
     assert cases["T = 6"].where == "Left out at T = 6: 1 of 5 pairs, as a run missed the target."
     assert verdicts(results)[PRIMARY] is Verdict.SHOWN
+    flattens, helps, _ = answer(judged(results), results)
+    assert all(
+        card.detail.endswith(". Left out at T = 6: 1 of 5 pairs, as a run missed the target.")
+        for card in (flattens, helps)
+    )
     label_noise = next(row for row in tables(results)[0].rows if row[0][0] == "SGD (sampled labels)")
     assert label_noise[0][1] == 1
     assert label_noise[1]["r2-abs-g-8"].samples == 4
@@ -165,6 +170,12 @@ def test_pairs_that_are_not_at_one_loss_are_left_out_and_counted(tmp_path):
     assert found["noise-flatter", "T = 6"] is Verdict.NOT_TESTED
     assert found["penalty-imbalance", "|g|, 8 strings (T = 6)"] is Verdict.NOT_TESTED  # what comes after it
     page.parts(results)
+    # nor is there anything to draw where no base is at the loss
+    for (name, _), end in results.checkpoints.items():
+        if name.endswith("-base") and "kl" in end:
+            end["kl"] = dataclasses.replace(end["kl"], value=0.3)
+    assert not page.parts(results).figures
+    assert all(card.value.startswith("Not tested") for card in answer(judged(results), results))
 
 
 def test_the_demo_tests_what_it_has(tmp_path):

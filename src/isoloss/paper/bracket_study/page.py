@@ -39,9 +39,16 @@ def parts(results: Results) -> PageParts:
 
 def _figures(results: Results) -> list[Figure]:
     scale: StudySize = results.scale
-    figures = [_phases(results, length) for length in scale.lengths["attention"]]
-    figures += [_doses(results, model, length) for model, lengths in scale.lengths.items() for length in lengths]
-    return [*figures, _arms(results)]
+    # a base that missed the target has nothing beside it at its loss
+    drawn = [
+        (model, length)
+        for model, lengths in scale.lengths.items()
+        for length in lengths
+        if len(ends_of(results, model, length, BASE)) > 1
+    ]
+    phases = [_phases(results, length) for model, length in drawn if model == "attention"]
+    doses = [_doses(results, model, length) for model, length in drawn]
+    return [*phases, *doses, *([_arms(results)] if drawn else [])]
 
 
 def _phases(results: Results, length: int) -> Figure:
