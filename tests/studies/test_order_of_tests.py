@@ -49,7 +49,7 @@ def test_what_a_gate_keeps_from_being_tested_says_so_and_has_its_numbers():
     for each in later:
         assert each.withheld == "the positive control is not shown"
         assert each.explanation.startswith(
-            "No difference would say little, as the positive control is not shown (c1: difference 1.5 ± 1.0 "
+            "A null result would say little, as the positive control is not shown (c1: difference 1.5 ± 1.0 "
             "points, 95 % interval -0.5 to 3.5)."
         )
         assert (each.p_value, each.p_adjusted, each.tests, each.detectable) == (None,) * 4
@@ -97,6 +97,9 @@ def test_both_tests_of_a_claim_with_a_smallest_effect_of_interest():
         assert found.verdict.value == verdict
         (result,) = answer_all(file, {"sgd": [known(value, spread)]}, {"m0": {"": "m0"}})
         assert result.words(result.answer()).replace("nats/token", "points") == words
+    single = claim(0, no_effect_within=1.0)
+    (found,) = in_order(claims_file(single), (0.1,), stderr=0.1)
+    assert ClaimResult(claim=single, answers=(found,)).words(found) == "no effect of 1 point or more: shown"
 
 
 def known(mean, stderr, measure=0, n=30, **more):

@@ -461,7 +461,7 @@ def _reason(claim: Claim, gate: Sequence[Answer]) -> tuple[str, str]:
         "manipulation check": ("the manipulation check is not shown", "The manipulation check is not shown"),
         "positive control": (
             "the positive control is not shown",
-            "No difference would say little, as the positive control is not shown",
+            "A null result would say little, as the positive control is not shown",
         ),
         "primary": ("the primary claim is undecided", "The primary claim is undecided"),
     }

@@ -14,7 +14,7 @@ from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.hidden_bracket import HiddenBracket
 from isoloss.lab.models.make import make_model
 from isoloss.lab.transfer.features import extract
-from isoloss.lab.transfer.ridge import STRENGTHS, leave_one_out_ridge
+from isoloss.lab.transfer.ridge import STRENGTHS, leave_one_out_ridge, r_squared
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 
 LANGUAGE = HiddenBracket(4)
@@ -39,6 +39,15 @@ def ridge(x, y, test_x):
     errors = {strength: error(strength) for strength in STRENGTHS}
     allowed = min(errors.values()) + 1e-9 * np.square(y - y.mean()).sum()
     return fitted(x, y, max(strength for strength in errors if errors[strength] <= allowed))(test_x)
+
+
+def test_what_the_chosen_rows_hardly_differ_in_is_not_magnified():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 16))
+    x[:8] = x[0] + 0.01 * rng.normal(size=(8, 16))
+    y = rng.normal(size=(64, 1))
+    # y is noise: guessing by eight rows costs an R² of about -1, and fitting the hundredths costs hundreds
+    assert -5 < r_squared(x, y, np.arange(8))[0] < 0
 
 
 def test_the_closed_form_is_leaving_out_one_by_one():
