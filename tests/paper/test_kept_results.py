@@ -56,6 +56,7 @@ def test_results_are_of_the_present_design(name, study):
     ("name", "study"),
     [
         ("brackets", BRACKETS),
+        ("brackets-repeated", BRACKETS),
         ("dose-response", DOSE_RESPONSE),
         ("dose-response-repeated", DOSE_RESPONSE),
         ("third", STUDY),
@@ -94,7 +95,15 @@ def judged(name):
 
 
 def test_the_answer_and_the_readme_give_the_differences_that_were_judged():
-    names = ("brackets", "dose-response", "dose-response-repeated", "third", "fourth", "algorithms")
+    names = (
+        "brackets",
+        "brackets-repeated",
+        "dose-response",
+        "dose-response-repeated",
+        "third",
+        "fourth",
+        "algorithms",
+    )
     found = {number for name in names for number in judged(name)}
     assert len(given := numbers_in((ROOT / "docs/answer.md").read_text())) > 12
     assert given <= found
