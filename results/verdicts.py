@@ -175,8 +175,11 @@ def main(arguments=None):
     parser.add_argument("claims", type=Path)
     parser.add_argument("--family", type=int, help="number of secondary tests, of an export that does not say it")
     options = parser.parse_args(arguments)
-    summary = json.loads((options.export / "summary.json").read_text())
-    document = tomllib.loads(options.claims.read_text())
+    try:
+        summary = json.loads((options.export / "summary.json").read_text())
+        document = tomllib.loads(options.claims.read_text())
+    except FileNotFoundError as error:
+        parser.error(f"there is no {error.filename}")
     claims, margin = document["claims"], document.get("same_loss_nats", 0.01)
     answers = {each["claim"]: each["answers"] for each in summary["claims"]}
     if any(one["verdict"] == "no verdict at this scale" for some in answers.values() for one in some):
@@ -184,19 +187,21 @@ def main(arguments=None):
     rows = {each["id"]: [tested(each, answer, margin) for answer in answers[each["id"]]] for each in claims}
     judge(claims, rows, options.family or summary["claims_file"]["secondary_tests"])
     wrong = []
-    print("| results | claim | case | difference | 95 % interval | unit | old verdict | verdict |")
-    print("|---|---|---|--:|---|---|---|---|")
+    has_old = any("role" not in answer for some in answers.values() for answer in some)
+    print(f"| results | claim | case | difference | 95 % interval | unit |{' old verdict |' * has_old} verdict |")
+    print(f"|---|---|---|--:|---|---|{'---|' * has_old}---|")
     for claim in claims:
         for row, answer in zip(rows[claim["id"]], answers[claim["id"]], strict=True):
             one = row["difference"]
             effect = ("", "", "") if one is None else (f"{one['value']:.4g}", interval(one), short(one["unit"]))
-            old = "" if "role" in answer else row["old"]
-            print(
-                "|", " | ".join((options.export.name, claim["id"], row["case"], *effect, old, words(claim, row))), "|"
-            )
+            old = [row["old"]] * has_old
+            cells = (options.export.name, claim["id"], row["case"], *effect, *old, words(claim, row))
+            print("|", " | ".join(cell.replace("|", r"\|") for cell in cells), "|")
             wrong += differing(row, answer) if "role" in answer else ()
     for line in wrong:
         print(line, file=sys.stderr)
+    if not has_old and not wrong:
+        print(f"all {sum(map(len, rows.values()))} verdicts and their p agree with the export", file=sys.stderr)
     return int(bool(wrong))
 
 

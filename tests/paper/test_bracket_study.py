@@ -156,11 +156,8 @@ def test_pairs_that_are_not_at_one_loss_are_left_out_and_counted(tmp_path):
     assert f"seed {first}" not in cases["T = 6"].clusters
     assert cases["T = 6"].where == "Left out at T = 6: 1 of 5 pairs, as a run missed the target."
     assert verdicts(results)[PRIMARY] is Verdict.SHOWN
-    flattens, helps, _ = answer(judged(results), results)
-    assert all(
-        card.detail.endswith(". Left out at T = 6: 1 of 5 pairs, as a run missed the target.")
-        for card in (flattens, helps)
-    )
+    helps, _, _ = answer(judged(results), results)
+    assert helps.detail.endswith(". Left out at T = 6: 1 of 5 pairs, as a run missed the target.")
     label_noise = next(row for row in tables(results)[0].rows if row[0][0] == "SGD (sampled labels)")
     assert label_noise[0][1] == 1
     assert label_noise[1]["r2-abs-g-8"].samples == 4
@@ -200,9 +197,9 @@ def test_tables_and_figures_show_the_means(tmp_path, name):
     assert probes[:3] == [("g", "Tokens"), ("g", "Untrained model"), ("g", "Base")]
     cards = answer(judged(results, name), results)
     assert [card.label for card in cards] == [
-        "Does label noise flatten?",
         "Does label noise help transfer?",
         "Does a penalty on the trace help?",
+        "Does SAM, which flattens too?" if name == "laptop" else "Does label noise flatten?",
     ]
     shown = page.parts(results)
     first = shown.figures[0]

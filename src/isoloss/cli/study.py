@@ -597,7 +597,9 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaini
     rows = list(zip(*shown.values(), strict=True))
     common.print_table(title, list(shown), rows, left=4 if "shown in" in shown else 3)
     if (secondary := folder.secondary_tests) is not None:
-        common.say_wrapped(f"Family: {secondary} secondary tests, whatever is measured.")
+        common.say_wrapped(
+            f"Secondary tests: {secondary}; p of each is adjusted for all of them, also where some cannot be made."
+        )
     _say_done(folder, states)
     measured = sum(status.is_measured for status in states)
     basis = f"from the {measured} units measured here" if measured else "a rough guess, as no unit is measured yet"

@@ -223,7 +223,7 @@ def mean(ends: Mapping[Replicate, Checkpoint], key: str) -> Estimate:
 
 
 def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
-    """Return whether label noise flattens, whether that helps transfer, and whether a penalty does."""
+    """Return whether flattening helps transfer: by label noise, by a penalty, by SAM, which the demo does not have."""
     by_id = {result.claim.id: result for result in claims}
     made = contrasts(results)
 
@@ -233,9 +233,11 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
         return dataclasses.replace(found, detail=". ".join([found.detail, *left_out]))
 
     return [
-        card("Does label noise flatten?", by_id["noise-flatter"]),
         card("Does label noise help transfer?", by_id["noise-imbalance"]),
         card("Does a penalty on the trace help?", by_id["penalty-imbalance"]),
+        card("Does SAM, which flattens too?", by_id["sam-imbalance"])
+        if made["sam"]
+        else card("Does label noise flatten?", by_id["noise-flatter"]),
     ]
 
 
