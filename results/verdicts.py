@@ -149,6 +149,8 @@ def words(claim, row):
     within = claim.get("no_effect_within")
     unit = short(row["difference"]["unit"]) if within else ""
     size = f"{within:g} {'point' if (within, unit) == (1, 'points') else unit}" if within else ""
+    if row["verdict"] == "shown" and claim["direction"] == "no change within":
+        return f"shown: within ± {claim['margin']:g} {short(row['difference']['unit'])}"
     if row["verdict"] == "no effect of interest":
         return f"no effect of {size} or more: shown"
     if row["p_no_effect_adjusted"] is not None and row["p_no_effect_adjusted"] < LEVEL:

@@ -355,6 +355,9 @@ class ClaimResult:
         size = "" if self.claim.no_effect_within is None else f"{self.claim.no_effect_within:g} {unit}".rstrip()
         if answer.verdict is Verdict.NO_EFFECT:
             return f"no effect of {size} or more: shown"
+        # beside an interval that excludes 0, "shown" alone would say that there is a change
+        if answer.verdict is Verdict.SHOWN and self.claim.direction == "no change within":
+            return f"shown: within ± {self.claim.margin:g} {unit}".rstrip()
         if answer.p_no_effect_adjusted is not None and answer.p_no_effect_adjusted < ALPHA:
             return f"{answer.verdict.value}, and smaller than {size}"
         if answer.withheld:
