@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,8 @@ class Newcomer:
             else:
                 self.shell(block)
         except Exception as error:
-            self.failures.append(f"--- {block.place}: {type(error).__name__}: {error}\n{block.text}")
+            story = "".join(traceback.format_exception(error))  # an import may fail for what it imports
+            self.failures.append(f"--- {block.place}: {story}\n{block.text}")
         self.seconds.append((time.monotonic() - began, block.place))
 
     def shell(self, block):
