@@ -11,7 +11,8 @@ from scipy import stats
 from isoloss.paper.reproduction import band, page, published
 from isoloss.paper.reproduction.band import Model
 from isoloss.paper.reproduction.compare import at_same_loss, by_dataset, contrasts, measures
-from isoloss.paper.reproduction.spec import EVENING, SMOKE, StudySize
+from isoloss.paper.reproduction.cpu_scales import EVENING, SMOKE
+from isoloss.paper.reproduction.spec import StudySize
 from isoloss.paper.reproduction.study import STUDY, answer
 from isoloss.paper.reproduction.tables import _ranking, compared, tables
 from isoloss.statistics.estimate import Estimate

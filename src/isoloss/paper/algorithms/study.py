@@ -11,7 +11,8 @@ from typing import Any
 from isoloss.lab.languages.config import LAPTOP_PCFG, PCFGConfig
 from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 from isoloss.paper.reproduction.compare import DatasetResults
-from isoloss.paper.reproduction.spec import Arm, Dataset, Replicate, StudySize, sgd
+from isoloss.paper.reproduction.cpu_scales import sgd
+from isoloss.paper.reproduction.spec import Arm, Dataset, Replicate, StudySize
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.statistics.estimate import Estimate, student95
 from isoloss.studies.claims import Contrast

@@ -11,7 +11,8 @@ from typing import Any, Literal, Self
 
 from isoloss.lab.languages.config import HiddenBracketConfig
 from isoloss.lab.training.algorithms.config import FisherPenaltyConfig, SAMConfig
-from isoloss.paper.reproduction.spec import CONTINUED, MEASURED, OFFSET, sgd
+from isoloss.paper.reproduction.cpu_scales import sgd
+from isoloss.paper.reproduction.spec import CONTINUED, MEASURED, OFFSET
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.studies.spec import Experiment, Measurement
 

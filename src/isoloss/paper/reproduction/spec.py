@@ -1,6 +1,6 @@
-"""What the study trains and measures: the paper's datasets with their sizes and arms, at the scales for two cores.
+"""What the study trains and measures: a dataset with its sizes and arms becomes runs. The scales give the numbers.
 
-The scales for GPUs are in `isoloss.paper.reproduction.gpu_scales`.
+They are in `isoloss.paper.reproduction.cpu_scales` and `isoloss.paper.reproduction.gpu_scales`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from isoloss.config import LanguageConfig
-from isoloss.lab.languages.config import CorpusConfig, HMMConfig, PCFGConfig
-from isoloss.lab.training.algorithms.config import AdversarialConfig, SAMConfig
+from isoloss.lab.training.algorithms.config import SAMConfig
 from isoloss.paper.reproduction import costs
 from isoloss.paper.reproduction.costs import Tokens
-from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
+from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.studies.plan import Resources
 from isoloss.studies.spec import Experiment, Measurement
 
@@ -28,8 +27,6 @@ SGD_SAMPLED, SGD_EXACT = "sgd-sampled", "sgd-exact"
 # baselines of the probe without a model, and what they are called
 BASELINES = {"lookup": "Look-up table", "log-lookup": "Look-up table, logarithms", "one-hot": "One-hot tokens"}
 OFFSET = 1000  # added to the seeds of languages per seed offset
-HEAD_WIDTH = 8  # of all sizes that are small, so that one can be expanded into another
-FEATURE_SENTENCES = 64  # whose features are compared by CKA: an evaluation keeps their Gram matrix, 8 KB
 # flatness by every measure that is one number
 FLATNESS = (
     *("trace", "minimal-trace", "empirical-fisher", "hessian-trace", "weighted-trace", "fisher-rao"),
@@ -478,21 +475,6 @@ def _other_seeds(dataset: Dataset, offset: int) -> Dataset:
     return dataclasses.replace(dataset, languages=tuple(languages), offset=OFFSET * offset)
 
 
-# --- small scales ----------------------------------------------------------------------------------------------------
-
-
-def small_bert(size: str, layers: int = 2, architecture: str = "bert") -> ModelConfig:
-    """Return a transformer without dropout whose heads are of one width in all sizes."""
-    return ModelConfig(
-        architecture=architecture, size=size, layers=layers, heads=int(size[1:]) // HEAD_WIDTH, dropout=0.0
-    )
-
-
-def sgd(steps: int, rate: float) -> OptimizerConfig:
-    """Return plain SGD with the paper's warm-up, 12 % of the steps (appendix B.2)."""
-    return OptimizerConfig(name="sgd", learning_rate=rate, warmup_steps=round(0.12 * steps), weight_decay=0.0)
-
-
 def sgd_arms(steps: int, optimizer: OptimizerConfig, *, watched: tuple[int, ...]) -> dict[str, Arm]:
     """Return SGD without label noise, the control, and with it."""
     kinds: tuple[tuple[str, Literal["sampled", "exact"]], ...] = ((SGD_EXACT, "exact"), (SGD_SAMPLED, "sampled"))
@@ -507,10 +489,6 @@ def sgd_arms(steps: int, optimizer: OptimizerConfig, *, watched: tuple[int, ...]
     }
 
 
-def _small_sgd_arms(steps: int) -> dict[str, Arm]:
-    return sgd_arms(steps, sgd(steps, 0.2), watched=(steps // 4, steps // 2))
-
-
 def without_regularization(changes: Mapping[str, Any]) -> dict[str, Arm]:
     """Return the arms of text, with and without SAM; `changes` take away dropout and weight decay."""
     shown_in = ("table 1", "table 2")
@@ -519,241 +497,3 @@ def without_regularization(changes: Mapping[str, Any]) -> dict[str, Arm]:
         "unregularized": Arm(title="Without dropout and weight decay", changes=changes, shown_in=shown_in),
         "sam": Arm(title="SAM, without dropout and weight decay", changes=sam, shown_in=shown_in),
     }
-
-
-def _algorithms(task: str, *, adversary: int, helper: int, rate: float) -> dict[str, Arm]:
-    adamw = OptimizerConfig(learning_rate=rate, schedule="cosine", weight_decay=0.0)
-
-    def arm(title: str, steps: int, weight: float) -> Arm:
-        algorithm = AdversarialConfig(task=task, weight=weight)
-        stage = StageConfig(steps=steps, labels="exact", optimizer=adamw, algorithm=algorithm)
-        return Arm(title=title, stages=(stage,), shown_in=("table 1", "table 2"))
-
-    weight = AdversarialConfig.weight
-    return {"adversary": arm("Adversary", adversary, weight), "helper": arm("Helper", helper, -weight)}
-
-
-# so few sentences that losses and accuracies are sums over all of them
-ENUMERATED = {
-    "feature_sentences": FEATURE_SENTENCES,
-    "num_test": "all",
-    "loss_sentences": "all",
-    "probe_solver": "convex",
-}
-OTHER_FLATNESS = tuple(name for name in FLATNESS if name not in ("trace", "minimal-trace"))
-
-
-def _small_pcfg(
-    *,
-    grammars: tuple[int, ...],
-    language: PCFGConfig,
-    sizes: tuple[str, ...],
-    main: str,
-    layers: int,
-    sgd_steps: int,
-    algorithm_steps: tuple[int, int],
-    settings: Mapping[str, Any],
-    **more: Any,
-) -> Dataset:
-    # sentences have 4 tokens, so B and C, the paper's shorter prefixes, are one task here
-    tasks = {"A": "probe-prefix-4", "B": "probe-prefix-2", "C": "probe-prefix-2"}
-    largest = sizes[-1]
-    adversary, helper = algorithm_steps
-    # a probe reads the states of all tokens; these are the features of the smallest size
-    features = 2**language.levels * small_bert(sizes[0], layers).heads * HEAD_WIDTH
-    return Dataset(
-        name="pcfg",
-        title="PCFG",
-        languages=tuple(dataclasses.replace(language, seed=seed) for seed in grammars),
-        tasks=tasks,
-        common={
-            "batch_size": 64,
-            "optimizer": OptimizerConfig(learning_rate=1e-3, weight_decay=0.0),
-            "compiled": True,
-            "device": "cpu",
-            "threads": 1,
-        },
-        sizes={size: small_bert(size, layers) for size in sizes},
-        main=main,
-        arms={
-            **_small_sgd_arms(sgd_steps),
-            **_algorithms("prefix-4", adversary=adversary, helper=helper, rate=3e-3),
-            "pre-ln": Arm(
-                title="Pre-layer-norm",
-                # the compiled step is of post-layer-norm blocks
-                changes={"model": small_bert(main, layers, "bert-pre-ln"), "compiled": False},
-            ),
-        },
-        measures=("loss", "trace", "minimal-trace", *dict.fromkeys(tasks.values())),
-        end_measures=(
-            *(f"few-shot-prefix-{n}-100" for n in (4, 2)),
-            *(f"projected-prefix-{n}-{features}" for n in (4, 2)),
-            *(f"trace-in-{largest}-{scale}" for scale in ("paper", "exact")),
-            f"minimal-trace-in-{largest}",
-        ),
-        extra_measures=(*OTHER_FLATNESS, "features"),
-        settings={
-            **settings,
-            **ENUMERATED,
-            "expanded_layers": layers,
-            "expanded_heads": small_bert(largest, layers).heads,
-        },
-        shown=SHOWN["pcfg"],
-        **more,
-    )
-
-
-def _small_hmm(
-    *,
-    models: tuple[int, ...],
-    language: HMMConfig,
-    sizes: tuple[str, ...],
-    sgd_steps: int,
-    settings: Mapping[str, Any],
-    **more: Any,
-) -> Dataset:
-    tasks = {"6": "probe-state-2", "10": "probe-state-3"}
-    # an LSTM has states of both directions
-    features = language.length * 2 * int(sizes[0][1:])
-    return Dataset(
-        name="hmm",
-        title="HMM",
-        languages=tuple(dataclasses.replace(language, seed=seed) for seed in models),
-        tasks=tasks,
-        common={
-            "batch_size": 64,
-            "optimizer": OptimizerConfig(learning_rate=3e-3, weight_decay=0.0),
-            "device": "cpu",
-            "threads": 1,
-        },
-        sizes={size: ModelConfig(architecture="lstm", size=size, dropout=0.0) for size in sizes},
-        arms=_small_sgd_arms(sgd_steps),
-        measures=("loss", "trace", *tasks.values()),
-        end_measures=tuple(f"projected-state-{state}-{features}" for state in (2, 3)),
-        extra_measures=(*OTHER_FLATNESS, "features"),
-        settings={**settings, **ENUMERATED},
-        shown=SHOWN["hmm"],
-        **more,
-    )
-
-
-def _small_text(*, seeds: int, size: str, watched: tuple[int, ...], settings: Mapping[str, Any]) -> Dataset:
-    last = watched[-1]
-    regularized = dataclasses.replace(small_bert(size), dropout=0.1)
-    adamw = OptimizerConfig(learning_rate=1e-3, warmup_steps=round(0.025 * last), weight_decay=0.01)
-    tasks = {"SST-2": "finetune-docstring-kind", "QNLI": "finetune-docstring-module"}
-    bare = {"model": small_bert(size), "optimizer": dataclasses.replace(adamw, weight_decay=0.0)}
-    return Dataset(
-        name="text",
-        title="Docstrings",
-        languages=(
-            CorpusConfig(
-                paths=("python:docs", "python:docstrings"), tokenizer="wordpiece:1000", length=64, held_out=0.1
-            ),
-        ),
-        seeds=seeds,
-        tasks=tasks,
-        common={
-            "batch_size": 16,
-            "optimizer": adamw,
-            "objective": ObjectiveConfig(masking="fraction", fraction=0.15),
-            "device": "cpu",
-            "threads": 1,
-        },
-        sizes={size: regularized},
-        main=size,
-        watched=watched,
-        arms=without_regularization(bare),
-        measures=("loss", "trace", "minimal-trace", *tasks.values()),
-        settings={"finetune_seeds": 1, "finetune_learning_rate": 1e-3, **settings},
-        shown=SHOWN["text"],
-    )
-
-
-SMOKE = StudySize(
-    description="some minutes on two cores: every part runs, no verdict is given",
-    datasets=(
-        _small_pcfg(
-            grammars=(300, 301),
-            language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
-            seeds=2,
-            sizes=("d16", "d32"),
-            main="d32",
-            layers=1,
-            watched=(20, 40, 60),
-            branch=40,
-            cooldown_steps=20,
-            other_cooldowns=(10, 40),
-            sgd_steps=20,
-            algorithm_steps=(10, 10),
-            settings={"num_train": 256, "num_sequences": 64},
-            band=0.4,  # after so few steps, models are further apart
-        ),
-        _small_hmm(
-            models=(300, 301),
-            language=HMMConfig(states=4, blocks=2, vocab_size=8, length=4),
-            seeds=1,
-            sizes=("h16", "h32"),
-            main="h32",
-            watched=(20, 40, 60),
-            branch=40,
-            cooldown_steps=20,
-            other_cooldowns=(10, 40),
-            sgd_steps=20,
-            settings={"num_train": 256, "num_sequences": 64},
-            band=0.4,  # after so few steps, models are further apart
-        ),
-        _small_text(
-            seeds=2,
-            size="d16",
-            watched=(20, 40),
-            settings={
-                **{"num_train": 128, "num_test": 64, "finetune_epochs": 1},
-                **{"loss_sentences": 64, "num_sequences": 64},
-            },
-        ),
-    ),
-)
-
-EVENING = StudySize(
-    description="hours on two cores",
-    datasets=(
-        _small_pcfg(
-            grammars=tuple(range(700, 706)),
-            language=PCFGConfig(levels=2, symbols_per_level=8, rules_per_symbol=8, vocab_size=16),
-            seeds=5,
-            sizes=("d16", "d32", "d64"),
-            main="d32",
-            layers=2,
-            watched=(1_000, 2_000, 4_000, 8_000),
-            branch=2_000,
-            cooldown_steps=2_000,
-            other_cooldowns=(250, 500, 1_000, 4_000),
-            sgd_steps=2_000,
-            algorithm_steps=(500, 300),
-            settings={"num_train": 8_192, "num_sequences": 1_024},
-        ),
-        _small_hmm(
-            models=tuple(range(700, 706)),
-            language=HMMConfig(states=8, blocks=2, vocab_size=16, length=4),
-            seeds=2,
-            sizes=("h16", "h32", "h64"),
-            main="h32",
-            watched=(500, 1_000, 2_000, 4_000),
-            branch=1_000,
-            cooldown_steps=1_000,
-            other_cooldowns=(125, 250, 500, 2_000),
-            sgd_steps=2_000,
-            settings={"num_train": 8_192, "num_sequences": 1_024},
-        ),
-        _small_text(
-            seeds=5,
-            size="d64",
-            watched=(4_000, 5_000, 6_000, 7_000, 8_000),
-            settings={
-                **{"num_train": "all", "num_test": "all", "finetune_epochs": 5},
-                **{"loss_sentences": 1_024, "num_sequences": 512},
-            },
-        ),
-    ),
-)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isoloss.paper.reproduction.compare import contrast_cases, contrasts, measures
+from isoloss.paper.reproduction.cpu_scales import EVENING, SMOKE
 from isoloss.paper.reproduction.gpu_scales import AUTHORS, PAPER, WORKSTATION
-from isoloss.paper.reproduction.spec import EVENING, SMOKE
 from isoloss.paper.reproduction.tables import tables
 from isoloss.report.html import Card, Tone
 from isoloss.studies.answer import card_of
