@@ -122,6 +122,12 @@ def read_json(path: Path) -> Any:
         raise IsolossError(f"{path} is not a readable JSON file: {error}") from error
 
 
+def require_folder(path: Path) -> None:
+    """Refuse a path that is no folder; where nothing is there, name the existing path that is most like it."""
+    if not path.is_dir():
+        raise IsolossError(f"there is no folder {path}{nearest(path)}")
+
+
 def nearest(path: str | Path) -> str:
     """Return the end of a message about a path that is not there: the existing one that is most like it, if one is.
 

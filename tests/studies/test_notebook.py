@@ -45,4 +45,4 @@ def test_it_shows_other_results():
 def test_a_script_names_what_is_wrong():
     done = subprocess.run([sys.executable, NOTEBOOK, "--study", "nowhere"], capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "nowhere is no study's folder and no export of one" in done.stderr
+    assert "there is no folder nowhere" in done.stderr

@@ -264,7 +264,8 @@ def test_numbers_by_hand(tmp_path):
     assert (root.difference, root.p_holm) == (None, None)
     assert (kl.difference.unit, kl.difference.stderr) == ("percentage points", pytest.approx(5 * math.sqrt(2)))
     assert found.conclusion == (
-        "1 of 3 verdicts agree; the 95 % interval of 1 of 4 differences excludes 0 (expected: 5 %)"
+        "1 of 3 verdicts agree, all but flatter, minimal (not shown / shown); better, root (not tested / shown). The "
+        "95 % interval of 1 of 4 differences excludes 0 (expected: 5 %)."
     )
     json.dumps(found.to_dict(), allow_nan=False)
 
@@ -315,7 +316,7 @@ def test_a_study_and_its_repetition(capsys, exports, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("compare", "no-such", "b"), "no-such is no export of a study: it has no provenance.json"),
+        (("compare", "no-such", "b"), "there is no folder no-such$"),
         (("plan", "same-loss", "--workers", "0"), "--workers is 0; it must be at least 1"),
         (("run", "same-loss", "--address", "auto"), "--address is for --executor ray; the executor is local"),
         (("run", "same-loss", "--submit", "a=1"), "--submit is for --executor slurm; the executor is local"),

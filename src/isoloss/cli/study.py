@@ -87,7 +87,7 @@ class _Command:
         if Path(self.name).is_dir():
             raise IsolossError(f"{self.name} is a folder that holds no study: there is no study.json in it")
         if "/" in self.name and not self.name.endswith(".py"):
-            raise IsolossError(f"there is no folder {self.name}{files.nearest(Path(self.name))}")
+            files.require_folder(Path(self.name))
         study = load_study(self.name)
         scale = self.scale or next(iter(study.scales))
         seeds = f"-seeds-{self.seed_offset}" if self.seed_offset else ""

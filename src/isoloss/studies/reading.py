@@ -111,10 +111,10 @@ def read_study(path: str | Path, study: str | Path | Study | None = None) -> Stu
     if (folder / PROVENANCE).is_file():
         documents = (files.read_json(folder / name) for name in (SUMMARY, PROVENANCE))
         return _frames(_values(folder), *documents)
+    files.require_folder(folder)
     if not (folder / "study.json").is_file():
         raise IsolossError(
             f"{folder} is no study's folder and no export of one: it has neither study.json nor {PROVENANCE}"
-            f"{files.nearest(folder)}"
         )
     made = study_in(folder, study)
     results = made.results(_complete(made))

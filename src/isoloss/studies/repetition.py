@@ -94,12 +94,14 @@ class Repetition:
 
     @property
     def conclusion(self) -> str:
-        """How many verdicts agree, and how many 95 % intervals of differences exclude 0."""
-        verdicts = [each.agree for each in self.numbers if each.agree is not None]
+        """Which verdicts do not agree, and how many 95 % intervals of differences exclude 0."""
+        judged = [each for each in self.numbers if each.verdicts is not None]
+        apart = [f"{', '.join(each.name)} ({' / '.join(each.verdicts or ())})" for each in judged if not each.agree]
+        but = f", all but {'; '.join(apart)}" if apart else ""
         outside = [each.is_outside for each in self.numbers if each.difference is not None]
         return (
-            f"{sum(verdicts)} of {len(verdicts)} verdicts agree; the 95 % interval of {sum(outside)} of {len(outside)} "
-            "differences excludes 0 (expected: 5 %)"
+            f"{len(judged) - len(apart)} of {len(judged)} verdicts agree{but}. The 95 % interval of {sum(outside)} of "
+            f"{len(outside)} differences excludes 0 (expected: 5 %)."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,8 +156,9 @@ def compare(first: Path, second: Path) -> Repetition:
 
 
 def _provenance(path: Path) -> dict[str, Any]:
+    files.require_folder(path)
     if not (path / PROVENANCE).is_file():
-        raise IsolossError(f"{path} is no export of a study: it has no {PROVENANCE}{files.nearest(path)}")
+        raise IsolossError(f"{path} is no export of a study: it has no {PROVENANCE}")
     document: dict[str, Any] = files.read_json(path / PROVENANCE)
     return document
 
