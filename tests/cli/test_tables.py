@@ -158,15 +158,11 @@ def test_a_row_of_a_wide_list_keeps_its_ranges_and_paths(capsys, monkeypatch, tm
     assert all(str(path) in lines for path in paths)
 
 
-def test_a_plan_says_what_follows_what_and_where_the_commands_are(capsys, monkeypatch, tmp_path):
+def test_a_plan_opens_with_its_totals_and_says_where_the_commands_are(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "algorithms"]))
     assert max(map(len, lines)) <= 80
-    assert [re.split(r"\s{2,}", line.strip()) for line in lines[1:4]] == [
-        ["unit", "state", "after", "seconds"],
-        ["train pcfg-200-seed-0-adamw", "to do", "17"],
-        ["measure pcfg-200-seed-0-adamw", "to do", "train pcfg-200-seed-0-adamw", "30"],
-    ]
+    assert lines[0] == "algorithms at scale laptop"
     text = " ".join(line.strip() for line in lines)
     assert "--json has the command of each" in text
     assert re.search(r"\d+ min with 2 workers; the longest chain of units takes \d+ s with any number", text)

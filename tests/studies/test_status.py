@@ -11,7 +11,7 @@ import pytest
 from isoloss import files
 from isoloss.studies.plan import Resources, Unit, in_order, makespan, upward_rank
 from isoloss.studies.run.lease import Leases
-from isoloss.studies.status import UnitStatus, remaining, statuses
+from isoloss.studies.status import UnitStatus, by_purpose, remaining, statuses
 
 TAKE = """
 import pathlib, sys
@@ -118,3 +118,20 @@ def test_the_makespan_is_that_of_a_simulation(seed):
         assert makespan(plan, workers) == simulated(plan, workers)
     assert makespan(plan, 20) == max(upward_rank(units).values())
     assert all(one <= other for one, other in itertools.pairwise(sorted([makespan(plan, 20), makespan(plan, 1)])))
+
+
+def test_a_figure_needs_what_its_units_wait_for():
+    def status(name, *after, shown_in=(), state="to do"):
+        one = Unit(name=name, arguments=("train",), done=lambda: False, after=after, group=name, shown_in=shown_in)
+        return UnitStatus(unit=one, state=state)
+
+    base, done = status("base"), status("done", state="done")
+    shown = [
+        status("a", "base", "done", shown_in=("figure 10", "figure 2a")),
+        status("b", "a", shown_in=("figure 2a",)),
+    ]
+    found = by_purpose([base, done, *shown])
+    names = {purpose: {each.unit.name for each in needed} for purpose, needed in found.items()}
+    assert names == {"figure 2a": {"base", "a", "b"}, "figure 10": {"base", "a"}, "no figure": {"base"}}
+    assert list(names) == ["figure 2a", "figure 10", "no figure"]
+    assert list(by_purpose([base, done])) == ["base"]

@@ -247,7 +247,7 @@ class _Work(_Working):
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan(_Command):
-    """List the units of a study, and the time and memory that they need."""
+    """Say what a study costs: its time, memory and disk space, and what each of its figures needs of them."""
 
     workers: int = 2
     """Number of workers that the expected time assumes."""
@@ -570,44 +570,21 @@ def _document(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaining
         "folder": str(folder.path),
         "workers": workers,
         "remaining_seconds": {name: round(value, 1) for name, value in dataclasses.asdict(left).items()},
+        "needed_for": _costs(states),
         "units": rows,
     }
 
 
 def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaining, workers: int) -> None:
-    columns = {
-        "unit": [status.unit.name for status in states],
-        "shown in": [", ".join(status.unit.shown_in) for status in states],
-        "state": [", ".join(filter(None, (status.state, status.progress))) for status in states],
-        "after": [", ".join(status.unit.after) for status in states],
-        "seconds": [f"{status.unit.seconds:,.0f}" for status in states],
-        "cores": [str(status.unit.needs.all_cores) for status in states],
-        "GPUs": [f"{status.unit.needs.all_gpus:g}" for status in states],
-        "reserved (GiB)": [f"{status.unit.needs.memory:g}" for status in states],
-        "memory (MiB)": [_mib(status.memory) for status in states],
-        "GPU memory (MiB)": [_mib(status.gpu_memory) for status in states],
-        "disk (MiB)": [_mib(status.disk) for status in states],
-    }
-    # left out where it is the same in every row: most plans have one-core units only, and no figures
-    none = {"", _mib(0)}
-    usual = {"shown in": {""}, "cores": {"1"}, "GPUs": {"0"}, "reserved (GiB)": {"0"}}
-    usual |= {"memory (MiB)": none, "GPU memory (MiB)": none, "disk (MiB)": none}
-    shown = {name: cells for name, cells in columns.items() if set(cells) - usual.get(name, set())}
-    title = f"{folder.study.name} at scale {folder.scale_name}"
-    rows = list(zip(*shown.values(), strict=True))
-    common.print_table(title, list(shown), rows, left=4 if "shown in" in shown else 3)
-    if (secondary := folder.secondary_tests) is not None:
-        common.say_wrapped(
-            f"Secondary tests: {secondary}; p of each is adjusted for all of them, also where some cannot be made."
-        )
+    common.say(f"{folder.study.name} at scale {folder.scale_name}")
     _say_done(folder, states)
-    measured = sum(status.is_measured for status in states)
-    basis = f"from the {measured} units measured here" if measured else "a rough guess, as no unit is measured yet"
     if all(status.state == "done" for status in states):
         used = sum(status.unit.seconds * status.unit.needs.all_cores for status in states)
         size = sum(status.disk or 0 for status in states)
-        common.say_wrapped(f"All units are done: {_hours(used, 'core')} and {_mib(size)} MiB of disk space.")
+        common.say_wrapped(f"All units are done: {_hours(used, 'core')} and {_rough(size / MIB)} MiB of disk space.")
         return
+    measured = sum(status.is_measured for status in states)
+    basis = f"from the {measured} units measured here" if measured else "a rough guess, as no unit is measured yet"
     common.say_wrapped(
         f"Expected time for the rest ({basis}): {_duration(left.with_workers)} with {workers} workers; the longest "
         f"chain of units takes {_duration(left.longest_chain)} with any number of workers. "
@@ -616,19 +593,60 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaini
     )
     if measured or all(status.disk is not None for status in states):
         sizes = [(status.disk, status.state == "done") for status in states]
+        total = sum(size for size, _ in sizes if size)
         to_come = sum(size for size, is_done in sizes if size and not is_done)
         unknown = sum(size is None for size, _ in sizes)
         common.say_wrapped(
-            f"Disk space: {_mib(sum(size for size, _ in sizes if size))} MiB, {_mib(to_come)} MiB of it not written yet"
+            f"Disk space: {_rough(total / MIB)} MiB, {_rough(to_come / MIB)} MiB of it not written yet"
             + (f"; not known for {unknown} units." if unknown else ".")
         )
     else:
         common.say_wrapped("Memory and disk space are estimated once a unit of each kind is done.")
+    if (secondary := folder.secondary_tests) is not None:
+        common.say_wrapped(
+            f"Secondary tests: {secondary}; p of each is adjusted for all of them, also where some cannot be made."
+        )
+    common.say("")
+    costs = _costs(states)
+    columns = {
+        "trained": [cost["trained"] for cost in costs.values()],
+        "units": [cost["units"] for cost in costs.values()],
+        "core-hours": [cost["core_hours"] for cost in costs.values()],
+        "GPU-hours": [cost["gpu_hours"] for cost in costs.values()],
+        "largest memory (MiB)": [cost["memory_bytes"] / MIB for cost in costs.values()],
+        "largest GPU memory (MiB)": [cost["gpu_memory_bytes"] / MIB for cost in costs.values()],
+    }
+    # left out where nothing is needed or known
+    shown = {name: map(_rough, column) for name, column in columns.items() if any(column)}
+    common.print_table("The rest, by what it is needed for", ("", *shown), zip(costs, *shown.values(), strict=True))
+    common.say_wrapped("A unit that several rows need counts in each.")
 
 
-def _mib(amount: int | None) -> str:
-    """Return a number of bytes in MiB; empty if unknown."""
-    return "" if amount is None else f"{amount / MIB:,.0f}" if amount >= 10 * MIB else f"{amount / MIB:.2g}"
+def _costs(states: Sequence[UnitStatus]) -> dict[str, dict[str, float]]:
+    """Return what the units that are left cost, by what they are needed for."""
+    from isoloss.studies.status import by_purpose
+
+    return {
+        name: {
+            "trained": sum(status.unit.arguments[0] == "train" for status in needed),
+            "units": len(needed),
+            "core_hours": sum(status.unit.seconds * status.unit.needs.all_cores for status in needed) / 3600,
+            "gpu_hours": sum(status.unit.seconds * status.unit.needs.all_gpus for status in needed) / 3600,
+            "memory_bytes": max(status.memory or 0 for status in needed),
+            "gpu_memory_bytes": max(status.gpu_memory or 0 for status in needed),
+        }
+        for name, needed in by_purpose(states).items()
+    }
+
+
+def _rough(amount: float) -> str:
+    """Return a number with two digits at least, as estimates of cost have no more.
+
+    Example:
+        >>> _rough(0.123), _rough(2.6), _rough(1234.5)
+        ('0.12', '2.6', '1,234')
+    """
+    return f"{amount:,.0f}" if amount >= 10 or amount == int(amount) else f"{amount:.2g}"
 
 
 def _hours(seconds: float, resource: str) -> str:
@@ -638,8 +656,7 @@ def _hours(seconds: float, resource: str) -> str:
         >>> _hours(1800, "core"), _hours(7200 * 100, "GPU")
         ('0.5 core-hours', '200 GPU-hours')
     """
-    hours = seconds / 3600
-    return f"{hours:,.0f} {resource}-hours" if hours >= 10 else f"{hours:.2g} {resource}-hours"
+    return f"{_rough(seconds / 3600)} {resource}-hours"
 
 
 def _print_status(folder: StudyFolder, states: Sequence[UnitStatus]) -> None:

@@ -71,7 +71,7 @@ class Experiment:
         block: The number of its block: a part of the study that is complete in itself, e.g. one grammar with all its
             runs. Lower blocks run first, and an interim page can show the complete ones.
         needs: What training needs; with GPUs it trains on `cuda`.
-        shown_in: The figures and tables that show it, e.g. `figure 3a`; `isoloss study plan` names them.
+        shown_in: The figures and tables that show it, e.g. `figure 3a`; `isoloss study plan` says what each costs.
         expected: What training is expected to take; None: a rough guess of the time.
     """
 

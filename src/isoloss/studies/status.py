@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from isoloss.studies.run.attempt import folder as folder_of
 from isoloss.studies.run.attempt import last_line
 from isoloss.studies.run.lease import Last, Leases
 
+OTHERS = "no figure"  # what units are for that no figure shows, in a study with figures
 _AMOUNTS = ("memory", "gpu_memory", "disk")  # in bytes, of what a unit needs
 
 State = Literal["done", "running", "failed", "interrupted", "to do"]
@@ -195,3 +197,28 @@ def remaining(states: Sequence[UnitStatus], workers: int) -> Remaining:
         longest_chain=max(upward_rank(units).values(), default=0.0),
         with_workers=makespan(in_order(units), workers),
     )
+
+
+def by_purpose(states: Sequence[UnitStatus]) -> dict[str, list[UnitStatus]]:
+    """Return the units that are left, by the figure or table that shows them; without figures, by their group.
+
+    Each list has all units that its units wait for, so that a unit can be in several.
+    """
+    left = {status.unit.name: status for status in states if status.state != "done"}
+    has_figures = any(status.unit.shown_in for status in states)
+    needed: dict[str, dict[str, UnitStatus]] = {}
+    for status in left.values():
+        unit = status.unit
+        for purpose in unit.shown_in or (OTHERS if has_figures else unit.group,):
+            found, waiting = needed.setdefault(purpose, {}), [unit.name]
+            while waiting:
+                name = waiting.pop()
+                if name in left and name not in found:
+                    found[name] = left[name]
+                    waiting += left[name].unit.after
+
+    def in_order(purpose: str) -> tuple[object, ...]:
+        return purpose == OTHERS, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", purpose)]
+
+    names = sorted(needed, key=in_order) if has_figures else needed
+    return {name: list(needed[name].values()) for name in names}
