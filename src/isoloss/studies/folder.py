@@ -17,7 +17,7 @@ from isoloss.lab.evaluation.evaluator import pending
 from isoloss.lab.evaluation.external import RECORD, ExternalCheckpoint, ExternalRun
 from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.report.html import Card
-from isoloss.run_config import TrainConfig
+from isoloss.run_config import StageConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.answer import Comparison, claim_cards
 from isoloss.studies.claims import ClaimResult, ClaimsFile, read_claims
@@ -30,9 +30,11 @@ from isoloss.studies.verdicts import answer_all, check_claims, planned_tests
 CONFIGS = "configs"  # the folder of the runs' configs, written before study.json
 # seconds on one core of a recent server, of the models that studies on a laptop have; only the order matters before
 # anything is measured, and `isoloss.studies.status` corrects them by what has been
-MEASURING_SECONDS = 5.0  # of one checkpoint
+MEASURING_SECONDS = 0.4  # of one measure of one checkpoint
+STARTING_SECONDS = 1.0  # of a run
 STEP_SECONDS = 0.0005  # of a step with a batch of one sentence; it grows with the square root of the batch
 COMPILED = 3.0  # how many times as fast compiled runs train
+TO_TARGET = 1 / 8  # of its steps, that a stage with a target makes: they are the most that it may make
 _NOT_THE_PLAN = ("needs", "expected")  # fields of a measurement that do not decide its results
 CLAIMS = "claims_sha256"  # the key in study.json of the hash that the file of claims had at the start
 
@@ -203,7 +205,7 @@ class StudyFolder:
                     after=() if is_external else (f"train {name}",),
                     seconds=part.expected.seconds
                     if part.expected
-                    else MEASURING_SECONDS * len(part.steps or experiment.kept_steps),
+                    else MEASURING_SECONDS * len(part.measures) * len(part.steps or experiment.kept_steps),
                     expected=part.expected,
                     needs=part.needs,
                     block=experiment.block,
@@ -421,8 +423,14 @@ def _training_seconds(experiment: Experiment) -> float:
     config = experiment.config
     if isinstance(config, ExternalCheckpoint):
         return 0.0
-    seconds = STEP_SECONDS * config.steps * math.sqrt(config.batch_size)
-    return float(seconds / COMPILED if config.compiled else seconds)
+    seconds = sum(
+        STEP_SECONDS
+        * stage.steps
+        * (TO_TARGET if stage.target else 1)
+        * math.sqrt(stage.batch_size or config.batch_size)
+        for stage in config.stages or (StageConfig(steps=config.steps),)
+    )
+    return STARTING_SECONDS + (seconds / COMPILED if config.compiled else seconds)
 
 
 def _is_trained(run: Run, experiment: Experiment) -> bool:
