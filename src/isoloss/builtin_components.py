@@ -28,7 +28,7 @@ ARCHITECTURES = {
 }
 # by module of `isoloss.lab.evaluation.measures`, the classes, each of whose docstrings is the line about it
 MEASURES = {
-    "loss": {"loss": "Loss"},
+    "loss": {"loss": "Loss", "generalization-gap": "GeneralizationGap"},
     "flatness": {
         "trace": "Trace",
         "minimal-trace": "MinimalTrace",

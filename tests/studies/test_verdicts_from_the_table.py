@@ -98,7 +98,6 @@ def test_every_verdict_and_p_value_follows_from_the_table(tmp_path, finished, ca
         ("third", "same-loss", "laptop", 50),
         ("fourth", "same-loss", "laptop", 50),
         ("algorithms", "algorithms", "laptop", 26),
-        ("paper", "paper", "evening", 61),
     ],
 )
 def test_the_kept_results_are_judged_anew_as_their_table_says(capsys, kept, study, scale, planned):

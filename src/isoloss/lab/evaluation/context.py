@@ -19,6 +19,7 @@ from isoloss.lab.evaluation.loss import ExactTargets, exact_targets
 from isoloss.lab.evaluation.measures.base import weights_digest
 from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.languages.exact import all_sentences, why_not_enumerable
+from isoloss.lab.training import training_set
 from isoloss.lab.transfer.tasks import TaskData, WholeTask, make_task, whole_task
 from isoloss.lab.transfer.text_sources import TextTask
 from isoloss.lab.transfer.text_tasks import TextExamples, as_read_by, read_examples
@@ -45,6 +46,8 @@ class MeasureContext:
     read: Callable[[int, int], Inputs]
     objective: ObjectiveConfig  # which tokens are predicted, and from what
     language: Any = None  # the language of the inputs, where it is known; None: text or token ids
+    # returns sentences of the run's training set, given how many; None where there is none
+    read_training: Callable[[int], Sentences | None] = lambda num_sentences: None
     load_tokenizer: Callable[[], Any] | None = None  # of the models, where there is no language that has one
     has_embeddings: bool = True  # whether the models have input embeddings, by which an auxiliary sample is read
     rtol: float | None = None  # stop when the standard error is at most this fraction of the value
@@ -79,6 +82,10 @@ class MeasureContext:
         # a label is the token that was there before the mask
         tokens = torch.where(labels == IGNORED, whole["input_ids"], labels)
         return Sentences(tokens, whole["attention_mask"].sum(dim=1))
+
+    def training_sentences(self, num_sentences: int) -> Sentences | None:
+        """Return sentences of the training set of the run that is measured; None: it has none, or there is no run."""
+        return self._once(("training sentences", num_sentences), lambda: self.read_training(num_sentences))
 
     def exact_targets(self, num_sentences: int | Literal["all"], seed: int) -> ExactTargets:
         """Return masked sentences of the language and their exact conditionals."""
@@ -279,6 +286,7 @@ def run_context(config: TrainConfig) -> MeasureContext:
         ),
         objective=config.objective,
         language=language,
+        read_training=lambda num_sentences: training_set.sentences(language, config, num_sentences),
     )
 
 

@@ -8,6 +8,7 @@ Shapes: n sentences padded to T tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import NamedTuple
 
@@ -81,6 +82,17 @@ def examples(language: Language, config: TrainConfig, step: int) -> Examples:
         held[num, seed] = Sentences(drawn.tokens.cpu(), drawn.lengths.cpu())
     lengths = held[num, seed].lengths[wanted]
     return Examples(Sentences(held[num, seed].tokens[wanted, : int(lengths.max())], lengths), numbers)
+
+
+def sentences(language: Language, config: TrainConfig, n: int) -> Sentences | None:
+    """Return `n` sentences of the training set, in the order of an epoch; all, where there are no more.
+
+    None where there is no training set: every step draws new sentences.
+    """
+    if not (num := config.num_sentences or language.num_training):
+        return None
+    once = dataclasses.replace(config, num_sentences=num, masked_copies=0, batch_size=min(n, num))
+    return examples(language, once, 1).sentences
 
 
 def masked_copy(drawn: Examples, language: Language, config: TrainConfig) -> Batch:

@@ -21,6 +21,8 @@ PAIR = Callable[[Replicate], Pair | None]
 CONTRASTS = {  # the names of claims.toml, after the name of the dataset
     "pcfg": ("sgd", "label noise", "longer", "larger", "adversary", "helper", "pre-ln", "look-up table"),
     "hmm": ("sgd", "longer", "larger"),
+    "generated": ("longer", "larger"),
+    "web": ("longer",),
     "text": ("unregularized", "sam"),
 }
 MIN_LANGUAGES = 3  # of several, that have a pair; and at least half of the models
@@ -190,13 +192,6 @@ def _after_cooldown(data: DatasetResults) -> dict[str, list[Contrast]]:
     dataset, main = data.dataset, data.dataset.main
     between = f"of {main} after {dataset.start:,} steps and cooldowns of different lengths"
     made = {
-        "sgd": _against_adamw(data, "SGD", SGD_SAMPLED, between),
-        "label noise": _contrast(
-            data,
-            ("SGD (exact labels)", "SGD (sampled labels)"),
-            lambda one: (data.end(one, SGD_EXACT), data.end(one, SGD_SAMPLED)),
-            "Both after the same cooldown.",
-        ),
         "longer": _contrast(
             data,
             (f"{dataset.start:,} steps", f"{dataset.last:,} steps"),
@@ -219,6 +214,14 @@ def _after_cooldown(data: DatasetResults) -> dict[str, list[Contrast]]:
             )
         ],
     }
+    if SGD_SAMPLED in dataset.arms:
+        made["sgd"] = _against_adamw(data, "SGD", SGD_SAMPLED, between)
+        made["label noise"] = _contrast(
+            data,
+            ("SGD (exact labels)", "SGD (sampled labels)"),
+            lambda one: (data.end(one, SGD_EXACT), data.end(one, SGD_SAMPLED)),
+            "Both after the same cooldown.",
+        )
     if "adversary" in dataset.arms:
         for arm in ("adversary", "helper"):
             made[arm] = _against_adamw(data, dataset.arms[arm].title, arm, between)
@@ -316,6 +319,7 @@ def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
             f"{name} probes": probes,
             f"{name} projected probes": {_case(key): key for key in projected},
             f"{name} flatness": {key: key for key in ("trace", "minimal-trace") if key in dataset.measures},
+            f"{name} gap": {key: key for key in ("generalization-gap",) if key in dataset.measures},
             # the claims are about the paper's expansion; the exact one is in a table alone
             f"{name} flatness in one architecture": {
                 key: key for key in dataset.when_expanded if not key.endswith("-exact")

@@ -43,20 +43,23 @@ def _algorithms(task: str, *, adversary: int, helper: int, rate: float) -> dict[
     return {"adversary": arm("Adversary", adversary, weight), "helper": arm("Helper", helper, -weight)}
 
 
+PROBES = {"feature_sentences": FEATURE_SENTENCES, "probe_solver": "convex"}
 # so few sentences that losses and accuracies are sums over all of them
-ENUMERATED = {
-    "feature_sentences": FEATURE_SENTENCES,
-    "num_test": "all",
-    "loss_sentences": "all",
-    "probe_solver": "convex",
-}
+ENUMERATED = {**PROBES, "num_test": "all", "loss_sentences": "all"}
+# three levels are what three nested tasks take: sentences of 8 tokens. So few symbols that a small model nears the
+# true conditionals within some thousand steps, and so few rules that it then transfers better than an untrained one
+GRAMMAR = PCFGConfig(levels=3, symbols_per_level=4, rules_per_symbol=4, vocab_size=8)
+TASKS = {
+    "A": "prefix-8",
+    "B": "prefix-4",
+    "C": "prefix-2",
+}  # the whole sentence, its half, its quarter: as in the paper
 OTHER_FLATNESS = tuple(name for name in FLATNESS if name not in ("trace", "minimal-trace"))
 
 
 def _small_pcfg(
     *,
     grammars: tuple[int, ...],
-    language: PCFGConfig,
     sizes: tuple[str, ...],
     main: str,
     layers: int,
@@ -65,20 +68,18 @@ def _small_pcfg(
     settings: Mapping[str, Any],
     **more: Any,
 ) -> Dataset:
-    # sentences have 4 tokens, so B and C, the paper's shorter prefixes, are one task here
-    tasks = {"A": "probe-prefix-4", "B": "probe-prefix-2", "C": "probe-prefix-2"}
     largest = sizes[-1]
     adversary, helper = algorithm_steps
     # a probe reads the states of all tokens; these are the features of the smallest size
-    features = 2**language.levels * small_bert(sizes[0], layers).heads * HEAD_WIDTH
+    features = 2**GRAMMAR.levels * small_bert(sizes[0], layers).heads * HEAD_WIDTH
     return Dataset(
         name="pcfg",
         title="PCFG",
-        languages=tuple(dataclasses.replace(language, seed=seed) for seed in grammars),
-        tasks=tasks,
+        languages=tuple(dataclasses.replace(GRAMMAR, seed=seed) for seed in grammars),
+        tasks={name: f"probe-{task}" for name, task in TASKS.items()},
         common={
             "batch_size": 64,
-            "optimizer": OptimizerConfig(learning_rate=1e-3, weight_decay=0.0),
+            "optimizer": OptimizerConfig(learning_rate=3e-3, weight_decay=0.0),
             "compiled": True,
             "device": "cpu",
             "threads": 1,
@@ -87,24 +88,24 @@ def _small_pcfg(
         main=main,
         arms={
             **_small_sgd_arms(sgd_steps),
-            **_algorithms("prefix-4", adversary=adversary, helper=helper, rate=3e-3),
+            **_algorithms(TASKS["B"], adversary=adversary, helper=helper, rate=3e-3),
             "pre-ln": Arm(
                 title="Pre-layer-norm",
                 # the compiled step is of post-layer-norm blocks
                 changes={"model": small_bert(main, layers, "bert-pre-ln"), "compiled": False},
             ),
         },
-        measures=("loss", "trace", "minimal-trace", *dict.fromkeys(tasks.values())),
+        measures=("loss", "trace", "minimal-trace", *(f"probe-{task}" for task in TASKS.values())),
         end_measures=(
-            *(f"few-shot-prefix-{n}-100" for n in (4, 2)),
-            *(f"projected-prefix-{n}-{features}" for n in (4, 2)),
+            *(f"few-shot-{task}-100" for task in TASKS.values()),
+            *(f"projected-{task}-{features}" for task in TASKS.values()),
             *(f"trace-in-{largest}-{scale}" for scale in ("paper", "exact")),
             f"minimal-trace-in-{largest}",
         ),
         extra_measures=(*OTHER_FLATNESS, "features"),
         settings={
             **settings,
-            **ENUMERATED,
+            **PROBES,
             "expanded_layers": layers,
             "expanded_heads": small_bert(largest, layers).heads,
         },
@@ -185,7 +186,6 @@ SMOKE = StudySize(
     datasets=(
         _small_pcfg(
             grammars=(300, 301),
-            language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
             seeds=2,
             sizes=("d16", "d32"),
             main="d32",
@@ -196,7 +196,7 @@ SMOKE = StudySize(
             other_cooldowns=(10, 40),
             sgd_steps=20,
             algorithm_steps=(10, 10),
-            settings={"num_train": 256, "num_sequences": 64},
+            settings={"num_train": 256, "num_test": 256, "loss_sentences": 256, "num_sequences": 64},
             band=0.4,  # after so few steps, models are further apart
         ),
         _small_hmm(
@@ -225,12 +225,53 @@ SMOKE = StudySize(
     ),
 )
 
+LAPTOP = StudySize(
+    description="half an hour on two cores",
+    datasets=(
+        _small_pcfg(
+            grammars=tuple(range(710, 716)),
+            seeds=1,
+            sizes=("d16", "d32", "d64"),
+            main="d32",
+            layers=2,
+            watched=(500, 1_000, 2_000),
+            branch=1_000,
+            cooldown_steps=500,
+            other_cooldowns=(125, 250, 1_000),
+            sgd_steps=1_000,
+            algorithm_steps=(250, 150),
+            settings={"num_train": 4_096, "num_test": 4_096, "loss_sentences": 4_096, "num_sequences": 256},
+        ),
+        _small_hmm(
+            models=tuple(range(710, 714)),
+            language=HMMConfig(states=8, blocks=2, vocab_size=8, length=4),
+            seeds=1,
+            sizes=("h16", "h32"),
+            main="h32",
+            watched=(250, 500, 1_000),
+            branch=500,
+            cooldown_steps=250,
+            other_cooldowns=(60, 125, 500),
+            sgd_steps=500,
+            settings={"num_train": 2_048, "num_sequences": 512},
+        ),
+        _small_text(
+            seeds=4,
+            size="d32",
+            watched=(250, 500, 750, 1_000),
+            settings={
+                **{"num_train": 1_024, "num_test": 1_024, "finetune_epochs": 3},
+                **{"loss_sentences": 512, "num_sequences": 256},
+            },
+        ),
+    ),
+)
+
 EVENING = StudySize(
     description="hours on two cores",
     datasets=(
         _small_pcfg(
             grammars=tuple(range(700, 706)),
-            language=PCFGConfig(levels=2, symbols_per_level=8, rules_per_symbol=8, vocab_size=16),
             seeds=5,
             sizes=("d16", "d32", "d64"),
             main="d32",
@@ -241,7 +282,7 @@ EVENING = StudySize(
             other_cooldowns=(250, 500, 1_000, 4_000),
             sgd_steps=2_000,
             algorithm_steps=(500, 300),
-            settings={"num_train": 8_192, "num_sequences": 1_024},
+            settings={"num_train": 8_192, "num_test": 8_192, "loss_sentences": 8_192, "num_sequences": 1_024},
         ),
         _small_hmm(
             models=tuple(range(700, 706)),

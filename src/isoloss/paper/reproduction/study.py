@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isoloss.paper.reproduction.compare import contrast_cases, contrasts, measures
-from isoloss.paper.reproduction.cpu_scales import EVENING, SMOKE
+from isoloss.paper.reproduction.cpu_scales import EVENING, LAPTOP, SMOKE
 from isoloss.paper.reproduction.gpu_scales import AUTHORS, PAPER, WORKSTATION
 from isoloss.paper.reproduction.tables import tables
 from isoloss.report.html import Card, Tone
@@ -80,7 +80,14 @@ def _significant_sign(one: Answer) -> int:
 
 STUDY = Study(
     name="paper",
-    scales={"evening": EVENING, "smoke": SMOKE, "workstation": WORKSTATION, "paper": PAPER, "authors": AUTHORS},
+    scales={
+        "laptop": LAPTOP,
+        "smoke": SMOKE,
+        "evening": EVENING,
+        "workstation": WORKSTATION,
+        "paper": PAPER,
+        "authors": AUTHORS,
+    },
     title="Same pre-training loss, better downstream?",
     lead=(
         "Language models whose loss is the same, but not their size, training time or algorithm. The loss is the KL to "
@@ -92,9 +99,9 @@ STUDY = Study(
         "look-up table) and adds others, such as a helper: a model trained to do well on a task, the positive control. "
         "An arm is a variant of one model, the control. A cooldown is a final phase of AdamW on exact labels with a "
         "learning rate that decays to 0.",
-        "At the small scales, the grammars and hidden Markov models have so few sentences that the loss and every "
-        "accuracy are exact sums. Models are compared at the same loss: one of the two is interpolated between two of "
-        "its checkpoints.",
+        "At the scales for two cores, the hidden Markov models have so few sentences that the loss and every accuracy "
+        "are exact sums; on grammars, all models are measured on the same sampled sentences. Models are compared at "
+        "the same loss: one of the two is interpolated between two of its checkpoints.",
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,

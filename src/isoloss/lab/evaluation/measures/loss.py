@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,3 +83,61 @@ class Loss(SequenceMeasure):
         """Whether the loss is against true conditionals, not a cross-entropy."""
         language = context.language
         return language is not None and not language.num_held_out and language.is_exact
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneralizationGap(Loss):
+    r"""Loss on unseen sentences minus the loss on the training set of the run (paper, section 4), per predicted token.
+
+    The unseen sentences are those of `loss`. The training sentences are as many of the set, once each, with new masks.
+    """
+
+    def why_not_applicable(self, context: MeasureContext) -> str | None:
+        """Return why there is no gap: without a training set, no sentence is seen more often than another."""
+        if reason := super().why_not_applicable(context):
+            return reason
+        if self._training_sentences(context) is not None:
+            return None
+        return "there is no training set: the run draws new sentences at every step, or the checkpoint is of no run"
+
+    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
+        """Return `training-loss` and `generalization-gap`."""
+        from isoloss.lab.evaluation import loss
+        from isoloss.seeds import generator
+        from isoloss.text.masking import objective_batch
+
+        sentences = self._training_sentences(context)
+        if sentences is None:
+            raise IsolossError(self.why_not_applicable(context))
+        unseen = super().run(model, context)
+        masks = generator(self.seed, "evaluation masks")
+        batch = objective_batch(sentences, context.language, context.objective, generator=masks)
+        training = loss.text_loss(
+            model,
+            [batch],
+            objective=context.objective,
+            seed=self.seed,
+            method="training sentences",
+            progress=context.progress,
+        )["loss"]
+        other = unseen.estimates["loss"]
+        gap = dataclasses.replace(
+            training,
+            value=other.value - training.value,
+            # the two samples have no sentence in common
+            stderr=math.hypot(other.stderr, training.stderr),
+            samples=min(other.samples or training.samples, training.samples),
+            effective_samples=None,
+            num_predictions=other.num_predictions + training.num_predictions,
+            method=f"{other.method} minus {training.method}",
+            influence=None,
+            details={},
+        )
+        return MeasureResult(
+            estimates={"training-loss": training, "generalization-gap": gap},
+            inputs=digest(*batch.values(), more=unseen.inputs),
+        )
+
+    def _training_sentences(self, context: MeasureContext) -> Any:
+        assert self.loss_sentences is not None  # it was filled in
+        return context.training_sentences(sys.maxsize if self.loss_sentences == "all" else self.loss_sentences)
