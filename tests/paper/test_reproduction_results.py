@@ -121,7 +121,7 @@ class Known(Results):
 def known_results(near=NEAR, minimal=10.0, seeds=2):
     """Results with these models near the control's KL, on three grammars with two seeds."""
     languages = tuple(dataclasses.replace(SMOKE.datasets[0].languages[0], seed=seed) for seed in (300, 301, 302))
-    dataset = dataclasses.replace(SMOKE.datasets[0], languages=languages, seeds=seeds, extra_measures=(), band=BAND)
+    dataset = dataclasses.replace(SMOKE.datasets[0], languages=languages, seeds=seeds, arm_measures=(), band=BAND)
     scale = StudySize(description="known", datasets=(dataset,))
     checkpoints = {}
     for one in scale.datasets[0].replicates:
@@ -397,7 +397,7 @@ def test_the_error_of_the_interpolation_is_that_of_a_cooldown_between_two_others
     assert labels == ("d32", 20)
     assert row["trace"].value == pytest.approx(2.0)
     assert row["probe-prefix-4"].value == pytest.approx(0.0)
-    assert {"few-shot-prefix-4-100", "trace-in-d32-paper", "trace-in-d32-exact"} < row.keys()  # all that claims judge
+    assert {"minimal-trace", "trace-in-d32-paper", "trace-in-d32-exact"} < row.keys()  # all that claims judge
 
 
 def test_larger_models_minus_smaller_ones_by_expansion():

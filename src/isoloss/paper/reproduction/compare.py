@@ -312,10 +312,9 @@ def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
         if dataset is None:
             continue
         probes = {_case(key): key for key in dataset.tasks.values()}
-        few_shot = [key for key in dataset.end_measures if key.startswith("few-shot-")]
-        projected = [key for key in dataset.end_measures if key.startswith("projected-")]
+        projected = [key for key in dataset.size_measures if key.startswith("projected-")]
         by_name |= {
-            f"{name} transfer": {**probes, **{_case(key): key for key in few_shot}},
+            f"{name} transfer": {**probes, **{_case(key): key for key in dataset.few_shot}},
             f"{name} probes": probes,
             f"{name} projected probes": {_case(key): key for key in projected},
             f"{name} flatness": {key: key for key in ("trace", "minimal-trace") if key in dataset.measures},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isoloss.lab.languages.config import CorpusConfig, HMMConfig, PCFGConfig
@@ -55,6 +55,9 @@ TASKS = {
     "C": "prefix-2",
 }  # the whole sentence, its half, its quarter: as in the paper
 OTHER_FLATNESS = tuple(name for name in FLATNESS if name not in ("trace", "minimal-trace"))
+# they take half of the time of measuring a model
+SLOW_FLATNESS = ("hessian-trace", "weighted-trace", "adaptive-sharpness")
+FAST_FLATNESS = tuple(name for name in OTHER_FLATNESS if name not in SLOW_FLATNESS)
 
 
 def _small_pcfg(
@@ -66,6 +69,7 @@ def _small_pcfg(
     sgd_steps: int,
     algorithm_steps: tuple[int, int],
     settings: Mapping[str, Any],
+    flatness: Sequence[str] = OTHER_FLATNESS,
     **more: Any,
 ) -> Dataset:
     largest = sizes[-1]
@@ -96,13 +100,12 @@ def _small_pcfg(
             ),
         },
         measures=("loss", "trace", "minimal-trace", *(f"probe-{task}" for task in TASKS.values())),
-        end_measures=(
-            *(f"few-shot-{task}-100" for task in TASKS.values()),
+        size_measures=(
             *(f"projected-{task}-{features}" for task in TASKS.values()),
             *(f"trace-in-{largest}-{scale}" for scale in ("paper", "exact")),
             f"minimal-trace-in-{largest}",
         ),
-        extra_measures=(*OTHER_FLATNESS, "features"),
+        arm_measures=(*(f"few-shot-{task}-100" for task in TASKS.values()), *flatness, "features"),
         settings={
             **settings,
             **PROBES,
@@ -121,6 +124,7 @@ def _small_hmm(
     sizes: tuple[str, ...],
     sgd_steps: int,
     settings: Mapping[str, Any],
+    flatness: Sequence[str] = OTHER_FLATNESS,
     **more: Any,
 ) -> Dataset:
     tasks = {"6": "probe-state-2", "10": "probe-state-3"}
@@ -140,8 +144,8 @@ def _small_hmm(
         sizes={size: ModelConfig(architecture="lstm", size=size, dropout=0.0) for size in sizes},
         arms=_small_sgd_arms(sgd_steps),
         measures=("loss", "trace", *tasks.values()),
-        end_measures=tuple(f"projected-state-{state}-{features}" for state in (2, 3)),
-        extra_measures=(*OTHER_FLATNESS, "features"),
+        size_measures=tuple(f"projected-state-{state}-{features}" for state in (2, 3)),
+        arm_measures=(*flatness, "features"),
         settings={**settings, **ENUMERATED},
         shown=SHOWN["hmm"],
         **more,
@@ -241,6 +245,7 @@ LAPTOP = StudySize(
             sgd_steps=1_000,
             algorithm_steps=(250, 150),
             settings={"num_train": 4_096, "num_test": 4_096, "loss_sentences": 4_096, "num_sequences": 256},
+            flatness=FAST_FLATNESS,
         ),
         _small_hmm(
             models=tuple(range(710, 714)),
@@ -253,7 +258,8 @@ LAPTOP = StudySize(
             cooldown_steps=250,
             other_cooldowns=(60, 125, 500),
             sgd_steps=500,
-            settings={"num_train": 2_048, "num_sequences": 512},
+            settings={"num_train": 2_048, "num_sequences": 256},
+            flatness=FAST_FLATNESS,
         ),
         _small_text(
             seeds=4,

@@ -132,8 +132,8 @@ class Dataset:
             paper's models of one loss have losses of 3.204 to 3.208 and an entropy of 3.196: a KL of 0.010 ± 20 %.
         arms: Variants of the main model, by name.
         measures: What is measured of every watched checkpoint.
-        end_measures: What is also measured at the end of every size, arm and cooldown.
-        extra_measures: What is also measured of the main model, its arms and their cooldowns.
+        size_measures: What is also measured at the end of every size and of its cooldowns.
+        arm_measures: What is also measured at the end of the main model's cooldowns and of its arms.
         first_measures: What is also measured at the end of the first replicate's runs.
         expanded_measures: What is also measured of the models in `expanded` at their last step.
         settings: Settings of the measures.
@@ -163,8 +163,8 @@ class Dataset:
     band: float = 0.2
     arms: Mapping[str, Arm] = field(default_factory=dict)
     measures: tuple[str, ...]
-    end_measures: tuple[str, ...] = ()
-    extra_measures: tuple[str, ...] = ()
+    size_measures: tuple[str, ...] = ()
+    arm_measures: tuple[str, ...] = ()
     first_measures: tuple[str, ...] = ()
     expanded_measures: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -199,7 +199,12 @@ class Dataset:
     @property
     def when_expanded(self) -> tuple[str, ...]:
         """What is measured of models after their expansion into the largest."""
-        return (*self.expanded_measures, *(key for key in self.end_measures if "trace-in-" in key))
+        return (*self.expanded_measures, *(key for key in self.size_measures if "trace-in-" in key))
+
+    @property
+    def few_shot(self) -> tuple[str, ...]:
+        """The probes on few examples."""
+        return tuple(key for key in self.arm_measures if key.startswith("few-shot-"))
 
     @property
     def largest(self) -> str:
@@ -273,12 +278,14 @@ class _Runs:
         shown, more = tuple(dict.fromkeys(shown_in)), (*tables, *self._inside(size))
         is_main = size == dataset.main
         group = dataset.main_title if is_main and dataset.main_title else size
-        runs = {size: self._trained(config, group, steps=dataset.watched, shown_in=shown, more=more)}
+        ends = dataset.size_measures
+        runs = {size: self._trained(config, group, steps=dataset.watched, shown_in=shown, ends=ends, more=more)}
+        ends = (*ends, *(dataset.arm_measures if is_main else ()))
         for step in dataset.steps_before_cooldown(size):
-            runs[cooldown_run(size, step)] = self._cooldown(size, step, config, size, with_all=is_main)
+            runs[cooldown_run(size, step)] = self._cooldown(size, step, config, size, ends=ends)
         for length in dataset.other_cooldowns:
             name = cooldown_run(size, dataset.start, length)
-            runs[name] = self._cooldown(size, dataset.start, config, size, with_all=is_main, length=length)
+            runs[name] = self._cooldown(size, dataset.start, config, size, ends=ends, length=length)
         return runs
 
     def _inside(self, size: str) -> tuple[Measurement, ...]:
@@ -300,9 +307,7 @@ class _Runs:
         runs = {name: self._trained(config, arm.title, steps=steps, shown_in=arm.shown_in)}
         # after the step from which the control's cooldown starts, too: as long as the control has trained
         for step in dataset.steps_before_cooldown(name):
-            runs[cooldown_run(name, step)] = self._cooldown(
-                name, step, config, arm.title, with_all=step == dataset.last
-            )
+            runs[cooldown_run(name, step)] = self._cooldown(name, step, config, arm.title, ends=dataset.arm_measures)
         return runs
 
     def _continued(self, arm: Arm) -> Experiment:
@@ -320,7 +325,8 @@ class _Runs:
         config = dataclasses.replace(config, seed=self.replicate.seed + CONTINUED)
         # before the cooldown, if there is one, and at the end
         steps = (*arm.watched, *config.stage_ends())
-        return self._trained(config, arm.title, steps=steps, shown_in=arm.shown_in, after=(start,), with_all=True)
+        about: Any = {"shown_in": arm.shown_in, "after": (start,), "ends": dataset.arm_measures}
+        return self._trained(config, arm.title, steps=steps, **about)
 
     def _cooldown_stage(self) -> StageConfig:
         dataset = self.dataset
@@ -332,7 +338,7 @@ class _Runs:
         return OptimizerConfig(learning_rate=self.dataset.cooldown_rate, schedule="cosine", weight_decay=0.0)
 
     def _cooldown(
-        self, arm: str, step: int, config: TrainConfig, group: str, *, with_all: bool, length: int = 0
+        self, arm: str, step: int, config: TrainConfig, group: str, *, ends: tuple[str, ...], length: int = 0
     ) -> Experiment:
         dataset, start = self.dataset, self.replicate.run(arm)
         cooldown = dataclasses.replace(
@@ -348,7 +354,7 @@ class _Runs:
         if arm in dataset.sizes and step == dataset.start:
             shown += dataset.shown.expanded
         steps, shown_in = (cooldown.steps,), tuple(shown)
-        return self._trained(cooldown, group, steps=steps, shown_in=shown_in, after=(start,), with_all=with_all)
+        return self._trained(cooldown, group, steps=steps, shown_in=shown_in, after=(start,), ends=ends)
 
     def _trained(
         self,
@@ -358,8 +364,8 @@ class _Runs:
         steps: Sequence[int],
         shown_in: tuple[str, ...] = (),
         after: tuple[str, ...] = (),
+        ends: tuple[str, ...] = (),
         more: tuple[Measurement, ...] = (),
-        with_all: bool = False,
     ) -> Experiment:
         dataset, model = self.dataset, config.model
         steps, needs, expected = tuple(dict.fromkeys(steps)), self._needs(model, training=True), None
@@ -368,16 +374,16 @@ class _Runs:
             micro = costs.micro_batch_size(model, dataset.tokens, config.batch_size, processes)
             config = dataclasses.replace(config, micro_batch_size=micro if micro * processes < config.batch_size else 0)
             expected = costs.training(config, dataset.tokens, needs, kept=len({*config.checkpoints, config.steps}))
-        ends = dict.fromkeys((*dataset.end_measures, *(dataset.extra_measures if with_all else ())))
+        at_end = dict.fromkeys(ends)
         if self.replicate.place == self.replicate.index == 0:
-            ends |= dict.fromkeys(dataset.first_measures)
+            at_end |= dict.fromkeys(dataset.first_measures)
         common = dict.fromkeys(dataset.measures)
         # one unit of work instead of two, which would load the same checkpoint
         if steps == (config.steps,):
-            common, ends = common | ends, {}
+            common, at_end = common | at_end, {}
         parts = [self._measurement(common, steps, "measure", model)]
-        if ends:
-            parts.append(self._measurement(ends, (config.steps,), "measure the end of", model))
+        if at_end:
+            parts.append(self._measurement(at_end, (config.steps,), "measure the end of", model))
         return Experiment(
             config=config,
             measurements=(*parts, *more),

@@ -29,7 +29,7 @@ def tables(results: Results) -> tuple[SummaryTable, ...]:
         made += [_algorithms(data), _flatness(data), _sizes(data)]
         if data.dataset.cooldown_steps:
             made += [_expansions(data), _interpolation(data)]
-        if data.dataset.extra_measures:
+        if data.dataset.arm_measures:
             made += [_ranking(data, kind) for kind in ("pearson", "spearman", "kendall")]
             made += [_granulated(data), _features(data)]
     return tuple(table for table in made if table.rows)
@@ -101,7 +101,7 @@ def _flatness(data: DatasetResults) -> SummaryTable:
     """Return the paper's Table 2: transfer and flatness by training algorithm."""
     dataset = data.dataset
     traces = [key for key in ("trace", "minimal-trace") if key in dataset.measures]
-    keys = [_loss(data), *traces, *(key for key in dataset.end_measures if key.startswith("few-shot"))]
+    keys = [_loss(data), *traces, *dataset.few_shot]
     rows = [_row(data, (title,), run, keys) for run, title in _arms(dataset).items()]
     caption = _after(dataset) + _beside_table(dataset, "table 2")
     return SummaryTable(
@@ -113,7 +113,7 @@ def _sizes(data: DatasetResults) -> SummaryTable:
     dataset = data.dataset
     keys = [
         *dict.fromkeys((_loss(data), *(key for key in dataset.measures if key != "loss"))),
-        *(key for key in dataset.end_measures if not key.startswith("few-shot")),
+        *dataset.size_measures,
     ]
     rows: list[Row] = []
     for size in dataset.sizes:
@@ -146,7 +146,7 @@ def _expansions(data: DatasetResults) -> SummaryTable:
 def _interpolation(data: DatasetResults) -> SummaryTable:
     dataset = data.dataset
     traces = [key for key in ("trace", "minimal-trace") if key in dataset.measures]
-    keys = dict.fromkeys((*dataset.tasks.values(), *traces, *dataset.end_measures))
+    keys = dict.fromkeys((*dataset.tasks.values(), *traces, *dataset.size_measures, *dataset.few_shot))
     rows: list[Row] = []
     lengths = dataset.cooldown_lengths
     for size in dataset.sizes:
@@ -243,7 +243,7 @@ def _ranking(data: DatasetResults, kind: Kind) -> SummaryTable:
     probes, loss = list(dict.fromkeys(dataset.tasks.values())), _loss(data)
     models = [(one, [data.at(one, run) for run in compared(dataset)]) for one in data.replicates]
     rows: list[Row] = []
-    for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.extra_measures)):
+    for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.arm_measures)):
         by_probe = {probe: _correlation(models, name, probe, kind, loss) for probe in probes}
         if all(by_probe.values()):
             rows.append(((name,), {probe: each for probe, each in by_probe.items() if each}))
@@ -277,7 +277,7 @@ def _granulated(data: DatasetResults) -> SummaryTable:
     # pairs agree in all others, so with the language among them no two languages are compared; its own tau is not shown
     within = {**hyperparameters, "language": languages}
     rows: list[Row] = []
-    for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.extra_measures)):
+    for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.arm_measures)):
         cells: dict[str, Estimate] = {}
         for probe in probes:
             # too few languages, or an error that is not known
