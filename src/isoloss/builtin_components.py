@@ -76,6 +76,8 @@ TEXT_TASKS = {
     "wnli": ("WNLI", "GLUE: whether a sentence with a pronoun entails one with the pronoun replaced"),
     "docstring-kind": ("DOCSTRING_KIND", "whether a docstring of Python's library is of a class, function or method"),
     "docstring-module": ("DOCSTRING_MODULE", "which of eight modules a docstring of Python's library is from"),
+    "sentence-source": ("SENTENCE_SOURCE", "whether a sentence is of Python's reference or of a docstring"),
+    "sentence-order": ("SENTENCE_ORDER", "whether two halves of a sentence about Python are in the right order"),
 }
 TWIN_TASKS = {
     "needed-LENGTH": ("needed", "what later tokens need of the first ones (languages that can be enumerated)"),

@@ -245,6 +245,14 @@ class LanguageConfig:
         """Return the config with what is only known once files are opened, such as their content, filled in."""
         return self
 
+    def within(self, folder: Path) -> LanguageConfig:
+        """Return the config as a run in this folder reads it: with paths that are relative to it made absolute."""
+        return self
+
+    def weights_within(self, folder: Path) -> str:
+        """Return the SHA-256 of the weights at such a path; empty: it names none, or they are not there."""
+        return ""
+
     @classmethod
     def required_fields(cls) -> list[str]:
         """Return the settings without a default, which a `.toml` file must give."""

@@ -35,6 +35,7 @@ from isoloss.statistics.estimate import Estimate
 
 AVERAGE = "ema"  # the folder of what belongs to the averaged weights
 _STEP = re.compile(r"step-(\d+)$")
+_TEACHER = "teacher_sha256"  # in run.json, of the weights of a teacher whose folder is relative to the run's
 _OLD_SETTINGS = {"flatness_sentences": "num_sequences"}  # what evaluations that were written before call a setting
 _EVALUATION = re.compile(r"(?P<measure>.+)@step-(?P<step>\d+)\.json$")
 
@@ -159,6 +160,29 @@ class Run:
         except IsolossError as error:
             raise IsolossError(f"{path} is not of this version of isoloss: {error}") from error
 
+    @property
+    def absolute_config(self) -> TrainConfig:
+        """The config, with the path of a teacher that is relative to the run's folder made absolute.
+
+        Raises:
+            IsolossError: The teacher's weights are no longer those that the run began with.
+        """
+        self._check_teacher()
+        return dataclasses.replace(self.config, language=self.config.language.within(self.path))
+
+    @property
+    def has_its_teacher(self) -> bool:
+        """Whether the checkpoint that writes its sentences, if one beside it does, is the one that it began with."""
+        began = self.record.get(_TEACHER)
+        return began is None or began == self.config.language.weights_within(self.path)
+
+    def _check_teacher(self) -> None:
+        if not self.has_its_teacher:
+            raise IsolossError(
+                f"the teacher of {self.path} has changed since the run began, or is gone: bring the former one back, "
+                "or delete the run's folder and begin it again"
+            )
+
     def check_folder(self) -> None:
         """Refuse a folder that holds a study, or anything else that is not a run."""
         if self.exists:
@@ -183,8 +207,10 @@ class Run:
                     f"{self.path} holds a run of another config ({'; '.join(differing)}): "
                     "choose another directory, or the config it was made with"
                 )
+            self._check_teacher()
             return
         self.check_folder()
+        teacher = config.language.weights_within(self.path)
         files.write_json(
             self.path / "run.json",
             {
@@ -193,6 +219,7 @@ class Run:
                 "seed": config.seed,
                 "versions": versions(),
                 "commit": commit(),
+                **({_TEACHER: teacher} if teacher else {}),
             },
         )
 

@@ -204,3 +204,16 @@ def test_a_plan_says_which_figures_show_cooldowns():
     assert shown["d16-2000-polished-500"] == shown["d64-2000-polished"] == ("figure 1", "figure 5")
     assert shown["d32-8000-polished"] == shown["pre-ln-2000-polished"] == ("figure 1",)
     assert set(shown.values()) == {("figure 1", "figure 5"), ("figure 1",)}
+
+
+def test_a_teacher_is_one_run_of_the_study_that_its_students_come_after():
+    runs = STUDY.scale("smoke").experiments
+    (language,) = STUDY.scale("smoke").dataset("generated").languages
+    teacher = runs["generated-teacher"]
+    assert language.checkpoint == f"../generated-teacher/checkpoints/step-{teacher.config.steps}"
+    assert teacher.measurements == teacher.shown_in == ()
+    students = [one for name, one in runs.items() if name.startswith("generated-0")]
+    assert len(students) > 10
+    assert all("generated-teacher" in one.after and one.config.language == language for one in students)
+    other = STUDY.scale("smoke", seed_offset=1).experiments["generated-teacher"]
+    assert other.config.seed != teacher.config.seed

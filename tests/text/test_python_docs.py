@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isoloss.errors import IsolossError
-from isoloss.lab.transfer.text_sources import DOCSTRING_KIND, DOCSTRING_MODULE
+from isoloss.lab.transfer.text_sources import DOCSTRING_KIND, DOCSTRING_MODULE, SENTENCE_ORDER
 from isoloss.lab.transfer.text_tasks import read_examples
 from isoloss.text import documents, python_docs
 from isoloss.text.hub_datasets import is_dataset, load, parse
@@ -129,3 +129,22 @@ def test_their_tasks_have_a_train_and_a_validation_split():
     assert modules.train.label_names == MODULES
     assert kinds.train.label_names == ("class", "function", "method")
     assert kinds.test.texts == tuple(rows("docstring-kind", "validation")["text"])
+
+
+def test_sentences_are_of_their_source_and_their_halves_in_the_order_that_the_label_says():
+    reference, of_docstrings = (
+        " ".join(" ".join(rows(name, "train")["text"]).split()) for name in ("docs", "docstrings")
+    )
+    texts = {"reference": reference, "docstring": of_docstrings}
+    parts = [rows("sentence-source", split) for split in ("train", "validation")]
+    assert not set(parts[0]["text"]) & set(parts[1]["text"])
+    for part in parts:
+        assert part["label"].count("reference") == part["label"].count("docstring") > 500
+        assert all(text in texts[label] for text, label in zip(part["text"], part["label"], strict=True))
+    order = rows("sentence-order", "validation")
+    assert 0.45 < order["label"].count("right") / len(order["label"]) < 0.55
+    for text, pair, label in [*zip(*order.values(), strict=True)][:200]:
+        assert (f"{text} {pair}" if label == "right" else f"{pair} {text}") in f"{reference} {of_docstrings}"
+    examples = read_examples(SENTENCE_ORDER, num_train=20, num_test=20)
+    assert examples.train.label_names == ("right", "swapped")
+    assert all(len(each.split()) == 4 for each in (*examples.test.texts, *examples.test.pairs))

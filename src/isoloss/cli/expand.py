@@ -193,7 +193,7 @@ def _inputs(args: Args, name: str, loaded: LoadedModel) -> Inputs:
             f"{name} is not a checkpoint of a run, so there is no language to measure it on: add --data with "
             "text or a .npy file of token ids"
         )
-    config = checkpoint[0].config
+    config = checkpoint[0].absolute_config
     return language_inputs(config.language.build(), config.objective, num_sequences=args.num_sequences, seed=args.seed)
 
 

@@ -246,7 +246,7 @@ def _train(run: Run, config: TrainConfig) -> None:
         from isoloss.lab.models.compiled_bert import compile_step
 
         compile_step(lambda: common.note("compiling the training step: about 15 seconds, once on this machine"))
-    language = None if run.complete else _language(config.language)
+    language = None if run.complete else _language(config.language.within(run.path))
     with common.Progress(f"training {run.name}", config.steps, "steps") as progress:
 
         def report(step: Step) -> None:

@@ -391,7 +391,7 @@ class Tasks:
         try:
             return load_tokenizer(str(subject.checkpoint), needs=["pad"])
         except IsolossError as error:
-            config = None if subject.run is None else subject.run.config.language
+            config = None if subject.run is None else subject.run.absolute_config.language
             # a run's checkpoint that was written without its tokenizer
             of_language: PreTrainedTokenizerFast | None = None if config is None else config.build().tokenizer
             if of_language is None:
@@ -416,7 +416,7 @@ def _language(args: Args, models: list[Subject]) -> Any:
                 f"{subject.name} is neither a run directory nor a checkpoint in one, so its language is not known: add "
                 f"--language, or --data with labeled text{files.nearest(subject.name)}"
             )
-        config = subject.run.config.language
+        config = subject.run.absolute_config.language
         if known is not None and known[1] != config:
             raise IsolossError(f"{known[0]} and {subject.name} are models of different languages: add --language")
         known = known or (subject.name, config)

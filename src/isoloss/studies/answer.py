@@ -187,6 +187,9 @@ class Comparison:
         for name, experiment in results.experiments.items():
             key = experiment.block, getattr(experiment.config, "seed", 0)
             last = results.of_run(name)
+            # what others need may be measured by nothing
+            if not last:
+                continue
             self.groups.setdefault(experiment.group or name, {})[key] = last[max(last)]
             about = results.run(name).result()
             external = isinstance(experiment.config, ExternalCheckpoint)

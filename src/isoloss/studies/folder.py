@@ -436,7 +436,7 @@ def _training_seconds(experiment: Experiment) -> float:
 def _is_trained(run: Run, experiment: Experiment) -> bool:
     if isinstance(run, ExternalRun):
         return run.exists and run.complete
-    return run.complete and run.record["fingerprint"] == experiment.fingerprint
+    return run.complete and run.record["fingerprint"] == experiment.fingerprint and run.has_its_teacher
 
 
 def _training_progress(run: Run, experiment: Experiment, where: Callable[[Path], Path]) -> str:

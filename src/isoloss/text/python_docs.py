@@ -1,6 +1,6 @@
 """Real English text that comes with every Python, and so needs no network: its language reference and its docstrings.
 
-`write_python_docs` writes the reference to files. `rows` has the datasets that are named `python:NAME`, two of them
+`write_python_docs` writes the reference to files. `rows` has the datasets that are named `python:NAME`, four of them
 with labels: stand-ins for a corpus and for downstream tasks where there is no network.
 """
 
@@ -11,9 +11,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ _FORMAT = 1  # of the kept docstrings: raise it whenever the same files would gi
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 _LEAST_CHARACTERS = 60  # of a docstring
 _HELD_OUT = 5  # one labeled docstring of so many is for testing
+_HALF = 4  # words of either half of a sentence
 _SPLITS = ("train", "validation")
 
 Columns = Mapping[str, list[str]]
@@ -76,10 +78,13 @@ def rows(name: str, split: str) -> Columns:
     - `docstrings` (text): the docstrings of the standard library, about 1.5 million characters.
     - `docstring-module` (text, label): which of eight modules a docstring is from.
     - `docstring-kind` (text, label): whether a docstring is of a class, a function or a method.
+    - `sentence-source` (text, label): whether a sentence is of the reference or of a docstring, as many of each.
+    - `sentence-order` (text, pair, label): whether the first four words of a sentence and the next four are in this
+      order, which half of them are.
 
     Args:
         name: The dataset.
-        split: `train`; or, of the last two, `validation`, with one example in five.
+        split: `train`; or, of those with labels, `validation`, with one example in five.
 
     Raises:
         IsolossError: There is no such dataset or split, or this Python was installed without the text.
@@ -106,7 +111,7 @@ def docstrings() -> list[Docstring]:
         IsolossError: This Python was installed without the source of its standard library.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts))
+    paths = sorted(_modules_below(root))
     if not paths:
         raise IsolossError(f"this Python was installed without the source of its standard library in {root}")
     state = [(str(path), stat.st_size, stat.st_mtime_ns) for path in paths for stat in (path.stat(),)]
@@ -124,6 +129,13 @@ def docstrings() -> list[Docstring]:
     with contextlib.suppress(IsolossError, OSError):
         files.write_text(cache, json.dumps(list(by_text.values())))
     return list(by_text.values())
+
+
+def _modules_below(root: Path) -> Iterator[Path]:
+    # not by rglob, which would look through all packages that are installed
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _reference() -> Mapping[str, str]:
@@ -177,13 +189,46 @@ def _kinds(split: str) -> Columns:
     return {"text": [each.text for each in chosen], "label": [each.kind for each in chosen]}
 
 
+def _sentences(texts: Iterable[str], split: str) -> list[str]:
+    """Return the distinct sentences of a split with at least eight words, in an order that tells nothing."""
+    found = {" ".join(each.split()) for text in texts for each in re.split(r"(?<=[.:])\s+|\n\s*\n", text)}
+    part = [each for each in found if (_hash(each) % _HELD_OUT == 0) == (split == "validation")]
+    return sorted((each for each in part if len(each.split()) >= 2 * _HALF), key=lambda each: _hash(f"place {each}"))
+
+
+def _sources(split: str) -> Columns:
+    reference = _sentences(_reference().values(), split)
+    known = {*reference}
+    of_docstrings = [each for each in _sentences((one.text for one in docstrings()), split) if each not in known]
+    number = min(len(reference), len(of_docstrings))
+    return {
+        "text": [*reference[:number], *of_docstrings[:number]],
+        "label": [*["reference"] * number, *["docstring"] * number],
+    }
+
+
+def _orders(split: str) -> Columns:
+    columns: dict[str, list[str]] = {"text": [], "pair": [], "label": []}
+    for each in _sentences((*_reference().values(), *(one.text for one in docstrings())), split):
+        words = each.split()
+        halves = [" ".join(words[:_HALF]), " ".join(words[_HALF : 2 * _HALF])]
+        is_right = _hash(f"order {each}") % 2 == 0
+        for name, value in zip(
+            columns, [*(halves if is_right else halves[::-1]), "right" if is_right else "swapped"], strict=True
+        ):
+            columns[name].append(value)
+    return columns
+
+
 DATASETS: Mapping[str, Callable[[str], Columns]] = {
     "docs": lambda split: {"text": list(_reference().values())},
     "docstrings": lambda split: {"text": [each.text for each in docstrings()]},
     "docstring-module": _modules,
     "docstring-kind": _kinds,
+    "sentence-source": _sources,
+    "sentence-order": _orders,
 }
-_LABELED = ("docstring-module", "docstring-kind")
+_LABELED = ("docstring-module", "docstring-kind", "sentence-source", "sentence-order")
 
 
 def _names() -> str:

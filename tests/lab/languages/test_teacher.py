@@ -1,5 +1,6 @@
 """A teacher's probabilities against enumeration of all its sentences, its draws, and how it is found again."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -12,11 +13,16 @@ from teacher_models import VOCAB, build, enumerated, next_logs
 from transformers import BertConfig, BertForMaskedLM
 
 from isoloss import config as configs
+from isoloss import evaluate, pretrain
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
 from isoloss.lab.languages.config import TeacherConfig
 from isoloss.lab.languages.teacher import Teacher
 from isoloss.loading import load_model, quiet
+from isoloss.run_config import ModelConfig, TrainConfig
+from isoloss.runs import Run
+from isoloss.studies import Experiment, Scale, Study
+from isoloss.studies.folder import StudyFolder
 
 IDS, LENGTH = (5, 2, 8), 4
 # norms of Llama and its kin run in float32
@@ -335,6 +341,46 @@ def test_another_content_is_refused(folder, tmp_path):
     other.write_text(json.dumps(document | {"layer_norm_epsilon": 0.1}))
     with pytest.raises(IsolossError, match="has changed since the run began"):
         same.build()
+
+
+def test_the_teacher_of_a_run_may_be_relative_to_its_folder(folder, tmp_path):
+    language = TeacherConfig(checkpoint="../model", tokens=IDS, length=4)
+    config = TrainConfig(
+        language=language, model=ModelConfig(size="d16", layers=1), steps=1, batch_size=2, device="cpu"
+    )
+    run = pretrain(tmp_path / "run", config)
+    assert run.config == config
+    assert run.absolute_config.language == dataclasses.replace(language, checkpoint=str(folder))
+    (before,) = evaluate(run.path, "loss", settings={"loss_sentences": 10}, device="cpu")
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("run", "model"):
+        (tmp_path / name).rename(tmp_path / "elsewhere" / name)
+    moved = Run(tmp_path / "elsewhere" / "run")
+    shutil.rmtree(moved.path / "evaluations")
+    (again,) = evaluate(moved.path, "loss", settings={"loss_sentences": 10}, device="cpu")
+    assert again.to_dict() == before.to_dict()
+    study = StudyFolder(
+        Study(
+            name="taught",
+            scales={"one": Scale(description="", experiments={"run": Experiment(config=config, measurements=())})},
+        ),
+        tmp_path / "study",
+    )
+    (tmp_path / "study" / "runs").mkdir(parents=True)
+    for name in ("run", "model"):
+        shutil.copytree(tmp_path / "elsewhere" / name, tmp_path / "study" / "runs" / name)
+    (unit,) = study.plan()
+    assert unit.done()
+    weights = load_file(study.path / "runs/model/model.safetensors")
+    weights["transformer.wte.weight"][8, 0] += 1e-3
+    save_file(weights, study.path / "runs/model/model.safetensors", metadata={"format": "pt"})
+    assert not unit.done()
+    for use in (
+        lambda path: pretrain(path, config),
+        lambda path: evaluate(path, "trace", settings={"num_sequences": 4}, device="cpu"),
+    ):
+        with pytest.raises(IsolossError, match=r"the teacher of .* has changed since the run began, or is gone"):
+            use(study.path / "runs/run")
 
 
 def test_what_cannot_be_a_teacher(folder, tmp_path):

@@ -224,7 +224,7 @@ class Evaluator:
 
         self.run, self.settings, self.device = run, settings or {}, resolve_device(device)
         if context is None:
-            context = run.context(self.device) if isinstance(run, ExternalRun) else run_context(run.config)
+            context = run.context(self.device) if isinstance(run, ExternalRun) else run_context(run.absolute_config)
         self.context = context
         # by step; `pending` goes step by step, so that one model is held and each is loaded once
         self._loaded: tuple[int, Any] | None = None
@@ -325,7 +325,7 @@ def _evaluate_runs(
         if not pairs:
             continue
         # an external checkpoint reads its data with a tokenizer and to a length of its own
-        shared: Any = run.path if isinstance(run, ExternalRun) else (run.config.language, run.config.objective)
+        shared: Any = run.path if isinstance(run, ExternalRun) else (run.absolute_config.language, run.config.objective)
         evaluator = Evaluator(run, settings, device=device, context=contexts.get(shared))
         contexts[shared] = evaluator.context
         wanted = dict.fromkeys(measure for _, measure in pairs)

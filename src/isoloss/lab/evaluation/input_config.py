@@ -88,7 +88,7 @@ def common_run_config(names: Sequence[str]) -> TrainConfig:
                 f"{name} is not a checkpoint of a run, so there is no language to measure it on: add --data with "
                 "text or a .npy file of token ids"
             )
-        config = checkpoint[0].config
+        config = checkpoint[0].absolute_config
         if known is not None and (known[1].language, known[1].objective) != (config.language, config.objective):
             raise IsolossError(
                 f"{known[0]} and {name} are of runs with different languages or objectives: add --data to compare them"

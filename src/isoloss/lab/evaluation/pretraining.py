@@ -70,7 +70,7 @@ def pretrain(
     with process_group() as group:
         if is_complete(run, config, group):
             return run
-        known = config.language.build() if language is None else language
+        known = config.language.within(run.path).build() if language is None else language
 
         def task_examples(name: str, n: int) -> Examples:
             from isoloss.lab.transfer.tasks import labeling, make_task

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from collections.abc import Callable, Mapping
@@ -270,6 +271,14 @@ class WithSpecialTokensConfig(_Config):
         if isinstance(self.language, WithSpecialTokensConfig):
             raise IsolossError("the language has [CLS] and [SEP] around its sentences already: leave out one frame")
 
+    def within(self, folder: Path) -> LanguageConfig:
+        """Return the config with paths that are relative to the folder made absolute."""
+        return dataclasses.replace(self, language=self.language.within(folder))
+
+    def weights_within(self, folder: Path) -> str:
+        """Return the SHA-256 of the weights of a teacher at such a path."""
+        return self.language.weights_within(folder)
+
     @classmethod
     def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
         """Return the config of `framed:NAME`, where NAME is a language."""
@@ -320,7 +329,8 @@ class TeacherConfig(_Config):
     language_class = "teacher:Teacher"
     kind: Literal["teacher"] = "teacher"
     checkpoint: str
-    """A Hugging Face folder or name."""
+    """A Hugging Face folder or name; in a run's config also a folder relative to the run's, such as
+    `../RUN/checkpoints/step-N`."""
     length: int = setting(24, minimum=1)
     """Tokens in a sentence."""
     tokens: tuple[int, ...] = ()
@@ -342,6 +352,17 @@ class TeacherConfig(_Config):
         """Return the config with the tokens, the start and the content filled in."""
         config: LanguageConfig = self.build().config
         return config
+
+    def within(self, folder: Path) -> LanguageConfig:
+        """Return the config with the checkpoint's absolute path where it is relative to the folder."""
+        # resolved first, as the run's folder may not be there yet
+        path = (folder / self.checkpoint).resolve()
+        return dataclasses.replace(self, checkpoint=str(path)) if path.is_dir() else self
+
+    def weights_within(self, folder: Path) -> str:
+        """Return the SHA-256 of the checkpoint's weights where its path is relative to the folder."""
+        path = (folder / self.checkpoint).resolve() / "model.safetensors"
+        return files.sha256(path) if self.checkpoint.startswith("..") and path.is_file() else ""
 
     @classmethod
     def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:

@@ -64,9 +64,11 @@ RTE = _glue("rte", "sentence1", "sentence2")
 SST2 = _glue("sst2", "sentence")
 WNLI = _glue("wnli", "sentence1", "sentence2")
 
-# of the docstrings that come with Python
+# of the text that comes with Python
 DOCSTRING_KIND = TextTask(name="docstring-kind", train="python:docstring-kind", text="text")
 DOCSTRING_MODULE = TextTask(name="docstring-module", train="python:docstring-module", text="text")
+SENTENCE_SOURCE = TextTask(name="sentence-source", train="python:sentence-source", text="text")
+SENTENCE_ORDER = TextTask(name="sentence-order", train="python:sentence-order", text="text", pair="pair")
 
 
 def registered_name(name: str) -> str:

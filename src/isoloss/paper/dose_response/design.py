@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
-from isoloss.paper.reproduction.cpu_scales import sgd, small_bert
-from isoloss.paper.reproduction.spec import CONTINUED, MEASURED
+from isoloss.paper.reproduction.cpu_scales import sgd
+from isoloss.paper.reproduction.spec import CONTINUED, MEASURED, small_bert
 from isoloss.paper.same_loss.design import OverGrammars, Replicate
 from isoloss.run_config import ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.studies.spec import Experiment, Measurement

@@ -6,20 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from isoloss.lab.languages.config import CorpusConfig, HMMConfig, PCFGConfig
+from isoloss.lab.languages.config import HMMConfig, PCFGConfig
 from isoloss.lab.training.algorithms.config import AdversarialConfig
-from isoloss.paper.reproduction.spec import FLATNESS, SHOWN, Arm, Dataset, StudySize, sgd_arms, without_regularization
-from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig
+from isoloss.paper.reproduction import cpu_texts
+from isoloss.paper.reproduction.spec import FLATNESS, HEAD_WIDTH, SHOWN, Arm, Dataset, StudySize, sgd_arms, small_bert
+from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig
 
-HEAD_WIDTH = 8  # of all sizes, so that one can be expanded into another
 FEATURE_SENTENCES = 64  # whose features are compared by CKA: an evaluation keeps their Gram matrix, 8 KB
-
-
-def small_bert(size: str, layers: int = 2, architecture: str = "bert") -> ModelConfig:
-    """Return a transformer without dropout whose heads are of one width in all sizes."""
-    return ModelConfig(
-        architecture=architecture, size=size, layers=layers, heads=int(size[1:]) // HEAD_WIDTH, dropout=0.0
-    )
 
 
 def sgd(steps: int, rate: float) -> OptimizerConfig:
@@ -152,39 +145,6 @@ def _small_hmm(
     )
 
 
-def _small_text(*, seeds: int, size: str, watched: tuple[int, ...], settings: Mapping[str, Any]) -> Dataset:
-    last = watched[-1]
-    regularized = dataclasses.replace(small_bert(size), dropout=0.1)
-    adamw = OptimizerConfig(learning_rate=1e-3, warmup_steps=round(0.025 * last), weight_decay=0.01)
-    tasks = {"SST-2": "finetune-docstring-kind", "QNLI": "finetune-docstring-module"}
-    bare = {"model": small_bert(size), "optimizer": dataclasses.replace(adamw, weight_decay=0.0)}
-    return Dataset(
-        name="text",
-        title="Docstrings",
-        languages=(
-            CorpusConfig(
-                paths=("python:docs", "python:docstrings"), tokenizer="wordpiece:1000", length=64, held_out=0.1
-            ),
-        ),
-        seeds=seeds,
-        tasks=tasks,
-        common={
-            "batch_size": 16,
-            "optimizer": adamw,
-            "objective": ObjectiveConfig(masking="fraction", fraction=0.15),
-            "device": "cpu",
-            "threads": 1,
-        },
-        sizes={size: regularized},
-        main=size,
-        watched=watched,
-        arms=without_regularization(bare),
-        measures=("loss", "trace", "minimal-trace", *tasks.values()),
-        settings={"finetune_seeds": 1, "finetune_learning_rate": 1e-3, **settings},
-        shown=SHOWN["text"],
-    )
-
-
 SMOKE = StudySize(
     description="some minutes on two cores: every part runs, no verdict is given",
     datasets=(
@@ -217,7 +177,31 @@ SMOKE = StudySize(
             settings={"num_train": 256, "num_sequences": 64},
             band=0.4,  # after so few steps, models are further apart
         ),
-        _small_text(
+        cpu_texts.generated(
+            seeds=2,
+            teacher_steps=100,
+            vocab_size=50,
+            length=8,
+            sizes=("d16", "d32"),
+            layers=1,
+            num_sentences=4_096,
+            watched=(20, 40, 60),
+            branch=40,
+            cooldown_steps=20,
+            other_cooldowns=(10, 40),
+            settings={"num_train": 256, "num_test": 128, "loss_sentences": 64, "num_sequences": 64},
+            band=0.4,
+        ),
+        cpu_texts.web(
+            seeds=2,
+            size="d16",
+            watched=(20, 40, 60),
+            settings={
+                **{"num_train": 128, "num_test": 64, "finetune_epochs": 1},
+                **{"loss_sentences": 64, "num_sequences": 64},
+            },
+        ),
+        cpu_texts.text(
             seeds=2,
             size="d16",
             watched=(20, 40),
@@ -261,7 +245,7 @@ LAPTOP = StudySize(
             settings={"num_train": 2_048, "num_sequences": 256},
             flatness=FAST_FLATNESS,
         ),
-        _small_text(
+        cpu_texts.text(
             seeds=4,
             size="d32",
             watched=(250, 500, 750, 1_000),
@@ -303,7 +287,7 @@ EVENING = StudySize(
             sgd_steps=2_000,
             settings={"num_train": 8_192, "num_sequences": 1_024},
         ),
-        _small_text(
+        cpu_texts.text(
             seeds=5,
             size="d64",
             watched=(4_000, 5_000, 6_000, 7_000, 8_000),

@@ -26,6 +26,7 @@ FIGURE_1 = "figure 1"  # which on the page shows cooldowns too
 SGD_SAMPLED, SGD_EXACT = "sgd-sampled", "sgd-exact"
 # baselines of the probe without a model, and what they are called
 BASELINES = {"lookup": "Look-up table", "log-lookup": "Look-up table, logarithms", "one-hot": "One-hot tokens"}
+HEAD_WIDTH = 8  # of all sizes for two cores, so that one can be expanded into another
 OFFSET = 1000  # added to the seeds of languages per seed offset
 # flatness by every measure that is one number
 FLATNESS = (
@@ -110,6 +111,7 @@ class Dataset:
         name: E.g. `pcfg`.
         title: What the page calls it.
         languages: Its languages, e.g. grammars; errors are over them where there are several.
+        teacher: The run that is trained first, as `NAME-teacher`: the causal model whose checkpoint is the language.
         seeds: Pre-training seeds for each.
         offset: Of a repetition with other seeds; 0: the study itself.
         tasks: The measure of each downstream task, by the paper's name of the task.
@@ -145,6 +147,7 @@ class Dataset:
     name: str
     title: str
     languages: tuple[LanguageConfig, ...]
+    teacher: TrainConfig | None = None
     seeds: int = 1
     offset: int = 0
     tasks: Mapping[str, str]
@@ -223,6 +226,11 @@ class Dataset:
         # in the order of the KL after them, so that neighbors can enclose a loss (`compare.at_same_loss`)
         lengths = sorted((*self.other_cooldowns, self.cooldown_steps))
         return tuple(0 if length == self.cooldown_steps else length for length in lengths)
+
+
+def teacher_run(dataset: str) -> str:
+    """Return the name of the run of a dataset's teacher."""
+    return f"{dataset}-teacher"
 
 
 def cooldown_run(arm: str, step: int, length: int = 0) -> str:
@@ -466,9 +474,14 @@ class StudySize:
         by_name: dict[str, Experiment] = {}
         block = 0
         for dataset in self.datasets:
+            first: tuple[str, ...] = ()
+            if dataset.teacher is not None:
+                first = (teacher_run(dataset.name),)
+                by_name[first[0]] = Experiment(config=dataset.teacher, measurements=(), block=block)
             for replicate in dataset.replicates:
                 for arm, experiment in _Runs(dataset, replicate).experiments().items():
-                    by_name[replicate.run(arm)] = dataclasses.replace(experiment, block=block + replicate.place)
+                    place, after = block + replicate.place, (*first, *experiment.after)
+                    by_name[replicate.run(arm)] = dataclasses.replace(experiment, block=place, after=after)
             block += len(dataset.languages)
         return by_name
 
@@ -478,7 +491,8 @@ def _other_seeds(dataset: Dataset, offset: int) -> Dataset:
     # a text has none: it is repeated with other seeds of training alone
     if all(hasattr(each, "seed") for each in languages):
         languages = [dataclasses.replace(each, seed=each.seed + OFFSET * offset) for each in languages]
-    return dataclasses.replace(dataset, languages=tuple(languages), offset=OFFSET * offset)
+    teacher = dataset.teacher and dataclasses.replace(dataset.teacher, seed=dataset.teacher.seed + OFFSET * offset)
+    return dataclasses.replace(dataset, languages=tuple(languages), teacher=teacher, offset=OFFSET * offset)
 
 
 def sgd_arms(steps: int, optimizer: OptimizerConfig, *, watched: tuple[int, ...]) -> dict[str, Arm]:
@@ -503,3 +517,10 @@ def without_regularization(changes: Mapping[str, Any]) -> dict[str, Arm]:
         "unregularized": Arm(title="Without dropout and weight decay", changes=changes, shown_in=shown_in),
         "sam": Arm(title="SAM, without dropout and weight decay", changes=sam, shown_in=shown_in),
     }
+
+
+def small_bert(size: str, layers: int = 2, architecture: str = "bert") -> ModelConfig:
+    """Return a transformer without dropout whose heads are of one width in all sizes."""
+    return ModelConfig(
+        architecture=architecture, size=size, layers=layers, heads=int(size[1:]) // HEAD_WIDTH, dropout=0.0
+    )

@@ -12,8 +12,8 @@ from typing import Any, Self
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.models.sizes import shape
 from isoloss.lab.training.algorithms.config import AdversarialConfig
-from isoloss.paper.reproduction.cpu_scales import sgd, small_bert
-from isoloss.paper.reproduction.spec import CONTINUED, MEASURED, OFFSET
+from isoloss.paper.reproduction.cpu_scales import sgd
+from isoloss.paper.reproduction.spec import CONTINUED, MEASURED, OFFSET, small_bert
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.studies.spec import Experiment, Measurement
 
