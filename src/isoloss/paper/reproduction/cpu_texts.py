@@ -65,7 +65,7 @@ def generated(
         # exact ones take the teacher a hundred times as long as the step itself
         cooldown_labels="sampled",
         measures=("loss", "trace", "minimal-trace", "probe-sentence-order", "probe-sentence-source"),
-        end_measures=(
+        size_measures=(
             *(f"trace-in-{largest}-{scale}" for scale in ("paper", "exact")),
             f"minimal-trace-in-{largest}",
         ),
