@@ -162,7 +162,7 @@ def test_a_plan_opens_with_its_totals_and_says_where_the_commands_are(capsys, mo
     monkeypatch.chdir(tmp_path)
     lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "algorithms"]))
     assert max(map(len, lines)) <= 80
-    assert lines[0] == "algorithms at scale laptop"
+    assert lines[0].startswith("algorithms at scale laptop: ")
     text = " ".join(line.strip() for line in lines)
     assert "--json has the command of each" in text
     assert re.search(r"\d+ min with 2 workers; the longest chain of units takes \d+ s with any number", text)

@@ -1,14 +1,17 @@
 """The study `paper`: what its scales have of the paper's figures and tables, row by row."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from isoloss import config as configs
 from isoloss.lab.presets import PRESETS
 from isoloss.paper.reproduction import costs
+from isoloss.paper.reproduction.gpu_scales import POWER
 from isoloss.paper.reproduction.study import STUDY
 from isoloss.registry import MODELS
+from isoloss.statistics.power import pairs_for_power, sd_upper_bound
 from isoloss.studies.folder import StudyFolder
 
 # d_model, heads, layers of the paper's Table 3 and Table 4; the feed-forward width is four times d_model
@@ -46,13 +49,22 @@ GPU_SCALES = ("paper", "authors")  # with every row of the paper
 
 
 def experiments(scale, dataset, figure=""):
-    """The runs of a dataset, by the part of their name that says what they are."""
+    """The runs of a dataset with its first seed, by the part of their name that says what they are.
+
+    Those of a figure are without cooldowns, which the paper does not have.
+    """
     found = STUDY.scale(scale).experiments
     return {
         name.partition("seed-0-")[2]: one
         for name, one in found.items()
-        if name.startswith(dataset) and (not figure or figure in one.shown_in)
+        if name.startswith(dataset)
+        and "seed-0-" in name
+        and (not figure or (figure in one.shown_in and "polished" not in name))
     }
+
+
+def without_cooldowns(scale, dataset):
+    return {name: one for name, one in experiments(scale, dataset).items() if "polished" not in name}
 
 
 def shape(experiment):
@@ -65,7 +77,8 @@ def shape(experiment):
 def test_every_figure_and_table_has_its_runs(scale):
     found = {}
     for name, experiment in STUDY.scale(scale).experiments.items():
-        for figure in experiment.shown_in:
+        # of one language and seed, without cooldowns, which the paper does not have
+        for figure in experiment.shown_in if "-0-seed-0-" in name and "polished" not in name else ():
             own = found.setdefault(figure, {})
             dataset = name.partition("-")[0]
             own[dataset] = own.get(dataset, 0) + 1
@@ -141,14 +154,15 @@ def test_training_is_as_in_appendix_a5():
         ("generated", 1_000, 30_000, 0),  # fresh ones: fewer than the paper's 2e8 are seen
         ("web", 5_000, 1_400_000, 0),
     ):
-        for name, experiment in experiments("paper", dataset).items():
+        for name, experiment in without_cooldowns("paper", dataset).items():
             config, optimizer = experiment.config, experiment.config.optimizer
             assert config.num_sentences == sentences
             assert (config.batch_size, optimizer.betas, optimizer.schedule) == (4096, (0.9, 0.98), "constant")
             assert optimizer.num_warmup_steps(config.steps) == warmup
             assert (optimizer.learning_rate, optimizer.weight_decay, config.model.dropout) == (1e-3, 0.01, 0.1)
             if name.startswith("sgd"):
-                (stage,) = config.stages
+                stage, cooldown = config.stages
+                assert (stage.steps, cooldown.steps) == (30_000, 2_000)
                 assert (stage.optimizer.name, stage.optimizer.learning_rate) == ("sgd", 1e-3)
                 assert stage.optimizer.num_warmup_steps(stage.steps) == 0.12 * stage.steps
             else:
@@ -157,14 +171,14 @@ def test_training_is_as_in_appendix_a5():
 
 
 def test_the_published_command_differs_as_its_readme_says():
-    for name, experiment in experiments("authors", "pcfg").items():
+    for name, experiment in without_cooldowns("authors", "pcfg").items():
         config, optimizer = experiment.config, experiment.config.optimizer
         assert config.model.architecture == "bert-pre-ln"
         assert config.language.kind == "framed"
         assert (config.num_sentences, config.masked_copies) == (20_000_000, 5)
         assert (config.objective.masking, config.objective.fraction) == ("fraction", 0.15)
         assert (optimizer.learning_rate, optimizer.schedule, optimizer.warmup_steps) == (5e-4, "linear", 3_333)
-        assert config.steps == (30_000 if name.startswith("sgd") else 25_000)
+        assert config.steps == (32_000 if name.startswith("sgd") else 25_000)
 
 
 @pytest.mark.parametrize("scale", list(STUDY.scales))
@@ -178,6 +192,34 @@ def test_every_plan_is_complete_and_its_configs_can_be_trained(scale, tmp_path):
         for unit in units:
             assert unit.needs.gpus >= 1
             assert min(dataclasses.astuple(unit.expected)) > 0
+
+
+def test_claims_at_the_scale_of_the_paper_have_the_languages_and_seeds_that_they_need():
+    for name, (number, effect, sd, pilot) in POWER.items():
+        dataset = STUDY.scale("paper").dataset(name)
+        assert number == len(dataset.replicates) == len({one.seed for one in dataset.replicates})
+        # Holm's first step, for up to 100 tests
+        assert pairs_for_power(effect, sd_upper_bound(sd, pilot), alpha=0.05 / 100) == number
+    assert StudyFolder(STUDY, Path(), "paper").secondary_tests <= 100
+
+
+def test_all_examples_of_text_are_used_and_one_probe_is():
+    for scale in GPU_SCALES:
+        for dataset in STUDY.scale(scale).datasets:
+            is_text = dataset.name in ("generated", "web", "text")
+            assert dataset.settings["num_train"] == ("all" if is_text else 100_000)
+    probes = {
+        tuple(dataset.settings[f"probe_{name}"] for name in ("epochs", "seeds", "standardize"))
+        for scale in (*GPU_SCALES, "workstation")
+        for dataset in STUDY.scale(scale).datasets
+    }
+    assert probes == {(100, 5, False)}
+
+
+def test_the_scale_says_the_papers_count_beside_that_of_lstms_that_read_both_ways():
+    description = STUDY.scale("paper").description
+    assert "201.9M and 403.3M parameters" in description
+    assert "in one direction they have 67.4M and 134.6M" in description
 
 
 def test_arms_of_a_small_scale_differ_from_the_main_model_in_what_they_are_named_after():

@@ -576,7 +576,7 @@ def _document(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaining
 
 
 def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaining, workers: int) -> None:
-    common.say(f"{folder.study.name} at scale {folder.scale_name}")
+    common.say_wrapped(f"{folder.study.name} at scale {folder.scale_name}: {folder.scale.description}")
     _say_done(folder, states)
     if all(status.state == "done" for status in states):
         used = sum(status.unit.seconds * status.unit.needs.all_cores for status in states)

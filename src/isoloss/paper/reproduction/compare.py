@@ -179,10 +179,18 @@ def _contrast(data: DatasetResults, names: tuple[str, str], pair: PAIR, where: s
 
 def _against_adamw(data: DatasetResults, name: str, arm: str, between: str) -> list[Contrast]:
     """Return the control at the loss of an arm against the arm."""
+    # an arm from scratch, when it has trained for as long as the control
+    cooled = cooldown_run(arm, data.dataset.start)
+
+    def pair(one: Replicate) -> Pair | None:
+        is_run = one.run(cooled) in data.results.experiments
+        treated = data.at(one, cooled) if is_run else data.end(one, arm)
+        return at_same_loss(data.by_cooldown(one, data.dataset.main), treated)
+
     return _contrast(
         data,
         (TRAJECTORY, name),
-        lambda one: at_same_loss(data.by_cooldown(one, data.dataset.main), data.end(one, arm)),
+        pair,
         INTERPOLATED.format(between=between),
         at_same_loss=False,
     )

@@ -7,6 +7,8 @@ peak. Activations take 34 d + 5 h T bytes per token and layer in 16 bits (Korthi
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ LSTM_UTILIZATION = 0.1  # of one that is at least WIDE
 BYTES = 16  # of a parameter's value, gradient and AdamW's two moments, in float32
 MICRO_BATCH_BYTES = 20 * 2**30  # for the activations of a micro-batch
 STEP_SECONDS = 0.01  # of a step at least: drawing its sentences, starting its kernels
+EXAMPLES = {"qnli": 104_743 + 5_463, "sst2": 67_349 + 872, "rte": 2_490 + 277}  # of GLUE, to train on and to test on
 OVERHEAD_SECONDS = 60.0  # of a measure: loading, exact conditionals on the CPU
 
 
@@ -52,6 +55,20 @@ def num_parameters(model: ModelConfig, tokens: Tokens) -> int:
     architecture = MODELS.load(model.architecture)
     count: int = architecture.num_parameters(architecture.shape(model), tokens.vocab_size, tokens.length)
     return count
+
+
+def num_examples(measure: str, settings: Mapping[str, Any]) -> int:
+    """Return how many examples the measure of a task reads; 0 of another measure.
+
+    Example:
+        >>> num_examples("finetune-rte", {"num_train": "all", "num_test": "all"})
+        2767
+    """
+    kind, _, task = measure.partition("-")
+    if kind not in ("probe", "projected", "finetune"):
+        return 0
+    wanted = settings["num_train"] + settings["num_test"] if settings["num_train"] != "all" else math.inf
+    return int(min(EXAMPLES.get(task, math.inf), wanted))
 
 
 def _width(shape: Any) -> int:

@@ -1,20 +1,21 @@
 """The scales for GPUs: the paper's own datasets, sizes, data volumes and steps (section 2, appendices A, B), or fewer.
 
 What the text leaves open is chosen here and said where it is: the steps of SGD and of BookCorpus, the model of "25M"
-parameters, and the tasks of the adversary.
+parameters, the tasks of the adversary, and the numbers of grammars, hidden Markov models and seeds. The paper has no
+cooldowns. Here they bring models to one loss, as at the small scales, so that claims can be judged.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from isoloss.config import LanguageConfig
 from isoloss.lab.languages.config import PRESETS, CorpusConfig, TeacherConfig
 from isoloss.lab.presets import Preset, load_preset, train_config
 from isoloss.lab.training.algorithms.config import AdversarialConfig
-from isoloss.paper.reproduction.costs import Tokens
+from isoloss.paper.reproduction.costs import Tokens, num_parameters
 from isoloss.paper.reproduction.spec import SHOWN, Arm, Dataset, StudySize, sgd_arms, without_regularization
 from isoloss.run_config import ModelConfig, OptimizerConfig
 from isoloss.studies.plan import Resources
@@ -26,37 +27,54 @@ BERT_TOKENIZER = "google-bert/bert-large-uncased"
 VOCABULARY = 30_522  # of that tokenizer
 BOOKS_STEPS = 300_000  # ours: the text has no number
 SGD_STEPS = 30_000  # ours: the text has no number
+HMM_TOKENS = Tokens(vocab_size=202, length=16)
 NEEDS = (
     (0, Resources(cores=4, gpus=1.0, memory=32.0)),
     (1280, Resources(cores=4, gpus=1.0, memory=128.0, processes=8)),
 )
 TEACHER_PARAMETERS = 85e6  # of OPT-125M without its embeddings
 NUM_TEST = 10_000  # test examples of a probe: ours
-# of `workstation`: the settings of the preset `paper`, less what takes long. Probes read standardized features, unlike
-# the paper's: 20 epochs are too few to fit the small numbers that the look-up table has for features
+ALL_EXAMPLES = {"num_train": "all", "num_test": "all"}  # of a task of text: QNLI has 104,743 to train on
+PROJECTED = 512  # dimensions of the paper's random projection (appendix A.5), which makes probes of all widths alike
+# Grammars, hidden Markov models and seeds of training on text: the least with which a paired t test at 0.05 / 100 (by
+# Holm's method for up to 100 secondary tests) finds the paper's effect with 80 % power. The standard deviation is of
+# differences over grammars (models, seeds) in the first run at scale `evening`, or rather its upper 80 % bound
+# (`isoloss.statistics.power.sd_upper_bound`). Larger models may vary more or less.
+# By dataset: the number, the paper's effect and the deviation in percentage points, how many grammars that is from.
+POWER = {
+    # table 2, the adversary on task C; figure 4's 1.6 points, with a deviation of 0.44, need 5 as the primary claim
+    "pcfg": (7, 5.5, 1.12, 6),
+    "hmm": (5, 4.0, 0.39, 6),  # figure 4, task-10
+    "text": (9, 1.4, 0.35, 5),  # table 1, QNLI without dropout and weight decay
+}
+LEAST = 3  # of the others, for which no deviation is known: the fewest that an error can be over
+# of cooldowns; the text has none
+BRANCH, COOLDOWN_STEPS, OTHER_COOLDOWNS, COOLDOWN_RATE = 15_000, 2_000, (500, 1_000, 4_000), 1e-3
+# of `workstation`: the settings of the preset `paper`, less what takes long
 WORKSTATION_STEPS, WORKSTATION_SGD_STEPS, WORKSTATION_TEXT_STEPS = 10_000, 3_000, 5_000
 WORKSTATION_SIZES = ("d64", "d128", "d256", "d512", "d768")  # of Table 3
 WORKSTATION_INSIDE = ("d64", "d128", "d192", "d256", "d384", "d768")  # those whose width divides the last one's
 WORKSTATION_LSTMS = ("h128", "h256", "h512")
 DOCUMENTS = 500_000  # of a corpus
+_PAPER = load_preset("paper")
+FEWER_EXAMPLES = {"num_train": 20_000, "num_test": NUM_TEST}
 WORKSTATION_SETTINGS = {
+    **_PAPER.measures,
     "loss_sentences": 20_000,
     "num_sequences": 4_096,
-    "num_train": 20_000,
-    "probe_epochs": 20,
-    "probe_seeds": 2,
-    "probe_standardize": True,
+    "num_train": FEWER_EXAMPLES["num_train"],
     "finetune_seeds": 2,
 }
 
 
-def _dataset(preset: Preset, language: LanguageConfig, *, tasks: Mapping[str, str], **more: Any) -> Dataset:
+def _dataset(preset: Preset, *languages: LanguageConfig, tasks: Mapping[str, str], **more: Any) -> Dataset:
     """Return a dataset with what the preset decides; `more` are its other fields, some of which have defaults here."""
-    config = train_config(preset, language)
+    configs = [train_config(preset, language) for language in languages]
+    config = configs[0]
     shared = ("batch_size", "objective", "optimizer", "num_sentences", "masked_copies")
     return Dataset(
         **{
-            "languages": (config.language,),
+            "languages": tuple(each.language for each in configs),
             "tasks": tasks,
             "common": {
                 **{name: getattr(config, name) for name in shared},
@@ -64,7 +82,7 @@ def _dataset(preset: Preset, language: LanguageConfig, *, tasks: Mapping[str, st
             },
             "watched": watched_steps(preset.steps),
             "measures": ("loss", "trace", "minimal-trace", *tasks.values()),
-            "settings": {**preset.measures, "num_test": NUM_TEST},
+            "settings": {**preset.measures, "num_test": NUM_TEST},  # of languages; texts have their own
             "shown": SHOWN[more["name"]],
             "needs": NEEDS,
             **more,
@@ -94,6 +112,20 @@ def _inside(largest: str) -> tuple[str, ...]:
     return tuple(f"trace-in-{largest}-{scale}" for scale in ("paper", "exact"))
 
 
+def _cooldowns(tasks: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a dataset that is judged after cooldowns."""
+    return {
+        "branch": BRANCH,
+        "cooldown_steps": COOLDOWN_STEPS,
+        "other_cooldowns": OTHER_COOLDOWNS,
+        "cooldown_rate": COOLDOWN_RATE,
+        "end_measures": tuple(f"projected-{key.removeprefix('probe-')}-{PROJECTED}" for key in tasks.values()),
+    }
+
+
+NO_COOLDOWNS: Mapping[str, Any] = {"branch": 0, "cooldown_steps": 0, "other_cooldowns": ()}
+
+
 def watched_steps(last: int, every: int = 5_000) -> tuple[int, ...]:
     """Return the steps up to the last that are measured."""
     return tuple(range(every, last + 1, every))
@@ -102,11 +134,12 @@ def watched_steps(last: int, every: int = 5_000) -> tuple[int, ...]:
 def pcfg(preset: Preset) -> Dataset:
     """Return the grammar: Tables 3 and 4, SGD, and an adversary for each task."""
     is_framed = preset.is_framed
-    language = PRESETS["pcfg-authors" if is_framed else "pcfg-paper"][0]
+    language: Any = PRESETS["pcfg-authors" if is_framed else "pcfg-paper"][0]
+    grammars = [dataclasses.replace(language, seed=seed) for seed in range(POWER["pcfg"][0])]
     tasks = {name: f"probe-{task}" for name, task in preset.tasks.items()}
     return _dataset(
         preset,
-        language,
+        *grammars,
         name="pcfg",
         title="PCFG",
         tasks=tasks,
@@ -116,36 +149,42 @@ def pcfg(preset: Preset) -> Dataset:
         followed="d512",
         arms={
             **_sgd_arms(),
-            **{
-                f"adversary-{task}": _algorithm(preset, "Adversary", task, "table 2" if task == "C" else "table 1")
-                for task in preset.tasks
-            },
-            "helper-C": _algorithm(preset, "Helper", "C", "table 2"),
+            **{f"adversary-{task}": _algorithm(preset, "Adversary", task, "table 1") for task in ("A", "B")},
+            # those that claims are about
+            "adversary": _algorithm(preset, "Adversary", "C", "table 2"),
+            "helper": _algorithm(preset, "Helper", "C", "table 2"),
         },
+        **_cooldowns(tasks),
         expanded_measures=_inside(TABLE_4[-1]),
         # [CLS] and [SEP] are two more ids and two more places; 15 % of 16 tokens are predicted
         tokens=Tokens(vocab_size=204, length=18, predicted=3) if is_framed else Tokens(vocab_size=202, length=32),
     )
 
 
+def _lstm(layers: int, directions: Literal[1, 2] = 2) -> ModelConfig:
+    return ModelConfig(architecture="lstm", size="h1024", layers=layers, directions=directions)
+
+
 def hmm(preset: Preset) -> Dataset:
     """Return the hidden Markov model with the LSTMs of appendix A.4."""
     tasks = {"6": "probe-task-6", "10": "probe-task-10"}
-    lstms = {size: ModelConfig(architecture="lstm", size=size) for size in LSTMS}
-    # "67M": width 1024 and 8 layers give that number in one direction (docs/errata.md); both are read here
-    lstms["h1024-8-layers"] = ModelConfig(architecture="lstm", size="h1024", layers=8)
+    lstms = {size: ModelConfig(architecture="lstm", size=size) for size in LSTMS[:-1]}
+    # the paper's "67M" and "135M" are the next two, but in one direction (docs/errata.md); here they read both sides
+    lstms |= {"h1024-8-layers": _lstm(8), "h1024": _lstm(16)}
+    model: Any = PRESETS["hmm-paper"][0]
     return _dataset(
         preset,
-        PRESETS["hmm-paper"][0],
+        *(dataclasses.replace(model, seed=seed) for seed in range(POWER["hmm"][0])),
         name="hmm",
         title="HMM",
         tasks=tasks,
         sizes=lstms,
         main="h1024-8-layers",
         arms=_sgd_arms(),
+        **_cooldowns(tasks),
         measures=("loss", "trace", *tasks.values()),
         needs=((0, NEEDS[0][1]),),
-        tokens=Tokens(vocab_size=202, length=16),
+        tokens=HMM_TOKENS,
     )
 
 
@@ -156,6 +195,8 @@ def generated(preset: Preset) -> Dataset:
         TeacherConfig(checkpoint="facebook/opt-125m"),
         name="generated",
         title="OPT-generated",
+        seeds=LEAST,
+        settings={**preset.measures, **ALL_EXAMPLES},
         tasks={"QNLI": "probe-qnli", "SST-2": "probe-sst2"},
         sizes=berts(preset, *TABLE_3),
         expanded=berts(preset, *TABLE_4),
@@ -174,6 +215,8 @@ def web(preset: Preset) -> Dataset:
         corpus,
         name="web",
         title="OpenWebText",
+        seeds=LEAST,
+        settings={**preset.measures, **ALL_EXAMPLES},
         tasks={"SST-2": "finetune-sst2"},
         # "25M": 24.4M with the embedding, as the paper counts elsewhere
         sizes=berts(preset, "d384"),
@@ -195,6 +238,8 @@ def text(preset: Preset) -> Dataset:
         corpus,
         name="text",
         title="BookCorpus",
+        seeds=POWER["text"][0],
+        settings={**preset.measures, **ALL_EXAMPLES},
         tasks={"QNLI": "finetune-qnli", "SST-2": "finetune-sst2", "RTE": "finetune-rte"},
         sizes={"d1024-24-layers": large},
         main="d1024-24-layers",
@@ -205,18 +250,33 @@ def text(preset: Preset) -> Dataset:
     )
 
 
+def _millions(directions: Literal[1, 2]) -> str:
+    """Return how many parameters the two LSTMs of which the paper has a number have in one or both directions."""
+    counts = (num_parameters(_lstm(layers, directions), HMM_TOKENS) / 1e6 for layers in (8, 16))
+    return " and ".join(f"{count:.1f}M" for count in counts)
+
+
 def scale(preset: Preset) -> StudySize:
     """Return the paper's scale with the settings of a preset."""
     datasets = tuple(make(preset) for make in (pcfg, hmm, generated, web, text))
-    return StudySize(description=f"the paper's sizes on GPUs, settings: {preset.description}", datasets=datasets)
+    counts = (
+        f"LSTMs of width 1024 with 8 and 16 layers have {_millions(2)} parameters, as they read both sides of a masked token; "
+        f"in one direction they have {_millions(1)}, which the paper's 67M and 135M seem to be"
+    )
+    return StudySize(
+        description=f"the paper's sizes on GPUs, settings: {preset.description}. {counts}", datasets=datasets
+    )
 
 
 PAPER, AUTHORS = (scale(load_preset(name)) for name in ("paper", "authors"))
 
 
 def _workstation_pcfg(preset: Preset) -> Dataset:
+    dataset = pcfg(preset)
     return dataclasses.replace(
-        pcfg(preset),
+        dataset,
+        languages=dataset.languages[:1],
+        **NO_COOLDOWNS,
         sizes=berts(preset, *WORKSTATION_SIZES),
         expanded=berts(preset, *WORKSTATION_INSIDE),
         expanded_measures=_inside(WORKSTATION_INSIDE[-1]),
@@ -234,8 +294,11 @@ def _workstation_pcfg(preset: Preset) -> Dataset:
 
 
 def _workstation_hmm(preset: Preset) -> Dataset:
+    dataset = hmm(preset)
     return dataclasses.replace(
-        hmm(preset),
+        dataset,
+        languages=dataset.languages[:1],
+        **NO_COOLDOWNS,
         sizes={size: ModelConfig(architecture="lstm", size=size) for size in WORKSTATION_LSTMS},
         main="h256",
         watched=watched_steps(WORKSTATION_STEPS, 2_000),
@@ -245,8 +308,11 @@ def _workstation_hmm(preset: Preset) -> Dataset:
 
 
 def _workstation_generated(preset: Preset) -> Dataset:
+    dataset = generated(preset)
     return dataclasses.replace(
-        generated(preset),
+        dataset,
+        seeds=1,
+        settings={**dataset.settings, **FEWER_EXAMPLES},
         sizes=berts(preset, "d128", "d256", "d512"),
         expanded=berts(preset, "d128", "d192", "d256", "d384", "d768"),
         expanded_measures=_inside("d768"),
@@ -276,10 +342,15 @@ def _workstation_text(preset: Preset) -> Dataset:
 def _fewer_documents(dataset: Dataset) -> Dataset:
     (corpus,) = dataset.languages
     assert isinstance(corpus, CorpusConfig)
-    return dataclasses.replace(dataset, languages=(dataclasses.replace(corpus, max_documents=DOCUMENTS),))
+    return dataclasses.replace(
+        dataset,
+        languages=(dataclasses.replace(corpus, max_documents=DOCUMENTS),),
+        seeds=1,
+        settings={**dataset.settings, **FEWER_EXAMPLES},
+    )
 
 
-_WORKSTATION_PRESET = dataclasses.replace(load_preset("paper"), steps=WORKSTATION_STEPS, measures=WORKSTATION_SETTINGS)
+_WORKSTATION_PRESET = dataclasses.replace(_PAPER, steps=WORKSTATION_STEPS, measures=WORKSTATION_SETTINGS)
 WORKSTATION = StudySize(
     description="about a day on one GPU: models of up to about 100M parameters, 5,000 to 10,000 steps",
     datasets=tuple(

@@ -270,7 +270,7 @@ class _Figures:
             return None
         traces = [column_of(key) for key in keys]
         rows = _means(self.data, _expanded(dataset), [self._across[0], *traces, *self._tasks])
-        cooldown = f" after {dataset.start:,} steps and a cooldown of some length" if dataset.cooldown_steps else ""
+        cooldown = f" after {dataset.start:,} steps and a cooldown of some length" if dataset.expands_cooled else ""
         caption = (
             f"Each point is one size{cooldown}{averaged(dataset)}. Traces are those of the model expanded into "
             f"{dataset.largest}, accuracies those of the model itself: wider models give the probe more features, so "
@@ -281,7 +281,7 @@ class _Figures:
 
 
 def _expanded(dataset: Dataset) -> list[Series]:
-    if not dataset.cooldown_steps:
+    if not dataset.expands_cooled:
         return [(size, size, (dataset.last,)) for size in dataset.expanded]
     lengths = {length: length or dataset.cooldown_steps for length in dataset.cooldown_lengths}
     return [

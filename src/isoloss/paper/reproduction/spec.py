@@ -210,6 +210,11 @@ class Dataset:
         return tuple(key for key in self.arm_measures if key.startswith("few-shot-"))
 
     @property
+    def expands_cooled(self) -> bool:
+        """Whether sizes are expanded after a cooldown; not those of Table 4, which are so only for being expanded."""
+        return bool(self.cooldown_steps and not self.expanded)
+
+    @property
     def largest(self) -> str:
         """The size that others are expanded into."""
         return list(self.expanded or self.sizes)[-1]
@@ -271,7 +276,7 @@ class _Runs:
             shown_in += dataset.shown.longer
         if size == dataset.main:
             shown_in += dataset.shown.main
-        if size in dataset.expanded or (dataset.cooldown_steps and dataset.shown.expanded):
+        if size in dataset.expanded or dataset.expands_cooled:
             shown_in += dataset.shown.expanded
         tables: tuple[Measurement, ...] = ()
         config = self._config(model)
@@ -359,7 +364,7 @@ class _Runs:
             seed=self.replicate.seed + CONTINUED,
         )
         shown = [each for each in dataset.shown.sizes if each == FIGURE_1]
-        if arm in dataset.sizes and step == dataset.start:
+        if arm in dataset.sizes and step == dataset.start and dataset.expands_cooled:
             shown += dataset.shown.expanded
         steps, shown_in = (cooldown.steps,), tuple(shown)
         return self._trained(cooldown, group, steps=steps, shown_in=shown_in, after=(start,), ends=ends)
@@ -409,8 +414,7 @@ class _Runs:
         settings = {**self.dataset.settings, "seed": self.replicate.seed - self.replicate.index + MEASURED}
         needs, expected = self._needs(model, training=False), None
         if (tokens := self.dataset.tokens) is not None:
-            examples = settings["num_train"] + settings["num_test"]
-            tasks = sum(name.startswith(("probe-", "finetune-")) for name in measures)
+            examples = {name: costs.num_examples(name, settings) for name in measures}
             # backward passes: for the paper's trace one for each of 50 sampled labels (appendix B.1) of each sequence
             expected = costs.measuring(
                 model,
@@ -418,10 +422,10 @@ class _Runs:
                 needs,
                 checkpoints=len(steps),
                 conditionals=settings["loss_sentences"] if "loss" in measures else 0,
-                sentences=settings["loss_sentences"] + tasks * examples,
+                sentences=settings["loss_sentences"] + sum(examples.values()),
                 backward=settings["num_sequences"] * (51 if settings.get("trace_method") == "paper" else 2)
                 # 5 seeds of 10 epochs
-                + sum(name.startswith("finetune-") for name in measures) * 50 * examples,
+                + sum(50 * count for name, count in examples.items() if name.startswith("finetune-")),
                 measures=len(measures),
             )
         return Measurement(
