@@ -51,10 +51,13 @@ def inside_of_all(language: PCFG, tokens: list[int]) -> dict[str, float]:
     return {grammar.symbols[symbol]: float(p) for symbol, p in enumerate(found) if p > 0}
 
 
-@pytest.mark.parametrize(("name", "width", "examples"), [("A", 32, 4), ("B", 16, 12), ("C", 8, 30)])
-def test_the_labels_of_the_grammar_are_those_of_cky(name: str, width: int, examples: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "width", "classes", "examples"), [("A", 32, 8, 4), ("B", 16, 16, 12), ("C", 8, 24, 30)]
+)
+def test_the_labels_of_the_grammar_are_those_of_cky(name: str, width: int, classes: int, examples: int) -> None:
     task = make_task(GRAMMAR, name, num_train=300, num_test=examples, seed=0)
     assert task.name == f"prefix-{width}"
+    assert len(task.classes) == classes  # as the preset's description says
     assert task.train_labels.bincount().max() < 200
     for tokens, label in zip(task.test.tokens.tolist(), task.test_labels.tolist(), strict=True):
         scores = inside_of_all(GRAMMAR, tokens[:width])

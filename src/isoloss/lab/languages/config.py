@@ -465,7 +465,8 @@ PRESETS: dict[str, tuple[LanguageConfig, str]] = {
     ),
     "pcfg-paper": (
         PCFGConfig(levels=5, symbols_per_level=8, rules_per_symbol=14, vocab_size=200, stop_probability=0.1),
-        "a grammar of the paper's shape (appendix A.1): 49 symbols, 200 tokens, sentences of up to 32 tokens",
+        "a grammar of the paper's shape (appendix A.1): 49 symbols, 200 tokens, sentences of up to 32 tokens; tasks A, "
+        "B and C have 8, 16 and 24 classes, the paper's 50",
     ),
     "pcfg-authors": (
         PCFGConfig(levels=4, symbols_per_level=10, rules_per_symbol=10, vocab_size=200, stop_probability=0.127),

@@ -260,8 +260,8 @@ def scale(preset: Preset) -> StudySize:
     """Return the paper's scale with the settings of a preset."""
     datasets = tuple(make(preset) for make in (pcfg, hmm, generated, web, text))
     counts = (
-        f"LSTMs of width 1024 with 8 and 16 layers have {_millions(2)} parameters, as they read both sides of a masked token; "
-        f"in one direction they have {_millions(1)}, which the paper's 67M and 135M seem to be"
+        f"LSTMs of width 1024 with 8 and 16 layers have {_millions(2)} parameters, as they read both sides of a masked "
+        f"token; in one direction they have {_millions(1)}, which the paper's 67M and 135M seem to be"
     )
     return StudySize(
         description=f"the paper's sizes on GPUs, settings: {preset.description}. {counts}", datasets=datasets
