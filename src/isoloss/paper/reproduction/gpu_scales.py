@@ -119,7 +119,7 @@ def _cooldowns(tasks: Mapping[str, str]) -> dict[str, Any]:
         "cooldown_steps": COOLDOWN_STEPS,
         "other_cooldowns": OTHER_COOLDOWNS,
         "cooldown_rate": COOLDOWN_RATE,
-        "end_measures": tuple(f"projected-{key.removeprefix('probe-')}-{PROJECTED}" for key in tasks.values()),
+        "size_measures": tuple(f"projected-{key.removeprefix('probe-')}-{PROJECTED}" for key in tasks.values()),
     }
 
 
