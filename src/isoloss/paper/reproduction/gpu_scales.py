@@ -233,6 +233,7 @@ def text(preset: Preset) -> Dataset:
     corpus = CorpusConfig(paths=("hf:bookcorpus/bookcorpus",), tokenizer=BERT_TOKENIZER)
     decay_off = dataclasses.replace(train_config(preset, corpus).optimizer, weight_decay=0.0)
     changes = {"model": dataclasses.replace(large, dropout=0.0), "optimizer": decay_off}
+    tasks = {"QNLI": "finetune-qnli", "SST-2": "finetune-sst2", "RTE": "finetune-rte"}
     return _dataset(
         preset,
         corpus,
@@ -240,7 +241,8 @@ def text(preset: Preset) -> Dataset:
         title="BookCorpus",
         seeds=POWER["text"][0],
         settings={**preset.measures, **ALL_EXAMPLES},
-        tasks={"QNLI": "finetune-qnli", "SST-2": "finetune-sst2", "RTE": "finetune-rte"},
+        tasks=tasks,
+        measures=("loss", "generalization-gap", "trace", "minimal-trace", *tasks.values()),
         sizes={"d1024-24-layers": large},
         main="d1024-24-layers",
         watched=watched_steps(BOOKS_STEPS, 50_000),
