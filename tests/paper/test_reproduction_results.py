@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
+import polars as pl
 import pytest
 from scipy import stats
 
@@ -135,6 +136,8 @@ def known_results(near=NEAR, minimal=10.0, seeds=2):
                     kl += 0.001 * one.place + 0.05 * (name == OUTSIDE and step == 30)
                     accuracy += 0.1 * one.place + OF_ADVERSARY[one.place] * (arm == "adversary")
                     values = {"kl": kl, "trace": trace, "minimal-trace": minimal, "lookup": 0.4, "one-hot": 0.3}
+                    if "loss" in part.measures:
+                        checkpoints.setdefault((name, step), {})["entropy"] = measured(1.5)
                     at = checkpoints.setdefault((name, step), {})
                     for measure in part.measures:
                         key = "kl" if measure == "loss" else measure
@@ -249,35 +252,62 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
     first, *others = page.parts(results).figures
     assert first.name == "pcfg-same-loss"
     assert [each.name for each in others] == [
-        *("pcfg-sizes", "pcfg-last", "pcfg-longer", "pcfg-sgd", "pcfg-algorithms", "pcfg-expanded")
+        *("pcfg-sizes", "pcfg-longer", "pcfg-sgd", "pcfg-algorithms", "pcfg-expanded")
     ]
     spec = first.chart
     assert len(spec["concat"]) == 12  # three probes: all models, then the KL and both traces in the band
     everything, near, *_ = ([row["run"] for row in spec["datasets"][part["data"]["name"]]] for part in points(spec))
     assert len(everything) == len(band.models(data))
     assert sorted(near) == sorted(arm for arm, _ in NEAR if arm != "sgd-exact")
-    rows = page._models(data)
-    adversary = rows.filter(run="adversary", step=30).row(0, named=True)
-    assert adversary["probe-prefix-4"] == pytest.approx(0.65)
-    assert adversary["probe-prefix-4_stderr"] == pytest.approx(0.01 / math.sqrt(3))  # not that of the grammars
-    assert adversary["kl_stderr"] == pytest.approx(0.0)
+    adversary = next(row for row in drawn(first, 0) if (row["run"], row["step"]) == ("adversary", 30))
+    assert adversary["probe_prefix_4"] == pytest.approx(65.0)
+    of_difference = 1.959964 * 1 / math.sqrt(3)  # 8, 7 and 6 points on the three grammars, which differ by 10
+    assert adversary["probe_prefix_4_high"] == pytest.approx(65.0 + of_difference)
+    assert adversary["kl_high"] == pytest.approx(adversary["kl"])
     assert page._baselines(data)["probe-prefix-4"]["Look-up table"] == pytest.approx(0.4)
     assert "within 38% of that of the control, d32-40-polished: 5 of 32." in first.caption
     assert "mean KL ranges from 0.033 to 0.07 nats" in first.caption
     assert "7.00 ± 0.58 points on prefix-4 (from adversary to helper)" in first.caption
 
 
+@pytest.mark.parametrize(
+    ("kls", "step"),
+    [
+        ((0.5, 0.1, 0.095, 0.091), 2.0),  # 9 % from step 2 on
+        ((0.5, 0.1, 0.095, 0.089), 3.0),  # 11 % from step 2 on, 6 % from step 3
+        ((0.5, 0.1, 0.2, 0.15), 2.0),  # it rises, so it does not fall
+        ((0.5, 0.4, 0.3, 0.2), None),  # after the last step nothing is measured
+    ],
+)
+def test_a_loss_is_saturated_once_the_kl_falls_by_less_than_a_tenth(kls, step):
+    results = known_results()
+    rows = pl.DataFrame({"step": [4.0, 2.0, 3.0, 1.0], "kl": [kls[3], kls[1], kls[2], kls[0]]})
+    assert page._saturated(rows, "step") == step
+    assert page._saturated(rows.drop("kl"), "step") is None
+    longer = next(each for each in page.parts(results).figures if each.name == "pcfg-longer")
+    # the KL is 1 at every step before the cooldown: saturated from the first one on, and marked in every panel
+    for panel in longer.chart["concat"]:
+        mark = panel["layer"][0]
+        assert mark["mark"]["strokeDash"]
+        assert longer.chart["datasets"][mark["data"]["name"]] == [{"step": 20}]
+    assert "The dashed line marks the first step after which the KL falls by less than 10%." in longer.caption
+    assert "the entropy, 1.5 nats per token" in longer.caption
+
+
 def test_sizes_are_shown_inside_the_largest_after_polishes_of_every_length():
     results = known_results()
     figure = next(each for each in page.parts(results).figures if each.name == "pcfg-expanded")
     spec = figure.chart
-    rows = spec["datasets"][points(spec)[0]["data"]["name"]]
+    rows = drawn(figure, 0)
     lengths = {"-10": 10, "": 20, "-40": 40}
     assert {(row["size"], row["run"], row["step"]) for row in rows} == {
         (size, f"{size}-40-polished{length}", step) for size in ("d16", "d32") for length, step in lengths.items()
     }
     axes = [part["layer"][-1]["encoding"] for part in spec["concat"]]
-    assert [axis["x"]["field"] for axis in axes[:3]] == ["kl", "trace_in_d32_paper", "minimal_trace_in_d32"]
+    assert {axis["x"]["field"] for axis in axes} == {"parameters"}
+    assert [axis["y"]["field"] for axis in axes[:4]] == [
+        *("kl", "trace_in_d32_paper", "trace_in_d32_exact", "minimal_trace_in_d32")
+    ]
     assert "expanded into d32" in figure.caption
 
 
@@ -438,7 +468,8 @@ def drawn_results(scale):
                 for measure in part.measures:
                     if measure == "loss":
                         loss = 0.1 * draw.uniform(0.9, 1.1) * (1 - 0.9 * step / experiment.last_step)
-                        at |= {"kl": measured(loss), "loss": measured(3 + loss)} if known else {"loss": measured(loss)}
+                        kl = {"kl": measured(loss), "entropy": measured(3.0)} if known else {}
+                        at |= {**kl, "loss": measured(3 * known + loss)}
                     elif measure == "features":
                         gram = np.cov(draw.normal(size=(8, 20)))[np.triu_indices(8)]
                         features = measured(1.0)
@@ -467,7 +498,7 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
         assert len(answer(claims, results)) == 3
     assert {each.name for each in tables(results)} >= {f"{each.name}_sizes" for each in few}
     figures = page.parts(results).figures
-    assert {"pcfg-same-loss", "pcfg-expanded", "text-sizes"} <= {each.name for each in figures}
+    assert {"pcfg-same-loss", "pcfg-expanded", "text-longer"} <= {each.name for each in figures}
 
 
 def test_the_page_lists_what_most_checkpoints_of_a_language_have():
@@ -499,10 +530,17 @@ def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():
     }
     results = Known(scale, checkpoints, None)
     figures = page.parts(results).figures
-    assert [each.name for each in figures] == ["text-sizes", "text-longer", "text-algorithms"]
-    axes = figures[0].chart["concat"][0]["layer"][-1]["encoding"]
+    assert [each.name for each in figures] == ["text-longer", "text-algorithms"]
+    axes = figures[1].chart["concat"][0]["layer"][-1]["encoding"]
     assert (axes["x"]["field"], axes["y"]["field"]) == ("loss", "finetune_docstring_kind")
+    assert "equivalent of the paper's figures 2c and 4 (right)" in figures[0].caption
+    assert "The entropy of the text is not known" in figures[0].caption
     assert "text_same_loss" not in {each.name for each in tables(results)}
+
+
+def drawn(figure, panel):
+    """The rows of the points of a panel."""
+    return figure.chart["datasets"][points(figure.chart)[panel]["data"]["name"]]
 
 
 def points(spec):

@@ -129,3 +129,15 @@ def test_groups_keep_their_colors_and_too_many_are_refused(table):
     sizes = pl.DataFrame({"group": "g", "size": [f"d{i}" for i in range(7)], "parameters": range(7)})
     with pytest.raises(IsolossError, match="7 values of size, but only 6 markers"):
         Style.of(sizes)
+
+
+def test_bars_and_axes_of_accuracies_stay_within_0_and_100_percent(table):
+    root = accuracy("root")
+    rows = table.with_columns(
+        pl.Series("probe-root", [0.99] * table.height), pl.Series("probe-root_stderr", [0.02] * table.height)
+    )
+    frame, ends = data.panel(data.prepare(rows, (root,)), root)
+    assert set(frame["probe_root_high"]) == {100.0}
+    assert frame["probe_root_low"][0] == pytest.approx(99 - 1.959964 * 2)
+    assert ends[root][1] == 100.0
+    assert 90 < ends[root][0] < frame["probe_root_low"][0]

@@ -103,7 +103,8 @@ def magnified(
         ]
         rows, ends = data.panel(drawing.frame, loss, up)
         _, near_ends = data.panel(inside, loss, up)
-        full = data.ends([*ends[up], *(line["y"] for line in lines)], log=up.log) if lines else ends[up]
+        inside_axis = [*ends[up], *(line["y"] for line in lines)]
+        full = data.ends(inside_axis, log=up.log, percent=up.percent) if lines else ends[up]
         # a band may begin at 0, which no logarithmic axis has, or end beyond the axis
         left, right = max(band[0], ends[loss][0]), min(band[1], ends[loss][1])
         x, y = _measured(loss, ends[loss]), _measured(up, full)
@@ -150,8 +151,13 @@ def _baselines(lines: Sequence[Mapping[str, Any]], names: list[str], y: Spec) ->
     )
 
 
-def curves(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None = None) -> Spec:
-    """Each measure over the steps of pre-training, a line per run, with bands of 95 % confidence."""
+def curves(
+    table: pl.DataFrame, shown: Sequence[Column], *, saturated: float | None = None, style: Style | None = None
+) -> Spec:
+    """Each measure over the steps of pre-training, a line per run, with bands of 95 % confidence.
+
+    A dashed vertical line marks the step at which the loss is `saturated`.
+    """
     drawing = _Drawing(table, shown, style)
     last = max(1, *drawing.frame.get_column("step").to_list())
     x = axis("step", "Step", [0.0, last * (1 + data.PADDING / 2)], format=",d")
@@ -166,6 +172,7 @@ def curves(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None 
         panels.append(
             {
                 "layer": [
+                    *_saturation(x, saturated),
                     layer(rows, {"type": "area"}, **common, **interval, opacity=opacity(0.2, whole_run=True)),
                     # a rule too: the band of a single checkpoint has no width
                     layer(rows, {"type": "rule", "strokeWidth": RULE}, **common, **interval, opacity=opacity()),
@@ -175,11 +182,16 @@ def curves(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None 
             }
         )
     words = f"{', '.join(m.title for m in shown)} over the steps of pre-training"
-    return _side_by_side(panels, drawing.pick, words, note=f"Bars and bands{INTERVALS}")
+    return _side_by_side(panels, drawing.pick, words, note=f"Bars and bands{INTERVALS}{_marked(saturated)}")
 
 
-def sizes(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None = None) -> Spec:
-    """Each measure against the number of parameters, with 95 % error bars and a line through each group's means."""
+def sizes(
+    table: pl.DataFrame, shown: Sequence[Column], *, saturated: float | None = None, style: Style | None = None
+) -> Spec:
+    """Each measure against the number of parameters, with 95 % error bars and a line through each group's means.
+
+    A dashed vertical line marks the number of parameters from which the loss is `saturated`.
+    """
     drawing = _Drawing(table, shown, style)
     counts = drawing.frame.get_column("parameters").to_list()
     x = axis("parameters", "Parameters", [min(counts) / 1.3, max(counts) * 1.3], log=True, format="~s")
@@ -193,6 +205,7 @@ def sizes(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None =
         panels.append(
             {
                 "layer": [
+                    *_saturation(x, saturated),
                     layer(
                         data.size_means(frame, column).to_dicts(),
                         line,
@@ -214,7 +227,17 @@ def sizes(table: pl.DataFrame, shown: Sequence[Column], *, style: Style | None =
             }
         )
     words = f"{', '.join(m.title for m in shown)} against the number of parameters"
-    return _side_by_side(panels, drawing.pick, words, note=f"{BARS}; lines: means of a group")
+    return _side_by_side(panels, drawing.pick, words, note=f"{BARS}; lines: means of a group{_marked(saturated)}")
+
+
+def _saturation(x: Spec, at: float | None) -> list[Spec]:
+    """Return a dashed vertical line at a place of the horizontal axis, if there is one."""
+    mark = {"type": "rule", "color": INK, "strokeWidth": RULE, "strokeDash": [4, 4]}
+    return [] if at is None else [layer([{x["field"]: at}], mark, x=x)]
+
+
+def _marked(at: float | None) -> str:
+    return "" if at is None else "; dashed: from here on, the loss is saturated"
 
 
 class _Drawing:

@@ -88,7 +88,9 @@ def column_of(name: str, unit: str = "") -> Column:
         return Column(name, f"Accuracy of the look-up table, {task}", "%", percent=True)
     for trace in (TRACE, MINIMAL_TRACE):
         if name.startswith(f"{trace.name}-in-"):
-            return Column(name, f"{trace.title} in one architecture", trace.unit, log=True)
+            size, _, expansion = name.removeprefix(f"{trace.name}-in-").partition("-")
+            title = f"{trace.title} inside {size}" + (f", {expansion} expansion" if expansion else "")
+            return Column(name, title, trace.unit, log=True)
     known = {column.name: column for column in (KL, LOSS, TRACE, MINIMAL_TRACE)}
     if unit == "accuracy":
         return Column(name, name, "%", percent=True)
@@ -114,7 +116,8 @@ def prepare(table: pl.DataFrame, shown: Sequence[Column]) -> pl.DataFrame:
     Returns:
         run, group, size, parameters, step, and for each measure, by its `field`: the value (in percent where it
         is), `<field>_low` and `<field>_high` (the 95 % confidence interval; the low end is null where it is not above 0
-        and the axis is logarithmic), `<field>_text` (value ± one standard error). Rows by run and step.
+        and the axis is logarithmic; of a percentage, within 0 and 100), `<field>_text` (value ± one standard error).
+        Rows by run and step.
 
     Raises:
         IsolossError: A missing column, no row, two rows of one run and step, or a number that is not finite, without
@@ -170,13 +173,16 @@ def _one(column: Column, run: str, step: int, value: float | None, stderr: float
     scale = 100 if column.percent else 1
     # of the normal distribution: the table has no degrees of freedom
     low, high = scale * (value - Z95 * stderr), scale * (value + Z95 * stderr)
+    if column.percent:
+        low, high = max(low, 0.0), min(high, 100.0)
     return scale * value, None if column.log and low <= 0 else low, high, rounded(scale * value, scale * stderr)
 
 
 def panel(frame: pl.DataFrame, *shown: Column) -> tuple[pl.DataFrame, dict[Column, tuple[float, float]]]:
     """Return the rows of a prepared table that have all of these measures, and the ends of each measure's axis.
 
-    The axes hold all error bars with a little room. A bar that reaches 0 on a logarithmic axis runs to the axis' end.
+    The axes hold all error bars with a little room, those of percentages none beyond 0 and 100. A bar that reaches 0 on
+    a logarithmic axis runs to the axis' end.
 
     Raises:
         IsolossError: No row has all of them.
@@ -188,7 +194,8 @@ def panel(frame: pl.DataFrame, *shown: Column) -> tuple[pl.DataFrame, dict[Colum
     for column in shown:
         # a null low end reached 0, where a logarithmic axis has no place: the value itself bounds the axis then
         lows = rows.select(pl.coalesce(f"{column.field}_low", column.field)).to_series().to_list()
-        axes[column] = ends([*lows, *rows.get_column(f"{column.field}_high")], log=column.log)
+        values = [*lows, *rows.get_column(f"{column.field}_high")]
+        axes[column] = ends(values, log=column.log, percent=column.percent)
     return rows.with_columns(pl.col(f"{m.field}_low").fill_null(axes[m][0]) for m in shown), axes
 
 
@@ -240,12 +247,14 @@ def size_means(rows: pl.DataFrame, column: Column) -> pl.DataFrame:
     return means.sort("parameters", maintain_order=True)
 
 
-def ends(values: Sequence[float], *, log: bool) -> tuple[float, float]:
+def ends(values: Sequence[float], *, log: bool, percent: bool = False) -> tuple[float, float]:
     """Return the ends of an axis that holds these values with a little room: a twentieth of their range on each side.
 
+    An axis of percentages does not go beyond 0 and 100.
+
     Example:
-        >>> ends([0.0, 10.0], log=False), ends([3.0, 3.0], log=False)
-        ((-0.5, 10.5), (2.85, 3.15))
+        >>> ends([0.0, 10.0], log=False), ends([3.0, 3.0], log=False), ends([80.0, 100.0], log=False, percent=True)
+        ((-0.5, 10.5), (2.85, 3.15), (79.0, 100.0))
     """
     low, high = min(values), max(values)
     if log:
@@ -253,7 +262,7 @@ def ends(values: Sequence[float], *, log: bool) -> tuple[float, float]:
         return low / room, high * room
     # equal values span nothing: they get a part of their own size, and zeros get 1
     room = (high - low) * PADDING or abs(high) * PADDING or 1.0
-    return low - room, high + room
+    return (max(low - room, 0.0), min(high + room, 100.0)) if percent else (low - room, high + room)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from isoloss.report.html import table as html_table
 from isoloss.report.save import save
 from isoloss.report.study_page import Figure, render
 from isoloss.studies.answer import Comparison, claim_rows, detail, setup, title_of, told
-from isoloss.studies.claims import ClaimResult, ClaimsFile
+from isoloss.studies.claims import ClaimResult, ClaimsFile, Verdict
 from isoloss.studies.results import Measured, Results
 from isoloss.studies.summary import VERDICT, Summary, SummaryTable, claim_table, explanations
 from isoloss.studies.verdicts import RULE
@@ -40,13 +40,14 @@ class PageParts:
     Attributes:
         figures: The figures; the first is in the page's first screen.
         sections: More sections.
-        paper_claims: The ids of the claims that a table sets beside the paper's own results.
+        paper_claims: The ids of the claims that the first table sets beside the paper's own results, each with what a
+            verdict needs, for a scale without verdicts.
         settings: How the study was made, by name; listed before what every page says about that.
     """
 
     figures: Sequence[Figure]
     sections: Sequence[Section] = ()
-    paper_claims: Sequence[str] = ()
+    paper_claims: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -66,6 +67,9 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
     for file in {file for place in {file.parent for file in drawn} for file in place.iterdir()} - drawn.keys():
         # figures of an earlier page would otherwise seem to belong to this one
         file.unlink()
+    command = shlex.join(
+        ["isoloss", "study", "run", study.name if study.name in STUDIES else f"{study.name}.py", *folder.options]
+    )
     lede, *about = study.lead or (setup(results),)
     # one without a caption is that of every checkpoint, which any page has
     tables = [_table(table) for table in summary.tables if table.caption]
@@ -76,7 +80,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
         cards=summary.answer,
         figures=figures,
         sections=[
-            *_beside_the_paper(summary.claims, parts.paper_claims),
+            *_beside_the_paper(summary.claims, parts.paper_claims, command),
             *_comparisons(results, summary, interim=bool(interim)),
             *parts.sections,
             *([Section(title="About this study", body="\n".join(about), folded=True)] if about else []),
@@ -89,9 +93,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
             name: configs.to_toml(without_folders(configs.to_dict(one.config)))
             for name, one in results.experiments.items()
         },
-        command=shlex.join(
-            ["isoloss", "study", "run", study.name if study.name in STUDIES else f"{study.name}.py", *folder.options]
-        ),
+        command=command,
         settings={
             "Scale": f"{folder.scale_name} ({folder.scale.description})",
             **_inputs(results),
@@ -126,22 +128,28 @@ def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[S
     return [Section(title="Differences", body=interval_rows(rows) + note)]
 
 
-def _beside_the_paper(results: Sequence[ClaimResult], ids: Sequence[str]) -> list[Section]:
+def _beside_the_paper(results: Sequence[ClaimResult], needs: Mapping[str, str], command: str) -> list[Section]:
     by_id = {result.claim.id: result for result in results}
-    found = [by_id[each] for each in ids if each in by_id]
-    rows = [(each.claim.statement, each.claim.paper, _found(each)) for each in found]
-    columns = ("claim", "the paper says", "we find")
-    return [Section(title="The paper says, we find", body=html_table(columns, rows, left=3))] if rows else []
+    found = [by_id[each] for each in needs if each in by_id]
+    rows = [(each.claim.statement, each.claim.paper, _found(each, needs[each.claim.id]), command) for each in found]
+    columns = ("claim", "the paper says", "we find", "made by")
+    return [Section(title="The paper says, we find", body=html_table(columns, rows, left=4))] if rows else []
 
 
-def _found(result: ClaimResult) -> str:
-    """Return the difference in each case, after each verdict that there is."""
+def _found(result: ClaimResult, needs: str) -> str:
+    """Return the difference in each case, after each verdict that there is; where there is none, why."""
     by_verdict: dict[str, list[str]] = {}
     for answer in result.answers:
-        difference = answer.difference
-        number = "" if difference is None else f"{told(difference)} ({detail(difference)})"
-        by_verdict.setdefault(result.words(answer), []).append(f"{title_of(answer.case)} {number}".strip())
-    return "; ".join(f"{verdict}: {', '.join(cases)}".strip(": ") for verdict, cases in by_verdict.items())
+        difference, verdict = answer.difference, result.words(answer)
+        if difference is None:
+            told_of = answer.explanation
+        else:
+            bound = "" if answer.below is None else f"; within ± {answer.below:.2g}"
+            told_of = f"{told(difference)} ({detail(difference)}{bound})"
+        if answer.verdict is Verdict.NO_VERDICT and needs:
+            verdict += f" ({needs})"
+        by_verdict.setdefault(verdict, []).append(f"{title_of(answer.case)} {told_of}".strip())
+    return "; ".join(f"{verdict}: {', '.join(dict.fromkeys(cases))}" for verdict, cases in by_verdict.items())
 
 
 def _tests(results: Sequence[ClaimResult]) -> Markup:

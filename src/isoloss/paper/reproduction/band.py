@@ -140,7 +140,7 @@ def spreads(data: DatasetResults) -> Mapping[str, Spread]:
     """Return how far the KL and the accuracy of each probe spread over the models in the band, by key."""
     near = in_band(data)
     by_key: dict[str, Spread] = {}
-    for key in dict.fromkeys(("kl", *data.dataset.tasks.values())):
+    for key in ("kl", *data.dataset.tasks.values()):
         means = [(model, average(data, model, key)) for model in near]
         ordered = sorted(means, key=lambda pair: pair[1].value)
         (lowest, low), (highest, high) = ordered[0], ordered[-1]

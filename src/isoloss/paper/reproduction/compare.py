@@ -239,7 +239,7 @@ def _after_cooldown(data: DatasetResults) -> dict[str, list[Contrast]]:
             for each in _contrast(
                 data,
                 ("Look-up table", main),
-                lambda one, kind=kind: _against_table(data, one, kind),  # type: ignore[misc]
+                lambda one, kind=kind: (look_up(data, one, kind), data.end(one, main)),  # type: ignore[misc]
                 f"{main} after {dataset.last:,} steps and the cooldown. The features of the look-up table are the true "
                 f"conditionals, as {words}; its KL is 0.",
                 case=words,
@@ -304,12 +304,10 @@ def _last(firsts: Sequence[Checkpoint], seconds: Sequence[Checkpoint]) -> Pair |
     return None
 
 
-def _against_table(data: DatasetResults, one: Replicate, kind: str) -> Pair | None:
-    main = data.dataset.main
-    # where probes that need no model are measured
-    tables = data.at(one, main, 0)
-    probes = {key: tables[f"{kind}-{key.removeprefix('probe-')}"] for key in data.dataset.tasks.values()}
-    return probes, data.end(one, main)
+def look_up(data: DatasetResults, one: Replicate, kind: str) -> Checkpoint:
+    """Return the accuracies of the probe on features of a kind that need no model, by the keys of a model's."""
+    tables = data.at(one, data.dataset.main, 0)
+    return {key: tables[f"{kind}-{key.removeprefix('probe-')}"] for key in data.dataset.tasks.values()}
 
 
 def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:

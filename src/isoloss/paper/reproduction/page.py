@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import polars as pl
 
 from isoloss.paper.reproduction import band, published
-from isoloss.paper.reproduction.compare import DatasetResults, by_dataset, mean
+from isoloss.paper.reproduction.band import Model
+from isoloss.paper.reproduction.compare import MIN_LANGUAGES, DatasetResults, by_dataset, look_up, mean
 from isoloss.paper.reproduction.spec import BASELINES, FIGURE_1, SGD_SHOWN, Dataset, cooldown_run
 from isoloss.report import charts
 from isoloss.report.data import KL, LOSS, MARKERS, MINIMAL_TRACE, TRACE, Column, Style, column_of
@@ -20,14 +20,14 @@ from isoloss.statistics.estimate import number
 from isoloss.studies.page import PageParts
 from isoloss.studies.results import Results
 
-LOG_KL = dataclasses.replace(KL, log=True)  # as models of about one loss are compared with much worse ones
-Series = tuple[str, str, tuple[int, ...]]  # a group, the part of a run's name that says what it is, and steps
+# on a logarithmic axis, as models of about one loss are compared with much worse ones
+LOG_KL = dataclasses.replace(KL, title="Loss minus entropy: KL", log=True)
+SATURATED = 0.1  # a loss is saturated once the KL falls by less than this fraction of it until the end
 # the paper's main results: size, time, SGD, the adversary, the look-up table
 PAPER_CLAIMS = (
     *("larger-transfer", "longer-transfer", "sgd-flatter", "sgd-transfer"),
     *("adversary-transfer", "lookup-transfer"),
 )
-PAPER_SCALE = "paper"  # of a small model's embedding inside a large one
 
 
 def parts(results: Results) -> PageParts:
@@ -35,12 +35,22 @@ def parts(results: Results) -> PageParts:
     everything = by_dataset(results)
     same_loss = [_same_loss(data) for data in everything if band.models(data)]
     figures = [*same_loss, *(figure for data in everything for figure in _figures(data))]
-    return PageParts(figures=figures, paper_claims=PAPER_CLAIMS)
+    # all of these claims are about PCFG
+    needs = next((_needs(data.dataset) for data in everything if data.dataset.name == "pcfg"), "")
+    return PageParts(figures=figures, paper_claims=dict.fromkeys(PAPER_CLAIMS, needs))
+
+
+def _needs(dataset: Dataset) -> str:
+    """Return what a verdict on a dataset takes; empty: it has enough."""
+    grammars = len(dataset.languages)
+    if grammars >= MIN_LANGUAGES:
+        return ""
+    return f"it takes {MIN_LANGUAGES} languages or more, and here {'are' if grammars > 1 else 'is'} {grammars}"
 
 
 def columns(dataset: Dataset) -> list[Column]:
     """Return the accuracies on a dataset's tasks."""
-    return [column_of(key, "accuracy") for key in dict.fromkeys(dataset.tasks.values())]
+    return [column_of(key, "accuracy") for key in dataset.tasks.values()]
 
 
 def _traces(dataset: Dataset) -> list[Column]:
@@ -49,9 +59,12 @@ def _traces(dataset: Dataset) -> list[Column]:
 
 def _style(table: pl.DataFrame) -> Style:
     """Return the style of a table; where there are more sizes than markers, only colors tell them apart."""
-    if table.get_column("size").n_unique() <= len(MARKERS):
-        return Style.of(table)
-    return dataclasses.replace(Style.of(table.with_columns(pl.lit("any").alias("size"))), markers={})
+    return Style.of(table) if table.get_column("size").n_unique() <= len(MARKERS) else _one_marker(table)
+
+
+def _one_marker(table: pl.DataFrame) -> Style:
+    """Return the style of a table whose sizes stand on an axis."""
+    return Style.of(table.with_columns(pl.lit("any").alias("size")))
 
 
 # --- figure 1 --------------------------------------------------------------------------------------------------------
@@ -60,7 +73,9 @@ def _style(table: pl.DataFrame) -> Style:
 def _same_loss(data: DatasetResults) -> Figure:
     """Return the paper's figure 1: transfer against the loss and against flatness, of models of about one loss."""
     dataset = data.dataset
-    rows = _models(data)
+    experiments, first = data.results.experiments, data.replicates[0]
+    models = [(experiments[first.run(model.arm)].group, model) for model in band.models(data)]
+    rows = _rows(data, models, [LOG_KL, *_traces(dataset), *columns(dataset)], band.control(data))
     chart = charts.magnified(
         rows,
         LOG_KL,
@@ -74,39 +89,16 @@ def _same_loss(data: DatasetResults) -> Figure:
     return Figure(name=f"{dataset.name}-same-loss", title=title, chart=chart, caption=_caption(data))
 
 
-def _models(data: DatasetResults) -> pl.DataFrame:
-    dataset = data.dataset
-    first, middle = data.replicates[0], band.control(data)
-    rows = []
-    for model in band.models(data):
-        experiment = data.results.experiments[first.run(model.arm)]
-        row = {
-            "run": model.arm,
-            "group": experiment.group,
-            "size": experiment.size,
-            "parameters": data.results.run(first.run(model.arm)).result()["num_parameters"],
-            "step": model.step,
-        }
-        for column in (LOG_KL, *_traces(dataset), *columns(dataset)):
-            value = band.average(data, model, column.name).value
-            # not the value's own error: languages differ more than models do, and would hide how models differ on them
-            stderr = band.paired_difference(data, model, middle, column.name).stderr
-            row |= {column.name: value, column.stderr_column: stderr / 100 if column.percent else stderr}
-        rows.append(row)
-    return pl.DataFrame(rows)
-
-
 def _baselines(data: DatasetResults) -> Mapping[str, Mapping[str, float]]:
     dataset = data.dataset
     if not dataset.shown.baselines:
         return {}
-    starts = [(one, data.at(one, dataset.main, 0)) for one in data.replicates]
-
-    def accuracy_of(kind: str, probe: str) -> float:
-        return mean([(one, start[f"{kind}-{probe.removeprefix('probe-')}"]) for one, start in starts]).value
-
+    tables = {kind: [(one, look_up(data, one, kind)) for one in data.replicates] for kind in BASELINES}
     return {
-        column.name: {title: accuracy_of(kind, column.name) for kind, title in BASELINES.items()}
+        column.name: {
+            title: mean([(one, each[column.name]) for one, each in tables[kind]]).value
+            for kind, title in BASELINES.items()
+        }
         for column in columns(dataset)
     }
 
@@ -155,7 +147,7 @@ def _in_the_paper() -> str:
 
 def _figures(data: DatasetResults) -> list[Figure]:
     figures = _Figures(data)
-    wanted = (figures.sizes, figures.last, figures.longer, figures.sgd, figures.algorithms, figures.expanded)
+    wanted = (figures.sizes, figures.longer, figures.sgd, figures.algorithms, figures.expanded)
     return [figure for make in wanted if (figure := make()) is not None]
 
 
@@ -175,120 +167,154 @@ class _Figures:
         return columns(self.dataset)
 
     @property
+    def _knows_kl(self) -> bool:
+        return bool(band.models(self.data))
+
+    @property
     def _across(self) -> list[Column]:
         """The loss and the traces."""
-        loss = KL if band.models(self.data) else LOSS
-        return [loss, *_traces(self.dataset)]
+        return [LOG_KL if self._knows_kl else LOSS, *_traces(self.dataset)]
 
-    @functools.cached_property
-    def _watched(self) -> pl.DataFrame:
-        return self._means([(size, size, self.dataset.watched) for size in self.dataset.sizes])
+    def _rows(self, models: Sequence[tuple[str, Model]], middle: Model) -> pl.DataFrame:
+        return _rows(self.data, models, [*self._across, *self._tasks], middle)
 
-    def _means(self, series: Sequence[Series]) -> pl.DataFrame:
-        return _means(self.data, series, [*self._across, *self._tasks])
-
-    def _figure(self, name: str, title: str, chart: Any, shown_in: Sequence[str], caption: str) -> Figure:
+    def _figure(self, name: str, title: str, chart: Any, shown_in: Sequence[str], *caption: str) -> Figure:
+        shown = published.corresponds(*(each for each in shown_in if each != FIGURE_1))
+        cooldown = " Before any cooldown." if self.dataset.cooldown_steps and name != "expanded" else ""
         return Figure(
             name=f"{self.dataset.name}-{name}",
             title=f"{self.dataset.title}: {title}",
             chart=chart,
-            caption=published.corresponds(*(each for each in shown_in if each != FIGURE_1)) + caption,
+            caption=f"{shown}{' '.join(caption)}{cooldown}",
         )
-
-    def _against_tasks(self, rows: pl.DataFrame, across: Sequence[Column]) -> Any:
-        axes = [(column, task) for task in self._tasks for column in across]
-        return charts.scatter(rows, axes, style=_style(rows))
-
-    def _each(self, what: str) -> str:
-        return f"Each point is one {what} at one training step{averaged(self.dataset)}.{self._uncooled}"
-
-    @property
-    def _uncooled(self) -> str:
-        return " Before any cooldown." if self.dataset.cooldown_steps else ""
 
     def sizes(self) -> Figure | None:
         """Return every size at its watched steps."""
-        chart = self._against_tasks(self._watched, self._across)
-        return self._figure("sizes", "sizes and steps", chart, self.dataset.shown.sizes, self._each("size"))
-
-    def last(self) -> Figure | None:
-        """Return every size at the end of its training."""
-        if len(self.dataset.sizes) == 1:
+        dataset = self.dataset
+        if len(dataset.sizes) == 1:
             return None
-        rows = self._watched.filter(pl.col("step") == self.dataset.last)
-        chart = charts.sizes(rows, [self._across[0], *self._tasks], style=_style(rows))
-        caption = f"Each size at the end of training.{self._uncooled}"
-        return self._figure("last", "sizes at the last step", chart, self.dataset.shown.sizes, caption)
+        middle = Model(dataset.main, dataset.last)
+        rows = self._rows(
+            [(f"{step:,} steps", Model(size, step)) for step in dataset.watched for size in dataset.sizes], middle
+        )
+        saturated = _saturated(rows.filter(pl.col("step") == dataset.last), "parameters")
+        chart = charts.sizes(rows, [self._across[0], *self._tasks], saturated=saturated, style=_one_marker(rows))
+        caption = (f"Each point is one size after a number of steps{averaged(dataset)}.", self._loss("size", saturated))
+        return self._figure("sizes", "larger models", chart, dataset.shown.sizes, *caption, _paired(middle))
 
     def longer(self) -> Figure | None:
         """Return the model whose training is followed over its steps."""
-        followed = self.dataset.followed or self.dataset.main
-        rows = self._watched.filter(pl.col("group") == followed)
-        chart = charts.curves(rows, [*self._across, *self._tasks], style=_style(rows))
-        caption = f"The model {followed} during training with AdamW{averaged(self.dataset)}.{self._uncooled}"
-        return self._figure("longer", "training for longer", chart, self.dataset.shown.longer, caption)
+        dataset = self.dataset
+        followed = dataset.followed or dataset.main
+        first = Model(followed, dataset.watched[0])
+        rows = self._rows([(followed, Model(followed, step)) for step in dataset.watched], first)
+        saturated = _saturated(rows, "step")
+        chart = charts.curves(rows, [*self._across, *self._tasks], saturated=saturated, style=_style(rows))
+        caption = (
+            "" if dataset.shown.longer else "An equivalent of the paper's figures 2c and 4 (right), on another text.",
+            f"The model {followed} during training with AdamW{averaged(dataset)}.",
+            self._loss("step", saturated),
+            _paired(first),
+        )
+        return self._figure("longer", "longer training", chart, dataset.shown.longer, *filter(None, caption))
 
     def sgd(self) -> Figure | None:
         """Return SGD over its steps, after AdamW."""
-        dataset = self.dataset
+        dataset, start = self.dataset, Model(self.dataset.main, self.dataset.start)
         arms = {name: arm for name, arm in dataset.arms.items() if arm.shown_in == SGD_SHOWN}
         if not arms:
             return None
         # a curve joins the rows of one run, so each arm has the end of AdamW as a row of its own, at step 0
         starts = [
-            self._means([(arm.title, dataset.main, (dataset.start,))]).with_columns(
+            self._rows([(arm.title, start)], start).with_columns(
                 pl.lit(name).alias("run"), pl.lit(0, pl.Int64).alias("step")
             )
             for name, arm in arms.items()
         ]
-        ends = [(arm.title, name, (*arm.watched, arm.stages[0].steps)) for name, arm in arms.items()]
-        rows = pl.concat([*starts, self._means(ends)])
+        ends = [
+            (arm.title, Model(name, step)) for name, arm in arms.items() for step in (*arm.watched, arm.stages[0].steps)
+        ]
+        rows = pl.concat([*starts, self._rows(ends, start)])
         chart = charts.curves(rows, [*self._across, *self._tasks], style=_style(rows))
         caption = (
-            f"Training of {dataset.main} continues with SGD from step {dataset.start:,} of AdamW; the horizontal axis "
-            f"counts the steps of SGD.{self._uncooled}"
+            f"Training of {dataset.main} continues with SGD from step {start.step:,} of AdamW; the horizontal axis "
+            f"counts the steps of SGD.",
+            _paired(start),
         )
-        return self._figure("sgd", "SGD after AdamW", chart, SGD_SHOWN, caption)
+        return self._figure("sgd", "SGD after AdamW", chart, SGD_SHOWN, *caption)
 
     def algorithms(self) -> Figure | None:
         """Return the arms that are trained from scratch beside the main model."""
-        dataset = self.dataset
+        dataset, middle = self.dataset, Model(self.dataset.main, self.dataset.last)
         arms = {name: arm for name, arm in dataset.arms.items() if not arm.stages}
         if not arms:
             return None
-        main = (f"AdamW ({dataset.main})", dataset.main, dataset.watched)
-        rows = self._means([main, *((arm.title, name, dataset.watched) for name, arm in arms.items())])
+        titles = {dataset.main: f"AdamW ({dataset.main})", **{name: arm.title for name, arm in arms.items()}}
+        models = [(title, Model(name, step)) for name, title in titles.items() for step in dataset.watched]
+        rows = self._rows(models, middle)
+        axes = [(column, task) for task in self._tasks for column in self._across]
         shown_in = dict.fromkeys(each for arm in arms.values() for each in arm.shown_in)
-        chart = self._against_tasks(rows, self._across)
-        return self._figure("algorithms", "algorithms and architectures", chart, tuple(shown_in), self._each("model"))
+        caption = (f"Each point is one model at one training step{averaged(dataset)}.", _paired(middle))
+        chart = charts.scatter(rows, axes, style=_style(rows))
+        return self._figure("algorithms", "algorithms and architectures", chart, tuple(shown_in), *caption)
 
     def expanded(self) -> Figure | None:
         """Return sizes after their expansion into the largest."""
         dataset = self.dataset
-        keys = [key for key in dataset.when_expanded if key.endswith(f"-{PAPER_SCALE}") or key.startswith("minimal-")]
-        if not keys:
+        if not dataset.when_expanded:
             return None
-        traces = [column_of(key) for key in keys]
-        rows = _means(self.data, _expanded(dataset), [self._across[0], *traces, *self._tasks])
-        cooldown = f" after {dataset.start:,} steps and a cooldown of some length" if dataset.expands_cooled else ""
+        models = _expanded(dataset)
+        first = models[0][1]
+        shown = [self._across[0], *map(column_of, dataset.when_expanded), *self._tasks]
+        rows = _rows(self.data, models, shown, first)
         caption = (
-            f"Each point is one size{cooldown}{averaged(dataset)}. Traces are those of the model expanded into "
-            f"{dataset.largest}, accuracies those of the model itself: wider models give the probe more features, so "
-            "accuracies of different sizes are not comparable."
+            f"Each point is one size{averaged(dataset)}. Traces are those of the model expanded into "
+            f"{dataset.largest}, by the paper's expansion, by the exact one, and the minimal trace, which does not "
+            "depend on the choice. Accuracies are those of the model itself: wider models give the probe more "
+            "features, so accuracies of different sizes are not comparable.",
+            _paired(first),
         )
-        chart = self._against_tasks(rows, [self._across[0], *traces])
-        return self._figure("expanded", "sizes expanded into the largest", chart, dataset.shown.expanded, caption)
+        chart = charts.sizes(rows, shown, style=_one_marker(rows))
+        return self._figure("expanded", "sizes expanded into the largest", chart, dataset.shown.expanded, *caption)
+
+    def _loss(self, what: str, saturated: float | None) -> str:
+        """Return what a caption says of the loss: its lowest value, and where it is saturated."""
+        if not self._knows_kl:
+            return "The entropy of the text is not known, so the axis is the loss, and nobody knows where it saturates."
+        entropy = mean([(one, self.data.at(one, self.dataset.main)["entropy"]) for one in self.data.replicates])
+        if saturated is None:
+            mark = f"There is no mark of saturation: up to the last {what}, the KL falls by {SATURATED:.0%} or more."
+        else:
+            mark = f"The dashed line marks the first {what} after which the KL falls by less than {SATURATED:.0%}."
+        return f"The loss is the KL plus the entropy, {number(entropy)} nats per token. {mark}"
 
 
-def _expanded(dataset: Dataset) -> list[Series]:
+def _expanded(dataset: Dataset) -> list[tuple[str, Model]]:
     if not dataset.expands_cooled:
-        return [(size, size, (dataset.last,)) for size in dataset.expanded]
+        return [(f"{dataset.last:,} steps", Model(size, dataset.last)) for size in dataset.expanded]
     lengths = {length: length or dataset.cooldown_steps for length in dataset.cooldown_lengths}
     return [
-        (size, cooldown_run(size, dataset.start, length), (steps,))
-        for size in dataset.sizes
+        (f"Cooldown of {steps:,} steps", Model(cooldown_run(size, dataset.start, length), steps))
         for length, steps in lengths.items()
+        for size in dataset.sizes
     ]
+
+
+def _saturated(rows: pl.DataFrame, axis: str) -> float | None:
+    """Return the first place on an axis after which the KL falls by less than `SATURATED`; None if only the last is."""
+    if "kl" not in rows.columns:
+        return None
+    places, values = rows.sort(axis).select(axis, "kl").to_dict(as_series=False).values()
+    saturated = (place for i, place in enumerate(places[:-1]) if min(values[i:]) > (1 - SATURATED) * values[i])
+    return next(saturated, None)
+
+
+def _paired(middle: Model) -> str:
+    """Return what the bars of a figure are."""
+    return (
+        f"Bars are those of the difference from {middle.arm} at step {middle.step:,}, paired by language and seed, so "
+        "this one has none."
+    )
 
 
 def averaged(dataset: Dataset) -> str:
@@ -299,21 +325,28 @@ def averaged(dataset: Dataset) -> str:
     return f", averaged over {' and '.join(over)}" if over else ""
 
 
-def _means(data: DatasetResults, series: Sequence[Series], shown: list[Column]) -> pl.DataFrame:
-    rows = []
-    for group, arm, steps in series:
-        # all replicates have the same sizes and arms
-        first = data.replicates[0].run(arm)
-        for step in steps:
-            row = {
-                "run": arm,
-                "group": group,
-                "size": data.results.experiments[first].size,
-                "parameters": data.results.run(first).result()["num_parameters"],
-                "step": step,
+def _rows(
+    data: DatasetResults, models: Sequence[tuple[str, Model]], shown: Sequence[Column], middle: Model
+) -> pl.DataFrame:
+    """Return models, each with its group, as a chart takes them: means, with the errors of differences from `middle`.
+
+    Not the errors of the means: languages differ more than models do, and would hide how models differ on them.
+    """
+    first, rows = data.replicates[0], []
+    for group, model in models:
+        run = first.run(model.arm)  # all replicates have the same sizes and arms
+        row = {
+            "run": model.arm,
+            "group": group,
+            "size": data.results.experiments[run].size,
+            "parameters": data.results.run(run).result()["num_parameters"],
+            "step": model.step,
+        }
+        for column in shown:
+            stderr = band.paired_difference(data, model, middle, column.name).stderr
+            row |= {
+                column.name: band.average(data, model, column.name).value,
+                column.stderr_column: stderr / 100 if column.percent else stderr,
             }
-            for column in shown:
-                value = mean([(one, data.at(one, arm, step)[column.name]) for one in data.replicates])
-                row |= {column.name: value.value, f"{column.name}_stderr": value.stderr}
-            rows.append(row)
+        rows.append(row)
     return pl.DataFrame(rows)

@@ -10,13 +10,16 @@ from typing import Any
 
 from isoloss.errors import IsolossError
 from isoloss.paper.reproduction import band, published
-from isoloss.paper.reproduction.compare import DatasetResults, at_same_loss, by_dataset, mean
+from isoloss.paper.reproduction.compare import DatasetResults, at_same_loss, by_dataset, look_up, mean
 from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replicate, cooldown_run
+from isoloss.statistics.comparison import times
 from isoloss.statistics.correlation import Kind, correlation, granulated_kendall
 from isoloss.statistics.estimate import Estimate, student95
 from isoloss.studies.results import Checkpoint, Measured, Pair, Results, cka, difference
 from isoloss.studies.summary import SummaryTable
 
+MINUS = " minus control"  # after a measure, its difference from the control's
+LOOKUPS = tuple(kind for kind in BASELINES if kind.endswith("lookup"))
 Row = tuple[tuple[str | int, ...], Mapping[str, Estimate]]
 
 
@@ -26,7 +29,7 @@ def tables(results: Results) -> tuple[SummaryTable, ...]:
     for data in by_dataset(results):
         if band.models(data):
             made.append(_same_loss(data))
-        made += [_algorithms(data), _flatness(data), _sizes(data)]
+        made += [_algorithms(data), _flatness(data), _tasks(data), _sizes(data)]
         if data.dataset.cooldown_steps:
             made += [_expansions(data), _interpolation(data)]
         if data.dataset.arm_measures:
@@ -63,28 +66,80 @@ def _arms(dataset: Dataset) -> dict[str, str]:
     return main | arms
 
 
+def _beside_control(data: DatasetResults, title: str, models: Sequence[Checkpoint], keys: Sequence[str]) -> Row:
+    """Return a model, of each replicate, by its means and by its differences from the control, paired by replicate."""
+    cells: dict[str, Estimate] = {}
+    for key in keys:
+        controls = [data.at(one, data.dataset.control)[key] for one in data.replicates]
+        pairs = [(one, own[key], control) for one, own, control in zip(data.replicates, models, controls, strict=True)]
+        cells[key] = mean([(one, own) for one, own, _ in pairs])
+        cells[f"{key}{MINUS}"] = mean([(one, difference(own, control)) for one, own, control in pairs])
+    return (title,), cells
+
+
+def _arms_beside_control(data: DatasetResults, keys: Sequence[str]) -> list[Row]:
+    """Return the main model, the control first, and every arm."""
+    arms = _arms(data.dataset).items()
+    return [_beside_control(data, title, [data.at(one, run) for one in data.replicates], keys) for run, title in arms]
+
+
 def _algorithms(data: DatasetResults) -> SummaryTable:
     """Return the paper's Table 1: transfer by training algorithm, with the look-up table."""
-    dataset = data.dataset
-    probes = list(dict.fromkeys(dataset.tasks.values()))
-    loss = _loss(data)
-    rows = [_row(data, (title,), run, [loss, *probes]) for run, title in _arms(dataset).items()]
+    dataset, loss, tasks = data.dataset, _loss(data), list(data.dataset.tasks.values())
+    rows = _arms_beside_control(data, [loss, *tasks])
     if dataset.shown.baselines:
-        # one-hot tokens predict nothing and have no KL; the look-up table's is 0
-        for kind in ("lookup", "log-lookup"):
-            tasks = {probe: f"{kind}-{probe.removeprefix('probe-')}" for probe in probes}
-            ones = [(one, data.at(one, dataset.main, 0)) for one in data.replicates]
-            accuracies = {probe: mean([(one, start[table]) for one, start in ones]) for probe, table in tasks.items()}
-            rows.append(((BASELINES[kind],), {loss: _zero(rows[0][1][loss]), **accuracies}))
+        control = rows[0][1][loss]  # the look-up table's KL is 0
+        for kind in LOOKUPS:
+            tables = [look_up(data, one, kind) for one in data.replicates]
+            labels, cells = _beside_control(data, BASELINES[kind], tables, tasks)
+            rows.append((labels, {loss: times(control, 0), f"{loss}{MINUS}": times(control, -1), **cells}))
     caption = _after(dataset) + _beside_table(dataset, "table 1")
     return SummaryTable(
         f"{dataset.name}_algorithms", f"{dataset.title}: transfer by algorithm", ("model",), rows, caption
     )
 
 
+def _tasks(data: DatasetResults) -> SummaryTable:
+    """Return what the tasks take: the rates of classifiers that need no model, beside the control's."""
+    dataset = data.dataset
+    rows: list[Row] = []
+    for name, key in dataset.tasks.items():
+        models = [(one, data.at(one, dataset.control)[key]) for one in data.replicates]
+        # nobody knows the Bayes rate of a task on text
+        rates = {
+            title: mean([(one, _exact_rate(each, rate)) for one, each in models])
+            for title, rate in (("majority", "majority_rate"), ("Bayes", "bayes_accuracy"))
+            if all(rate in each.details for _, each in models)
+        }
+        tables = {
+            title: mean([(one, look_up(data, one, kind)[key]) for one in data.replicates])
+            for kind, title in (BASELINES if dataset.shown.baselines else {}).items()
+        }
+        rows.append(((name, key), {**rates, **tables, "control": mean(models)}))
+    caption = (
+        "Accuracy by always the most common class, by the Bayes-optimal classifier, which knows the language, by the "
+        f"same probe on features that need no model, and by the probe on the control, {dataset.control}. "
+        + _over(dataset)
+    )
+    return SummaryTable(f"{dataset.name}_tasks", f"{dataset.title}: tasks", ("task", "measure"), rows, caption)
+
+
+def _exact_rate(one: Measured, rate: str) -> Estimate:
+    """Return a rate that a measurement has among its details as an estimate."""
+    return Estimate(
+        value=one.details[rate],
+        stderr=0.0,
+        samples=0,
+        unit=one.unit,
+        num_predictions=one.num_predictions,
+        method="exact",
+    )
+
+
 def _beside_table(dataset: Dataset, table: str) -> str:
     """Return which table of the paper this is beside, and its numbers where the study quotes them."""
     caption = (published.corresponds(table) if table in dataset.shown.main else "") + _over(dataset)
+    caption += f" Differences from the control, {dataset.control} in the first row, are paired by language and seed."
     if dataset.name == "pcfg":
         caption += (
             f" In the paper ({published.PARAMETERS} parameters; ± standard deviation): "
@@ -93,16 +148,11 @@ def _beside_table(dataset: Dataset, table: str) -> str:
     return caption
 
 
-def _zero(like: Estimate) -> Estimate:
-    return Estimate(value=0.0, stderr=0.0, samples=0, unit=like.unit, num_predictions=0, method="exact")
-
-
 def _flatness(data: DatasetResults) -> SummaryTable:
     """Return the paper's Table 2: transfer and flatness by training algorithm."""
     dataset = data.dataset
     traces = [key for key in ("trace", "minimal-trace") if key in dataset.measures]
-    keys = [_loss(data), *traces, *dataset.few_shot]
-    rows = [_row(data, (title,), run, keys) for run, title in _arms(dataset).items()]
+    rows = _arms_beside_control(data, [_loss(data), *traces, *dataset.few_shot])
     caption = _after(dataset) + _beside_table(dataset, "table 2")
     return SummaryTable(
         f"{dataset.name}_flatness", f"{dataset.title}: flatness by algorithm", ("model",), rows, caption
@@ -208,7 +258,7 @@ def compared(dataset: Dataset) -> list[str]:
 
 def _same_loss(data: DatasetResults) -> SummaryTable:
     dataset = data.dataset
-    probes = list(dict.fromkeys(dataset.tasks.values()))
+    probes = list(dataset.tasks.values())
     measures = ["kl", *(key for key in ("trace", "minimal-trace") if key in dataset.measures)]
     rows: list[Row] = []
     undefined, counts = [], []
@@ -240,7 +290,7 @@ def _same_loss(data: DatasetResults) -> SummaryTable:
 
 def _ranking(data: DatasetResults, kind: Kind) -> SummaryTable:
     dataset = data.dataset
-    probes, loss = list(dict.fromkeys(dataset.tasks.values())), _loss(data)
+    probes, loss = list(dataset.tasks.values()), _loss(data)
     models = [(one, [data.at(one, run) for run in compared(dataset)]) for one in data.replicates]
     rows: list[Row] = []
     for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.arm_measures)):
@@ -267,7 +317,7 @@ def _ranking(data: DatasetResults, kind: Kind) -> SummaryTable:
 
 def _granulated(data: DatasetResults) -> SummaryTable:
     dataset = data.dataset
-    probes = list(dict.fromkeys(dataset.tasks.values()))
+    probes = list(dataset.tasks.values())
     models = [(one, run) for one in data.replicates for run in compared(dataset)]
     ends = [data.at(one, run) for one, run in models]
     hyperparameters: dict[str, list[Any]] = {"model": [run for _, run in models]}
