@@ -89,7 +89,8 @@ def column_of(name: str, unit: str = "") -> Column:
     for trace in (TRACE, MINIMAL_TRACE):
         if name.startswith(f"{trace.name}-in-"):
             size, _, expansion = name.removeprefix(f"{trace.name}-in-").partition("-")
-            title = f"{trace.title} inside {size}" + (f", {expansion} expansion" if expansion else "")
+            # the whole title would not fit beside a panel
+            title = f"{trace.title.removesuffix(' of the Fisher')} in {size}" + (f", {expansion}" if expansion else "")
             return Column(name, title, trace.unit, log=True)
     known = {column.name: column for column in (KL, LOSS, TRACE, MINIMAL_TRACE)}
     if unit == "accuracy":

@@ -21,8 +21,12 @@ from isoloss.studies.page import PageParts
 from isoloss.studies.results import Results
 
 # on a logarithmic axis, as models of about one loss are compared with much worse ones
-LOG_KL = dataclasses.replace(KL, title="Loss minus entropy: KL", log=True)
+LOG_KL = dataclasses.replace(KL, title="KL = loss − entropy", log=True)
 SATURATED = 0.1  # a loss is saturated once the KL falls by less than this fraction of it until the end
+SMALLEST = (
+    "Bars are those of the difference from the smallest size of the same color, paired by language and seed, so this "
+    "one has none."
+)
 # the paper's main results: size, time, SGD, the adversary, the look-up table
 PAPER_CLAIMS = (
     *("larger-transfer", "longer-transfer", "sgd-flatter", "sgd-transfer"),
@@ -178,6 +182,12 @@ class _Figures:
     def _rows(self, models: Sequence[tuple[str, Model]], middle: Model) -> pl.DataFrame:
         return _rows(self.data, models, [*self._across, *self._tasks], middle)
 
+    def _by_size(self, groups: Mapping[str, Sequence[Model]], shown: Sequence[Column]) -> pl.DataFrame:
+        """Return models of several sizes in groups, each with the errors of differences from its group's first."""
+        return pl.concat(
+            _rows(self.data, [(group, model) for model in models], shown, models[0]) for group, models in groups.items()
+        )
+
     def _figure(self, name: str, title: str, chart: Any, shown_in: Sequence[str], *caption: str) -> Figure:
         shown = published.corresponds(*(each for each in shown_in if each != FIGURE_1))
         cooldown = " Before any cooldown." if self.dataset.cooldown_steps and name != "expanded" else ""
@@ -193,14 +203,15 @@ class _Figures:
         dataset = self.dataset
         if len(dataset.sizes) == 1:
             return None
-        middle = Model(dataset.main, dataset.last)
-        rows = self._rows(
-            [(f"{step:,} steps", Model(size, step)) for step in dataset.watched for size in dataset.sizes], middle
-        )
+        groups = {f"{step:,} steps": [Model(size, step) for size in dataset.sizes] for step in dataset.watched}
+        shown = [self._across[0], *self._tasks]
+        rows = self._by_size(groups, shown)
         saturated = _saturated(rows.filter(pl.col("step") == dataset.last), "parameters")
-        chart = charts.sizes(rows, [self._across[0], *self._tasks], saturated=saturated, style=_one_marker(rows))
-        caption = (f"Each point is one size after a number of steps{averaged(dataset)}.", self._loss("size", saturated))
-        return self._figure("sizes", "larger models", chart, dataset.shown.sizes, *caption, _paired(middle))
+        chart = charts.sizes(rows, shown, saturated=saturated, style=_one_marker(rows))
+        each = f"Each point is one size after a number of steps{averaged(dataset)}. {SMALLEST}"
+        return self._figure(
+            "sizes", "larger models", chart, dataset.shown.sizes, each, self._loss("size, at the last step,", saturated)
+        )
 
     def longer(self) -> Figure | None:
         """Return the model whose training is followed over its steps."""
@@ -263,19 +274,16 @@ class _Figures:
         dataset = self.dataset
         if not dataset.when_expanded:
             return None
-        models = _expanded(dataset)
-        first = models[0][1]
         shown = [self._across[0], *map(column_of, dataset.when_expanded), *self._tasks]
-        rows = _rows(self.data, models, shown, first)
+        rows = self._by_size(_expanded(dataset), shown)
         caption = (
-            f"Each point is one size{averaged(dataset)}. Traces are those of the model expanded into "
+            f"Each point is one size{averaged(dataset)}. {SMALLEST} Traces are those of the model expanded into "
             f"{dataset.largest}, by the paper's expansion, by the exact one, and the minimal trace, which does not "
             "depend on the choice. Accuracies are those of the model itself: wider models give the probe more "
-            "features, so accuracies of different sizes are not comparable.",
-            _paired(first),
+            "features, so accuracies of different sizes are not comparable."
         )
         chart = charts.sizes(rows, shown, style=_one_marker(rows))
-        return self._figure("expanded", "sizes expanded into the largest", chart, dataset.shown.expanded, *caption)
+        return self._figure("expanded", "sizes expanded into the largest", chart, dataset.shown.expanded, caption)
 
     def _loss(self, what: str, saturated: float | None) -> str:
         """Return what a caption says of the loss: its lowest value, and where it is saturated."""
@@ -289,15 +297,16 @@ class _Figures:
         return f"The loss is the KL plus the entropy, {number(entropy)} nats per token. {mark}"
 
 
-def _expanded(dataset: Dataset) -> list[tuple[str, Model]]:
+def _expanded(dataset: Dataset) -> dict[str, list[Model]]:
     if not dataset.expands_cooled:
-        return [(f"{dataset.last:,} steps", Model(size, dataset.last)) for size in dataset.expanded]
+        return {f"{dataset.last:,} steps": [Model(size, dataset.last) for size in dataset.expanded]}
     lengths = {length: length or dataset.cooldown_steps for length in dataset.cooldown_lengths}
-    return [
-        (f"Cooldown of {steps:,} steps", Model(cooldown_run(size, dataset.start, length), steps))
+    return {
+        f"Cooldown of {steps:,} steps": [
+            Model(cooldown_run(size, dataset.start, length), steps) for size in dataset.sizes
+        ]
         for length, steps in lengths.items()
-        for size in dataset.sizes
-    ]
+    }
 
 
 def _saturated(rows: pl.DataFrame, axis: str) -> float | None:
