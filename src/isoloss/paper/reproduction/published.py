@@ -21,6 +21,26 @@ BY_ALGORITHM: Mapping[str, Mapping[str, str]] = {
 TABLES = {"table 1": ("loss (nats)", "task A (%)", "task B (%)"), "table 2": ("task C (%)", "trace")}  # their rows
 # figure 5: the smallest model above 9M parameters and the largest, at about one loss
 BY_SIZE: Mapping[str, tuple[str, str]] = {"trace": ("19.8", "12.6"), "probe accuracy (%)": ("40.4", "50.5")}
+# every figure and table of the paper that shows results: the datasets, and on the page the figure or table of each
+SHOWN_BY: Mapping[str, tuple[str, ...]] = {
+    "figure 1": ("pcfg same-loss",),
+    "figure 2a": ("pcfg longer",),
+    "figure 2b": ("generated longer",),
+    "figure 2c": ("web longer",),
+    "figure 3a": ("pcfg sizes",),
+    "figure 3b": ("hmm sizes",),
+    "figure 3c": ("generated sizes",),
+    "figure 4 left": ("pcfg sgd",),
+    "figure 4 middle": ("hmm sgd",),
+    "figure 4 right": ("web longer",),
+    "figure 5 left": ("pcfg expanded",),
+    "figure 5 right": ("generated expanded",),
+    "figure 8": ("pcfg sizes", "hmm sizes", "generated sizes"),
+    "figure 9": ("pcfg sizes", "pcfg longer", "generated longer"),
+    "figure 10": ("pcfg sgd", "hmm sgd"),
+    "table 1": ("pcfg algorithms", "text algorithms"),
+    "table 2": ("pcfg flatness", "text flatness"),
+}
 
 
 def corresponds(*shown_in: str) -> str:
