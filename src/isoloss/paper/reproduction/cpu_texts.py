@@ -23,13 +23,13 @@ def generated(
     vocab_size: int,
     length: int,
     sizes: tuple[str, ...],
-    layers: int,
+    main: str,
     num_sentences: int,
     settings: Mapping[str, Any],
     **more: Any,
 ) -> Dataset:
     """Return what a small OPT writes over its most frequent tokens, with two tasks of the text that it learned."""
-    largest, name = sizes[-1], "generated"
+    largest, layers, name = sizes[-1], 1, "generated"
     teacher = TrainConfig(
         language=dataclasses.replace(CORPUS, length=32),
         model=small_bert("d32", architecture="opt"),
@@ -61,7 +61,7 @@ def generated(
             **ONE_CORE,
         },
         sizes={size: small_bert(size, layers) for size in sizes},
-        main=largest,
+        main=main,
         # exact ones take the teacher a hundred times as long as the step itself
         cooldown_labels="sampled",
         measures=("loss", "trace", "minimal-trace", "probe-sentence-order", "probe-sentence-source"),
@@ -72,7 +72,7 @@ def generated(
         settings={
             **settings,
             "probe_solver": "convex",
-            "probe_regularization": (1e-3, 1e-2, 1e-1),
+            "probe_regularization": (3e-3,),  # of so few examples
             "expanded_layers": layers,
             "expanded_heads": small_bert(largest, layers).heads,
         },
