@@ -52,6 +52,8 @@ MEASURES = {
     "transfer": {
         "probe-TASK": "Probe",
         "lookup-TASK": "Lookup",
+        "raw-lookup-TASK": "RawLookup",
+        "standardized-lookup-TASK": "StandardizedLookup",
         "log-lookup-TASK": "LogLookup",
         "one-hot-TASK": "OneHot",
         "few-shot-TASK-NUMBER": "FewShot",

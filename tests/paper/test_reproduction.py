@@ -131,7 +131,7 @@ def test_the_tables_have_their_algorithms(scale):
         "adversary-A": ("adversarial", PRESETS[scale].tasks["A"]),
         "adversary-B": ("adversarial", PRESETS[scale].tasks["B"]),
     }
-    lookup = f"lookup-{PRESETS[scale].tasks['A']}"
+    lookup = f"raw-lookup-{PRESETS[scale].tasks['A']}"
     tables = [part for part in experiments(scale, "pcfg")["d1024"].measurements if lookup in part.measures]
     assert [part.steps for part in tables] == [(0,)]
     text = {name: one.config for name, one in experiments(scale, "text", "table 2").items()}

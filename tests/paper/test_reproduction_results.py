@@ -137,7 +137,8 @@ def known_results(near=NEAR, minimal=10.0, seeds=2):
                     kl, accuracy, trace = near.get((arm, step), (1.0, 0.5, 100.0))
                     kl += 0.001 * one.place + 0.05 * (name == OUTSIDE and step == 30)
                     accuracy += 0.1 * one.place + OF_ADVERSARY[one.place] * (arm == "adversary")
-                    values = {"kl": kl, "trace": trace, "minimal-trace": minimal, "lookup": 0.4, "one-hot": 0.3}
+                    values = {"kl": kl, "trace": trace, "minimal-trace": minimal, "one-hot": 0.3}
+                    values |= {"raw-lookup": 0.4, "standardized-lookup": 0.45, "log-lookup": 0.5}
                     if "loss" in part.measures:
                         checkpoints.setdefault((name, step), {})["entropy"] = measured(1.5)
                     at = checkpoints.setdefault((name, step), {})
@@ -266,7 +267,7 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
     of_difference = 1.959964 * 1 / math.sqrt(3)  # 8, 7 and 6 points on the three grammars, which differ by 10
     assert adversary["probe_prefix_4_high"] == pytest.approx(65.0 + of_difference)
     assert adversary["kl_high"] == pytest.approx(adversary["kl"])
-    assert page._baselines(data)["probe-prefix-4"]["Look-up table"] == pytest.approx(0.4)
+    assert page._baselines(data)["probe-prefix-4"]["Look-up table, raw"] == pytest.approx(0.4)
     assert "within 38% of that of the control, d32-40-polished: 5 of 32." in first.caption
     assert "mean KL ranges from 0.033 to 0.07 nats" in first.caption
     assert "7.00 ± 0.58 points on prefix-4 (from adversary to helper)" in first.caption
@@ -294,6 +295,37 @@ def test_a_loss_is_saturated_once_the_kl_falls_by_less_than_a_tenth(kls, step):
         assert longer.chart["datasets"][mark["data"]["name"]] == [{"step": 20}]
     assert "The dashed line marks the first step after which the KL falls by less than 10%." in longer.caption
     assert "the entropy, 1.5 nats per token" in longer.caption
+
+
+def test_tables_pair_models_with_the_control_and_have_the_rates_of_each_task():
+    results = known_results()
+    for at in results.checkpoints.values():
+        for key in [key for key in at if key.startswith("probe-")]:
+            at[key] = dataclasses.replace(at[key], details={"majority_rate": 0.25, "bayes_accuracy": 0.95})
+    made = {each.name: each for each in tables(results)}
+    rows = {label[0]: row for label, row in made["pcfg_algorithms"].rows}
+    assert next(iter(rows)) == "AdamW (d32), 40 steps"  # the control
+    first, adversary = rows["AdamW (d32), 40 steps"], rows["Adversary"]
+    assert first["probe-prefix-4"].value == pytest.approx(0.7)
+    assert (first["probe-prefix-4 minus control"].value, first["probe-prefix-4 minus control"].stderr) == (0, 0)
+    # -6, -5 and -4 points on the three grammars, whose own accuracies differ by 10 points
+    assert adversary["probe-prefix-4 minus control"].value == pytest.approx(-5.0)
+    assert adversary["probe-prefix-4 minus control"].stderr == pytest.approx(1 / math.sqrt(3))
+    assert adversary["probe-prefix-4"].stderr > 0.05
+    raw = rows["Look-up table, raw"]
+    assert (raw["kl"].value, raw["probe-prefix-4"].value) == (0, pytest.approx(0.4))
+    assert raw["kl minus control"].value == pytest.approx(-0.051)
+    assert raw["probe-prefix-4 minus control"].value == pytest.approx(-30.0)
+    assert [label for label, _ in made["pcfg_tasks"].rows] == [
+        *(("A", "probe-prefix-8"), ("B", "probe-prefix-4"), ("C", "probe-prefix-2"))
+    ]
+    values = {key: each.value for key, each in made["pcfg_tasks"].rows[1][1].items()}
+    assert values == pytest.approx(
+        {
+            **{"majority": 0.25, "Bayes": 0.95, "Look-up table, raw": 0.4, "Look-up table, standardized": 0.45},
+            **{"Look-up table, logarithms": 0.5, "One-hot tokens": 0.3, "control": 0.7},
+        }
+    )
 
 
 def test_sizes_are_shown_inside_the_largest_after_polishes_of_every_length():

@@ -35,6 +35,7 @@ NAMED = {
     "trace-in-SIZE-EMBEDDING_SCALE": "trace-in-d32-exact",
     "minimal-trace-in-SIZE": "minimal-trace-in-d32",
     **{f"{how}-TASK": f"{how}-root" for how in ("probe", "lookup", "log-lookup", "one-hot", "finetune")},
+    **{f"{how}-TASK": f"{how}-root" for how in ("raw-lookup", "standardized-lookup")},
     "few-shot-TASK-NUMBER": "few-shot-root-20",
     "projected-TASK-WIDTH": "projected-root-8",
 }

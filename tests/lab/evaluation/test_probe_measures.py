@@ -259,6 +259,16 @@ def test_tables_are_functions_of_the_language_and_take_a_sampled_test(model, lan
         assert whole.value == pytest.approx(share_right(fitted(x), joint), abs=0.005)
 
 
+@pytest.mark.parametrize("standardize", [False, True])
+def test_the_look_up_table_by_raw_and_by_standardized_features_is_the_same_whatever_the_setting(standardize, context):
+    settings = {**WHOLE, "probe_standardize": standardize}
+    by_setting = accuracy("lookup-prefix-2", settings, None, context)
+    named = {how: accuracy(f"{how}-lookup-prefix-2", settings, None, context) for how in ("raw", "standardized")}
+    assert named["standardized" if standardize else "raw"].value == by_setting.value
+    assert {how: each.details["standardize"] for how, each in named.items()} == {"raw": False, "standardized": True}
+    assert named["raw"].value != named["standardized"].value
+
+
 def test_draws_on_sampled_sentences_have_the_errors_of_both(model, language, context):
     result = found("few-shot-prefix-2-30", {"num_test": 200}, model, context)
     estimate, predictions = result.estimates["accuracy"], result.more["accuracy.predictions"]

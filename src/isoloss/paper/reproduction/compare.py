@@ -235,7 +235,7 @@ def _after_cooldown(data: DatasetResults) -> dict[str, list[Contrast]]:
             made[arm] = _against_adamw(data, dataset.arms[arm].title, arm, between)
         made["look-up table"] = [
             each
-            for kind, words in (("lookup", "probabilities"), ("log-lookup", "logarithms"))
+            for kind, words in ((dataset.look_up, "probabilities"), ("log-lookup", "logarithms"))
             for each in _contrast(
                 data,
                 ("Look-up table", main),

@@ -25,7 +25,12 @@ CONTINUED, MEASURED = 30, 60
 FIGURE_1 = "figure 1"  # which on the page shows cooldowns too
 SGD_SAMPLED, SGD_EXACT = "sgd-sampled", "sgd-exact"
 # baselines of the probe without a model, and what they are called
-BASELINES = {"lookup": "Look-up table", "log-lookup": "Look-up table, logarithms", "one-hot": "One-hot tokens"}
+BASELINES = {
+    "raw-lookup": "Look-up table, raw",
+    "standardized-lookup": "Look-up table, standardized",
+    "log-lookup": "Look-up table, logarithms",
+    "one-hot": "One-hot tokens",
+}
 HEAD_WIDTH = 8  # of all sizes for two cores, so that one can be expanded into another
 OFFSET = 1000  # added to the seeds of languages per seed offset
 # flatness by every measure that is one number
@@ -203,6 +208,11 @@ class Dataset:
     def when_expanded(self) -> tuple[str, ...]:
         """What is measured of models after their expansion into the largest."""
         return (*self.expanded_measures, *(key for key in self.size_measures if "trace-in-" in key))
+
+    @property
+    def look_up(self) -> str:
+        """The baseline with the look-up table as features whose probe is that of the models."""
+        return "standardized-lookup" if self.settings.get("probe_standardize", True) else "raw-lookup"
 
     @property
     def few_shot(self) -> tuple[str, ...]:

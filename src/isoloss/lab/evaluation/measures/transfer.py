@@ -396,6 +396,23 @@ class Lookup(Probe):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RawLookup(Lookup):
+    """Accuracy of a probe on the true conditionals as they are, whatever the setting `probe_standardize`."""
+
+    standardized: ClassVar[bool] = False
+
+    def _classifier(self) -> ClassifierConfig:
+        return dataclasses.replace(super()._classifier(), standardize=self.standardized)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandardizedLookup(RawLookup):
+    """Accuracy of a probe on the standardized true conditionals, whatever the setting `probe_standardize`."""
+
+    standardized: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogLookup(Lookup):
     """Accuracy of the same probe on the logarithms of the true conditionals, clipped at log 1e-4 from below."""
 
