@@ -209,8 +209,8 @@ class TrainConfig:
     batch_size: int = setting(128, minimum=1)
     """Sentences in a step."""
     num_sentences: int = setting(0, minimum=0, note="0: fresh ones at every step", omit_default=True)
-    """Train on so many sentences of the language, in a new order every epoch; of a corpus, on its first so many
-    sequences. 0: fresh sentences at every step, or the whole corpus."""
+    """Train on so many sentences of the language, in a new order every epoch; of a corpus, on as many sequences,
+    evenly spaced. 0: fresh sentences at every step, or the whole corpus."""
     masked_copies: int = setting(0, minimum=0, note="0: a new mask every time", omit_default=True)
     """Fixed masks of each sentence of a finite training set: an epoch has each sentence once with each of them. 0: a
     new mask every time."""

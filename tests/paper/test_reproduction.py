@@ -198,9 +198,9 @@ def test_claims_at_the_scale_of_the_paper_have_the_languages_and_seeds_that_they
     for name, (number, effect, sd, pilot) in POWER.items():
         dataset = STUDY.scale("paper").dataset(name)
         assert number == len(dataset.replicates) == len({one.seed for one in dataset.replicates})
-        # Holm's first step, for up to 100 tests
-        assert pairs_for_power(effect, sd_upper_bound(sd, pilot), alpha=0.05 / 100) == number
-    assert StudyFolder(STUDY, Path(), "paper").secondary_tests <= 100
+        # Holm's first step, for up to 130 tests
+        assert pairs_for_power(effect, sd_upper_bound(sd, pilot), alpha=0.05 / 130) == number
+    assert StudyFolder(STUDY, Path(), "paper").secondary_tests <= 130
 
 
 def test_all_examples_of_text_are_used_and_one_probe_is():

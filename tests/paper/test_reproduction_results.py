@@ -558,7 +558,7 @@ def test_the_page_lists_what_most_checkpoints_of_a_language_have():
         *("kl", "trace", "minimal-trace", "probe-prefix-8", "probe-prefix-4", "probe-prefix-2"),
         *("probe-state-2", "probe-state-3"),
         *("probe-sentence-order", "probe-sentence-source", "finetune-sentence-source"),
-        *("loss", "finetune-docstring-kind", "finetune-docstring-module"),
+        *("loss", "generalization-gap", "finetune-docstring-kind", "finetune-docstring-module"),
     }
     rows = drawn_results(SMOKE).table()
     text = rows.filter(rows["run"].str.starts_with("text"))

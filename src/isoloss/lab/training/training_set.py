@@ -1,4 +1,6 @@
-"""A finite training set: a language's first so many sentences, each epoch in a new order, each with masks of its own.
+"""A finite training set: each epoch in a new order, each sentence with masks of its own.
+
+It has a language's first so many sentences; of a text, as many sequences, evenly spaced.
 
 Nothing of it is stored where a language draws any sentence by its number: the order of an epoch is a permutation that
 is computed at each position, and a fixed mask is a function of the sentence's number.
@@ -74,6 +76,9 @@ def examples(language: Language, config: TrainConfig, step: int) -> Examples:
     seed = seeds.derive(config.seed, "training set")
     # a sentence has `copies` numbers in a row, one for each of its fixed masks
     wanted = numbers // copies
+    if language.num_training:
+        # evenly spaced over a text, whose first sequences are of a few documents
+        wanted = wanted * language.num_training // num
     if language.has_numbered_sentences:
         return Examples(language.sentences_at(wanted, seed=seed), numbers)
     held = _held.setdefault(language, {})

@@ -177,7 +177,7 @@ def _contrast(data: DatasetResults, names: tuple[str, str], pair: PAIR, where: s
     return [Contrast(names=names, pairs=[each for _, each in pairs], **about)]
 
 
-def _against_adamw(data: DatasetResults, name: str, arm: str, between: str) -> list[Contrast]:
+def _against_adamw(data: DatasetResults, name: str, arm: str, between: str, *, case: str = "") -> list[Contrast]:
     """Return the control at the loss of an arm against the arm."""
     # an arm from scratch, when it has trained for as long as the control
     cooled = cooldown_run(arm, data.dataset.start)
@@ -192,8 +192,15 @@ def _against_adamw(data: DatasetResults, name: str, arm: str, between: str) -> l
         (TRAJECTORY, name),
         pair,
         INTERPOLATED.format(between=between),
+        case=case,
         at_same_loss=False,
     )
+
+
+def _kind(dataset: Dataset, arm: str) -> tuple[str, str]:
+    """Return what an arm is, and of which task it is where its name says so: adversary-C is the adversary of task C."""
+    kind, _, task = arm.rpartition("-")
+    return (kind, task) if task in dataset.tasks else (arm, "")
 
 
 def _after_cooldown(data: DatasetResults) -> dict[str, list[Contrast]]:
@@ -230,9 +237,11 @@ def _after_cooldown(data: DatasetResults) -> dict[str, list[Contrast]]:
             lambda one: (data.end(one, SGD_EXACT), data.end(one, SGD_SAMPLED)),
             "Both after the same cooldown.",
         )
-    if "adversary" in dataset.arms:
-        for arm in ("adversary", "helper"):
-            made[arm] = _against_adamw(data, dataset.arms[arm].title, arm, between)
+    for name, arm in dataset.arms.items():
+        kind, case = _kind(dataset, name)
+        if kind in ("adversary", "helper"):
+            made.setdefault(kind, []).extend(_against_adamw(data, arm.title, name, between, case=case))
+    if dataset.shown.baselines:
         made["look-up table"] = [
             each
             for kind, words in ((dataset.look_up, "probabilities"), ("log-lookup", "logarithms"))
@@ -269,9 +278,7 @@ def _along_training(data: DatasetResults) -> dict[str, list[Contrast]]:
         # it continues where the control ends, so no two of the control's checkpoints enclose its loss
         if arm.stages:
             continue
-        # adversary-C is the adversary of task C
-        kind, _, task = name.rpartition("-")
-        kind, case = (kind, task) if task in dataset.tasks else (name, "")
+        kind, case = _kind(dataset, name)
         control = "unregularized" if name == "sam" else dataset.main
         names = (dataset.arms[control].title if control in dataset.arms else "AdamW", arm.title)
 
@@ -282,6 +289,15 @@ def _along_training(data: DatasetResults) -> dict[str, list[Contrast]]:
 
         where = ALONG.format(treated=arm.title)
         made.setdefault(kind, []).extend(_contrast(data, names, pair, where, case=case, at_same_loss=False))
+    if dataset.shown.longer:
+        made["longer"] = _contrast(
+            data,
+            ("Fewer steps", f"{dataset.last:,} steps"),
+            lambda one: at_same_loss(data.trained(one, dataset.main)[:-1], data.end(one, dataset.main)),
+            "The first model is interpolated, linearly in log loss, between two checkpoints of the same run whose "
+            "losses bracket that of the last step.",
+            at_same_loss=False,
+        )
     for smaller, larger in itertools.pairwise(dataset.sizes):
         made.setdefault("larger", []).extend(
             _contrast(
@@ -317,12 +333,12 @@ def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
         dataset = scale.dataset(name)
         if dataset is None:
             continue
-        probes = {_case(key): key for key in dataset.tasks.values()}
+        probes = {_case(dataset, key): key for key in dataset.tasks.values()}
         projected = [key for key in dataset.size_measures if key.startswith("projected-")]
         by_name |= {
-            f"{name} transfer": {**probes, **{_case(key): key for key in dataset.few_shot}},
+            f"{name} transfer": {**probes, **{_case(dataset, key): key for key in dataset.few_shot}},
             f"{name} probes": probes,
-            f"{name} projected probes": {_case(key): key for key in projected},
+            f"{name} projected probes": {_case(dataset, key): key for key in projected},
             f"{name} flatness": {key: key for key in ("trace", "minimal-trace") if key in dataset.measures},
             f"{name} gap": {key: key for key in ("generalization-gap",) if key in dataset.measures},
             # the claims are about the paper's expansion; the exact one is in a table alone
@@ -335,28 +351,35 @@ def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
 
 def contrast_cases(scale: StudySize) -> Mapping[str, Sequence[str]]:
     """Return the cases of the contrasts that have several, by what claims.toml calls them."""
-    named: dict[str, Sequence[str]] = {}
+    named: dict[str, list[str]] = {}
     for name in CONTRASTS:
         if (dataset := scale.dataset(name)) is not None:
             named[f"{name} larger"] = [
                 f"{smaller} to {larger}" for smaller, larger in itertools.pairwise(dataset.sizes)
             ]
-            if dataset.cooldown_steps and "adversary" in dataset.arms:
+            for kind, task in (_kind(dataset, arm) for arm in dataset.arms):
+                if task:
+                    named.setdefault(f"{name} {kind}", []).append(task)
+            if dataset.shown.baselines:
                 named[f"{name} look-up table"] = ["probabilities", "logarithms"]
     return named
 
 
-def _case(key: str) -> str:
+def _case(dataset: Dataset, key: str) -> str:
     """Return a measure of accuracy in words.
 
     Example:
-        >>> _case("few-shot-prefix-4-100"), _case("probe-prefix-4")
-        ('prefix-4 (100 examples)', 'prefix-4')
+        >>> from isoloss.paper.reproduction.cpu_scales import LAPTOP
+        >>> [_case(LAPTOP.datasets[0], key) for key in ("few-shot-prefix-4-100", "probe-prefix-4")]
+        ['B (100 examples)', 'B']
     """
-    if key.startswith("few-shot-"):
-        task, _, number = key.removeprefix("few-shot-").rpartition("-")
-        return f"{task} ({int(number):,} examples)"
-    if key.startswith("projected-"):
-        return key.removeprefix("projected-").rpartition("-")[0]
-    kind, _, task = key.partition("-")
-    return f"{task} (fine-tuned)" if kind == "finetune" else task
+    more = ""
+    kind, _, task = key.replace("few-shot", "few_shot").partition("-")
+    if kind in ("few_shot", "projected"):
+        task, _, number = task.rpartition("-")
+        more = f" ({int(number):,} examples)" if kind == "few_shot" else ""
+    elif kind == "finetune":
+        more = " (fine-tuned)"
+    # a task of a grammar is the paper's own, whose name is the same at every scale; others stand in for the paper's
+    names = {probe.partition("-")[2]: name for name, probe in dataset.tasks.items()} if dataset.name == "pcfg" else {}
+    return names.get(task, task) + more

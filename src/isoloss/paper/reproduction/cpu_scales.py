@@ -196,6 +196,9 @@ SMOKE = StudySize(
             seeds=2,
             size="d16",
             watched=(20, 40, 60),
+            branch=40,
+            cooldown_steps=20,
+            other_cooldowns=(10, 40),
             settings={
                 **{"num_train": 128, "num_test": 64, "finetune_epochs": 1},
                 **{"loss_sentences": 64, "num_sequences": 64},
@@ -205,6 +208,7 @@ SMOKE = StudySize(
             seeds=2,
             size="d16",
             watched=(20, 40),
+            num_sentences=64,
             settings={
                 **{"num_train": 128, "num_test": 64, "finetune_epochs": 1},
                 **{"loss_sentences": 64, "num_sequences": 64},
@@ -263,7 +267,10 @@ LAPTOP = StudySize(
         cpu_texts.web(
             seeds=4,
             size="d32",
-            watched=(250, 500, 1_000, 2_000),
+            watched=(500, 1_000, 2_000),
+            branch=1_000,
+            cooldown_steps=250,
+            other_cooldowns=(60, 500, 2_000),
             settings={
                 **{"num_train": 1_024, "num_test": 1_024, "finetune_epochs": 2},
                 **{"loss_sentences": 512, "num_sequences": 256},
@@ -272,9 +279,10 @@ LAPTOP = StudySize(
         cpu_texts.text(
             seeds=4,
             size="d32",
-            watched=(250, 500, 750, 1_000),
+            watched=(500, 1_000, 1_500, 2_000),
+            num_sentences=512,
             settings={
-                **{"num_train": 1_024, "num_test": 1_024, "finetune_epochs": 3},
+                **{"num_train": 1_024, "num_test": 1_024, "finetune_epochs": 2},
                 **{"loss_sentences": 512, "num_sequences": 256},
             },
         ),
@@ -330,6 +338,9 @@ EVENING = StudySize(
             seeds=6,
             size="d64",
             watched=(1_000, 2_000, 4_000, 8_000),
+            branch=4_000,
+            cooldown_steps=1_000,
+            other_cooldowns=(250, 2_000, 6_000),
             settings={
                 **{"num_train": "all", "num_test": "all", "finetune_epochs": 3},
                 **{"loss_sentences": 512, "num_sequences": 256},
@@ -339,6 +350,7 @@ EVENING = StudySize(
             seeds=5,
             size="d64",
             watched=(4_000, 5_000, 6_000, 7_000, 8_000),
+            num_sentences=4_096,
             settings={
                 **{"num_train": "all", "num_test": "all", "finetune_epochs": 5},
                 **{"loss_sentences": 1_024, "num_sequences": 512},

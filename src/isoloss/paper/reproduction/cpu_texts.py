@@ -14,6 +14,8 @@ from isoloss.paper.reproduction.spec import SHOWN, Dataset, small_bert, teacher_
 from isoloss.run_config import ObjectiveConfig, OptimizerConfig, TrainConfig
 
 CORPUS = CorpusConfig(paths=("python:docs", "python:docstrings"), tokenizer="wordpiece:1000", length=64, held_out=0.1)
+LEARNING_RATE = 1e-3  # of masked text
+PROJECTED = 64  # features of a probe, so that all sizes have as many
 ONE_CORE: Mapping[str, Any] = {"device": "cpu", "threads": 1}
 
 
@@ -66,6 +68,7 @@ def generated(
         cooldown_labels="sampled",
         measures=("loss", "trace", "minimal-trace", "probe-sentence-order", "probe-sentence-source"),
         size_measures=(
+            *(f"projected-{task}-{PROJECTED}" for task in ("sentence-order", "sentence-source")),
             *(f"trace-in-{largest}-{scale}" for scale in ("paper", "exact")),
             f"minimal-trace-in-{largest}",
         ),
@@ -81,27 +84,31 @@ def generated(
     )
 
 
-def web(*, size: str, watched: tuple[int, ...], seeds: int, settings: Mapping[str, Any]) -> Dataset:
+def web(*, size: str, watched: tuple[int, ...], settings: Mapping[str, Any], **more: Any) -> Dataset:
     """Return a text on which one model is followed, fine-tuned on one task."""
     return Dataset(
         name="web",
         title="Docstrings, longer training",
         languages=(CORPUS,),
-        seeds=seeds,
         tasks={"SST-2": "finetune-sentence-source"},
         common=_masked_text(watched[-1]),
         sizes={size: small_bert(size)},
         main=size,
         watched=watched,
+        cooldown_labels="sampled",
+        cooldown_rate=LEARNING_RATE,
         measures=("loss", "trace", "minimal-trace", "finetune-sentence-source"),
         settings={**_FINETUNING, **settings},
         shown=SHOWN["web"],
+        **more,
     )
 
 
-def text(*, seeds: int, size: str, watched: tuple[int, ...], settings: Mapping[str, Any]) -> Dataset:
-    """Return a text, with and without regularization, and with SAM."""
-    common = _masked_text(watched[-1])
+def text(
+    *, seeds: int, size: str, watched: tuple[int, ...], num_sentences: int, settings: Mapping[str, Any]
+) -> Dataset:
+    """Return a text, with and without regularization, and with SAM: so little that a model learns it by heart."""
+    common = {**_masked_text(watched[-1]), "num_sentences": num_sentences}
     regularized = dataclasses.replace(small_bert(size), dropout=0.1)
     tasks = {"SST-2": "finetune-docstring-kind", "QNLI": "finetune-docstring-module"}
     bare = {"model": small_bert(size), "optimizer": dataclasses.replace(common["optimizer"], weight_decay=0.0)}
@@ -116,7 +123,7 @@ def text(*, seeds: int, size: str, watched: tuple[int, ...], settings: Mapping[s
         main=size,
         watched=watched,
         arms=without_regularization(bare),
-        measures=("loss", "trace", "minimal-trace", *tasks.values()),
+        measures=("loss", "generalization-gap", "trace", "minimal-trace", *tasks.values()),
         settings={**_FINETUNING, **settings},
         shown=SHOWN["text"],
     )
@@ -128,7 +135,7 @@ _FINETUNING = {"finetune_seeds": 1, "finetune_learning_rate": 1e-3}
 def _masked_text(steps: int) -> Mapping[str, Any]:
     return {
         "batch_size": 16,
-        "optimizer": OptimizerConfig(learning_rate=1e-3, warmup_steps=round(0.025 * steps), weight_decay=0.01),
+        "optimizer": OptimizerConfig(learning_rate=LEARNING_RATE, warmup_steps=round(0.025 * steps), weight_decay=0.01),
         "objective": ObjectiveConfig(masking="fraction", fraction=0.15),
         **ONE_CORE,
     }

@@ -97,8 +97,8 @@ STUDY = Study(
         "The paper claims that models with the same pre-training loss transfer differently, and that the flatter ones "
         "transfer better. This study repeats its experiments (model size, longer training, SGD, an adversary, the "
         "look-up table) and adds others, such as a helper: a model trained to do well on a task, the positive control. "
-        "An arm is a variant of one model, the control. A cooldown is a final phase of AdamW on exact labels with a "
-        "learning rate that decays to 0.",
+        "An arm is a variant of one model, the control. A cooldown is a final phase of AdamW with a learning rate that "
+        "decays to 0, on exact labels where the truth is a grammar or a hidden Markov model.",
         "At the scales for two cores, the hidden Markov models have so few sentences that the loss and every accuracy "
         "are exact sums; on grammars, all models are measured on the same sampled sentences. Models are compared at "
         "the same loss: one of the two is interpolated between two of its checkpoints.",
