@@ -258,7 +258,7 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
         *("pcfg-sizes", "pcfg-longer", "pcfg-sgd", "pcfg-algorithms", "pcfg-expanded")
     ]
     spec = first.chart
-    assert len(spec["concat"]) == 12  # three probes: all models, then the KL and both traces in the band
+    assert len(spec["concat"]) == 4  # task B: all models, then the KL and both traces in the band
     everything, near, *_ = ([row["run"] for row in spec["datasets"][part["data"]["name"]]] for part in points(spec))
     assert len(everything) == len(band.models(data))
     assert sorted(near) == sorted(arm for arm, _ in NEAR if arm != "sgd-exact")
@@ -544,7 +544,7 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
 
 
 def test_the_documentation_lists_what_shows_each_of_the_papers_figures_tables_and_claims():
-    text = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "method" / "studies.md").read_text()
     listed = re.findall(r"^\| (figure [^|]*|table [^|]*|claim [^|]*) \| ([^|]*) \|$", text, flags=re.MULTILINE)
     expected = {papers: ", ".join(f"`{one}`" for one in ours) for papers, ours in published.SHOWN_BY.items()}
     expected |= {f"claim `{claim}`": "the page's first table" for claim in page.PAPER_CLAIMS}

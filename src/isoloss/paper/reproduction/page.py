@@ -77,14 +77,16 @@ def _one_marker(table: pl.DataFrame) -> Style:
 def _same_loss(data: DatasetResults) -> Figure:
     """Return the paper's figure 1: transfer against the loss and against flatness, of models of about one loss."""
     dataset = data.dataset
+    # the paper's figure is of task B alone
+    tasks = [column_of(dataset.tasks["B"], "accuracy")] if FIGURE_1 in dataset.shown.sizes else columns(dataset)
     experiments, first = data.results.experiments, data.replicates[0]
     models = [(experiments[first.run(model.arm)].group, model) for model in band.models(data)]
-    rows = _rows(data, models, [LOG_KL, *_traces(dataset), *columns(dataset)], band.control(data))
+    rows = _rows(data, models, [LOG_KL, *_traces(dataset), *tasks], band.control(data))
     chart = charts.magnified(
         rows,
         LOG_KL,
         _traces(dataset),
-        columns(dataset),
+        tasks,
         band=band.mean_limits(data),
         baselines=_baselines(data),
         style=_style(rows),

@@ -92,7 +92,8 @@ STUDY = Study(
     lead=(
         "Language models whose loss is the same, but not their size, training time or algorithm. The loss is the KL to "
         "the true conditionals (on text: the cross-entropy), flatness the trace of the Fisher information (a smaller "
-        "trace is flatter), and transfer the accuracy of a linear probe or of fine-tuning on a downstream task. The "
+        "trace is flatter), and transfer the accuracy of a linear probe or of fine-tuning on a downstream task; on "
+        "grammars, tasks A, B and C ask for the likeliest symbol over the sentence and two shorter beginnings. The "
         "adversary is trained to spoil one task.",
         "The paper claims that models with the same pre-training loss transfer differently, and that the flatter ones "
         "transfer better. This study repeats its experiments (model size, longer training, SGD, an adversary, the "
