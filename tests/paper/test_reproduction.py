@@ -259,3 +259,13 @@ def test_a_teacher_is_one_run_of_the_study_that_its_students_come_after():
     assert all("generated-teacher" in one.after and one.config.language == language for one in students)
     other = STUDY.scale("smoke", seed_offset=1).experiments["generated-teacher"]
     assert other.config.seed != teacher.config.seed
+
+
+@pytest.mark.parametrize("scale", GPU_SCALES)
+def test_a_repetition_has_other_grammars(scale):
+    def grammars(offset):
+        dataset = STUDY.scale(scale).with_seed_offset(offset).dataset("pcfg")
+        return {getattr(one.language, "language", one.language).seed for one in dataset.replicates}
+
+    assert len(grammars(0)) == len(grammars(1)) > 1
+    assert not grammars(0) & grammars(1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from isoloss.config import LanguageConfig
+from isoloss.lab.languages.config import WithSpecialTokensConfig
 from isoloss.lab.training.algorithms.config import SAMConfig
 from isoloss.paper.reproduction import costs
 from isoloss.paper.reproduction.costs import Tokens
@@ -501,12 +502,16 @@ class StudySize:
 
 
 def _other_seeds(dataset: Dataset, offset: int) -> Dataset:
-    languages: list[Any] = list(dataset.languages)
-    # a text has none: it is repeated with other seeds of training alone
-    if all(hasattr(each, "seed") for each in languages):
-        languages = [dataclasses.replace(each, seed=each.seed + OFFSET * offset) for each in languages]
-    teacher = dataset.teacher and dataclasses.replace(dataset.teacher, seed=dataset.teacher.seed + OFFSET * offset)
-    return dataclasses.replace(dataset, languages=tuple(languages), teacher=teacher, offset=OFFSET * offset)
+    def other(language: Any) -> Any:
+        if isinstance(language, WithSpecialTokensConfig):
+            return dataclasses.replace(language, language=other(language.language))
+        # a text has no seed: it is repeated with other seeds of training alone
+        return dataclasses.replace(language, seed=language.seed + move) if hasattr(language, "seed") else language
+
+    move = OFFSET * offset
+    languages = tuple(map(other, dataset.languages))
+    teacher = dataset.teacher and dataclasses.replace(dataset.teacher, seed=dataset.teacher.seed + move)
+    return dataclasses.replace(dataset, languages=languages, teacher=teacher, offset=move)
 
 
 def sgd_arms(steps: int, optimizer: OptimizerConfig, *, watched: tuple[int, ...]) -> dict[str, Arm]:

@@ -103,8 +103,10 @@ def _tasks(data: DatasetResults) -> SummaryTable:
     """Return what the tasks take: the rates of classifiers that need no model, beside the control's."""
     dataset = data.dataset
     rows: list[Row] = []
+    classes = []
     for name, key in dataset.tasks.items():
         models = [(one, data.at(one, dataset.control)[key]) for one in data.replicates]
+        classes += [f"{name} {number}" for number in {each.details.get("num_classes") for _, each in models} if number]
         # nobody knows the Bayes rate of a task on text
         rates = {
             title: mean([(one, _exact_rate(each, rate)) for one, each in models])
@@ -121,6 +123,8 @@ def _tasks(data: DatasetResults) -> SummaryTable:
         f"same probe on features that need no model, and by the probe on the control, {dataset.control}. "
         + _over(dataset)
     )
+    if classes:
+        caption += f" Classes: {', '.join(classes)}." + (" In the paper: 50." if dataset.name == "pcfg" else "")
     return SummaryTable(f"{dataset.name}_tasks", f"{dataset.title}: tasks", ("task", "measure"), rows, caption)
 
 
