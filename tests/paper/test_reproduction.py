@@ -129,7 +129,7 @@ def test_the_tables_have_their_algorithms(scale):
     assert {name: (c.algorithm.kind, getattr(c.algorithm, "task", "")) for name, c in pcfg.items()} == {
         "d1024": ("gradient", ""),
         "adversary-A": ("adversarial", PRESETS[scale].tasks["A"]),
-        "adversary-B": ("adversarial", PRESETS[scale].tasks["B"]),
+        "adversary": ("adversarial", PRESETS[scale].tasks["B"]),
     }
     lookup = f"raw-lookup-{PRESETS[scale].tasks['A']}"
     tables = [part for part in experiments(scale, "pcfg")["d1024"].measurements if lookup in part.measures]

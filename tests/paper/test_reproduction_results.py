@@ -13,7 +13,7 @@ from scipy import stats
 
 from isoloss.paper.reproduction import band, page, published
 from isoloss.paper.reproduction.band import Model
-from isoloss.paper.reproduction.compare import at_same_loss, by_dataset, contrasts, measures
+from isoloss.paper.reproduction.compare import at_same_loss, by_dataset, contrast_cases, contrasts, measures
 from isoloss.paper.reproduction.cpu_scales import EVENING, SMOKE
 from isoloss.paper.reproduction.spec import StudySize
 from isoloss.paper.reproduction.study import STUDY, answer
@@ -393,7 +393,8 @@ def test_without_a_cooldown_the_last_checkpoint_that_the_other_encloses_is_compa
 
 def test_what_no_checkpoint_of_the_other_encloses_is_not_tested():
     made = contrasts(known_text({**LOSSES, "unregularized": (2.5, 2.0)}))
-    results = answer_all(read_claims(STUDY.claims), made, measures(STUDY.scale("smoke")), scale="evening")
+    scale = STUDY.scale("smoke")
+    results = answer_all(read_claims(STUDY.claims), made, measures(scale), cases=contrast_cases(scale), scale="evening")
     (answered,) = next(each for each in results if each.claim.id == "text-unregularized-transfer").answers
     assert answered.verdict is Verdict.NOT_TESTED
     assert "vs. AdamW: only 0 of 2 pairs, from 0 seeds, could be matched in loss" in answered.explanation
@@ -522,7 +523,13 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
     whole = STUDY.scale(name)
     few = [dataclasses.replace(each, languages=each.languages[:3], seeds=min(each.seeds, 2)) for each in whole.datasets]
     results = drawn_results(dataclasses.replace(whole, datasets=tuple(few)))
-    claims = answer_all(read_claims(STUDY.claims), contrasts(results), measures(results.scale), scale=name)
+    claims = answer_all(
+        read_claims(STUDY.claims),
+        contrasts(results),
+        measures(results.scale),
+        cases=contrast_cases(results.scale),
+        scale=name,
+    )
     tested = {each.claim.id for each in claims if any(one.difference is not None for one in each.answers)}
     assert tested >= (
         {"noise-transfer", "lookup-transfer"} if whole.datasets[0].cooldown_steps else {"adversary-transfer"}

@@ -358,7 +358,7 @@ def contrast_cases(scale: StudySize) -> Mapping[str, Sequence[str]]:
                 f"{smaller} to {larger}" for smaller, larger in itertools.pairwise(dataset.sizes)
             ]
             for kind, task in (_kind(dataset, arm) for arm in dataset.arms):
-                if task:
+                if kind in ("adversary", "helper"):
                     named.setdefault(f"{name} {kind}", []).append(task)
             if dataset.shown.baselines:
                 named[f"{name} look-up table"] = ["probabilities", "logarithms"]

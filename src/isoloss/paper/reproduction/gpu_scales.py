@@ -149,9 +149,10 @@ def pcfg(preset: Preset) -> Dataset:
         followed="d512",
         arms={
             **_sgd_arms(),
-            **{f"adversary-{task}": _algorithm(preset, "Adversary", task, "table 1") for task in ("A", "B")},
+            "adversary-A": _algorithm(preset, "Adversary", "A", "table 1"),
+            "adversary-C": _algorithm(preset, "Adversary", "C", "table 2"),
             # those that claims are about
-            "adversary": _algorithm(preset, "Adversary", "C", "table 2"),
+            "adversary": _algorithm(preset, "Adversary", "B", "table 1"),
             "helper": _algorithm(preset, "Helper", "B", "table 2"),
         },
         **_cooldowns(tasks),
@@ -286,7 +287,7 @@ def _workstation_pcfg(preset: Preset) -> Dataset:
         watched=watched_steps(WORKSTATION_STEPS, 2_000),
         arms={
             **_sgd_arms(WORKSTATION_SGD_STEPS),
-            "adversary-C": _algorithm(preset, "Adversary", "C", "table 1", "table 2"),
+            "adversary": _algorithm(preset, "Adversary", "B", "table 1", "table 2"),
             "helper": _algorithm(preset, "Helper", "B", "table 1", "table 2"),
             "pre-ln": Arm(
                 title="Pre-layer-norm", changes={"model": ModelConfig(architecture="bert-pre-ln", size="d512")}
