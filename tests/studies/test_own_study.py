@@ -367,7 +367,7 @@ def test_the_folder_of_a_study_names_it_and_other_paths_are_refused_in_a_sentenc
         (("report", "begun", "--scale", "smoke"), "begun is a study's folder, which says its scale and seeds"),
         (("report", "own"), "own was made by the study 'dropout', which is not registered: name the file"),
         (("report", "other"), "other is a folder that holds no study"),
-        (("report", "./begin"), r"there is no folder \./begin; did you mean begun"),
+        (("report", "./begin"), r"there is no folder begin; did you mean begun"),
         (("export", file, "--output", "x"), "dropout-tiny holds no study: isoloss study run .* starts one"),
     ):
         with pytest.raises(IsolossError, match=message):
