@@ -416,3 +416,17 @@ def test_a_published_checkpoint(shared_data):
         substituted[:, position] = torch.arange(20)
         logs = next_logs(model, substituted, teacher.tokens, start_id=1).gather(2, substituted[..., None])[..., 0]
         torch.testing.assert_close(found[row, position], logs.sum(dim=1).log_softmax(dim=0), rtol=0, atol=1e-4)
+
+
+def test_only_a_path_that_leads_out_of_the_runs_folder_is_relative_to_it(tmp_path):
+    run = tmp_path / "runs" / "student"
+    for folder in (run / "checkpoints", tmp_path / "runs" / "teacher"):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"weights")
+    beside = TeacherConfig(checkpoint="../teacher").within(run)
+    assert beside.checkpoint == str((tmp_path / "runs" / "teacher").resolve())
+    assert TeacherConfig(checkpoint="../teacher").weights_within(run)
+    for other in ("checkpoints", "../nowhere"):  # the first is also the name of a folder in the run's
+        config = TeacherConfig(checkpoint=other)
+        assert config.within(run) == config
+        assert config.weights_within(run) == ""

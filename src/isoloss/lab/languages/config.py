@@ -355,14 +355,21 @@ class TeacherConfig(_Config):
 
     def within(self, folder: Path) -> LanguageConfig:
         """Return the config with the checkpoint's absolute path where it is relative to the folder."""
-        # resolved first, as the run's folder may not be there yet
-        path = (folder / self.checkpoint).resolve()
-        return dataclasses.replace(self, checkpoint=str(path)) if path.is_dir() else self
+        path = self._beside(folder)
+        return self if path is None else dataclasses.replace(self, checkpoint=str(path))
 
     def weights_within(self, folder: Path) -> str:
         """Return the SHA-256 of the checkpoint's weights where its path is relative to the folder."""
-        path = (folder / self.checkpoint).resolve() / "model.safetensors"
-        return files.sha256(path) if self.checkpoint.startswith("..") and path.is_file() else ""
+        path = self._beside(folder)
+        weights = path and path / "model.safetensors"
+        return files.sha256(weights) if weights and weights.is_file() else ""
+
+    def _beside(self, folder: Path) -> Path | None:
+        # any other path or name means the same in every folder, also where the run has a folder of that name
+        if not self.checkpoint.startswith("../"):
+            return None
+        path = (folder / self.checkpoint).resolve()  # first, as the run's folder may not be there yet
+        return path if path.is_dir() else None
 
     @classmethod
     def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
