@@ -328,3 +328,14 @@ def test_languages_without_the_training_set(tmp_path):
         check_training_set(small(language=corpus, num_sentences=13), language)
     with pytest.raises(IsolossError, match="masked_copies is 2, and PairLanguage draws new sentences"):
         check_training_set(small(language=corpus, masked_copies=2), PairLanguage())
+
+
+def test_the_training_set_of_a_text_is_spread_evenly_over_it():
+    corpus = CorpusConfig(paths=("python:docs",), tokenizer="wordpiece:300", length=64)
+    language = corpus.build()
+    config = TrainConfig(language=corpus, model=ModelConfig(size="d16"), num_sentences=10, batch_size=10)
+    every = [tuple(row) for row in language.sentences_at(torch.arange(language.num_training), seed=0).tokens.tolist()]
+    found = [tuple(row) for row in training_set.sentences(language, config, 10).tokens.tolist()]
+    expected = [every[number * language.num_training // 10] for number in range(10)]
+    assert sorted(found) == sorted(expected)
+    assert found != expected  # an epoch has an order of its own
