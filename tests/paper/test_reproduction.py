@@ -235,7 +235,7 @@ def test_arms_of_a_small_scale_differ_from_the_main_model_in_what_they_are_named
         config = runs[name].config
         assert config.init_from.endswith("d32/checkpoints/step-2000")
         assert config.stages[-1].labels == "exact"
-        assert config.stages[-1].steps == 2_000
+        assert config.stages[-1].steps == 1_000
     assert [runs[name].config.stages[0].labels for name in ("sgd-sampled", "sgd-exact")] == ["sampled", "exact"]
     weights = {name: runs[name].config.stages[0].algorithm.weight for name in ("adversary", "helper")}
     assert weights["adversary"] == -weights["helper"] > 0
@@ -244,7 +244,7 @@ def test_arms_of_a_small_scale_differ_from_the_main_model_in_what_they_are_named
 def test_a_plan_says_which_figures_show_cooldowns():
     shown = {name: one.shown_in for name, one in experiments("evening", "pcfg").items() if "polished" in name}
     assert shown["d16-2000-polished-500"] == shown["d64-2000-polished"] == ("figure 1", "figure 5")
-    assert shown["d32-8000-polished"] == shown["pre-ln-2000-polished"] == ("figure 1",)
+    assert shown["d32-4000-polished"] == shown["pre-ln-2000-polished"] == ("figure 1",)
     assert set(shown.values()) == {("figure 1", "figure 5"), ("figure 1",)}
 
 

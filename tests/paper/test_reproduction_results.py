@@ -381,10 +381,10 @@ def test_without_a_cooldown_the_last_checkpoint_that_the_other_encloses_is_compa
     for control, treated in unregularized.pairs:  # step 20 of the one, at 3.5, between 4 and 3 of the other
         assert control["loss"].value == treated["loss"].value == 3.5
         fraction = math.log(3.5 / 4) / math.log(3 / 4)
-        assert treated["finetune-docstring-kind"].value == pytest.approx(0.55)
-        assert control["finetune-docstring-kind"].value == pytest.approx(0.5 + 0.1 * fraction)
+        assert treated["finetune-sentence-source"].value == pytest.approx(0.55)
+        assert control["finetune-sentence-source"].value == pytest.approx(0.5 + 0.1 * fraction)
     assert sam.names == ("Without dropout and weight decay", "SAM, without dropout and weight decay")
-    kind = change(sam.pairs, "finetune-docstring-kind", clusters=sam.clusters)
+    kind = change(sam.pairs, "finetune-sentence-source", clusters=sam.clusters)
     fraction = math.log(2.5 / 3.5) / math.log(2 / 3.5)
     assert kind.value == pytest.approx(100 * (0.6 + 0.01 - (0.55 + 0.1 * fraction)))
     assert kind.stderr == pytest.approx(1.0)  # of two seeds, 2 points apart
@@ -565,7 +565,7 @@ def test_the_page_lists_what_most_checkpoints_of_a_language_have():
         *("kl", "trace", "minimal-trace", "probe-prefix-8", "probe-prefix-4", "probe-prefix-2"),
         *("probe-state-2", "probe-state-3"),
         *("probe-sentence-order", "probe-sentence-source", "finetune-sentence-source"),
-        *("loss", "generalization-gap", "finetune-docstring-kind", "finetune-docstring-module"),
+        *("loss", "generalization-gap", "finetune-docstring-module"),
     }
     rows = drawn_results(SMOKE).table()
     text = rows.filter(rows["run"].str.starts_with("text"))
@@ -590,7 +590,7 @@ def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():
     figures = page.parts(results).figures
     assert [each.name for each in figures] == ["text-longer", "text-algorithms"]
     axes = figures[1].chart["concat"][0]["layer"][-1]["encoding"]
-    assert (axes["x"]["field"], axes["y"]["field"]) == ("loss", "finetune_docstring_kind")
+    assert (axes["x"]["field"], axes["y"]["field"]) == ("loss", "finetune_sentence_source")
     assert "equivalent of the paper's figures 2c and 4 (right)" in figures[0].caption
     assert "The entropy of the text is not known" in figures[0].caption
     assert "text_same_loss" not in {each.name for each in tables(results)}

@@ -14,7 +14,7 @@ from isoloss.paper.reproduction.spec import SHOWN, Dataset, small_bert, teacher_
 from isoloss.run_config import ObjectiveConfig, OptimizerConfig, TrainConfig
 
 CORPUS = CorpusConfig(paths=("python:docs", "python:docstrings"), tokenizer="wordpiece:1000", length=64, held_out=0.1)
-LEARNING_RATE = 1e-3  # of masked text
+LEARNING_RATE = 3e-3
 PROJECTED = 64  # features of a probe, so that all sizes have as many
 ONE_CORE: Mapping[str, Any] = {"device": "cpu", "threads": 1}
 
@@ -58,7 +58,7 @@ def generated(
             "batch_size": 64,
             # drawn once: a step takes less time than drawing its sentences
             "num_sentences": num_sentences,
-            "optimizer": OptimizerConfig(learning_rate=3e-3, weight_decay=0.0),
+            "optimizer": OptimizerConfig(learning_rate=LEARNING_RATE, weight_decay=0.0),
             "compiled": True,
             **ONE_CORE,
         },
@@ -110,7 +110,7 @@ def text(
     """Return a text, with and without regularization, and with SAM: so little that a model learns it by heart."""
     common = {**_masked_text(watched[-1]), "num_sentences": num_sentences}
     regularized = dataclasses.replace(small_bert(size), dropout=0.1)
-    tasks = {"SST-2": "finetune-docstring-kind", "QNLI": "finetune-docstring-module"}
+    tasks = {"SST-2": "finetune-sentence-source", "QNLI": "finetune-docstring-module"}
     bare = {"model": small_bert(size), "optimizer": dataclasses.replace(common["optimizer"], weight_decay=0.0)}
     return Dataset(
         name="text",
@@ -129,7 +129,7 @@ def text(
     )
 
 
-_FINETUNING = {"finetune_seeds": 1, "finetune_learning_rate": 1e-3}
+_FINETUNING = {"finetune_seeds": 1, "finetune_learning_rate": LEARNING_RATE}
 
 
 def _masked_text(steps: int) -> Mapping[str, Any]:
