@@ -223,7 +223,7 @@ def test_the_scale_says_the_papers_count_beside_that_of_lstms_that_read_both_way
 
 
 def test_arms_of_a_small_scale_differ_from_the_main_model_in_what_they_are_named_after():
-    runs = experiments("evening", "pcfg-700")
+    runs = experiments("evening", "pcfg-720")
     adamw = runs["d32"].config
     differing = {line.partition(" is ")[0] for line in configs.differences(runs["pre-ln"].config, adamw)}
     assert differing == {

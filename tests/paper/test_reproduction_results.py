@@ -264,7 +264,8 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
     assert sorted(near) == sorted(arm for arm, _ in NEAR if arm != "sgd-exact")
     adversary = next(row for row in drawn(first, 0) if (row["run"], row["step"]) == ("adversary", 30))
     assert adversary["probe_prefix_4"] == pytest.approx(65.0)
-    of_difference = 1.959964 * 1 / math.sqrt(3)  # 8, 7 and 6 points on the three grammars, which differ by 10
+    # 8, 7 and 6 points on the three grammars, which differ by 10; Student's t of two degrees of freedom
+    of_difference = 4.302653 / math.sqrt(3)
     assert adversary["probe_prefix_4_high"] == pytest.approx(65.0 + of_difference)
     assert adversary["kl_high"] == pytest.approx(adversary["kl"])
     assert page._baselines(data)["probe-prefix-4"]["Look-up table, raw"] == pytest.approx(0.4)

@@ -24,6 +24,17 @@ def test_intervals_and_texts_are_those_of_the_numbers(table):
     assert row["probe_root_text"] == "50.00 ± 0.60"
 
 
+def test_intervals_of_rows_with_degrees_of_freedom_are_students(table):
+    freedom = pl.Series("freedom", [2.0] + [None] * (table.height - 1))
+    exact = changed(table, "trace_stderr", 0.0).with_columns(freedom)
+    rows = data.prepare(exact, (KL, TRACE)).rows(named=True)
+    few, many = rows[0], rows[1]
+    assert few["kl_high"] - few["kl"] == pytest.approx(4.302653 * 0.0012)
+    assert few["trace_low"] == few["trace"] == few["trace_high"]
+    kl, stderr = table.row(1, named=True)["kl"], table.row(1, named=True)["kl_stderr"]
+    assert many["kl_high"] == pytest.approx(kl + 1.959964 * stderr)
+
+
 def test_rows_go_by_run_in_the_tables_order_and_by_step(table):
     frame = data.prepare(table.reverse(), (KL,))
     assert frame["run"].unique(maintain_order=True).to_list() == ["sgd-d64", "adamw-d64", "adamw-d16"]

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 
 from isoloss.errors import IsolossError
-from isoloss.statistics.estimate import Z95, rounded
+from isoloss.statistics.estimate import Z95, rounded, student95
 
 COLUMNS = ("run", "group", "size", "parameters", "step")
 
@@ -111,7 +111,8 @@ def prepare(table: pl.DataFrame, shown: Sequence[Column]) -> pl.DataFrame:
     Args:
         table: One row per checkpoint: run (name), group (label), size (label), parameters (count), step, path (of its
             run.json, relative to the page), and for each measure its value and its standard error. A measure that a
-            checkpoint does not have is null in both.
+            checkpoint does not have is null in both. Optionally freedom: the degrees of freedom of a row's errors,
+            as of a mean over few seeds; without it, intervals are those of the normal distribution.
         shown: The measures.
 
     Returns:
@@ -157,12 +158,16 @@ def _require(table: pl.DataFrame, columns: Sequence[str]) -> None:
 
 
 def _drawn(table: pl.DataFrame, column: Column) -> dict[str, list[Any]]:
-    drawn = [_one(column, *row) for row in table.select("run", "step", column.name, column.stderr_column).iter_rows()]
+    freedom = "freedom" if "freedom" in table.columns else pl.lit(None).alias("freedom")
+    rows = table.select("run", "step", column.name, column.stderr_column, freedom).iter_rows()
+    drawn = [_one(column, *row) for row in rows]
     names = (column.field, f"{column.field}_low", f"{column.field}_high", f"{column.field}_text")
     return {name: list(column) for name, column in zip(names, zip(*drawn, strict=True), strict=True)}
 
 
-def _one(column: Column, run: str, step: int, value: float | None, stderr: float | None) -> tuple[Any, Any, Any, str]:
+def _one(
+    column: Column, run: str, step: int, value: float | None, stderr: float | None, freedom: float | None
+) -> tuple[Any, Any, Any, str]:
     """The value, the ends of its interval and its text, as `prepare` returns them."""
     if value is None and stderr is None:
         return None, None, None, "–"
@@ -172,8 +177,9 @@ def _one(column: Column, run: str, step: int, value: float | None, stderr: float
     if column.log and value <= 0:
         raise IsolossError(f"{where} is {value}: it cannot be drawn on a logarithmic axis")
     scale = 100 if column.percent else 1
-    # of the normal distribution: the table has no degrees of freedom
-    low, high = scale * (value - Z95 * stderr), scale * (value + Z95 * stderr)
+    # an exact value has no degrees of freedom
+    half = stderr * (Z95 if freedom is None else student95(freedom)) if stderr else 0.0
+    low, high = scale * (value - half), scale * (value + half)
     if column.percent:
         low, high = max(low, 0.0), min(high, 100.0)
     return scale * value, None if column.log and low <= 0 else low, high, rounded(scale * value, scale * stderr)

@@ -295,7 +295,7 @@ EVENING = StudySize(
     description="hours on two cores",
     datasets=(
         _small_pcfg(
-            grammars=tuple(range(700, 708)),
+            grammars=tuple(range(720, 728)),
             seeds=2,
             sizes=("d16", "d32", "d64"),
             main="d32",
@@ -309,7 +309,7 @@ EVENING = StudySize(
             settings={"num_train": 4_096, "num_test": 8_192, "loss_sentences": 8_192, "num_sequences": 512},
         ),
         _small_hmm(
-            models=tuple(range(700, 708)),
+            models=tuple(range(720, 728)),
             language=HMMConfig(states=8, blocks=2, vocab_size=16, length=4),
             seeds=1,
             sizes=("h16", "h32", "h64"),

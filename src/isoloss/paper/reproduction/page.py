@@ -354,10 +354,11 @@ def _rows(
             "step": model.step,
         }
         for column in shown:
-            stderr = band.paired_difference(data, model, middle, column.name).stderr
+            more = band.paired_difference(data, model, middle, column.name)
             row |= {
                 column.name: band.average(data, model, column.name).value,
-                column.stderr_column: stderr / 100 if column.percent else stderr,
+                column.stderr_column: more.stderr / 100 if column.percent else more.stderr,
+                "freedom": more.freedom,
             }
         rows.append(row)
     return pl.DataFrame(rows)

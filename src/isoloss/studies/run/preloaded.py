@@ -37,3 +37,8 @@ for name in (
     "transformers.models.bert.modeling_bert",
 ):
     importlib.import_module(name)
+
+import numba  # noqa: E402 - it reads the environment as it is imported
+
+# numba readies its compiler at the first call, which takes as long as many a command
+numba.njit(lambda: 0)()
