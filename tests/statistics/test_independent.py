@@ -7,8 +7,9 @@ import pytest
 from scipy import stats
 
 from isoloss.errors import IsolossError
-from isoloss.statistics.comparison import independent_difference
+from isoloss.statistics.comparison import independent_difference, paired_difference
 from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.ratio import ratio_estimate
 from isoloss.statistics.significance import p_value
 
 
@@ -51,6 +52,20 @@ def test_what_is_exact_adds_no_error():
     assert (same.ci95, p_value(same), same.is_exact) == ((0, 0), 1, True)
     other = Estimate(value=2.0, stderr=0.0, samples=0, unit="nats", num_predictions=1, method="enumeration")
     assert p_value(independent_difference(other, exact)) == 0
+
+
+def test_differences_of_the_same_two_samples_can_be_paired():
+    g = np.random.default_rng(0)
+    one, other = g.normal(size=(2, 7)), g.normal(size=(2, 30))
+    gaps = [
+        independent_difference(*(ratio_estimate(list(values), unit="nats", method="loss") for values in (a, b)))
+        for a, b in zip(one, other, strict=True)
+    ]
+    squared = sum(np.var(pair[0] - pair[1], ddof=1) / pair.shape[1] for pair in (one, other))
+    found = paired_difference(*gaps)
+    assert found.value == pytest.approx(gaps[0].value - gaps[1].value)
+    assert found.stderr == pytest.approx(math.sqrt(squared))
+    assert independent_difference(gaps[0], mean([1, 2])).influence is None
 
 
 def test_what_has_no_difference_is_refused():

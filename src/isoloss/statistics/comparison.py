@@ -101,7 +101,8 @@ def independent_difference(second: Estimate, first: Estimate) -> Estimate:
 
     The degrees of freedom are those of Welch (1938) and Satterthwaite (1946), (a^2 + b^2)^2 / (a^4 / f_a + b^4 / f_b),
     with f the `freedom` of each. For two means of independent samples it is Welch's t test. Accuracies become
-    percentage points.
+    percentage points. Where both have an influence, so has the difference, of the samples of `second` and then of
+    `first`: two such differences of the same samples can be paired.
 
     Raises:
         IsolossError: The units differ, or an estimate with an error has fewer than 2 samples.
@@ -123,6 +124,14 @@ def independent_difference(second: Estimate, first: Estimate) -> Estimate:
     scale, unit = (100, "percentage points") if first.unit == "accuracy" else (1, first.unit)
     total = math.fsum(estimate.stderr**2 for estimate in sampled)
     parts = sum((estimate.stderr**2 / total) ** 2 / estimate.freedom for estimate in sampled)
+    influences = [
+        sign * scale * one.influence
+        for sign, one in ((1, second), (-1, first))
+        if one.stderr > 0 and one.influence is not None
+    ]
+    n = sum(map(len, influences))
+    # scaled so that the sum of squares over n (n - 1) is the sum of the squared errors
+    whole = [math.sqrt(n * (n - 1) / (len(each) * (len(each) - 1))) * each for each in influences]
     return Estimate(
         value=scale * (second.value - first.value),
         stderr=scale * math.sqrt(total),
@@ -131,6 +140,7 @@ def independent_difference(second: Estimate, first: Estimate) -> Estimate:
         unit=unit,
         num_predictions=first.num_predictions + second.num_predictions,
         method="independent difference",
+        influence=np.concatenate(whole) if whole and len(whole) == len(sampled) else None,
     )
 
 

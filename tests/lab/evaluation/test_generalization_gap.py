@@ -11,6 +11,7 @@ from isoloss.lab.languages.config import PCFGConfig
 from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.seeds import derive
+from isoloss.studies.results import difference, measured
 
 LANGUAGE = PCFGConfig(levels=2, symbols_per_level=8, rules_per_symbol=8, vocab_size=16)
 NUM = 48
@@ -54,6 +55,17 @@ def test_it_is_the_loss_on_unseen_sentences_minus_the_loss_on_those_trained_on(r
     assert gap.stderr == pytest.approx(math.hypot(unseen.stderr, training.stderr))
     assert training.num_predictions == NUM  # all sentences of the set, once each
     assert gap.value > 5 * gap.stderr
+
+
+def test_the_gaps_of_two_checkpoints_are_paired(tmp_path):
+    run = pretrain(tmp_path / "run", config(num_sentences=NUM, steps=60, checkpoints=(40,)))
+    evaluate(run.path, ["loss", "generalization-gap"], settings={"loss_sentences": 64})
+    early, late = ({**measured(run, "loss", step), **measured(run, "generalization-gap", step)} for step in (40, 60))
+    of_gap, of_loss, of_training = (
+        difference(late[key], early[key]) for key in ("generalization-gap", "loss", "training-loss")
+    )
+    assert of_gap.value == pytest.approx(of_loss.value - of_training.value)
+    assert of_gap.stderr == pytest.approx(math.hypot(of_loss.stderr, of_training.stderr))
 
 
 def test_a_run_without_a_training_set_has_none(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -104,6 +103,7 @@ class GeneralizationGap(Loss):
         """Return `training-loss` and `generalization-gap`."""
         from isoloss.lab.evaluation import loss
         from isoloss.seeds import generator
+        from isoloss.statistics.comparison import independent_difference
         from isoloss.text.masking import objective_batch
 
         sentences = self._training_sentences(context)
@@ -122,16 +122,7 @@ class GeneralizationGap(Loss):
         )["loss"]
         other = unseen.estimates["loss"]
         gap = dataclasses.replace(
-            training,
-            value=other.value - training.value,
-            # the two samples have no sentence in common
-            stderr=math.hypot(other.stderr, training.stderr),
-            samples=min(other.samples or training.samples, training.samples),
-            effective_samples=None,
-            num_predictions=other.num_predictions + training.num_predictions,
-            method=f"{other.method} minus {training.method}",
-            influence=None,
-            details={},
+            independent_difference(other, training), method=f"{other.method} minus {training.method}"
         )
         return MeasureResult(
             estimates={"training-loss": training, "generalization-gap": gap},
