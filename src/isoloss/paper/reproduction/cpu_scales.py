@@ -263,7 +263,7 @@ LAPTOP = StudySize(
             branch=2_000,
             cooldown_steps=500,
             # the shortest leaves a larger model at the loss of a smaller one after the longest
-            other_cooldowns=(50, 2_000),
+            other_cooldowns=(50, 4_000),
             settings={"num_train": 1_024, "num_test": 1_024, "loss_sentences": 256, "num_sequences": 128},
         ),
         cpu_texts.web(
@@ -329,11 +329,11 @@ EVENING = StudySize(
             sizes=("d16", "d32", "d64"),
             main="d32",
             num_sentences=65_536,
-            watched=(1_000, 2_000, 4_000, 8_000),
+            watched=(1_000, 2_000, 4_000),
             branch=2_000,
             cooldown_steps=500,
             # the shortest leaves a larger model at the loss of a smaller one after the longest
-            other_cooldowns=(50, 200, 1_000, 4_000),
+            other_cooldowns=(50, 1_000, 4_000),
             settings={"num_train": 4_096, "num_test": 4_096, "loss_sentences": 1_024, "num_sequences": 512},
         ),
         cpu_texts.web(
