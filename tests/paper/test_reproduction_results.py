@@ -20,6 +20,7 @@ from isoloss.paper.reproduction.study import STUDY, answer
 from isoloss.paper.reproduction.tables import _ranking, compared, tables
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Answer, ClaimResult, Verdict, read_claims
+from isoloss.studies.page import _beside_the_paper
 from isoloss.studies.results import Measured, Results, change, difference
 from isoloss.studies.verdicts import answer as studies_answer
 from isoloss.studies.verdicts import answer_all
@@ -549,6 +550,27 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
             number = " ".join(papers.split()[:2])
             assert one in captions, f"at scale {name}, nothing shows the paper's {papers}: {one} is missing"
             assert re.search(rf"Corresponds to the paper's [^.]*{number}[,.]", captions[one]), (papers, one)
+
+
+def test_the_first_table_has_a_line_for_each_case_under_its_verdict():
+    unit = {"unit": "percentage points", "num_predictions": 9, "method": "known"}
+
+    def answered(case, verdict, value):
+        estimate = Estimate(value=value, stderr=0.5, samples=6, **unit)
+        return Answer(case=case, verdict=verdict, difference=estimate, numbers={}, explanation="")
+
+    claim = next(each for each in read_claims(STUDY.claims).claims if each.id == "adversary-transfer")
+    cases = (
+        answered("A", Verdict.NOT_SHOWN, -1.0),
+        answered("B", Verdict.SHOWN, -4.0),
+        answered("C", Verdict.SHOWN, -3.0),
+    )
+    (section,) = _beside_the_paper([ClaimResult(claim=claim, answers=cases)], {claim.id: ""}, "isoloss study run paper")
+    (cell,) = re.findall(r"<b>.*</td>", section.body.replace("\N{NO-BREAK SPACE}", " "))
+    assert cell.startswith(
+        "<b>shown</b><br>B -4.00 ± 0.50 points (95 %: -5.29 to -2.71)<br>C -3.00 ± 0.50 points (95 %: -4.29 to -1.71)"
+        "<br><b>not shown</b><br>A -1.00 ± 0.50 points (95 %: -2.29 to 0.29)"
+    )
 
 
 def test_the_documentation_lists_what_shows_each_of_the_papers_figures_tables_and_claims():

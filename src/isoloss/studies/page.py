@@ -136,20 +136,25 @@ def _beside_the_paper(results: Sequence[ClaimResult], needs: Mapping[str, str], 
     return [Section(title="The paper says, we find", body=html_table(columns, rows, left=4))] if rows else []
 
 
-def _found(result: ClaimResult, needs: str) -> str:
-    """Return the difference in each case, after each verdict that there is; where there is none, why."""
+def _found(result: ClaimResult, needs: str) -> Markup:
+    """Return each verdict, with a line for each case that has it: the difference or, where there is none, why."""
     by_verdict: dict[str, list[str]] = {}
-    for answer in result.answers:
+    order = list(Verdict)
+    for answer in sorted(result.answers, key=lambda answer: order.index(answer.verdict)):
         difference, verdict = answer.difference, result.words(answer)
         if difference is None:
             told_of = answer.explanation
         else:
             bound = "" if answer.below is None else f"; within ± {answer.below:.2g}"
-            told_of = f"{told(difference)} ({detail(difference)}{bound})"
+            # a line of numbers stays together, and the table scrolls instead
+            told_of = f"{told(difference)} ({detail(difference)}{bound})".replace(" ", "\N{NO-BREAK SPACE}")
         if answer.verdict is Verdict.NO_VERDICT and needs:
             verdict += f" ({needs})"
         by_verdict.setdefault(verdict, []).append(f"{title_of(answer.case)} {told_of}".strip())
-    return "; ".join(f"{verdict}: {', '.join(dict.fromkeys(cases))}" for verdict, cases in by_verdict.items())
+    line = Markup("<br>")
+    return line.join(
+        line.join([Markup("<b>{}</b>").format(verdict), *dict.fromkeys(cases)]) for verdict, cases in by_verdict.items()
+    )
 
 
 def _tests(results: Sequence[ClaimResult]) -> Markup:
