@@ -128,10 +128,15 @@ def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[S
     return [Section(title="Differences", body=interval_rows(rows) + note)]
 
 
+_BREAK = Markup("<br>")
+
+
 def _beside_the_paper(results: Sequence[ClaimResult], needs: Mapping[str, str], command: str) -> list[Section]:
     by_id = {result.claim.id: result for result in results}
     found = [by_id[each] for each in needs if each in by_id]
-    rows = [(each.claim.statement, each.claim.paper, _found(each, needs[each.claim.id]), command) for each in found]
+    first, *options = command.split(" --")
+    made_by = _BREAK.join(Markup("<code>{}</code>").format(part) for part in (first, *(f"--{one}" for one in options)))
+    rows = [(each.claim.statement, each.claim.paper, _found(each, needs[each.claim.id]), made_by) for each in found]
     columns = ("claim", "the paper says", "we find", "made by")
     return [Section(title="The paper says, we find", body=html_table(columns, rows, left=4))] if rows else []
 
@@ -146,14 +151,15 @@ def _found(result: ClaimResult, needs: str) -> Markup:
             told_of = answer.explanation
         else:
             bound = "" if answer.below is None else f"; within ± {answer.below:.2g}"
-            # a line of numbers stays together, and the table scrolls instead
-            told_of = f"{told(difference)} ({detail(difference)}{bound})".replace(" ", "\N{NO-BREAK SPACE}")
+            told_of = f"{told(difference)} ({detail(difference)}{bound})"
         if answer.verdict is Verdict.NO_VERDICT and needs:
             verdict += f" ({needs})"
-        by_verdict.setdefault(verdict, []).append(f"{title_of(answer.case)} {told_of}".strip())
-    line = Markup("<br>")
-    return line.join(
-        line.join([Markup("<b>{}</b>").format(verdict), *dict.fromkeys(cases)]) for verdict, cases in by_verdict.items()
+        case = f"{title_of(answer.case)} {told_of}".strip()
+        # a line of numbers stays together, and the table scrolls instead
+        by_verdict.setdefault(verdict, []).append(case.replace(" ", "\N{NO-BREAK SPACE}") if difference else case)
+    return _BREAK.join(
+        _BREAK.join([Markup("<b>{}</b>").format(verdict), *dict.fromkeys(cases)])
+        for verdict, cases in by_verdict.items()
     )
 
 
