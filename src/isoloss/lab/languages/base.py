@@ -275,6 +275,21 @@ class Language(abc.ABC):
         logs = exact._log_conditionals(ids, lengths, batches.checked_positions(positions, lengths))
         return logs if positions is None else logs.view(*positions.shape, self.vocab_size)
 
+    def log_next(self, tokens: torch.Tensor, lengths: torch.Tensor, *, given_length: bool = False) -> torch.Tensor:
+        """Return (n, T, V): log Pr(x_t = c | x_1 .. x_{t-1}), the next-token conditionals, in nats.
+
+        They are what a perfect causal model predicts, and their sum at a sentence's own tokens is its log-probability.
+        A causal model does not know how long a sentence will be, only that it has a t-th token, and so it is here; with
+        `given_length`, the length is known too, as it is to a masked model.
+
+        Impossible tokens and padded positions are as in `log_conditionals`, and so are the arguments.
+
+        Raises:
+            IsolossError: As for `log_prob`.
+        """
+        exact = self.exact()
+        return exact._log_next(*exact._checked(tokens, lengths), given_length)
+
     def conditional_entropy(
         self,
         tokens: torch.Tensor,
@@ -394,6 +409,19 @@ class ExactLanguage(Language):
     ) -> torch.Tensor:
         """Return (n, k, V), as `log_conditionals`, at (n, k) positions; None: (n, T, V) at all."""
         raise NotImplementedError
+
+    def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
+        """Return (n, T, V), as `log_next`: here by one pass for each position, with all that follows unknown."""
+        if not given_length and len(self.length_probs.nonzero()) > 1:
+            raise NotImplementedError
+        out = batches.large_zeros((*ids.shape, self.vocab_size), self.dtype, self.device)
+        for position in range(int(lengths.max()) if len(lengths) else 0):
+            rows = lengths > position
+            known = ids[rows].clone()
+            known[:, position:] = self.vocab_size
+            at = torch.full((len(known), 1), position, device=self.device)
+            out[rows, position] = self._log_conditionals(known, lengths[rows], at)[:, 0]
+        return out
 
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Return (n, k), as `conditional_entropy`, at (n, k) positions; None: (n, T) at all."""

@@ -262,6 +262,25 @@ class HMM(ExactLanguage):
         self._conditionals(ids, positions, use, out, log=True)
         return _zero_padding(out, lengths) if positions is None else out
 
+    def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
+        # The forward recursion alone, normalized at each token. The length tells nothing of the tokens before its end.
+        initial, transition, emission = (
+            torch.tensor(table, device=self.device) for table in (self.initial, self.transition, self.emission)
+        )
+        # an absent token is one more, of which nothing is known
+        emitted = torch.cat([emission.T, torch.ones_like(emission.T[:1])])
+        out = batches.large_zeros((*ids.shape, self.vocab_size), self.dtype, self.device)
+        states = initial.expand(len(ids), -1)
+        possible = torch.ones(len(ids), dtype=torch.bool, device=self.device)
+        for position in range(ids.shape[1]):
+            out[:, position] = batches.clamped_log_(states @ emission)
+            joint = states * emitted[ids[:, position]]
+            mass = joint.sum(dim=1, keepdim=True)
+            possible &= mass[:, 0] > 0
+            states = joint / mass @ transition
+        _check_possible(possible)
+        return _zero_padding(out, lengths)
+
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         out = torch.zeros((ids if positions is None else positions).shape, dtype=self.dtype, device=self.device)
 

@@ -272,6 +272,27 @@ class PCFG(ExactLanguage):
         self._conditionals(ids, lengths, positions, out, batches.clamped_log_)
         return out
 
+    def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
+        width = ids.shape[1]
+        out = batches.large_zeros((*ids.shape, self.vocab_size), self.dtype, self.device)
+        emission = self._emission.double()
+        ends = lengths
+        if not given_length:
+            # each sentence may go on to the greatest length
+            ids = torch.nn.functional.pad(ids, (0, self.max_length - width), value=self.vocab_size)
+            ends = torch.full_like(lengths, self.max_length)
+
+        def compute(rows: Rows, length: int) -> None:
+            scores, possible = self._engine.prefix_outside(ids[rows, :length], given_length=given_length)
+            own = torch.arange(min(length, width), device=self.device) < lengths[rows, None]
+            scores, possible = scores[:, : own.shape[1]], possible[:, : own.shape[1]]
+            self._check_possible(rows, torch.where((possible | ~own).all(dim=1), 0.0, -math.inf))
+            logs = batches.clamped_log_(scores @ emission).to(self.dtype)
+            batches.put(out, rows, logs.masked_fill(~own[:, :, None], 0.0))
+
+        run_in_threads(compute, self._buckets(ends), self.device)
+        return out
+
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         out = torch.zeros((ids if positions is None else positions).shape, dtype=self.dtype, device=self.device)
         self._conditionals(ids, lengths, positions, out, batches.entropies)

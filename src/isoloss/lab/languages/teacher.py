@@ -202,6 +202,14 @@ class Teacher(ExactLanguage):
             out[rows, columns] = logs.clamp(min=math.log(torch.finfo(self.dtype).tiny))
         return out
 
+    def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
+        # what the teacher predicts itself; it writes on to the greatest length, so that a length tells nothing
+        out = torch.zeros(*ids.shape, self.vocab_size, dtype=self.dtype, device=self.device)
+        for rows, prefix in self._read(*self._masked(ids, lengths)[:1], lengths):
+            check_possible(prefix.logs.gather(2, prefix.tokens[..., None])[..., 0].sum(dim=1))
+            out[rows, : prefix.logs.shape[1]] = prefix.logs.clamp(min=math.log(torch.finfo(self.dtype).tiny))
+        return out
+
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         positions = _all_positions(ids) if positions is None else positions
         out = torch.zeros(positions.shape, dtype=self.dtype, device=self.device)

@@ -61,6 +61,7 @@ class Plan:
 
     length: int
     every_root: bool  # whether all symbols, or only the start symbol, are computed over the whole length
+    prefixes: bool  # whether the start symbol is computed over the first tokens of every length, too
     starts: dict[Key, range]
     steps: tuple[Step, ...]  # by ascending width
     numbers: int  # floats of working memory per sentence
@@ -153,17 +154,23 @@ class Planner:
         self.members = [np.flatnonzero(self.group_of == group) for group in range(len(patterns))]
         self._feasible = [frozenset(np.flatnonzero(pattern).tolist()) for pattern in patterns]
         self.blocks = self._make_blocks(rules)
-        self._plans: dict[tuple[int, bool], Plan] = {}
+        self._plans: dict[tuple[int, bool, bool], Plan] = {}
 
-    def plan(self, length: int, *, every_root: bool = False) -> Plan:
-        """Return the plan of sentences of `length` tokens, with the start symbol or with every symbol as the root."""
-        if (length, every_root) not in self._plans:
-            self._plans[length, every_root] = self._compile(length, every_root)
-        return self._plans[length, every_root]
+    def plan(self, length: int, *, every_root: bool = False, prefixes: bool = False) -> Plan:
+        """Return the plan of sentences of `length` tokens, with the start symbol or with every symbol as the root.
 
-    def _compile(self, length: int, every_root: bool) -> Plan:
+        With `prefixes`, the start symbol is a root over the first tokens of every length up to `length`.
+        """
+        key = (length, every_root, prefixes)
+        if key not in self._plans:
+            self._plans[key] = self._compile(*key)
+        return self._plans[key]
+
+    def _compile(self, length: int, every_root: bool, prefixes: bool) -> Plan:
         roots = range(len(self.members)) if every_root else [int(self.group_of[0])]
-        reach = {(group, length): 1 for group in roots if length in self._feasible[group]}  # bit i: start at i
+        widths = range(1, length + 1) if prefixes else (length,)
+        # bit i: start at i
+        reach = {(group, width): 1 for group in roots for width in widths if width in self._feasible[group]}
         splits: dict[Key, dict[int, list[int]]] = {}  # item: block: widths of the left part
         # From the root down, so that only items that a parse of this length can contain are computed: for a layered
         # grammar at its greatest length thousands of times fewer products than all spans and symbols.
@@ -186,7 +193,7 @@ class Planner:
             steps.append(Step(key, len(starts[key]), parts))
         # The pairs, and what is gathered to the left and to the right of them; charts count twice, inside and outside.
         pairs = [3 * len(self.blocks[index].b) * step.starts for step in steps for index, _ in step.parts]
-        return Plan(length, every_root, starts, tuple(steps), numbers + max(pairs, default=0))
+        return Plan(length, every_root, prefixes, starts, tuple(steps), numbers + max(pairs, default=0))
 
     def _cut(self, starts: dict[Key, range], parent: Key, index: int, cuts: list[int]) -> tuple[Split, ...]:
         block = self.blocks[index]

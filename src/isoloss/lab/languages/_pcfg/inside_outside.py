@@ -65,7 +65,7 @@ class InsideOutside:
         self._log2_scale = torch.as_tensor(log2_scale, device=device)
         self._scaled = emission * np.exp2(-log2_scale)
         # Beside numba too: only torch's charts can tell what is impossible from what underflows (`possible`).
-        self._torch = TorchCharts(rules, self._planner, self._scaled, self.emitting, device)
+        self._torch = TorchCharts(rules, self._planner, self._scaled, self.emitting, device, self._log2_scale)
         self.backend: Backend = backend or choose_backend(device)
 
     # Made when first asked: a large grammar's tables take a while, and it may be there to be drawn from only.
@@ -117,6 +117,34 @@ class InsideOutside:
             return self._engine.run(plan, tokens, torch.exp2(shift).to(dtype), leaves=True)
 
         return self._robust(plan, tokens, run)
+
+    def prefix_outside(self, tokens: torch.Tensor, *, given_length: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n, T, E) outside scores of the `emitting` symbols at each token given those before it (normalized).
+
+        As `leaf_outside`, but nothing is known of the tokens that follow: a span that begins at t is completed by all
+        strings, of as many tokens as are left or, without `given_length`, of any number up to T in all. So one pass
+        from the roots down, in which only what stands to the left of a span has its tokens' inside scores, gives every
+        next token (the prefix probabilities of Jelinek and Lafferty, 1991, position by position). The second result is
+        (n, T) bool: whether the tokens before a position, and the length, are possible.
+
+        Always in float64: prefixes of one sentence differ by more than float32 holds.
+        """
+        plan = self._planner.plan(tokens.shape[1], prefixes=not given_length)
+        shift = torch.zeros(len(tokens), dtype=torch.float64, device=self._device)
+        scores, mass = self._engine.prefixes(plan, tokens, torch.exp2(shift))
+        poor = (~_within(mass, torch.float64)).any(dim=1).nonzero().flatten()
+        if len(poor):
+            # anew, with a scale by which the last prefix that had any mass is near 1
+            low = mass[poor].log2()
+            reached = low.isfinite().sum(dim=1).clamp(min=1)
+            shift = -torch.round(low.gather(1, reached[:, None] - 1)[:, 0].nan_to_num(0.0, 0.0, 0.0) / reached)
+            scores[poor], again = self._engine.prefixes(plan, tokens[poor], torch.exp2(shift))
+            # No token takes a factor of 2^-300: mass that is gone after a comfortable prefix was never there.
+            before = torch.nn.functional.pad(again, (1, 0), value=1.0)[:, :-1]
+            if bool(((again == 0) & (before > 0) & (before < 2.0**-700)).any() | ~again.isfinite().all()):
+                raise IsolossError(_TOO_WIDE)
+            mass[poor] = again
+        return scores, mass > 0
 
     def possible(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return (n,) bool: whether the grammar derives each sentence, however improbable it is."""
@@ -274,8 +302,10 @@ class TorchCharts:
         emission: npt.NDArray[np.float64],
         emitting: npt.NDArray[np.int64],
         device: torch.device,
+        log2_scale: torch.Tensor,
     ) -> None:
         self._planner, self._scaled, self._emitting, self._device = planner, emission, emitting, device
+        self._log2_scale = log2_scale
         self._total = rules.emission.sum(axis=1)[emitting]
         self._cache: dict[torch.dtype, _Tables] = {}
 
@@ -292,6 +322,17 @@ class TorchCharts:
         # The sum over tokens is the product with the emissions' row sums: dividing here takes E numbers, after the
         # product with the emissions it would take V.
         return z, scores / (scores @ self._tensor(self._total, factor.dtype)).unsqueeze(-1)
+
+    def prefixes(self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n, T, E) normalized outside scores given the tokens before each, and (n, T) their scaled mass."""
+        unknown = torch.full((1, plan.length), len(self._log2_scale) - 1, device=self._device)
+        # the scale of an unknown token, undone
+        undone = torch.exp2(self._log2_scale[-1:]).to(factor.dtype)
+        beyond = self._inside(plan, unknown, undone)
+        outside = self._outside(plan, self._inside(plan, tokens, factor), narrowest=1, beyond=beyond)
+        scores = self._by_symbol(plan, outside, 1, range(plan.length), self._emitting)
+        mass = scores @ self._tensor(self._total, factor.dtype)
+        return scores / mass.unsqueeze(-1), mass
 
     def span(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, start: int, width: int, *, outer: bool
@@ -342,13 +383,18 @@ class TorchCharts:
             items[step.key] = total.view(-1, step.starts, n)
         return _Chart(items, n, tables.dtype)
 
-    def _outside(self, plan: Plan, chart: _Chart, *, narrowest: int) -> _Chart:
-        """Return the outside scores of the items at least `narrowest` wide: dZ / d inside, exactly."""
+    def _outside(self, plan: Plan, chart: _Chart, *, narrowest: int, beyond: _Chart | None = None) -> _Chart:
+        """Return the outside scores of the items at least `narrowest` wide: dZ / d inside, exactly.
+
+        With `beyond`, of one sentence, they are given the tokens to the left alone; it has the scores of the others.
+        """
         inside, n, tables = chart.items, chart.sentences, self._tables(chart.dtype)
+        following = (beyond or chart).items
         outside = {key: torch.zeros_like(scores) for key, scores in inside.items()}
-        if (root := (int(self._planner.group_of[0]), plan.length)) in outside:
-            # The start symbol has the id 0, so it is the first of its group.
-            outside[root][0, 0] = 1
+        for width in range(1, plan.length + 1) if plan.prefixes else (plan.length,):
+            if (root := (int(self._planner.group_of[0]), width)) in outside:
+                # The start symbol has the id 0, so it is the first of its group.
+                outside[root][0, 0] = 1
         for step in reversed(plan.steps):
             if step.key[1] <= narrowest:
                 break
@@ -357,7 +403,7 @@ class TorchCharts:
                 block, (weights, b, c) = self._planner.blocks[index], tables.blocks[index]
                 pairs = (weights.T @ above).view(len(block.b), step.starts, n)
                 for split in splits:
-                    left, right = inside[split.left][:, split.lefts], inside[split.right][:, split.rights]
+                    left, right = inside[split.left][:, split.lefts], following[split.right][:, split.rights]
                     # Views: what is added to them is in `outside`.
                     to_left = outside[split.left][:, split.lefts]
                     to_right = outside[split.right][:, split.rights]

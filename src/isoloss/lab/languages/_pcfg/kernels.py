@@ -32,7 +32,8 @@ class _FlatPlan:
 
     rows: int
     items: dict[Key, int]  # the first row of each item
-    root: int | None  # the row of the start symbol over the whole length; None: every symbol is a root
+    root: int | None  # the row of the start symbol over the whole length; None: the plan has none
+    roots: list[int]  # the rows of the start symbol over the first tokens, of every length that is a root
     leaves: Integers  # (F, 4): first row, position, first column of the emissions, number of symbols
     parts: Integers  # (Q, 5): first row of the parent, first and last pair, first and last split; by ascending width
     widths: Integers  # (Q,) of the parents
@@ -63,7 +64,7 @@ class Kernels:
         self._score_of = np.searchsorted(emitting, self._symbols)  # used for emitting symbols only
         self._emitting = len(emitting)
         self._pair_range, self._pairs, self._targets, self._weights = _flat_blocks(planner)
-        self._plans: dict[tuple[int, bool], _FlatPlan | None] = {}
+        self._plans: dict[tuple[int, bool, bool], _FlatPlan | None] = {}
         self._tables: dict[np.dtype[Any], _Tables] = {}
 
     def run(
@@ -76,14 +77,39 @@ class Kernels:
         n, length = tokens.shape
         z = torch.zeros(n, dtype=factor.dtype)
         scores = torch.zeros(n, length if leaves else 0, self._emitting, dtype=factor.dtype)
+        mass = np.empty(scores.shape[:2], dtype=scores.numpy().dtype)
         flat = self._flat(plan)
         if flat is not None:
             total = self._in(z.numpy().dtype).total
             for first, inside, outside in self._charts(flat, tokens, factor, narrowest=1 if leaves else None):
                 z[first : first + LANES] = torch.from_numpy(inside[flat.root, : n - first])
                 if leaves:
-                    write_scores(scores.numpy(), outside, first, flat.leaves, total, self._score_of)
+                    write_scores(scores.numpy(), mass, outside, first, flat.leaves, total, self._score_of)
         return z, scores
+
+    def prefixes(self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n, T, E) outside scores of the tokens given those before them alone, and (n, T) their mass.
+
+        The scores are normalized; the mass is what they gave to all tokens, scaled by the tokens before. The roots are
+        those of the plan: a sentence ends after any of them. Leaves are multiplied by `factor` (n,), in whose dtype all
+        is computed.
+        """
+        n, length = tokens.shape
+        dtype = factor.numpy().dtype
+        scores = np.zeros((n, length, self._emitting), dtype=dtype)
+        mass = np.zeros((n, length), dtype=dtype)
+        flat = self._flat(plan)
+        if flat is not None:
+            tables = self._in(dtype)
+            rules = (self._pairs, self._targets, tables.weights)
+            # the tokens that follow are not known: their scores are the same for all sentences, and are not scaled
+            unknown = np.zeros((flat.rows, 1), dtype=dtype)
+            for row, _, column, size in flat.leaves:
+                unknown[row : row + size, 0] = tables.total[column : column + size]
+            fill_inside(unknown, flat.parts, flat.splits, *rules)
+            for first, inside, outside in self._charts(flat, tokens, factor, narrowest=1, beyond=unknown):
+                write_scores(scores, mass, outside, first, flat.leaves, tables.total, self._score_of)
+        return torch.from_numpy(scores), torch.from_numpy(mass)
 
     def span(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, start: int, width: int, *, outer: bool
@@ -106,9 +132,18 @@ class Kernels:
         return z, torch.from_numpy(scores)
 
     def _charts(
-        self, flat: _FlatPlan, tokens: torch.Tensor, factor: torch.Tensor, *, narrowest: int | None
+        self,
+        flat: _FlatPlan,
+        tokens: torch.Tensor,
+        factor: torch.Tensor,
+        *,
+        narrowest: int | None,
+        beyond: Floats | None = None,
     ) -> Iterator[tuple[int, Floats, Floats]]:
-        """Yield the first of every 128 sentences, their inside chart, and their outside chart from `narrowest` on."""
+        """Yield the first of every 128 sentences, their inside chart, and their outside chart from `narrowest` on.
+
+        With `beyond` (rows, 1), outside scores are given the tokens to the left alone; it has the scores of the others.
+        """
         numbers = (np.ascontiguousarray(tokens.numpy()), factor.numpy())
         tables = self._in(numbers[1].dtype)
         rules = (self._pairs, self._targets, tables.weights)
@@ -117,15 +152,17 @@ class Kernels:
         # One chart serves all: the caller has read it when it asks for the next 128 sentences.
         inside = np.empty((flat.rows, lanes), dtype=tables.weights.dtype)
         outside = inside if narrowest is None else np.empty_like(inside)
+        # a copy for each lane, so that one kernel serves both
+        right = inside if beyond is None else np.ascontiguousarray(np.broadcast_to(beyond, inside.shape))
         for first in range(0, len(tokens), LANES):
             fill_leaves(inside, *numbers, first, tables.emission, flat.leaves)
             fill_inside(inside, flat.parts, flat.splits, *rules)
             if narrowest is not None:
                 outside.fill(0)
-                outside[flat.root] = 1
+                outside[flat.roots] = 1
                 # Narrower items are not asked for. The widths ascend, as the plan's steps do.
                 wider = flat.parts[np.searchsorted(flat.widths, narrowest, side="right") :]
-                fill_outside(outside, inside, wider, flat.splits, *rules)
+                fill_outside(outside, inside, right, wider, flat.splits, *rules)
             yield first, inside, outside
 
     def _rows(self, plan: Plan, flat: _FlatPlan, start: int, width: int) -> tuple[Integers, Integers]:
@@ -149,14 +186,15 @@ class Kernels:
 
     def _flat(self, plan: Plan) -> _FlatPlan | None:
         """Return the plan as arrays, or None where no sentence has its length."""
-        key = (plan.length, plan.every_root)
+        key = (plan.length, plan.every_root, plan.prefixes)
         if key not in self._plans:
-            root = (int(self._planner.group_of[0]), plan.length)
-            possible = plan.every_root or root in plan.starts
-            self._plans[key] = self._flatten(plan, None if plan.every_root else root) if possible else None
+            group = int(self._planner.group_of[0])
+            widths = range(1, plan.length + 1) if plan.prefixes else (plan.length,)
+            roots = [] if plan.every_root else [(group, width) for width in widths if (group, width) in plan.starts]
+            self._plans[key] = self._flatten(plan, roots) if plan.every_root or roots else None
         return self._plans[key]
 
-    def _flatten(self, plan: Plan, root: Key | None) -> _FlatPlan:
+    def _flatten(self, plan: Plan, roots: list[Key]) -> _FlatPlan:
         size = [len(members) for members in self._planner.members]
         offset: dict[Key, int] = {}
         rows = 0
@@ -188,7 +226,10 @@ class Kernels:
                         parts.append((parent, *self._pair_range[index], before, len(splits)))
                         widths.append(step.key[1])
         arrays = _table(leaves, 4), _table(parts, 5), np.array(widths, dtype=np.int64), _table(splits, 2)
-        return _FlatPlan(rows, offset, None if root is None else offset[root], *arrays)
+        # The start symbol has the id 0, so it is the first of its group; a root begins with the first token.
+        rows_of = [offset[root] for root in roots]
+        whole = next((offset[root] for root in roots if root[1] == plan.length), None)
+        return _FlatPlan(rows, offset, whole, rows_of, *arrays)
 
 
 def _flat_blocks(planner: Planner) -> tuple[list[tuple[int, int]], Integers, Integers, npt.NDArray[np.float64]]:
@@ -266,13 +307,17 @@ def fill_inside(
 def fill_outside(
     outside: Floats,
     inside: Floats,
+    right: Floats,
     parts: Integers,
     splits: Integers,
     pairs: Integers,
     targets: Integers,
     weights: Floats,
 ) -> None:
-    """Compute dZ / d inside from the root down, which holds 1, all other rows 0."""
+    """Compute dZ / d inside from the roots down, which hold 1, all other rows 0.
+
+    The inside scores of what follows an item are in `right`: the chart's own, or those of unknown tokens.
+    """
     pair = np.empty(inside.shape[1], inside.dtype)
     for q in range(len(parts) - 1, -1, -1):
         parent = parts[q, 0]
@@ -288,18 +333,24 @@ def fill_outside(
                 for lane in range(inside.shape[1]):
                     pair[lane] += weight * outside[row, lane]
             for s in range(parts[q, 3], parts[q, 4]):
-                left, right = splits[s, 0] + b, splits[s, 1] + c
+                first, second = splits[s, 0] + b, splits[s, 1] + c
                 for lane in range(inside.shape[1]):
-                    outside[left, lane] += pair[lane] * inside[right, lane]
+                    outside[first, lane] += pair[lane] * right[second, lane]
                 for lane in range(inside.shape[1]):
-                    outside[right, lane] += pair[lane] * inside[left, lane]
+                    outside[second, lane] += pair[lane] * inside[first, lane]
 
 
 @_compiled
 def write_scores(
-    scores: Floats, outside: Floats, first: int, leaves: Integers, total: Floats, score_of: Integers
+    scores: Floats,
+    masses: Floats,
+    outside: Floats,
+    first: int,
+    leaves: Integers,
+    total: Floats,
+    score_of: Integers,
 ) -> None:
-    """Divide each token's outside scores by the mass that they give to all tokens, and write them by sentence."""
+    """Divide each token's outside scores by the mass that they give to all tokens, and write both by sentence."""
     # Normalized here, on the symbols that emit: after the product with the emissions it would be two more passes over
     # all V tokens.
     mass = np.zeros((scores.shape[1], outside.shape[1]), outside.dtype)
@@ -312,6 +363,7 @@ def write_scores(
     for f in range(len(leaves)):
         row, position, column = leaves[f, 0], leaves[f, 1], leaves[f, 2]
         for lane in range(count):
+            masses[first + lane, position] = mass[position, lane]
             inverse = 1 / mass[position, lane]
             for g in range(leaves[f, 3]):
                 scores[first + lane, position, score_of[column + g]] = outside[row + g, lane] * inverse
