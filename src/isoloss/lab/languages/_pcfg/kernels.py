@@ -107,7 +107,7 @@ class Kernels:
             for row, _, column, size in flat.leaves:
                 unknown[row : row + size, 0] = tables.total[column : column + size]
             fill_inside(unknown, flat.parts, flat.splits, *rules)
-            for first, inside, outside in self._charts(flat, tokens, factor, narrowest=1, beyond=unknown):
+            for first, _, outside in self._charts(flat, tokens, factor, narrowest=1, beyond=unknown):
                 write_scores(scores, mass, outside, first, flat.leaves, tables.total, self._score_of)
         return torch.from_numpy(scores), torch.from_numpy(mass)
 
