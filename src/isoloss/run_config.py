@@ -28,12 +28,13 @@ class ObjectiveConfig:
     corruption: Literal["mask", "bert"] = "mask"
     """What training shows for a masked token: always the mask, or as in BERT 80 % mask, 10 % random, 10 % itself."""
     labels: Literal["sampled", "exact"] = "sampled"
-    """Learn from the tokens that were masked, or from their exact conditionals, without label noise."""
+    """Learn from the tokens that are there, or from their exact conditionals, without label noise."""
 
     def check_fields(self) -> None:
         """Refuse settings that contradict each other."""
         if self.kind == "causal":
-            of_masking = [f.name for f in fields(self) if f.name != "kind" and getattr(self, f.name) != f.default]
+            own = ("kind", "labels")
+            of_masking = [f.name for f in fields(self) if f.name not in own and getattr(self, f.name) != f.default]
             if of_masking:
                 raise IsolossError(f"the causal objective masks no tokens: leave out {', '.join(of_masking)}")
         if self.masking == "one" and self.fraction != ObjectiveConfig.fraction:

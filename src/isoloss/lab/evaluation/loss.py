@@ -20,7 +20,7 @@ from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.languages.batches import run_in_threads
-from isoloss.lab.languages.exact import masked_sentences, why_not_enumerable
+from isoloss.lab.languages.exact import all_sentences, masked_sentences, why_not_enumerable
 from isoloss.lab.languages.special_tokens import WithSpecialTokens
 from isoloss.lab.models.make import predicted_logits
 from isoloss.model_checks import device_of, refuse_dropout
@@ -45,17 +45,17 @@ _PART = 1 << 17  # sentences handed to a language at a time, at most
 
 @dataclass(frozen=True)
 class ExactTargets:
-    """Masked sentences of an exact language, sampled or all of them, and what a perfect model would predict.
+    """Sentences of an exact language, sampled or all of them, and what a perfect model would predict.
 
     A function of the language, the number of sentences, the objective and the seed alone: made once, it serves every
     checkpoint, and the values of two checkpoints on it are paired.
     """
 
     language: Language  # the language of the sentences
-    batch: Batch  # the masked sentences: `input_ids`, `attention_mask`, `labels`, each (n, T), on the CPU
-    # (n,) float64, the entropies of the conditionals in nats, summed over the masked positions of each sentence
+    batch: Batch  # what a model reads: `input_ids`, `attention_mask`, `labels`, each (n, T), on the CPU
+    # (n,) float64, the entropies of the conditionals in nats, summed over the predicted tokens of each sentence
     entropy: torch.Tensor
-    counts: torch.Tensor  # (n,) masked positions of each sentence, at least 1
+    counts: torch.Tensor  # (n,) predicted tokens of each sentence, at least 1
     objective: ObjectiveConfig  # how they were drawn
     seed: int  # of the draw of sentences and masks; no effect if these are all
     kept: torch.Tensor | None  # all that `log_conditionals` returns, where it has at most 512 MiB; else None
@@ -65,10 +65,9 @@ class ExactTargets:
         return len(self.entropy)
 
     def log_conditionals(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Return (m, V) float64: log Pr(x_t = c | all other visible tokens, the length), in nats.
+        """Return (m, V) float64: the log-conditionals of the m predicted tokens, given what the model reads, in nats.
 
-        At the m masked positions of the sentences `first` to `last` - 1, sentence by sentence. What is not kept is
-        computed.
+        Of the sentences `first` to `last` - 1, sentence by sentence. What is not kept is computed.
         """
         part = slice(first, last)
         if self.kept is not None:
@@ -76,7 +75,7 @@ class ExactTargets:
             return self.kept[before : before + int(self.counts[part].sum())]
         batch = {name: value[part] for name, value in self.batch.items()}
         out = torch.empty(int(self.counts[part].sum()), self.language.vocab_size, dtype=torch.float64)
-        return _fill(out, self.language.log_conditionals, batch, self.objective)
+        return _fill(out, self.language, batch, self.objective)
 
     def held_at_once(self, batch_size: int) -> int:
         """Return how many sentences' conditionals take a bounded memory: some batches of `batch_size`, at least one."""
@@ -90,13 +89,8 @@ def why_no_exact_targets(
     """Return why what `exact_targets` returns cannot be had, or None where it can; draws no sentence."""
     if not language.is_exact:
         return f"{type(language).__name__} has no exact conditionals: the measure loss is a cross-entropy of it"
-    if objective.kind == "causal":
-        return (
-            f"{type(language).__name__} gives exact conditionals of masked tokens, not of next ones: the exact loss is "
-            "that of the masked objective, and a causal model's trace can be measured"
-        )
     if num_sentences == "all":
-        if objective.masking != "one":
+        if objective.kind == "masked" and objective.masking != "one":
             return (
                 "the loss over all sentences needs one masked token per sentence, but this objective masks a fraction "
                 f"of {objective.fraction:g}: give a number of sentences to draw"
@@ -104,7 +98,7 @@ def why_no_exact_targets(
         reason = why_not_enumerable(language)
         return reason and f"{reason}: give a number of sentences to draw"
     most = language.max_masked
-    if objective.masking == "fraction" and most < language.max_length:
+    if objective.kind == "masked" and objective.masking == "fraction" and most < language.max_length:
         # such a language's sentences are all of one length: masks do not depend on the tokens between special ones
         inner = language.inner if isinstance(language, WithSpecialTokens) else language
         shape = (num_sentences, inner.max_length)
@@ -127,8 +121,9 @@ def exact_targets(
 ) -> ExactTargets:
     """Draw sentences, mask tokens of each and compute the exact conditionals there (paper, A.5 and A.7).
 
-    With `num_sentences="all"` nothing is drawn: it takes every distinct sentence with one masked token, weighted by its
-    probability (`isoloss.lab.languages.exact.masked_sentences`).
+    Under the causal objective every token is predicted, given those before it: a model does not know how many follow
+    (`Language.log_next`). With `num_sentences="all"` nothing is drawn: it takes every sentence, or every distinct one
+    with one masked token (`isoloss.lab.languages.exact.masked_sentences`), weighted by its probability.
 
     Each conditional is given the visible tokens, as the model's prediction is: with several tokens of a sentence masked
     it is a sum over all tokens at the other masked positions. Where the conditionals take more than 512 MiB, their
@@ -151,23 +146,27 @@ def exact_targets(
     if reason := why_no_exact_targets(language, num_sentences=num_sentences, objective=objective, seed=seed):
         raise IsolossError(reason)
     weights = None
-    if num_sentences == "all":
-        sentences, positions, weights = masked_sentences(language)
-        batch = mask_at(sentences, torch.arange(sentences.tokens.shape[1]) == positions[:, None], language)
-    else:
+    masks = seeds.generator(seed, "evaluation masks")
+    if num_sentences != "all":
         tokens, lengths = language.sample(num_sentences, generator=seeds.generator(seed, "evaluation sentences"))[:2]
         sentences = Sentences(tokens.cpu(), lengths.cpu())
-        batch = mask(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
+        batch = objective_batch(sentences, language, objective, generator=masks)
         del tokens
+    elif objective.kind == "causal":
+        sentences, weights = all_sentences(language)
+        batch = objective_batch(sentences, language, objective, generator=masks)
+    else:
+        sentences, positions, weights = masked_sentences(language)
+        batch = mask_at(sentences, torch.arange(sentences.tokens.shape[1]) == positions[:, None], language)
     # the batch has them, and both may be large
     del sentences
-    chosen = batch["labels"] != IGNORED
+    chosen = _predicted_at(batch, objective)
     counts = chosen.sum(dim=1)
     total = int(counts.sum())
     kept, entropy = None, torch.empty(total, dtype=torch.float64)
     if 8 * total * language.vocab_size <= _KEPT_BYTES:
         kept = torch.empty(total, language.vocab_size, dtype=torch.float64)
-        _fill(kept, language.log_conditionals, batch, objective)
+        _fill(kept, language, batch, objective)
         log_p = kept
 
         def compute(first: int) -> None:
@@ -176,7 +175,7 @@ def exact_targets(
 
         run_in_threads(compute, ((first,) for first in range(0, total, ROWS)), kept.device)
     else:
-        _fill(entropy, language.conditional_entropy, batch, objective)
+        _fill(entropy, language, batch, objective)
     return ExactTargets(
         language=language,
         batch=batch,
@@ -189,18 +188,25 @@ def exact_targets(
     )
 
 
-def _fill(
-    out: torch.Tensor, compute: Callable[..., torch.Tensor], batch: Batch, objective: ObjectiveConfig
-) -> torch.Tensor:
-    """Set `out`, (m,) or (m, V), to what `compute` says of the m masked positions, and return it.
+def _predicted_at(batch: Batch, objective: ObjectiveConfig) -> torch.Tensor:
+    """Return (n, T) bool: the tokens that are predicted."""
+    chosen: torch.Tensor = batch["labels"] != IGNORED
+    if objective.kind == "causal":
+        chosen[:, 0] = False  # nothing comes before it
+    return chosen
 
-    Sentences with as many masked positions go together.
-    """
-    chosen = batch["labels"] != IGNORED
+
+def _fill(out: torch.Tensor, language: Language, batch: Batch, objective: ObjectiveConfig) -> torch.Tensor:
+    """Set `out` to the m predicted tokens' log-conditionals, (m, V), or to their entropies, (m,), and return it."""
+    if objective.kind == "causal":
+        return _fill_next(out, language, batch, objective)
+    compute = language.log_conditionals if out.dim() == 2 else language.conditional_entropy
+    chosen = _predicted_at(batch, objective)
     counts = chosen.sum(dim=1)
     firsts = counts.cumsum(dim=0) - counts
     lengths = batch["attention_mask"].sum(dim=1)
     row_bytes = out.element_size() * math.prod(out.shape[1:])
+    # sentences with as many masked positions go together
     for count in sorted(set(counts.tolist())):
         size = min(_PART, max(1, _PART_BYTES // (count * row_bytes)))
         for rows in (counts == count).nonzero()[:, 0].split(size):
@@ -214,6 +220,21 @@ def _fill(
             # in `out`, the positions of a sentence follow each other
             indices = firsts[rows, None] + torch.arange(count)
             out.numpy()[indices.flatten().numpy()] = values.flatten(0, 1).cpu().numpy()
+    return out
+
+
+def _fill_next(out: torch.Tensor, language: Language, batch: Batch, objective: ObjectiveConfig) -> torch.Tensor:
+    # a start that is not a token of the sentences is put before them
+    begin = 0 if language.start.is_in_sentences else 1
+    tokens, chosen = batch["input_ids"][:, begin:], _predicted_at(batch, objective)[:, begin:]
+    lengths = batch["attention_mask"].sum(dim=1) - begin
+    size = max(1, _PART_BYTES // (8 * tokens.shape[1] * language.vocab_size))
+    done = 0
+    for first in range(0, len(tokens), size):
+        part = slice(first, first + size)
+        logs = language.log_next(tokens[part], lengths[part]).cpu().double()[chosen[part]]
+        out[done : done + len(logs)] = logs if out.dim() == 2 else (probabilities(logs) * -logs).sum(dim=1)
+        done += len(logs)
     return out
 
 
@@ -248,7 +269,8 @@ def kl_values(
     # conditionals of the masked positions up to `upto`
     held = values[:0]
     at_once = targets.held_at_once(max(1, batch_size))
-    for log_q in _log_predictions(model, targets.batch, batch_size=batch_size):
+    is_causal = targets.objective.kind == "causal"
+    for log_q in _log_predictions(model, targets.batch, batch_size=batch_size, is_causal=is_causal):
         # Conditionals come by whole sentences and predictions by rows, in the same order. `held_at_once` is a multiple
         # of the batch size, and predictions never span two batches: the conditionals end where a batch does.
         if done == upto:
@@ -263,7 +285,7 @@ def kl_values(
         done += len(log_q)
         if progress is not None:
             progress(int(torch.searchsorted(ends, done, right=True)))
-    return by_sentence(values, targets.batch["labels"] != IGNORED)
+    return by_sentence(values, _predicted_at(targets.batch, targets.objective))
 
 
 def pretraining_loss(
@@ -297,15 +319,17 @@ def pretraining_loss(
     sums = {"entropy": targets.entropy, "kl": kl, "loss": targets.entropy + kl}
     seconds = time.perf_counter() - started
     if targets.weights is not None:
-        # each has one masked token, so that the mean over sentences is per predicted token
+        # all predicted tokens weigh the same, however many a sentence has; of a masked one there is one
+        per_token = targets.weights / float(targets.weights @ targets.counts.double())
+        what = "sentences" if targets.objective.kind == "causal" else "masked sentences"
         return {
             name: Estimate(
-                value=float(targets.weights @ values),
+                value=float(per_token @ values),
                 stderr=0.0,
                 samples=0,
                 unit=UNIT,
-                num_predictions=len(targets),
-                method=f"exact conditionals, {name}: a sum over all {len(targets):,} masked sentences",
+                num_predictions=int(targets.counts.sum()),
+                method=f"exact conditionals, {name}: a sum over all {len(targets):,} {what}",
                 seconds=seconds,
                 details=details,
             )
@@ -367,9 +391,7 @@ def text_loss(
     started = time.perf_counter()
     batches = list(batches)
     batch = {name: torch.cat([part[name] for part in batches]) for name in batches[0]}
-    nats, counts = _cross_entropy(
-        model, batch, batch_size=batch_size, is_causal=objective.kind == "causal", progress=progress
-    )
+    nats, counts = _cross_entropy(model, batch, objective, batch_size=batch_size, progress=progress)
     clusters = SequenceClusters(getattr(model, "config", None))
     numbers = clusters.add(batch)
     # copies of a sequence, or the sequences of a document, become one: the error is over what is independent
@@ -400,21 +422,20 @@ def text_loss(
 def _cross_entropy(
     model: nn.Module,
     batch: Batch,
+    objective: ObjectiveConfig,
     *,
     batch_size: int,
-    is_causal: bool,
     progress: Callable[[int], None] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (n,) float64 nats of each sequence, summed over its predicted tokens, and (n,) their number."""
-    chosen = batch["labels"] != IGNORED
-    if is_causal:
-        chosen[:, 0] = False  # nothing comes before it
+    chosen = _predicted_at(batch, objective)
     counts = chosen.sum(dim=1)
     row_of = chosen.nonzero()[:, 0]
     labels = batch["labels"][chosen]
     ends = counts.cumsum(dim=0)
     nats = torch.zeros(len(counts), dtype=torch.float64)
     done = 0
+    is_causal = objective.kind == "causal"
     for log_q in _log_predictions(model, batch, batch_size=batch_size, is_causal=is_causal):
         part = slice(done, done + len(log_q))
         if int(labels[part].max()) >= log_q.shape[1]:

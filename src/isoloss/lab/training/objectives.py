@@ -34,10 +34,13 @@ def check_language(objective: ObjectiveConfig, language: Language) -> None:
         raise IsolossError(f"{type(language).__name__} has no exact conditionals: train on sampled labels")
 
 
-def exact_targets(language: Language, sentences: Sentences, labels: torch.Tensor) -> torch.Tensor:
-    """Return (k, V) float64: the true conditionals of the masked tokens given all visible ones, sentence by sentence.
+def exact_targets(
+    language: Language, sentences: Sentences, labels: torch.Tensor, *, causal: bool = False
+) -> torch.Tensor:
+    """Return (k, V) float64: the true conditionals of the predicted tokens, sentence by sentence.
 
-    The labels (n, T) are -100 where nothing is masked.
+    They are given all visible tokens or, if `causal`, those before. The labels (n, T) are -100 where nothing is
+    predicted.
 
     Example:
         >>> from isoloss.lab.languages.brackets import Brackets
@@ -47,6 +50,9 @@ def exact_targets(language: Language, sentences: Sentences, labels: torch.Tensor
     """
     masked = labels != IGNORED
     tokens, lengths, _ = sentences
+    if causal:
+        # the labels of a start before the sentences are no tokens of theirs
+        return language.log_next(tokens, lengths)[masked[:, -tokens.shape[1] :]].double().exp()
     # one masked token of a sentence is hidden by being the one asked for; the others would be computed for nothing
     if bool((masked.sum(dim=1) == 1).all()):
         positions = masked.int().argmax(dim=1, keepdim=True)
@@ -80,7 +86,8 @@ def training_batch(
     batch = {name: tensor[rows] for name, tensor in batch.items()}
     if config.objective.labels == "exact":
         wanted = Sentences(sentences.tokens[rows], sentences.lengths[rows])
-        batch["targets"] = exact_targets(language, wanted, batch["labels"])
+        causal = config.objective.kind == "causal"
+        batch["targets"] = exact_targets(language, wanted, batch["labels"], causal=causal)
     return TrainingBatch({name: tensor.to(device) for name, tensor in batch.items()}, num_tokens)
 
 
