@@ -249,13 +249,27 @@ class WithSpecialTokens(ExactLanguage):
     ) -> torch.Tensor:
         inside, asked, specials = self._positions(ids, lengths, positions)
         logs = self.inner.log_conditionals(**self._inner_arguments(ids, lengths), positions=inside)
+        return self._framed(logs, specials, asked >= lengths[:, None])
+
+    def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
+        arguments = self._inner_arguments(ids, lengths)
+        del arguments["mask"]
+        logs = self.inner.log_next(**arguments, given_length=given_length)
+        _, asked, specials = self._positions(ids, lengths, None)
+        # as in `_log_conditionals`, the two special tokens are certain: a causal model does not predict them either
+        return self._framed(torch.nn.functional.pad(logs, (0, 0, 1, 1)), specials, asked >= lengths[:, None])
+
+    def _framed(
+        self, logs: torch.Tensor, specials: tuple[torch.Tensor, torch.Tensor], padding: torch.Tensor
+    ) -> torch.Tensor:
+        """Return (n, k, V + 2) of the inner language's (n, k, V), with [CLS] and [SEP] where they are certain."""
         impossible = math.log(torch.finfo(logs.dtype).tiny)
         # No inner position can hold [CLS] or [SEP], and theirs can hold nothing else.
         logs = torch.nn.functional.pad(logs, (0, 2), value=impossible)
         for special, here in zip(self.special_token_ids, specials, strict=True):
             logs[here] = impossible
             logs[..., special][here] = 0
-        return logs.masked_fill_((asked >= lengths[:, None])[..., None], 0)
+        return logs.masked_fill_(padding[..., None], 0)
 
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         inside, asked, specials = self._positions(ids, lengths, positions)

@@ -1,0 +1,145 @@
+"""The exact conditionals of the next token: by enumeration, by the chain rule, and where numbers get small."""
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+from isoloss.errors import IsolossError
+from isoloss.lab.languages._pcfg.inside_outside import InsideOutside
+from isoloss.lab.languages.brackets import Brackets
+from isoloss.lab.languages.config import DyckConfig, HMMConfig, PCFGConfig
+from isoloss.lab.languages.exact import all_sentences
+from isoloss.lab.languages.hidden_bracket import HiddenBracket
+from isoloss.lab.languages.pcfg import PCFG
+from isoloss.lab.languages.special_tokens import WithSpecialTokens
+from isoloss.lab.languages.teacher import Teacher
+
+# arithmetic as in textbooks, in the form in which treebank grammars are published; of several lengths
+ARITHMETIC = "E -> E P [0.3] | 'x' [0.5] | 'y' [0.2]\nP -> O E [1.0]\nO -> '+' [0.7] | '*' [0.3]"
+# unary chains, ambiguous, of every length
+CHAINS = "S -> S S [0.3] | A S [0.2] | 'a' [0.25] | 'b' [0.25]\nA -> 'a' [0.3] | 'c' [0.4] | S [0.3]"
+LANGUAGES = {
+    "layered grammar": lambda: PCFGConfig(levels=2, symbols_per_level=4, rules_per_symbol=4, vocab_size=8).build(),
+    "arithmetic": lambda: PCFG.from_text(ARITHMETIC, max_length=7),
+    "chains": lambda: PCFG.from_text(CHAINS, max_length=7),
+    "dyck": lambda: DyckConfig(max_length=6).build(),
+    "hidden Markov model": lambda: HMMConfig(states=6, blocks=2, vocab_size=6, length=5).build(),
+    "brackets": lambda: Brackets(6),
+    "hidden bracket": lambda: HiddenBracket(4, flip=0.1),
+    "framed": lambda: WithSpecialTokens(PCFG.from_text(CHAINS, max_length=5)),
+}
+
+
+def by_enumeration(language, given_length):
+    """The sentences, and the conditionals of their tokens as sums over all sentences."""
+    sentences, probabilities = all_sentences(language)
+    rows = [row[:length] for row, length in zip(sentences.tokens.tolist(), sentences.lengths.tolist(), strict=True)]
+    sums = defaultdict(lambda: [0.0] * language.vocab_size)
+    for row, probability in zip(rows, probabilities.tolist(), strict=True):
+        for position, token in enumerate(row):
+            sums[tuple(row[:position]), len(row) if given_length else 0][token] += probability
+    return sentences, rows, sums
+
+
+@pytest.mark.parametrize("given_length", [False, True])
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_they_are_sums_over_all_sentences(name, given_length):
+    language = LANGUAGES[name]()
+    sentences, rows, sums = by_enumeration(language, given_length)
+    found = language.log_next(sentences.tokens, sentences.lengths, given_length=given_length)
+    for i in range(0, len(rows), max(1, len(rows) // 200)):
+        for position, token in enumerate(rows[i]):
+            if token in language.special_token_ids:
+                continue
+            expected = torch.tensor(sums[tuple(rows[i][:position]), len(rows[i]) if given_length else 0])
+            # a framed sentence may end here instead, which is no token that a causal model predicts
+            expected[list(language.special_token_ids)] = 0
+            torch.testing.assert_close(
+                found[i, position].exp(), (expected / expected.sum()).double(), rtol=1e-6, atol=1e-10
+            )
+        assert not found[i, len(rows[i]) :].any()
+
+
+@pytest.mark.parametrize("text", [CHAINS, ARITHMETIC])
+@pytest.mark.parametrize("length", [1, 2, 9, 25])
+def test_their_sum_is_the_probability_of_the_sentence(text, length):
+    language = PCFG.from_text(text, max_length=25)
+    if not language.length_probs[length]:
+        length += 1
+    tokens, lengths, _ = language.sample(300, length=length, generator=torch.Generator().manual_seed(length))
+    steps = language.log_next(tokens, lengths, given_length=True).gather(2, tokens[:, :, None])[..., 0].sum(dim=1)
+    expected = language.log_prob(tokens, lengths) - language.length_probs[length].log()
+    torch.testing.assert_close(steps, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_prefixes_beyond_float64_are_scaled():
+    """A prefix of 399 tokens has a probability of about 2^-2400."""
+    rules = "S -> A S [0.999] | 'x' [0.001]\nA -> " + " | ".join(f"'{token}' [0.015625]" for token in range(64))
+    language = PCFG.from_text(rules, max_length=400)
+    tokens, lengths, _ = language.sample(5, length=400, generator=torch.Generator().manual_seed(0))
+    found = language.log_next(tokens, lengths).exp()
+    x = language.vocabulary.index("x")
+    for position in (0, 299, 398, 399):
+        ends = language.length_probs[position + 1] / language.length_probs[position + 1 :].sum()
+        expected = ((1 - ends) / 64).repeat(language.vocab_size)
+        expected[x] = ends
+        torch.testing.assert_close(found[:, position], expected.expand(5, -1), rtol=1e-9, atol=1e-12)
+
+
+def test_both_engines_agree():
+    language = PCFG.from_text(CHAINS, max_length=12)
+    tokens, lengths, _ = language.sample(40, generator=torch.Generator().manual_seed(0))
+    ids = torch.nn.functional.pad(language._checked(tokens, lengths)[0], (0, 12 - tokens.shape[1]), value=3)
+    numba, other = (
+        InsideOutside(language._rules, torch.device("cpu"), torch.float64, backend).prefix_outside(
+            ids, given_length=False
+        )
+        for backend in ("numba", "torch")
+    )
+    own = torch.arange(12) < lengths[:, None]
+    torch.testing.assert_close(numba[0][own], other[0][own])
+    assert bool(numba[1][own].all())
+    assert numba[1].equal(other[1])
+
+
+def test_a_language_in_float32_answers_in_float32():
+    language = PCFG.from_text(CHAINS, max_length=9)
+    tokens, lengths, _ = language.sample(50, generator=torch.Generator().manual_seed(0))
+    small = language.to(dtype=torch.float32).log_next(tokens, lengths)
+    assert small.dtype == torch.float32
+    torch.testing.assert_close(small.double(), language.log_next(tokens, lengths), rtol=1e-5, atol=1e-5)
+
+
+def test_a_teachers_are_its_own_predictions():
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8, max_position_embeddings=8,
+        word_embed_proj_dim=8, bos_token_id=1, pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    model = OPTForCausalLM(config).eval()
+    language = Teacher(model, tokens=[3, 5, 6, 8], length=4)
+    tokens, lengths, _ = language.sample(20, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([3, 5, 6, 8])
+    inputs = torch.cat([torch.full((20, 1), 1), ids[tokens]], dim=1)
+    with torch.no_grad():
+        expected = model(input_ids=inputs).logits[:, :-1, ids].log_softmax(dim=-1)
+    torch.testing.assert_close(language.log_next(tokens, lengths), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("language", "tokens"), [(PCFG.from_text("S A B 1\nA a 1\nB b 1"), [[1, 1]]), (Brackets(4), [[0, 0, 0, 1]])]
+)
+def test_a_sentence_of_probability_0_is_named(language, tokens):
+    with pytest.raises(IsolossError, match="sentence 0 has probability 0"):
+        language.log_next(torch.tensor(tokens), torch.tensor([len(tokens[0])]))
+
+
+def test_an_impossible_last_token_is_no_error():
+    """It is not among the tokens that anything is given."""
+    language = PCFG.from_text("S A B 1\nA a 1\nB b 1")
+    found = language.log_next(torch.tensor([[0, 0]]), torch.tensor([2]))[0].exp()
+    assert found.tolist() == [[1.0, pytest.approx(0.0)], [pytest.approx(0.0), 1.0]]
+    assert math.isfinite(float(found.log().sum()))
