@@ -86,23 +86,20 @@ def test_the_checkpoint_starts_from_cls_and_writes(run):
     assert (written[:, 0] == 2).all()
 
 
-def test_probes_read_a_causal_model_and_the_exact_loss_is_refused(capsys, drawn):
+def test_probes_read_a_causal_model(capsys, drawn):
     words = ("--num-train", "200", "--num-test", "100", "--probe-epochs", "3", "--num-sequences", "16")
     document = as_json(capsys, "eval", drawn, "--measures", "trace", "probe-root", *words)
     trace, probe = document["evaluations"]
     assert trace["estimates"]["trace"]["details"]["predicts"] == "next token"
     assert 0 < probe["estimates"]["accuracy"]["value"] <= 1
-    message = refusal(capsys, "eval", drawn, "--measures", "loss", alone=True)
-    assert "gives exact conditionals of masked tokens, not of next ones" in message
 
 
-def test_eval_of_what_has_no_exact_loss_measures_the_trace(capsys, drawn):
-    capsys.readouterr()
-    assert main(["eval", str(drawn), "--num-sequences", "16", "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert {e["measure"] for e in json.loads(out)["evaluations"]} >= {"trace"}
-    assert not any(e["measure"] == "loss" for e in json.loads(out)["evaluations"])
-    assert "warning: loss is left out: PCFG gives exact conditionals of masked tokens, not of next ones" in err
+def test_the_loss_of_a_causal_model_is_entropy_and_kl(capsys, drawn):
+    document = as_json(capsys, "eval", drawn, "--num-sequences", "16")
+    loss = next(e["estimates"] for e in document["evaluations"] if e["measure"] == "loss")
+    assert loss["loss"]["details"]["predicts"] == "next token"
+    assert loss["kl"]["value"] > 0
+    assert loss["loss"]["value"] == pytest.approx(loss["entropy"]["value"] + loss["kl"]["value"])
 
 
 def test_a_causal_model_reads_a_task_from_the_start(drawn):

@@ -83,7 +83,6 @@ def test_schedule_labels_and_measures(capsys, tmp_path):
         ("--momentum 0.9", "momentum is 0.9, but the optimizer is adamw: it needs sgd"),
         ("--fraction 0.3", "fraction is 0.3, but masking is 'one'"),
         ("--warmup-steps 10 --warmup-proportion 0.1", "say the same: leave one out"),
-        ("--architecture opt --labels exact", "the causal objective masks no tokens: leave out labels"),
         ("--measure-every 7", "measure_every is 7; it must be a multiple of log_every, 50"),
         ("--algorithm adversarial --adversarial-task prefix-99", "no task 'prefix-99'"),
         ("--algorithm adversarial --adversarial-weight 0", "the adversary's weight is 0.0; it must be finite, above 0"),

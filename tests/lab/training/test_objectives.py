@@ -10,6 +10,7 @@ from toy_language import PairLanguage
 from isoloss import config as configs
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PCFGConfig
+from isoloss.lab.languages.exact import all_sentences
 from isoloss.lab.models.architectures import BERT
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.objectives import check_language, prediction_loss, training_batch
@@ -137,6 +138,23 @@ def test_exact_targets_are_the_conditionals_given_the_visible_tokens(masking):
     assert all(torch.equal(sampled[name], batch[name]) for name in sampled)  # the same sentences and masks
 
 
+def test_exact_targets_of_a_causal_model_are_the_conditionals_given_the_tokens_before():
+    language = EXACT.build().to(dtype=torch.float64)
+    objective, model = ObjectiveConfig(kind="causal", labels="exact"), ModelConfig(architecture="opt", size="d16")
+    batch = training_batch(language, config(objective=objective, model=model), 1, CPU).inputs
+    sentences, probabilities = all_sentences(language)
+    rows = []
+    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        for t in range(len(ids) - 1):
+            if labels[t + 1] != IGNORED:
+                alike = (sentences.tokens[:, :t] == torch.tensor(ids[1 : t + 1])).all(dim=1) & (sentences.lengths > t)
+                row = torch.zeros(4, dtype=torch.float64)
+                rows.append(row.index_add_(0, sentences.tokens[alike, t], probabilities[alike]))
+    expected = torch.stack(rows)
+    expected /= expected.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(batch["targets"], expected, rtol=1e-9, atol=1e-12)
+
+
 def test_exact_training_takes_the_mean_step_over_the_labels():
     language = EXACT.build().to(dtype=torch.float64)
     objective = ObjectiveConfig(labels="exact")
@@ -167,7 +185,6 @@ def test_exact_labels_need_an_exact_language():
         (ObjectiveConfig(labels="soft"), "bert", "objective.labels is 'soft'; it must be one of sampled, exact"),
         (ObjectiveConfig(labels="exact", corruption="bert"), "bert", "choose the corruption 'mask'"),
         (ObjectiveConfig(fraction=0.4), "bert", "fraction is 0.4, but masking is 'one'"),
-        (ObjectiveConfig(kind="causal", labels="exact"), "opt", "masks no tokens: leave out labels"),
         (ObjectiveConfig(kind="causal"), "bert", "objective is 'causal', and the architecture bert learns 'masked'"),
         (ObjectiveConfig(), "opt", "objective is 'masked', and the architecture opt learns 'causal'"),
         (ObjectiveConfig(kind="causal", masking="fraction"), "opt", "masks no tokens: leave out masking"),
