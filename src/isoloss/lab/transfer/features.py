@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -195,13 +195,34 @@ def lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
         >>> lookup_features(Brackets(2), Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))).tolist()
         [[1.0, 0.0, 0.0, 1.0]]
     """
+    return _table(language.log_conditionals, sentences)
+
+
+def causal_lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
+    """Return the look-up table of a causal model: all next-token conditionals (`Language.log_next`), side by side.
+
+    Returns:
+        (n, T * vocab_size) float32 probabilities of the n sentences padded to T tokens, zeros at padding.
+
+    Raises:
+        IsolossError: As `lookup_features`.
+
+    Example:
+        >>> from isoloss.lab.languages.brackets import Brackets
+        >>> causal_lookup_features(Brackets(2), Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))).tolist()
+        [[0.5, 0.5, 0.0, 1.0]]
+    """
+    return _table(language.log_next, sentences)
+
+
+def _table(conditionals: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], sentences: Sentences) -> torch.Tensor:
     if len(sentences.lengths) == 0:
         raise IsolossError("features need at least one sentence")
     rows = []
     for first in range(0, len(sentences.tokens), _LOOKUP_CHUNK):
         tokens, lengths = (part[first : first + _LOOKUP_CHUNK] for part in sentences[:2])
         # an impossible token has the log of a tiny number, whose exponential is 0 for every purpose here
-        probs = language.log_conditionals(tokens, lengths).exp().float()
+        probs = conditionals(tokens, lengths).exp().float()
         present = Sentences(tokens, lengths).present().to(probs.device)
         rows.append(probs.masked_fill(~present[:, :, None], 0.0).flatten(1))
     return torch.cat(rows)
@@ -228,7 +249,16 @@ def log_lookup_features(language: Language, sentences: Sentences) -> torch.Tenso
         >>> [round(nats, 2) for nats in features[0].tolist()]
         [0.0, -9.21, -9.21, 0.0]
     """
-    floored = lookup_features(language, sentences).clamp(min=LEAST_PROBABILITY).log()
+    return _logarithms(lookup_features(language, sentences), sentences)
+
+
+def causal_log_lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
+    """Return the logarithms of the next-token conditionals, otherwise as `log_lookup_features`."""
+    return _logarithms(causal_lookup_features(language, sentences), sentences)
+
+
+def _logarithms(table: torch.Tensor, sentences: Sentences) -> torch.Tensor:
+    floored = table.clamp(min=LEAST_PROBABILITY).log()
     # the zeros at padding have become the logarithm of the floor
     shape = (*sentences.tokens.shape, -1)
     return floored.view(shape).masked_fill(~sentences.present().to(floored.device)[:, :, None], 0.0).flatten(1)

@@ -378,7 +378,10 @@ class Lookup(Probe):
         """Return what makes the features (n, D) of sentences of a language."""
         from isoloss.lab.transfer import features
 
-        made: Callable[[Any, Sentences], torch.Tensor] = getattr(features, self.features)
+        # one-hot tokens are the same for both
+        causal = f"causal_{self.features}"
+        name = causal if context.is_causal and hasattr(features, causal) else self.features
+        made: Callable[[Any, Sentences], torch.Tensor] = getattr(features, name)
         return made
 
     def _features(
@@ -506,17 +509,19 @@ class Features(SeededMeasure):
         return None
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
-        """Return `effective-dimension`, `effective-rank` and, of a masked model of an exact language, `cka-truth`.
+        """Return `effective-dimension`, `effective-rank` and, of a model of an exact language, `cka-truth`.
 
-        The truth is the look-up table: the true conditionals of each token given all others. With a sample of
+        The truth is the look-up table: the true conditionals of each token given all others or, of a causal model,
+        those before. With a sample of
         sentences, the upper triangle of the features' Gram matrix comes with them, as `gram` of `effective-dimension`.
         The inputs are the sentences without a start, so that causal and masked models of a language have the same.
         """
         from isoloss.lab.transfer import similarity
-        from isoloss.lab.transfer.features import extract, lookup_features
+        from isoloss.lab.transfer.features import causal_lookup_features, extract, lookup_features
         from isoloss.text.masking import with_start
 
         takes_start = context.is_causal and context.language is not None
+        table = causal_lookup_features if context.is_causal else lookup_features
 
         def features_of(sentences: Sentences) -> Any:
             return extract(model, with_start(sentences, context.language) if takes_start else sentences)
@@ -527,7 +532,7 @@ class Features(SeededMeasure):
                 raise IsolossError(self.why_not_applicable(context))
             sentences, probabilities = every
             features = context.features(model, features_of, sentences)
-            truth = context.features(None, lookup_features, context.language, sentences)
+            truth = context.features(None, table, context.language, sentences)
             estimates = similarity.exact_features(features, probabilities, truth)
             return MeasureResult(estimates=estimates, inputs=digest(sentences.tokens, sentences.lengths, probabilities))
         sentences = context.sentences(self.feature_sentences, self.seed)
@@ -540,8 +545,8 @@ class Features(SeededMeasure):
             "effective-rank": similarity.effective_rank(exact),
         }
         if _has_table(context):
-            table = similarity.gram_matrix(lookup_features(context.language, sentences))
-            estimates["cka-truth"] = similarity.linear_cka(kept, table)
+            truth = similarity.gram_matrix(table(context.language, sentences))
+            estimates["cka-truth"] = similarity.linear_cka(kept, truth)
         return MeasureResult(
             estimates=estimates,
             more={"effective-dimension.gram": gram},
@@ -550,12 +555,8 @@ class Features(SeededMeasure):
 
 
 def _has_table(context: MeasureContext) -> bool:
-    """Whether a masked model's truth is known and costs no other model's forward passes."""
+    """Whether a model's truth is known and costs no other model's forward passes."""
     language = context.language
     return (
-        language is not None
-        and not context.is_causal
-        and not language.num_held_out
-        and language.is_exact
-        and not language.costs_forward_passes
+        language is not None and not language.num_held_out and language.is_exact and not language.costs_forward_passes
     )
