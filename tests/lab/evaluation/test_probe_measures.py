@@ -23,6 +23,7 @@ from isoloss.lab.models.make import make_model
 from isoloss.lab.training.train import train
 from isoloss.lab.transfer import features
 from isoloss.lab.transfer.finetuning import finetune
+from isoloss.lab.transfer.probe import language_probe
 from isoloss.lab.transfer.tasks import labeling, make_task, read_from_start
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
@@ -257,6 +258,19 @@ def test_tables_are_functions_of_the_language_and_take_a_sampled_test(model, lan
         sentences, joint = every(language, "prefix-2")
         x = table(language, together(sentences)).double().numpy()
         assert whole.value == pytest.approx(share_right(fitted(x), joint), abs=0.005)
+
+
+def test_tables_of_causal_models_are_of_next_tokens(language, context):
+    causal = context_of(language, "causal")
+    settings = {"num_train": 60, "num_test": 100, "probe_solver": "convex", "seed": 0}
+    task = make_task(language, "prefix-2", num_train=60, num_test=100, seed=0)
+    for how, table in (
+        ("lookup", features.causal_lookup_features),
+        ("log-lookup", features.causal_log_lookup_features),
+    ):
+        of_next = accuracy(f"{how}-prefix-2", settings, None, causal)
+        assert of_next.value == language_probe(table, language, task, solver="convex", seeds=1).accuracy.value
+        assert of_next.value != accuracy(f"{how}-prefix-2", settings, None, context).value
 
 
 @pytest.mark.parametrize("standardize", [False, True])

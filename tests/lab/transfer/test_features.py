@@ -16,7 +16,15 @@ from isoloss.errors import IsolossError
 from isoloss.lab.languages.base import Sentences
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.languages.pcfg import PCFG
-from isoloss.lab.transfer.features import extract, lookup_features, open_features, store
+from isoloss.lab.transfer.features import (
+    LEAST_PROBABILITY,
+    causal_log_lookup_features,
+    causal_lookup_features,
+    extract,
+    lookup_features,
+    open_features,
+    store,
+)
 
 SHAPE = {
     "vocab_size": 20,
@@ -150,6 +158,15 @@ def test_the_look_up_table_holds_the_true_conditionals() -> None:
                     weights.append(0.0)
             expected = torch.tensor(weights, dtype=torch.float64) / sum(weights)
             torch.testing.assert_close(row[position], expected, rtol=1e-6, atol=1e-30)
+
+
+def test_the_look_up_table_of_a_causal_model_holds_the_conditionals_of_the_next_token() -> None:
+    language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=4, vocab_size=7, stop_probability=0.3).build()
+    sentences = language.sample(40, generator=seeds.generator(0, "lookup"))
+    truth = language.log_next(*sentences[:2]).exp().float().masked_fill(~sentences.present()[:, :, None], 0.0)
+    assert causal_lookup_features(language, sentences).equal(truth.flatten(1))
+    logarithms = truth.clamp(min=LEAST_PROBABILITY).log().masked_fill(~sentences.present()[:, :, None], 0.0)
+    assert causal_log_lookup_features(language, sentences).equal(logarithms.flatten(1))
 
 
 def test_the_look_up_table_needs_sentences() -> None:
