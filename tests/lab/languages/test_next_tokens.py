@@ -9,6 +9,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages._pcfg.inside_outside import InsideOutside
+from isoloss.lab.languages.base import ExactLanguage
 from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.config import DyckConfig, HMMConfig, PCFGConfig
 from isoloss.lab.languages.exact import all_sentences
@@ -135,6 +136,36 @@ def test_a_teachers_are_its_own_predictions():
 def test_a_sentence_of_probability_0_is_named(language, tokens):
     with pytest.raises(IsolossError, match="sentence 0 has probability 0"):
         language.log_next(torch.tensor(tokens), torch.tensor([len(tokens[0])]))
+
+
+class Public(ExactLanguage):
+    """A language of one's own, with the public methods of a grammar alone."""
+
+    def __init__(self, inner):
+        self.inner, self.max_length = inner, inner.max_length
+        self.set_vocabulary(inner.vocabulary)
+        self._move(inner.device, inner.dtype)
+
+    length_probs = property(lambda self: self.inner.length_probs)
+
+    def sample(self, n, *, generator=None, latent=False):
+        return self.inner.sample(n, generator=generator)
+
+    def log_conditionals(self, tokens, lengths, *, mask=None, positions=None):
+        return self.inner.log_conditionals(tokens, lengths, mask=mask, positions=positions)
+
+
+def test_a_language_of_ones_own_has_them_without_more_code():
+    inner = PCFGConfig(levels=2, symbols_per_level=4, rules_per_symbol=4, vocab_size=8).build()
+    tokens, lengths, _ = inner.sample(30, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(Public(inner).log_next(tokens, lengths), inner.log_next(tokens, lengths))
+    varied = PCFG.from_text(CHAINS, max_length=5)
+    tokens, lengths, _ = varied.sample(30, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(
+        Public(varied).log_next(tokens, lengths, given_length=True), varied.log_next(tokens, lengths, given_length=True)
+    )
+    with pytest.raises(IsolossError, match="Public has sentences of several lengths, and gives its next tokens with"):
+        Public(varied).log_next(tokens, lengths)
 
 
 def test_an_impossible_last_token_is_no_error():

@@ -413,14 +413,17 @@ class ExactLanguage(Language):
     def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
         """Return (n, T, V), as `log_next`: here by one pass for each position, with all that follows unknown."""
         if not given_length and len(self.length_probs.nonzero()) > 1:
-            raise NotImplementedError
+            raise IsolossError(
+                f"{type(self).__name__} has sentences of several lengths, and gives its next tokens with the length "
+                "known alone: its class has no `_log_next`"
+            )
         out = batches.large_zeros((*ids.shape, self.vocab_size), self.dtype, self.device)
+        places = torch.arange(ids.shape[1], device=self.device)
         for position in range(int(lengths.max()) if len(lengths) else 0):
             rows = lengths > position
-            known = ids[rows].clone()
-            known[:, position:] = self.vocab_size
-            at = torch.full((len(known), 1), position, device=self.device)
-            out[rows, position] = self._log_conditionals(known, lengths[rows], at)[:, 0]
+            at = torch.full((int(rows.sum()),), position, device=self.device)
+            unknown = (ids[rows] == self.vocab_size) | (places >= position)
+            out[rows, position] = self.log_conditionals(ids[rows], lengths[rows], mask=unknown, positions=at)
         return out
 
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
