@@ -273,24 +273,17 @@ class PCFG(ExactLanguage):
         return out
 
     def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
-        width = ids.shape[1]
         out = batches.large_zeros((*ids.shape, self.vocab_size), self.dtype, self.device)
-        emission = self._emission.double()
-        ends = lengths
-        if not given_length:
-            # each sentence may go on to the greatest length
-            ids = torch.nn.functional.pad(ids, (0, self.max_length - width), value=self.vocab_size)
-            ends = torch.full_like(lengths, self.max_length)
+        emission, longest = self._emission.double(), None if given_length else self.max_length
 
         def compute(rows: Rows, length: int) -> None:
-            scores, possible = self._engine.prefix_outside(ids[rows, :length], given_length=given_length)
-            own = torch.arange(min(length, width), device=self.device) < lengths[rows, None]
-            scores, possible = scores[:, : own.shape[1]], possible[:, : own.shape[1]]
-            self._check_possible(rows, torch.where((possible | ~own).all(dim=1), 0.0, -math.inf))
-            logs = batches.clamped_log_(scores @ emission).to(self.dtype)
-            batches.put(out, rows, logs.masked_fill(~own[:, :, None], 0.0))
+            scores, possible = self._engine.prefix_outside(ids[rows, :length], longest=longest)
+            self._check_possible(rows, torch.where(possible.all(dim=1), 0.0, -math.inf))
+            batches.put(out, rows, batches.clamped_log_(scores @ emission).to(self.dtype))
 
-        run_in_threads(compute, self._buckets(ends), self.device)
+        run_in_threads(
+            compute, self._buckets(lengths, lambda length: self._engine.chunk(longest or length)), self.device
+        )
         return out
 
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:

@@ -118,18 +118,18 @@ class InsideOutside:
 
         return self._robust(plan, tokens, run)
 
-    def prefix_outside(self, tokens: torch.Tensor, *, given_length: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def prefix_outside(self, tokens: torch.Tensor, *, longest: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (n, T, E) outside scores of the `emitting` symbols at each token given those before it (normalized).
 
         As `leaf_outside`, but nothing is known of the tokens that follow: a span that begins at t is completed by all
-        strings, of as many tokens as are left or, without `given_length`, of any number up to T in all. So one pass
+        strings, of as many tokens as are left or, with `longest`, of any number up to so many in all. So one pass
         from the roots down, in which only what stands to the left of a span has its tokens' inside scores, gives every
         next token (the prefix probabilities of Jelinek and Lafferty, 1991, position by position). The second result is
         (n, T) bool: whether the tokens before a position, and the length, are possible.
 
         Always in float64: prefixes of one sentence differ by more than float32 holds.
         """
-        plan = self._planner.plan(tokens.shape[1], prefixes=not given_length)
+        plan = self._planner.plan(longest or tokens.shape[1], prefixes=longest is not None)
         shift = torch.zeros(len(tokens), dtype=torch.float64, device=self._device)
         scores, mass = self._engine.prefixes(plan, tokens, torch.exp2(shift))
         poor = (~_within(mass, torch.float64)).any(dim=1).nonzero().flatten()
@@ -325,12 +325,14 @@ class TorchCharts:
 
     def prefixes(self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (n, T, E) normalized outside scores given the tokens before each, and (n, T) their scaled mass."""
+        n, length = tokens.shape
         unknown = torch.full((1, plan.length), len(self._log2_scale) - 1, device=self._device)
+        tokens = torch.cat([tokens, unknown[:, length:].expand(n, -1)], dim=1)
         # the scale of an unknown token, undone
         undone = torch.exp2(self._log2_scale[-1:]).to(factor.dtype)
         beyond = self._inside(plan, unknown, undone)
         outside = self._outside(plan, self._inside(plan, tokens, factor), narrowest=1, beyond=beyond)
-        scores = self._by_symbol(plan, outside, 1, range(plan.length), self._emitting)
+        scores = self._by_symbol(plan, outside, 1, range(plan.length), self._emitting)[:, :length]
         mass = scores @ self._tensor(self._total, factor.dtype)
         return scores / mass.unsqueeze(-1), mass
 

@@ -36,6 +36,7 @@ class _FlatPlan:
     roots: list[int]  # the rows of the start symbol over the first tokens, of every length that is a root
     leaves: Integers  # (F, 4): first row, position, first column of the emissions, number of symbols
     parts: Integers  # (Q, 5): first row of the parent, first and last pair, first and last split; by ascending width
+    starts: Integers  # (Q,) of the parents
     widths: Integers  # (Q,) of the parents
     splits: Integers  # (N, 2): first row of the left and of the right child
 
@@ -66,6 +67,7 @@ class Kernels:
         self._pair_range, self._pairs, self._targets, self._weights = _flat_blocks(planner)
         self._plans: dict[tuple[int, bool, bool], _FlatPlan | None] = {}
         self._tables: dict[np.dtype[Any], _Tables] = {}
+        self._of_unknown: dict[tuple[int, bool, np.dtype[Any]], Floats] = {}
 
     def run(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, *, leaves: bool
@@ -90,26 +92,45 @@ class Kernels:
     def prefixes(self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (n, T, E) outside scores of the tokens given those before them alone, and (n, T) their mass.
 
-        The scores are normalized; the mass is what they gave to all tokens, scaled by the tokens before. The roots are
-        those of the plan: a sentence ends after any of them. Leaves are multiplied by `factor` (n,), in whose dtype all
-        is computed.
+        The plan may be of more tokens than T: nothing is known of the others. The scores are normalized; the mass is
+        what they gave to all tokens, scaled by the tokens before. The roots are those of the plan: a sentence ends
+        after any of them. Leaves are multiplied by `factor` (n,), in whose dtype all is computed.
         """
+        numbers = (np.ascontiguousarray(tokens.numpy()), factor.numpy())
         n, length = tokens.shape
-        dtype = factor.numpy().dtype
-        scores = np.zeros((n, length, self._emitting), dtype=dtype)
-        mass = np.zeros((n, length), dtype=dtype)
+        scores = np.zeros((n, length, self._emitting), dtype=numbers[1].dtype)
+        mass = np.zeros((n, length), dtype=numbers[1].dtype)
         flat = self._flat(plan)
         if flat is not None:
-            tables = self._in(dtype)
+            tables = self._in(numbers[1].dtype)
             rules = (self._pairs, self._targets, tables.weights)
-            # the tokens that follow are not known: their scores are the same for all sentences, and are not scaled
-            unknown = np.zeros((flat.rows, 1), dtype=dtype)
-            for row, _, column, size in flat.leaves:
-                unknown[row : row + size, 0] = tables.total[column : column + size]
-            fill_inside(unknown, flat.parts, flat.splits, *rules)
-            for first, _, outside in self._charts(flat, tokens, factor, narrowest=1, beyond=unknown):
-                write_scores(scores, mass, outside, first, flat.leaves, tables.total, self._score_of)
+            inside = np.empty((flat.rows, min(LANES, max(_FEWEST_LANES, n))), dtype=numbers[1].dtype)
+            outside = np.empty_like(inside)
+            unknown = np.ascontiguousarray(np.broadcast_to(self._unknown(plan, inside.dtype), inside.shape))
+            leaves = flat.leaves[flat.leaves[:, 1] < length]
+            # what ends before the last token is a left sibling, and what begins before the end may be above a token
+            left, open_ = flat.parts[flat.starts + flat.widths < length], flat.parts[flat.starts < length]
+            for first in range(0, n, LANES):
+                fill_leaves(inside, *numbers, first, tables.emission, leaves)
+                fill_inside(inside, left, flat.splits, *rules)
+                outside.fill(0)
+                outside[flat.roots] = 1
+                fill_outside(outside, inside, unknown, open_, flat.splits, *rules)
+                write_scores(scores, mass, outside, first, leaves, tables.total, self._score_of)
         return torch.from_numpy(scores), torch.from_numpy(mass)
+
+    def _unknown(self, plan: Plan, dtype: np.dtype[Any]) -> Floats:
+        """Return (rows, 1): the inside scores of a chart of unknown tokens, the same for all sentences, not scaled."""
+        key = (plan.length, plan.prefixes, dtype)
+        if key not in self._of_unknown:
+            flat, tables = self._flat(plan), self._in(dtype)
+            assert flat is not None
+            chart = np.zeros((flat.rows, 1), dtype=dtype)
+            for row, _, column, size in flat.leaves:
+                chart[row : row + size, 0] = tables.total[column : column + size]
+            fill_inside(chart, flat.parts, flat.splits, self._pairs, self._targets, tables.weights)
+            self._of_unknown[key] = chart
+        return self._of_unknown[key]
 
     def span(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, start: int, width: int, *, outer: bool
@@ -132,18 +153,9 @@ class Kernels:
         return z, torch.from_numpy(scores)
 
     def _charts(
-        self,
-        flat: _FlatPlan,
-        tokens: torch.Tensor,
-        factor: torch.Tensor,
-        *,
-        narrowest: int | None,
-        beyond: Floats | None = None,
+        self, flat: _FlatPlan, tokens: torch.Tensor, factor: torch.Tensor, *, narrowest: int | None
     ) -> Iterator[tuple[int, Floats, Floats]]:
-        """Yield the first of every 128 sentences, their inside chart, and their outside chart from `narrowest` on.
-
-        With `beyond` (rows, 1), outside scores are given the tokens to the left alone; it has the scores of the others.
-        """
+        """Yield the first of every 128 sentences, their inside chart, and their outside chart from `narrowest` on."""
         numbers = (np.ascontiguousarray(tokens.numpy()), factor.numpy())
         tables = self._in(numbers[1].dtype)
         rules = (self._pairs, self._targets, tables.weights)
@@ -152,8 +164,6 @@ class Kernels:
         # One chart serves all: the caller has read it when it asks for the next 128 sentences.
         inside = np.empty((flat.rows, lanes), dtype=tables.weights.dtype)
         outside = inside if narrowest is None else np.empty_like(inside)
-        # a copy for each lane, so that one kernel serves both
-        right = inside if beyond is None else np.ascontiguousarray(np.broadcast_to(beyond, inside.shape))
         for first in range(0, len(tokens), LANES):
             fill_leaves(inside, *numbers, first, tables.emission, flat.leaves)
             fill_inside(inside, flat.parts, flat.splits, *rules)
@@ -162,7 +172,7 @@ class Kernels:
                 outside[flat.roots] = 1
                 # Narrower items are not asked for. The widths ascend, as the plan's steps do.
                 wider = flat.parts[np.searchsorted(flat.widths, narrowest, side="right") :]
-                fill_outside(outside, inside, right, wider, flat.splits, *rules)
+                fill_outside(outside, inside, inside, wider, flat.splits, *rules)
             yield first, inside, outside
 
     def _rows(self, plan: Plan, flat: _FlatPlan, start: int, width: int) -> tuple[Integers, Integers]:
@@ -208,6 +218,7 @@ class Kernels:
             for index, position in enumerate(starts)
         ]
         parts: list[tuple[int, ...]] = []
+        begins: list[int] = []
         widths: list[int] = []
         splits: list[tuple[int, int]] = []
         for step in plan.steps:
@@ -224,8 +235,10 @@ class Kernels:
                     parent = offset[step.key] + start * size[step.key[0]]
                     if len(splits) > before:
                         parts.append((parent, *self._pair_range[index], before, len(splits)))
+                        begins.append(plan.starts[step.key][start])
                         widths.append(step.key[1])
-        arrays = _table(leaves, 4), _table(parts, 5), np.array(widths, dtype=np.int64), _table(splits, 2)
+        spans = np.array(begins, dtype=np.int64), np.array(widths, dtype=np.int64)
+        arrays = _table(leaves, 4), _table(parts, 5), *spans, _table(splits, 2)
         # The start symbol has the id 0, so it is the first of its group; a root begins with the first token.
         rows_of = [offset[root] for root in roots]
         whole = next((offset[root] for root in roots if root[1] == plan.length), None)
