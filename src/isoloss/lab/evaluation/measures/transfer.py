@@ -545,8 +545,9 @@ class Features(SeededMeasure):
             "effective-rank": similarity.effective_rank(exact),
         }
         if _has_table(context):
-            truth = similarity.gram_matrix(table(context.language, sentences))
-            estimates["cka-truth"] = similarity.linear_cka(kept, truth)
+            estimates["cka-truth"] = similarity.linear_cka(
+                kept, similarity.gram_matrix(table(context.language, sentences))
+            )
         return MeasureResult(
             estimates=estimates,
             more={"effective-dimension.gram": gram},
