@@ -25,8 +25,11 @@ def test_intervals_and_texts_are_those_of_the_numbers(table):
 
 
 def test_intervals_of_rows_with_degrees_of_freedom_are_students(table):
-    freedom = pl.Series("freedom", [2.0] + [None] * (table.height - 1))
-    exact = changed(table, "trace_stderr", 0.0).with_columns(freedom)
+    freedom = pl.Series("kl_freedom", [2.0] + [None] * (table.height - 1))
+    # an exact value has no degrees of freedom, whatever other measures have
+    exact = changed(table, "trace_stderr", 0.0).with_columns(
+        freedom, trace_freedom=pl.when(pl.col("trace_stderr") == 0).then(-1.0)
+    )
     rows = data.prepare(exact, (KL, TRACE)).rows(named=True)
     few, many = rows[0], rows[1]
     assert few["kl_high"] - few["kl"] == pytest.approx(4.302653 * 0.0012)

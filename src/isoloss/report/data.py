@@ -51,6 +51,11 @@ class Column:
         return f"{self.name}_stderr"
 
     @property
+    def freedom_column(self) -> str:
+        """The column of the error's degrees of freedom, which a table need not have."""
+        return f"{self.name}_freedom"
+
+    @property
     def field(self) -> str:
         """The name in chart data: `.` and `[` would mean something to Vega."""
         return re.sub(r"\W", "_", self.name)
@@ -100,7 +105,7 @@ def column_of(name: str, unit: str = "") -> Column:
 
 def measures(table: pl.DataFrame) -> tuple[Column, ...]:
     """Return the columns that a table has of KL, loss, both traces and the probes' accuracies, in this order."""
-    probes = [c for c in table.columns if c.startswith("probe-") and not c.endswith("_stderr")]
+    probes = [c for c in table.columns if c.startswith("probe-") and not c.endswith(("_stderr", "_freedom"))]
     shown = (KL, LOSS, TRACE, MINIMAL_TRACE, *map(column_of, probes))
     return tuple(c for c in shown if c.name in table.columns)
 
@@ -111,8 +116,8 @@ def prepare(table: pl.DataFrame, shown: Sequence[Column]) -> pl.DataFrame:
     Args:
         table: One row per checkpoint: run (name), group (label), size (label), parameters (count), step, path (of its
             run.json, relative to the page), and for each measure its value and its standard error. A measure that a
-            checkpoint does not have is null in both. Optionally freedom: the degrees of freedom of a row's errors,
-            as of a mean over few seeds; without it, intervals are those of the normal distribution.
+            checkpoint does not have is null in both. Optionally the degrees of freedom of the error, as of a mean over
+            few seeds; without them, intervals are those of the normal distribution.
         shown: The measures.
 
     Returns:
@@ -158,7 +163,7 @@ def _require(table: pl.DataFrame, columns: Sequence[str]) -> None:
 
 
 def _drawn(table: pl.DataFrame, column: Column) -> dict[str, list[Any]]:
-    freedom = "freedom" if "freedom" in table.columns else pl.lit(None).alias("freedom")
+    freedom = column.freedom_column if column.freedom_column in table.columns else pl.lit(None).alias("freedom")
     rows = table.select("run", "step", column.name, column.stderr_column, freedom).iter_rows()
     drawn = [_one(column, *row) for row in rows]
     names = (column.field, f"{column.field}_low", f"{column.field}_high", f"{column.field}_text")

@@ -358,7 +358,7 @@ def _rows(
             row |= {
                 column.name: band.average(data, model, column.name).value,
                 column.stderr_column: more.stderr / 100 if column.percent else more.stderr,
-                "freedom": more.freedom,
+                column.freedom_column: more.freedom,
             }
         rows.append(row)
     return pl.DataFrame(rows)
