@@ -65,6 +65,11 @@ def test_differences_of_the_same_two_samples_can_be_paired():
     found = paired_difference(*gaps)
     assert found.value == pytest.approx(gaps[0].value - gaps[1].value)
     assert found.stderr == pytest.approx(math.sqrt(squared))
+    # the samples of the second, and of the first with their sign turned, as its mean is
+    assert np.sign(gaps[0].influence).tolist() == [
+        *np.sign(one[0] - one[0].mean()),
+        *-np.sign(other[0] - other[0].mean()),
+    ]
     assert independent_difference(gaps[0], mean([1, 2])).influence is None
 
 

@@ -77,17 +77,20 @@ def test_their_sum_is_the_probability_of_the_sentence(text, length):
 
 
 def test_prefixes_beyond_float64_are_scaled():
-    """A prefix of 399 tokens has a probability of about 2^-2400."""
-    rules = "S -> A S [0.999] | 'x' [0.001]\nA -> " + " | ".join(f"'{token}' [0.015625]" for token in range(64))
-    language = PCFG.from_text(rules, max_length=400)
-    tokens, lengths, _ = language.sample(5, length=400, generator=torch.Generator().manual_seed(0))
-    found = language.log_next(tokens, lengths).exp()
-    x = language.vocabulary.index("x")
-    for position in (0, 299, 398, 399):
-        ends = language.length_probs[position + 1] / language.length_probs[position + 1 :].sum()
-        expected = ((1 - ends) / 64).repeat(language.vocab_size)
-        expected[x] = ends
-        torch.testing.assert_close(found[:, position], expected.expand(5, -1), rtol=1e-9, atol=1e-12)
+    """A rare token 399 times, each time by a rule of probability 10^-6."""
+    language = PCFG.from_text(
+        "S -> A S [0.5] | B S [0.000001] | 'x' [0.499999]\nA -> 'a' [1.0]\nB -> 'b' [1.0]", max_length=400
+    )
+    a, b, x = (language.vocabulary.index(token) for token in "abx")
+    tokens = torch.full((1, 400), b)
+    tokens[:, -1] = x
+    found = language.log_next(tokens, torch.tensor([400]))[0].exp()
+    for position in (0, 30, 60, 200, 398, 399):
+        # the probability that what follows has at most as many tokens as are left
+        fits = 0.499999 * (1 - 0.500001 ** (399 - position)) / (1 - 0.500001)
+        expected = torch.zeros(3, dtype=torch.float64)
+        expected[a], expected[b], expected[x] = 0.5 * fits, 0.000001 * fits, 0.499999
+        torch.testing.assert_close(found[position], expected / expected.sum(), rtol=1e-9, atol=1e-300)
 
 
 @pytest.mark.parametrize("longest", [None, 12])
