@@ -28,7 +28,7 @@ class ObjectiveConfig:
     corruption: Literal["mask", "bert"] = "mask"
     """What training shows for a masked token: always the mask, or as in BERT 80 % mask, 10 % random, 10 % itself."""
     labels: Literal["sampled", "exact"] = "sampled"
-    """Learn from the tokens that are there, or from their exact conditionals, without label noise."""
+    """Learn from the tokens themselves, or from their exact conditionals, without label noise."""
 
     def check_fields(self) -> None:
         """Refuse settings that contradict each other."""
