@@ -47,6 +47,7 @@ COMMANDS = {
     "eval a --data hf:owner/name": "hub",
     "eval a --language pcfg-laptop --measures trace --num-sequences 8": "lab",
     f"expand a --into d16 {IDS}": "",
+    "average a b --output mean": "",
     "transfer c --tokenizer tokenizer --task docstring-kind --num-train 20 --num-test 20": "",
     "transfer c --tokenizer tokenizer --task sst2 --num-train 20": "hub",
     "transfer a --language pcfg-laptop --task root --num-train 20": "lab",

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from forking import Commands
 
@@ -20,6 +21,7 @@ ADDED = {
     "measures": "top1",
     "tasks": "parity-TOKEN",
     "algorithms": "gradient-noise",
+    "optimizers": "polar",
     "executors": "sequential",
     "studies": "noise",
     "rescalings": "distilbert",
@@ -75,6 +77,15 @@ def test_the_language_is_measured_against_its_truth(isoloss):
 def test_the_algorithm_changed_the_training(isoloss, folder):
     lines = (folder / "runs/dice/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["noise"] == pytest.approx((0.1 / 21**0.55) ** 0.5)
+
+
+def test_the_optimizer_moves_matrices_and_leaves_the_rest_to_adamw(isoloss, folder):
+    state = load_file(folder / "runs/distil/checkpoints/step-20/trainer.safetensors")
+    by_polar = {name.partition("/")[2] for name in state if name.startswith("momentum/")}
+    by_adamw = {name.partition("/")[2] for name in state if name.startswith("exp_avg/")}
+    assert not by_polar & by_adamw
+    assert {"distilbert.transformer.layer.0.ffn.lin1.weight", "vocab_transform.weight"} < by_polar
+    assert {"distilbert.embeddings.word_embeddings.weight", "vocab_layer_norm.weight"} < by_adamw
 
 
 def test_options_of_components_are_options_of_the_commands(isoloss):

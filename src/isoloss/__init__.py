@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from isoloss.lab.evaluation.evaluator import evaluate
     from isoloss.lab.evaluation.pretraining import pretrain
     from isoloss.lab.languages.config import load_language
+    from isoloss.lab.training.averaging import average_checkpoints
     from isoloss.lab.transfer.compare import compare_accuracy
     from isoloss.lab.transfer.finetuning import finetune
     from isoloss.lab.transfer.probe import linear_probe
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         register_language,
         register_measure,
         register_model,
+        register_optimizer,
         register_rescalings,
         register_study,
         register_task,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Estimate",
     "__version__",
+    "average_checkpoints",
     "compare",
     "compare_accuracy",
     "evaluate",
@@ -55,6 +58,7 @@ __all__ = [
     "register_language",
     "register_measure",
     "register_model",
+    "register_optimizer",
     "register_rescalings",
     "register_study",
     "register_task",
@@ -64,6 +68,7 @@ _load = lazy.exports(
     __name__,
     {
         "Estimate": "isoloss.statistics.estimate",
+        "average_checkpoints": "isoloss.lab.training.averaging",
         "compare": "isoloss.lab.evaluation.compare",
         "compare_accuracy": "isoloss.lab.transfer.compare",
         "evaluate": "isoloss.lab.evaluation.evaluator",

@@ -19,6 +19,15 @@ ALGORITHM_CONFIGS = {
     "adversarial": ("AdversarialConfig", "spoil a downstream task at the same loss"),
     "fisher-penalty": ("FisherPenaltyConfig", "penalize the trace of the Fisher"),
 }
+OPTIMIZERS = {
+    "adamw": ("optimizers:adamw", "AdamW"),
+    "sgd": ("optimizers:sgd", "SGD, with momentum or without"),
+    "muon": ("optimizers:muon", "Muon for matrices of hidden layers, AdamW for all else"),
+    "soap": ("more_optimizers:soap", "SOAP: Adam in the eigenbases of Shampoo's matrices"),
+    "shampoo": ("more_optimizers:shampoo", "Shampoo: gradients whitened by rows and by columns"),
+    "lion": ("more_optimizers:lion", "Lion: the sign of the momentum"),
+    "schedule-free": ("more_optimizers:schedule_free", "schedule-free AdamW: averages weights, has no decay"),
+}
 ARCHITECTURES = {
     "bert": ("BERT", "BERT: post-layer-norm blocks, GELU, a transform before the tied decoder"),
     "bert-pre-ln": ("PRE_LAYER_NORM_BERT", "BERT with pre-layer-norm blocks and a layer norm after the last one"),

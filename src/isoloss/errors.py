@@ -16,6 +16,7 @@ EXTRAS = {  # pyproject.toml's, by the modules that are imported from their pack
     **dict.fromkeys(("numba", "llvmlite", "threadpoolctl"), "lab"),
     **dict.fromkeys(("polars", "jinja2", "markupsafe", "vl_convert"), "study"),
     **dict.fromkeys(("datasets", "pandas"), "hub"),
+    **dict.fromkeys(("pytorch_optimizer", "schedulefree"), "optimizers"),
     "ray": "ray",
     "submitit": "slurm",
     **{name: name for name in ("tensorboard", "trackio", "wandb")},

@@ -203,7 +203,7 @@ def load_model(
         options = {"trust_remote_code": trust_remote_code, **place}
         config = AutoConfig.from_pretrained(name, **options)
         kind, architecture = _kind(config, name)
-        stored = _stored_weights(name, place)
+        stored = stored_weights(name, place)
         if getattr(config, "quantization_config", None) is None:
             _check_types(name, stored)
         # only prefixes that occur: transformers keeps a mapping, and applies it backwards when the model is saved
@@ -286,7 +286,7 @@ def _adapter_config(name: str, place: _Place) -> Path | None:
     return config
 
 
-def _stored_weights(name: str, place: _Place) -> dict[str, Path]:
+def stored_weights(name: str, place: _Place) -> dict[str, Path]:
     """Return the file of each weight, by the weight's name there; an empty one where there is no safetensors file.
 
     Raises:

@@ -302,6 +302,15 @@ ALGORITHMS = Registry(
     _entries("isoloss.lab.training.algorithms.config", builtin_components.ALGORITHM_CONFIGS),
     Form("isoloss.config:AlgorithmConfig", is_config=True, has_kind=True),
 )
+OPTIMIZERS = Registry(
+    "optimizer",
+    "optimizers",
+    {
+        name: Entry(f"isoloss.lab.training.{place}", summary)
+        for name, (place, summary) in builtin_components.OPTIMIZERS.items()
+    },
+    Form(function="a function like those of `isoloss.lab.training.optimizers`, of groups of parameters and a config"),
+)
 MODELS = Registry(
     "model",
     "models",
@@ -443,6 +452,17 @@ register_task = _register_function(
     """,
 )
 register_algorithm = _register_function(ALGORITHMS, _KIND)
+register_optimizer = _register_function(
+    OPTIMIZERS,
+    example="""
+    Example:
+        >>> import torch
+        >>> from isoloss import register_optimizer
+        >>> def adagrad(groups, config):
+        ...     return torch.optim.Adagrad(groups, lr=config.learning_rate)
+        >>> register_optimizer("adagrad", adagrad, summary="AdaGrad")
+    """,
+)
 register_executor = _register_function(EXECUTORS)
 register_study = _register_function(STUDIES)
 register_rescalings = _register_function(RESCALINGS)

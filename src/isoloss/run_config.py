@@ -8,9 +8,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from isoloss import builtin_components
 from isoloss.config import AlgorithmConfig, LanguageConfig, check, setting
 from isoloss.errors import IsolossError
-from isoloss.registry import ALGORITHMS, MODELS
+from isoloss.registry import ALGORITHMS, MODELS, OPTIMIZERS
 
 _WARMUP, _MOST_WARMUP = 0.06, 1000  # of the steps, and at most so many, unless told
 
@@ -49,35 +50,47 @@ class ObjectiveConfig:
             )
 
 
-OptimizerName = Literal["adamw", "sgd"]
+ELEMENTWISE = ("adamw", "sgd")  # optimizers that a vector of several parameters, or a shard of one, is enough for
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """How a gradient becomes an update: the optimizer, clipping, and the schedule of the learning rate."""
 
-    name: OptimizerName = "adamw"
+    name: str = "adamw"
+    """Name of the optimizer (isoloss ls optimizers)."""
     learning_rate: float = setting(1e-3, above=0)
     """The highest, at the end of the warm-up."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: constant, or a linear or cosine decay that reaches 0 one step after the last."""
+    schedule: Literal["constant", "linear", "cosine", "1-sqrt"] = "constant"
+    """After the warm-up: constant, or a decay that reaches 0 one step after the last: 1 - r (linear),
+    (1 + cos(pi r)) / 2 (cosine) or 1 - sqrt(r), with r the fraction of the decay that is done."""
+    decay_steps: int | None = setting(None, minimum=1, omit_default=True)
+    """Steps of the decay, before which the rate is constant: warm-up, stable, decay (WSD); default: all after the
+    warm-up."""
     warmup_steps: int | None = setting(None, minimum=0)
     """Steps of the linear warm-up from 0; default: 6 % of the steps, at most 1000."""
     warmup_proportion: float | None = setting(None, minimum=0, maximum=1)
     """Fraction of all steps that warm up, instead of a number of steps; rounded to a whole step."""
     weight_decay: float = setting(0.01, minimum=0)
-    """Decoupled (AdamW), or added to the gradient (SGD); biases and layer norms have none."""
+    """Added to the gradient by SGD, decoupled in all others; biases and layer norms have none."""
     betas: tuple[float, float] = setting((0.9, 0.98), minimum=0, below=1)
-    """AdamW's decay rates."""
+    """Decay rates of the first and second moments, in all optimizers that have them."""
     momentum: float = setting(0.0, minimum=0, below=1)
-    """SGD's momentum."""
+    """Momentum of SGD, or of Muon, where 0 stands for its usual 0.95."""
     max_grad_norm: float | None = setting(None, above=0)
     """Clip the gradient to this Euclidean norm; none: no clipping."""
 
     def check_fields(self) -> None:
         """Refuse settings that contradict each other."""
-        if self.name != "sgd" and self.momentum:
-            raise IsolossError(f"momentum is {self.momentum}, but the optimizer is {self.name}: it needs sgd")
+        # its function needs torch, and is loaded when a run begins
+        OPTIMIZERS.match(self.name)
+        if self.momentum and self.name in builtin_components.OPTIMIZERS and self.name not in ("sgd", "muon"):
+            raise IsolossError(f"momentum is {self.momentum}, but the optimizer is {self.name}: it needs sgd or muon")
+
+        if self.schedule == "constant" and self.decay_steps is not None:
+            raise IsolossError(
+                f"decay_steps is {self.decay_steps}, but the schedule is constant: choose linear, cosine or 1-sqrt"
+            )
 
     def num_warmup_steps(self, total: int) -> int:
         """Return how many of `total` steps warm up.
@@ -96,6 +109,11 @@ class OptimizerConfig:
             raise IsolossError(
                 f"optimizer.warmup_steps is {self.warmup_steps}, more than the {total} steps, which leaves "
                 f"none for the {self.schedule} schedule: lower it"
+            )
+        if self.decay_steps is not None and self.num_warmup_steps(total) + self.decay_steps > total:
+            raise IsolossError(
+                f"optimizer.decay_steps is {self.decay_steps}, which the {total} steps do not have after a warm-up of "
+                f"{self.num_warmup_steps(total)}: lower it"
             )
 
 
@@ -222,6 +240,8 @@ class TrainConfig:
     init_from: str | None = None
     """Checkpoint folder whose weights the run starts from, or the folder of a complete run, for its last; relative to
     the run's folder. Default: random weights."""
+    init_optimizer: bool = setting(False, omit_default=True)
+    """Take over the optimizer's state of `init_from`, too, as a branch of that run: its decay after a stable rate."""
     seed: int = 0
     """Decides the initial weights, the data, the masks and the dropout."""
     log_every: int = setting(50, minimum=1)
@@ -289,6 +309,8 @@ class TrainConfig:
             steps = ", ".join(map(str, self.checkpoints))
             raise IsolossError(f"checkpoints is {steps}; it must be steps from 0 to {self.steps}")
         self._check_training_set()
+        if self.init_optimizer and self.init_from is None:
+            raise IsolossError("init_optimizer is on, and there is no init_from: name the checkpoint to branch from")
         if self.measure_every % self.log_every:
             raise IsolossError(
                 f"measure_every is {self.measure_every}; it must be a multiple of log_every, {self.log_every}"
@@ -308,6 +330,8 @@ class TrainConfig:
             )
         if self.parallel == "fsdp" and not architecture.supports_fsdp:
             raise IsolossError(f"parallel is 'fsdp', but {self.model.architecture} needs full weights: use ddp")
+        if self.parallel == "fsdp" and self.optimizer.name not in ELEMENTWISE:
+            raise IsolossError(f"parallel is 'fsdp', but {self.optimizer.name} needs whole matrices: use ddp")
         if self.compiled and (reason := self.compiled_lacks()):
             raise IsolossError(f"compiled is on and {reason}: leave compiled out")
         for number, stage in enumerate(self.stages):
@@ -345,6 +369,7 @@ class TrainConfig:
             f"ffn is {inner}; it must be a multiple of 4": inner % 4,
             f"masking is {self.objective.masking!r}; it must be 'one'": self.objective.masking != "one",
             f"precision is {self.precision}; it must be float32": self.precision != "float32",
+            f"the optimizer is {self.optimizer.name}; it must be adamw or sgd": self.optimizer.name not in ELEMENTWISE,
             f"threads is {self.threads}; it must be 1, or 0": self.threads > 1,
         }
         return next((reason for reason, is_wrong in wrong.items() if is_wrong), "")

@@ -14,7 +14,18 @@ from isoloss.errors import IsolossError, did_you_mean
 from isoloss.lab.evaluation.measures.base import name_fields
 from isoloss.lab.languages.config import PRESETS as LANGUAGE_PRESETS
 from isoloss.lab.presets import PRESETS
-from isoloss.registry import ALGORITHMS, EXECUTORS, LANGUAGES, MEASURES, MODELS, RESCALINGS, STUDIES, TASKS, Registry
+from isoloss.registry import (
+    ALGORITHMS,
+    EXECUTORS,
+    LANGUAGES,
+    MEASURES,
+    MODELS,
+    OPTIMIZERS,
+    RESCALINGS,
+    STUDIES,
+    TASKS,
+    Registry,
+)
 from isoloss.runs import Run, find_runs
 
 if TYPE_CHECKING:
@@ -40,6 +51,7 @@ What = Literal[
     "sizes",
     "tasks",
     "algorithms",
+    "optimizers",
     "rescalings",
     "presets",
     "studies",
@@ -53,6 +65,7 @@ KINDS = {
     "sizes": "shapes of a model: isoloss train --size",
     "tasks": "downstream tasks: isoloss transfer --task",
     "algorithms": "what a training step does: isoloss train --algorithm",
+    "optimizers": "what turns a gradient into an update: isoloss train --optimizer",
     "rescalings": "families of models whose minimal trace is known",
     "presets": "the paper's settings: isoloss train --preset",
     "studies": "whole experiments: isoloss study run",
@@ -103,6 +116,10 @@ def main(arguments: list[str]) -> int:
             {"family": name, "description": text} for name, text in RESCALINGS.loaded(RESCALINGS.summary).items()
         ],
         "algorithms": lambda: _components(ALGORITHMS),
+        # by their descriptions alone: the functions need torch and other packages
+        "optimizers": lambda: [
+            {"optimizer": name, "description": text} for name, text in OPTIMIZERS.loaded(OPTIMIZERS.summary).items()
+        ],
         "executors": lambda: _components(EXECUTORS),
         "studies": _studies,
         "presets": lambda: [{"preset": name, "description": one.description} for name, one in PRESETS.items()],

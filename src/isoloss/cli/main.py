@@ -28,6 +28,7 @@ SUBCOMMANDS = {
     "train": "pre-train a model; the same command resumes",
     "eval": "measure checkpoints: loss, flatness, downstream accuracy",
     "compare": "two checkpoints or more: the same loss? which is flatter, more robust, better at a task?",
+    "average": "one model from the weights of several checkpoints: LAWA, soups",
     "flatness": "flatness of any Hugging Face masked or causal language model, with its error",
     "expand": "a small transformer inside a larger one: the same function, and its flatness there",
     "transfer": "accuracy of models on a downstream task, by a probe or fine-tuning, and how they compare",

@@ -18,8 +18,8 @@ from isoloss.cli import common, options
 from isoloss.cli.options import LanguageOptions, Options, option_name, sources_of
 from isoloss.config import AlgorithmConfig, LanguageConfig
 from isoloss.errors import IsolossError, require_package
-from isoloss.registry import ALGORITHMS, MODELS
-from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, OptimizerName, TrainConfig
+from isoloss.registry import ALGORITHMS, MODELS, OPTIMIZERS
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.run import usage
 
@@ -121,8 +121,9 @@ class Args:
     objective: Literal["masked", "causal"] | None = None
     """Predict masked tokens, or each token from those before it; default: what the architecture learns."""
     algorithm: Annotated[str, tyro.conf.arg(help=f"The training algorithm: {', '.join(ALGORITHMS)}.")] = "gradient"
-    optimizer: OptimizerName = OptimizerConfig.name
-    """What turns the gradient into an update."""
+    optimizer: Annotated[
+        str, tyro.conf.arg(help=f"What turns the gradient into an update: {', '.join(OPTIMIZERS)}.")
+    ] = OptimizerConfig.name
     compiled: bool = False
     """Compute loss and gradient of a narrow BERT in one compiled piece, several times as fast; default: where a run
     has this architecture, a width up to 64, one masked token a sentence, one process and a CPU."""

@@ -17,7 +17,7 @@ from isoloss import config as configs
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.lab.training.algorithms.config import GradientConfig, SAMConfig
-from isoloss.lab.training.averaging import WeightAverage, averaged
+from isoloss.lab.training.averaging import WeightAverage, average_checkpoints, averaged
 from isoloss.lab.training.train import Interrupted, train
 from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig
@@ -195,3 +195,51 @@ def test_the_command_line_has_it(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["models"][0]["model"] == str(folder)
     assert main([*arguments, "--ema", "1.5"]) == 2
     assert "ema is 1.5; it must be" in capsys.readouterr().err
+
+
+# --- the mean of several checkpoints
+
+
+def test_the_mean_of_checkpoints_is_a_checkpoint(tmp_path, capsys):
+    run = trained(tmp_path / "run", small(checkpoints=(4, 7)))
+    folders = [run.checkpoint(4), run.checkpoint(7), run.path]
+    assert main(["average", *map(str, folders), "--output", str(tmp_path / "soup")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'soup'}: the mean of 3 checkpoints\n"
+    made = AutoModelForMaskedLM.from_pretrained(tmp_path / "soup", local_files_only=True)
+    parts = [weights(run.checkpoint(step)) for step in (4, 7, 10)]
+    for name, parameter in made.named_parameters():
+        expected = sum(part[name].double() for part in parts) / 3
+        torch.testing.assert_close(parameter.double(), expected, rtol=1e-6, atol=1e-8)
+    assert sorted(path.name for path in (tmp_path / "soup").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_weights_in_several_files_are_averaged(tmp_path):
+    model = load_model(str(trained(tmp_path / "run", small()).checkpoint(10))).model
+    model.save_pretrained(tmp_path / "whole")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="4KB")
+    assert not (tmp_path / "shards" / "model.safetensors").exists()
+    average_checkpoints([tmp_path / "whole", tmp_path / "shards"], tmp_path / "mean")
+    got, start = weights(tmp_path / "mean"), weights(tmp_path / "whole")
+    assert got.keys() == start.keys()
+    for name, tensor in got.items():
+        torch.testing.assert_close(tensor, start[name] + 0.5)
+
+
+def test_checkpoints_that_have_no_mean_are_refused(tmp_path, capsys):
+    first = trained(tmp_path / "first", small())
+    wide = trained(tmp_path / "wide", small(model=ModelConfig(size="d32")))
+    deep = trained(tmp_path / "deep", small(model=ModelConfig(size="d16", layers=2)))
+    for others, message in (
+        ([], "there is one checkpoint to average: name at least two"),
+        ([wide.path], r"has the shapes \(10,\), |: the checkpoints differ in size"),
+        ([deep.path], r"are not of one architecture: one of them lacks bert\.encoder\.layer\.1"),
+        ([tmp_path / "none"], "none is not a checkpoint folder with weights in safetensors"),
+    ):
+        with pytest.raises(IsolossError, match=message):
+            average_checkpoints([first.path, *others], tmp_path / "mean")
+        assert not (tmp_path / "mean").exists()
+    assert main(["average", str(first.path), str(first.path), "--output", str(first.path)]) == 2
+    assert "exists and is not an empty folder" in capsys.readouterr().err

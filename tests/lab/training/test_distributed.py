@@ -60,6 +60,7 @@ def config(**changes):
 SAME_AS_ONE = {
     "adamw": config(optimizer=ADAMW, objective=FRACTION),
     "sgd": config(optimizer=CLIPPED, objective=FRACTION, micro_batch_size=3, measure_every=2),
+    "schedule-free": config(optimizer=dataclasses.replace(ADAMW, name="schedule-free"), measure_every=2),
     "sam": config(algorithm=SAMConfig(rho=0.2), objective=FRACTION, micro_batch_size=1),
     "sam-same": config(algorithm=SAMConfig(rho=0.2, batch="same"), optimizer=ADAMW),
     "exact": config(objective=dataclasses.replace(FRACTION, labels="exact")),

@@ -46,6 +46,25 @@ def test_the_schedules_fall_from_the_highest_to_0_one_step_after_the_last(warmup
     assert linear[-1] == 0
 
 
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_a_decay_of_so_many_steps_comes_after_a_stable_rate(warmup):
+    done = [0.0] * 6 + [1 / 5, 2 / 5, 3 / 5, 4 / 5, 1.0]  # of a decay of the last 4 of 10 steps, at 0 after the last
+    for schedule, rate in (
+        ("linear", lambda r: 1 - r),
+        ("cosine", lambda r: math.cos(math.pi * r / 2) ** 2),
+        ("1-sqrt", lambda r: 1 - r**0.5),
+    ):
+        got = rates(range(1, 12), 10, warmup_steps=warmup, schedule=schedule, decay_steps=4)
+        assert got[warmup:] == pytest.approx([rate(r) for r in done[warmup:]])
+        assert got[:warmup] == pytest.approx([step / 3 for step in range(1, warmup + 1)])
+
+
+def test_all_steps_after_the_warm_up_may_decay_by_the_square_root():
+    assert rates(range(2, 8), 6, warmup_steps=2, schedule="1-sqrt") == pytest.approx(
+        [1 - (k / 5) ** 0.5 for k in range(6)]
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -55,12 +74,11 @@ def test_the_schedules_fall_from_the_highest_to_0_one_step_after_the_last(warmup
         ({"warmup_steps": -1}, "warmup_steps is -1; it must be at least 0"),
         ({"warmup_proportion": 1.5}, "warmup_proportion is 1.5; it must be at least 0 and at most 1"),
         ({"warmup_proportion": float("nan")}, "warmup_proportion is nan"),
-        ({"schedule": "step"}, "schedule is 'step'; it must be one of constant, linear, cosine"),
+        ({"schedule": "step"}, "schedule is 'step'; it must be one of constant, linear, cosine, 1-sqrt"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1; it must be at least 0"),
         ({"betas": (0.9, 1.0)}, "betas is 1.0; it must be at least 0 and below 1"),
         ({"name": "sgd", "momentum": 1.0}, "momentum is 1.0; it must be at least 0 and below 1"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; it must be above 0"),
-        ({"name": "lamb"}, "name is 'lamb'; it must be one of adamw, sgd"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, message):
@@ -69,8 +87,16 @@ def test_settings_out_of_range_are_refused(changes, message):
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(IsolossError, match=r"momentum is 0\.9, but the optimizer is adamw: it needs sgd"):
+    with pytest.raises(IsolossError, match=r"momentum is 0\.9, but the optimizer is adamw: it needs sgd or muon"):
         configs.check(OptimizerConfig(momentum=0.9))
+    with pytest.raises(IsolossError, match="no optimizer 'lamb'; the optimizers are adamw, sgd, muon, soap, "):
+        configs.check(OptimizerConfig(name="lamb"))
     with pytest.raises(IsolossError, match="warmup_steps is 11, more than the 10 steps, which leaves none"):
         OptimizerConfig(schedule="linear", warmup_steps=11).check_steps(10)
     OptimizerConfig(warmup_steps=11).check_steps(10)
+    with pytest.raises(IsolossError, match="decay_steps is 5, but the schedule is constant: choose linear, cosine or"):
+        configs.check(OptimizerConfig(decay_steps=5))
+    decay = OptimizerConfig(schedule="linear", warmup_steps=3, decay_steps=8)
+    with pytest.raises(IsolossError, match="decay_steps is 8, which the 10 steps do not have after a warm-up of 3"):
+        decay.check_steps(10)
+    decay.check_steps(11)

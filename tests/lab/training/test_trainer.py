@@ -9,15 +9,17 @@ import threading
 import pytest
 import torch
 from running import Signalling, content, files_of_at_most, small, trained
+from safetensors.torch import load_file
 from toy_language import PairLanguage
 
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.lab.models.architectures import BERT
-from isoloss.lab.training.objectives import training_batch
+from isoloss.lab.training.algorithms.config import SAMConfig
+from isoloss.lab.training.objectives import prediction_loss, training_batch
 from isoloss.lab.training.train import Interrupted, Progress, train
 from isoloss.loading import load_model
-from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig
 from isoloss.runs import Run
 
 # --- what a run leaves
@@ -396,6 +398,63 @@ def test_a_run_starts_from_anothers_weights(tmp_path):
     (tmp_path / "first").rename(tmp_path / "gone")  # the weights are only needed to start
     train(interrupted, config, PairLanguage())
     assert content(interrupted) == content(second)
+
+
+def test_a_branch_goes_on_with_the_optimizers_state(tmp_path):
+    still = {"model": ModelConfig(size="d16", dropout=0.0)}
+    stable = trained(tmp_path / "stable", small(checkpoints=(6,), **still))
+    decay = OptimizerConfig(learning_rate=0.01, warmup_steps=0, schedule="1-sqrt")
+    source = {"init_from": "../stable/checkpoints/step-6", "init_optimizer": True}
+    config = small(**still, **source, optimizer=decay, steps=4, seed=1)
+    branch = trained(tmp_path / "branch", config)
+
+    model = load_model(str(stable.checkpoint(6))).model.train()
+    parameters = dict(model.named_parameters())
+    groups = [
+        {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": 0.01},
+        {"params": [p for p in parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.98))
+    state = load_file(stable.checkpoint(6) / "trainer.safetensors")
+    for name, parameter in parameters.items():
+        adamw.state[parameter] = {what: state[f"{what}/{name}"] for what in ("step", "exp_avg", "exp_avg_sq")}
+    for step in range(1, 5):
+        batch = training_batch(PairLanguage(), config, step, torch.device("cpu")).inputs
+        for group in adamw.param_groups:
+            group["lr"] = 0.01 * (1 - ((step - 1) / 4) ** 0.5)
+        adamw.zero_grad()
+        prediction_loss(model, batch, causal=False).backward()
+        adamw.step()
+    got = load_file(branch.checkpoint(4) / "model.safetensors")
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(got[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+    interrupted = Run(tmp_path / "interrupted")
+    with pytest.raises(Interrupted):
+        train(interrupted, config, Signalling({2}))
+    train(interrupted, config, PairLanguage())
+    assert content(interrupted) == content(branch)
+
+
+def test_a_branch_that_cannot_be_is_refused(tmp_path):
+    sgd = OptimizerConfig(name="sgd", momentum=0.5)
+    stages = (StageConfig(steps=4), StageConfig(steps=6, optimizer=sgd))
+    trained(tmp_path / "first", small(stages=stages, steps=10, checkpoints=(6,)))
+    last = {"init_from": "../first", "init_optimizer": True, "seed": 1}
+    for changes, message in (
+        (last, "step-10 has the state of sgd: choose the same optimizer"),
+        ({**last, "optimizer": sgd, "algorithm": SAMConfig()}, "has the state of gradient: choose the same algorithm"),
+        ({**last, "optimizer": sgd, "seed": 0}, r"seed is 0, as in the run that .* whose first batches this run would"),
+        (
+            {**last, "init_from": "../first/checkpoints/step-4", "optimizer": sgd},
+            "step-4 has no state of its optimizer",
+        ),
+        ({"init_optimizer": True}, r"init_optimizer is on, and there is no init_from"),
+    ):
+        with pytest.raises(IsolossError, match=message):
+            trained(tmp_path / "branch", small(**changes))
+        assert not (tmp_path / "branch" / "run.json").exists()
+    trained(tmp_path / "branch", small(**{**last, "optimizer": sgd}))
 
 
 def test_initial_weights_that_do_not_fit_are_refused(tmp_path):

@@ -143,11 +143,21 @@ class Architecture:
         """Return (k, d): what the output layer turns into logits, at the k tokens where `predicted` (n, T) is true.
 
         The model is of the class that `build` makes. The batch has `input_ids` and, where something is padded,
-        `attention_mask`, each (n, T).
+        `attention_mask`, each (n, T). Here these are the output layer's inputs in a forward pass, whose logits of all
+        tokens are thrown away: an architecture that knows its head returns them without.
         """
-        mask = batch.get("attention_mask")
-        hidden = model.base_model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
-        return at_predicted(hidden, predicted, causal=self.objective == "causal")
+        inputs: list[torch.Tensor] = []
+        handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+        with handle:
+            model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
+        return at_predicted(inputs[0], predicted, causal=self.objective == "causal")
+
+
+def backbone_states(model: Any, batch: Batch, predicted: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """Return `Architecture.predicted_states` where the output layer reads the last hidden states as they are."""
+    mask = batch.get("attention_mask")
+    hidden = model.base_model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
+    return at_predicted(hidden, predicted, causal=causal)
 
 
 def at_predicted(values: torch.Tensor, predicted: torch.Tensor, *, causal: bool) -> torch.Tensor:
@@ -274,6 +284,9 @@ class _OPT(Transformer):
             "eos_token_id": ids["end_id"],
         }
 
+    def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
+        return backbone_states(model, batch, predicted, causal=True)
+
 
 class _LSTM(Architecture):
     """Layers that read both ways, or one, with dropout between them; the decoder's weight is the token embedding.
@@ -322,6 +335,9 @@ class _LSTM(Architecture):
             "num_directions": shape.directions,
             "hidden_dropout_prob": dropout,
         }
+
+    def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
+        return backbone_states(model, batch, predicted, causal=False)
 
 
 class _BracketAttention(Architecture):

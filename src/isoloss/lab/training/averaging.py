@@ -1,14 +1,21 @@
-"""The exponential moving average of a run's weights, which follows training and changes nothing in it."""
+"""Averages of weights: an exponential moving one, which follows a run and changes nothing in it, and of checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.lab.training import distributed
+from isoloss.loading import stored_weights
+from isoloss.runs import Run, check_weights
 
 _PREFIX = "ema/"  # of its tensors' names among the trainer's
 
@@ -92,3 +99,71 @@ def averaged(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Itera
         finally:
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights[name])
+
+
+def average_checkpoints(checkpoints: Sequence[str | Path], output: str | Path) -> Path:
+    """Write the model whose weights are the mean of those of several checkpoints, as a Hugging Face folder.
+
+    Of the last checkpoints of one run this is LAWA (Kaddour 2022, arXiv:2209.14981), of runs that start at one
+    checkpoint a uniform soup (Wortsman et al. 2022, arXiv:2203.05482). The mean is taken in float64, a weight at a
+    time; config and tokenizer are those of the last checkpoint.
+
+    Args:
+        checkpoints: Folders of checkpoints, or of complete runs, for their last ones: at least two.
+        output: The folder to write, new or empty.
+
+    Returns:
+        The folder.
+
+    Raises:
+        IsolossError: Weights are missing, damaged or of other names or shapes, or the folder is not empty.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> from isoloss import average_checkpoints
+        >>> shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in ("first", "second"):
+        ...         BertForMaskedLM(BertConfig(vocab_size=10, **shape)).save_pretrained(f"{folder}/{name}")
+        ...     average_checkpoints([f"{folder}/first", f"{folder}/second"], f"{folder}/mean").name
+        'mean'
+    """
+    if len(checkpoints) < 2:
+        raise IsolossError(f"there is {'one' if checkpoints else 'no'} checkpoint to average: name at least two")
+    folders = [Run(path).last_checkpoint() if Run(path).exists else path for path in map(Path, checkpoints)]
+    sources: list[dict[str, Path]] = []
+    for folder in folders:
+        check_weights(folder)
+        source = stored_weights(str(folder), {"revision": "main", "local_files_only": True}) if folder.is_dir() else {}
+        if not source:
+            raise IsolossError(f"{folder} is not a checkpoint folder with weights in safetensors")
+        if sources and (different := source.keys() ^ sources[0].keys()):
+            raise IsolossError(
+                f"{folder} and {folders[0]} are not of one architecture: one of them lacks {min(different)}"
+            )
+        sources.append(source)
+    with contextlib.ExitStack() as opened, files.new_output(Path(output)) as made:
+        readers = {
+            path: opened.enter_context(safe_open(path, framework="pt"))
+            for path in {path for source in sources for path in source.values()}
+        }
+        means = {}
+        for name in sources[0]:
+            tensors = [readers[source[name]].get_tensor(name) for source in sources]
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            if len({*shapes}) > 1:
+                raise IsolossError(
+                    f"{name} has the shapes {', '.join(map(str, shapes))}: the checkpoints differ in size"
+                )
+            means[name] = torch.stack([tensor.double() for tensor in tensors]).mean(0).to(tensors[-1].dtype)
+        save_file(means, made / "model.safetensors", metadata={"format": "pt"})
+        for path in folders[-1].iterdir():
+            if path.suffix in _COPIED and path.name not in _OF_TRAINING:
+                shutil.copyfile(path, made / path.name)
+        (made / "model.safetensors").chmod((made / "config.json").stat().st_mode)
+    return Path(output)
+
+
+_COPIED = {".json", ".txt", ".model", ".jinja", ".py"}  # config, tokenizer, and code of a model of its own
+_OF_TRAINING = {"trainer.json", "trainer_state.json", "model.safetensors.index.json"}

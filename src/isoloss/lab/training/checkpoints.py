@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.lab.training.averaging import averaged
+from isoloss.lab.training.averaging import averaged, without_average
 from isoloss.loading import quiet
 from isoloss.run_config import TrainConfig
 from isoloss.runs import AVERAGE, Run, check_weights
@@ -107,6 +107,33 @@ def load(path: Path, model: torch.nn.Module, *, config: TrainConfig) -> tuple[Tr
         raise IsolossError(f"{path} is a checkpoint of another config ({'; '.join(differing)}): {_REMEDY}")
     load_weights(path, model)
     return state, _read_tensors(path / TRAINER_TENSORS)
+
+
+def load_branch(path: Path, config: TrainConfig) -> dict[str, torch.Tensor]:
+    """Return the training algorithm's tensors at a checkpoint of another run, for a run that begins there.
+
+    Raises:
+        IsolossError: They are of another optimizer or algorithm, there are none, or the two runs have one seed.
+    """
+    state = read_state(path)
+    parent = configs.from_dict(TrainConfig, state.config)
+    stages = parent.stage_configs()
+    ends = parent.stage_ends(state.targets_reached)
+    stage = stages[min(sum(end <= state.step for end in ends), len(stages) - 1)]
+    for what, there, here in (
+        ("optimizer", stage.optimizer.name, config.optimizer.name),
+        ("algorithm", stage.algorithm.kind, config.algorithm.kind),
+    ):
+        if there != here:
+            raise IsolossError(f"init_optimizer is on, and {path} has the state of {there}: choose the same {what}")
+    if parent.seed == config.seed:
+        raise IsolossError(
+            f"seed is {config.seed}, as in the run that {path} is of, whose first batches this run would see again: "
+            "choose another seed"
+        )
+    if not (tensors := without_average(_read_tensors(path / TRAINER_TENSORS))):
+        raise IsolossError(f"{path} has no state of its optimizer, which begins anew there: leave out init_optimizer")
+    return tensors
 
 
 def load_weights(path: Path, model: torch.nn.Module) -> str:

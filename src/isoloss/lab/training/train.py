@@ -49,7 +49,7 @@ from isoloss.lab.training.objectives import TrainingBatch, prediction_loss, trai
 from isoloss.lab.training.process import process_settings, seed_dropout, signals
 from isoloss.lab.training.training_set import check_training_set
 from isoloss.memory import check_fits
-from isoloss.registry import MODELS
+from isoloss.registry import MODELS, OPTIMIZERS
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import derive
@@ -217,7 +217,8 @@ class Training:
         if algorithm_tensors := without_average(saved_tensors):
             self.algorithms[0].load_state(algorithm_tensors)
         self.average = WeightAverage(self.model, config.ema)
-        if saved_tensors:
+        # a run that begins, also as a branch of another, begins its average
+        if self.step:
             self.average.load_state(saved_tensors)
         self.timing = Timing(self.step, config.steps, self.progress if group.is_main else None)
         # the batches of the stage that is being trained
@@ -231,6 +232,8 @@ class Training:
                 source = self.run.path / self.config.init_from
                 source = Run(source).last_checkpoint() if Run(source).exists else source
                 self.initial_sha256 = checkpoints.load_weights(source, self.model)
+                if self.config.init_optimizer:
+                    return 0, checkpoints.load_branch(source, self.stages.configs[0])
             return 0, {}
         folder = self.run.checkpoint(newest)
         state, tensors = checkpoints.load(folder, self.model, config=self.config)
@@ -319,7 +322,7 @@ class Training:
 
                 if self.stages.num_ended(self.step) > index and len(self.algorithms) > 1:
                     # before the checkpoint, which is then that of a stage that begins: without an optimizer's state
-                    self.algorithms.popleft()
+                    self.algorithms.popleft().optimizer.to_evaluated()
                 is_due = self.group.is_main and self.timing.save_is_due(self.config.save_every_seconds)
                 # saving puts shards together, so that all must agree; one sum answers both questions
                 stop, is_due = self.group.any(interrupted(), is_due)
@@ -398,16 +401,17 @@ class Training:
 
     def _measured(self, measure: Measure) -> Mapping[str, float]:
         """Return what `measure` says of the model in rank 0, and nothing elsewhere."""
-        model = self.parallel.full_model()
-        if model is None:
-            return {}
-        # a copy that was put together from shards is on the CPU
-        model.to(self.device)
-        # a measure may use the language, which need not stand two threads
-        self.batches.wait()
-        # each step seeds its own random state, so none has to be kept
-        with without_dropout(model):
-            return measure(model)
+        with self.algorithms[0].optimizer.evaluated():
+            model = self.parallel.full_model()
+            if model is None:
+                return {}
+            # a copy that was put together from shards is on the CPU
+            model.to(self.device)
+            # a measure may use the language, which need not stand two threads
+            self.batches.wait()
+            # each step seeds its own random state, so none has to be kept
+            with without_dropout(model):
+                return measure(model)
 
     def _validated(self, index: int) -> Mapping[str, float]:
         """Compare the model with the target of its stage, if this is one of the steps for that; return the values.
@@ -436,10 +440,11 @@ class Training:
     def _save(self) -> None:
         """Save this step, and drop the checkpoints that were only there to go on from."""
         # all processes put the shards together, then rank 0 writes
-        model, average = self.parallel.full_model(), self.average.state()
+        average = self.average.state()
+        # before the model has the weights that are evaluated: the state has those that are trained
         tensors = {**self._algorithm_state(), **average}
 
-        def write() -> None:
+        def write(model: Any) -> None:
             state = TrainerState(
                 step=self.step,
                 config=configs.identity(self.config),
@@ -461,7 +466,9 @@ class Training:
             # only now: killed at any moment, the run has a whole checkpoint
             checkpoints.remove_except(self.run, {*self.kept_steps, self.step})
 
-        self.group.on_main(write)
+        with self.algorithms[0].optimizer.evaluated():
+            model = self.parallel.full_model()
+            self.group.on_main(lambda: write(model))
         self.timing.saved()
 
     def _algorithm_state(self) -> dict[str, torch.Tensor]:
@@ -520,6 +527,8 @@ def check_request(
         require_package(package)
     for stage in config.stage_configs():
         objectives.check_language(stage.objective, language)
+        # its package may not be installed
+        OPTIMIZERS.load(stage.optimizer.name)
     check_training_set(config, language)
     if validate is None and any(stage.target for stage in config.stages):
         raise IsolossError(

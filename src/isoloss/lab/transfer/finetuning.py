@@ -215,6 +215,7 @@ class _Seed:
                     saved = time.monotonic()
                 if stop:
                     raise Interrupted(self.index * self.total + self.step)
+        self.algorithm.optimizer.to_evaluated()
         result = {"predictions": self._predict().tolist(), "losses_nats": self.losses.tolist()}
         if self.folder is not None:
             # the result first: killed in between, the seed counts as done, and its state is not read
