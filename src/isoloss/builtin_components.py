@@ -33,6 +33,8 @@ ARCHITECTURES = {
     "bert-pre-ln": ("PRE_LAYER_NORM_BERT", "BERT with pre-layer-norm blocks and a layer norm after the last one"),
     "lstm": ("LSTM", "LSTM layers that read both ways, or one; a decoder tied to the token embedding"),
     "opt": ("OPT", "OPT: pre-layer-norm blocks, ReLU, a tied decoder without bias"),
+    "llama": ("LLAMA", "Llama: RMS norms, rotary positions, gated blocks, a tied decoder without bias"),
+    "modernbert": ("MODERN_BERT", "ModernBERT: rotary positions, gated blocks, mostly local attention"),
     "bracket-attention": ("BRACKET_ATTENTION", "the paper's model of brackets (section 5): one head, ReLU neurons"),
 }
 # by module of `isoloss.lab.evaluation.measures`, the classes, each of whose docstrings is the line about it

@@ -381,11 +381,6 @@ class TrainConfig:
             check(stage.applied_to(self))
         except IsolossError as error:
             raise IsolossError(f"{name}: {error}") from error
-        if stage.target_kl is not None and self.objective.kind == "causal":
-            raise IsolossError(
-                f"{name} has a target_kl, and exact conditionals are those of masked tokens, which the causal "
-                "objective does not predict: give it a target_loss"
-            )
         if stage.target is not None and stage.validate_every % self.log_every:
             raise IsolossError(
                 f"{name}: validate_every is {stage.validate_every}; it must be a multiple of log_every, "

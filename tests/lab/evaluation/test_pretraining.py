@@ -8,7 +8,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
-from isoloss.lab.evaluation.evaluator import Evaluator
+from isoloss.lab.evaluation.evaluator import Evaluator, evaluate
 from isoloss.lab.evaluation.loss import exact_targets
 from isoloss.lab.evaluation.pretraining import _VALIDATION_SEED, Monitor, pretrain
 from isoloss.lab.languages.config import LAPTOP_PCFG, BracketsConfig, PCFGConfig
@@ -92,8 +92,9 @@ def test_a_causal_model_and_one_of_text_are_measured(tmp_path, monkeypatch, voca
     causal = dataclasses.replace(
         CONFIG, model=ModelConfig(architecture="opt", size="d16"), objective=ObjectiveConfig(kind="causal")
     )
-    assert "kl_nats" not in trained(tmp_path / "causal", causal).metrics()[-1]
-    assert trained(tmp_path / "causal", causal).metrics()[-1]["trace"] > 0
+    last = trained(tmp_path / "causal", causal).metrics()[-1]
+    assert last["trace"] > 0
+    assert 0 < last["kl_nats"] < 3
     monkeypatch.setenv("ISOLOSS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text").mkdir()
     for i in range(40):
@@ -179,6 +180,27 @@ def test_a_stage_ends_where_the_kl_on_its_own_sentences_is_low_enough(tmp_path):
         for seed in (0, _VALIDATION_SEED)
     ]
     assert len(drawn[0] & drawn[1]) < 20  # of 256 masked sentences
+
+
+def test_a_causal_run_ends_at_a_kl_to_the_next_tokens_truth(tmp_path):
+    config = TrainConfig(
+        language=PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8),
+        model=ModelConfig(architecture="llama", size="d32", dropout=0.0),
+        objective=ObjectiveConfig(kind="causal", labels="exact"),
+        optimizer=OptimizerConfig(name="muon", learning_rate=0.01),
+        stages=(StageConfig(steps=400, target_kl=0.1, validate_every=10),),
+        batch_size=64,
+        log_every=10,
+        threads=1,
+    )
+    run = trained(tmp_path / "run", config)
+    (ended,) = run.result()["stages"]
+    assert ended["ended"] == "target reached"
+    assert ended["validation_kl_nats"] <= 0.1
+    found = evaluate(run.path, "loss", steps="last", settings={"loss_sentences": "all"})
+    kl = found[0].estimates["kl"]
+    assert kl.is_exact
+    assert abs(kl.value - ended["validation_kl_nats"]) < 5 * ended["validation_kl_stderr"]
 
 
 def test_a_target_loss_is_of_fresh_sentences_or_of_held_out_text(tmp_path, monkeypatch, vocab, words):

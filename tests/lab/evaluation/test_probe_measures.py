@@ -23,7 +23,7 @@ from isoloss.lab.models.make import make_model
 from isoloss.lab.training.train import train
 from isoloss.lab.transfer import features
 from isoloss.lab.transfer.finetuning import finetune
-from isoloss.lab.transfer.probe import language_probe
+from isoloss.lab.transfer.probe import language_probe, linear_probe
 from isoloss.lab.transfer.tasks import labeling, make_task, read_from_start
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
@@ -321,6 +321,36 @@ def test_a_causal_model_reads_the_start(language):
     x = states(model, [with_start(one, language) for one in sentences])
     expected = share_right(scipy_probe(train_x, task.train_labels.numpy(), 3)(x), joint)
     assert accuracy("probe-prefix-2", WHOLE, model, context).value == pytest.approx(expected, abs=0.005)
+
+
+def test_a_probe_may_read_one_token_the_mean_or_another_layer(language):
+    model = make_model(ModelConfig(architecture="llama", size="d16", layers=2), language, seed=0).eval()
+    context = context_of(language, "causal")
+    sentences, joint = every(language, "prefix-2")
+    task = make_task(language, "prefix-2", num_train=60, num_test=1, seed=0)
+    for pooling, layer in (("last", -1), ("mean", -1), ("last", 1)):
+
+        def read(sentences, pooling=pooling, layer=layer):
+            with torch.no_grad():
+                ids = with_start(sentences, language).tokens
+                states = model(input_ids=ids, output_hidden_states=True).hidden_states[layer].double().numpy()
+            return states[:, -1] if pooling == "last" else states.mean(axis=1)
+
+        assert len({*task.train.lengths.tolist()}) == 1
+        probe = scipy_probe(read(task.train), task.train_labels.numpy(), 3)
+        expected = share_right(probe(np.concatenate([read(one) for one in sentences])), joint)
+        settings = {**WHOLE, "probe_pooling": pooling, "probe_layer": layer}
+        # one after the other in one context: each has its own features
+        assert accuracy("probe-prefix-2", settings, model, context).value == pytest.approx(expected, abs=0.01)
+        sampled = {**settings, "num_test": 500, "probe_solver": "adamw", "probe_seeds": 2, "probe_epochs": 2}
+        direct = linear_probe(
+            model,
+            read_from_start(make_task(language, "prefix-2", num_train=60, num_test=500, seed=0), language),
+            **{"seeds": 2, "epochs": 2, "pooling": pooling, "layer": layer},
+        )
+        assert accuracy("probe-prefix-2", sampled, model, context).value == direct.accuracy.value
+    lookup = make_measure("lookup-prefix-2", {"probe_pooling": "last", "probe_layer": 0})
+    assert lookup == make_measure("lookup-prefix-2", {})
 
 
 def test_the_measures_of_a_model_share_its_forward_pass_and_a_changed_model_has_its_own(language, monkeypatch):

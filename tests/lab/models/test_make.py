@@ -5,7 +5,14 @@ import types
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, OPTForCausalLM, RobertaPreLayerNormForMaskedLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaForCausalLM,
+    ModernBertForMaskedLM,
+    OPTForCausalLM,
+    RobertaPreLayerNormForMaskedLM,
+)
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
@@ -20,7 +27,10 @@ from isoloss.seeds import generator
 from isoloss.text.masking import objective_batch
 
 LANGUAGE = PRESETS["pcfg-varied"][0].build()  # up to 8 of 32 tokens
-KINDS = {"bert": "masked", "bert-pre-ln": "masked", "lstm": "masked", "opt": "causal"}
+KINDS = {
+    **dict.fromkeys(("bert", "bert-pre-ln", "lstm", "modernbert"), "masked"),
+    **dict.fromkeys(("opt", "llama"), "causal"),
+}
 
 
 def settings(architecture, *, large=False):
@@ -40,7 +50,9 @@ def batch_of(architecture):
         ("bert", BertForMaskedLM, 8),
         ("bert-pre-ln", RobertaPreLayerNormForMaskedLM, 41),  # the first belongs to the id 33
         ("lstm", LSTMForMaskedLM, None),
+        ("modernbert", ModernBertForMaskedLM, 8),
         ("opt", OPTForCausalLM, 9),
+        ("llama", LlamaForCausalLM, 9),
     ],
 )
 def test_a_model_knows_its_languages_ids_and_lengths(architecture, kind, positions):
@@ -49,7 +61,10 @@ def test_a_model_knows_its_languages_ids_and_lengths(architecture, kind, positio
     config = model.config
     assert (config.vocab_size, config.pad_token_id) == (34, 32)
     assert getattr(config, "max_position_embeddings", None) == positions
-    assert getattr(config, "bos_token_id", None) == (33 if architecture == "opt" else None)
+    assert getattr(config, "bos_token_id", None) == (33 if KINDS[architecture] == "causal" else None)
+    embedding = model.get_input_embeddings().weight
+    assert not embedding[32].any()
+    assert model.get_output_embeddings().weight is embedding
 
 
 def test_an_unknown_architecture_or_size_names_the_choices():
@@ -57,10 +72,14 @@ def test_an_unknown_architecture_or_size_names_the_choices():
         make_model(ModelConfig(architecture="lstm", size="d16"), LANGUAGE, seed=0)
     with pytest.raises(IsolossError, match=r"no model 'gpt'; did you mean opt\? the models are bert"):
         make_model(ModelConfig(architecture="gpt"), LANGUAGE, seed=0)
+    with pytest.raises(
+        IsolossError, match="a width of 24 in 8 heads gives each 3 dimensions; the rotary positions of ll"
+    ):
+        make_model(ModelConfig(architecture="llama", size="d16", width=24, heads=8), LANGUAGE, seed=0)
 
 
 FREE = {
-    **{name: {"width": 24, "heads": 4, "layers": 2, "ffn": 20} for name in ("bert", "bert-pre-ln", "opt")},
+    **{name: {"width": 24, "heads": 4, "layers": 2, "ffn": 20} for name in KINDS if name != "lstm"},
     "lstm": {"width": 7, "layers": 3, "directions": 1},
 }
 

@@ -142,7 +142,15 @@ def test_a_shape_that_cannot_be_is_refused(config, message):
 
 
 def test_a_config_without_a_size_has_its_architectures():
-    assert [ModelConfig(architecture=name).size for name in ARCHITECTURES] == ["d64", "d64", "h64", "d64", "m64"]
+    assert [ModelConfig(architecture=name).size for name in ARCHITECTURES] == [
+        "d64",
+        "d64",
+        "h64",
+        "d64",
+        "d64",
+        "d64",
+        "m64",
+    ]
     assert str(ModelConfig(architecture="lstm", directions=1, layers=3)) == "lstm h64, layers 3, directions 1"
 
 

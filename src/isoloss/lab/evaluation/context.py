@@ -56,7 +56,9 @@ class MeasureContext:
     resume: Path | None = None  # a file to resume from, and to write to
     progress: Callable[[int], None] | None = None  # called with the number of sequences done
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-    _latest: tuple[weakref.ref[torch.nn.Module], str, torch.Tensor] | None = field(default=None, repr=False)
+    _latest: tuple[weakref.ref[torch.nn.Module], tuple[str, Hashable], torch.Tensor] | None = field(
+        default=None, repr=False
+    )
 
     @property
     def is_causal(self) -> bool:
@@ -148,18 +150,24 @@ class MeasureContext:
             lambda: None if why_not_enumerable(self.language) else all_sentences(self.language),
         )
 
-    def features(self, model: torch.nn.Module | None, make: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+    def features(
+        self,
+        model: torch.nn.Module | None,
+        make: Callable[..., torch.Tensor],
+        *inputs: Any,
+        states: Hashable = None,
+    ) -> torch.Tensor:
         """Return `make(*inputs)`, the features of all sentences, cached for the other measures of the checkpoint.
 
-        Only the last model's features are cached, and not the model. Features without a model depend on the language
-        alone and stay cached.
+        Only the last model's features are cached, and not the model; `states` says which of its states they are.
+        Features without a model depend on the language alone and stay cached.
         """
         if model is None:
             return self._once(("features", make), lambda: make(*inputs))
         # by the object, which the reference does not keep alive, and by its weights, which may have changed in place
-        weights = weights_digest(model)
-        if self._latest is None or self._latest[0]() is not model or self._latest[1] != weights:
-            self._latest = (weakref.ref(model), weights, make(*inputs))
+        key = (weights_digest(model), states)
+        if self._latest is None or self._latest[0]() is not model or self._latest[1] != key:
+            self._latest = (weakref.ref(model), key, make(*inputs))
         return self._latest[2]
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:

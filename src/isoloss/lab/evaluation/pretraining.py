@@ -98,8 +98,8 @@ def _measurements(
 class Monitor:
     """What is measured of a model in training: loss and trace, on `measure_sentences` sentences drawn once.
 
-    `kl_nats` where the language is exact and the objective masked, `held_out_nats` of a corpus, and `trace`, each with
-    its standard error `..._stderr`. The sentences are the same for all runs of a language, and not those of training.
+    `kl_nats` where the language is exact, `held_out_nats` of a corpus, and `trace`, each with its standard error
+    `..._stderr`. The sentences are the same for all runs of a language, and not those of training.
     """
 
     def __init__(self, language: Language, config: TrainConfig) -> None:
@@ -109,7 +109,7 @@ class Monitor:
         self._language, self._objective, self._n = language, config.objective, config.measure_sentences
         self._batches = language_inputs(language, config.objective, num_sequences=self._n, seed=_SEED).batches
         self._targets = None
-        if language.is_exact and config.objective.kind == "masked":
+        if language.is_exact:
             self._targets = exact_targets(language, num_sentences=self._n, objective=config.objective, seed=_SEED)
 
     def __call__(self, model: Any) -> dict[str, float]:

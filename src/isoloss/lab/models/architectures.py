@@ -126,7 +126,12 @@ class Architecture:
             vocab_size=vocab_size, pad_token_id=pad_id, attn_implementation="eager", **settings
         )
         with seeded_weights(seed):
-            return model_class(made).train()
+            model = model_class(made).train()
+        # ModernBERT draws the padding's embedding, too
+        embedding = model.get_input_embeddings()
+        if hasattr(embedding, "padding_idx"):
+            embedding.weight.data[pad_id] = 0.0
+        return model
 
     def build(self, config: ModelConfig, language: Language, *, seed: int) -> PreTrainedModel:
         """Return a randomly initialized model of a language's sentences; see `new_model`."""
@@ -288,6 +293,79 @@ class _OPT(Transformer):
         return backbone_states(model, batch, predicted, causal=True)
 
 
+class _Gated(Transformer):
+    """Rotary positions, gated feed-forward blocks, no biases: blocks of 4 d^2 + 3 d i + 2 d parameters."""
+
+    def reshaped(self, named: Shape, config: ModelConfig) -> Shape:
+        """Return the shape of a config, whose heads must be of even width: positions rotate pairs of dimensions."""
+        shape = super().reshaped(named, config)
+        if (shape.d_model // shape.num_heads) % 2:
+            raise IsolossError(
+                f"a width of {shape.d_model} in {shape.num_heads} heads gives each {shape.d_model // shape.num_heads} "
+                f"dimensions; the rotary positions of {config.architecture} need an even number"
+            )
+        return shape
+
+    def num_parameters(self, shape: Shape, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
+        """Return the number of parameters of the blocks and of `other_parameters`.
+
+        Example:
+            >>> LLAMA.num_parameters(SIZES["d64"], vocab_size=34, max_length=8)
+            67904
+        """
+        d, inner = shape.d_model, shape.intermediate
+        blocks = shape.num_layers * (4 * d * d + 3 * d * inner + 2 * d)
+        return blocks + self.other_parameters(d, vocab_size, max_length, pad_id)
+
+    def settings(
+        self, shape: Shape, dropout: float, *, max_length: int, start_id: int | None, end_id: int | None, **ids: Any
+    ) -> dict[str, Any]:
+        return {
+            "hidden_size": shape.d_model,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "intermediate_size": shape.intermediate,
+            "attention_dropout": dropout,
+            "max_position_embeddings": max_length,
+            "tie_word_embeddings": True,
+            "bos_token_id": start_id,
+            "eos_token_id": end_id,
+        }
+
+
+class _Llama(_Gated):
+    """The blocks of Llama (Touvron et al., 2023): RMS norms before each, SiLU; a tied decoder without bias.
+
+    Dropout is that of attention weights: Llama has no other.
+    """
+
+    model_class, objective = "LlamaForCausalLM", "causal"
+
+    def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
+        """Return V d of the embedding and d of the last norm."""
+        return vocab_size * d + d
+
+    def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
+        return backbone_states(model, batch, predicted, causal=True)
+
+
+class _ModernBERT(_Gated):
+    """The blocks of ModernBERT (Warner et al., 2024): layer norms before each, GELU; every third layer sees all tokens.
+
+    The other layers see 64 tokens to each side. The decoder is tied, after a transform.
+    """
+
+    model_class = "ModernBertForMaskedLM"
+
+    def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
+        """Return V d of the embedding, d^2 of the transform, V of the bias, and the norms but for the first block's."""
+        return vocab_size * d + d * d + vocab_size + 2 * d
+
+    def settings(self, shape: Shape, dropout: float, **arguments: Any) -> dict[str, Any]:
+        dropouts = {"embedding_dropout": dropout, "mlp_dropout": dropout}
+        return {**super().settings(shape, dropout, **arguments), **dropouts, "cls_token_id": None, "sep_token_id": None}
+
+
 class _LSTM(Architecture):
     """Layers that read both ways, or one, with dropout between them; the decoder's weight is the token embedding.
 
@@ -397,4 +475,5 @@ class _BracketAttention(Architecture):
 
 
 BERT, PRE_LAYER_NORM_BERT, LSTM, OPT = _BERT(), _PreLayerNormBERT(), _LSTM(), _OPT()
+LLAMA, MODERN_BERT = _Llama(), _ModernBERT()
 BRACKET_ATTENTION = _BracketAttention()

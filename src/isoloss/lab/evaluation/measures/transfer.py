@@ -184,7 +184,7 @@ def _predictions(result: TransferResult) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _ProbeMeasure(TaskMeasure):
-    """A measure that fits linear probes to the last hidden states of all tokens, concatenated."""
+    """A measure that fits linear probes to hidden states: the last ones of all tokens, side by side, unless told."""
 
     probe_regularization: tuple[float, ...] = setting((1e-3,), above=0, below=math.inf, omit_default=True)
     """Regularization strength of the convex probe; of several, the best on held-out training examples is used."""
@@ -195,6 +195,11 @@ class _ProbeMeasure(TaskMeasure):
     probe_standardize: bool = setting(True, omit_default=True)
     """Whether a probe reads features centered and divided by one number, the root mean square of what remains; False:
     as they are, as in the paper."""
+    probe_pooling: Literal["concatenate", "mean", "first", "last"] = setting("concatenate", omit_default=True)
+    """Which token states a probe reads: all side by side (`concatenate`), their `mean`, or those of the `first` or the
+    `last` token, which alone has read the whole sentence in a causal model."""
+    probe_layer: int = setting(-1, omit_default=True)
+    """Which hidden states a probe reads: 0 is the embeddings, -1 the model's last."""
 
     default_draws: ClassVar[int] = 1
     over: ClassVar[str] = "draws"
@@ -225,7 +230,7 @@ class _ProbeMeasure(TaskMeasure):
         from isoloss.text.masking import with_start
 
         read = with_start(sentences, context.language) if self._takes_start(context) else sentences
-        features: Any = extract(model, read, types=types)
+        features: Any = extract(model, read, types=types, pooling=self.probe_pooling, layer=self.probe_layer)
         return features  # type: ignore[no-any-return]
 
     def _fitted(self, model: Any, context: MeasureContext, data: TaskData | WholeTask) -> Fitted:
@@ -241,7 +246,8 @@ class _ProbeMeasure(TaskMeasure):
         return self._fit(train, data.train_labels, test, len(data.classes))
 
     def _all_features(self, model: Any, context: MeasureContext, sentences: Sentences) -> torch.Tensor:
-        return context.features(model, self._features, model, context, sentences)
+        states = (self.probe_pooling, self.probe_layer)
+        return context.features(model, self._features, model, context, sentences, states=states)
 
     def _fit(self, train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, classes: int) -> Fitted:
         from isoloss.lab.transfer.probe import over_draws
@@ -331,7 +337,8 @@ class Probe(_ProbeMeasure, Trained):
         """Return the result of one draw, whose features may be larger than memory."""
         from isoloss.lab.transfer.probe import linear_probe
 
-        return linear_probe(model, self._read(data, context), **dataclasses.asdict(self._classifier()))
+        reading: dict[str, Any] = {"pooling": self.probe_pooling, "layer": self.probe_layer}
+        return linear_probe(model, self._read(data, context), **dataclasses.asdict(self._classifier()), **reading)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,6 +377,12 @@ class Lookup(Probe):
     """Accuracy of the same probe on the true conditionals: the look-up table, a model without parameters."""
 
     features: ClassVar[str] = "lookup_features"  # of isoloss.lab.transfer.features
+
+    def __post_init__(self) -> None:
+        """Leave out the settings of probes of a model's states: they decide nothing here."""
+        super().__post_init__()
+        for name in ("probe_pooling", "probe_layer"):
+            object.__setattr__(self, name, getattr(Probe, name))
 
     def _examples(self, source: TextTask, context: MeasureContext) -> TextExamples:
         raise IsolossError(f"the true conditionals of the text of {self.task} are not known: it has no look-up table")
