@@ -331,6 +331,15 @@ def test_attributes():
     assert repr(language) == "HMM(100 states, 200 tokens, 16 tokens per sentence, torch.float64 on cpu)"
 
 
+@pytest.mark.parametrize("concentration", [0.2, 1.0, 5.0])
+def test_rows_are_as_concentrated_as_their_distribution(concentration):
+    # the sum of squares of a Dirichlet row of n entries is (c + 1) / (n c + 1) on average
+    language = HMMConfig(states=400, blocks=1, vocab_size=50, concentration=concentration, mixing_weight=0.0).build()
+    squares = (language.emission**2).sum(axis=1)
+    stderr = squares.std(ddof=1) / 20
+    assert abs(squares.mean() - (concentration + 1) / (50 * concentration + 1)) < 4 * stderr
+
+
 @pytest.mark.parametrize("mixing_weight", [0.0, 0.25])
 def test_random_blocks(mixing_weight):
     language = HMMConfig(states=7, blocks=3, vocab_size=8, mixing_weight=mixing_weight, seed=4).build()

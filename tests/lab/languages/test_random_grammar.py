@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,9 +64,31 @@ def test_draws_are_pinned():
     )
 
 
+def test_frequencies_follow_zipfs_law():
+    settings = {"levels": 3, "symbols_per_level": 12, "vocab_size": 300, "rules_per_symbol": 20, "seed": 1}
+    plain, steep = (PCFGConfig(**settings, zipf=zipf) for zipf in (0.0, 1.0))
+    # the same rules, whose emissions are multiplied and normalized
+    flat, grammar = random_grammar(plain), random_grammar(steep)
+    assert np.array_equal(flat.emission, grammar.emission)
+    assert np.array_equal(flat.binary_probs, grammar.binary_probs)
+    weighted = flat.emission_probs / (1 + flat.emission[:, 1])
+    totals = np.bincount(flat.emission[:, 0], weights=weighted)[flat.emission[:, 0]]
+    assert np.allclose(grammar.emission_probs, weighted / totals, rtol=1e-12)
+
+    tokens = steep.build().sample(20_000, generator=torch.Generator().manual_seed(0)).tokens
+    counts = torch.bincount(tokens.flatten(), minlength=300).double()
+    ranks = torch.arange(1, 301).double()
+    slope = np.polyfit(ranks.log(), (counts + 1).log(), 1)[0]
+    assert -1.3 < slope < -0.7
+    tokens = plain.build().sample(20_000, generator=torch.Generator().manual_seed(0)).tokens
+    counts = torch.bincount(tokens.flatten(), minlength=300).double()
+    assert abs(np.polyfit(ranks.log(), counts.log(), 1)[0]) < 0.2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"zipf": -1.0}, "zipf is -1.0; it must be at least 0"),
         ({"levels": 0}, "levels is 0; it must be at least 1 and at most 10"),
         ({"levels": 11}, "levels is 11; it must be at least 1 and at most 10"),
         ({"symbols_per_level": 0}, "symbols_per_level is 0; it must be at least 1"),

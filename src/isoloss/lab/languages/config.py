@@ -99,6 +99,9 @@ class PCFGConfig(_Config):
     """Tokens of the language."""
     stop_probability: float = setting(0.0, minimum=0, below=1)
     """Probability that a symbol above the lowest level emits a token instead of splitting; makes lengths vary."""
+    zipf: float = setting(0.0, minimum=0, omit_default=True)
+    """Exponent of a law of frequencies: a symbol emits token w<i> with its drawn probability times (i + 1)^-zipf,
+    normalized. About 1 in natural languages; 0: no law."""
     seed: int = 0
     """Decides the rules and their weights."""
 
@@ -223,8 +226,8 @@ class HMMConfig(_Config):
     """A random block-diagonal hidden Markov model, of the paper's kind (appendix A.1).
 
     States and tokens are divided into `blocks` runs of nearly equal size. A state is followed by states of its own
-    block and emits tokens of its own block; each row's probabilities are from the flat Dirichlet distribution over
-    these. With `mixing_weight` above 0, a row is (1 - mixing_weight) of that plus mixing_weight of a flat Dirichlet
+    block and emits tokens of its own block; each row's probabilities are from a Dirichlet distribution over these, by
+    default the flat one. With `mixing_weight` above 0, a row is (1 - mixing_weight) of that plus mixing_weight of a
     draw over all states or tokens. The first state is uniform over all states: with `mixing_weight` 0 it decides the
     block for good.
     """
@@ -243,6 +246,8 @@ class HMMConfig(_Config):
     """Tokens in a sentence."""
     mixing_weight: float = setting(0.0, minimum=0, maximum=1)
     """Fraction of every row's probability that goes to all states and tokens instead of the block's."""
+    concentration: float = setting(1.0, above=0, omit_default=True)
+    """Of the Dirichlet distributions: the less, the fewer states and tokens have most of a row's probability."""
     seed: int = 0
     """Decides the matrices."""
 

@@ -422,9 +422,10 @@ def _random_tables(config: HMMConfig) -> tuple[Float, Float, Float]:
     for width in (config.states, config.vocab_size):
         table = np.zeros((config.states, width))
         for rows, columns in zip(blocks, np.array_split(np.arange(width), config.blocks), strict=True):
-            drawn = rng.dirichlet(np.ones(len(columns)), size=len(rows))
+            drawn = rng.dirichlet(np.full(len(columns), config.concentration), size=len(rows))
             table[np.ix_(rows, columns)] = (1 - config.mixing_weight) * drawn
         if config.mixing_weight:
-            table += config.mixing_weight * rng.dirichlet(np.ones(width), size=config.states)
+            mixed = rng.dirichlet(np.full(width, config.concentration), size=config.states)
+            table += config.mixing_weight * mixed
         tables.append(table)
     return np.full(config.states, 1 / config.states), tables[0], tables[1]

@@ -354,6 +354,14 @@ def random_grammar(config: PCFGConfig) -> Grammar:
         probabilities = total * rng.dirichlet(np.ones(len(rhs)))
         rules.extend(Rule(0, lhs, right, float(p)) for right, p in zip(rhs, probabilities, strict=True))
 
+    def emit(lhs: str, numbers: list[int], total: float) -> None:
+        probabilities = rng.dirichlet(np.ones(len(numbers)))
+        if config.zipf:
+            probabilities *= (np.array(numbers) + 1.0) ** -config.zipf
+            probabilities /= probabilities.sum()
+        for number, p in zip(numbers, total * probabilities, strict=True):
+            rules.append(Rule(0, lhs, ((tokens[number], True),), float(p)))
+
     add("S", [((name, False),) for name in names[0]], 1.0)
     for level in range(config.levels):
         below = names[level + 1]
@@ -368,7 +376,7 @@ def random_grammar(config: PCFGConfig) -> Grammar:
             add(lhs, list(splits), 1.0 - config.stop_probability)
             if config.stop_probability > 0:
                 few = rng.permutation(vocab_size)[: config.rules_per_symbol]
-                add(lhs, [((tokens[token], True),) for token in few], config.stop_probability)
+                emit(lhs, few.tolist(), config.stop_probability)
     # So a token has two or more symbols that emit it, on average, and does not tell its symbol.
     emitted = min(vocab_size, max(config.rules_per_symbol, math.ceil(2 * vocab_size / size)))
     # Every token is emitted by the symbol that it is dealt to.
@@ -376,7 +384,7 @@ def random_grammar(config: PCFGConfig) -> Grammar:
     for index, lhs in enumerate(names[config.levels]):
         first_tokens = dealt[index::size]
         more = rng.permutation(np.setdiff1d(dealt, first_tokens))[: emitted - len(first_tokens)]
-        add(lhs, [((tokens[token], True),) for token in (*first_tokens, *more)], 1.0)
+        emit(lhs, [*first_tokens.tolist(), *more.tolist()], 1.0)
     return build_grammar(rules, start="S", source="random grammar")
 
 
