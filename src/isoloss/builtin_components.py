@@ -58,6 +58,7 @@ MEASURES = {
         "noise-sharpness": "NoiseSharpness",
         "int8-rise": "Int8Rise",
         "int4-rise": "Int4Rise",
+        "barrier": "Barrier",
         "squared-norm": "SquaredNorm",
     },
     "transfer": {

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from isoloss.flatness._measurement import InterruptedEstimate, Options
     from isoloss.flatness._rescaling.apply import check_rescaling, rescaled, rescaled_at_random
     from isoloss.flatness._rescaling.symmetries import Rescalings, Signals, rescalings_of
+    from isoloss.flatness.barrier import interpolation_barrier
     from isoloss.flatness.comparison import compare_traces
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
     from isoloss.flatness.hessian import hessian_trace
@@ -40,6 +41,7 @@ __all__ = [
     "fisher_rao_norm",
     "fisher_trace",
     "hessian_trace",
+    "interpolation_barrier",
     "largest_eigenvalues",
     "loss_rises",
     "noise_sharpness",
@@ -54,6 +56,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "barrier": ("interpolation_barrier",),
     "comparison": ("compare_traces",),
     "_measurement": ("InterruptedEstimate", "Options"),
     "_rescaling.apply": ("check_rescaling", "rescaled", "rescaled_at_random"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from isoloss.config import setting
@@ -462,6 +463,34 @@ class Int4Rise(Int8Rise):
     """Rise of the loss when the weights of linear layers are rounded to 4 bits, a scale for each 128 weights."""
 
     name: ClassVar[str] = "int4-rise"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Barrier(Int8Rise):
+    """Largest rise of the loss on the line to the weights of another checkpoint, above the line between the losses."""
+
+    barrier_with: str = setting("")
+    """The other checkpoint: its folder, a run for its last one, or a name on the Hugging Face hub."""
+    name: ClassVar[str] = "barrier"
+
+    def why_not_applicable(self, context: MeasureContext) -> str | None:
+        """Return what is missing or set."""
+        return super().why_not_applicable(context) if self.barrier_with else "barrier_with names no other checkpoint"
+
+    def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
+        from isoloss.flatness import interpolation_barrier
+        from isoloss.loading import load_model
+        from isoloss.runs import Run
+
+        run = Run(Path(self.barrier_with))
+        path = str(run.last_checkpoint()) if run.exists else self.barrier_with
+        other = load_model(path, device=str(model.device), dtype=model.dtype).model
+        taken = {name: options.get(name) for name in ("causal", "num_sequences", "progress")}
+        return interpolation_barrier(model, other, batches, **taken)
+
+    def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
+        """Return the number of losses: at both ends and at nine points between them."""
+        return 11, "losses"
 
 
 @dataclass(frozen=True, kw_only=True)
