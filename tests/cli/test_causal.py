@@ -135,8 +135,8 @@ def test_what_does_not_go_together_is_refused(capsys, tmp_path, words, message):
 
 def test_ls_lists_the_architectures(capsys):
     listed = {row["architecture"]: row for row in as_json(capsys, "ls", "models")["models"]}
-    masked = dict.fromkeys(("bert", "bert-pre-ln", "lstm", "bracket-attention"), "masked")
-    objectives = {**masked, "opt": "causal"}
+    masked = dict.fromkeys(("bert", "bert-pre-ln", "lstm", "modernbert", "bracket-attention"), "masked")
+    objectives = {**masked, "opt": "causal", "llama": "causal"}
     assert {name: row["objective"] for name, row in listed.items()} == objectives
     # d1920 for 30,522 ids and 128 positions: 1920 (30,522 + 130) + 20 * 44,256,000 + 2 * 1920; 16 bytes each
     assert (listed["opt"]["sizes"][0], listed["opt"]["sizes"][-1]) == ("d16", "d1920")

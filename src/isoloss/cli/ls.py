@@ -145,8 +145,10 @@ def main(arguments: list[str]) -> int:
             continue
         title = f"{name} ({COUNTED})" if name in ("models", "sizes") else name
         shown = [_shown(row) for row in rows]
+        # the title of the sizes says what the numbers below an architecture's name are
+        headings = [heading.removesuffix(" parameters") for heading in shown[0]]
         common.print_table(
-            title, list(shown[0]), [list(row.values()) for row in shown], left=1 if name == "sizes" else len(shown[0])
+            title, headings, [list(row.values()) for row in shown], left=1 if name == "sizes" else len(headings)
         )
         if name == "kinds":
             common.say_wrapped("isoloss ls KIND lists one kind, isoloss ls KIND NAME shows one of it.")
