@@ -73,6 +73,7 @@ MEASURES = {
         "finetune-TASK": "Finetune",
         "features": "Features",
     },
+    "spans": {"span-LEVEL": "Span"},
     "brackets": {
         "bracket-parts": "BracketParts",
         "bracket-probes": "BracketProbes",

@@ -6,7 +6,7 @@ Shapes: n sentences, S symbols, V tokens, C classes of a task.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from isoloss.lab.languages._pcfg.grammar import (
     read_grammar,
 )
 from isoloss.lab.languages._pcfg.inside_outside import InsideOutside
+from isoloss.lab.languages._pcfg.open_nodes import beginnings
 from isoloss.lab.languages._pcfg.sampler import Sampler, derivations, longest_yields
 from isoloss.lab.languages.base import UNDEFINED, ExactLanguage, Labeling, Perturbation, Sentences, Stored
 from isoloss.lab.languages.batches import Rows, run_in_threads
@@ -354,6 +355,36 @@ class PCFG(ExactLanguage):
         run_in_threads(compute, self._buckets(lengths, self._engine.chunk_of_spans), self.device)
         return out
 
+    def prefix_span_posterior(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, *, symbols: Sequence[int], start: int, stop: int
+    ) -> torch.Tensor:
+        r"""Return (n, C): Pr(symbol | x_0 .. x_{stop-1}, a node of one of C symbols covers x_start .. x_{stop-1}).
+
+        Nothing after the span is known, not even whether the sentence goes on: what a causal model can know at the
+        span's last token. It is computed in float64. A row is NaN where no such node can be there.
+
+        Arguments and errors as for `inside`, or the language is cut at `max_length`, which makes the beginning of a
+        sentence depend on its end.
+
+        Example:
+            >>> language = PCFG.from_text("S A B 1\nA a 0.5\nA b 0.5\nB A 0.25\nB A A 0.75")
+            >>> tokens, lengths = torch.tensor([[0, 1, 0]]), torch.tensor([3])
+            >>> language.prefix_span_posterior(tokens, lengths, symbols=[1, 2], start=1, stop=2)
+            tensor([[0.8000, 0.2000]], dtype=torch.float64)
+        """
+        if self._acceptance < 1 - 1e-9:
+            raise IsolossError(
+                f"the language is cut at {self.max_length} tokens, which leaves out sentences of a probability of "
+                f"{1 - self._acceptance:.2g}: what a beginning says of a node is then not known; raise max_length"
+            )
+        exact = self.to("cpu", torch.float64)
+        tokens, lengths = exact._checked(tokens.cpu(), lengths.cpu())
+        batches.check_span(lengths, start, stop)
+        inside = exact.inside(tokens, lengths, start=start, stop=stop)[:, list(symbols)]
+        joint = beginnings(exact, tokens[:, :start])[:, list(symbols)]
+        joint = joint * (inside - inside.amax(dim=1, keepdim=True)).exp()
+        return joint / joint.sum(dim=1, keepdim=True)
+
     def _conditionals(
         self,
         ids: torch.Tensor,
@@ -550,6 +581,18 @@ def _node(language: PCFG, name: str, base: str) -> _Node:
         )
     candidates = [a for a, level_of_a in enumerate(levels) if level_of_a == level and (a != start or not passes_on)]
     return _Node(candidates, tuple(np.flatnonzero(feasible[candidates].any(axis=0)).tolist()))
+
+
+def symbols_on_level(language: PCFG, level: int) -> list[int]:
+    """Return the ids of the symbols that have so many binary rules above them, as the task `level-D` asks.
+
+    Raises:
+        IsolossError: There are none, the grammar has no levels, or two of them can cover the same tokens.
+    """
+    name = f"level-{level}"
+    symbols = _node(language, name, name).candidates
+    _check_exclusive(language, symbols, name)
+    return symbols
 
 
 def _levels(grammar: Grammar) -> list[int]:

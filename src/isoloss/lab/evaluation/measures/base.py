@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 # in the example of a name
-_REPLACED = {"TASK": "root", "SIZE": "d64", "EMBEDDING_SCALE": "paper", "NUMBER": "100", "WIDTH": "16"}
+_REPLACED = {"TASK": "root", "SIZE": "d64", "EMBEDDING_SCALE": "paper", "NUMBER": "100", "WIDTH": "16", "LEVEL": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)

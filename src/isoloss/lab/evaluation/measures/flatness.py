@@ -485,7 +485,7 @@ class Barrier(Int8Rise):
         run = Run(Path(self.barrier_with))
         path = str(run.last_checkpoint()) if run.exists else self.barrier_with
         other = load_model(path, device=str(model.device), dtype=model.dtype).model
-        taken = {name: options.get(name) for name in ("causal", "num_sequences", "progress")}
+        taken: dict[str, Any] = {name: options.get(name) for name in ("causal", "num_sequences", "progress")}
         return interpolation_barrier(model, other, batches, **taken)
 
     def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
