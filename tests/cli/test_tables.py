@@ -113,7 +113,7 @@ def test_a_wide_number_does_not_fold_as_text_does(capsys, monkeypatch):
 def test_sizes_are_numbers(capsys, monkeypatch):
     lines = printed(capsys, monkeypatch, 80, lambda: ls.main(["sizes"]))
     last = lines[lines.index("d1920") :]
-    assert {"  width: 1920", "  bert parameters: 947,813,562", "  opt parameters: 944,090,880"} <= set(last)
+    assert {"  width: 1920", "  bert: 947,813,562", "  opt: 944,090,880"} <= set(last)
 
 
 @pytest.mark.parametrize("columns", [None, 300])

@@ -254,3 +254,12 @@ def test_what_an_optimizer_cannot_do_is_said(tmp_path):
         dataclasses.replace(muon, parallel="fsdp").check_fields()
     with pytest.raises(IsolossError, match="the optimizer is muon; it must be adamw or sgd: leave compiled out"):
         dataclasses.replace(muon, compiled=True).check_fields()
+
+
+def test_a_rate_that_diverges_is_told_with_its_step(tmp_path):
+    for name, message in (
+        ("shampoo", "at step 2, shampoo cannot decompose a matrix of gradients: lower the learning rate"),
+        ("soap", r"the loss at step 3 is nan: lower the learning rate .*\(no checkpoint was saved\)"),
+    ):
+        with pytest.raises(IsolossError, match=message):
+            trained(tmp_path / name, small(optimizer=OptimizerConfig(name=name, learning_rate=1e30, warmup_steps=0)))

@@ -303,14 +303,6 @@ DECAYING = OptimizerConfig(schedule="cosine", warmup_steps=6)
             r"stages\[1\]: exact labels are .* choose the corruption 'mask'",
         ),
         ({"stages": [{"algorithm": SAMConfig(), "batch_size": 7}]}, r"stages\[0\]: batch_size is 7; sam's halves"),
-        (
-            {
-                "stages": [{"target_kl": 1.0, "validate_every": 4}],
-                "objective": ObjectiveConfig(kind="causal"),
-                "model": ModelConfig(architecture="opt", size="d16"),
-            },
-            r"stages\[0\] has a target_kl, .* which the causal objective does not predict: give it a target_loss",
-        ),
     ],
 )
 def test_what_contradicts_itself_is_refused_before_anything_is_written(tmp_path, changes, message):

@@ -154,8 +154,14 @@ class Optimizer:
         if norm is not None and limit is not None:
             scale = (limit / norm).clamp(max=1.0)  # of a norm of 0: inf, then 1
             torch._foreach_mul_([distributed.local_shard(p.grad) for p in self.parameters if p.grad is not None], scale)
-        for optimizer in self._optimizers:
-            optimizer.step()
+        try:
+            for optimizer in self._optimizers:
+                optimizer.step()
+        except torch.linalg.LinAlgError as error:
+            raise IsolossError(
+                f"at step {number}, {self._config.name} cannot decompose a matrix of gradients: lower the learning rate "
+                "or lengthen the warm-up"
+            ) from error
         return rate, float(norm) if with_norm and norm is not None else None
 
     @contextlib.contextmanager
