@@ -159,8 +159,8 @@ class Optimizer:
                 optimizer.step()
         except torch.linalg.LinAlgError as error:
             raise IsolossError(
-                f"at step {number}, {self._config.name} cannot decompose a matrix of gradients: lower the learning rate "
-                "or lengthen the warm-up"
+                f"at step {number}, {self._config.name} cannot decompose a matrix of gradients: lower the learning "
+                "rate or lengthen the warm-up"
             ) from error
         return rate, float(norm) if with_norm and norm is not None else None
 
