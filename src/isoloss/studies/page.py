@@ -138,7 +138,12 @@ def _beside_the_paper(results: Sequence[ClaimResult], needs: Mapping[str, str], 
     made_by = _BREAK.join(Markup("<code>{}</code>").format(part) for part in (first, *(f"--{one}" for one in options)))
     rows = [(each.claim.statement, each.claim.paper, _found(each, needs[each.claim.id]), made_by) for each in found]
     columns = ("claim", "the paper says", "we find", "made by")
-    return [Section(title="The paper says, we find", body=html_table(columns, rows, left=4))] if rows else []
+    note = Markup("<p class=note>{}</p>").format(
+        "± is one standard error; in brackets the 95 % interval and, where the study asks for it, the smallest margin "
+        "within which the difference is shown to lie, by two one-sided tests at 5 % each. Neither is adjusted for the "
+        "number of tests, as verdicts are."
+    )
+    return [Section(title="The paper says, we find", body=html_table(columns, rows, left=4) + note)] if rows else []
 
 
 def _found(result: ClaimResult, needs: str) -> Markup:

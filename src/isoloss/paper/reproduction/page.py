@@ -12,7 +12,7 @@ import polars as pl
 from isoloss.paper.reproduction import band, published
 from isoloss.paper.reproduction.band import Model
 from isoloss.paper.reproduction.compare import MIN_LANGUAGES, DatasetResults, by_dataset, look_up, mean
-from isoloss.paper.reproduction.spec import BASELINES, FIGURE_1, SGD_SHOWN, Dataset, cooldown_run
+from isoloss.paper.reproduction.spec import BASELINES, FIGURE_1, SGD_SHOWN, Dataset, cooldown_run, paired_by
 from isoloss.report import charts
 from isoloss.report.data import KL, LOSS, MARKERS, MINIMAL_TRACE, TRACE, Column, Style, column_of
 from isoloss.report.study_page import Figure
@@ -23,14 +23,10 @@ from isoloss.studies.results import Results
 # on a logarithmic axis, as models of about one loss are compared with much worse ones
 LOG_KL = dataclasses.replace(KL, title="KL = loss − entropy", log=True)
 SATURATED = 0.1  # a loss is saturated once the KL falls by less than this fraction of it until the end
-SMALLEST = (
-    "Bars are those of the difference from the smallest size of the same color, paired by language and seed, so this "
-    "one has none."
-)
-# the paper's main results: size, time, SGD, the adversary, the look-up table
+# the paper's main results: size, time, SGD, the adversary (tables 1 and 2), the look-up table
 PAPER_CLAIMS = (
     *("larger-transfer", "longer-transfer", "sgd-flatter", "sgd-transfer"),
-    *("adversary-transfer", "lookup-transfer"),
+    *("adversary-transfer", "adversary-sharper", "lookup-transfer"),
 )
 
 
@@ -127,10 +123,12 @@ def _caption(data: DatasetResults) -> str:
             if key != "kl"
         )
         + f". The lowest and the highest of {len(near)} models were picked after the fact, so part of this is chance, "
-        "and the ± does not account for it. Wider models give the probe more features, and the adversary and the "
-        "helper are trained to change transfer.",
-        f"Bars are those of each model's difference from {control}, paired by language and seed, so {control} has "
-        "none. Compare traces only between models of one size.",
+        "and the ± does not account for it. Wider models give the probe more features"
+        + (
+            ", and the adversary and the helper are trained to change transfer." if "adversary" in dataset.arms else "."
+        ),
+        f"Bars are those of each model's difference from {control}, {paired_by(dataset)}, so {control} has none. "
+        "Compare traces only between models of one size.",
     ]
     if FIGURE_1 in dataset.shown.sizes:
         parts = [published.corresponds(FIGURE_1).strip(), *parts, _in_the_paper()]
@@ -210,10 +208,9 @@ class _Figures:
         rows = self._by_size(groups, shown)
         saturated = _saturated(rows.filter(pl.col("step") == dataset.last), "parameters")
         chart = charts.sizes(rows, shown, saturated=saturated, style=_one_marker(rows))
-        each = f"Each point is one size after a number of steps{averaged(dataset)}. {SMALLEST}"
-        return self._figure(
-            "sizes", "larger models", chart, dataset.shown.sizes, each, self._loss("size, at the last step,", saturated)
-        )
+        each = f"Each point is one size after a number of steps{averaged(dataset)}. {_smallest(dataset)}"
+        loss = self._loss("size", saturated, where=" at the last step,")
+        return self._figure("sizes", "larger models", chart, dataset.shown.sizes, each, loss)
 
     def longer(self) -> Figure | None:
         """Return the model whose training is followed over its steps."""
@@ -224,10 +221,10 @@ class _Figures:
         saturated = _saturated(rows, "step")
         chart = charts.curves(rows, [*self._across, *self._tasks], saturated=saturated, style=_style(rows))
         caption = (
-            "" if dataset.shown.longer else "An equivalent of the paper's figures 2c and 4 (right), on another text.",
+            "" if dataset.shown.longer else "The paper has no such figure of these models.",
             f"The model {followed} during training with AdamW{averaged(dataset)}.",
             self._loss("step", saturated),
-            _paired(first),
+            _paired(dataset, first),
         )
         return self._figure("longer", "longer training", chart, dataset.shown.longer, *filter(None, caption))
 
@@ -252,7 +249,7 @@ class _Figures:
         caption = (
             f"Training of {dataset.main} continues with SGD from step {start.step:,} of AdamW; the horizontal axis "
             f"counts the steps of SGD.",
-            _paired(start),
+            _paired(dataset, start),
         )
         return self._figure("sgd", "SGD after AdamW", chart, SGD_SHOWN, *caption)
 
@@ -267,7 +264,7 @@ class _Figures:
         rows = self._rows(models, middle)
         axes = [(column, task) for task in self._tasks for column in self._across]
         shown_in = dict.fromkeys(each for arm in arms.values() for each in arm.shown_in)
-        caption = (f"Each point is one model at one training step{averaged(dataset)}.", _paired(middle))
+        caption = (f"Each point is one model at one training step{averaged(dataset)}.", _paired(dataset, middle))
         chart = charts.scatter(rows, axes, style=_style(rows))
         return self._figure("algorithms", "algorithms and architectures", chart, tuple(shown_in), *caption)
 
@@ -279,23 +276,26 @@ class _Figures:
         shown = [self._across[0], *map(column_of, dataset.when_expanded), *self._tasks]
         rows = self._by_size(_expanded(dataset), shown)
         caption = (
-            f"Each point is one size{averaged(dataset)}. {SMALLEST} Traces are those of the model expanded into "
-            f"{dataset.largest}, by the paper's expansion, by the exact one, and the minimal trace, which does not "
-            "depend on the choice. Accuracies are those of the model itself: wider models give the probe more "
+            f"Each point is one size{averaged(dataset)}. {_smallest(dataset)} Traces are those of the model expanded "
+            f"into {dataset.largest}, by the paper's expansion, by the exact one, and the minimal trace, which does "
+            "not depend on the choice. Accuracies are those of the model itself: wider models give the probe more "
             "features, so accuracies of different sizes are not comparable."
         )
         chart = charts.sizes(rows, shown, style=_one_marker(rows))
         return self._figure("expanded", "sizes expanded into the largest", chart, dataset.shown.expanded, caption)
 
-    def _loss(self, what: str, saturated: float | None) -> str:
-        """Return what a caption says of the loss: its lowest value, and where it is saturated."""
+    def _loss(self, what: str, saturated: float | None, *, where: str = "") -> str:
+        """Return what a caption says of the loss: the entropy, and from which size or step on it is saturated."""
         if not self._knows_kl:
             return "The entropy of the text is not known, so the axis is the loss, and nobody knows where it saturates."
         entropy = mean([(one, self.data.at(one, self.dataset.main)["entropy"]) for one in self.data.replicates])
         if saturated is None:
-            mark = f"There is no mark of saturation: up to the last {what}, the KL falls by {SATURATED:.0%} or more."
+            mark = (
+                f"There is no mark of saturation:{where} the KL falls by {SATURATED:.0%} or more up to the last {what}."
+            )
         else:
-            mark = f"The dashed line marks the first {what} after which the KL falls by less than {SATURATED:.0%}."
+            first = f"{',' * bool(where)}{where} the first {what} after which"
+            mark = f"The dashed line marks{first} the KL falls by less than {SATURATED:.0%}."
         return f"The loss is the KL plus the entropy, {number(entropy)} nats per token. {mark}"
 
 
@@ -320,11 +320,19 @@ def _saturated(rows: pl.DataFrame, axis: str) -> float | None:
     return next(saturated, None)
 
 
-def _paired(middle: Model) -> str:
+def _paired(dataset: Dataset, middle: Model) -> str:
     """Return what the bars of a figure are."""
     return (
-        f"Bars are those of the difference from {middle.arm} at step {middle.step:,}, paired by language and seed, so "
-        "this one has none."
+        f"Bars are those of the difference from {middle.arm} at step {middle.step:,}, {paired_by(dataset)}, so this "
+        "one has none."
+    )
+
+
+def _smallest(dataset: Dataset) -> str:
+    """Return what the bars of a figure of sizes are."""
+    return (
+        f"Bars are those of the difference from the smallest size of the same color, {paired_by(dataset)}, so this one "
+        "has none."
     )
 
 

@@ -244,6 +244,13 @@ class Dataset:
         return tuple(0 if length == self.cooldown_steps else length for length in lengths)
 
 
+def paired_by(dataset: Dataset) -> str:
+    """Return in words what two models that are compared have in common."""
+    several = {"language": len(dataset.languages) > 1, "seed": dataset.seeds > 1}
+    common = " and ".join(what for what, are in several.items() if are)
+    return f"paired by {common}" if common else "of one run each"
+
+
 def teacher_run(dataset: str) -> str:
     """Return the name of the run of a dataset's teacher."""
     return f"{dataset}-teacher"

@@ -27,16 +27,21 @@ PAIRS = (
 def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
     """Return whether models of one loss can differ, whether flatness tells them apart, and whether training helps."""
     by_id = {result.claim.id: result for result in claims}
+    # all cards are of task B, as the gates are
+    longer = dataclasses.replace(
+        by_id["longer-transfer"],
+        answers=tuple(sorted(by_id["longer-transfer"].answers, key=lambda one: one.case != "B")),
+    )
     differ = card_of("Can models of one loss transfer differently?", by_id["adversary-transfer"])
     return [
         dataclasses.replace(differ, detail=f"a model trained against the task; {differ.detail}"),
         _agreement_card(claims),
-        card_of("Does longer training help at the same loss?", by_id["longer-transfer"]),
+        card_of("Does longer training help at the same loss?", longer),
     ]
 
 
 def _agreement_card(claims: Sequence[ClaimResult]) -> Card:
-    counts = _agreement(claims)
+    counts, pairs = _agreement(claims)
     both = counts["agree"] + counts["disagree"]
     tone: Tone = "unclear"
     if both and 0 in (counts["agree"], counts["disagree"]):
@@ -44,17 +49,18 @@ def _agreement_card(claims: Sequence[ClaimResult]) -> Card:
     return Card(
         label="Is the flatter model the better one?",
         value=f"In {counts['agree']} of {both} comparisons" if both else "Not shown",
-        detail=f"{both} comparisons have two significant differences, of flatness and of transfer; "
-        f"{counts['open']} have not, {counts['untested']} were not tested. Comparisons of the same models are not "
-        "independent.",
+        detail=f"A comparison is of one measure of flatness with one of transfer. {both} of them, of {pairs} of "
+        f"{len(PAIRS)} pairs of kinds of models, have two significant differences; {counts['open']} have not, "
+        f"{counts['untested']} were not tested. Comparisons of the same models are not independent.",
         tone=tone,
     )
 
 
-def _agreement(claims: Sequence[ClaimResult]) -> dict[str, int]:
-    """Return how often the model that is flatter at the same loss is the one that transfers better."""
+def _agreement(claims: Sequence[ClaimResult]) -> tuple[dict[str, int], int]:
+    """Return how often the flatter model at the same loss is the better one, and how many of `PAIRS` say so or not."""
     by_id = {result.claim.id: result for result in claims}
     counts = Counter(agree=0, disagree=0, open=0, untested=0)
+    decided = set()
     for name in PAIRS:
         flatness = by_id.get(f"{name}-flatter") or by_id[f"{name}-sharper"]
         for sharper in flatness.answers:
@@ -68,7 +74,8 @@ def _agreement(claims: Sequence[ClaimResult]) -> dict[str, int]:
                     counts["open"] += 1
                 else:
                     counts["agree" if signs[0] != signs[1] else "disagree"] += 1
-    return counts
+                    decided.add(name)
+    return counts, len(decided)
 
 
 def _significant_sign(one: Answer) -> int:

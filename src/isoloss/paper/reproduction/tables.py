@@ -11,7 +11,7 @@ from typing import Any
 from isoloss.errors import IsolossError
 from isoloss.paper.reproduction import band, published
 from isoloss.paper.reproduction.compare import DatasetResults, at_same_loss, by_dataset, look_up, mean
-from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replicate, cooldown_run
+from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replicate, cooldown_run, paired_by
 from isoloss.statistics.comparison import times
 from isoloss.statistics.correlation import Kind, correlation, granulated_kendall
 from isoloss.statistics.estimate import Estimate, student95
@@ -106,7 +106,8 @@ def _tasks(data: DatasetResults) -> SummaryTable:
     classes = []
     for name, key in dataset.tasks.items():
         models = [(one, data.at(one, dataset.control)[key]) for one in data.replicates]
-        classes += [f"{name} {number}" for number in {each.details.get("num_classes") for _, each in models} if number]
+        counts = {each.details.get("num_classes") for _, each in models}
+        classes += [f"{number} of task {name}" for number in counts if number]
         # nobody knows the Bayes rate of a task on text
         rates = {
             title: mean([(one, _exact_rate(each, rate)) for one, each in models])
@@ -117,15 +118,26 @@ def _tasks(data: DatasetResults) -> SummaryTable:
             title: mean([(one, look_up(data, one, kind)[key]) for one in data.replicates])
             for kind, title in (BASELINES if dataset.shown.baselines else {}).items()
         }
-        rows.append(((name, key), {**rates, **tables, "control": mean(models)}))
-    caption = (
-        "Accuracy by always the most common class, by the Bayes-optimal classifier, which knows the language, by the "
-        f"same probe on features that need no model, and by the probe on the control, {dataset.control}. "
-        + _over(dataset)
-    )
+        rows.append(((_papers_name(dataset, name), key), {**rates, **tables, "control": mean(models)}))
+    shown = rows[0][1]
+    how = [
+        "by always the most common class",
+        *(["by the Bayes-optimal classifier, which knows the language"] if "Bayes" in shown else []),
+        *(["by the same probe on features that need no model"] if dataset.shown.baselines else []),
+        f"on the control, {dataset.control}",
+    ]
+    caption = f"Accuracy {', '.join(how[:-1])} and {how[-1]}. {_over(dataset)}"
     if classes:
-        caption += f" Classes: {', '.join(classes)}." + (" In the paper: 50." if dataset.name == "pcfg" else "")
+        caption += f" Classes: {', '.join(classes)}"
+        caption += "; in the paper 50 of each." if dataset.name == "pcfg" else "."
     return SummaryTable(f"{dataset.name}_tasks", f"{dataset.title}: tasks", ("task", "measure"), rows, caption)
+
+
+def _papers_name(dataset: Dataset, name: str) -> str:
+    """Return what the paper calls a task; one that stands in for it says so."""
+    task = dataset.tasks[name].rpartition("-")[2]
+    is_own = dataset.name == "pcfg" or task == name.lower().replace("-", "")
+    return name if is_own else f"in place of {name}"
 
 
 def _exact_rate(one: Measured, rate: str) -> Estimate:
@@ -143,7 +155,7 @@ def _exact_rate(one: Measured, rate: str) -> Estimate:
 def _beside_table(dataset: Dataset, table: str) -> str:
     """Return which table of the paper this is beside, and its numbers where the study quotes them."""
     caption = (published.corresponds(table) if table in dataset.shown.main else "") + _over(dataset)
-    caption += f" Differences from the control, {dataset.control} in the first row, are paired by language and seed."
+    caption += f" Differences from the control, {dataset.control} in the first row, are {paired_by(dataset)}."
     if dataset.name == "pcfg":
         caption += (
             f" In the paper ({published.PARAMETERS} parameters; ± standard deviation): "
