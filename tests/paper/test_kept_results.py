@@ -44,6 +44,7 @@ def test_the_slopes_are_those_that_the_pilot_found():
         ("algorithms", ALGORITHMS),
         ("paper", REPRODUCTION),
         ("paper-repeated", REPRODUCTION),
+        ("paper-evening", REPRODUCTION),
     ],
 )
 def test_results_are_of_the_present_design(name, study):
@@ -66,6 +67,7 @@ def test_results_are_of_the_present_design(name, study):
         ("algorithms", ALGORITHMS),
         ("paper", REPRODUCTION),
         ("paper-repeated", REPRODUCTION),
+        ("paper-evening", REPRODUCTION),
     ],
 )
 def test_results_are_of_claims_that_are_still_asked(name, study):
@@ -127,6 +129,7 @@ def test_the_numbers_of_the_paper_study_are_those_of_its_tables():
     text = (ROOT / "docs/method/studies.md").read_text()
     for title, names in (
         ("### Two draws on a laptop", ("paper", "paper-repeated")),
+        ("### An evening", ("paper-evening",)),
         ("### The first design", ("paper-first-design",)),
     ):
         part = text.partition(f"{title}\n")[2].partition("\n##")[0]

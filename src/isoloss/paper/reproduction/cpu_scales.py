@@ -311,7 +311,7 @@ EVENING = StudySize(
             settings={"num_train": 4_096, "num_test": 8_192, "loss_sentences": 8_192, "num_sequences": 512},
         ),
         _small_hmm(
-            models=tuple(range(720, 728)),
+            models=tuple(range(720, 726)),
             language=HMMConfig(states=8, blocks=2, vocab_size=16, length=4),
             seeds=1,
             sizes=("h16", "h32", "h64"),
@@ -324,7 +324,7 @@ EVENING = StudySize(
             settings={"num_train": 2_048, "num_sequences": 512},
         ),
         cpu_texts.generated(
-            seeds=6,
+            seeds=4,
             teacher_steps=2_000,
             vocab_size=100,
             length=12,
@@ -339,7 +339,7 @@ EVENING = StudySize(
             settings={"num_train": 4_096, "num_test": 4_096, "loss_sentences": 1_024, "num_sequences": 512},
         ),
         cpu_texts.web(
-            seeds=6,
+            seeds=4,
             size="d32",
             watched=(500, 1_000, 2_000),
             branch=1_000,
@@ -351,7 +351,7 @@ EVENING = StudySize(
             },
         ),
         cpu_texts.text(
-            seeds=6,
+            seeds=4,
             size="d32",
             watched=(750, 1_500, 2_250, 3_000),
             num_sentences=1_024,
