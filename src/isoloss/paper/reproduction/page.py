@@ -220,8 +220,13 @@ class _Figures:
         rows = self._rows([(followed, Model(followed, step)) for step in dataset.watched], first)
         saturated = _saturated(rows, "step")
         chart = charts.curves(rows, [*self._across, *self._tasks], saturated=saturated, style=_style(rows))
+        others = (
+            "The paper has no such figure of these models."
+            if self._knows_kl
+            else "An equivalent of the paper's figures 2c and 4 (right), on another text."
+        )
         caption = (
-            "" if dataset.shown.longer else "The paper has no such figure of these models.",
+            "" if dataset.shown.longer else others,
             f"The model {followed} during training with AdamW{averaged(dataset)}.",
             self._loss("step", saturated),
             _paired(dataset, first),
