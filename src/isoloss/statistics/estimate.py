@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Z95 = 1.959963984540054  # the 97.5 % point of the standard normal
-_ROUNDING = 1e-14  # of a value, below which an error is the rounding of sums
+_ROUNDING = 1e-15  # of a value, below which an error is the rounding of sums
 _MOST_DECIMALS = 12
 _EXACT = " (exact)"
 _EXACT_DIGITS = 5  # significant ones of an exact value; JSON has all
