@@ -157,7 +157,7 @@ class Optimizer:
         try:
             for optimizer in self._optimizers:
                 optimizer.step()
-        except torch.linalg.LinAlgError as error:
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise IsolossError(
                 f"at step {number}, {self._config.name} cannot decompose a matrix of gradients: lower the learning "
                 "rate or lengthen the warm-up"
