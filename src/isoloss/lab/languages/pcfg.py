@@ -31,7 +31,6 @@ from isoloss.lab.languages._pcfg.grammar import (
     read_grammar,
 )
 from isoloss.lab.languages._pcfg.inside_outside import InsideOutside
-from isoloss.lab.languages._pcfg.open_nodes import beginnings
 from isoloss.lab.languages._pcfg.sampler import Sampler, derivations, longest_yields
 from isoloss.lab.languages.base import UNDEFINED, ExactLanguage, Labeling, Perturbation, Sentences, Stored
 from isoloss.lab.languages.batches import Rows, run_in_threads
@@ -363,8 +362,7 @@ class PCFG(ExactLanguage):
         Nothing after the span is known, not even whether the sentence goes on: what a causal model can know at the
         span's last token. It is computed in float64. A row is NaN where no such node can be there.
 
-        Arguments and errors as for `inside`, or the language is cut at `max_length`, which makes the beginning of a
-        sentence depend on its end.
+        Arguments and errors as for `inside`.
 
         Example:
             >>> language = PCFG.from_text("S A B 1\nA a 0.5\nA b 0.5\nB A 0.25\nB A A 0.75")
@@ -372,18 +370,11 @@ class PCFG(ExactLanguage):
             >>> language.prefix_span_posterior(tokens, lengths, symbols=[1, 2], start=1, stop=2)
             tensor([[0.8000, 0.2000]], dtype=torch.float64)
         """
-        if self._acceptance < 1 - 1e-9:
-            raise IsolossError(
-                f"the language is cut at {self.max_length} tokens, which leaves out sentences of a probability of "
-                f"{1 - self._acceptance:.2g}: what a beginning says of a node is then not known; raise max_length"
-            )
         exact = self.to("cpu", torch.float64)
         tokens, lengths = exact._checked(tokens.cpu(), lengths.cpu())
         batches.check_span(lengths, start, stop)
-        inside = exact.inside(tokens, lengths, start=start, stop=stop)[:, list(symbols)]
-        joint = beginnings(exact, tokens[:, :start])[:, list(symbols)]
-        joint = joint * (inside - inside.amax(dim=1, keepdim=True)).exp()
-        return joint / joint.sum(dim=1, keepdim=True)
+        scores = exact._engine.prefix_span(tokens[:, :stop], start, longest=self.max_length)[:, list(symbols)]
+        return scores / scores.sum(dim=1, keepdim=True)
 
     def _conditionals(
         self,

@@ -146,6 +146,25 @@ class InsideOutside:
             mass[poor] = again
         return scores, mass > 0
 
+    def prefix_span(self, tokens: torch.Tensor, start: int, *, longest: int) -> torch.Tensor:
+        """Return (n, S) float64: Pr(a node of each symbol covers the tokens from `start` on, and all tokens), scaled.
+
+        Nothing is known of what follows, in a sentence of at most `longest` tokens; see `prefix_outside`. All scores of
+        a row have one factor.
+        """
+        plan, width = self._planner.plan(longest, prefixes=True), tokens.shape[1] - start
+        ones = torch.ones(len(tokens), dtype=torch.float64, device=self._device)
+        parts = zip(*(torch.split(each, self._rows(plan)) for each in (tokens, ones)), strict=True)
+        above = torch.cat([self._torch.above_span(plan, rows, factor, start, width) for rows, factor in parts])
+        # a chart holds the topmost symbol of a chain of unary rules: the closure leads to those below it
+        chained = torch.as_tensor(self._rules.chained, device=self._device)
+        above[:, chained] = above[:, chained] @ torch.as_tensor(self._rules.closure, device=self._device)
+        most = above.amax(dim=1, keepdim=True)
+        if not bool(_within(most[most > 0], torch.float64).all()):
+            raise IsolossError(_TOO_WIDE)
+        inside = self.inside(tokens[:, start:])[0]
+        return above / most * (inside - inside.amax(dim=1, keepdim=True)).exp()
+
     def possible(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return (n,) bool: whether the grammar derives each sentence, however improbable it is."""
         plan = self._planner.plan(tokens.shape[1])
@@ -325,16 +344,27 @@ class TorchCharts:
 
     def prefixes(self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (n, T, E) normalized outside scores given the tokens before each, and (n, T) their scaled mass."""
+        outside = self._given_left(plan, tokens, factor, narrowest=1)
+        scores = self._by_symbol(plan, outside, 1, range(plan.length), self._emitting)[:, : tokens.shape[1]]
+        mass = scores @ self._tensor(self._total, factor.dtype)
+        return scores / mass.unsqueeze(-1), mass
+
+    def above_span(
+        self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, start: int, width: int
+    ) -> torch.Tensor:
+        """Return (n, S) scaled outside scores of the symbols over one span, given the tokens before it."""
+        outside = self._given_left(plan, tokens, factor, narrowest=width)
+        return self._by_symbol(plan, outside, width, range(start, start + 1))[:, 0]
+
+    def _given_left(self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, *, narrowest: int) -> _Chart:
+        """Return the outside scores of items given the tokens before each; nothing is known of later ones."""
         n, length = tokens.shape
         unknown = torch.full((1, plan.length), len(self._log2_scale) - 1, device=self._device)
         tokens = torch.cat([tokens, unknown[:, length:].expand(n, -1)], dim=1)
         # the scale of an unknown token, undone
         undone = torch.exp2(self._log2_scale[-1:]).to(factor.dtype)
         beyond = self._inside(plan, unknown, undone)
-        outside = self._outside(plan, self._inside(plan, tokens, factor), narrowest=1, beyond=beyond)
-        scores = self._by_symbol(plan, outside, 1, range(plan.length), self._emitting)[:, :length]
-        mass = scores @ self._tensor(self._total, factor.dtype)
-        return scores / mass.unsqueeze(-1), mass
+        return self._outside(plan, self._inside(plan, tokens, factor), narrowest=narrowest, beyond=beyond)
 
     def span(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, start: int, width: int, *, outer: bool

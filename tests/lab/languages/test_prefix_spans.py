@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import DyckConfig, PCFGConfig
 from isoloss.lab.languages.exact import all_sentences
 from isoloss.lab.languages.pcfg import PCFG
@@ -14,6 +13,7 @@ LANGUAGES = {
     "three levels": PCFGConfig(**{**SHAPE, "levels": 3, "vocab_size": 2}, seed=1).build(),
     "lengths": PCFGConfig(**SHAPE, stop_probability=0.3, seed=2).build(),
     "chains": PCFG.from_text("S A B 1\nA a 0.5\nA b 0.5\nB A 0.25\nB A C 0.75\nC A A 0.4\nC A 0.6"),
+    "cut": PCFG.from_text("S -> S S [0.4] | A S [0.2] | 'a' [0.4]\nA -> 'a' [0.5] | 'b' [0.5]", max_length=6),
     "brackets": DyckConfig(kinds=2, max_depth=2, max_length=6, continue_probability=0.0).build(),
 }
 
@@ -50,9 +50,3 @@ def test_sentences_of_a_probability_below_the_smallest_number():
     found = language.prefix_span_posterior(tokens, torch.tensor([4]), **span)
     # both orders of A and B give the four tokens the same probability, and A comes first in 0.9 of all sentences
     torch.testing.assert_close(found, torch.tensor([[0.1, 0.9]], dtype=torch.float64))
-
-
-def test_a_language_that_is_cut_is_refused():
-    language = PCFG.from_text("S -> S S [0.4] | 'a' [0.6]", max_length=8)
-    with pytest.raises(IsolossError, match="the language is cut at 8 tokens, which leaves out sentences of a probabil"):
-        language.prefix_span_posterior(torch.zeros(1, 3).long(), torch.tensor([3]), symbols=[0], start=0, stop=1)
