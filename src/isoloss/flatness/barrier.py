@@ -65,10 +65,12 @@ def interpolation_barrier(
     if not fractions or not all(0 < fraction < 1 for fraction in fractions):
         raise IsolossError(f"fractions is {tuple(fractions)}; each must be between 0 and 1, and there must be one")
     start, end = dict(model.named_parameters()), dict(other.named_parameters())
-    for name in [*start, *end]:
-        shapes = [str(tuple(of[name].shape)) if name in of else "none" for of in (start, end)]
-        if shapes[0] != shapes[1]:
-            raise IsolossError(f"the models differ: {name} has the shapes {shapes[0]} and {shapes[1]}")
+    if alone := start.keys() ^ end.keys():
+        raise IsolossError(f"the models are not of one architecture: only one of them has {min(alone)}")
+    for name, parameter in start.items():
+        if parameter.shape != end[name].shape:
+            shapes = f"{tuple(parameter.shape)} and {tuple(end[name].shape)}"
+            raise IsolossError(f"the models differ in size: {name} has the shapes {shapes}")
     loss = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
     positions = loss.positions()
     if len(positions) < 2:
