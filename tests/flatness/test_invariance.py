@@ -21,6 +21,7 @@ from isoloss.flatness import (
     empirical_fisher_trace,
     fisher_rao_norm,
     fisher_trace,
+    interpolation_barrier,
     loss_rises,
     relative_flatness,
     sam_sharpness,
@@ -170,6 +171,22 @@ def rise(change):
     return lambda model: torch.tensor(loss_rises(model, batches(), {"rise": change})["rise"].value, dtype=torch.float64)
 
 
+@functools.cache
+def neighbor():
+    """Another model, which is not changed along: of the two that a barrier is between, users change one."""
+    model = copy.deepcopy(bert())
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=noise, dtype=parameter.dtype)
+    return model
+
+
+def barrier(model):
+    found = interpolation_barrier(copy.deepcopy(model), neighbor(), batches())
+    return torch.tensor(found.value, dtype=torch.float64)
+
+
 VALUES = {
     "squared-norm": lambda model: torch.tensor(squared_parameter_norm(model).value, dtype=torch.float64),
     "trace": lambda model: fisher(model).trace(),
@@ -186,6 +203,7 @@ VALUES = {
     "noise-sharpness": noise,
     "int8-rise": rise(Rounding(bits=8)),
     "int4-rise": rise(Rounding(bits=4, group_size=128)),
+    "barrier": barrier,
 }
 
 
