@@ -37,13 +37,24 @@ def cluster(tmp_path):
     made.shutdown()
 
 
-def start(file, out, *options):
+@contextlib.contextmanager
+def driver_of(file, out, *options):
+    """The study's driver; a test that fails leaves none behind, and shows what it said."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     words = command(file, out, "--executor", "ray", "--workers", "2", *options)
-    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as driver:
+        try:
+            yield driver
+        finally:
+            if driver.poll() is None:
+                driver.kill()
+                print(driver.communicate()[0])
 
 
-def wait_for(condition, seconds=180.0):
+def wait_for(condition, seconds=600.0):
+    """Wait for a condition, on a loaded machine for minutes."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -65,10 +76,10 @@ def kill_node(cluster, index, temporary):
 def test_a_node_that_dies_while_it_trains_changes_no_byte(carried_out, tmp_path, cluster):
     file, expected = carried_out
     out = tmp_path / "out"
-    driver = start(file, out, "--address", cluster.address)
-    wait_for(lambda: num_training(out) == 2)  # each node trains one
-    kill_node(cluster, 0, tmp_path)
-    said = driver.communicate(timeout=1200)[0]
+    with driver_of(file, out, "--address", cluster.address) as driver:
+        wait_for(lambda: num_training(out) == 2)  # each node trains one
+        kill_node(cluster, 0, tmp_path)
+        said = driver.communicate(timeout=1200)[0]
     assert driver.returncode == 0, said
     assert "lost, " in said, said
     assert contents(out) == contents(expected)
@@ -80,14 +91,14 @@ def test_a_node_that_dies_while_it_trains_changes_no_byte(carried_out, tmp_path,
 def test_a_cluster_is_started_where_none_is_named_and_units_save_when_it_is_stopped(carried_out, tmp_path):
     file, expected = carried_out
     out = tmp_path / "out"
-    driver = start(file, out)
-    wait_for(lambda: num_training(out))
-    driver.send_signal(signal.SIGINT)
-    said = driver.communicate(timeout=30)[0]  # less than the commands are given to save
+    with driver_of(file, out) as driver:
+        wait_for(lambda: num_training(out))
+        driver.send_signal(signal.SIGINT)
+        said = driver.communicate(timeout=30)[0]  # less than the commands are given to save
     assert driver.returncode == 130, said
     assert ends(out) == {"stopped": 2}
-    driver = start(file, out)
-    said = driver.communicate(timeout=1200)[0]
+    with driver_of(file, out) as driver:
+        said = driver.communicate(timeout=1200)[0]
     assert driver.returncode == 0, said
     assert contents(out) == contents(expected)
     assert any(len(steps) > 1 and steps[1] > 0 for steps in starts(out).values())
