@@ -26,6 +26,7 @@ OPTIMIZERS = {
     "soap": ("more_optimizers:soap", "SOAP: Adam in the eigenbases of Shampoo's matrices"),
     "shampoo": ("more_optimizers:shampoo", "Shampoo: gradients whitened by rows and by columns"),
     "lion": ("more_optimizers:lion", "Lion: the sign of the momentum"),
+    "lawa": ("optimizers:lawa", "AdamW; the average of its latest weights is saved and measured"),
     "schedule-free": ("more_optimizers:schedule_free", "schedule-free AdamW: averages weights, has no decay"),
 }
 ARCHITECTURES = {
@@ -59,6 +60,7 @@ MEASURES = {
         "int8-rise": "Int8Rise",
         "int4-rise": "Int4Rise",
         "barrier": "Barrier",
+        "directional-sharpness": "DirectionalSharpness",
         "squared-norm": "SquaredNorm",
     },
     "transfer": {
@@ -123,4 +125,7 @@ SAME_LOSS = "models of the same pre-training loss that differ in flatness: do th
 PILOT = "what the study same-loss is planned with: slopes of transfer on the loss, and variances"
 BRACKETS = "the paper's model of section 5, trained: does label noise flatten it, and what transfers better?"
 DOSE_RESPONSE = "flatter and sharper models of one loss, by a penalty of either sign: how does transfer respond?"
+BY_OPTIMIZER = (
+    "causal models that eight optimizers bring to one loss: which measure of flatness predicts which outcome?"
+)
 COMPARED = "the paper's algorithms and others, several seeds of each: loss, flatness and transfer"

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from isoloss.flatness._rescaling.symmetries import Rescalings, Signals, rescalings_of
     from isoloss.flatness.barrier import interpolation_barrier
     from isoloss.flatness.comparison import compare_traces
+    from isoloss.flatness.directional import directional_sharpness
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
     from isoloss.flatness.hessian import hessian_trace
     from isoloss.flatness.norms import (
@@ -36,6 +37,7 @@ __all__ = [
     "SpectralDensity",
     "check_rescaling",
     "compare_traces",
+    "directional_sharpness",
     "empirical_fisher_trace",
     "evaluating",
     "fisher_rao_norm",
@@ -61,6 +63,7 @@ _MODULES = {
     "_measurement": ("InterruptedEstimate", "Options"),
     "_rescaling.apply": ("check_rescaling", "rescaled", "rescaled_at_random"),
     "_rescaling.symmetries": ("Rescalings", "Signals", "rescalings_of"),
+    "directional": ("directional_sharpness",),
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
     "hessian": ("hessian_trace",),
     "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),

@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.statistics.checking import column, count, labels
-from isoloss.statistics.estimate import Estimate, number
+from isoloss.statistics.estimate import Estimate, number, student95
+from isoloss.statistics.power import minimal_detectable_effect
 from isoloss.statistics.significance import p_value
 
 Floats = NDArray[np.float64]
@@ -102,6 +103,38 @@ class Correlation:
             f"({self.observations} observations in {self.clusters} clusters)"
         )
 
+    @property
+    def _stderr(self) -> float:
+        """The error of artanh r, in which the interval is symmetric."""
+        low, high = (math.atanh(end) for end in self.interval95)
+        return (high - low) / 2 / student95(self.clusters - 1)
+
+    def estimate(self) -> Estimate:
+        """Return it as an estimate, with the error in r: dr = (1 - r^2) d artanh r.
+
+        Example:
+            >>> print(correlation([1, 2, 3, 4, 5, 6], [2, 1, 4, 3, 7, 5], range(6)).estimate())
+            0.792 ± 0.068 correlation
+        """
+        return Estimate(
+            value=self.value,
+            stderr=self._stderr * (1 - self.value**2),
+            samples=self.clusters,
+            unit="correlation",
+            num_predictions=self.observations,
+            method=f"{'partial ' if self.given else ''}{self.kind} correlation, jackknife over clusters",
+        )
+
+    def detectable(self, *, power: float = 0.8, alpha: float = 0.05) -> float:
+        """Return the smallest true correlation that is found with this power, if its error is the one that was found.
+
+        Example:
+            >>> round(correlation([1, 2, 3, 4, 5, 6], [2, 1, 4, 3, 7, 5], range(6)).detectable(), 2)
+            0.56
+        """
+        sd = self._stderr * math.sqrt(self.clusters)
+        return math.tanh(minimal_detectable_effect(sd, self.clusters, power=power, alpha=alpha))
+
 
 def correlation(
     x: ArrayLike,
@@ -110,6 +143,7 @@ def correlation(
     *,
     kind: Kind = "pearson",
     given: Mapping[str, ArrayLike] | None = None,
+    within: Sequence[Any] | None = None,
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Correlation:
@@ -118,8 +152,7 @@ def correlation(
     Given covariates it is the partial correlation, of the residuals of x and y after least squares on the
     covariates and a constant. Spearman's is Pearson's of the ranks, ties counting with their mean rank; given
     covariates, of the ranks of all variables. All observations count alike, so that differences between clusters are
-    part of the correlation: to compare within clusters, take x and y less their clusters' means, or for Pearson's give
-    an indicator for each cluster but one.
+    part of the correlation; `within` takes all variables less the means of groups, such as the clusters themselves.
 
     Kendall's is tau-b, tau_xy = sum_ij sign(x_i - x_j) sign(y_i - y_j) over the root of the numbers of ordered pairs
     that differ in x and that differ in y (Kendall, 1945). Given covariates it is -P_xy / sqrt(P_xx P_yy), where P is
@@ -139,6 +172,7 @@ def correlation(
         clusters: (N,) the cluster of each observation, at least 3; `range(N)` where all are independent.
         kind: `pearson`, `spearman` or `kendall`.
         given: Covariates (N,) by name, e.g. the KL and the width.
+        within: (N,) the group of each observation, each a part of a cluster; None: variables as they are.
         resamples: Of the bootstrap, at least 100.
         seed: Of the bootstrap; the stream is `"correlation"`.
 
@@ -162,6 +196,10 @@ def correlation(
     given = given or {}
     first = column("x", x)
     named = {"x": first, **{name: column(name, each, len(first)) for name, each in {"y": y, **given}.items()}}
+    if within is not None:
+        _, blocks = labels(within, len(first), 1, "within")
+        sizes = np.bincount(blocks)
+        named = {name: each - (np.bincount(blocks, each) / sizes)[blocks] for name, each in named.items()}
     names, codes = labels(clusters, len(first), least=3)
     groups = len(names)
     correlations = _correlations(kind, codes, np.stack(list(named.values())))

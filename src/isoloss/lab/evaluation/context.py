@@ -27,6 +27,7 @@ from isoloss.loading import Kind, LoadedModel
 from isoloss.model_checks import input_embeddings, run_on_ids, text_config
 from isoloss.model_checks import max_length as most_positions
 from isoloss.run_config import ObjectiveConfig, TrainConfig
+from isoloss.runs import Run
 from isoloss.seeds import generator
 from isoloss.text.inputs import Inputs, check_model, make_inputs, read_inputs
 from isoloss.text.masking import IGNORED, objective_batch
@@ -46,8 +47,7 @@ class MeasureContext:
     read: Callable[[int, int], Inputs]
     objective: ObjectiveConfig  # which tokens are predicted, and from what
     language: Any = None  # the language of the inputs, where it is known; None: text or token ids
-    # returns sentences of the run's training set, given how many; None where there is none
-    read_training: Callable[[int], Sentences | None] = lambda num_sentences: None
+    checkpoint: tuple[Run, int] | None = None  # the run and step of the model that is measured, where it is of a run
     load_tokenizer: Callable[[], Any] | None = None  # of the models, where there is no language that has one
     has_embeddings: bool = True  # whether the models have input embeddings, by which an auxiliary sample is read
     rtol: float | None = None  # stop when the standard error is at most this fraction of the value
@@ -87,7 +87,13 @@ class MeasureContext:
 
     def training_sentences(self, num_sentences: int) -> Sentences | None:
         """Return sentences of the training set of the run that is measured; None: it has none, or there is no run."""
-        return self._once(("training sentences", num_sentences), lambda: self.read_training(num_sentences))
+        if self.checkpoint is None:
+            return None
+        config = self.checkpoint[0].config  # runs that share the other inputs have training sets of their own
+        return self._once(
+            ("training sentences", num_sentences, config.seed, config.num_sentences),
+            lambda: training_set.sentences(self.language, config, num_sentences),
+        )
 
     def exact_targets(self, num_sentences: int | Literal["all"], seed: int) -> ExactTargets:
         """Return masked sentences of the language and their exact conditionals."""
@@ -294,7 +300,6 @@ def run_context(config: TrainConfig) -> MeasureContext:
         ),
         objective=config.objective,
         language=language,
-        read_training=lambda num_sentences: training_set.sentences(language, config, num_sentences),
     )
 
 

@@ -226,8 +226,13 @@ class Evaluator:
         if context is None:
             context = run.context(self.device) if isinstance(run, ExternalRun) else run_context(run.absolute_config)
         self.context = context
+        self._go_to(max(run.steps(), default=0))
         # by step; `pending` goes step by step, so that one model is held and each is loaded once
         self._loaded: tuple[int, Any] | None = None
+
+    def _go_to(self, step: int) -> None:
+        """Tell the context, which runs on one language share, what is measured."""
+        self.context.checkpoint = None if isinstance(self.run, ExternalRun) else (self.run, step)
 
     def evaluate(self, measure: str, step: int) -> Evaluation:
         """Measure, save the result to its file and return it."""
@@ -241,6 +246,7 @@ class Evaluator:
 
     def measure(self, measure: str, step: int) -> tuple[Evaluation, bytes]:
         """Return the evaluation of the checkpoint at `step`, and the file of its examples (see `Run.examples`)."""
+        self._go_to(step)
         weights = self.run.weights(step)
         if reason := make_measure(measure, self.settings).why_not_applicable(self.context):
             raise IsolossError(f"{measure} of {self.run.path} cannot be measured: {reason}")

@@ -15,7 +15,9 @@ from isoloss.errors import IsolossError
 from isoloss.lab.languages.base import Language
 from isoloss.lab.training.algorithms.base import Examples
 from isoloss.lab.training.distributed import process_group
-from isoloss.lab.training.train import Progress, is_complete, train
+from isoloss.lab.training.process import process_settings
+from isoloss.lab.training.train import Progress, Training, is_complete, train
+from isoloss.loading import resolve_device
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import derive
@@ -72,18 +74,34 @@ def pretrain(
             return run
         known = config.language.within(run.path).build() if language is None else language
 
-        def task_examples(name: str, n: int) -> Examples:
-            from isoloss.lab.transfer.tasks import labeling, make_task
-
-            if labeling(known, name).draw is not None:
-                raise IsolossError(f"the sentences of task {name!r} are not the language's, so it cannot be spoiled")
-            # of the test sentences, which a task must have, none is used
-            task = make_task(known, name, num_train=n, num_test=1, seed=config.seed)
-            return Examples(task.train, task.train_labels, len(task.classes))
-
+        examples = functools.partial(_task_examples, known, config.seed)
         measure, validate = _measurements(known, config, is_main=group.is_main)
-        train(run, config, known, progress=progress, task_examples=task_examples, measure=measure, validate=validate)
+        train(run, config, known, progress=progress, task_examples=examples, measure=measure, validate=validate)
     return run
+
+
+def next_update(run: Run, language: Language) -> dict[str, torch.Tensor]:
+    """Return what one more step would add to the last weights of a run, by parameter; nothing is written.
+
+    The step has the batch, the rate and the optimizer's state that it would have if the last stage were not over.
+
+    Raises:
+        IsolossError: The last checkpoint is damaged or missing.
+    """
+    examples = functools.partial(_task_examples, language, run.config.seed)
+    device = resolve_device(run.config.device)
+    with process_group() as group, process_settings(run.config.threads, device, compiled=run.config.compiled):
+        return Training(run, run.config, language, device, group, None, examples, None, None).next_update()
+
+
+def _task_examples(language: Language, seed: int, name: str, n: int) -> Examples:
+    from isoloss.lab.transfer.tasks import labeling, make_task
+
+    if labeling(language, name).draw is not None:
+        raise IsolossError(f"the sentences of task {name!r} are not the language's, so it cannot be spoiled")
+    # of the test sentences, which a task must have, none is used
+    task = make_task(language, name, num_train=n, num_test=1, seed=seed)
+    return Examples(task.train, task.train_labels, len(task.classes))
 
 
 def _measurements(

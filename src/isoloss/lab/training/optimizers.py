@@ -79,6 +79,40 @@ def muon(groups: Groups, config: OptimizerConfig) -> list[torch.optim.Optimizer]
     return [*made, adamw(others, config)] if others else made
 
 
+class _AveragedAdamW(torch.optim.AdamW):
+    """AdamW that keeps its latest weights, one set every few steps; `eval` gives the parameters their average."""
+
+    kept, every = 6, 20
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Make an update, and keep its weights if it is their turn."""
+        result = super().step(closure)
+        for parameter, state in self.state.items():
+            if int(state["step"]) % self.every == 0:
+                state["latest"] = [*state.get("latest", []), parameter.detach().clone()][-self.kept :]
+        return result
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Give the parameters the average; before there is any, they stay as they are."""
+        for parameter, state in self.state.items():
+            if latest := state.get("latest"):
+                parameter.copy_(torch.stack(latest).mean(dim=0))
+
+    def train(self) -> None:
+        """Do nothing: `Optimizer.evaluated` sets the trained weights back."""
+
+
+def lawa(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return AdamW with the average of its latest 6 weights, one set every 20 steps (LAWA; Kaddour 2022).
+
+    The average is what is saved and measured, so that a run can stop where the average has reached a target. To average
+    checkpoints after training, there is `isoloss average`.
+    """
+    return _AveragedAdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+
+
 _SETTINGS = "settings"  # of an optimizer's state: what is not in tensors
 
 
@@ -120,9 +154,9 @@ class Optimizer:
         self._optimizers: list[torch.optim.Optimizer] = made if isinstance(made, list) else [made]
         self._numbers: dict[torch.Tensor, int] = {parameter: number for number, parameter in enumerate(self.parameters)}
         self._settings = [[dict(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
-        # a schedule-free optimizer is told when its model is trained and when it is evaluated
-        self._schedule_free: list[Any] = [one for one in self._optimizers if hasattr(one, "eval")]
-        for optimizer in self._schedule_free:
+        # a schedule-free or averaging optimizer is told when its model is trained and when it is evaluated
+        self._averaging: list[Any] = [one for one in self._optimizers if hasattr(one, "eval")]
+        for optimizer in self._averaging:
             optimizer.train()
 
     def zero_grad(self) -> None:
@@ -171,19 +205,19 @@ class Optimizer:
         These are the trained weights, except where the optimizer is schedule-free: it takes gradients at other weights
         than the average that it is after.
         """
-        trained = [p.detach().clone() for p in self.parameters] if self._schedule_free else []
+        trained = [p.detach().clone() for p in self.parameters] if self._averaging else []
         self.to_evaluated()
         try:
             yield
         finally:
-            for optimizer in self._schedule_free:
+            for optimizer in self._averaging:
                 optimizer.train()
             # `train` computes the weights from the average, which rounds
             self._set_weights(trained)
 
     def to_evaluated(self) -> None:
         """Give the model the weights of `evaluated` for good, after the last step."""
-        for optimizer in self._schedule_free:
+        for optimizer in self._averaging:
             optimizer.eval()
 
     @torch.no_grad()
@@ -213,7 +247,7 @@ class Optimizer:
                         tensors |= self._by_name(path, number, tensor)
         if not tensors:
             return {}
-        if self._schedule_free:
+        if self._averaging:
             for number, parameter in enumerate(self.parameters):
                 tensors |= self._by_name("weights", number, parameter.detach().clone())
         counts = [
@@ -270,7 +304,7 @@ class Optimizer:
         for number, values in settings["values"].items():
             own = by_number.setdefault(int(number), {})
             own |= {what: _with_tensors(value, own) for what, value in values.items()}
-        if self._schedule_free:
+        if self._averaging:
             self._set_weights(by_number[number].pop("weights") for number in range(len(self.parameters)))
         for optimizer, counts in zip(self._optimizers, settings["counts"], strict=True):
             groups = optimizer.state_dict()["param_groups"]

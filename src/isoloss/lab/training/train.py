@@ -339,6 +339,18 @@ class Training:
                     f"the {name} at step {number} is {value}: lower the learning rate or lengthen the warm-up ({saved})"
                 )
 
+    def next_update(self) -> dict[str, torch.Tensor]:
+        """Return what a further step of the last stage adds to the weights, by parameter; nothing is written.
+
+        These are the weights that are trained, also where an average of them is saved and measured.
+        """
+        last, number = len(self.stages.configs) - 1, self.step + 1
+        before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        inputs, _ = training_batch(self.language, self.stages.configs[last], number, device=self.device)
+        seed_dropout(derive(self.config.seed, "dropout", number, *self.group.stream), self.device)
+        self.algorithms[0].step(number - self.stages.begin(last), inputs, self.loss, with_norm=False)
+        return {name: after.detach() - before[name] for name, after in self.model.named_parameters()}
+
     # --- files: at the start, a line, a checkpoint, at the end
 
     def _open(self, until_the_end: contextlib.ExitStack) -> None:

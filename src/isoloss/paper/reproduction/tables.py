@@ -14,7 +14,7 @@ from isoloss.paper.reproduction.compare import DatasetResults, at_same_loss, by_
 from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replicate, cooldown_run, paired_by
 from isoloss.statistics.comparison import times
 from isoloss.statistics.correlation import Kind, correlation, granulated_kendall
-from isoloss.statistics.estimate import Estimate, student95
+from isoloss.statistics.estimate import Estimate
 from isoloss.studies.results import Checkpoint, Measured, Pair, Results, cka, difference
 from isoloss.studies.summary import SummaryTable
 
@@ -411,29 +411,20 @@ def _correlation(
     """
     columns: dict[str, list[float]] = {name: [], probe: [], **({given: []} if given else {})}
     clusters: list[str] = []
+    within: list[str] = []  # languages and seeds differ more than models do: it would be between languages
     for one, checkpoints in models:
         if len(checkpoints) < 2:
             continue
         for key, column in columns.items():
             values = [each[key].value for each in checkpoints]
-            values = values if key == probe else _logarithms(values)
-            # languages and seeds differ more than models do: without this, the correlation would be between languages
-            column += [value - sum(values) / len(values) for value in values]
+            column += values if key == probe else _logarithms(values)
         clusters += [one.cluster] * len(checkpoints)
+        within += [one.prefix] * len(checkpoints)
     try:
         covariates = {given: columns[given]} if given else {}
         # the fewest resamples that there may be, as nothing here reads the bootstrap
-        result = correlation(columns[name], columns[probe], clusters, kind=kind, given=covariates, resamples=100)
+        some: Any = {"kind": kind, "given": covariates, "within": within, "resamples": 100}
+        return correlation(columns[name], columns[probe], clusters, **some).estimate()
     except IsolossError:
         # fewer than three languages, or a measure that is the same for all models
         return None
-    # the interval is symmetric in atanh r, and d r = (1 - r^2) d atanh r gives its error in r
-    low, high = (math.atanh(edge) for edge in result.interval95)
-    return Estimate(
-        value=result.value,
-        stderr=(high - low) / 2 / student95(result.clusters - 1) * (1 - result.value**2),
-        samples=result.clusters,
-        unit="correlation",
-        num_predictions=result.observations,
-        method=f"{'partial ' if given else ''}{kind} correlation, jackknife over languages",
-    )

@@ -175,6 +175,7 @@ def _correlations(results: Results) -> Section:
 def _correlation(results: Results, trace: Column, task: str, which: str, left_out: Collection[str]) -> IntervalRow:
     columns: dict[str, list[float]] = {"trace": [], "probe": [], "kl": []}
     clusters: list[str] = []
+    within: list[str] = []  # grammars differ more than arms do: without this, the correlation would be between grammars
     for unit in results.scale.units:
         arms = [arm for arm in GROUPS if arm not in left_out and unit.run(arm) in results.experiments]
         ends = [end for end in (last(results, unit, arm) for arm in arms) if _in_band(results, unit, end)]
@@ -184,12 +185,12 @@ def _correlation(results: Results, trace: Column, task: str, which: str, left_ou
             "kl": [end["kl"].value for end in ends],
         }
         for name, values in of_unit.items():
-            # grammars differ more than arms do: without this, the correlation would be between grammars
-            columns[name] += [value - sum(values) / len(values) for value in values]
+            columns[name] += values
+        within += [unit.prefix] * len(ends)
         clusters += [f"grammar {unit.grammar}"] * len(ends)
     label = f"{trace.title} and {task}"
     try:
-        found = correlation(columns["trace"], columns["probe"], clusters, given={"KL": columns["kl"]})
+        found = correlation(columns["trace"], columns["probe"], clusters, given={"KL": columns["kl"]}, within=within)
     except IsolossError as error:
         return IntervalRow(label=label, effect=f"not known ({error})", group=which)
     low, high = found.interval95

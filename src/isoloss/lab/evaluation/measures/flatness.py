@@ -494,6 +494,32 @@ class Barrier(Int8Rise):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DirectionalSharpness(SequenceMeasure):
+    """Curvature of the loss along the update that the run's optimizer would make next, for a step of length 1."""
+
+    def why_not_applicable(self, context: MeasureContext) -> str | None:
+        """Return why there is no next update."""
+        if context.checkpoint is None:
+            return "only a run of isoloss has an optimizer to go on with"
+        run, step = context.checkpoint
+        if step != (last := run.last_step()):
+            return f"the optimizer's state is kept at the last step, {last}, and not at {step}"
+        return None if step else "no step was made, so that the optimizer has no state"
+
+    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
+        """Return `directional-sharpness`; its details have the `length` of the update."""
+        from isoloss.flatness import directional_sharpness
+        from isoloss.lab.evaluation.pretraining import next_update
+
+        if (reason := self.why_not_applicable(context)) or context.checkpoint is None:
+            raise IsolossError(reason)
+        update = next_update(context.checkpoint[0], context.language)
+        batches = context.inputs(self.num_sequences, self.seed).batches
+        estimate = directional_sharpness(model, update, batches, causal=context.is_causal)
+        return MeasureResult(estimates={"directional-sharpness": estimate}, inputs=digest_batches(batches))
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Spectral(SampledFlatness):
     curvature_matrix: Matrix = "gauss-newton"
     """largest-eigenvalue, spectral-density: the Gauss-Newton matrix (the Fisher), or the Hessian at the given

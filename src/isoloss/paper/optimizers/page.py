@@ -1,0 +1,139 @@
+"""The page of the study optimizers: figures, correlations, and how it was made."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from isoloss.lab.training.algorithms.config import AdversarialConfig
+from isoloss.paper.optimizers.design import ADAMW, ARMS, OPTIMIZERS, StudySize
+from isoloss.paper.optimizers.study import FLATNESS, complete, outcomes, pairs_of, predictions
+from isoloss.paper.same_loss.design import grammars_of
+from isoloss.paper.same_loss.study import factor, factor_ends
+from isoloss.report import charts
+from isoloss.report.data import MINIMAL_TRACE, Column, Style
+from isoloss.report.html import IntervalRow, Section, interval_rows
+from isoloss.report.intervals import Interval, IntervalPanel, intervals
+from isoloss.report.study_page import Figure
+from isoloss.studies.page import PageParts
+from isoloss.studies.results import Results, change
+
+
+def parts(results: Results) -> PageParts:
+    """Return what the page shows besides tables and claims."""
+    return PageParts(figures=_figures(results), sections=[_correlations(results)], settings=_settings(results.scale))
+
+
+def _figures(results: Results) -> list[Figure]:
+    scale: StudySize = results.scale
+    if len(complete(results)) < 2:
+        return []
+    ends = _ends(results)
+    columns = {
+        key: Column(key, name[0].upper() + name[1:], "%", percent=True)
+        if key in _accuracies(scale)
+        else Column(key, name[0].upper() + name[1:], "directions" if key == "effective-rank" else "nats per token")
+        for key, name in outcomes(scale).items()
+    }
+    return [
+        Figure(
+            name="arms",
+            title="Every optimizer vs. AdamW, at one loss",
+            chart=intervals(
+                _panels(results),
+                [title for arm, title in ARMS.items() if arm != ADAMW],
+                note="Lines: 95 % confidence intervals over grammars, not adjusted for the number of arms",
+            ),
+            caption="Paired by grammar: the factors by which the measures of flatness differ from AdamW's, and the "
+            "differences of the accuracies. If flatness predicted transfer, arms to the left in the second panel would "
+            "be to the right in the third.",
+        ),
+        Figure(
+            name="outcomes",
+            title="Outcomes by minimal trace",
+            chart=charts.scatter(ends, [(MINIMAL_TRACE, column) for column in columns.values()], style=Style.of(ends)),
+            caption="The last checkpoint of every arm and grammar. Grammars differ more than optimizers do, so the "
+            "correlations are taken within grammars.",
+        ),
+    ]
+
+
+def _accuracies(scale: StudySize) -> tuple[str, ...]:
+    return (*scale.probes.values(), scale.last_layer)
+
+
+def _panels(results: Results) -> list[IntervalPanel]:
+    scale: StudySize = results.scale
+    units = complete(results)
+    clusters = grammars_of(units)
+    loss, flatness, transfer = [], [], []
+    names = outcomes(scale)
+    for arm, title in ARMS.items():
+        if arm == ADAMW:
+            continue
+        pairs = pairs_of(results, units, arm)
+        kl = change(pairs, "kl", clusters=clusters)
+        loss.append(Interval(row=title, series="KL", value=kl.value, low=kl.ci95[0], high=kl.ci95[1], text=str(kl)))
+        for key, name in FLATNESS.items():
+            ratio = factor(pairs, key, clusters)
+            low, high = factor_ends(ratio)
+            flatness.append(Interval(row=title, series=name, value=ratio.value, low=low, high=high, text=str(ratio)))
+        for key in _accuracies(scale):
+            points = change(pairs, key, clusters=clusters)
+            low, high = points.ci95
+            each = Interval(row=title, series=names[key], value=points.value, low=low, high=high, text=str(points))
+            transfer.append(each)
+    return [
+        IntervalPanel(title="KL, difference (nats per token)", intervals=loss),
+        IntervalPanel(title="Flatness, factor", intervals=flatness, reference=1.0, log=True),
+        IntervalPanel(title="Accuracy, difference (points)", intervals=transfer),
+    ]
+
+
+def _ends(results: Results) -> pl.DataFrame:
+    keys = ["kl", *FLATNESS, *outcomes(results.scale)]
+    runs = [unit.run(arm) for unit in complete(results) for arm in ARMS]
+    return pl.DataFrame([results.row(run, results.run(run).last_step(), results.at(run), keys) for run in runs])
+
+
+def _correlations(results: Results) -> Section:
+    names = outcomes(results.scale)
+    rows = [
+        IntervalRow(
+            label=names[each.outcome],
+            effect=f"{each.correlation.value:+.2f}",
+            interval="{:+.2f} to {:+.2f}".format(*each.correlation.interval95),
+            value=each.correlation.value,
+            low=each.correlation.interval95[0],
+            high=each.correlation.interval95[1],
+            scale="correlation",
+            verdict=each.verdict,
+            tone="good" if each.verdict == "shown" else "unclear",
+            group=f"{FLATNESS[each.measure]} and",
+        )
+        for each in predictions(results)
+    ]
+    return Section(
+        title="Which measure predicts which outcome",
+        body=interval_rows(rows, effect="correlation") if rows else "Too few grammars for a correlation.",
+    )
+
+
+def _settings(scale: StudySize) -> dict[str, str]:
+    weight, rate = AdversarialConfig.weight, f"learning rate {scale.learning_rate:g}"
+    return {
+        "Grammars": f"{len(scale.grammars)}, one pre-training seed each; tokens have frequencies by Zipf's law",
+        "Model": f"Llama {scale.size} with {scale.layers} layers, causal; {scale.batch_size} sentences a step",
+        ARMS[ADAMW]: f"{rate}, constant after 50 steps of warm-up, no weight decay; as are Muon, SOAP, schedule-free, "
+        "SAM, helper and adversary",
+        "Branches": f"SGD, the decaying rate and AdamW go on from one run of AdamW at a KL of {scale.stable_kl:g} "
+        f"nats; the latter two with its optimizer's state. SGD: learning rate {scale.sgd_rate:g}; decay: 1-sqrt over "
+        f"{scale.decay_steps:,} steps",
+        "SAM": f"rho {scale.rho:g}; one half of the batch ascends, the other descends",
+        "LAWA": "the mean of the latest 6 weights, one set every 20 steps, is what is compared with the target and "
+        "measured",
+        "End": f"at the first multiple of {scale.validate_every} steps with a KL of at most {scale.target_kl:g} nats "
+        f"on 1,024 validation sentences, or after {scale.most_steps:,} steps",
+        "Helper, adversary": f"with the loss of a head for {scale.tasks[0]}, weighted {-weight:g} and {weight:g}",
+        "Optimizers": ", ".join(OPTIMIZERS.values()),
+        "Errors": "over grammars, with Student's t",
+    }

@@ -1,0 +1,268 @@
+"""The study optimizers: what its claims compare, its tables, and which measure predicts which outcome."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from isoloss.errors import IsolossError
+from isoloss.paper.optimizers.design import ADAMW, ARMS, BRANCHES, OPTIMIZERS, SCALES, STABLE, StudySize
+from isoloss.paper.same_loss.design import Replicate, grammars_of
+from isoloss.paper.same_loss.study import factor
+from isoloss.report.html import Card
+from isoloss.statistics.clusters import cluster_mean
+from isoloss.statistics.correlation import Correlation, correlation
+from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.significance import holm
+from isoloss.studies.answer import card_of
+from isoloss.studies.claims import ClaimResult, Contrast
+from isoloss.studies.results import Pair, Results, change
+from isoloss.studies.spec import Study
+from isoloss.studies.summary import SummaryTable
+
+# what may predict, as logarithms, and what it may predict
+FLATNESS: Mapping[str, str] = {
+    "trace": "trace",
+    "minimal-trace": "minimal trace",
+    "directional-sharpness": "directional sharpness",
+}
+OVER = "mean ± standard error over grammars"
+
+
+def outcomes(scale: StudySize) -> Mapping[str, str]:
+    """Return what the measures of flatness may predict: what each outcome is called, by its key."""
+    return {
+        **{key: name for name, key in scale.probes.items()},
+        scale.last_layer: "spans, last layer",
+        "int4-rise": "rise at 4 bits",
+        "noise-sharpness": "rise under noise",
+        "effective-rank": "effective rank",
+    }
+
+
+def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
+    """Return the pairs of checkpoints that are compared, by what claims.toml calls them: each arm with AdamW."""
+    scale: StudySize = results.scale
+    units = complete(results)
+    return {
+        arm: [
+            Contrast(
+                names=(ARMS[ADAMW], title),
+                pairs=pairs_of(results, units, arm),
+                clusters=grammars_of(units),
+                where=f"Both where the KL has come down to {scale.target_kl:g}.",
+            )
+        ]
+        for arm, title in ARMS.items()
+        if arm != ADAMW
+    }
+
+
+def complete(results: Results) -> list[Replicate]:
+    """Return the grammars that have results for all arms."""
+    scale: StudySize = results.scale
+    return [unit for unit in scale.units if all(unit.run(arm) in results.experiments for arm in ARMS)]
+
+
+def pairs_of(results: Results, units: Sequence[Replicate], arm: str) -> list[Pair]:
+    """Return the last checkpoints of AdamW and of an arm, by grammar."""
+    return [(results.at(unit.run(ADAMW)), results.at(unit.run(arm))) for unit in units]
+
+
+def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
+    """Return what can be measured of two models, by what claims.toml calls it."""
+    return {
+        "kl": {"": "kl"},
+        "flatness": {key: key for key in ("trace", "minimal-trace")},
+        "transfer": dict(scale.probes),
+        "transfer to the task trained with": dict(itertools.islice(scale.probes.items(), 1)),
+        "spans": {"": scale.last_layer},
+    }
+
+
+# --- what predicts what ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The correlation of a measure of flatness with an outcome, over optimizers."""
+
+    measure: str  # its key
+    outcome: str  # its key
+    correlation: Correlation
+    p_adjusted: float  # for the number of pairs of measure and outcome
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is shown."""
+        return "shown" if self.p_adjusted < 0.05 else "not shown"
+
+
+def predictions(results: Results) -> list[Prediction]:
+    """Return the partial correlations of all measures with all outcomes given the KL, within grammars.
+
+    The models are those of all optimizers, without helper and adversary. A correlation that is not defined is left out,
+    and counts as a test.
+    """
+    scale: StudySize = results.scale
+    units = complete(results)
+    ends = [(unit, results.at(unit.run(arm))) for unit in units for arm in OPTIMIZERS]
+    clusters = grammars_of([unit for unit, _ in ends])
+    kl = [end["kl"].value for _, end in ends]
+    found: dict[tuple[str, str], Correlation] = {}
+    for measure, outcome in (pairs := list(itertools.product(FLATNESS, outcomes(scale)))):
+        # too few grammars, or a value that is not above 0
+        try:
+            x, y = [math.log(end[measure].value) for _, end in ends], [end[outcome].value for _, end in ends]
+            found[measure, outcome] = correlation(x, y, clusters, given={"KL": kl}, within=clusters, resamples=100)
+        except (IsolossError, ValueError):
+            continue
+    if not found:
+        return []
+    by_name = {f"{measure}/{outcome}": each.p_value for (measure, outcome), each in found.items()}
+    adjusted = holm(by_name, tests=len(pairs))
+    return [Prediction(*pair, each, adjusted["/".join(pair)]) for pair, each in found.items()]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def tables(results: Results) -> Sequence[SummaryTable]:
+    """Return the tables: all arms, their differences from AdamW, the layers, and what predicts what."""
+    scale: StudySize = results.scale
+    units = complete(results)
+    if len(units) < 2:
+        return ()
+    clusters = grammars_of(units)
+    keys = ("kl", *FLATNESS, *outcomes(scale))
+    ends = {arm: [results.at(unit.run(arm)) for unit in units] for arm in ARMS}
+    steps = {arm: [results.run(unit.run(arm)).last_step() for unit in units] for arm in ARMS}
+    before = [results.run(unit.run(STABLE)).last_step() for unit in units]
+    layers = [f"layer-{layer}" for layer in range(scale.layers + 1)]
+
+    def means(arm: str, wanted: Iterable[str]) -> dict[str, Estimate]:
+        return {
+            key: cluster_mean([end[key].value for end in ends[arm]], clusters, unit=ends[arm][0][key].unit)
+            for key in wanted
+        }
+
+    arms = []
+    for arm, title in ARMS.items():
+        # a branch has the steps of the run that it begins from, too
+        begun = before if arm in BRANCHES else [0] * len(units)
+        all_steps = [a + b for a, b in zip(begun, steps[arm], strict=True)]
+        above = sum(end["kl"].value > 1.1 * scale.target_kl for end in ends[arm])
+        arms.append(((title, f"{min(all_steps):,} to {max(all_steps):,}", above), means(arm, keys)))
+    differences = [((title,), _differences(results, units, arm, keys)) for arm, title in ARMS.items() if arm != ADAMW]
+    spans = [((title,), means(arm, [*layers, "bayes", "majority"])) for arm, title in ARMS.items()]
+    predicted = [
+        (
+            (FLATNESS[each.measure], outcomes(scale)[each.outcome], f"{each.p_adjusted:.2g}", each.verdict),
+            {
+                "correlation": each.correlation.estimate(),
+                "found with 80 % power": _exact(each.correlation.detectable()),
+            },
+        )
+        for each in predictions(results)
+    ]
+    made = (
+        SummaryTable(
+            "arms",
+            f"all arms, {OVER}",
+            ("arm", "steps", "above the target"),
+            arms,
+            f"Every arm ends where its KL on validation sentences is at most {scale.target_kl:g}, or after "
+            f"{scale.most_steps:,} steps ({scale.decay_steps:,} of the decaying rate); those whose KL on the sentences "
+            "of the evaluation is higher by more than a tenth are counted.",
+        ),
+        SummaryTable(
+            "differences",
+            f"arms vs. AdamW, {OVER}",
+            ("arm",),
+            differences,
+            "Paired by grammar: arm minus AdamW, and for traces and sharpness arm over AdamW, as geometric means.",
+        ),
+        SummaryTable(
+            "spans",
+            f"probes of the symbols of level {scale.span_level} at their spans, {OVER}",
+            ("arm",),
+            spans,
+            "From the state of the span's last token; layer-0 are the embeddings. bayes is the most that any reader of "
+            "the sentence up to there can reach, majority what the most common symbol reaches.",
+        ),
+    )
+    if not predicted:
+        return made
+    caption = (
+        f"Partial correlation of the logarithm of each measure with each outcome given the KL, within {len(units)} "
+        f"grammars, over {len(OPTIMIZERS)} optimizers (without helper and adversary). Errors by the jackknife over "
+        "grammars. p by Holm's method for all rows. The last column: the smallest true correlation that four in five "
+        "such studies would find, before that adjustment."
+    )
+    labels = ("measure", "outcome", "p", "verdict")
+    return (SummaryTable("predictions", "which measure predicts which outcome", labels, predicted, caption), *made)
+
+
+def _differences(results: Results, units: Sequence[Replicate], arm: str, keys: Sequence[str]) -> dict[str, Estimate]:
+    pairs, clusters = pairs_of(results, units, arm), grammars_of(units)
+    return {
+        key: factor(pairs, key, clusters) if key in FLATNESS else change(pairs, key, clusters=clusters) for key in keys
+    }
+
+
+def _exact(value: float) -> Estimate:
+    return Estimate(value=value, stderr=0.0, samples=1, unit="correlation", num_predictions=0, method="power")
+
+
+# --- the answer ------------------------------------------------------------------------------------------------------
+
+
+def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
+    """Return which measures predict the first task and the rise at 4 bits, and whether SAM helps transfer."""
+    scale: StudySize = results.scale
+    by_id = {result.claim.id: result for result in claims}
+    found = predictions(results)
+    first, *_ = scale.probes.items()
+    return [
+        _predicted(f"What predicts {first[0]}?", [each for each in found if each.outcome == first[1]]),
+        _predicted("What predicts the rise at 4 bits?", [each for each in found if each.outcome == "int4-rise"]),
+        card_of("Does SAM's model transfer better than AdamW's?", by_id["sam-transfer"]),
+    ]
+
+
+def _predicted(question: str, found: Sequence[Prediction]) -> Card:
+    shown = [FLATNESS[each.measure] for each in found if each.verdict == "shown"]
+    detail = "; ".join(f"{FLATNESS[each.measure]} {each.correlation.estimate()}" for each in found)
+    if not found:
+        return Card(label=question, value="Not tested", detail="too few grammars", tone="neutral")
+    value = ", ".join(shown).capitalize() if shown else "Nothing is shown to"
+    return Card(label=question, value=value, detail=detail, tone="good" if shown else "unclear")
+
+
+STUDY = Study(
+    name="optimizers",
+    scales=SCALES,
+    title="At one loss, which measure of flatness predicts what a model is good for?",
+    lead=(
+        "Small causal language models (Llama) on grammars whose tokens follow Zipf's law, trained by eight optimizers "
+        "until the KL to the true conditionals is the same. Measures: the trace of the Fisher information, its minimum "
+        "over rescalings of the weights that change no prediction, and the curvature along the optimizer's own next "
+        "update (directional sharpness).",
+        "Outcomes: few-shot probes of two tasks, probes of the grammar's symbols at their spans, the rise of the loss "
+        "when weights are rounded to 4 bits or get Gaussian noise, and the effective rank of the features. Helper and "
+        "adversary are trained with the first task and show that its probe can see a difference.",
+        "The question is put to every pair of measure and outcome alike: is their correlation over optimizers, given "
+        "what is left of differences in KL, other than 0?",
+    ),
+    claims=Path(__file__).with_name("claims.toml"),
+    contrasts=contrasts,
+    measures=measures,
+    tables=tables,
+    answer=answer,
+    page="isoloss.paper.optimizers.page:parts",
+    first_page_blocks=3,
+    block_name="grammars",
+)
