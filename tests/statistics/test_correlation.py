@@ -77,6 +77,31 @@ def test_a_resample_counts_each_cluster_as_often_as_it_is_drawn(kind, ties):
         assert value == pytest.approx(slow(x[drawn], y[drawn], [v[drawn] for v in given.values()], kind), rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_within_groups_all_variables_are_less_their_means(kind):
+    x, y, given, codes = data(2, size=6)
+    groups = 2 * codes + np.arange(len(codes)) % 2  # two in each cluster
+    centred = [values - [values[groups == g].mean() for g in groups] for values in (x, y, *given.values())]
+    found = correlation(x, y, codes, kind=kind, given=given, within=groups)
+    assert found.value == pytest.approx(slow(*centred[:2], centred[2:], kind), rel=1e-7)
+    with pytest.raises(IsolossError, match=r"within has the shape \(2,\)"):
+        correlation(x, y, codes, within=[0, 1])
+
+
+def test_as_an_estimate_it_has_the_error_of_its_interval_and_what_could_be_found():
+    x, y, given, codes = data(3)
+    found = correlation(x, y, codes, given=given)
+    z, end = math.atanh(found.value), math.atanh(found.interval95[1])
+    error = (end - z) / stats.t.ppf(0.975, 7)
+    assert found.estimate().value == found.value
+    assert found.estimate().stderr == pytest.approx(error * (1 - found.value**2), rel=1e-6)
+    # as a t test with noncentrality z / error finds it
+    shift = math.atanh(found.detectable()) / error
+    critical = stats.t.ppf(0.975, 7)
+    power = stats.nct.sf(critical, 7, shift) + stats.nct.cdf(-critical, 7, shift)
+    assert power == pytest.approx(0.8, abs=1e-6)
+
+
 def test_partial_tau_given_one_variable_is_kendalls():
     x, y, given, codes = data(5, ties=True)
     z = given["kl"]

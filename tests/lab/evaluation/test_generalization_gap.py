@@ -72,3 +72,16 @@ def test_a_run_without_a_training_set_has_none(tmp_path):
     endless = pretrain(tmp_path / "endless", config(steps=1))
     with pytest.raises(IsolossError, match="there is no training set: the run draws new sentences at every step"):
         evaluate(endless.path, ["generalization-gap"], settings=SETTINGS)
+
+
+def test_two_runs_on_one_language_have_training_sets_of_their_own(tmp_path):
+    for seed in (1, 2):
+        pretrain(tmp_path / f"run-{seed}", config(num_sentences=NUM, steps=20, seed=seed))
+    names = [tmp_path / "run-1", tmp_path / "run-2"]
+    together = evaluate(names, ["generalization-gap"], settings={"loss_sentences": 64})
+    for path in names:
+        for file in (path / "evaluations").iterdir():
+            file.unlink()
+    alone = [evaluate(path, ["generalization-gap"], settings={"loss_sentences": 64})[0] for path in names]
+    assert [each.inputs for each in together] == [each.inputs for each in alone]
+    assert alone[0].inputs != alone[1].inputs

@@ -105,7 +105,7 @@ def test_a_measure_is_a_frozen_dataclass_whose_fields_are_its_settings(name):
 
 def test_isoloss_eval_takes_every_measure_of_a_language(capsys, checkpoints, tmp_path):
     # those of brackets and of runs have tests of their own
-    others = ("generalization-gap", "barrier")
+    others = ("generalization-gap", "barrier", "directional-sharpness")
     names = [name for name in MEASURES if not name.startswith("bracket-") and name not in others]
     asked = [NAMED.get(name, name) for name in names]
     words = ("eval", checkpoints / "a", "--language", config_file(tmp_path), "--measures", *asked, *options(names))
@@ -262,9 +262,8 @@ def test_every_function_of_flatness_that_returns_an_estimate_has_a_measure():
         for name in dir(isoloss.flatness)
         if "Estimate" in str(getattr(getattr(isoloss.flatness, name), "__annotations__", {}).get("return", ""))
     }
-    calls = [
-        vars(MEASURES.load(name)).get(call) for name in (*FLATNESS, "barrier") for call in ("__call__", "_estimate")
-    ]
+    names = (*FLATNESS, "barrier", "directional-sharpness")
+    calls = [vars(MEASURES.load(name)).get(call) for name in names for call in ("__call__", "_estimate", "run")]
     called = {name for call in calls if call is not None for name in call.__code__.co_names}
     assert functions <= called, functions - called
 

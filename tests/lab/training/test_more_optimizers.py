@@ -20,7 +20,7 @@ from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig
 from isoloss.runs import Run
 
 STEPS = 25
-NAMES = ["muon", "soap", "shampoo", "lion", "schedule-free"]
+NAMES = ["muon", "soap", "shampoo", "lion", "lawa", "schedule-free"]
 
 
 class Toy(torch.nn.Module):
@@ -175,6 +175,26 @@ def test_schedule_free_trains_between_the_last_weights_and_their_average():
                 torch.testing.assert_close(p.detach(), average[key], rtol=0, atol=1e-9)
         assert all(torch.equal(p, kept[key]) for key, p in model.named_parameters())
     assert (average["inner.weight"] - last["inner.weight"]).abs().max() > 0.01
+
+
+def test_lawa_trains_as_adamw_and_is_evaluated_at_its_latest_weights():
+    config = OptimizerConfig(name="lawa", learning_rate=0.01, warmup_steps=5, weight_decay=0.1)
+    model, plain = Toy(), Toy()
+    algorithm = TrainingAlgorithm(model, context(config, total=150))
+    reference = TrainingAlgorithm(plain, context(dataclasses.replace(config, name="adamw"), total=150))
+    latest = []
+    for step in range(1, 151):
+        for one, of in ((algorithm, model), (reference, plain)):
+            one.step(step, toy_batch(step), lambda batch, of=of: of(**batch))
+        if step % 20 == 0:
+            latest.append({key: p.detach().clone() for key, p in plain.named_parameters()})
+        if step in (19, 60, 150):
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+            with algorithm.optimizer.evaluated():
+                for key, p in model.named_parameters():
+                    # of 140, 120, ..., 40 at the end; before there is one, the weights themselves
+                    kept = [weights[key] for weights in latest[-6:]] or [dict(plain.named_parameters())[key]]
+                    torch.testing.assert_close(p.detach(), sum(kept) / len(kept), rtol=0, atol=1e-12)
 
 
 def test_muon_has_the_matrices_of_hidden_layers_alone():

@@ -96,9 +96,13 @@ class StudySize(OverGrammars):
             HELPER: self._config(unit, adamw, algorithm=AdversarialConfig(task=task, weight=-AdversarialConfig.weight)),
             ADVERSARY: self._config(unit, adamw, algorithm=AdversarialConfig(task=task)),
         }
-        measured = (self._measurement(unit),)
+        flatness = ("trace", "minimal-trace", "directional-sharpness", "noise-sharpness", "int4-rise")
+        probes = (f"span-{self.span_level}", *self.probes.values())
+        measured = (self._measurement(unit, "loss", *flatness, "features", *probes),)
         return {
-            STABLE: Experiment(config=stable, measurements=(), group="AdamW, before the branches"),
+            STABLE: Experiment(
+                config=stable, measurements=(self._measurement(unit, "loss"),), group="AdamW, before the branches"
+            ),
             **{
                 arm: Experiment(
                     config=configs[arm],
@@ -141,9 +145,7 @@ class StudySize(OverGrammars):
             **settings,
         )
 
-    def _measurement(self, unit: Replicate) -> Measurement:
-        flatness = ("trace", "minimal-trace", "directional-sharpness", "noise-sharpness", "int4-rise")
-        measures = ("loss", *flatness, "features", f"span-{self.span_level}", *self.probes.values())
+    def _measurement(self, unit: Replicate, *measures: str) -> Measurement:
         # other sentences than helper and adversary have
         settings = {**self.settings, "seed": unit.seed + MEASURED}
         return Measurement(measures=measures, steps=("last",), settings=settings)

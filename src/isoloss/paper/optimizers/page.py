@@ -92,7 +92,7 @@ def _panels(results: Results) -> list[IntervalPanel]:
 def _ends(results: Results) -> pl.DataFrame:
     keys = ["kl", *FLATNESS, *outcomes(results.scale)]
     runs = [unit.run(arm) for unit in complete(results) for arm in ARMS]
-    return pl.DataFrame([results.row(run, results.run(run).last_step(), results.at(run), keys) for run in runs])
+    return pl.DataFrame([results.row(run, max(results.of_run(run)), results.at(run), keys) for run in runs])
 
 
 def _correlations(results: Results) -> Section:

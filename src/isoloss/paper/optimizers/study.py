@@ -139,8 +139,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     clusters = grammars_of(units)
     keys = ("kl", *FLATNESS, *outcomes(scale))
     ends = {arm: [results.at(unit.run(arm)) for unit in units] for arm in ARMS}
-    steps = {arm: [results.run(unit.run(arm)).last_step() for unit in units] for arm in ARMS}
-    before = [results.run(unit.run(STABLE)).last_step() for unit in units]
+    steps = {arm: [max(results.of_run(unit.run(arm))) for unit in units] for arm in (STABLE, *ARMS)}
     layers = [f"layer-{layer}" for layer in range(scale.layers + 1)]
 
     def means(arm: str, wanted: Iterable[str]) -> dict[str, Estimate]:
@@ -152,7 +151,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     arms = []
     for arm, title in ARMS.items():
         # a branch has the steps of the run that it begins from, too
-        begun = before if arm in BRANCHES else [0] * len(units)
+        begun = steps[STABLE] if arm in BRANCHES else [0] * len(units)
         all_steps = [a + b for a, b in zip(begun, steps[arm], strict=True)]
         above = sum(end["kl"].value > 1.1 * scale.target_kl for end in ends[arm])
         arms.append(((title, f"{min(all_steps):,} to {max(all_steps):,}", above), means(arm, keys)))

@@ -1,0 +1,103 @@
+"""The study optimizers: its arms, and its tables, answer and page of known results."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from isoloss import files
+from isoloss.paper.optimizers import page
+from isoloss.paper.optimizers.design import ADAMW, ARMS, BRANCHES, OPTIMIZERS, SCALES, STABLE
+from isoloss.paper.optimizers.study import FLATNESS, STUDY, answer, contrasts, measures, outcomes, predictions, tables
+from isoloss.report.save import save
+from isoloss.studies.claims import read_claims
+from isoloss.studies.results import Results
+from isoloss.studies.verdicts import answer_all
+from known_estimates import measured
+
+FEW = dataclasses.replace(SCALES["laptop"], grammars=SCALES["laptop"].grammars[:6])
+
+
+def test_arms_end_at_one_target_and_differ_in_how_they_get_there():
+    unit = FEW.units[0]
+    configs = {arm: FEW.experiments[unit.run(arm)].config for arm in (STABLE, *ARMS)}
+    for arm, config in configs.items():
+        (stage,) = config.stages
+        assert stage.target_kl == (FEW.stable_kl if arm == STABLE else FEW.target_kl)
+        assert config.init_from == (f"../{unit.run(STABLE)}" if arm in BRANCHES else None)
+        assert config.init_optimizer == (arm in (ADAMW, "wsd"))
+        # the branches have other sentences than the run before them, and one another's
+        assert config.seed == (configs[ADAMW].seed if arm in BRANCHES else configs[STABLE].seed)
+    assert configs[ADAMW].seed != configs[STABLE].seed
+    assert len({repr((config.stages, config.algorithm)) for config in configs.values()}) == len(ARMS) + 1
+
+
+def known_results(slope, folder=None):
+    """Results in which the first probe changes by `slope` points, and nothing else, where the minimal trace doubles."""
+    checkpoints, draw = {}, np.random.default_rng(0)
+    for unit in FEW.units:
+        for number, arm in enumerate((STABLE, *ARMS)):
+            doubled, kl = draw.normal(), FEW.target_kl + 1e-4 * draw.normal()
+            at = {key: measured(5 + draw.normal() ** 2) for key in FLATNESS}
+            at["minimal-trace"] = measured(10 * 2.0**doubled)
+            at["kl"] = measured(kl)
+            for key in outcomes(FEW):
+                share = 0.5 + 0.01 * draw.normal() + unit.grammar % 7 / 50
+                at[key] = dataclasses.replace(measured(share), unit="accuracy")
+            first = next(iter(FEW.probes.values()))
+            at[first] = dataclasses.replace(at[first], value=at[first].value + slope * doubled / 100)
+            for key in ("layer-0", "layer-1", "bayes", "majority"):
+                at[key] = dataclasses.replace(measured(0.4), unit="accuracy")
+            checkpoints[unit.run(arm), 10 * number + 30] = at
+    return Results(FEW, checkpoints, folder)
+
+
+@pytest.mark.parametrize(("slope", "shown"), [(-2.0, {"minimal-trace"}), (0.0, set())])
+def test_a_measure_that_predicts_an_outcome_is_found_and_no_other(slope, shown):
+    results = known_results(slope)
+    found = predictions(results)
+    assert len(found) == len(FLATNESS) * len(outcomes(FEW))
+    assert {each.measure for each in found if each.verdict == "shown"} == shown
+    assert {each.correlation.observations for each in found} == {len(FEW.grammars) * len(OPTIMIZERS)}
+    first = next(iter(FEW.probes.values()))
+    one = next(each for each in found if (each.measure, each.outcome) == ("minimal-trace", first))
+    by_hand = partial_within(results, first)
+    assert one.correlation.value == pytest.approx(by_hand, rel=1e-9)
+
+
+def partial_within(results, outcome):
+    """The correlation of what grammars' means and the KL leave of the two, by least squares on indicators."""
+    ends = [(unit.grammar, results.at(unit.run(arm))) for unit in FEW.units for arm in OPTIMIZERS]
+    covariates = [[float(g == grammar) for grammar in FEW.grammars] + [end["kl"].value] for g, end in ends]
+    left = []
+    for values in ([np.log(end["minimal-trace"].value) for _, end in ends], [end[outcome].value for _, end in ends]):
+        left.append(np.array(values) - np.array(covariates) @ np.linalg.lstsq(np.array(covariates), values)[0])
+    return float(left[0] @ left[1] / np.sqrt((left[0] @ left[0]) * (left[1] @ left[1])))
+
+
+def test_tables_answer_and_page_are_of_the_arms(tmp_path):
+    results = known_results(-2.0, tmp_path)
+    for run in FEW.experiments:
+        files.write_json(tmp_path / "runs" / run / "result.json", {"num_parameters": 1})
+    predicted, arms, differences, spans = tables(results)
+    rows = {label[:2]: (label, row) for label, row in predicted.rows}
+    label, row = rows["minimal trace", "prefix-4 (30 examples)"]
+    assert label[3] == "shown"
+    assert row["correlation"].value < -0.5
+    steps = {label[0]: label[1] for label, _ in arms.rows}
+    # the branches have the steps of the run before them
+    assert (steps["AdamW"], steps["Muon"]) == ("70 to 70", "60 to 60")
+    assert [label[0] for label, _ in differences.rows] == [title for arm, title in ARMS.items() if arm != ADAMW]
+    pairs = [[results.at(unit.run(arm))["trace"].value for arm in (ADAMW, "muon")] for unit in FEW.units]
+    ratio = np.exp(np.mean([np.log(second / first) for first, second in pairs]))
+    assert dict(differences.rows)["Muon",]["trace"].value == pytest.approx(ratio, rel=1e-9)
+    assert list(spans.rows[0][1]) == ["layer-0", "layer-1", "layer-2", "bayes", "majority"]
+    claims = answer_all(read_claims(STUDY.claims), contrasts(results), measures(FEW), scale="laptop")
+    assert all(one.difference is not None for claim in claims for one in claim.answers)
+    first, *_ = answer(claims, results)
+    assert first.value == "Minimal trace"
+    parts = page.parts(results)
+    for figure in parts.figures:
+        save(figure.chart, tmp_path / f"{figure.name}.svg")
+    assert (tmp_path / "arms.svg").read_text().count("Schedule-free AdamW") >= 1
+    assert str(parts.sections[0].body).count("shown") >= len(predicted.rows)
