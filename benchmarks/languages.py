@@ -80,6 +80,7 @@ def grammar_tasks(chunk: int) -> Iterator[Task]:
                 chunk,
                 lambda: language.conditional_entropy(natural, natural_lengths),
             ),
+            ours("next-token log-conditionals, float32", chunk, bind(language.log_next, natural, natural_lengths)),
             ours("log Z, float32", chunk, lambda: language.log_prob(natural, natural_lengths)),
             ours("all log-conditionals, float64", chunk, wide(language, "log_conditionals", natural, natural_lengths)),
         ],
@@ -225,6 +226,7 @@ def hmm_tasks(chunk: int) -> Iterator[Task]:
                 f"HMM, {about}, {name}",
                 [
                     ours("all log-conditionals", n, bind(language.log_conditionals, tokens, lengths)),
+                    ours("next-token log-conditionals", n, bind(language.log_next, tokens, lengths)),
                     ours("log-probability", n, bind(language.log_prob, tokens, lengths)),
                     ours("posteriors", n, bind(language.posterior, tokens, lengths)),
                 ],
@@ -301,6 +303,10 @@ def dynamax(language: HMM, tokens: torch.Tensor, lengths: torch.Tensor) -> list[
         states = forward * hmm_backward_filter(transition, likelihoods)[1]
         return jnp.log(jnp.maximum(states / states.sum(axis=1, keepdims=True) @ emission, tiny))
 
+    def next_tokens(ids: Any) -> Any:
+        states = hmm_filter(initial, transition, logs[ids]).predicted_probs
+        return jnp.log(jnp.maximum(states @ emission, tiny))
+
     def smoother(ids: Any) -> Any:
         return hmm_smoother(initial, transition, logs[ids]).smoothed_probs
 
@@ -312,6 +318,7 @@ def dynamax(language: HMM, tokens: torch.Tensor, lengths: torch.Tensor) -> list[
     contenders = []
     for computes, function, expected in (
         ("all log-conditionals", conditionals, language.log_conditionals(some, same)),
+        ("next-token log-conditionals", next_tokens, language.log_next(some, same)),
         ("posteriors", smoother, language.posterior(some, same)),
         ("log-probability", log_prob, language.log_prob(some, same)),
     ):
@@ -319,7 +326,7 @@ def dynamax(language: HMM, tokens: torch.Tensor, lengths: torch.Tensor) -> list[
         found, numbers = np.asarray(compiled(batches[0])), expected.numpy()
         if found.dtype != numbers.dtype:
             raise DisagreementError(f"dynamax computes in {found.dtype} where {numbers.dtype} is asked for")
-        if computes == "all log-conditionals":  # 0 is not the same small number in both
+        if computes.endswith("log-conditionals"):  # 0 is not the same small number in both
             found, numbers = np.exp(found), np.exp(numbers)
         agree(f"dynamax's {computes} in {language.dtype}", found, numbers)
         contenders.append(Contender("dynamax", computes, 128 * len(batches), all_of(compiled, batches)))

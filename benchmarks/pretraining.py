@@ -37,12 +37,12 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from isoloss.files import write_text  # noqa: E402
 from isoloss.lab.languages.config import PRESETS  # noqa: E402
 from isoloss.lab.models import bert  # noqa: E402
-from isoloss.lab.models.architectures import BERT  # noqa: E402
 from isoloss.lab.models.make import make_model  # noqa: E402
 from isoloss.lab.training.objectives import prediction_loss, training_batch  # noqa: E402
 from isoloss.lab.training.process import process_settings  # noqa: E402
 from isoloss.lab.training.train import train  # noqa: E402
-from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig  # noqa: E402
+from isoloss.registry import MODELS  # noqa: E402
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig  # noqa: E402
 from isoloss.runs import Run  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -109,11 +109,13 @@ class Timed:
 class Workload:
     """One size and batch: its contenders, each a function from a number of steps to the seconds of each."""
 
-    def __init__(self, size: str, batch_size: int) -> None:
+    def __init__(self, architecture: str, size: str, batch_size: int) -> None:
         self.language = LANGUAGE.build()
+        self.architecture = MODELS.load(architecture)
         self.config = TrainConfig(
             language=LANGUAGE,
-            model=ModelConfig(size=size),
+            model=ModelConfig(architecture=architecture, size=size),
+            objective=ObjectiveConfig(kind=self.architecture.objective),
             optimizer=OptimizerConfig(warmup_steps=100),
             batch_size=batch_size,
             device="cpu",
@@ -121,30 +123,45 @@ class Workload:
             save_every_seconds=1e9,
         )
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether each token is predicted from those before it."""
+        return self.architecture.objective == "causal"
+
     def contenders(self) -> dict[str, Callable[[int], list[float]]]:
         """Return them by name, first the one that the others are compared with."""
         trainer = self.trainer
+        trainers = {
+            "transformers.Trainer, eager": partial(trainer, attention="eager"),
+            "transformers.Trainer, sdpa": partial(trainer, attention="sdpa"),
+            "transformers.Trainer, eager, bfloat16": partial(trainer, attention="eager", bf16=True),
+            "transformers.Trainer around our model and loss": partial(trainer, attention="eager", loss="ours"),
+        }
+        if self.is_causal:
+            return {OURS: self.ours, **trainers}
         return {
             OURS: self.ours,
             "isoloss train --compiled": partial(self.ours, compiled=True),
             "the same step in a bare loop": self.bare(Choices()),
             **{f"bare loop, but {name}": self.bare(replace(Choices(), **change)) for name, change in UNDONE.items()},
-            "transformers.Trainer, eager": partial(trainer, attention="eager"),
-            "transformers.Trainer, sdpa": partial(trainer, attention="sdpa"),
-            "transformers.Trainer, eager, bfloat16": partial(trainer, attention="eager", bf16=True),
-            "transformers.Trainer around our model and loss": partial(trainer, attention="eager", loss="ours"),
+            **trainers,
             "hand-written torch loop, eager": self.plain(sdpa=False),
             "hand-written torch loop, sdpa": self.plain(sdpa=True),
             "hand-written torch loop, sdpa, torch.compile": self.plain(sdpa=True, compiled=True),
         }
 
-    def check_plain(self) -> None:
-        """Raise a `SystemExit` unless the hand-written model has our loss and its gradient, without dropout."""
+    def check_peers(self) -> None:
+        """Raise a `SystemExit` unless the peers' models have our loss and its gradient, without dropout."""
         config = replace(self.config.model, dropout=0.0)
         batch, _ = training_batch(self.language, self.config, 1, CPU)
         ours = make_model(config, self.language, seed=0)
-        loss = prediction_loss(ours, batch, causal=False)
+        loss = prediction_loss(ours, batch, causal=self.is_causal)
         loss.backward()
+        own = self._model(False).eval()(**batch).loss
+        if (loss - own).abs() > 1e-4 * loss:
+            raise SystemExit("transformers' model does not have our loss: nothing was timed")
+        if self.is_causal:
+            return
         for sdpa in (False, True):
             plain = PlainBERT(ours, sdpa=sdpa).train()
             other = plain(plain_batch(batch))
@@ -213,7 +230,7 @@ class Workload:
                     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
                 own = choices.head == "masked"
                 if own:
-                    loss = prediction_loss(model, batch, causal=False, precision=choices.precision)
+                    loss = prediction_loss(model, batch, causal=self.is_causal, precision=choices.precision)
                 else:
                     loss = model(**batch).loss
                 optimizer.zero_grad()
@@ -229,7 +246,7 @@ class Workload:
         if is_ours:
             return make_model(self.config.model, self.language, seed=0)
         ids = {"vocab_size": self.language.model_vocab_size, "pad_id": self.language.pad_id}
-        return BERT.new_model(self.config.model, max_length=self.language.max_length, seed=0, **ids)
+        return self.architecture.new_model(self.config.model, max_length=self.language.max_length, seed=0, **ids)
 
     def trainer(self, steps: int, *, attention: str, loss: str = "own", bf16: bool = False) -> list[float]:
         """Train with the Trainer, on the batches of the same steps, which are in memory."""
@@ -260,7 +277,7 @@ class Workload:
                 use_cpu=True,
                 bf16=bf16,
             )
-            kind = OurLoss if loss == "ours" else Trainer
+            kind = partial(OurLoss, causal=self.is_causal) if loss == "ours" else Trainer
             made = kind(model=model, args=arguments, train_dataset=batches, data_collator=_only, callbacks=[times])
             made.remove_callback(PrinterCallback)
             made.train()
@@ -270,9 +287,13 @@ class Workload:
 class OurLoss(Trainer):
     """The Trainer's loop around our forward pass."""
 
+    def __init__(self, *, causal: bool, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.causal = causal
+
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
         """Return our loss."""
-        return prediction_loss(model, inputs, causal=False)
+        return prediction_loss(model, inputs, causal=self.causal)
 
 
 def _attend_from_all(module: Any, positions: torch.Tensor, *inputs: Any, **settings: Any) -> tuple[Any, None]:
@@ -293,19 +314,19 @@ def process_of(name: str) -> str:
     return "bare" if "bare loop" in name and "memory" not in name else name
 
 
-def contenders(size: str, batch_size: int) -> dict[str, Callable[[int], list[float]]]:
+def contenders(architecture: str, size: str, batch_size: int) -> dict[str, Callable[[int], list[float]]]:
     """Return a workload's contenders, in a process of their own."""
     torch.set_num_threads(1)
-    return Workload(size, batch_size).contenders()
+    return Workload(architecture, size, batch_size).contenders()
 
 
-def compare(size: str, batch_size: int, rounds: int, steps: int, beside: str) -> dict[str, Any]:
+def compare(architecture: str, size: str, batch_size: int, rounds: int, steps: int, beside: str) -> dict[str, Any]:
     """Let the contenders take turns, and return each one's processor seconds a step and ratio to the first one's."""
-    workload = Workload(size, batch_size)
-    workload.check_plain()
+    workload = Workload(architecture, size, batch_size)
+    workload.check_peers()
     names = [name for name in workload.contenders() if name.startswith("isoloss") or beside in name]
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    with processes({name: process_of(name) for name in names}, contenders, size, batch_size) as run:
+    with processes({name: process_of(name) for name in names}, contenders, architecture, size, batch_size) as run:
         for number in range(rounds + 1):
             first = number % len(seconds)
             for name in [*names[first:], *names[:first]]:
@@ -334,6 +355,7 @@ def compare(size: str, batch_size: int, rounds: int, steps: int, beside: str) ->
 def main() -> None:
     """Time and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architecture", default="bert", help="a name of isoloss ls models")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contender")
     parser.add_argument(
         "--steps",
@@ -357,8 +379,9 @@ def main() -> None:
         "machine": machine(),
         "load": load,
         "versions": versions(LIBRARIES),
+        "architecture": options.architecture,
         "workloads": [
-            compare(size, batch, options.rounds, steps, options.beside)
+            compare(options.architecture, size, batch, options.rounds, steps, options.beside)
             for size, steps in zip(options.sizes, options.steps, strict=True)
             for batch in options.batches
         ],
