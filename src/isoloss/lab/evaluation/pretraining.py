@@ -83,7 +83,8 @@ def pretrain(
 def next_update(run: Run, language: Language) -> dict[str, torch.Tensor]:
     """Return what one more step would add to the last weights of a run, by parameter; nothing is written.
 
-    The step has the batch, the rate and the optimizer's state that it would have if the last stage were not over.
+    The step has the batch and the optimizer's state that it would have if the last stage were not over. Its rate is the
+    next one or, of a stage that has made all its steps, that of the last step.
 
     Raises:
         IsolossError: The last checkpoint is damaged or missing.

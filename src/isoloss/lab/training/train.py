@@ -346,9 +346,12 @@ class Training:
         """
         last, number = len(self.stages.configs) - 1, self.step + 1
         before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
-        inputs, _ = training_batch(self.language, self.stages.configs[last], number, device=self.device)
+        counted, stage = number - self.stages.begin(last), self.stages.configs[last]
+        inputs, _ = training_batch(self.language, stage, number, device=self.device)
         seed_dropout(derive(self.config.seed, "dropout", number, *self.group.stream), self.device)
-        self.algorithms[0].step(number - self.stages.begin(last), inputs, self.loss, with_norm=False)
+        if stage.optimizer.schedule != "constant":
+            counted = min(counted, stage.steps)  # beyond the last step of a decay the rate is 0
+        self.algorithms[0].step(counted, inputs, self.loss, with_norm=False)
         return {name: after.detach() - before[name] for name, after in self.model.named_parameters()}
 
     # --- files: at the start, a line, a checkpoint, at the end

@@ -49,8 +49,9 @@ class StudySize(OverGrammars):
     target_kl: float  # where every arm ends
     most_steps: int  # of an arm
     decay_steps: int  # of the decaying rate, at most
-    learning_rate: float = 1e-3  # of all but SGD, constant after a warm-up
+    learning_rate: float = 1e-3  # of all but SGD and schedule-free, constant after a warm-up
     sgd_rate: float = 0.3
+    schedule_free_rate: float = 3e-3  # its authors: larger than one that decays
     rho: float = 0.02  # of SAM
     validate_every: int = 10  # steps after which the KL is compared with the target
     tasks: tuple[str, ...] = ("prefix-4", "root")  # of the few-shot probes; helper and adversary train with the first
@@ -86,11 +87,13 @@ class StudySize(OverGrammars):
         going_on = dataclasses.replace(adamw, warmup_steps=0)
         decaying = dataclasses.replace(going_on, schedule="1-sqrt")
         sgd = dataclasses.replace(self._optimizer("sgd"), learning_rate=self.sgd_rate)
+        free = dataclasses.replace(self._optimizer("schedule-free"), learning_rate=self.schedule_free_rate)
         task = self.tasks[0]
         configs = {
             ADAMW: self._config(unit, going_on, **branch, init_optimizer=True),
             "sgd": self._config(unit, sgd, **branch),
-            **{name: self._config(unit, self._optimizer(name)) for name in ("muon", "soap", "schedule-free", "lawa")},
+            **{name: self._config(unit, self._optimizer(name)) for name in ("muon", "soap", "lawa")},
+            "schedule-free": self._config(unit, free),
             "sam": self._config(unit, adamw, algorithm=SAMConfig(rho=self.rho)),
             "wsd": self._config(unit, decaying, **branch, init_optimizer=True, most_steps=self.decay_steps),
             HELPER: self._config(unit, adamw, algorithm=AdversarialConfig(task=task, weight=-AdversarialConfig.weight)),
@@ -154,11 +157,11 @@ class StudySize(OverGrammars):
 LAPTOP = StudySize(
     description="half an hour on two cores",
     language=PCFGConfig(levels=3, symbols_per_level=4, rules_per_symbol=4, vocab_size=16, zipf=1.0),
-    grammars=tuple(range(1400, 1408)),
+    grammars=tuple(range(1410, 1418)),
     stable_kl=0.04,
     target_kl=0.02,
-    most_steps=4_000,
-    decay_steps=600,
+    most_steps=8_000,
+    decay_steps=3_000,
     settings={
         # at 1 % the rise under noise is lost in its error
         **{"loss_sentences": 4096, "num_sequences": 4096, "feature_sentences": 2048, "noise_relative_std": 0.03},

@@ -123,8 +123,9 @@ def _settings(scale: StudySize) -> dict[str, str]:
     return {
         "Grammars": f"{len(scale.grammars)}, one pre-training seed each; tokens have frequencies by Zipf's law",
         "Model": f"Llama {scale.size} with {scale.layers} layers, causal; {scale.batch_size} sentences a step",
-        ARMS[ADAMW]: f"{rate}, constant after 50 steps of warm-up, no weight decay; as are Muon, SOAP, schedule-free, "
-        "SAM, helper and adversary",
+        ARMS[ADAMW]: f"{rate}, constant after 50 steps of warm-up, no weight decay; as are Muon, SOAP, LAWA, SAM, "
+        "helper and adversary",
+        "Schedule-free AdamW": f"learning rate {scale.schedule_free_rate:g}, after as many steps of warm-up",
         "Branches": f"SGD, the decaying rate and AdamW go on from one run of AdamW at a KL of {scale.stable_kl:g} "
         f"nats; the latter two with its optimizer's state. SGD: learning rate {scale.sgd_rate:g}; decay: 1-sqrt over "
         f"{scale.decay_steps:,} steps",
