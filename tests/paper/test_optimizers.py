@@ -8,7 +8,7 @@ import pytest
 from isoloss import files
 from isoloss.paper.optimizers import page
 from isoloss.paper.optimizers.design import ADAMW, ARMS, BRANCHES, OPTIMIZERS, SCALES, STABLE
-from isoloss.paper.optimizers.study import FLATNESS, STUDY, answer, contrasts, measures, outcomes, predictions, tables
+from isoloss.paper.optimizers.study import FLATNESS, STUDY, answer, contrasts, measures, outcomes, associations, tables
 from isoloss.report.save import save
 from isoloss.studies.claims import read_claims
 from isoloss.studies.results import Results
@@ -55,7 +55,7 @@ def known_results(slope, folder=None):
 @pytest.mark.parametrize(("slope", "shown"), [(-2.0, {"minimal-trace"}), (0.0, set())])
 def test_a_measure_that_predicts_an_outcome_is_found_and_no_other(slope, shown):
     results = known_results(slope)
-    found = predictions(results)
+    found = associations(results)
     assert len(found) == len(FLATNESS) * len(outcomes(FEW))
     assert {each.measure for each in found if each.verdict == "shown"} == shown
     assert {each.correlation.observations for each in found} == {len(FEW.grammars) * len(OPTIMIZERS)}

@@ -30,7 +30,7 @@ OPTIMIZERS: Mapping[str, str] = MappingProxyType(
         "lawa": "AdamW, averaged weights (LAWA)",
     }
 )
-# trained with a downstream task: they show that the probe can see a difference
+# trained with a downstream task: its probe must see a difference
 CONTROLS: Mapping[str, str] = MappingProxyType({HELPER: "Helper", ADVERSARY: "Adversary"})
 ARMS = {**OPTIMIZERS, **CONTROLS}
 BRANCHES = (ADAMW, "sgd", "wsd")  # go on from one run of AdamW
@@ -47,11 +47,11 @@ class StudySize(OverGrammars):
     batch_size: int = 64
     stable_kl: float  # nats per token: where SGD and the decaying rate take over from AdamW
     target_kl: float  # where every arm ends
-    most_steps: int  # of an arm
-    decay_steps: int  # of the decaying rate, at most
+    max_steps: int  # of an arm
+    wsd_steps: int  # the length of the decay; the target ends most runs sooner
     learning_rate: float = 1e-3  # of all but SGD and schedule-free, constant after a warm-up
-    sgd_rate: float = 0.3
-    schedule_free_rate: float = 3e-3  # its authors: larger than one that decays
+    sgd_learning_rate: float = 0.3
+    schedule_free_learning_rate: float = 3e-3  # its authors recommend a larger rate than for a decaying schedule
     rho: float = 0.02  # of SAM
     validate_every: int = 10  # steps after which the KL is compared with the target
     tasks: tuple[str, ...] = ("prefix-4", "root")  # of the few-shot probes; helper and adversary train with the first
@@ -86,8 +86,8 @@ class StudySize(OverGrammars):
         branch: dict[str, Any] = {"init_from": f"../{unit.run(STABLE)}", "seed": unit.seed + CONTINUED}
         going_on = dataclasses.replace(adamw, warmup_steps=0)
         decaying = dataclasses.replace(going_on, schedule="1-sqrt")
-        sgd = dataclasses.replace(self._optimizer("sgd"), learning_rate=self.sgd_rate)
-        free = dataclasses.replace(self._optimizer("schedule-free"), learning_rate=self.schedule_free_rate)
+        sgd = dataclasses.replace(self._optimizer("sgd"), learning_rate=self.sgd_learning_rate)
+        free = dataclasses.replace(self._optimizer("schedule-free"), learning_rate=self.schedule_free_learning_rate)
         task = self.tasks[0]
         configs = {
             ADAMW: self._config(unit, going_on, **branch, init_optimizer=True),
@@ -95,7 +95,7 @@ class StudySize(OverGrammars):
             **{name: self._config(unit, self._optimizer(name)) for name in ("muon", "soap", "lawa")},
             "schedule-free": self._config(unit, free),
             "sam": self._config(unit, adamw, algorithm=SAMConfig(rho=self.rho)),
-            "wsd": self._config(unit, decaying, **branch, init_optimizer=True, most_steps=self.decay_steps),
+            "wsd": self._config(unit, decaying, **branch, init_optimizer=True, max_steps=self.wsd_steps),
             HELPER: self._config(unit, adamw, algorithm=AdversarialConfig(task=task, weight=-AdversarialConfig.weight)),
             ADVERSARY: self._config(unit, adamw, algorithm=AdversarialConfig(task=task)),
         }
@@ -126,11 +126,11 @@ class StudySize(OverGrammars):
         optimizer: OptimizerConfig,
         *,
         target_kl: float | None = None,
-        most_steps: int | None = None,
+        max_steps: int | None = None,
         **more: Any,
     ) -> TrainConfig:
         stage = StageConfig(
-            steps=most_steps or self.most_steps,
+            steps=max_steps or self.max_steps,
             optimizer=optimizer,
             target_kl=target_kl or self.target_kl,
             validate_every=self.validate_every,
@@ -160,8 +160,8 @@ LAPTOP = StudySize(
     grammars=tuple(range(1410, 1418)),
     stable_kl=0.04,
     target_kl=0.02,
-    most_steps=8_000,
-    decay_steps=3_000,
+    max_steps=8_000,
+    wsd_steps=3_000,
     settings={
         # at 1 % the rise under noise is lost in its error
         **{"loss_sentences": 4096, "num_sequences": 4096, "feature_sentences": 2048, "noise_relative_std": 0.03},
@@ -181,8 +181,8 @@ SCALES: Mapping[str, StudySize] = {
         batch_size=32,
         stable_kl=0.25,
         target_kl=0.2,
-        most_steps=200,
-        decay_steps=40,
+        max_steps=200,
+        wsd_steps=40,
         tasks=("prefix-2", "root"),
         shots=20,
         settings={

@@ -6,7 +6,7 @@ import polars as pl
 
 from isoloss.lab.training.algorithms.config import AdversarialConfig
 from isoloss.paper.optimizers.design import ADAMW, ARMS, OPTIMIZERS, StudySize
-from isoloss.paper.optimizers.study import FLATNESS, complete, outcomes, pairs_of, predictions
+from isoloss.paper.optimizers.study import FLATNESS, complete, outcomes, pairs_of, associations
 from isoloss.paper.same_loss.design import grammars_of
 from isoloss.paper.same_loss.study import factor, factor_ends
 from isoloss.report import charts
@@ -110,7 +110,7 @@ def _correlations(results: Results) -> Section:
             tone="good" if each.verdict == "shown" else "unclear",
             group=f"{FLATNESS[each.measure]} and",
         )
-        for each in predictions(results)
+        for each in associations(results)
     ]
     return Section(
         title="Which measure predicts which outcome",
@@ -125,15 +125,15 @@ def _settings(scale: StudySize) -> dict[str, str]:
         "Model": f"Llama {scale.size} with {scale.layers} layers, causal; {scale.batch_size} sentences a step",
         ARMS[ADAMW]: f"{rate}, constant after 50 steps of warm-up, no weight decay; as are Muon, SOAP, LAWA, SAM, "
         "helper and adversary",
-        "Schedule-free AdamW": f"learning rate {scale.schedule_free_rate:g}, after as many steps of warm-up",
+        "Schedule-free AdamW": f"learning rate {scale.schedule_free_learning_rate:g}, after as many steps of warm-up",
         "Branches": f"SGD, the decaying rate and AdamW go on from one run of AdamW at a KL of {scale.stable_kl:g} "
-        f"nats; the latter two with its optimizer's state. SGD: learning rate {scale.sgd_rate:g}; decay: 1-sqrt over "
-        f"{scale.decay_steps:,} steps",
+        f"nats; the latter two with its optimizer's state. SGD: learning rate {scale.sgd_learning_rate:g}; decay: 1-sqrt over "
+        f"{scale.wsd_steps:,} steps",
         "SAM": f"rho {scale.rho:g}; one half of the batch ascends, the other descends",
         "LAWA": "the mean of the latest 6 weights, one set every 20 steps, is what is compared with the target and "
         "measured",
         "End": f"at the first multiple of {scale.validate_every} steps with a KL of at most {scale.target_kl:g} nats "
-        f"on 1,024 validation sentences, or after {scale.most_steps:,} steps",
+        f"on 1,024 validation sentences, or after {scale.max_steps:,} steps",
         "Helper, adversary": f"with the loss of a head for {scale.tasks[0]}, weighted {-weight:g} and {weight:g}",
         "Optimizers": ", ".join(OPTIMIZERS.values()),
         "Errors": "over grammars, with Student's t",

@@ -87,7 +87,7 @@ def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Association:
     """The correlation of a measure of flatness with an outcome, over optimizers."""
 
     measure: str  # its key
@@ -101,7 +101,7 @@ class Prediction:
         return "shown" if self.p_adjusted < 0.05 else "not shown"
 
 
-def predictions(results: Results) -> list[Prediction]:
+def associations(results: Results) -> list[Association]:
     """Return the partial correlations of all measures with all outcomes given the KL, within grammars.
 
     The models are those of all optimizers, without helper and adversary. A correlation that is not defined is left out,
@@ -124,7 +124,7 @@ def predictions(results: Results) -> list[Prediction]:
         return []
     by_name = {f"{measure}/{outcome}": each.p_value for (measure, outcome), each in found.items()}
     adjusted = holm(by_name, tests=len(pairs))
-    return [Prediction(*pair, each, adjusted["/".join(pair)]) for pair, each in found.items()]
+    return [Association(*pair, each, adjusted["/".join(pair)]) for pair, each in found.items()]
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
                 "found with 80 % power": _exact(each.correlation.detectable()),
             },
         )
-        for each in predictions(results)
+        for each in associations(results)
     ]
     made = (
         SummaryTable(
@@ -174,7 +174,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             ("arm", "steps", "above the target"),
             arms,
             f"Every arm ends where its KL on validation sentences is at most {scale.target_kl:g}, or after "
-            f"{scale.most_steps:,} steps ({scale.decay_steps:,} of the decaying rate); those whose KL on the sentences "
+            f"{scale.max_steps:,} steps ({scale.wsd_steps:,} of the decaying rate); those whose KL on the sentences "
             "of the evaluation is higher by more than a tenth are counted.",
         ),
         SummaryTable(
@@ -202,7 +202,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         "such studies would find, before that adjustment."
     )
     labels = ("measure", "outcome", "p", "verdict")
-    return (SummaryTable("predictions", "which measure predicts which outcome", labels, predicted, caption), *made)
+    return (SummaryTable("associations", "which measure predicts which outcome", labels, predicted, caption), *made)
 
 
 def _differences(results: Results, units: Sequence[Replicate], arm: str, keys: Sequence[str]) -> dict[str, Estimate]:
@@ -223,7 +223,7 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
     """Return which measures predict the first task and the rise at 4 bits, and whether SAM helps transfer."""
     scale: StudySize = results.scale
     by_id = {result.claim.id: result for result in claims}
-    found = predictions(results)
+    found = associations(results)
     first, *_ = scale.probes.items()
     return [
         _predicted(f"What predicts {first[0]}?", [each for each in found if each.outcome == first[1]]),
@@ -232,19 +232,19 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
     ]
 
 
-def _predicted(question: str, found: Sequence[Prediction]) -> Card:
+def _predicted(question: str, found: Sequence[Association]) -> Card:
     shown = [FLATNESS[each.measure] for each in found if each.verdict == "shown"]
     detail = "; ".join(f"{FLATNESS[each.measure]} {each.correlation.estimate()}" for each in found)
     if not found:
         return Card(label=question, value="Not tested", detail="too few grammars", tone="neutral")
-    value = ", ".join(shown).capitalize() if shown else "Nothing is shown to"
+    value = ", ".join(shown).capitalize() if shown else "No measure is shown to"
     return Card(label=question, value=value, detail=detail, tone="good" if shown else "unclear")
 
 
 STUDY = Study(
     name="optimizers",
     scales=SCALES,
-    title="At one loss, which measure of flatness predicts what a model is good for?",
+    title="At one loss, which measure of flatness predicts which outcome?",
     lead=(
         "Small causal language models (Llama) on grammars whose tokens follow Zipf's law, trained by eight optimizers "
         "until the KL to the true conditionals is the same. Measures: the trace of the Fisher information, its minimum "
