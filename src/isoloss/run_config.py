@@ -331,7 +331,9 @@ class TrainConfig:
         if self.parallel == "fsdp" and not architecture.supports_fsdp:
             raise IsolossError(f"parallel is 'fsdp', but {self.model.architecture} needs full weights: use ddp")
         if self.parallel == "fsdp" and self.optimizer.name not in ELEMENTWISE:
-            raise IsolossError(f"parallel is 'fsdp', but {self.optimizer.name} needs whole matrices: use ddp")
+            raise IsolossError(
+                f"parallel is 'fsdp', but {self.optimizer.name} does not run with it: use ddp, or adamw or sgd"
+            )
         if self.compiled and (reason := self.compiled_lacks()):
             raise IsolossError(f"compiled is on and {reason}: leave compiled out")
         for number, stage in enumerate(self.stages):

@@ -65,7 +65,7 @@ def test_what_is_no_direction_is_refused():
     with pytest.raises(IsolossError, match="the direction is 0 everywhere"):
         directional_sharpness(model, zero, batches)
     first, *names = zero
-    with pytest.raises(IsolossError, match=r"only one has bert\.embeddings\.LayerNorm\.bias"):
+    with pytest.raises(IsolossError, match=r"only one of them has bert\.embeddings\.LayerNorm\.bias"):
         directional_sharpness(model, {}, batches)
     with pytest.raises(IsolossError, match=rf"the direction's {first} has the shape \(2,\)"):
         directional_sharpness(model, {**zero, first: torch.ones(2)}, batches)

@@ -8,7 +8,7 @@ import pytest
 from isoloss import files
 from isoloss.paper.optimizers import page
 from isoloss.paper.optimizers.design import ADAMW, ARMS, BRANCHES, OPTIMIZERS, SCALES, STABLE
-from isoloss.paper.optimizers.study import FLATNESS, STUDY, answer, contrasts, measures, outcomes, associations, tables
+from isoloss.paper.optimizers.study import FLATNESS, STUDY, answer, associations, contrasts, measures, outcomes, tables
 from isoloss.report.save import save
 from isoloss.studies.claims import read_claims
 from isoloss.studies.results import Results

@@ -40,9 +40,9 @@ def interpolation_barrier(
     average, by about its error where they are close.
 
     Args:
-        model: As for `fisher_trace`, with any attention: theta_0. Its weights are changed, and set back bit for bit.
+        model: As for `fisher_trace`, with any attention: theta_0. Its weights are changed, and restored bit for bit.
         other: A model whose parameters have the same names and shapes: theta_1.
-        batches: As for `fisher_trace`, but the values of the labels count. All batches are kept in memory.
+        batches: As for `fisher_trace`, but the labels' values matter. All batches are kept in memory.
         fractions: Between 0 and 1. Default: 0.1, 0.2, ..., 0.9.
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
         num_sequences: Stop after this many sequences; None: at the end of the batches.
@@ -63,7 +63,9 @@ def interpolation_barrier(
         (0.0, 'nats per predicted token')
     """
     if not fractions or not all(0 < fraction < 1 for fraction in fractions):
-        raise IsolossError(f"fractions is {tuple(fractions)}; each must be between 0 and 1, and there must be one")
+        raise IsolossError(
+            f"fractions is {tuple(fractions)}; each must be between 0 and 1, and there must be at least one"
+        )
     start, end = dict(model.named_parameters()), dict(other.named_parameters())
     if alone := start.keys() ^ end.keys():
         raise IsolossError(f"the models are not of one architecture: only one of them has {min(alone)}")

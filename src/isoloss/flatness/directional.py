@@ -40,7 +40,8 @@ def directional_sharpness(
         num_sequences: Stop after this many sequences; None: at the end of the batches.
 
     Returns:
-        The curvature in nats per predicted token, for a step of length 1. The error covers the inputs.
+        The curvature in nats per predicted token and squared unit of length: besides its first-order change, the loss
+        rises by d^2 / 2 times it for a step of length d. The error covers the inputs.
 
     Raises:
         IsolossError: A part that is missing, of another shape or not finite, a direction that is 0 everywhere, a batch
@@ -53,7 +54,9 @@ def directional_sharpness(
     """
     loss = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
     if alone := {*direction} ^ {*loss.parameters}:
-        raise IsolossError(f"the direction and the model's trainable parameters differ: only one has {min(alone)}")
+        raise IsolossError(
+            f"the direction and the model's trainable parameters differ: only one of them has {min(alone)}"
+        )
     for name, parameter in loss.parameters.items():
         if direction[name].shape != parameter.shape:
             shapes = f"{tuple(direction[name].shape)}, and the parameter {tuple(parameter.shape)}"

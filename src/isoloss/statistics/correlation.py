@@ -126,7 +126,9 @@ class Correlation:
         )
 
     def detectable(self, *, power: float = 0.8, alpha: float = 0.05) -> float:
-        """Return the smallest true correlation that is found with this power, if its error is the one that was found.
+        """Return the smallest size of a true correlation that a two-sided test at level alpha finds with this power.
+
+        The error is taken to be the one that was found here.
 
         Example:
             >>> round(correlation([1, 2, 3, 4, 5, 6], [2, 1, 4, 3, 7, 5], range(6)).detectable(), 2)
@@ -152,7 +154,7 @@ def correlation(
     Given covariates it is the partial correlation, of the residuals of x and y after least squares on the
     covariates and a constant. Spearman's is Pearson's of the ranks, ties counting with their mean rank; given
     covariates, of the ranks of all variables. All observations count alike, so that differences between clusters are
-    part of the correlation; `within` takes all variables less the means of groups, such as the clusters themselves.
+    part of the correlation; `within` first subtracts from every variable its mean over each group, such as a cluster.
 
     Kendall's is tau-b, tau_xy = sum_ij sign(x_i - x_j) sign(y_i - y_j) over the root of the numbers of ordered pairs
     that differ in x and that differ in y (Kendall, 1945). Given covariates it is -P_xy / sqrt(P_xx P_yy), where P is
@@ -172,7 +174,7 @@ def correlation(
         clusters: (N,) the cluster of each observation, at least 3; `range(N)` where all are independent.
         kind: `pearson`, `spearman` or `kendall`.
         given: Covariates (N,) by name, e.g. the KL and the width.
-        within: (N,) the group of each observation, each a part of a cluster; None: variables as they are.
+        within: (N,) the group of each observation; no group spans two clusters. None: variables as they are.
         resamples: Of the bootstrap, at least 100.
         seed: Of the bootstrap; the stream is `"correlation"`.
 

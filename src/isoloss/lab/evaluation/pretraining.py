@@ -81,10 +81,15 @@ def pretrain(
 
 
 def next_update(run: Run, language: Language) -> dict[str, torch.Tensor]:
-    """Return what one more step would add to the last weights of a run, by parameter; nothing is written.
+    """Return the change that one more optimizer step would make to the trained weights, by parameter; writes nothing.
 
-    The step has the batch and the optimizer's state that it would have if the last stage were not over. Its rate is the
-    next one or, of a stage that has made all its steps, that of the last step.
+    Each has its parameter's shape. With `lawa` and `schedule-free` these are the weights being trained, not the average
+    that is saved. The step uses the next batch and the saved state of the optimizer, as if the last stage went on; a
+    decay that is over keeps its last rate.
+
+    Args:
+        run: A run with at least one step.
+        language: That of its config.
 
     Raises:
         IsolossError: The last checkpoint is damaged or missing.

@@ -104,12 +104,12 @@ def averaged(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Itera
 def average_checkpoints(checkpoints: Sequence[str | Path], output: str | Path) -> Path:
     """Write the model whose weights are the mean of those of several checkpoints, as a Hugging Face folder.
 
-    Of the last checkpoints of one run this is LAWA (Kaddour 2022, arXiv:2209.14981), of runs that start at one
-    checkpoint a uniform soup (Wortsman et al. 2022, arXiv:2203.05482). The mean is taken in float64, a weight at a
-    time; config and tokenizer are those of the last checkpoint.
+    The mean of the last checkpoints of one run is LAWA (Kaddour 2022, arXiv:2209.14981); the mean of several runs that
+    start from one checkpoint is a uniform soup (Wortsman et al. 2022, arXiv:2203.05482). It is taken in float64, one
+    tensor at a time; config and tokenizer are those of the last checkpoint.
 
     Args:
-        checkpoints: Folders of checkpoints, or of complete runs, for their last ones: at least two.
+        checkpoints: At least two folders: of checkpoints, or of complete runs, whose last checkpoint is taken.
         output: The folder to write, new or empty.
 
     Returns:

@@ -12,9 +12,9 @@ from isoloss.run_config import OptimizerConfig
 
 
 def soap(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return SOAP (Vyas et al. 2024): Adam in the eigenbases of Shampoo's matrices, which every tenth step renews.
+    """Return SOAP (Vyas et al. 2024): Adam in the eigenbases of Shampoo's matrices, recomputed every 10 steps.
 
-    The first step moves nothing; biases and norms are updated by Adam.
+    The first step only prepares the eigenbases: weights do not move. Biases and norms are updated by Adam.
     """
     return SOAP(groups, lr=config.learning_rate, betas=config.betas)
 
@@ -22,7 +22,7 @@ def soap(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
 def shampoo(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return Shampoo (Gupta et al. 2018): G <- L^(-1/4) G R^(-1/4) of a matrix, with L and R the sums of G G' and G' G.
 
-    The weight decay is decoupled. A step takes two singular value decompositions a matrix.
+    The weight decay is decoupled. A step takes two singular value decompositions per matrix.
     """
     return Shampoo(groups, lr=config.learning_rate, weight_decouple=True)
 
@@ -30,7 +30,7 @@ def shampoo(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
 def lion(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return Lion (Chen et al. 2023): theta <- (1 - eta w) theta - eta sign(b1 m + (1 - b1) g), m <- b2 m + (1 - b2) g.
 
-    Every weight moves by the whole rate, which should be about a tenth of AdamW's.
+    Every weight moves by the full learning rate, which should be about a tenth of AdamW's.
     """
     return Lion(groups, lr=config.learning_rate, betas=config.betas)
 

@@ -48,7 +48,7 @@ Groups = list[dict[str, Any]]  # of parameters: see `Optimizer`
 
 
 def adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return AdamW, with m' = m / (1 - b1^t) and v' = v / (1 - b2^t).
+    """Return AdamW, with m' = m / (1 - b1^t), v' = v / (1 - b2^t), the learning rate eta and the weight decay w.
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, theta <- (1 - eta w) theta - eta m' / (sqrt(v') + 1e-8).
     """
@@ -65,8 +65,9 @@ def sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
 def muon(groups: Groups, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
     """Return Muon (Jordan et al. 2024) for the matrices of hidden layers, and AdamW for all other parameters.
 
-    Muon makes the momentum orthogonal, here times 0.2 sqrt(max(rows, columns)): about as long as AdamW's update, so
-    that both take the same learning rate and weight decay (Liu et al. 2025, arXiv:2502.16982).
+    Muon orthogonalizes the momentum and scales it by 0.2 sqrt(max(rows, columns)), to about the root mean square of
+    AdamW's update, so that both take the same learning rate and weight decay (Liu et al. 2025, arXiv:2502.16982). A
+    momentum of 0 stands for 0.95.
     """
     hidden = [group for group in groups if group["role"] == "hidden"]
     others = [group for group in groups if group["role"] != "hidden"]
@@ -80,13 +81,13 @@ def muon(groups: Groups, config: OptimizerConfig) -> list[torch.optim.Optimizer]
 
 
 class _AveragedAdamW(torch.optim.AdamW):
-    """AdamW that keeps its latest weights, one set every few steps; `eval` gives the parameters their average."""
+    """AdamW that keeps a copy of its weights every few steps; `eval` gives the parameters the latest copies' mean."""
 
     kept, every = 6, 20
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make an update, and keep its weights if it is their turn."""
+        """Make an update, and every few steps keep a copy of the weights."""
         result = super().step(closure)
         for parameter, state in self.state.items():
             if int(state["step"]) % self.every == 0:
@@ -105,9 +106,9 @@ class _AveragedAdamW(torch.optim.AdamW):
 
 
 def lawa(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return AdamW with the average of its latest 6 weights, one set every 20 steps (LAWA; Kaddour 2022).
+    """Return AdamW with the mean of the latest 6 copies of its weights, one kept every 20 steps (LAWA; Kaddour 2022).
 
-    The average is what is saved and measured, so that a run can stop where the average has reached a target. To average
+    The mean is what is saved and measured, so that a run can stop where it has reached a target. To average
     checkpoints after training, there is `isoloss average`.
     """
     return _AveragedAdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
@@ -202,8 +203,8 @@ class Optimizer:
     def evaluated(self) -> Iterator[None]:
         """Give the model the weights that are saved and measured, for a while.
 
-        These are the trained weights, except where the optimizer is schedule-free: it takes gradients at other weights
-        than the average that it is after.
+        These are the trained weights, except with `schedule-free` and `lawa`, which save and measure an average of
+        them.
         """
         trained = [p.detach().clone() for p in self.parameters] if self._averaging else []
         self.to_evaluated()

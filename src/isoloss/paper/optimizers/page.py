@@ -6,7 +6,7 @@ import polars as pl
 
 from isoloss.lab.training.algorithms.config import AdversarialConfig
 from isoloss.paper.optimizers.design import ADAMW, ARMS, OPTIMIZERS, StudySize
-from isoloss.paper.optimizers.study import FLATNESS, complete, outcomes, pairs_of, associations
+from isoloss.paper.optimizers.study import FLATNESS, associations, complete, outcomes, pairs_of
 from isoloss.paper.same_loss.design import grammars_of
 from isoloss.paper.same_loss.study import factor, factor_ends
 from isoloss.report import charts
@@ -119,22 +119,21 @@ def _correlations(results: Results) -> Section:
 
 
 def _settings(scale: StudySize) -> dict[str, str]:
-    weight, rate = AdversarialConfig.weight, f"learning rate {scale.learning_rate:g}"
+    weight = AdversarialConfig.weight
     return {
-        "Grammars": f"{len(scale.grammars)}, one pre-training seed each; tokens have frequencies by Zipf's law",
+        "Grammars": f"{len(scale.grammars)}, one pre-training seed each; roughly Zipfian token frequencies",
         "Model": f"Llama {scale.size} with {scale.layers} layers, causal; {scale.batch_size} sentences a step",
-        ARMS[ADAMW]: f"{rate}, constant after 50 steps of warm-up, no weight decay; as are Muon, SOAP, LAWA, SAM, "
-        "helper and adversary",
-        "Schedule-free AdamW": f"learning rate {scale.schedule_free_learning_rate:g}, after as many steps of warm-up",
-        "Branches": f"SGD, the decaying rate and AdamW go on from one run of AdamW at a KL of {scale.stable_kl:g} "
-        f"nats; the latter two with its optimizer's state. SGD: learning rate {scale.sgd_learning_rate:g}; decay: 1-sqrt over "
-        f"{scale.wsd_steps:,} steps",
-        "SAM": f"rho {scale.rho:g}; one half of the batch ascends, the other descends",
-        "LAWA": "the mean of the latest 6 weights, one set every 20 steps, is what is compared with the target and "
+        "Optimizers": ", ".join(OPTIMIZERS.values()),
+        "Learning rate": f"{scale.learning_rate:g}, constant after 50 steps of warm-up, no weight decay; "
+        f"{scale.sgd_learning_rate:g} for SGD and {scale.schedule_free_learning_rate:g} for schedule-free AdamW",
+        "Branches": f"AdamW runs to a KL of {scale.stable_kl:g} nats. From there AdamW and the decaying rate go on with "
+        f"its optimizer's state, SGD with a fresh one. Decay: 1-sqrt planned over {scale.wsd_steps:,} steps",
+        "SAM": f"rho {scale.rho:g}; the perturbation is computed on one half of the batch, the gradient on the other",
+        "LAWA": "a copy of the weights is kept every 20 steps; the mean of the latest 6 is compared with the target and "
         "measured",
+        "Helper, adversary": f"the loss minus λ times the loss of a head for {scale.tasks[0]}, λ = {-weight:g} and "
+        f"{weight:g}",
         "End": f"at the first multiple of {scale.validate_every} steps with a KL of at most {scale.target_kl:g} nats "
         f"on 1,024 validation sentences, or after {scale.max_steps:,} steps",
-        "Helper, adversary": f"with the loss of a head for {scale.tasks[0]}, weighted {-weight:g} and {weight:g}",
-        "Optimizers": ", ".join(OPTIMIZERS.values()),
         "Errors": "over grammars, with Student's t",
     }

@@ -104,8 +104,8 @@ class Association:
 def associations(results: Results) -> list[Association]:
     """Return the partial correlations of all measures with all outcomes given the KL, within grammars.
 
-    The models are those of all optimizers, without helper and adversary. A correlation that is not defined is left out,
-    and counts as a test.
+    The models are those of all optimizers, without helper and adversary. An undefined correlation is left out, but
+    still counts as a test in Holm's method.
     """
     scale: StudySize = results.scale
     units = complete(results)
@@ -174,15 +174,15 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             ("arm", "steps", "above the target"),
             arms,
             f"Every arm ends where its KL on validation sentences is at most {scale.target_kl:g}, or after "
-            f"{scale.max_steps:,} steps ({scale.wsd_steps:,} of the decaying rate); those whose KL on the sentences "
-            "of the evaluation is higher by more than a tenth are counted.",
+            f"{scale.max_steps:,} steps ({scale.wsd_steps:,} of the decaying rate); The last label counts runs whose KL on "
+            "the evaluation's sentences is more than 10 % above the target.",
         ),
         SummaryTable(
             "differences",
             f"arms vs. AdamW, {OVER}",
             ("arm",),
             differences,
-            "Paired by grammar: arm minus AdamW, and for traces and sharpness arm over AdamW, as geometric means.",
+            "Paired by grammar: arm minus AdamW; for traces and sharpness the geometric mean of arm / AdamW.",
         ),
         SummaryTable(
             "spans",
@@ -198,8 +198,8 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     caption = (
         f"Partial correlation of the logarithm of each measure with each outcome given the KL, within {len(units)} "
         f"grammars, over {len(OPTIMIZERS)} optimizers (without helper and adversary). Errors by the jackknife over "
-        "grammars. p by Holm's method for all rows. The last column: the smallest true correlation that four in five "
-        "such studies would find, before that adjustment."
+        "grammars. p is adjusted by Holm's method for all pairs. The last column: the smallest true correlation found "
+        "with 80 % power at p < 0.05, unadjusted."
     )
     labels = ("measure", "outcome", "p", "verdict")
     return (SummaryTable("associations", "which measure predicts which outcome", labels, predicted, caption), *made)
@@ -246,15 +246,15 @@ STUDY = Study(
     scales=SCALES,
     title="At one loss, which measure of flatness predicts which outcome?",
     lead=(
-        "Small causal language models (Llama) on grammars whose tokens follow Zipf's law, trained by eight optimizers "
-        "until the KL to the true conditionals is the same. Measures: the trace of the Fisher information, its minimum "
+        "Small causal language models (Llama) on grammars with roughly Zipfian token frequencies, trained by eight "
+        "optimizers until the KL to the true conditionals is the same. Measures: the trace of the Fisher information, its minimum "
         "over rescalings of the weights that change no prediction, and the curvature along the optimizer's own next "
         "update (directional sharpness).",
         "Outcomes: few-shot probes of two tasks, probes of the grammar's symbols at their spans, the rise of the loss "
         "when weights are rounded to 4 bits or get Gaussian noise, and the effective rank of the features. Helper and "
         "adversary are trained with the first task and show that its probe can see a difference.",
-        "The question is put to every pair of measure and outcome alike: is their correlation over optimizers, given "
-        "what is left of differences in KL, other than 0?",
+        "The question is asked of every pair of measure and outcome in the same way: does their correlation across "
+        "optimizers, adjusted for the remaining differences in KL, differ from 0?",
     ),
     claims=Path(__file__).with_name("claims.toml"),
     contrasts=contrasts,

@@ -495,7 +495,7 @@ class Barrier(Int8Rise):
 
 @dataclass(frozen=True, kw_only=True)
 class DirectionalSharpness(SequenceMeasure):
-    """Curvature of the loss along the update that the run's optimizer would make next, for a step of length 1."""
+    """Curvature of the loss along the next update of the run's optimizer, a unit vector u: u'Fu."""
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return why there is no next update."""

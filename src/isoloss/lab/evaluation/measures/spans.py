@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 class Span(Trained):
     """Accuracy of convex probes of the symbols of a level, from the states at their spans, for each layer: span-1.
 
-    The labels are the symbols of the trees that made the sentences. Beside the layers stand the most that any reader
-    can reach, `bayes`, and the fraction of the most common symbol, `majority`. A reader of a masked model knows the
-    whole sentence and where the span is, one of a causal model the sentence up to the span's end.
+    The labels are the symbols of the trees that made the sentences. Beside the layers stand `bayes`, the accuracy of the
+    Bayes-optimal classifier, and `majority`, that of the most common training symbol. The Bayes-optimal classifier
+    knows where the span is; for a masked model it sees the whole sentence, for a causal model the sentence up to the
+    span's end.
     """
 
     level: int = setting(minimum=0)
@@ -40,7 +41,7 @@ class Span(Trained):
         from isoloss.lab.languages.pcfg import PCFG, symbols_on_level
 
         if not isinstance(context.language, PCFG):
-            return "spans are those of a grammar: give a language that is one"
+            return "spans are those of a grammar: choose one, such as pcfg-laptop"
         try:
             symbols_on_level(context.language, self.level)
         except IsolossError as error:
@@ -60,7 +61,7 @@ class Span(Trained):
         if reason := self.why_not_applicable(context):
             raise IsolossError(reason)
         if isinstance(self.num_train, str):
-            raise IsolossError("num_train is all, but sentences of a language are drawn: give num_train as a number")
+            raise IsolossError("num_train is all, and a language has no fixed training set for spans: give a number")
         language: PCFG = context.language
         symbols = symbols_on_level(language, self.level)
         drawn = {
@@ -69,7 +70,9 @@ class Span(Trained):
         }
         spans = {split: _spans(language, sentences, symbols) for split, sentences in drawn.items()}
         if not len(spans["train"].label) or len(set(spans["test"].sentence.tolist())) < 2:
-            raise IsolossError(f"too few of the sentences have symbols of level {self.level}: give more sentences")
+            raise IsolossError(
+                f"too few of the sentences have symbols of level {self.level}: raise num_train and num_test"
+            )
         states = {split: self._states(model, context, drawn[split], spans[split]) for split in drawn}
         test = spans["test"]
         present = torch.bincount(test.sentence, minlength=self.num_test)
