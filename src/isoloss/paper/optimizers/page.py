@@ -126,11 +126,11 @@ def _settings(scale: StudySize) -> dict[str, str]:
         "Optimizers": ", ".join(OPTIMIZERS.values()),
         "Learning rate": f"{scale.learning_rate:g}, constant after 50 steps of warm-up, no weight decay; "
         f"{scale.sgd_learning_rate:g} for SGD and {scale.schedule_free_learning_rate:g} for schedule-free AdamW",
-        "Branches": f"AdamW runs to a KL of {scale.stable_kl:g} nats. From there AdamW and the decaying rate go on with "
-        f"its optimizer's state, SGD with a fresh one. Decay: 1-sqrt planned over {scale.wsd_steps:,} steps",
+        "Branches": f"AdamW runs to a KL of {scale.stable_kl:g} nats. From there AdamW and the decaying rate go on "
+        f"with its optimizer's state, SGD with a fresh one. Decay: 1-sqrt planned over {scale.wsd_steps:,} steps",
         "SAM": f"rho {scale.rho:g}; the perturbation is computed on one half of the batch, the gradient on the other",
-        "LAWA": "a copy of the weights is kept every 20 steps; the mean of the latest 6 is compared with the target and "
-        "measured",
+        "LAWA": "a copy of the weights is kept every 20 steps; the mean of the latest 6 is compared with the target "
+        "and measured",
         "Helper, adversary": f"the loss minus λ times the loss of a head for {scale.tasks[0]}, λ = {-weight:g} and "
         f"{weight:g}",
         "End": f"at the first multiple of {scale.validate_every} steps with a KL of at most {scale.target_kl:g} nats "

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Span(Trained):
     """Accuracy of convex probes of the symbols of a level, from the states at their spans, for each layer: span-1.
 
-    The labels are the symbols of the trees that made the sentences. Beside the layers stand `bayes`, the accuracy of the
-    Bayes-optimal classifier, and `majority`, that of the most common training symbol. The Bayes-optimal classifier
+    The labels are the symbols of the trees that made the sentences. Beside the layers stand `bayes`, the accuracy of
+    the Bayes-optimal classifier, and `majority`, that of the most common training symbol. The Bayes-optimal classifier
     knows where the span is; for a masked model it sees the whole sentence, for a causal model the sentence up to the
     span's end.
     """
