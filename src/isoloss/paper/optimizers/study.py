@@ -174,8 +174,8 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             ("arm", "steps", "above the target"),
             arms,
             f"Every arm ends where its KL on validation sentences is at most {scale.target_kl:g}, or after "
-            f"{scale.max_steps:,} steps ({scale.wsd_steps:,} of the decaying rate). The last label counts runs whose KL "
-            "on the evaluation's sentences is more than 10 % above the target.",
+            f"{scale.max_steps:,} steps ({scale.wsd_steps:,} of the decaying rate). The last label counts runs whose "
+            "KL on the evaluation's sentences is more than 10 % above the target.",
         ),
         SummaryTable(
             "differences",
@@ -247,9 +247,9 @@ STUDY = Study(
     title="At one loss, which measure of flatness predicts which outcome?",
     lead=(
         "Small causal language models (Llama) on grammars with roughly Zipfian token frequencies, trained by eight "
-        "optimizers until the KL to the true conditionals is the same. Measures: the trace of the Fisher information, its "
-        "minimum over rescalings of the weights that change no prediction, and the curvature along the optimizer's own next "
-        "update (directional sharpness).",
+        "optimizers until the KL to the true conditionals is the same. Measures: the trace of the Fisher information, "
+        "its minimum over rescalings of the weights that change no prediction, and the curvature along the optimizer's "
+        "own next update (directional sharpness).",
         "Outcomes: few-shot probes of two tasks, probes of the grammar's symbols at their spans, the rise of the loss "
         "when weights are rounded to 4 bits or get Gaussian noise, and the effective rank of the features. Helper and "
         "adversary are trained with the first task and show that its probe can see a difference.",
