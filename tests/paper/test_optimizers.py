@@ -81,7 +81,7 @@ def test_tables_answer_and_page_are_of_the_arms(tmp_path):
         files.write_json(tmp_path / "runs" / run / "result.json", {"num_parameters": 1})
     predicted, arms, differences, spans = tables(results)
     rows = {label[:2]: (label, row) for label, row in predicted.rows}
-    label, row = rows["minimal trace", "prefix-4 (30 examples)"]
+    label, row = rows["minimal trace", "accuracy on prefix-4"]
     assert label[3] == "shown"
     assert row["correlation"].value < -0.5
     steps = {label[0]: label[1] for label, _ in arms.rows}
@@ -95,9 +95,9 @@ def test_tables_answer_and_page_are_of_the_arms(tmp_path):
     claims = answer_all(read_claims(STUDY.claims), contrasts(results), measures(FEW), scale="laptop")
     assert all(one.difference is not None for claim in claims for one in claim.answers)
     first, *_ = answer(claims, results)
-    assert first.value == "Minimal trace"
+    assert first.value == "Minimal trace: the sharper, the lower the accuracy on prefix-4"
     parts = page.parts(results)
     for figure in parts.figures:
         save(figure.chart, tmp_path / f"{figure.name}.svg")
     assert (tmp_path / "arms.svg").read_text().count("Schedule-free AdamW") >= 1
-    assert str(parts.sections[0].body).count("shown") >= len(predicted.rows)
+    assert (tmp_path / "associations.svg").read_text().count("rise under noise") >= 1

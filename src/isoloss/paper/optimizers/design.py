@@ -69,6 +69,11 @@ class StudySize(OverGrammars):
         """The estimate of the probe of spans in the last layer."""
         return f"layer-{self.layers}"
 
+    @property
+    def accuracies(self) -> tuple[str, ...]:
+        """The outcomes that are accuracies."""
+        return (*self.probes.values(), self.last_layer)
+
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
         """Every arm of every grammar; a grammar is a block of the study."""

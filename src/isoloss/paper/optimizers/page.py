@@ -1,4 +1,4 @@
-"""The page of the study optimizers: figures, correlations, and how it was made."""
+"""The page of the study optimizers: figures, and how it was made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from isoloss.paper.same_loss.design import grammars_of
 from isoloss.paper.same_loss.study import factor, factor_ends
 from isoloss.report import charts
 from isoloss.report.data import MINIMAL_TRACE, Column, Style
-from isoloss.report.html import IntervalRow, Section, interval_rows
 from isoloss.report.intervals import Interval, IntervalPanel, intervals
 from isoloss.report.study_page import Figure
 from isoloss.studies.page import PageParts
@@ -20,71 +19,87 @@ from isoloss.studies.results import Results, change
 
 def parts(results: Results) -> PageParts:
     """Return what the page shows besides tables and claims."""
-    return PageParts(figures=_figures(results), sections=[_correlations(results)], settings=_settings(results.scale))
+    return PageParts(figures=_figures(results), settings=_settings(results.scale))
 
 
 def _figures(results: Results) -> list[Figure]:
-    scale: StudySize = results.scale
-    if len(complete(results)) < 2:
+    if not (found := associations(results)):
         return []
+    names = outcomes(results.scale)
+    correlations = [
+        Interval(
+            row=names[each.outcome],
+            series=FLATNESS[each.measure],
+            value=each.correlation.value,
+            low=each.correlation.interval95[0],
+            high=each.correlation.interval95[1],
+            text=f"{each.correlation.value:+.2f}, {each.verdict}",
+        )
+        for each in found
+    ]
     ends = _ends(results)
-    columns = {
-        key: Column(key, name[0].upper() + name[1:], "%", percent=True)
-        if key in _accuracies(scale)
-        else Column(key, name[0].upper() + name[1:], "directions" if key == "effective-rank" else "nats per token")
-        for key, name in outcomes(scale).items()
-    }
     return [
+        Figure(
+            name="associations",
+            title="Which measure predicts which outcome",
+            chart=intervals(
+                [IntervalPanel(title="Correlation across optimizers, given the KL", intervals=correlations)],
+                list(names.values()),
+                note="Lines: 95 % confidence intervals over grammars, not adjusted for the number of pairs",
+            ),
+            caption="Within grammars, without helper and adversary. Right of 0: the sharper, the higher the outcome; "
+            "for accuracies, that is against what the paper finds. The table has the verdicts.",
+        ),
         Figure(
             name="arms",
             title="Every optimizer vs. AdamW, at one loss",
             chart=intervals(
                 _panels(results),
-                [title for arm, title in ARMS.items() if arm != ADAMW],
-                note="Lines: 95 % confidence intervals over grammars, not adjusted for the number of arms",
+                [title for arm, title in OPTIMIZERS.items() if arm != ADAMW],
+                note="Lines: 95 % confidence intervals over grammars, not adjusted for the number of optimizers",
             ),
             caption="Paired by grammar: the factors by which the measures of flatness differ from AdamW's, and the "
-            "differences of the accuracies. If flatness predicted transfer, arms to the left in the second panel would "
-            "be to the right in the third.",
+            "differences of accuracies. Helper and adversary are in the tables.",
         ),
         Figure(
             name="outcomes",
             title="Outcomes by minimal trace",
-            chart=charts.scatter(ends, [(MINIMAL_TRACE, column) for column in columns.values()], style=Style.of(ends)),
+            chart=charts.scatter(
+                ends, [(MINIMAL_TRACE, _column(results.scale, key)) for key in names], style=Style.of(ends)
+            ),
             caption="The last checkpoint of every arm and grammar. Grammars differ more than optimizers do, so the "
             "correlations are taken within grammars.",
         ),
     ]
 
 
-def _accuracies(scale: StudySize) -> tuple[str, ...]:
-    return (*scale.probes.values(), scale.last_layer)
+def _column(scale: StudySize, key: str) -> Column:
+    name = outcomes(scale)[key]
+    title = name[0].upper() + name[1:]
+    if key in scale.accuracies:
+        return Column(key, title, "%", percent=True)
+    return Column(key, title, "directions" if key == "effective-rank" else "nats per token")
 
 
 def _panels(results: Results) -> list[IntervalPanel]:
-    scale: StudySize = results.scale
-    units = complete(results)
+    units, names = complete(results), outcomes(results.scale)
     clusters = grammars_of(units)
-    loss, flatness, transfer = [], [], []
-    names = outcomes(scale)
-    for arm, title in ARMS.items():
+    flatness, transfer = [], []
+    for arm, title in OPTIMIZERS.items():
         if arm == ADAMW:
             continue
         pairs = pairs_of(results, units, arm)
-        kl = change(pairs, "kl", clusters=clusters)
-        loss.append(Interval(row=title, series="KL", value=kl.value, low=kl.ci95[0], high=kl.ci95[1], text=str(kl)))
         for key, name in FLATNESS.items():
             ratio = factor(pairs, key, clusters)
             low, high = factor_ends(ratio)
             flatness.append(Interval(row=title, series=name, value=ratio.value, low=low, high=high, text=str(ratio)))
-        for key in _accuracies(scale):
+        for key in results.scale.accuracies:
             points = change(pairs, key, clusters=clusters)
             low, high = points.ci95
             each = Interval(row=title, series=names[key], value=points.value, low=low, high=high, text=str(points))
             transfer.append(each)
     return [
-        IntervalPanel(title="KL, difference (nats per token)", intervals=loss),
-        IntervalPanel(title="Flatness, factor", intervals=flatness, reference=1.0, log=True),
+        IntervalPanel(title="Flatness, factor (left: flatter)", intervals=flatness, reference=1.0, log=True),
         IntervalPanel(title="Accuracy, difference (points)", intervals=transfer),
     ]
 
@@ -93,29 +108,6 @@ def _ends(results: Results) -> pl.DataFrame:
     keys = ["kl", *FLATNESS, *outcomes(results.scale)]
     runs = [unit.run(arm) for unit in complete(results) for arm in ARMS]
     return pl.DataFrame([results.row(run, max(results.of_run(run)), results.at(run), keys) for run in runs])
-
-
-def _correlations(results: Results) -> Section:
-    names = outcomes(results.scale)
-    rows = [
-        IntervalRow(
-            label=names[each.outcome],
-            effect=f"{each.correlation.value:+.2f}",
-            interval="{:+.2f} to {:+.2f}".format(*each.correlation.interval95),
-            value=each.correlation.value,
-            low=each.correlation.interval95[0],
-            high=each.correlation.interval95[1],
-            scale="correlation",
-            verdict=each.verdict,
-            tone="good" if each.verdict == "shown" else "unclear",
-            group=f"{FLATNESS[each.measure]} and",
-        )
-        for each in associations(results)
-    ]
-    return Section(
-        title="Which measure predicts which outcome",
-        body=interval_rows(rows, effect="correlation") if rows else "Too few grammars for a correlation.",
-    )
 
 
 def _settings(scale: StudySize) -> dict[str, str]:

@@ -15,9 +15,8 @@ from isoloss.paper.same_loss.study import factor
 from isoloss.report.html import Card
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.correlation import Correlation, correlation
-from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.estimate import Estimate, number
 from isoloss.statistics.significance import holm
-from isoloss.studies.answer import card_of
 from isoloss.studies.claims import ClaimResult, Contrast
 from isoloss.studies.results import Pair, Results, change
 from isoloss.studies.spec import Study
@@ -35,8 +34,8 @@ OVER = "mean ± standard error over grammars"
 def outcomes(scale: StudySize) -> Mapping[str, str]:
     """Return what the measures of flatness may predict: what each outcome is called, by its key."""
     return {
-        **{key: name for name, key in scale.probes.items()},
-        scale.last_layer: "spans, last layer",
+        **{key: f"accuracy on {task}" for task, key in zip(scale.tasks, scale.probes.values(), strict=True)},
+        scale.last_layer: "accuracy at spans",
         "int4-rise": "rise at 4 bits",
         "noise-sharpness": "rise under noise",
         "effective-rank": "effective rank",
@@ -220,25 +219,37 @@ def _exact(value: float) -> Estimate:
 
 
 def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
-    """Return which measures predict the first task and the rise at 4 bits, and whether SAM helps transfer."""
+    """Return what predicts transfer, what predicts robustness, and what the effective rank."""
     scale: StudySize = results.scale
-    by_id = {result.claim.id: result for result in claims}
     found = associations(results)
-    first, *_ = scale.probes.items()
+    names = outcomes(scale)
+    questions = {
+        "What predicts transfer?": scale.accuracies,
+        "What predicts robustness?": ("int4-rise", "noise-sharpness"),
+        "What predicts the effective rank?": ("effective-rank",),
+    }
     return [
-        _predicted(f"What predicts {first[0]}?", [each for each in found if each.outcome == first[1]]),
-        _predicted("What predicts the rise at 4 bits?", [each for each in found if each.outcome == "int4-rise"]),
-        card_of("Does SAM's model transfer better than AdamW's?", by_id["sam-transfer"]),
+        _card(question, [one for one in found if one.outcome in keys], names) for question, keys in questions.items()
     ]
 
 
-def _predicted(question: str, found: Sequence[Association]) -> Card:
-    shown = [FLATNESS[each.measure] for each in found if each.verdict == "shown"]
-    detail = "; ".join(f"{FLATNESS[each.measure]} {each.correlation.estimate()}" for each in found)
+def _card(question: str, found: Sequence[Association], names: Mapping[str, str]) -> Card:
     if not found:
-        return Card(label=question, value="Not tested", detail="too few grammars", tone="neutral")
-    value = ", ".join(shown).capitalize() if shown else "No measure is shown to"
-    return Card(label=question, value=value, detail=detail, tone="good" if shown else "unclear")
+        return Card(label=question, value="Not tested", detail="too few grammars")
+    shown = [one for one in found if one.verdict == "shown"]
+    if not shown:
+        return Card(label=question, value=f"Nothing is shown, of {len(found)} pairs", tone="unclear")
+    best = max(shown, key=lambda one: abs(one.correlation.value))
+    way = "higher" if best.correlation.value > 0 else "lower"
+    estimates = "; ".join(
+        f"{FLATNESS[one.measure]} and {names[one.outcome]} {number(one.correlation.estimate())}" for one in shown
+    )
+    return Card(
+        label=question,
+        value=f"{FLATNESS[best.measure].capitalize()}: the sharper, the {way} the {names[best.outcome]}",
+        detail=f"correlations shown, {len(shown)} of {len(found)}: {estimates}",
+        tone="good",
+    )
 
 
 STUDY = Study(
