@@ -5,6 +5,7 @@ import inspect
 import json
 
 import pytest
+import torch
 
 from isoloss import config as configs
 from isoloss.cli.main import main
@@ -25,6 +26,7 @@ from isoloss.lab.languages.config import (
 from isoloss.lab.presets import PRESETS, framed, load_preset, train_config
 from isoloss.lab.transfer.config import ClassifierConfig, FinetuneConfig, LinearProbeConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
+from isoloss.seeds import generator
 
 GRAMMAR, MARKOV = LANGUAGES["pcfg-paper"][0], LANGUAGES["hmm-paper"][0]
 TEXT = CorpusConfig(paths=("text",), tokenizer="tokenizer")
@@ -228,3 +230,15 @@ def test_transfer_and_evaluation(capsys, tmp_path, monkeypatch):
         assert json.loads(capsys.readouterr().out)["task"] == name
     assert main(["ls", "presets", "--json"]) == 0
     assert [row["preset"] for row in json.loads(capsys.readouterr().out)["presets"]] == list(PRESETS)
+
+
+@pytest.mark.parametrize(("name", "length", "entropy"), [("pcfg-paper", 17, 3.196), ("hmm-paper", 16, 3.758)])
+def test_the_papers_languages_have_its_mean_length_and_entropy(name, length, entropy):
+    language = LANGUAGES[name][0].build()
+    tokens, lengths, _ = language.sample(4000, generator=generator(0, "facts"))
+    assert abs(lengths.double().mean() - length) < 4 * lengths.double().std() / 4000**0.5 + 1e-9
+    # one masked token a sentence: every sentence counts alike, whatever its length
+    each = language.conditional_entropy(tokens, lengths).double()
+    present = torch.arange(tokens.shape[1]) < lengths[:, None]
+    found = (each * present).sum(dim=1) / lengths
+    assert abs(found.mean() - entropy) < 4 * found.std() / 4000**0.5 + 0.002

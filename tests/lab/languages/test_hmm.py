@@ -394,7 +394,7 @@ def test_any_matrices_keep_every_bit_in_a_file(tmp_path):
 def test_presets():
     laptop = languages.resolve("hmm-laptop").build()
     assert (len(laptop.states), laptop.vocab_size, laptop.max_length) == (8, 32, 8)
-    assert languages.resolve("hmm-paper").build().config == HMMConfig()
+    assert languages.resolve("hmm-paper").build().config == HMMConfig(concentration=0.25, seed=6)
 
 
 GOOD = {"initial": [0.5, 0.5], "transition": np.eye(2), "emission": np.full((2, 3), 1 / 3)}
