@@ -84,6 +84,7 @@ def test_tables_answer_and_page_are_of_the_arms(tmp_path):
     label, row = rows["minimal trace", "accuracy on prefix-4"]
     assert label[3] == "shown"
     assert row["correlation"].value < -0.5
+    assert row["without Muon and SOAP"].num_predictions == len(FEW.grammars) * (len(OPTIMIZERS) - 2)
     steps = {label[0]: label[1] for label, _ in arms.rows}
     # the branches have the steps of the run before them
     assert (steps["AdamW"], steps["Muon"]) == ("70 to 70", "60 to 60")

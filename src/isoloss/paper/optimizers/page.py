@@ -48,7 +48,8 @@ def _figures(results: Results) -> list[Figure]:
                 note="Lines: 95 % confidence intervals over grammars, not adjusted for the number of pairs",
             ),
             caption="Within grammars, without helper and adversary. Right of 0: the sharper, the higher the outcome; "
-            "for accuracies, that is against what the paper finds. The table has the verdicts.",
+            "for accuracies, that is against what the paper finds. The table has the verdicts, and the correlations "
+            "without Muon and SOAP.",
         ),
         Figure(
             name="arms",
