@@ -9,6 +9,7 @@ from isoloss import files
 from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.paper.bracket_study.study import STUDY as BRACKETS
 from isoloss.paper.dose_response.study import STUDY as DOSE_RESPONSE
+from isoloss.paper.optimizers.study import STUDY as OPTIMIZERS
 from isoloss.paper.reproduction.study import STUDY as REPRODUCTION
 from isoloss.paper.same_loss import pilot
 from isoloss.paper.same_loss.pilot import STUDY as PILOT
@@ -42,6 +43,8 @@ def test_the_slopes_are_those_that_the_pilot_found():
         ("dose-response", DOSE_RESPONSE),
         ("pilot", PILOT),
         ("algorithms", ALGORITHMS),
+        ("optimizers", OPTIMIZERS),
+        ("optimizers-repeated", OPTIMIZERS),
         ("paper", REPRODUCTION),
         ("paper-repeated", REPRODUCTION),
         ("paper-evening", REPRODUCTION),
@@ -65,6 +68,8 @@ def test_results_are_of_the_present_design(name, study):
         ("third", STUDY),
         ("fourth", STUDY),
         ("algorithms", ALGORITHMS),
+        ("optimizers", OPTIMIZERS),
+        ("optimizers-repeated", OPTIMIZERS),
         ("paper", REPRODUCTION),
         ("paper-repeated", REPRODUCTION),
         ("paper-evening", REPRODUCTION),
@@ -113,8 +118,24 @@ def test_the_answer_and_the_readme_give_the_differences_that_were_judged():
     assert len(given := numbers_in((ROOT / "docs/answer.md").read_text())) > 12
     assert given <= found
     readme = (ROOT / "README.md").read_text().partition("## What we found")[2].partition("\n## ")[0]
-    assert len(given := numbers_in(readme)) == 5
+    found |= {each for name in DRAWN_BY_OPTIMIZERS for each in of_tables(name)}
+    assert len(given := numbers_in(readme)) == 15
     assert {each.lstrip("-") for each in given} <= {each.lstrip("-") for each in found}
+
+
+DRAWN_BY_OPTIMIZERS = ("optimizers", "optimizers-repeated")
+
+
+def of_tables(name):
+    """Every estimate of the tables of a kept study, as it is printed."""
+    return estimates(files.read_json(RESULTS / name / "summary.json"))
+
+
+def test_the_numbers_of_the_study_optimizers_are_those_of_its_tables():
+    part = (ROOT / "docs/method/studies.md").read_text().partition("## optimizers\n")[2].partition("\n## ")[0]
+    found = {each for name in DRAWN_BY_OPTIMIZERS for each in of_tables(name)}
+    assert len(given := numbers_in(part)) > 150
+    assert given <= found
 
 
 def test_the_accuracies_of_same_loss_are_those_of_the_two_draws():
@@ -134,7 +155,7 @@ def test_the_numbers_of_the_paper_study_are_those_of_its_tables():
     ):
         part = text.partition(f"{title}\n")[2].partition("\n##")[0]
         lines = part.replace("**", "").splitlines()
-        found = {each for name in names for each in estimates(files.read_json(RESULTS / name / "summary.json"))}
+        found = {each for name in names for each in of_tables(name)}
         assert numbers_in("\n".join(line for line in lines if line.startswith("|"))) <= found
         # sentences have sizes, too
         assert (given := numbers_in("\n".join(lines)))
