@@ -326,7 +326,8 @@ class TrainConfig:
         if self.objective.kind != architecture.objective:
             raise IsolossError(
                 f"the objective is {self.objective.kind!r}, and the architecture {self.model.architecture} learns "
-                f"{architecture.objective!r}: choose the other objective or another architecture (isoloss ls models)"
+                f"{architecture.objective!r}: set objective.kind to {architecture.objective!r}, or choose another "
+                "architecture (isoloss ls models)"
             )
         if self.parallel == "fsdp" and not architecture.supports_fsdp:
             raise IsolossError(f"parallel is 'fsdp', but {self.model.architecture} needs full weights: use ddp")

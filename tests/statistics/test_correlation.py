@@ -86,6 +86,21 @@ def test_within_groups_all_variables_are_less_their_means(kind):
     assert found.value == pytest.approx(slow(*centred[:2], centred[2:], kind), rel=1e-7)
     with pytest.raises(IsolossError, match=r"within has the shape \(2,\)"):
         correlation(x, y, codes, within=[0, 1])
+    with pytest.raises(IsolossError, match="within has a group that spans two clusters"):
+        correlation(x, y, codes, within=np.arange(len(codes)) % 3)
+
+
+@pytest.mark.parametrize("kind", ["spearman", "kendall"])
+def test_equal_deviations_from_means_are_ties(kind):
+    rng, codes = np.random.default_rng(0), np.repeat(range(6), 3)
+    for _ in range(20):
+        x, y = rng.integers(0, 6, (2, 18))
+        # three times the deviations, which are whole numbers
+        exact = [3 * v - np.repeat(v.reshape(6, 3).sum(axis=1), 3) for v in (x, y)]
+        found = correlation(x, y, codes, within=codes, kind=kind, resamples=100)
+        assert found.value == pytest.approx(KINDS[kind](*exact)[0], abs=1e-9)
+    with pytest.raises(IsolossError, match="x or y is constant"):
+        correlation(0.1 * codes, y, codes, within=codes, kind=kind)
 
 
 def test_as_an_estimate_it_has_the_error_of_its_interval_and_what_could_be_found():

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.statistics.checking import column, count, labels
-from isoloss.statistics.estimate import Estimate, number, student95
+from isoloss.statistics.estimate import Estimate, number
 from isoloss.statistics.power import minimal_detectable_effect
 from isoloss.statistics.significance import p_value
 
@@ -83,6 +83,7 @@ class Correlation:
         observations: N.
         clusters: G.
         resamples: How many of the bootstrap's have a correlation; in the others a variable is constant.
+        z_stderr: The error of artanh r, in which the interval is symmetric.
     """
 
     kind: Kind
@@ -94,6 +95,7 @@ class Correlation:
     observations: int
     clusters: int
     resamples: int
+    z_stderr: float
 
     def __str__(self) -> str:
         given = f" given {', '.join(self.given)}" if self.given else ""
@@ -102,12 +104,6 @@ class Correlation:
             f"{self.kind.capitalize()} correlation{given} {self.value:.2f}, 95 % interval {low:.2f} to {high:.2f} "
             f"({self.observations} observations in {self.clusters} clusters)"
         )
-
-    @property
-    def _stderr(self) -> float:
-        """The error of artanh r, in which the interval is symmetric."""
-        low, high = (math.atanh(end) for end in self.interval95)
-        return (high - low) / 2 / student95(self.clusters - 1)
 
     def estimate(self) -> Estimate:
         """Return it as an estimate, with the error in r: dr = (1 - r^2) d artanh r.
@@ -118,7 +114,7 @@ class Correlation:
         """
         return Estimate(
             value=self.value,
-            stderr=self._stderr * (1 - self.value**2),
+            stderr=self.z_stderr * (1 - self.value**2),
             samples=self.clusters,
             unit="correlation",
             num_predictions=self.observations,
@@ -134,7 +130,7 @@ class Correlation:
             >>> round(correlation([1, 2, 3, 4, 5, 6], [2, 1, 4, 3, 7, 5], range(6)).detectable(), 2)
             0.56
         """
-        sd = self._stderr * math.sqrt(self.clusters)
+        sd = self.z_stderr * math.sqrt(self.clusters)
         return math.tanh(minimal_detectable_effect(sd, self.clusters, power=power, alpha=alpha))
 
 
@@ -179,9 +175,10 @@ def correlation(
         seed: Of the bootstrap; the stream is `"correlation"`.
 
     Raises:
-        IsolossError: Values that are not finite, a label missing, fewer than 3 clusters, a variable that is constant
-            or that the covariates leave nothing of, with all observations or with one cluster left out, or a
-            correlation of 1 or -1, or one that is the same without each cluster, which has no error.
+        IsolossError: Values that are not finite, a label missing, a group that spans two clusters, fewer than 3
+            clusters, a variable that is constant or that the covariates leave nothing of, with all observations or with
+            one cluster left out, or a correlation of 1 or -1, or one that is the same without each cluster, which has
+            no error.
 
     Example:
         >>> x, y, width = [1, 2, 3, 4, 5, 6], [2, 1, 4, 3, 7, 5], [1, 2, 1, 2, 2, 1]
@@ -200,9 +197,10 @@ def correlation(
     named = {"x": first, **{name: column(name, each, len(first)) for name, each in {"y": y, **given}.items()}}
     if within is not None:
         _, blocks = labels(within, len(first), 1, "within")
-        sizes = np.bincount(blocks)
-        named = {name: each - (np.bincount(blocks, each) / sizes)[blocks] for name, each in named.items()}
+        named = {name: _less_means(each, blocks, ranked=kind != "pearson") for name, each in named.items()}
     names, codes = labels(clusters, len(first), least=3)
+    if within is not None and len({*zip(blocks.tolist(), codes.tolist(), strict=True)}) > blocks.max() + 1:
+        raise IsolossError("within has a group that spans two clusters; each must be a part of one cluster")
     groups = len(names)
     correlations = _correlations(kind, codes, np.stack(list(named.values())))
     value = float(correlations(np.ones((1, groups)))[0])
@@ -234,7 +232,16 @@ def correlation(
         observations=len(first),
         clusters=groups,
         resamples=len(drawn),
+        z_stderr=z.stderr,
     )
+
+
+def _less_means(values: Floats, groups: Integers, *, ranked: bool) -> Floats:
+    """Return values less the mean of their group; for ranks, equal deviations are equal to the last bit."""
+    off: Floats = values - (np.bincount(groups, values) / np.bincount(groups))[groups]
+    grain = _CONSTANT * float(np.abs(values).max()) or 1.0
+    # what is left of values that are constant in every group is rounding, too
+    return np.round(off / grain) * grain if ranked or float(np.abs(off).max()) < grain else off
 
 
 def _resampled(correlations: Callable[[Floats], Floats], groups: int, number: int, seed: int) -> Floats:

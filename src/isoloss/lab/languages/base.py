@@ -278,9 +278,10 @@ class Language(abc.ABC):
     def log_next(self, tokens: torch.Tensor, lengths: torch.Tensor, *, given_length: bool = False) -> torch.Tensor:
         """Return (n, T, V): log Pr(x_t = c | x_1 .. x_{t-1}), the next-token conditionals, in nats.
 
-        They are what a perfect causal model predicts, and their sum at a sentence's own tokens is its log-probability.
-        A causal model does not know how long a sentence will be, only that it has a t-th token, and so it is here; with
-        `given_length`, the length is known too, as it is to a masked model.
+        They are what a perfect causal model predicts. It does not know how long a sentence will be, only that it has a
+        t-th token, and so it is here; with `given_length`, the length is known too, as it is to a masked model. Then
+        their sum at a sentence's own tokens is its log-probability given its length, as it is in any case where all
+        sentences have one length.
 
         Impossible tokens and padded positions are as in `log_conditionals`, and so are the arguments.
 

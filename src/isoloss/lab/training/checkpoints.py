@@ -125,7 +125,9 @@ def load_branch(path: Path, config: TrainConfig) -> dict[str, torch.Tensor]:
         ("algorithm", stage.algorithm.kind, config.algorithm.kind),
     ):
         if there != here:
-            raise IsolossError(f"init_optimizer is on, and {path} has the state of {there}: choose the same {what}")
+            raise IsolossError(
+                f"init_optimizer is on, and {path} has the state of {there}: choose the same {what} in place of {here}"
+            )
     if parent.seed == config.seed:
         raise IsolossError(
             f"seed is {config.seed}, as in the run that {path} is of, whose first batches this run would see again: "

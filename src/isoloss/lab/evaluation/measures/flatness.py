@@ -500,10 +500,12 @@ class DirectionalSharpness(SequenceMeasure):
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return why there is no next update."""
         if context.checkpoint is None:
-            return "only a run of isoloss has an optimizer to go on with"
+            return (
+                "only a run that is measured on its own language has an optimizer to go on with: leave out --language"
+            )
         run, step = context.checkpoint
         if step != (last := run.last_step()):
-            return f"the optimizer's state is kept at the last step, {last}, and not at {step}"
+            return f"the optimizer's state is kept at the last step, {last}, and not at {step}: add --steps last"
         return None if step else "no step was made, so that the optimizer has no state"
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:

@@ -45,7 +45,7 @@ class Span(Trained):
         try:
             symbols_on_level(context.language, self.level)
         except IsolossError as error:
-            return str(error)
+            return f"the grammar has no spans of level {self.level} ({error})"
         return None
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
