@@ -172,3 +172,13 @@ def estimates(document):
         yield number(Estimate.from_dict(document))
     for each in document.values():
         yield from estimates(each)
+
+
+def test_kept_pages_may_load_the_script_that_they_share():
+    pages = list(RESULTS.glob("*/index.html"))
+    assert len(pages) > 3
+    for page in pages:
+        text = page.read_text()
+        assert '<script src="../vega.js"></script>' in text, page
+        policy = text.partition("script-src ")[2].partition(";")[0]
+        assert {"'self'", "file:"} <= set(policy.split()), page

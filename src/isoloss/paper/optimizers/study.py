@@ -237,12 +237,19 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
         "What predicts robustness?": ("int4-rise", "noise-sharpness"),
         "What predicts the effective rank?": ("effective-rank",),
     }
-    return [
-        _card(question, [one for one in found if one.outcome in keys], names) for question, keys in questions.items()
-    ]
+    others = associations(results, MATRIX_OPTIMIZERS)
+    return [_card(question, keys, found, others, names) for question, keys in questions.items()]
 
 
-def _card(question: str, found: Sequence[Association], names: Mapping[str, str]) -> Card:
+def _card(
+    question: str,
+    keys: Collection[str],
+    every: Sequence[Association],
+    others: Sequence[Association],
+    names: Mapping[str, str],
+) -> Card:
+    """Return the answer to what predicts some outcomes, with the largest correlation beside that of `others`."""
+    found = [one for one in every if one.outcome in keys]
     if not found:
         return Card(label=question, value="Not tested", detail="too few grammars")
     shown = [one for one in found if one.verdict == "shown"]
@@ -253,10 +260,15 @@ def _card(question: str, found: Sequence[Association], names: Mapping[str, str])
     estimates = "; ".join(
         f"{FLATNESS[one.measure]} and {names[one.outcome]} {number(one.correlation.estimate())}" for one in shown
     )
+    without = [
+        f". Without Muon and SOAP the largest is {number(one.correlation.estimate())}"
+        for one in others
+        if (one.measure, one.outcome) == (best.measure, best.outcome)
+    ]
     return Card(
         label=question,
         value=f"{FLATNESS[best.measure].capitalize()}: the sharper, the {way} the {names[best.outcome]}",
-        detail=f"correlations shown, {len(shown)} of {len(found)}: {estimates}",
+        detail=f"correlations shown, {len(shown)} of {len(found)}: {estimates}{''.join(without)}",
         tone="good",
     )
 
