@@ -31,6 +31,7 @@ _ROUNDING = 1e-12  # of a row's sum; a row that is nearer to 1 stays as it is
 
 Matrix = npt.ArrayLike | torch.Tensor
 Float = npt.NDArray[np.float64]
+_PREFIXES = 256  # sentences of a chunk of next-token conditionals, which stays in the cache
 _CHARTS = 128  # sentences of a chunk are a multiple of this, so that the charts of the compiled kernels are full
 _CHUNK_BYTES = 5 << 20  # of a chunk's (n, T, S + V) probabilities
 
@@ -265,19 +266,25 @@ class HMM(ExactLanguage):
     def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
         # The forward recursion alone, normalized at each token. The length tells nothing of the tokens before its end.
         initial, transition, emission = (
-            torch.tensor(table, device=self.device) for table in (self.initial, self.transition, self.emission)
+            torch.tensor(table, device=self.device, dtype=self.dtype)
+            for table in (self.initial, self.transition, self.emission)
         )
         # an absent token is one more, of which nothing is known
         emitted = torch.cat([emission.T, torch.ones_like(emission.T[:1])])
         out = batches.large_zeros((*ids.shape, self.vocab_size), self.dtype, self.device)
-        states = initial.expand(len(ids), -1)
         possible = torch.ones(len(ids), dtype=torch.bool, device=self.device)
-        for position in range(ids.shape[1]):
-            out[:, position] = batches.clamped_log_(states @ emission)
-            joint = states * emitted[ids[:, position]]
-            mass = joint.sum(dim=1, keepdim=True)
-            possible &= mass[:, 0] > 0
-            states = joint / mass @ transition
+        for first in range(0, len(ids), _PREFIXES):
+            chunk, probs, known = (each[first : first + _PREFIXES] for each in (ids, out, possible))
+            states = initial.expand(len(chunk), -1)
+            before = []
+            for position in range(chunk.shape[1]):
+                before.append(states)
+                joint = states * emitted[chunk[:, position]]
+                mass = joint.sum(dim=1, keepdim=True)
+                known &= mass[:, 0] > 0
+                states = joint / mass @ transition
+            torch.matmul(torch.stack(before, dim=1), emission, out=probs)
+            batches.clamped_log_(probs)
         _check_possible(possible)
         return _zero_padding(out, lengths)
 
