@@ -79,7 +79,6 @@ def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
         "flatness": {key: key for key in ("trace", "minimal-trace")},
         "transfer": dict(scale.probes),
         "transfer to the task trained with": dict(itertools.islice(scale.probes.items(), 1)),
-        "spans": {"": scale.last_layer},
     }
 
 
