@@ -8,6 +8,7 @@ import importlib.util
 import re
 import warnings
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 NOTHING_PREDICTED = "nothing is predicted: every label that the model could be scored on is -100"
@@ -96,10 +97,32 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
+_SUBJECT = ContextVar("subject", default="")
+
+
+@contextlib.contextmanager
+def naming(subject: str) -> Iterator[None]:
+    """Put a name before the errors and the warnings of a block, such as the name of the model in work.
+
+    Example:
+        >>> with naming("step-200"):
+        ...     raise IsolossError("the loss is not finite")
+        Traceback (most recent call last):
+        isoloss.errors.IsolossError: step-200: the loss is not finite
+    """
+    token = _SUBJECT.set(f"{subject}: ")
+    try:
+        yield
+    except IsolossError as error:
+        raise IsolossError(f"{subject}: {error}") from error
+    finally:
+        _SUBJECT.reset(token)
+
+
 def warn(message: str) -> None:
     """Issue an `IsolossWarning`."""
     # not the function that warns but whoever called it is named as the place
-    warnings.warn(message, IsolossWarning, stacklevel=3)
+    warnings.warn(_SUBJECT.get() + message, IsolossWarning, stacklevel=3)
 
 
 def require(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:

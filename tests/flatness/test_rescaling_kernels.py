@@ -60,30 +60,20 @@ def test_logits_are_checked_with_any_kernel_and_narrow_weights(name, kernel):
 
 @pytest.mark.parametrize("kernel", ["sdpa", NARROW_ONLY])
 @pytest.mark.parametrize("name", ["bert", "llama"])
-def test_the_rounding_of_narrow_weights_is_not_taken_for_the_eps_of_norms(name, kernel):
+def test_narrow_weights_have_the_minimal_trace_of_wide_ones(name, kernel):
     model = made(name, kernel)
     found = fisher_trace(model, [batch_of()], rescaling="minimal")
     wide = fisher_trace(made(name, "sdpa").float(), [batch_of()], rescaling="minimal")
-    assert found.details["log_factor_bound"] is None
-    assert abs(found.details["loss_change_by_eps"]) < 2e-5
     assert found.details["log_probabilities_change_without_eps"] < 1e-12
     # the gradients of the narrow model are rounded to 8 bits, on the same probes
     assert found.value == pytest.approx(wide.value, rel=0.03)
     assert wide.details["trace"] > 1.15 * wide.value
 
 
-def test_a_large_model_with_narrow_weights_is_not_checked(monkeypatch):
+def test_a_large_model_is_not_checked(monkeypatch):
     monkeypatch.setattr(minimal_trace, "_LARGEST_CHECKED", 100)
     found = fisher_trace(made("bert", "sdpa"), [batch_of()], rescaling="minimal").details
-    assert (
-        found["loss_change_by_eps"]
-        is found["log_probabilities_change_without_eps"]
-        is found["log_factor_bound"]
-        is None
-    )
-    wide = fisher_trace(made("bert", "sdpa").float(), [batch_of()], rescaling="minimal").details
-    assert wide["log_probabilities_change_without_eps"] is None
-    assert abs(wide["loss_change_by_eps"]) < 2e-5
+    assert found["log_probabilities_change_without_eps"] is None
 
 
 def test_parts_that_would_not_fit_into_memory_are_refused(monkeypatch):

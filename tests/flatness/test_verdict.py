@@ -33,11 +33,11 @@ def estimate(value, error, draws, **details):
         method="known",
         influence=influence,
         by_parameter=details.pop("by_parameter", {"w": value}),
-        details={"num_parameters": 7, "embeddings": [], "log_factor_bound": None, "gauged": [], **details},
+        details={"num_parameters": 7, "embeddings": [], "gauged": [], "infimum": value, "in_sample": value, **details},
     )
 
 
-def compared(models, **of_minimal):
+def compared(models):
     """The comparison of models, each with its trace and minimal trace (None: not measured), loss and weights."""
     found = {}
     for name, (trace, least, loss, weights) in models.items():
@@ -46,7 +46,7 @@ def compared(models, **of_minimal):
         found[name] = {"trace": estimate(trace, 0.1, seed + 1), "without_embeddings": rest}
         found[name]["loss"] = estimate(loss, 0.001, seed + 3)
         if least is not None:
-            found[name]["minimal-trace"] = estimate(least, 0.1, seed + 2, **of_minimal)
+            found[name]["minimal-trace"] = estimate(least, 0.1, seed + 2)
             found[name]["minimal_without_embeddings"] = rest
     weights = {name: model[-1] for name, model in models.items()}
     return TraceComparison(found, weights=weights, architectures=dict.fromkeys(models, ""))
@@ -56,8 +56,8 @@ def test_a_model_is_the_flattest_where_both_measures_say_so_at_the_same_loss():
     found = verdict(compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.004, "2"), "c": (7, 5, 2.0, "3")}))
     assert (found.flattest, found.reasons) == ("a", ())
     assert str(found) == (
-        "a is the flattest: it has the smallest trace (probability above 0.999) and the smallest minimal trace (above "
-        "0.999), at the same loss as the others within ± 0.01 nats."
+        "a is the flattest: its trace is 0.833 times (95 % 0.793 to 0.875) b's and its minimal trace is 0.750 times "
+        "(95 % 0.685 to 0.821) b's, at the same loss as the others within ± 0.01 nats."
     )
 
 
@@ -85,11 +85,19 @@ def test_an_input_that_makes_up_much_of_an_error_gives_no_verdict_unless_it_hold
     assert ("one of the samples makes up" in str(found)) == (flattest is None)
 
 
-def test_minimal_traces_that_the_eps_of_norms_may_tell_apart_give_no_verdict():
-    # a difference of ten standard errors, and of 0.03 or 0.13 %
-    near, apart = (compared({"a": (5000, 3000, 2.0, "1"), "b": (6000, least, 2.0, "2")}) for least in (3001, 3004))
+def test_a_difference_that_is_sure_but_small_gives_no_verdict():
+    # thousands of standard errors apart, by 4 and by 6 %
+    near, apart = (compared({"a": (5000, 3000, 2.0, "1"), "b": (6000, least, 2.0, "2")}) for least in (3120, 3180))
     assert (verdict(near).flattest, verdict(near).reasons) == (None, ("near",))
-    assert verdict(apart).flattest == "a"
+    assert "the minimal trace of a is 0.962 times (95 % 0.961 to 0.962) b's: less apart than" in str(verdict(near))
+    assert verdict(near, min_ratio=1.03).flattest == verdict(apart).flattest == "a"
+    with pytest.raises(IsolossError, match=r"min_ratio is 0\.9"):
+        verdict(near, min_ratio=0.9)
+
+
+def test_traces_that_are_shown_to_be_alike_need_no_more_inputs():
+    found = verdict(compared({"a": (500, 300, 2.0, "1"), "b": (500.01, 300.01, 2.0, "2")}))
+    assert found.reasons == ("near",)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +131,22 @@ def test_other_losses_give_no_verdict_but_a_wider_margin_does():
     comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.02, "2")})
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("loss",))
-    assert "within ± 0.01 nats of the loss of a. Differences: b 0.02" in str(found)
+    assert "Losses differ by more than 0.01 nats from the loss of a. Differences: b 0.02" in str(found)
     assert "Next: compare checkpoints whose losses are nearer (isoloss compare takes all" in str(found)
     assert comparison.verdict(same_loss=0.03).flattest == "a"
     with pytest.raises(IsolossError, match="margin"):
         comparison.verdict(same_loss=0)
+
+
+def test_losses_that_may_be_the_same_take_more_inputs_and_no_other_checkpoints():
+    comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.0006, "2")})
+    for name in comparison.models:
+        loss = comparison.models[name]["loss"]
+        comparison.models[name]["loss"] = dataclasses.replace(loss, stderr=0.007, influence=7 * loss.influence)
+    found = verdict(comparison, more="more luck")
+    assert (found.flattest, found.reasons) == (None, ("loss open",))
+    assert "It takes more luck to tell whether losses are within ± 0.01 nats of the loss of a." in str(found)
+    assert "Next: take more luck, or ask which is better at a task" in str(found)
 
 
 def test_a_small_difference_leaves_it_open():
@@ -143,16 +162,12 @@ def test_one_measure_alone_gives_no_verdict():
     assert "is missing: it was not measured" in str(found)
 
 
-def test_a_minimum_that_eps_bounds_gives_no_verdict():
-    models = {"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.0, "2")}
-    found = verdict(compared(models, log_factor_bound=0.4))
-    assert (found.flattest, found.reasons) == (None, ("bounded",))
-    assert "for a and b the eps of norms limits the rescaling" in str(found)
-
-
 def test_minimal_traces_by_different_conventions_give_no_verdict():
     comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.0, "2")})
-    comparison.models["b"]["minimal-trace"].details["gauged"].append("residual stream")
+    details = comparison.models["b"]["minimal-trace"].details
+    details["gauged"].append("residual stream")
+    assert comparison.verdict().flattest == "a"  # a gauge that the value does not depend on, as it is the infimum
+    details["infimum"] = 3.5
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("gauges",))
 

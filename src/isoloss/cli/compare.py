@@ -20,7 +20,7 @@ from isoloss.lab.evaluation.measures.base import make_measure
 from isoloss.lab.evaluation.measures.flatness import Trace
 from isoloss.runs import Run, refuse_twice
 from isoloss.statistics.checking import positive
-from isoloss.statistics.significance import SAME_LOSS_NATS
+from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class Args:
     """Where the examples of tasks are, as NAME=PATH: a .tsv, .csv, .jsonl or .json file, a folder or hf:NAME."""
     same_loss_nats: float = SAME_LOSS_NATS
     """How far losses may be apart to count as the same, in nats per predicted token."""
+    min_ratio: float = MIN_RATIO
+    """The smallest ratio of two traces that counts: a model whose trace is smaller by less is not called flatter."""
     html: Path | None = None
     """Write a page of one screen to this file."""
     csv: Path | None = None
@@ -123,6 +125,7 @@ def main(arguments: list[str]) -> int:
                 num_sequences=args.num_sequences,
                 seed=args.seed,
                 same_loss=args.same_loss_nats,
+                min_ratio=args.min_ratio,
                 inputs=InputConfig(**inputs),
                 dtype=getattr(torch, args.dtype),
                 attention=args.attention,

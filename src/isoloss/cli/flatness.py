@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -384,7 +383,7 @@ def _what_helps(args: Any, inputs: Inputs, estimate: Estimate) -> str:
 
 
 def _of_minimum(estimate: Estimate) -> Iterator[str]:
-    """What a minimal trace is beside the plain one, what bounds it, and what fixes it where there is no minimum."""
+    """What a minimal trace is beside the plain one, and what fixes it where there is no minimum."""
     details = estimate.details
     plain, kept = (rounded(details[name], details[f"{name}_stderr"]) for name in ("trace", "keeping_features"))
     low, high = (rounded(details[name], estimate.stderr).split(" ±")[0] for name in ("in_sample", "cross_fitted"))
@@ -397,7 +396,7 @@ def _of_minimum(estimate: Estimate) -> Iterator[str]:
 
 
 def _conventions(estimate: Estimate) -> Iterator[str]:
-    """Return what else decides a minimal trace: gauges where it has no minimum, and what the eps of norms does."""
+    """Yield what fixes the scale where the trace has no minimum."""
     details = estimate.details
     if details["gauged"]:
         infimum = rounded(details["infimum"], estimate.stderr).split(" ±")[0]
@@ -407,12 +406,6 @@ def _conventions(estimate: Estimate) -> Iterator[str]:
             f"{' and '.join(details['gauged'])} is fixed by convention: the geometric mean of the root mean squares of "
             "what it multiplies is 1"
         )
-    if details["loss_change_by_eps"] is None:
-        return
-    bound = details["log_factor_bound"]
-    limit = "" if bound is None else f"; the factors are at most {math.exp(bound):.3g}, so this is not the full minimum"
-    change = details["loss_change_by_eps"]
-    yield f"by the eps of norms, the rescaling changes the loss of the first sequences by {change:.1g} nats{limit}"
 
 
 def _control(measured: Mapping[str, Mapping[str, Estimate]]) -> str:
@@ -480,8 +473,7 @@ def _print_comparison(args: Any, comparison: TraceComparison, inputs: Inputs) ->
     for line in (*_skipped(trace), *_adjustment(trace)):
         common.say_wrapped(line)
     for model, least in comparison.of("minimal-trace").items() if "minimal-trace" in comparison.traces else ():
-        details = least.details
-        for line in _conventions(least) if details["gauged"] or details["log_factor_bound"] is not None else ():
+        for line in _conventions(least):
             common.say_wrapped(f"{names[model]}: {line}")
 
 

@@ -9,7 +9,6 @@ Shapes: m predicted positions, V vocabulary, N clusters.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -17,7 +16,7 @@ import html
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isoloss.errors import IsolossError, require, warn
+from isoloss.errors import IsolossError, naming, require, warn
 from isoloss.flatness._batches import CheckedBatch
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample
 from isoloss.flatness._ghost.engine import Predictions
@@ -46,7 +45,7 @@ from isoloss.model_checks import is_causal, text_config, unwrapped
 from isoloss.statistics.comparison import Comparison, times
 from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, samples_of
 from isoloss.statistics.ratio import ClusteredRatioEstimator, Weighted
-from isoloss.statistics.significance import SAME_LOSS_NATS
+from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS
 from isoloss.statistics.tables import probability, text_table
 from isoloss.text.clusters import Blocks
 
@@ -101,13 +100,14 @@ class TraceComparison(Comparison):
                 estimates[f"the difference in {words} of {first} and {second}"] = difference
         return rarity(estimates)
 
-    def verdict(self, *, same_loss: float = SAME_LOSS_NATS) -> Verdict:
+    def verdict(self, *, same_loss: float = SAME_LOSS_NATS, min_ratio: float = MIN_RATIO) -> Verdict:
         """Return which model is the flattest, or why that cannot be said (`isoloss.flatness.verdict`).
 
         Args:
             same_loss: Margin in nats per predicted token within which two losses count as the same.
+            min_ratio: The smallest ratio of two traces that counts.
         """
-        return verdict(self, same_loss=same_loss)
+        return verdict(self, same_loss=same_loss, min_ratio=min_ratio)
 
     def __repr__(self) -> str:
         return f"TraceComparison({len(self.models)} models; flattest: {self.verdict().flattest or 'no verdict'})"
@@ -355,12 +355,12 @@ def compare_traces(
             estimator: MinimalTraceEstimator | None = None
             if has_minimal:
                 try:
-                    with _naming(name):
+                    with naming(name):
                         sequences = stopping.num_sequences
                         estimator = minimal_trace(model, "minimal", granularity, None, batches, sequences)
                 except IsolossError as error:
                     without_minimal(error)
-            with _naming(name):
+            with naming(name):
                 source = WithLoss(
                     model,
                     num_probes=1 if num_probes is None else num_probes,
@@ -372,7 +372,7 @@ def compare_traces(
             if auxiliary_sample is not None and sample is None:
                 sample = AuxiliarySample.read(model, auxiliary_sample)
             measurement = Measurement(source, auxiliary_sample=sample)
-            with _naming(name):
+            with naming(name):
                 trace = _above_zero(measurement.measure(batches, stopping, progress=step))
                 _check_paired(trace, {other: estimates["trace"] for other, estimates in done.items()})
             result = measurement.result()
@@ -384,7 +384,7 @@ def compare_traces(
                 estimates["bits_per_byte"] = source.bits_per_byte(loss)
             if estimator is not None:
                 try:
-                    with _naming(name):
+                    with naming(name):
                         least = estimator.finish(trace, measurement.columns())
                         least = _above_zero(estimator.checked(least, next(iter(batches))))
                     part = _without_embeddings(least, estimator.without_embeddings(least))
@@ -392,7 +392,7 @@ def compare_traces(
                 except IsolossError as error:
                     without_minimal(error)
             if further is not None:
-                with _naming(name):
+                with naming(name):
                     estimates |= further(model)
         except InterruptedEstimate as stop:
             raise InterruptedComparison(so_far() if done else None, name, stop.partial) from stop
@@ -417,15 +417,6 @@ def compare_traces(
     if not one_estimator:
         warn_unlike({name: estimates["trace"] for name, estimates in done.items()})
     return so_far()
-
-
-@contextlib.contextmanager
-def _naming(model: str) -> Iterator[None]:
-    """Put the model's name before an error."""
-    try:
-        yield
-    except IsolossError as error:
-        raise IsolossError(f"{model}: {error}") from error
 
 
 def _above_zero(trace: Estimate) -> Estimate:

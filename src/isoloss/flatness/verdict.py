@@ -1,8 +1,9 @@
 """Which of several models is the flattest, if that can be said: one verdict from the trace and the minimal trace.
 
-A model is called the flattest only where four things hold: all models have the same parameters, over which a trace is
-a sum; their losses are shown to be the same within a margin; its trace is the smallest; and so is its minimal trace,
-which no rescaling of whole weight tensors can change (of units of an MLP or channels, with a finer granularity).
+A model is called the flattest only where five things hold: all models have the same parameters, over which a trace is
+a sum; their losses are shown to be the same within a margin; its trace is the smallest; so is its minimal trace, which
+no rescaling of whole weight tensors can change (of units of an MLP or channels, with a finer granularity); and the next
+smallest of either is larger by a ratio that counts.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from isoloss.errors import IsolossError
 from isoloss.statistics.comparison import probability_above_zero
 from isoloss.statistics.estimate import Estimate, rarity, rounded
-from isoloss.statistics.significance import SAME_LOSS_NATS, equivalence
+from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, equivalence
 from isoloss.statistics.tables import probability
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ Reason = Literal[
     "function",
     "parameters",
     "loss",
+    "loss open",
     "no minimal trace",
-    "bounded",
     "gauges",
     "open",
     "near",
@@ -38,7 +40,7 @@ Reason = Literal[
 
 # of two models: the 95 % interval of their difference then ends before 0
 _SURE = 0.975  # the probability from which a model's trace is the smallest
-_SAME_MINIMUM = 1e-3  # of a minimal trace: what the eps of norms leaves of a rescaling is below
+_NEGLIGIBLE = 0.01  # of a standard error
 _MOST_NAMED = 3  # models whose losses are told one by one
 _SAME_NATS = 1e-5  # root mean square over samples, below which losses of two models differ by rounding
 
@@ -50,11 +52,10 @@ class Verdict:
     Attributes:
         flattest: The model's name; None: it cannot be said.
         reasons: Why it cannot: the models have the same `weights` or compute the same `function`, they have different
-            `parameters` or architectures, their `loss` is not shown to be the same, there is `no minimal trace`, it is
-            `bounded` by the eps of norms and so depends on the scale of the weights, the models' minimal traces have
-            different `gauges`, an input is so `rare` that it makes up much of an error, a measure leaves `open` which
-            is the smallest, two minimal traces are so `near` that the models may be one function, or the two measures
-            `disagree`.
+            `parameters` or architectures, their `loss` differs by more than the margin, the `loss open`: it takes more
+            inputs to tell whether they differ, there is `no minimal trace`, the models' minimal traces have different
+            `gauges`, an input is so `rare` that it makes up much of an error, a measure leaves `open` which is the
+            smallest, two traces are too `near`: their ratio is below what counts, or the two measures `disagree`.
         text: The verdict in words, with what to do next.
     """
 
@@ -70,6 +71,7 @@ def verdict(
     comparison: TraceComparison,
     *,
     same_loss: float = SAME_LOSS_NATS,
+    min_ratio: float = MIN_RATIO,
     names: Mapping[str, str] | None = None,
     more: str = "more inputs",
 ) -> Verdict:
@@ -79,11 +81,13 @@ def verdict(
         comparison: What `isoloss.flatness.compare_traces` returned for them.
         same_loss: Margin in nats per predicted token within which losses count as the same: by two one-sided tests at
             5 % (`isoloss.statistics.significance`), of each model against the one with the smallest trace.
+        min_ratio: The smallest ratio of two traces that counts: the flattest model's trace and minimal trace are
+            smaller than any other's by this factor at least.
         names: What the models are called; None: their names.
         more: What would make the errors smaller.
 
     Raises:
-        IsolossError: The margin is not above 0.
+        IsolossError: The margin is not above 0, or the ratio is below 1.
 
     Example:
         >>> import torch
@@ -95,6 +99,8 @@ def verdict(
         >>> print(compare_traces({"a": model, "b": model}, [{"input_ids": ids, "labels": ids}]).verdict())
         a and b have identical weights. There is nothing to compare.
     """
+    if not min_ratio >= 1:
+        raise IsolossError(f"min_ratio is {min_ratio}; it is a ratio of a larger trace to a smaller one, 1 or more")
     names = names or {model: model for model in comparison.models}
     weights = comparison.weights
     originals: dict[str, str] = {}  # the first model that is the same as a model, or itself
@@ -128,14 +134,17 @@ def verdict(
         )
         for trace in comparison.traces
     }
-    against = dict(_reasons(comparison, originals, best, chances, names, same_loss, more))
+    against = dict(_reasons(comparison, originals, best, chances, names, same_loss, min_ratio, more))
     if against:
-        text = ["No verdict on which is the flattest.", *against.values(), _next(against)]
+        text = ["No verdict on which is the flattest.", *against.values(), _next(against, more)]
         return Verdict(flattest=None, reasons=tuple(against), text=" ".join([*same, *text]))
+    ratios = [
+        f"its {trace.replace('-', ' ')} is {times_in_words(ratio, interval)} {names[other]}'s"
+        for trace, (other, ratio, interval) in _rivals(comparison, originals, best).items()
+    ]
     sentence = (
-        f"{names[best['trace']]} is the flattest: it has the smallest trace (probability "
-        f"{probability(chances['trace'])}) and the smallest minimal trace ({probability(chances['minimal-trace'])}), "
-        f"at the same loss as the other{'s' * (number > 2)} within ± {same_loss:g} nats."
+        f"{names[best['trace']]} is the flattest: {_listed(ratios)}, at the same loss as the other{'s' * (number > 2)} "
+        f"within ± {same_loss:g} nats."
     )
     return Verdict(flattest=best["trace"], reasons=(), text=" ".join([*same, sentence]))
 
@@ -147,6 +156,7 @@ def _reasons(
     chances: Mapping[str, float],
     names: Mapping[str, str],
     same_loss: float,
+    min_ratio: float,
     more: str,
 ) -> Iterator[tuple[Reason, str]]:
     """Yield why the best models by measure, with these probabilities, are not called the flattest, and in words."""
@@ -172,7 +182,6 @@ def _reasons(
     else:
         said = _listed([f"{names[name]} has {what}" for name, what in zip(best.values(), smallest, strict=True)])
     minima = comparison.of("minimal-trace") if "minimal-trace" in comparison.traces else {}
-    bounded = [names[model] for model, least in minima.items() if least.details["log_factor_bound"] is not None]
     if not minima:
         why = comparison.no_minimal or "it was not measured"
         yield (
@@ -180,22 +189,20 @@ def _reasons(
             f"{said}, but rescaling the weights, which changes no prediction, can change this order. The minimal "
             f"trace, which no rescaling of whole tensors changes, is missing: {why}.",
         )
-    elif bounded:
-        yield (
-            "bounded",
-            f"{said}, but for {_listed(bounded)} the eps of norms limits the rescaling, so the minimal trace still "
-            "depends on the scale of the weights.",
-        )
-    elif len({tuple(least.details["gauged"]) for least in minima.values()}) > 1:
+    elif len({_conventions(least) for least in minima.values()}) > 1:
         yield "gauges", f"{said}, but their minimal traces are fixed by different conventions (gauges)."
-    elif min(chances.values()) < _SURE:
-        yield "open", f"{said}: it takes {more} to tell."
-    elif alike := _of_one_function(comparison, originals, best["minimal-trace"]):
+    elif near := [
+        f"the {trace.replace('-', ' ')} of {names[best[trace]]} is {times_in_words(ratio, interval)} {names[other]}'s"
+        for trace, (other, ratio, interval) in _rivals(comparison, originals, best).items()
+        # sure to be smaller, or sure to be no smaller than that
+        if ratio * min_ratio > 1 and (chances[trace] >= _SURE or interval[0] * min_ratio > 1)
+    ]:
         yield (
             "near",
-            f"{said}, but the minimal traces of {names[best['minimal-trace']]} and {names[alike]} differ by less than "
-            f"{100 * _SAME_MINIMUM:g} %, as they may for rescaled weights by the eps of norms.",
+            f"{said}, but {_listed(near)}: less apart than the smallest ratio that counts, {min_ratio:g}.",
         )
+    elif min(chances.values()) < _SURE:
+        yield "open", f"{said}: it takes {more} to tell."
     elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
     # last: a rare input is a reason only where there would be a verdict otherwise
@@ -205,23 +212,70 @@ def _reasons(
     differences = {name: comparison.difference("loss", name, best["trace"]) for name in others}
     apart = {name: each for name, each in differences.items() if not equivalence(each, same_loss).shown}
     if apart:
+        # beyond the margin with confidence, or too uncertain to say
+        differ = {name: each for name, each in apart.items() if _is_beyond(each, same_loss)}
+        apart = differ or apart
         # of many models, the two ends
         ordered = sorted(apart.items(), key=lambda item: item[1].value)
         shown = ordered if len(ordered) <= _MOST_NAMED else [ordered[0], ordered[-1]]
         losses = [f"{names[name]} {rounded(each.value, each.stderr)}" for name, each in shown]
+        found = (
+            f"Losses differ by more than {same_loss:g} nats from the loss of {names[best['trace']]}"
+            if differ
+            else f"It takes {more} to tell whether losses are within ± {same_loss:g} nats of the loss of "
+            f"{names[best['trace']]}"
+        )
         yield (
-            "loss",
-            f"Not all losses are shown to be within ± {same_loss:g} nats of the loss of {names[best['trace']]}. "
-            f"Differences{f' of {len(apart)} models' * (len(shown) < len(apart))}: "
+            "loss" if differ else "loss open",
+            f"{found}. Differences{f' of {len(apart)} models' * (len(shown) < len(apart))}: "
             f"{' to '.join(losses) if len(shown) < len(apart) else _listed(losses)}.",
         )
 
 
-def _of_one_function(comparison: TraceComparison, originals: Mapping[str, str], best: str) -> str | None:
-    """Return a model whose minimal trace is so near to the smallest that the two may be one function."""
-    minima = comparison.of("minimal-trace")
-    near = (1 + _SAME_MINIMUM) * minima[best].value
-    return next((name for name in originals if originals[name] != best and minima[name].value < near), None)
+def _conventions(least: Estimate) -> tuple[str, ...]:
+    """Return the gauges that a minimal trace depends on: none where it is as good as its infimum, which has none."""
+    details = least.details
+    if details["infimum"] is not None and details["in_sample"] - details["infimum"] < _NEGLIGIBLE * least.stderr:
+        return ()
+    return tuple(details["gauged"])
+
+
+def _is_beyond(difference: Estimate, margin: float) -> bool:
+    """Whether the 95 % interval of a difference is outside of a margin."""
+    low, high = difference.ci95
+    return low > margin or high < -margin
+
+
+def _rivals(
+    comparison: TraceComparison, originals: Mapping[str, str], best: Mapping[str, str]
+) -> dict[str, tuple[str, float, tuple[float, float]]]:
+    """Return by trace the model that comes next to the best, and the ratio of the best to it with its interval."""
+    rivals = {}
+    for trace, first in best.items():
+        other = next(name for name in comparison.ranking(trace) if originals[name] != first)
+        rivals[trace] = other, *comparison.ratio(trace, first, other)
+    return rivals
+
+
+def times_in_words(ratio: float, interval: tuple[float, float]) -> str:
+    """Return a ratio with its 95 % interval.
+
+    Example:
+        >>> times_in_words(0.4567, (0.4321, 0.4826))
+        '0.457 times (95 % 0.432 to 0.483)'
+    """
+    low, high = map(in_digits, interval)
+    return f"{in_digits(ratio)} times (95 % {low} to {high})"
+
+
+def in_digits(ratio: float) -> str:
+    """Return a ratio in three digits.
+
+    Example:
+        >>> in_digits(1.2), in_digits(123.4)
+        ('1.20', '123')
+    """
+    return f"{ratio:#.3g}".rstrip(".")
 
 
 def _rarity(comparison: TraceComparison, originals: Mapping[str, str], best: str, names: Mapping[str, str]) -> str:
@@ -259,7 +313,7 @@ def unlike(models: Mapping[str, Estimate]) -> tuple[str, str] | None:
     return None
 
 
-def _next(reasons: Mapping[Reason, str]) -> str:
+def _next(reasons: Mapping[Reason, str], more: str) -> str:
     steps = []
     if "parameters" in reasons:
         steps.append("give BERT, RoBERTa or OPT models one architecture with isoloss expand")
@@ -267,6 +321,8 @@ def _next(reasons: Mapping[Reason, str]) -> str:
         steps.append(
             "compare checkpoints whose losses are nearer (isoloss compare takes all in a folder of checkpoints)"
         )
+    if "loss open" in reasons:
+        steps.append(f"take {more}")
     steps.append("ask which is better at a task (isoloss compare MODEL MODEL --task TASK)")
     return f"Next: {', or '.join(steps)}."
 

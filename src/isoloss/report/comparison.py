@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isoloss.lab.evaluation.compare import ModelComparison, in_digits
+from isoloss.flatness.verdict import in_digits
+from isoloss.lab.evaluation.compare import ModelComparison
 from isoloss.report.html import Card, IntervalRow, Section, Tone, interval_rows, page, table
 from isoloss.statistics.estimate import interval, number
 

@@ -11,6 +11,7 @@ from isoloss.statistics.checking import fraction, positive
 from isoloss.statistics.estimate import Estimate, rounded
 
 SAME_LOSS_NATS = 0.01  # default margin within which two models have the same loss, per predicted token
+MIN_RATIO = 1.05  # default of the smallest ratio of two traces that counts
 
 
 def p_value(difference: Estimate) -> float:

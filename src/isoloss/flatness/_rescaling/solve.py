@@ -20,19 +20,17 @@ import scipy.special
 
 from isoloss.errors import IsolossError
 
-Bounds = tuple[np.ndarray, np.ndarray]  # the smallest and the largest value of each unknown, each (R,)
 Solver = Callable[[np.ndarray], np.ndarray]
 
 _RIDGE = 1e-13  # of the curvature along an unknown; directions that change no term have no other
 _SMALL = 100_000  # entries of a and of the curvature, up to which dense matrices are faster
 _DENSE = 0.05  # of the entries of a large curvature: where more are not zero, a dense solver is faster
 _SPAN = 1e-8  # of the largest curvature: smaller ones are scaled like it, or their unknowns would be all of a row
-_STEPS = 1000  # of which a few dozen are needed, and two more for each bound that is met
+_STEPS = 1000  # of which a few dozen are needed
 _CLOSE = 0.1  # a step that changes the logarithm of no term by more needs no search along it
 _FURTHEST = 50.0  # the most by which one step may change the logarithm of a term
 _SETTLED = 1e-9  # a step that changes the logarithm of no term by more is the last
 _ROUNDING = 1e-14  # of the sum; smaller gains that no longer fall are those of rounding
-_INWARD = 1e-11  # of the sum: a slope at a bound by which an unknown leaves it
 _OFF = 1e-9  # by how much an equality may fail
 _LARGEST = 300.0  # log-factor: the square of its exponential is still a number
 
@@ -43,48 +41,33 @@ def minimum(
     start: np.ndarray,
     rows: scipy.sparse.csr_array,
     targets: np.ndarray,
-    bounds: Bounds | None = None,
 ) -> np.ndarray:
     """Return the z (R,) with rows z = targets that minimizes the sum of exp(logs + a z); there must be one.
 
-    Of several it is the one of least norm, unless the bounds exclude that one.
-
-    Raises:
-        IsolossError: If no z is within the bounds.
+    Of several it is the one of least norm.
     """
-    lower, upper = bounds or (np.full(len(start), -np.inf), np.full(len(start), np.inf))
     # products of small sparse matrices take longer than dense ones
     if max(a.shape) * a.shape[1] <= _SMALL:
         a, rows = a.toarray(), rows.toarray()
-    z = _feasible(start, rows, targets, lower, upper)
+    z = _onto(start, rows, targets)
     if not len(logs) or not len(z):
-        return _least_norm(z, a, rows, targets, lower, upper)
-    held, last = np.zeros(len(z), dtype=bool), np.inf  # on a bound, for as long as the sum does not fall inward
+        return _least_norm(z, a, rows, targets)
+    last = np.inf
     for _ in range(_STEPS):
         # each term over their sum: the step is the same as without, and nothing overflows
         terms = scipy.special.softmax(logs + a @ z)
-        gradient, step = a.T @ terms, np.zeros(len(z))
-        of_free, rows_of_free = (a[:, ~held], rows[:, ~held]) if held.any() else (a, rows)
-        step[~held], multipliers = solve(of_free, terms, rows_of_free, -gradient[~held], np.zeros(len(targets)))
+        gradient = a.T @ terms
+        step, _ = solve(a, terms, rows, -gradient, np.zeros(len(targets)))
         # the ridge and rounding leave a little of the equalities, which the next steps would add up
         if np.abs(rows @ step).max(initial=0) > _OFF * np.abs(step).max():  # many orders of magnitude between the terms
-            step[~held] = _onto(step[~held], rows_of_free, np.zeros(len(targets)))
+            step = _onto(step, rows, np.zeros(len(targets)))
         changes, gain = a @ step, -float(gradient @ step)
         most = float(np.abs(changes).max())
         # Newton's gains fall quadratically; one that no longer falls is rounding
         settled = most <= _SETTLED or last / 4 <= gain <= _ROUNDING
-        blocking, longest = _first_bound(z, step, lower, upper)
-        length = min(1.0, longest) if most <= _CLOSE or settled else _length(terms, changes, longest)
-        # an active-set method: an unknown that meets its bound stays there until the slope leads inward
-        z, last = z + length * step, gain
-        if length == longest:
-            z[blocking] = (lower if step[blocking] < 0 else upper)[blocking]
-            held[blocking], last = True, np.inf
-        elif settled:
-            slopes = (gradient + rows.T @ multipliers) * np.where(z == lower, 1, -1) * held
-            if slopes.min() >= -_INWARD:
-                return _least_norm(z, a, rows, targets, lower, upper)
-            held[np.argmin(slopes)], last = False, np.inf
+        z, last = z + (1.0 if most <= _CLOSE or settled else _length(terms, changes)) * step, gain
+        if settled:
+            return _least_norm(z, a, rows, targets)
     raise IsolossError(f"minimizing the trace over rescalings did not converge in {_STEPS} Newton steps")
 
 
@@ -152,25 +135,17 @@ def _sparse_solver(matrix: scipy.sparse.csc_array) -> Solver:
     return solution
 
 
-def _length(terms: np.ndarray, changes: np.ndarray, longest: float) -> float:
-    """Return the s up to `longest` where sum(terms exp(s changes)) is smallest, to 1 %."""
+def _length(terms: np.ndarray, changes: np.ndarray) -> float:
+    """Return the s where sum(terms exp(s changes)) is smallest, to 1 %."""
 
     def slope(length: float) -> float:
         return float((terms * changes) @ np.exp(length * changes))
 
     # further out the term that grows fastest would hide all others; the next step goes on from there
-    high = min(longest, _FURTHEST / float(np.abs(changes).max()))
+    high = _FURTHEST / float(np.abs(changes).max())
     if slope(0) >= 0 or slope(high) <= 0:
         return high if slope(high) <= 0 else min(1.0, high)
     return float(scipy.optimize.brentq(slope, 0, high, rtol=0.01))
-
-
-def _first_bound(z: np.ndarray, step: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> tuple[int, float]:
-    """Return the unknown that meets a bound first along a step, and after how much of the step."""
-    room = np.where(step < 0, lower - z, upper - z)
-    lengths = np.divide(room, step, out=np.full(len(z), np.inf), where=step != 0)
-    first = int(np.argmin(lengths))
-    return first, max(float(lengths[first]), 0.0)
 
 
 def _onto(z: np.ndarray, rows: scipy.sparse.csr_array | np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -182,40 +157,13 @@ def _onto(z: np.ndarray, rows: scipy.sparse.csr_array | np.ndarray, targets: np.
     return np.asarray(z + step)
 
 
-def _feasible(
-    start: np.ndarray,
-    rows: scipy.sparse.csr_array | np.ndarray,
-    targets: np.ndarray,
-    lower: np.ndarray,
-    upper: np.ndarray,
-) -> np.ndarray:
-    """Return a z that satisfies the equalities and the bounds, the nearest to `start` if the bounds allow that."""
-    z = _onto(start, rows, targets)
-    if ((lower <= z) & (z <= upper)).all():
-        return z
-    z = np.clip(z, lower, upper)
-    off = targets - rows @ z
-    # least absolute changes, by a linear program
-    if np.abs(off).max(initial=0) > _OFF or (lower > upper).any():
-        room = np.concatenate([upper - z, z - lower])  # for what is added to z and what is taken from it
-        both = scipy.sparse.hstack([scipy.sparse.csr_array(rows), scipy.sparse.csr_array(-rows)])
-        limits = np.stack([np.zeros(len(room)), room], axis=1)
-        found = scipy.optimize.linprog(np.ones(len(room)), A_eq=both, b_eq=off, bounds=limits)
-        if found.status != 0:
-            raise IsolossError("no rescaling within the bounds satisfies the equalities and the gauges")
-        z = z + found.x[: len(z)] - found.x[len(z) :]
-    return np.asarray(z)
-
-
 def _least_norm(
     z: np.ndarray,
     a: scipy.sparse.csr_array | np.ndarray,
     rows: scipy.sparse.csr_array | np.ndarray,
     targets: np.ndarray,
-    lower: np.ndarray,
-    upper: np.ndarray,
 ) -> np.ndarray:
-    """Return the vector of least norm with the same a z, or z where that is outside of the bounds."""
+    """Return the vector of least norm with the same a z."""
     if not len(z):
         return z
     values = np.concatenate([a @ z, targets])
@@ -224,8 +172,7 @@ def _least_norm(
     else:
         both = scipy.sparse.vstack([a, rows])
         found = scipy.sparse.linalg.lsmr(both, values, atol=1e-15, btol=1e-15, conlim=0, maxiter=4 * len(z) + 100)[0]
-    found = _onto(found, rows, targets)
-    return found if ((lower <= found) & (found <= upper)).all() else z
+    return _onto(found, rows, targets)
 
 
 _NEGLIGIBLE = 1e-24  # of the sum of the shares: attention has parts of 1e-12 in a model that has just been made
@@ -262,7 +209,6 @@ def minimize(
     sizes: np.ndarray | Sequence[int],
     writers: Sequence[np.ndarray | Sequence[int]],
     equalities: scipy.sparse.csr_array | np.ndarray | None = None,
-    bounds: Bounds | None = None,
     like: Minimum | None = None,
 ) -> Minimum:
     r"""Minimize a trace over rescalings: $f(z) = \sum_p t_p \exp(-2 (E z)_p)$, convex in the log-factors z.
@@ -286,17 +232,15 @@ def minimize(
         sizes: (K,) number of entries of each part.
         writers: For each generator, the parts that its gauge is about.
         equalities: (m, R) rows with rows @ z == 0, or a single one, (R,): the log-factors of features that are kept.
-        bounds: The smallest and the largest value of each generator, each (R,), infinite where there is none. They
-            bound the change of the model as it is, so that the result depends on how it was rescaled before.
         like: A minimum of the same program for other shares, whose gauges are kept, so that both are about one
             quantity. No infimum is looked for then.
 
     Raises:
-        IsolossError: If a share is not finite, if no z is within the bounds, if all parts that a gauge could be about
-            are zero, or if the smallest trace takes factors beyond e^300.
+        IsolossError: If a share is not finite, if all parts that a gauge could be about are zero, or if the smallest
+            trace takes factors beyond e^300.
     """
     start = None if like is None else like.start
-    program = _ConvexProgram.of(shares, exponents, log_rms, sizes, writers, equalities, bounds, start)
+    program = _ConvexProgram.of(shares, exponents, log_rms, sizes, writers, equalities, start)
     none = scipy.sparse.csr_array((0, len(program.shares)))
     gauged, gauges = ([], none) if like is None else (list(like.gauged), like.gauges)
     # which parts can vanish depends on which have a share, and on no share's size
@@ -330,7 +274,6 @@ def responses(
     minimum: Minimum,
     exponents: scipy.sparse.csr_array,
     terms: scipy.sparse.csr_array,
-    bounds: Bounds | None = None,
 ) -> np.ndarray:
     r"""Return (R, G) how sums of a minimum's terms over groups of parts follow the shares by way of the log-factors.
 
@@ -342,14 +285,8 @@ def responses(
         minimum: Where the trace is smallest, without equalities.
         exponents: (K, R) E.
         terms: (K, G) $t_p w_p$ where part p is in group g.
-        bounds: Those of the minimum; a generator that is on one stays there.
     """
-    held = np.zeros(len(minimum.z), dtype=bool)
-    # what is on a bound does not follow the shares
-    if bounds is not None:
-        held = (minimum.z <= bounds[0]) | (minimum.z >= bounds[1])
-    fixed = scipy.sparse.eye_array(len(held), format="csr")[held]
-    rows = scipy.sparse.vstack([minimum.gauges @ exponents, fixed], format="csr")
+    rows = minimum.gauges @ exponents
     a = -2.0 * exponents
     force, off = (a.T @ terms).toarray(), np.zeros((rows.shape[0], terms.shape[1]))
     return solve(a, np.asarray(terms.sum(axis=1)), rows, force, off)[0]
@@ -365,7 +302,6 @@ class _ConvexProgram:
     sizes: np.ndarray  # (K,)
     writers: scipy.sparse.csr_array  # (R, K) 1 where a part is of a generator's writers
     rows: scipy.sparse.csr_array  # (m, R)
-    bounds: Bounds | None
     written: np.ndarray  # (K,) bool, the parts that are not all zero
     active: np.ndarray  # (K,) bool, the parts whose shares count
     start: np.ndarray  # (R,) the log-factors that bring the RMS of the parts as near to 1 as they can
@@ -379,7 +315,6 @@ class _ConvexProgram:
         sizes: np.ndarray | Sequence[int],
         writers: Sequence[np.ndarray | Sequence[int]],
         equalities: scipy.sparse.csr_array | np.ndarray | None,
-        bounds: Bounds | None,
         start: np.ndarray | None,
     ) -> _ConvexProgram:
         t, e = np.asarray(shares, dtype=float), scipy.sparse.csr_array(exponents, dtype=float)
@@ -398,7 +333,7 @@ class _ConvexProgram:
         # copy and not in another
         levels = np.log(t, out=np.full(len(t), -np.inf), where=t > 0) - 2 * (e @ start)
         active = levels > scipy.special.logsumexp(levels) + math.log(_NEGLIGIBLE)
-        return cls(t, e, logs, n, of_writers, rows, bounds, written, active, start)
+        return cls(t, e, logs, n, of_writers, rows, written, active, start)
 
     def recession(self, gauges: scipy.sparse.csr_array) -> tuple[np.ndarray, np.ndarray]:
         """Return which shares can vanish while none grows (K,), and a direction in which they all do (R,).
@@ -409,8 +344,6 @@ class _ConvexProgram:
         parts, generators = int(self.active.sum()), self.exponents.shape[1]
         limits = np.tile([-np.inf, np.inf], (generators + parts, 1))
         limits[generators:] = 0, 1
-        if self.bounds is not None:  # nothing recedes toward a bound
-            limits[:generators][np.isfinite(np.stack(self.bounds, axis=1))] = 0
         still = [self.rows]
         for g in range(gauges.shape[0]):
             group = gauges[[g]].indices
@@ -459,7 +392,7 @@ class _ConvexProgram:
         a, logs = -2 * self.exponents[parts], np.log(self.shares[parts])
         rows = scipy.sparse.vstack([self.rows, gauges @ self.exponents], format="csr")
         targets = np.concatenate([np.zeros(self.rows.shape[0]), -(gauges @ self.log_rms)])
-        z = minimum(logs, a, start, rows, targets, self.bounds)
+        z = minimum(logs, a, start, rows, targets)
         return z, math.exp(scipy.special.logsumexp(logs + a @ z)) if len(logs) else 0.0
 
 

@@ -67,7 +67,6 @@ class Signals:
         self._solved: dict[int, Combination] = {0: {}}
         self._factors: dict[str, tuple[Signal, Signal]] = {}  # of parameters, for their rows and columns
         self.offsets: dict[str, float] = {}  # of parameters that hold a gain less an offset
-        self.normed: dict[int, Signal] = {}  # what norms read, by the first log-factor
 
     def fixed(self, size: int) -> Signal:
         """Return a signal with the factor 1: what a function that is not homogeneous reads or writes."""
@@ -150,7 +149,6 @@ class Signals:
 
     def norm(self, module: nn.Module | None, read: Signal, written: Signal, *, offset: float = 0.0) -> None:
         """Declare a layer norm or RMS norm without eps, whose gain is its weight plus `offset`; None: it has none."""
-        self.normed[int(read[0])] = read
         self._equate(read, read)
         gain: Any = getattr(module, "weight", None)
         if gain is None:  # what it writes is what it is
@@ -309,7 +307,6 @@ class Rescalings:
             that is not 0: `features @ z == 0` keeps what `model.base_model` gives.
         writers: For each generator, the rows of E whose exponent is positive: the parts that it multiplies.
         offsets: Of parameters that hold a gain less an offset, the offset: w becomes `s (w + offset) - offset`.
-        normed: (R,) bool, the generators that multiply what a norm reads, and so are exact up to its eps alone.
     """
 
     names: tuple[str, ...]
@@ -320,7 +317,6 @@ class Rescalings:
     features: Any
     writers: tuple[NDArray[np.int64], ...]
     offsets: Mapping[str, float]
-    normed: NDArray[np.bool_]
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -350,7 +346,8 @@ def rescalings_of(
 ) -> Rescalings:
     """Return the rescalings of a model, from the rules of its family (`isoloss.flatness._rescaling.families`).
 
-    They are exact up to the eps of norms, which does not scale with what it is added to.
+    They are exact if the eps of each norm is rescaled along, by the square of the factor of what the norm reads. With
+    eps as it is, they are exact up to eps.
 
     Args:
         model: A language model of Hugging Face whose `config.model_type` has rules, or a module with a method
@@ -466,7 +463,6 @@ def _solution(signals: Signals, measured: list[str], others: list[str], last: Si
                 parameter_blocks[name] = ParameterBlocks(torch.from_numpy(rows), torch.from_numpy(columns))
     actions = scipy.sparse.csr_array(scipy.sparse.vstack(list(blocks.values())))
     by_generator = actions.tocsc()
-    read = {number for signal in signals.normed.values() for found in signals.groups(signal)[1] for number in found}
     ends = zip(by_generator.indptr, by_generator.indptr[1:], strict=False)
     return Rescalings(
         names=tuple(titles.values()),
@@ -477,7 +473,6 @@ def _solution(signals: Signals, measured: list[str], others: list[str], last: Si
         features=_matrix([combination for combination in features if combination], places),
         writers=tuple(by_generator.indices[i:j][by_generator.data[i:j] > 0] for i, j in ends),
         offsets={name: offset for name, offset in signals.offsets.items() if name in blocks},
-        normed=np.array([number in read for number in titles], dtype=bool),
     )
 
 

@@ -27,7 +27,7 @@ from isoloss.flatness.comparison import (
     named_models,
 )
 from isoloss.flatness.robustness import ROBUSTNESS, loss_rises
-from isoloss.flatness.verdict import Verdict, verdict
+from isoloss.flatness.verdict import Verdict, in_digits, verdict
 from isoloss.lab.evaluation.context import MeasureContext, ModelInfo, data_context
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import Measure, MeasureResult, make_measure
@@ -36,7 +36,7 @@ from isoloss.model_checks import is_causal
 from isoloss.statistics.checking import positive
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, interval, number, samples_of
 from isoloss.statistics.ratio import ratio_estimate
-from isoloss.statistics.significance import SAME_LOSS_NATS, equivalence
+from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, equivalence
 from isoloss.statistics.tables import short_names, text_table
 from isoloss.text.inputs import drawn_rows
 from isoloss.text.tokenizers import load_tokenizer, token_bytes
@@ -90,10 +90,12 @@ class ModelComparison(TraceComparison):
 
     Attributes:
         same_loss: The margin in nats per predicted token within which two losses count as the same.
+        min_ratio: The smallest ratio of two traces that counts.
         inputs: The inputs that the models were measured on, in words.
     """
 
     same_loss: float = SAME_LOSS_NATS
+    min_ratio: float = MIN_RATIO
     inputs: str = ""
 
     @functools.cached_property
@@ -124,6 +126,7 @@ class ModelComparison(TraceComparison):
         return verdict(
             self,
             same_loss=self.same_loss if same_loss is None else same_loss,
+            min_ratio=self.min_ratio,
             names=self.short,
             more=more,
         )
@@ -134,9 +137,7 @@ class ModelComparison(TraceComparison):
             return []
         answers = [self._same_loss(), self._flatter()]
         if "int4_rise" in self.names:
-            answers.append(
-                self._best("int4_rise", "More robust at 4 bits?", "'s loss rises least", "nats/token", largest=False)
-            )
+            answers.append(self._robust())
         for name, task in self.tasks.items():
             answers.append(self._best(name, f"Better at {task}?", "", "%", largest=True))
         return answers
@@ -171,6 +172,13 @@ class ModelComparison(TraceComparison):
             return Answer(question="Flatter?", answer=names[found.flattest], detail="; ".join(parts), holds=True)
         reason = _REASONS[found.reasons[0]]
         return Answer(question="Flatter?", answer=f"No verdict: {reason}", detail="; ".join(parts), holds=None)
+
+    def _robust(self) -> Answer:
+        """At different losses a smaller rise is no advantage: the loss after rounding is what counts then."""
+        best = self._best("int4_rise", "More robust at 4 bits?", "'s loss rises least", "nats/token", largest=False)
+        if self._same_loss().holds:
+            return best
+        return dataclasses.replace(best, answer="Not judged: the losses are not shown to be the same", holds=None)
 
     def _best(self, name: str, question: str, rises: str, unit: str, *, largest: bool) -> Answer:
         names, ranked = self.short, self.ranking(name)
@@ -243,33 +251,23 @@ class ModelComparison(TraceComparison):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
-        about = {"inputs": self.inputs, "same_loss_nats": self.same_loss}
+        about = {"inputs": self.inputs, "same_loss_nats": self.same_loss, "min_ratio": self.min_ratio}
         answers = {"answers": [dataclasses.asdict(answer) for answer in self.answers()]}
         judged = {"verdict": dataclasses.asdict(self.verdict())} if len(self.models) > 1 else {}
         return {**about, **super().to_dict(), **judged, **answers}
-
-
-def in_digits(ratio: float) -> str:
-    """Return a ratio in three digits.
-
-    Example:
-        >>> in_digits(1.2), in_digits(123.4)
-        ('1.20', '123')
-    """
-    return f"{ratio:#.3g}".rstrip(".")
 
 
 _REASONS = {
     "weights": "identical weights",
     "function": "one function with different weights",
     "parameters": "different architectures",
-    "loss": "the losses are not shown to be the same",
+    "loss": "the losses differ",
+    "loss open": "the losses are not shown to be the same",
     "no minimal trace": "there is no minimal trace",
-    "bounded": "the eps of norms limits the rescaling",
     "gauges": "the minimal traces have different conventions",
     "rare": "one input makes up much of the error",
     "open": "the errors are too large",
-    "near": "the minimal traces are too near to each other",
+    "near": "the traces are too near to each other",
     "disagree": "trace and minimal trace disagree",
 }
 
@@ -287,6 +285,7 @@ def compare(
     causal: bool | None = None,
     robustness: bool = True,
     same_loss: float = SAME_LOSS_NATS,
+    min_ratio: float = MIN_RATIO,
     inputs: InputConfig | None = None,
     device: str = "auto",
     dtype: torch.dtype = torch.float32,
@@ -320,6 +319,7 @@ def compare(
         causal: For `batches`: whether position t predicts token t + 1; None: by the models' class, then their config.
         robustness: Whether to measure how far the loss rises under small changes of the weights.
         same_loss: Margin in nats per predicted token within which two losses count as the same.
+        min_ratio: The smallest ratio of two traces that counts: the flattest model's are smaller by this factor.
         inputs: How `data` is read: length, masking, and so on. The tokenizer is an argument of its own.
         device: For checkpoints: auto, cpu, cuda, cuda:1, mps.
         dtype: For checkpoints: the type of the weights.
@@ -391,6 +391,11 @@ def compare(
         return found
 
     loaders = {name: given if isinstance(given, nn.Module) else _loader(given, load) for name, given in named.items()}
+
+    def judged(compared: TraceComparison) -> ModelComparison:
+        fields = {field.name: getattr(compared, field.name) for field in dataclasses.fields(TraceComparison)}
+        return ModelComparison(**fields, same_loss=same_loss, min_ratio=min_ratio, inputs=read)
+
     try:
         compared = compare_traces(
             loaders,
@@ -404,14 +409,9 @@ def compare(
         )
     except (ComparisonError, InterruptedComparison) as stop:
         if stop.complete is not None:
-            stop.complete = _judged(stop.complete, same_loss, read)
+            stop.complete = judged(stop.complete)
         raise
-    return _judged(compared, same_loss, read)
-
-
-def _judged(compared: TraceComparison, same_loss: float, inputs: str) -> ModelComparison:
-    fields = {field.name: getattr(compared, field.name) for field in dataclasses.fields(TraceComparison)}
-    return ModelComparison(**fields, same_loss=same_loss, inputs=inputs)
+    return judged(compared)
 
 
 def _info(name: str, given: Model | str, load: Callable[..., LoadedModel]) -> ModelInfo:
