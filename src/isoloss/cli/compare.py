@@ -19,7 +19,7 @@ from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import make_measure
 from isoloss.lab.evaluation.measures.flatness import Trace
 from isoloss.runs import Run, refuse_twice
-from isoloss.statistics.checking import positive
+from isoloss.statistics.checking import at_least, positive
 from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS
 from isoloss.text import hub_datasets
 
@@ -177,6 +177,7 @@ def _check(args: Any, models: list[str]) -> None:
     if len(models) == 1:
         raise IsolossError(f"{models[0]} alone has nothing to be compared with: name another, or see isoloss flatness")
     positive("--same-loss-nats", args.same_loss_nats)
+    at_least("--min-ratio", args.min_ratio, 1)
     configs.check(args)
     InputConfig(**args.inputs).check()
     for task in args.task:

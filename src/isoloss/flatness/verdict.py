@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from isoloss.errors import IsolossError
+from isoloss.statistics.checking import at_least
 from isoloss.statistics.comparison import probability_above_zero
 from isoloss.statistics.estimate import Estimate, rarity, rounded
 from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, equivalence
@@ -99,8 +99,7 @@ def verdict(
         >>> print(compare_traces({"a": model, "b": model}, [{"input_ids": ids, "labels": ids}]).verdict())
         a and b have identical weights. There is nothing to compare.
     """
-    if not min_ratio >= 1:
-        raise IsolossError(f"min_ratio is {min_ratio}; it is a ratio of a larger trace to a smaller one, 1 or more")
+    at_least("min_ratio", min_ratio, 1)
     names = names or {model: model for model in comparison.models}
     weights = comparison.weights
     originals: dict[str, str] = {}  # the first model that is the same as a model, or itself

@@ -85,6 +85,18 @@ def positive(name: str, value: float) -> None:
         raise IsolossError(f"{name} is {value}; it must be finite and above 0")
 
 
+def at_least(name: str, value: float, least: float) -> None:
+    """Refuse a number that is not finite or too small.
+
+    Example:
+        >>> at_least("min_ratio", 0.9, 1)
+        Traceback (most recent call last):
+        isoloss.errors.IsolossError: min_ratio is 0.9; it must be finite and at least 1
+    """
+    if not least <= value < math.inf:
+        raise IsolossError(f"{name} is {value}; it must be finite and at least {least:g}")
+
+
 def count(name: str, value: int, least: int) -> None:
     """Refuse a number of things that is too small or not whole.
 

@@ -1,5 +1,6 @@
 """`isoloss.compare` against losses, bytes, rises and probes that are taken one by one."""
 
+import dataclasses
 import json
 import math
 
@@ -224,6 +225,16 @@ def test_differences_are_in_the_order_of_the_table_whichever_model_is_better():
         assert f" times {first}'s" in flatter.detail
 
 
+def test_at_different_losses_no_model_is_called_more_robust():
+    comparison = compare({"a": small.gpt2(8, 0), "b": small.gpt2(8, 1)}, batches())
+    answers = {answer.question: answer for answer in comparison.answers()}
+    assert answers["Same loss?"].holds is not True
+    robust = answers["More robust at 4 bits?"]
+    assert (robust.answer, robust.holds) == ("Not judged: the losses are not shown to be the same", None)
+    at_ten = dataclasses.replace(comparison, same_loss=10.0)
+    assert at_ten.answers()[2].answer in ("a's loss rises least", "b's loss rises least", "No difference shown")
+
+
 def test_the_same_weights_are_identical_and_no_model_is_better():
     comparison = compare({"a": small.gpt2(8), "copy": small.gpt2(8)}, batches())
     assert str(comparison.verdict()) == "a and copy have identical weights. There is nothing to compare."
@@ -296,10 +307,10 @@ def test_documents_that_return_in_turn_are_all_in_the_rises():
     assert found.models["a"]["int4_rise"].samples == 8
 
 
-@pytest.mark.parametrize("margin", [0, -1, float("nan")])
-def test_a_margin_that_is_none_is_refused_before_anything_is_measured(margin):
-    with pytest.raises(IsolossError, match="same_loss is"):
-        compare({"a": small.gpt2(20, 0)}, [], same_loss=margin)
+@pytest.mark.parametrize("wrong", [{"same_loss": 0}, {"same_loss": -1}, {"same_loss": math.nan}, {"min_ratio": 0.9}])
+def test_a_margin_that_is_none_is_refused_before_anything_is_measured(wrong):
+    with pytest.raises(IsolossError, match=f"{next(iter(wrong))} is"):
+        compare({"a": small.gpt2(20, 0)}, [], **wrong)
 
 
 def test_what_only_text_takes_is_refused_beside_batches():

@@ -33,7 +33,7 @@ from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import Measure, MeasureResult, make_measure
 from isoloss.loading import LoadedModel, load_model
 from isoloss.model_checks import is_causal
-from isoloss.statistics.checking import positive
+from isoloss.statistics.checking import at_least, positive
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, interval, number, samples_of
 from isoloss.statistics.ratio import ratio_estimate
 from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, equivalence
@@ -116,17 +116,20 @@ class ModelComparison(TraceComparison):
         """The models' names as they are printed, without the folders that all have in common."""
         return short_names(list(self.models))
 
-    def verdict(self, *, same_loss: float | None = None, more: str = "more inputs") -> Verdict:
+    def verdict(
+        self, *, same_loss: float | None = None, min_ratio: float | None = None, more: str = "more inputs"
+    ) -> Verdict:
         """Return which model is the flattest, or why that cannot be said, and the next step.
 
         Args:
             same_loss: Another margin within which two losses count as the same.
+            min_ratio: Another smallest ratio of two traces that counts.
             more: What would make the errors smaller.
         """
         return verdict(
             self,
             same_loss=self.same_loss if same_loss is None else same_loss,
-            min_ratio=self.min_ratio,
+            min_ratio=self.min_ratio if min_ratio is None else min_ratio,
             names=self.short,
             more=more,
         )
@@ -359,6 +362,7 @@ def compare(
     measures = {task: make_measure(f"{_PROBE}{task}", settings) for task in tasks}
     named = named_models(models)
     positive("same_loss", same_loss)
+    at_least("min_ratio", min_ratio, 1)
     if batches is not None:
         given = {"data": data, "tokenizer": tokenizer, "inputs": inputs, "tasks": tasks or None}
         if unused := [name for name, value in given.items() if value is not None]:
