@@ -19,12 +19,12 @@ from isoloss.seeds import generator
 from isoloss.text import documents, hub_datasets, tokenizers
 from isoloss.text.masking import IGNORED, Batch, Sentences, SpecialIds, mask
 from isoloss.text.packing import boundary_token_ids, pack
+from isoloss.text.token_files import SUFFIXES, Ids, read_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Kind = Literal["masked", "causal"]
-Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 FEWEST_DOCUMENTS = 10  # for an error that counts documents: with fewer the error itself is too uncertain
 
@@ -150,9 +150,8 @@ def read_inputs(
 ) -> Inputs:
     """Return the inputs in `data`. They depend on nothing but the arguments, so that checkpoints compare on the same.
 
-    - `.npy`: integers (n, T), a sequence per row, or (tokens,), cut into rows of `length`. Negative ids are padding;
-      they stand at a row's end.
-    - `.bin`: (tokens,) as uint16, as nanoGPT writes them, or after a header of 1,024 bytes, as llm.c does.
+    - Token ids, `.npy` or `.bin` (see `isoloss.text.token_files.read_token_ids`), in rows or cut into rows of `length`.
+      Negative ids are padding; they stand at a row's end.
     - Text (see `isoloss.text.documents.read_documents`): tokenized, put end to end and cut into rows of `length`.
       For a masked model each row is [CLS], length - 2 tokens, [SEP], where the tokenizer has these two; for a causal
       model each document has the special tokens that the tokenizer itself adds, such as a first bos.
@@ -192,7 +191,7 @@ def read_inputs(
     is_dataset = hub_datasets.is_dataset(data)
     text_config = config.get_text_config()
     length = length or min(_LENGTH, max_length or _LENGTH)
-    is_text = is_dataset or data.suffix.lower() not in (".npy", ".bin")
+    is_text = is_dataset or data.suffix.lower() not in SUFFIXES
     if not is_text and (column or split):
         raise IsolossError(f"{data} holds token ids, which have no column and no split: leave them out")
     # of token ids, only masking wants a tokenizer: to know which ids are special
@@ -201,7 +200,7 @@ def read_inputs(
         assert its_tokenizer is not None
         rows, origins, unknown = _from_text(data, its_tokenizer, kind, length, column, split)
     else:
-        rows, origins, unknown = _from_array(data, length), None, ""
+        rows, origins, unknown = read_token_ids(data, length), None, ""
     _check_rows(rows, data, text_config, max_length, checkpoint)
 
     wanted = len(rows) if num_sequences is None else num_sequences
@@ -297,34 +296,6 @@ def _special_ids(
     if not 0 <= mask_id < vocab_size:
         raise IsolossError(f"the mask's id is {mask_id}; {checkpoint} knows the ids 0 to {vocab_size - 1}")
     return SpecialIds(mask_id, () if tokenizer is None else tuple(tokenizer.all_special_ids))
-
-
-def _from_array(data: Path, length: int) -> Ids:
-    try:
-        array = _read_bin(data) if data.suffix.lower() == ".bin" else np.load(data, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise IsolossError(f"{data} is not a readable {data.suffix} file: {error}") from error
-    if not np.issubdtype(array.dtype, np.integer):
-        raise IsolossError(f"{data} holds {array.dtype}, not integers: token ids are integers")
-    if array.ndim == 1:
-        rows = array[: len(array) // length * length].reshape(-1, length)
-    elif array.ndim == 2:
-        rows = array
-    else:
-        raise IsolossError(f"{data} has {array.ndim} dimensions; token ids have 1 (a stream) or 2 (a sequence a row)")
-    if rows.size == 0:
-        raise IsolossError(f"{data} (shape {array.shape}) holds not one sequence of {rows.shape[1] or 1} tokens")
-    # a larger uint64 would become a negative number, which is padding
-    if int(rows.max()) > np.iinfo(np.int64).max:
-        raise IsolossError(f"{data} holds {rows.max()}, which is no token id")
-    ids: Ids = rows.astype(np.int64)
-    return ids
-
-
-def _read_bin(path: Path) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    array = np.memmap(path, dtype=np.uint16, mode="r")
-    # the header of llm.c, whose files modded-nanogpt and others read, begins with this number
-    return array[512:] if array[:2].tobytes() == np.int32(20240520).tobytes() else array
 
 
 def _from_text(
