@@ -66,6 +66,8 @@ class Inputs:
             first column, which nothing comes before.
         description: One line: how many sequences of what length, and where they came from.
         auxiliary_sample: Of inputs from a file, all sequences that it holds, also the ones in `batches`.
+        bytes_per_token: Of text, the mean number of its bytes (UTF-8) that a predicted token stands for
+            (`isoloss.text.tokenizers.encode_with_bytes`); None: of token ids the text is not known.
     """
 
     batches: list[Batch]
@@ -73,6 +75,7 @@ class Inputs:
     num_predicted: int
     description: str
     auxiliary_sample: Rows | None = None
+    bytes_per_token: float | None = None
 
     @property
     def num_held(self) -> int | None:
@@ -105,7 +108,8 @@ class Inputs:
         """Return at most so many of the sequences, drawn at random and in their order, in batches of the same size."""
         chosen = drawn_rows(self.num_sequences, number, seed)
         few = {name: value[chosen] for name, value in self._whole().items()}
-        return replace(self, batches=_cut(few, len(self.batches[0]["labels"])), num_sequences=int(chosen.sum()))
+        batches = _cut(few, len(self.batches[0]["labels"]))
+        return replace(self, batches=batches, num_sequences=int(chosen.sum()), bytes_per_token=None)
 
     def cut(self, batch_size: int) -> Inputs:
         """Return the same sequences in the same order, in batches of `batch_size`."""
@@ -198,9 +202,9 @@ def read_inputs(
     its_tokenizer = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
     if is_text:
         assert its_tokenizer is not None
-        rows, origins, unknown = _from_text(data, its_tokenizer, kind, length, column, split)
+        rows, sizes, origins, unknown = _from_text(data, its_tokenizer, kind, length, column, split)
     else:
-        rows, origins, unknown = read_token_ids(data, length), None, ""
+        rows, sizes, origins, unknown = read_token_ids(data, length), None, None, ""
     _check_rows(rows, data, text_config, max_length, checkpoint)
 
     wanted = len(rows) if num_sequences is None else num_sequences
@@ -215,6 +219,7 @@ def read_inputs(
         # sorted into the order of the text, which errors over neighbors rest on
         rows_taken = np.sort(chosen.numpy())
         rows, origins = rows[rows_taken], None if origins is None else origins[rows_taken]
+        sizes = None if sizes is None else sizes[rows_taken]
     of_config = getattr(text_config, "pad_token_id", None)
     pads = (None if its_tokenizer is None else its_tokenizer.pad_token_id, of_config, 0)
     # of one token, a causal model predicts nothing
@@ -235,7 +240,12 @@ def read_inputs(
             # the auxiliary sample must count as independent what the measurement does
             auxiliary_sample = replace(auxiliary_sample, origins=None)
             description += ", too few to tell how texts differ: errors are for these texts alone"
-    return replace(make_inputs(_cut(whole, batch_size), kind, description), auxiliary_sample=auxiliary_sample)
+    inputs = replace(make_inputs(_cut(whole, batch_size), kind, description), auxiliary_sample=auxiliary_sample)
+    if sizes is None:
+        return inputs
+    is_predicted = whole["labels"].numpy() != IGNORED
+    is_predicted[:, 0] &= kind == "masked"
+    return replace(inputs, bytes_per_token=float(sizes[is_predicted].sum()) / max(1, inputs.num_predicted))
 
 
 def check_model(inputs: Inputs, config: Any, max_length: int | None, checkpoint: str) -> None:
@@ -300,15 +310,16 @@ def _special_ids(
 
 def _from_text(
     data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int, column: str | None, split: str | None
-) -> tuple[Ids, Ids, str]:
-    """Return the rows, the document in which each begins, and a note of tokens that the tokenizer does not know."""
+) -> tuple[Ids, tokenizers.Floats, Ids, str]:
+    """Return rows, bytes of text of each token, the document in which each begins, and a note of unknown tokens."""
     around = boundary_token_ids(tokenizer) if kind == "masked" else {}
     body = length - len([i for i in around.values() if i is not None])
     if body < 1:
         raise IsolossError(f"the length is {length}; with [CLS] and [SEP] it must be at least 3")
-    # by part of the text, and filled while `pack` reads, so that a long text goes by once: tokens, tokens that are not
-    # known, and the document
+    # by part of the text, and filled while `pack` reads, so that a long text goes by once: tokens, the bytes of each,
+    # tokens that are not known, and the document
     sizes: list[int] = []
+    num_bytes: list[tokenizers.Floats] = []
     unknown: list[int] = []
     numbers: list[int] = []
     is_causal = kind == "causal"
@@ -327,8 +338,9 @@ def _from_text(
             yield text
 
     def counted() -> Iterator[np.ndarray]:
-        for ids in tokenizers.encode(tokenizer, texts(), add_special_tokens=is_causal):
+        for ids, bytes_of in tokenizers.encode_with_bytes(tokenizer, texts(), add_special_tokens=is_causal):
             sizes.append(len(ids))
+            num_bytes.append(bytes_of)
             unknown.append(int((ids == tokenizer.unk_token_id).sum() - (added == tokenizer.unk_token_id).sum()))
             yield ids
 
@@ -336,6 +348,8 @@ def _from_text(
     if not packed:
         raise IsolossError(f"the text in {data} is shorter than one sequence of {length} tokens")
     rows = np.concatenate(packed)
+    no_bytes = {name: None if index is None else 0 for name, index in around.items()}
+    row_bytes = np.concatenate(list(pack(num_bytes, length, **no_bytes)))
     # the place in the stream of the token that each row begins with
     firsts = body * np.arange(len(rows))
     # "right": a row that begins where a document ends is of the next one
@@ -346,10 +360,10 @@ def _from_text(
         is_maskable = ~np.isin(rows, tokenizer.all_special_ids).all(axis=1)
         if not is_maskable.any():
             raise IsolossError(f"{data} holds no token that the tokenizer knows and that could be masked")
-        rows, origins = rows[is_maskable], origins[is_maskable]
+        rows, row_bytes, origins = rows[is_maskable], row_bytes[is_maskable], origins[is_maskable]
         left_out = (~is_maskable).sum()
         note += f", {left_out:,} sequences of unknown tokens alone left out" if left_out else ""
-    return rows, origins, note
+    return rows, row_bytes, origins, note
 
 
 def _check_rows(rows: Ids, data: Path | str, config: Any, max_length: int | None, checkpoint: str) -> None:
