@@ -192,10 +192,9 @@ def read_inputs(
         if value is not None and value < 1:
             raise IsolossError(f"the {name} is {value}; it must be at least 1")
     hub_datasets.check_data(data)
-    is_dataset = hub_datasets.is_dataset(data)
     text_config = config.get_text_config()
     length = length or min(_LENGTH, max_length or _LENGTH)
-    is_text = is_dataset or data.suffix.lower() not in SUFFIXES
+    is_text = holds_text(data)
     if not is_text and (column or split):
         raise IsolossError(f"{data} holds token ids, which have no column and no split: leave them out")
     # of token ids, only masking wants a tokenizer: to know which ids are special
@@ -248,6 +247,11 @@ def read_inputs(
     return replace(inputs, bytes_per_token=float(sizes[is_predicted].sum()) / max(1, inputs.num_predicted))
 
 
+def holds_text(data: Path) -> bool:
+    """Return whether data is text, by its name, and not token ids."""
+    return hub_datasets.is_dataset(data) or data.suffix.lower() not in SUFFIXES
+
+
 def check_model(inputs: Inputs, config: Any, max_length: int | None, checkpoint: str) -> None:
     """Raise an `IsolossError` where a model, called `checkpoint`, cannot take inputs that were read for another one."""
     for batch in inputs.batches:
@@ -290,8 +294,7 @@ def _tokenizer(
     except IsolossError as error:
         if needed:
             raise IsolossError(f"{error}; give --tokenizer FOLDER, or token ids as a .npy file") from error
-        # the checkpoint has a tokenizer, and it is damaged
-        if error.__cause__ is not None:
+        if not isinstance(error, tokenizers.NoTokenizerError):
             warn(f"{error}; so it is not known which tokens are special")
         return None
 

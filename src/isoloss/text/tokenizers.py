@@ -34,6 +34,10 @@ _TRAINED = "wordpiece:"  # before a number of tokens
 _MOST_TOKENS = 1_000_000
 
 
+class NoTokenizerError(IsolossError):
+    """There is no tokenizer where one was looked for; any other error is of one that is there."""
+
+
 def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -> PreTrainedTokenizerFast:
     """Return the tokenizer that `spec` names.
 
@@ -44,6 +48,10 @@ def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -
         spec: A Hugging Face folder, a name on the hub, `NAME` or `NAME@REVISION` (what is on this machine already is
             taken from there), or a `vocab.txt`.
         needs: Special tokens that it has to have.
+
+    Raises:
+        NoTokenizerError: There is none.
+        IsolossError: It is damaged, or of a kind that cannot be used.
     """
     check_name(spec)
     path = Path(spec).expanduser()
@@ -63,7 +71,7 @@ def check_name(spec: str) -> None:
     """Refuse what is no file, no folder and not what may be a name on the hub; nothing is opened."""
     may_be_on_hub = may_be_hub_name(spec.partition("@")[0]) and not spec.endswith(".txt")
     if not may_be_on_hub and not (spec and Path(spec).expanduser().exists()):
-        raise IsolossError(f"there is no tokenizer {spec!r}{files.nearest(spec) or ':'} {_CHOICES}")
+        raise NoTokenizerError(f"there is no tokenizer {spec!r}{files.nearest(spec) or ':'} {_CHOICES}")
 
 
 def trained_size(spec: str) -> int | None:
@@ -303,7 +311,7 @@ def _from_vocabulary(path: Path) -> PreTrainedTokenizerFast:
     from transformers import BertTokenizerFast
 
     if path.suffix != ".txt":
-        raise IsolossError(f"{path} is a file but no vocab.txt: {_CHOICES}")
+        raise NoTokenizerError(f"{path} is a file but no vocab.txt: {_CHOICES}")
     with reading(path):
         # not `splitlines`, which also cuts at characters that a token may be, such as U+2028
         tokens = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
@@ -324,14 +332,12 @@ def _from_hub(spec: str) -> PreTrainedTokenizerFast:
     message = f"the Hugging Face repository {spec} holds no tokenizer that transformers can load"
     try:
         return _auto(name, message, revision=revision, local_files_only=True)
-    except IsolossError as error:
-        # an OSError says that it is not here; anything else, that it is and cannot be read
-        if not isinstance(error.__cause__, OSError):
-            raise
+    except NoTokenizerError:
+        pass  # only the model may be here
     from isoloss.early_checks import hub_answers
 
     if not hub_answers(name, what="tokenizer", revision=revision or None):
-        raise IsolossError(
+        raise NoTokenizerError(
             f"there is no tokenizer {spec} on this machine, and the Hugging Face hub does not answer"
             f"{files.nearest(name) or ':'} {_CHOICES}"
         )
@@ -353,9 +359,10 @@ def _auto(spec: str, message: str, *, revision: str = "", local_files_only: bool
         )
     except Exception as error:
         # transformers raises nearly anything on a folder that does not suit it
-        held = [path for pattern in _FILES for path in sorted(Path(spec).glob(pattern))]
-        if Path(spec).is_dir() and not held:
-            raise IsolossError(message) from None
+        held = _held(spec, revision)
+        # an OSError of the hub may be of the connection
+        if not held and (Path(spec).is_dir() or local_files_only or not isinstance(error, OSError)):
+            raise NoTokenizerError(message) from None
         raise IsolossError(f"{message}: {_reason(held, error)}") from error
     finally:
         logger.setLevel(level)
@@ -363,8 +370,21 @@ def _auto(spec: str, message: str, *, revision: str = "", local_files_only: bool
         raise IsolossError(f"{spec} has a tokenizer without a fast form ({type(tokenizer).__name__})")
     # transformers makes up a tokenizer of special tokens alone for a checkpoint folder without a vocabulary
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
-        raise IsolossError(message)
+        if held := _held(spec, revision):
+            raise IsolossError(f"{message}: it has {', '.join(path.name for path in held)}, and no vocabulary")
+        raise NoTokenizerError(message)
     return tokenizer
+
+
+def _held(spec: str, revision: str) -> list[Path]:
+    """Return the files of a tokenizer in a folder, or in the copy of a repository of the hub on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(spec)
+    if not folder.is_dir():
+        config = try_to_load_from_cache(spec, "config.json", revision=revision or "main")
+        folder = Path(config).parent if isinstance(config, str) else folder
+    return [path for pattern in _FILES for path in sorted(folder.glob(pattern))]
 
 
 def _reason(held: list[Path], error: Exception) -> str:

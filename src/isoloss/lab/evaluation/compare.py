@@ -312,7 +312,7 @@ def compare(
         batches: As for `isoloss.fisher_trace`, in place of `data`.
         data: Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs) or token ids (.npy); None, without
             `batches`: `python:docs`, the language reference that comes with Python.
-        tokenizer: The tokenizer of all models, or its folder or name; None: the first checkpoint's own.
+        tokenizer: The tokenizer of all models, or its folder or name; None: the checkpoints' own, which must be alike.
         tasks: Text tasks (`isoloss ls tasks`): the accuracy of a linear probe on the last hidden states of each model.
         task_data: Where the examples of tasks are, as NAME=PATH.
         num_sequences: The most sequences of `data` to measure on.
@@ -367,7 +367,7 @@ def compare(
     read, bytes_per_token = "", None
     if batches is None:
         infos = [_info(name, given, load) for name, given in named.items()]
-        if tokenizer is None and not infos[0].has_tokenizer:
+        if tokenizer is None and not any(info.has_tokenizer for info in infos):
             raise IsolossError(f"{infos[0].name} is a model in memory, which has no tokenizer: give tokenizer")
         config = inputs or InputConfig()
         if isinstance(tokenizer, str):
