@@ -148,7 +148,7 @@ def test_a_folder_is_no_file_of_weights(capsys, folder):
 
 def test_ids_after_a_header_are_read_without_it(folder, capsys):
     header = np.zeros(256, dtype=np.int32)
-    header[0] = 20240520
+    header[:3] = 20240520, 1, len(IDS)
     (folder / "llm.bin").write_bytes(header.tobytes() + IDS.tobytes())
     words = ("flatness", folder / "a.pt", "--module", MODULE, "--length", 8, "--device", "cpu", "--data")
     plain, behind = (trace_of(as_json(capsys, *words, folder / name)) for name in ("ids.bin", "llm.bin"))

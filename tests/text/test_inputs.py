@@ -483,3 +483,25 @@ def test_text_that_the_tokenizer_does_not_know_is_told_and_never_all_of_a_row(tm
     path.write_text("zz " * 40)
     with pytest.raises(IsolossError, match="holds no token that the tokenizer knows and that could be masked"):
         read(path, tokenizer=str(vocab), length=8)
+
+
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_bytes_per_predicted_token(tmp_path, bos, vocab, words, kind):
+    """Five rows of one text each: a causal model predicts all but the bos, and spaces go with the words after them."""
+    documents = [" ".join(words[i : i + 4]).upper() + " \N{SNOWMAN}" for i in range(0, 20, 4)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    if kind == "causal":
+        inputs = read(tmp_path / "text.jsonl", config=GPT, kind=kind, tokenizer=bos, length=6)
+        assert inputs.num_predicted == 25
+        assert inputs.bytes_per_token == pytest.approx(sum(len(text.encode()) for text in documents) / 25)
+        assert inputs.cut(2).shuffled(0).bytes_per_token == inputs.bytes_per_token
+    else:
+        every = ObjectiveConfig(masking="fraction", fraction=1.0)
+        inputs = read(tmp_path / "text.jsonl", tokenizer=str(vocab), length=7, masking=every)
+        assert inputs.num_predicted == 20  # unknown tokens are special, and no model is asked for them
+        known = [text.removesuffix(" \N{SNOWMAN}") for text in documents]
+        assert inputs.bytes_per_token == pytest.approx(sum(map(len, known)) / 20)
+
+
+def test_of_token_ids_the_text_is_not_known(save):
+    assert read(save(np.ones((3, 4), int)), config=GPT, kind="causal").bytes_per_token is None

@@ -85,6 +85,19 @@ def test_number_labels_are_in_order_of_value(tmp_path):
         # as pandas writes numbers of which some are missing, and spaces around a name
         (["1.0", "0.0", "nan", "1"], ("0", "1"), [0, 1, 3], "1 without a label"),
         (["yes ", "no", "yes"], ("no", "yes"), [0, 1, 2], None),
+        (
+            ["a", "NA", "b", "NA"],
+            ("a", "b"),
+            [0, 2],
+            "2 rows are left out: 2 with the label NA, read as a missing label",
+        ),
+        (
+            ["a", "None", "<NA>", "null", "b"],
+            ("a", "b"),
+            [0, 4],
+            "3 rows are left out: 1 with the label None, .*<NA>.*null",
+        ),
+        (["none", "NONE", "a"], ("none", "NONE", "a"), [0, 1, 2], None),
     ],
 )
 def test_rows_without_a_label_are_left_out_and_counted(tmp_path, labels, names, kept, said):
@@ -96,6 +109,18 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path, labels, names, 
     assert data.texts == tuple(f"x{row}" for row in kept)
     assert data.num_unlabeled == len(labels) - len(kept)
     assert len(data.labels) == len(kept)
+
+
+def test_what_a_task_names_as_a_class_is_one(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("t,label\nx,None\ny,some\nz,NA\n")
+    with pytest.warns(IsolossWarning, match="1 row is left out: 1 with the label NA"):
+        data = read_labeled_text(path, text="t", label_names=("some", "None"))
+    assert (data.texts, data.labels, data.label_names) == (("x", "y"), (1, 0), ("some", "None"))
+    named = datasets.ClassLabel(names=["None", "some"])
+    features = datasets.Features({"t": datasets.Value("string"), "label": named})
+    datasets.Dataset.from_dict({"t": ["x", "y"], "label": [0, 1]}, features=features).save_to_disk(tmp_path / "saved")
+    assert read_labeled_text(f"hf:{tmp_path / 'saved'}", text="t").label_names == ("None", "some")
 
 
 @pytest.mark.parametrize(

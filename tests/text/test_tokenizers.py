@@ -4,12 +4,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import BertConfig, PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from isoloss.errors import IsolossError
-from isoloss.text.tokenizers import encode, load_tokenizer, serialized, token_bytes, vocabulary
+from isoloss.text.tokenizers import encode, encode_with_bytes, keep, load_tokenizer, serialized, vocabulary
 
 
 def ids(tokenizer, *texts, **options):
@@ -196,9 +196,74 @@ def test_a_revision_on_the_hub_has_its_own_tokenizer(vocab, tmp_path, monkeypatc
         load_tokenizer("someone/something@step2")
 
 
-def test_an_added_token_stands_for_the_bytes_of_its_text():
-    backend = Tokenizer(models.BPE({"a": 0}, []))
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    tokenizer.add_tokens(["日本", "façade"])
-    assert token_bytes(tokenizer).tolist() == [1, 6, 7]
+# --- the bytes of a text that its tokens stand for
+
+
+def gemma():
+    """Its runs of spaces and line ends are added tokens that are not special; what it does not know becomes bytes."""
+    runs = ["\n", "\n\n", "▁▁", "▁▁▁▁"]
+    tokens = ["<unk>", "<bos>", *runs, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefx:"]
+    merges = [("▁", "▁"), ("▁▁", "▁▁")]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    backend.add_special_tokens(["<unk>", "<bos>"])
+    backend.add_tokens([AddedToken(run, normalized=False, special=False) for run in runs])
+    return backend
+
+
+def sentence_pieces():
+    """As T5's: NFKC, lower case, runs of spaces as one, and a space before a text."""
+    pieces = [("<unk>", 0.0), ("▁", -2.0), ("f", -3.0), ("i", -3.0), ("▁fi", -2.5), ("s", -3.0)]
+    backend = Tokenizer(models.Unigram(pieces, 0))
+    parts = [normalizers.NFKC(), normalizers.Lowercase(), normalizers.Replace(Regex(" {2,}"), " ")]
+    backend.normalizer = normalizers.Sequence(parts)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    return backend
+
+
+def byte_level():
+    """As GPT-2's, whose offsets leave out the spaces where they are trimmed, as RoBERTa's are."""
+    merges = [("\u0120", "a"), ("a", "\u00c3")]
+    tokens = ["<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    return backend
+
+
+def lower_casing():
+    backend = Tokenizer(models.WordPiece({"[UNK]": 0, "na": 1, "##ive": 2, "y": 3}, unk_token="[UNK]"))
+    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "sizes"),
+    [
+        # what looks like a run of spaces is bytes of ▁ where the text has it
+        (gemma, "a:\n\n    x  é", [0, 1, 1, 2, 4, 1, 2, 1, 1]),
+        (gemma, "▁▁a<bos>", [0, 6, 1, 1, 1, 1, 1, 1]),
+        # the space before a text has an equal share in its first character
+        (sentence_pieces, "fi  FI ☃s", [2, 4, 1, 3, 1]),
+        (sentence_pieces, "\N{LATIN SMALL LIGATURE FI}s", [3, 1]),
+        (byte_level, "aé a☃", [2, 1, 2, 1, 1, 1]),
+        # white space goes to the next word or, at the end, to the last; [UNK] stands for a word
+        (lower_casing, "  Naïve y\n \N{EM DASH}\n", [4, 4, 2, 6]),
+        (lower_casing, "", []),
+        (lower_casing, " \n", []),
+    ],
+)
+def test_the_bytes_of_tokens_are_the_bytes_of_the_text(make, text, sizes):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make())
+    ((ids, found),) = encode_with_bytes(tokenizer, [text], add_special_tokens=True)
+    assert found.tolist() == pytest.approx(sizes)
+    assert found.sum() == pytest.approx(len(text.encode()) if sizes else 0)
+    assert ids.tolist() == next(iter(encode(tokenizer, [text], add_special_tokens=True))).tolist()
+
+
+def test_kept_tokens_stand_for_what_the_teachers_tokens_do():
+    tokenizer = keep(PreTrainedTokenizerFast(tokenizer_object=lower_casing()), [3, 1], length=8)
+    ((ids, sizes),) = encode_with_bytes(tokenizer, ["y Naïve ☃"], add_special_tokens=True)
+    assert (ids.tolist(), sizes.tolist()) == ([3, 0, 1, 3, 3], [0, 1, 3, 4, 4])

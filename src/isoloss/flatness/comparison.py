@@ -1,8 +1,7 @@
 """Several models on the same inputs with the same random signs: paired differences of their flatness and loss.
 
 A model's estimates are `trace`, `without_embeddings` (the part of the trace that is not the embeddings') and `loss`;
-where the minimal trace was measured, also `minimal-trace` and `minimal_without_embeddings`; where it is known how many
-bytes a token stands for, `bits_per_byte`.
+where the minimal trace was measured, also `minimal-trace` and `minimal_without_embeddings`.
 
 Shapes: m predicted positions, V vocabulary, N clusters.
 """
@@ -14,7 +13,6 @@ import functools
 import hashlib
 import html
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ from isoloss.flatness.minimal_trace import MinimalTraceEstimator, minimal_trace
 from isoloss.flatness.verdict import Verdict, unlike, verdict
 from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, text_config, unwrapped
-from isoloss.statistics.comparison import Comparison, times
+from isoloss.statistics.comparison import Comparison
 from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, samples_of
 from isoloss.statistics.ratio import ClusteredRatioEstimator, Weighted
 from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS
@@ -247,7 +245,6 @@ def compare_traces(
     one_estimator: bool = False,
     minimal: bool | None = None,
     granularity: Granularity = "tensor",
-    token_bytes: torch.Tensor | None = None,
     further: Callable[[nn.Module], Mapping[str, Estimate]] | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> TraceComparison:
@@ -282,8 +279,6 @@ def compare_traces(
         minimal: Whether to measure the minimal traces too (`fisher_trace` with a `rescaling`); `rtol` is then about
             these. None: where the rescalings of all models are known, and the result's `no_minimal` says why not.
         granularity: Of the rescalings, as for `fisher_trace`.
-        token_bytes: (V,) how many bytes of text each token id stands for (`isoloss.text.tokenizers.token_bytes`), for
-            the loss in bits per byte of the predicted tokens.
         further: Called with each model, while it is loaded, for more estimates of it.
         progress: Called with a model's name and the number of its sequences done.
 
@@ -294,8 +289,7 @@ def compare_traces(
         InterruptedComparison: Ctrl-C; it carries what is complete, and the trace of the model in work so far.
 
     Example:
-        >>> import math
-        >>> import torch
+        >>>         >>> import torch
         >>> from isoloss.flatness import compare_traces
         >>> from transformers import BertConfig, BertForMaskedLM
         >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -368,7 +362,7 @@ def compare_traces(
                     causal=outline.causal,
                     parameter_blocks=None if estimator is None else estimator.parameter_blocks,
                 )
-            source.controls, source.separate, source.token_bytes = controls, not one_estimator, token_bytes
+            source.controls, source.separate = controls, not one_estimator
             if auxiliary_sample is not None and sample is None:
                 sample = AuxiliarySample.read(model, auxiliary_sample)
             measurement = Measurement(source, auxiliary_sample=sample)
@@ -380,8 +374,6 @@ def compare_traces(
             # over the same blocks as the trace, so that influences of the two belong to the same samples
             loss = source.loss(measurement.blocks())
             estimates = {"trace": trace, "without_embeddings": _without_embeddings(trace, rest), "loss": loss}
-            if token_bytes is not None:
-                estimates["bits_per_byte"] = source.bits_per_byte(loss)
             if estimator is not None:
                 try:
                     with naming(name):
@@ -470,14 +462,12 @@ class WithLoss(ExactLabels):
     """The exact expectation over labels, keeping the loss at the given labels of every sequence."""
 
     controls: torch.Tensor | None = None  # (N, C) control variates to use instead of the model's own
-    token_bytes: torch.Tensor | None = None  # (V,)
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self.own_controls: list[torch.Tensor] = []  # (B, C) of each batch, whether they were used or not
         self._nats: list[torch.Tensor] = []
         self._positions: list[torch.Tensor] = []
-        self._bytes: list[torch.Tensor] = []
         self._clusters: list[torch.Tensor] = []
 
     def measure(self, batch: CheckedBatch) -> BatchSums:
@@ -489,10 +479,6 @@ class WithLoss(ExactLabels):
             self._nats.append(terms.values.new_zeros(len(terms.positions)))
         self._positions.append(terms.positions)
         self._clusters.append(batch.clusters)
-        if self.token_bytes is not None:
-            rows, ids = batch.checked.predicted.nonzero()[:, 0].cpu(), batch.checked.targets.cpu()
-            sums = torch.zeros(len(terms.positions), dtype=torch.float64)
-            self._bytes.append(sums.index_add_(0, rows, self.token_bytes[ids].double()))
         if self.controls is None:
             return terms
         return terms._replace(controls=self.controls[batch.first : batch.first + len(terms.positions)])
@@ -513,17 +499,6 @@ class WithLoss(ExactLabels):
             method="cross-entropy",
             influence=result.influence.numpy(),
         )
-
-    def bits_per_byte(self, loss: Estimate) -> Estimate:
-        """Return the loss in bits over the bytes that the predicted tokens stand for.
-
-        The bytes of these tokens are taken as given, so that a difference of two models is as sure in one unit as in
-        the other.
-        """
-        tokens, size = int(torch.cat(self._positions).sum()), float(torch.cat(self._bytes).sum())
-        if size == 0:
-            raise IsolossError("the predicted tokens stand for no bytes of text, so there are no bits per byte")
-        return dataclasses.replace(times(loss, tokens / size / math.log(2)), unit="bits per byte")
 
     def _probe(
         self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool

@@ -19,12 +19,12 @@ from isoloss.seeds import generator
 from isoloss.text import documents, hub_datasets, tokenizers
 from isoloss.text.masking import IGNORED, Batch, Sentences, SpecialIds, mask
 from isoloss.text.packing import boundary_token_ids, pack
+from isoloss.text.token_files import SUFFIXES, Ids, read_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Kind = Literal["masked", "causal"]
-Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 FEWEST_DOCUMENTS = 10  # for an error that counts documents: with fewer the error itself is too uncertain
 
@@ -66,6 +66,8 @@ class Inputs:
             first column, which nothing comes before.
         description: One line: how many sequences of what length, and where they came from.
         auxiliary_sample: Of inputs from a file, all sequences that it holds, also the ones in `batches`.
+        bytes_per_token: Of text, the mean number of its bytes (UTF-8) that a predicted token stands for
+            (`isoloss.text.tokenizers.encode_with_bytes`); None: of token ids the text is not known.
     """
 
     batches: list[Batch]
@@ -73,6 +75,7 @@ class Inputs:
     num_predicted: int
     description: str
     auxiliary_sample: Rows | None = None
+    bytes_per_token: float | None = None
 
     @property
     def num_held(self) -> int | None:
@@ -105,7 +108,8 @@ class Inputs:
         """Return at most so many of the sequences, drawn at random and in their order, in batches of the same size."""
         chosen = drawn_rows(self.num_sequences, number, seed)
         few = {name: value[chosen] for name, value in self._whole().items()}
-        return replace(self, batches=_cut(few, len(self.batches[0]["labels"])), num_sequences=int(chosen.sum()))
+        batches = _cut(few, len(self.batches[0]["labels"]))
+        return replace(self, batches=batches, num_sequences=int(chosen.sum()), bytes_per_token=None)
 
     def cut(self, batch_size: int) -> Inputs:
         """Return the same sequences in the same order, in batches of `batch_size`."""
@@ -150,9 +154,8 @@ def read_inputs(
 ) -> Inputs:
     """Return the inputs in `data`. They depend on nothing but the arguments, so that checkpoints compare on the same.
 
-    - `.npy`: integers (n, T), a sequence per row, or (tokens,), cut into rows of `length`. Negative ids are padding;
-      they stand at a row's end.
-    - `.bin`: (tokens,) as uint16, as nanoGPT writes them, or after a header of 1,024 bytes, as llm.c does.
+    - Token ids, `.npy` or `.bin` (see `isoloss.text.token_files.read_token_ids`), in rows or cut into rows of `length`.
+      Negative ids are padding; they stand at a row's end.
     - Text (see `isoloss.text.documents.read_documents`): tokenized, put end to end and cut into rows of `length`.
       For a masked model each row is [CLS], length - 2 tokens, [SEP], where the tokenizer has these two; for a causal
       model each document has the special tokens that the tokenizer itself adds, such as a first bos.
@@ -189,19 +192,18 @@ def read_inputs(
         if value is not None and value < 1:
             raise IsolossError(f"the {name} is {value}; it must be at least 1")
     hub_datasets.check_data(data)
-    is_dataset = hub_datasets.is_dataset(data)
     text_config = config.get_text_config()
     length = length or min(_LENGTH, max_length or _LENGTH)
-    is_text = is_dataset or data.suffix.lower() not in (".npy", ".bin")
+    is_text = holds_text(data)
     if not is_text and (column or split):
         raise IsolossError(f"{data} holds token ids, which have no column and no split: leave them out")
     # of token ids, only masking wants a tokenizer: to know which ids are special
     its_tokenizer = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
     if is_text:
         assert its_tokenizer is not None
-        rows, origins, unknown = _from_text(data, its_tokenizer, kind, length, column, split)
+        rows, sizes, origins, unknown = _from_text(data, its_tokenizer, kind, length, column, split)
     else:
-        rows, origins, unknown = _from_array(data, length), None, ""
+        rows, sizes, origins, unknown = read_token_ids(data, length), None, None, ""
     _check_rows(rows, data, text_config, max_length, checkpoint)
 
     wanted = len(rows) if num_sequences is None else num_sequences
@@ -216,6 +218,7 @@ def read_inputs(
         # sorted into the order of the text, which errors over neighbors rest on
         rows_taken = np.sort(chosen.numpy())
         rows, origins = rows[rows_taken], None if origins is None else origins[rows_taken]
+        sizes = None if sizes is None else sizes[rows_taken]
     of_config = getattr(text_config, "pad_token_id", None)
     pads = (None if its_tokenizer is None else its_tokenizer.pad_token_id, of_config, 0)
     # of one token, a causal model predicts nothing
@@ -236,7 +239,17 @@ def read_inputs(
             # the auxiliary sample must count as independent what the measurement does
             auxiliary_sample = replace(auxiliary_sample, origins=None)
             description += ", too few to tell how texts differ: errors are for these texts alone"
-    return replace(make_inputs(_cut(whole, batch_size), kind, description), auxiliary_sample=auxiliary_sample)
+    inputs = replace(make_inputs(_cut(whole, batch_size), kind, description), auxiliary_sample=auxiliary_sample)
+    if sizes is None:
+        return inputs
+    is_predicted = whole["labels"].numpy() != IGNORED
+    is_predicted[:, 0] &= kind == "masked"
+    return replace(inputs, bytes_per_token=float(sizes[is_predicted].sum()) / max(1, inputs.num_predicted))
+
+
+def holds_text(data: Path) -> bool:
+    """Return whether data is text, by its name, and not token ids."""
+    return hub_datasets.is_dataset(data) or data.suffix.lower() not in SUFFIXES
 
 
 def check_model(inputs: Inputs, config: Any, max_length: int | None, checkpoint: str) -> None:
@@ -281,8 +294,7 @@ def _tokenizer(
     except IsolossError as error:
         if needed:
             raise IsolossError(f"{error}; give --tokenizer FOLDER, or token ids as a .npy file") from error
-        # the checkpoint has a tokenizer, and it is damaged
-        if error.__cause__ is not None:
+        if not isinstance(error, tokenizers.NoTokenizerError):
             warn(f"{error}; so it is not known which tokens are special")
         return None
 
@@ -299,45 +311,18 @@ def _special_ids(
     return SpecialIds(mask_id, () if tokenizer is None else tuple(tokenizer.all_special_ids))
 
 
-def _from_array(data: Path, length: int) -> Ids:
-    try:
-        array = _read_bin(data) if data.suffix.lower() == ".bin" else np.load(data, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise IsolossError(f"{data} is not a readable {data.suffix} file: {error}") from error
-    if not np.issubdtype(array.dtype, np.integer):
-        raise IsolossError(f"{data} holds {array.dtype}, not integers: token ids are integers")
-    if array.ndim == 1:
-        rows = array[: len(array) // length * length].reshape(-1, length)
-    elif array.ndim == 2:
-        rows = array
-    else:
-        raise IsolossError(f"{data} has {array.ndim} dimensions; token ids have 1 (a stream) or 2 (a sequence a row)")
-    if rows.size == 0:
-        raise IsolossError(f"{data} (shape {array.shape}) holds not one sequence of {rows.shape[1] or 1} tokens")
-    # a larger uint64 would become a negative number, which is padding
-    if int(rows.max()) > np.iinfo(np.int64).max:
-        raise IsolossError(f"{data} holds {rows.max()}, which is no token id")
-    ids: Ids = rows.astype(np.int64)
-    return ids
-
-
-def _read_bin(path: Path) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    array = np.memmap(path, dtype=np.uint16, mode="r")
-    # the header of llm.c, whose files modded-nanogpt and others read, begins with this number
-    return array[512:] if array[:2].tobytes() == np.int32(20240520).tobytes() else array
-
-
 def _from_text(
     data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int, column: str | None, split: str | None
-) -> tuple[Ids, Ids, str]:
-    """Return the rows, the document in which each begins, and a note of tokens that the tokenizer does not know."""
+) -> tuple[Ids, tokenizers.Floats, Ids, str]:
+    """Return rows, bytes of text of each token, the document in which each begins, and a note of unknown tokens."""
     around = boundary_token_ids(tokenizer) if kind == "masked" else {}
     body = length - len([i for i in around.values() if i is not None])
     if body < 1:
         raise IsolossError(f"the length is {length}; with [CLS] and [SEP] it must be at least 3")
-    # by part of the text, and filled while `pack` reads, so that a long text goes by once: tokens, tokens that are not
-    # known, and the document
+    # by part of the text, and filled while `pack` reads, so that a long text goes by once: tokens, the bytes of each,
+    # tokens that are not known, and the document
     sizes: list[int] = []
+    num_bytes: list[tokenizers.Floats] = []
     unknown: list[int] = []
     numbers: list[int] = []
     is_causal = kind == "causal"
@@ -356,8 +341,9 @@ def _from_text(
             yield text
 
     def counted() -> Iterator[np.ndarray]:
-        for ids in tokenizers.encode(tokenizer, texts(), add_special_tokens=is_causal):
+        for ids, bytes_of in tokenizers.encode_with_bytes(tokenizer, texts(), add_special_tokens=is_causal):
             sizes.append(len(ids))
+            num_bytes.append(bytes_of)
             unknown.append(int((ids == tokenizer.unk_token_id).sum() - (added == tokenizer.unk_token_id).sum()))
             yield ids
 
@@ -365,6 +351,8 @@ def _from_text(
     if not packed:
         raise IsolossError(f"the text in {data} is shorter than one sequence of {length} tokens")
     rows = np.concatenate(packed)
+    no_bytes = {name: None if index is None else 0 for name, index in around.items()}
+    row_bytes = np.concatenate(list(pack(num_bytes, length, **no_bytes)))
     # the place in the stream of the token that each row begins with
     firsts = body * np.arange(len(rows))
     # "right": a row that begins where a document ends is of the next one
@@ -375,10 +363,10 @@ def _from_text(
         is_maskable = ~np.isin(rows, tokenizer.all_special_ids).all(axis=1)
         if not is_maskable.any():
             raise IsolossError(f"{data} holds no token that the tokenizer knows and that could be masked")
-        rows, origins = rows[is_maskable], origins[is_maskable]
+        rows, row_bytes, origins = rows[is_maskable], row_bytes[is_maskable], origins[is_maskable]
         left_out = (~is_maskable).sum()
         note += f", {left_out:,} sequences of unknown tokens alone left out" if left_out else ""
-    return rows, origins, note
+    return rows, row_bytes, origins, note
 
 
 def _check_rows(rows: Ids, data: Path | str, config: Any, max_length: int | None, checkpoint: str) -> None:

@@ -34,6 +34,8 @@ Columns = tuple[str, str | None, str]  # of the text, of the second text, of the
 _FILE = re.compile(
     r"(?P<split>.+?)(?P<part>_part_.+)?\.(tsv|csv|jsonl|json)|msr_paraphrase_(?P<msr>train|test)\.txt", re.IGNORECASE
 )
+# how pandas, R and databases write a missing value, beside NaN; a class of such a name is one that the task declares
+_MISSING = frozenset(("NA", "<NA>", "N/A", "n/a", "#N/A", "NaT", "None", "NULL", "null"))
 _WHOLE = re.compile(r"-?\d+\.0")  # a whole number as pandas writes it beside missing ones
 _FIELDS, _NO_TEXT, _NO_LABEL = "with another number of fields than the first line", "without a text", "without a label"
 
@@ -95,9 +97,11 @@ def read_labeled_text(
     - A folder: its file with the split's name, e.g. `dev.tsv` for `split="dev"` (see `split_files`).
     - `hf:NAME`, e.g. `hf:nyu-mll/glue:rte`: a named dataset (see `isoloss.text.hub_datasets`).
 
-    Rows without a label are left out and counted: null, empty, NaN, `-` (as in SNLI) and -1 (as on the Hugging Face
-    hub). `-` beside `+` alone, and -1 beside 1 alone, are classes. Booleans are the classes `false` and `true`. Rows
-    with a null for a text, or with more or fewer fields than the header, are left out and counted, too.
+    Rows without a label are left out and counted: null, empty, NaN, what pandas writes for these (`NA`, `<NA>`, `N/A`,
+    `None`, `NULL`, `null`), `-` (as in SNLI) and -1 (as on the Hugging Face hub). `-` beside `+` alone, and -1 beside 1
+    alone, are classes, and so is any of these that is among `label_names` or the dataset's own names. Booleans are the
+    classes `false` and `true`. Rows with a null for a text, or with more or fewer fields than the header, are left out
+    and counted, too.
 
     Args:
         source: A file, a folder or a dataset.
@@ -162,7 +166,8 @@ def read_labeled_text(
         seconds += values[1:]
         labels.append(name)
         locations.append(location)
-    absent = missing_labels(set(labels), () if label_names is None else label_names)
+    wanted = known if label_names is None else label_names
+    absent = missing_labels(set(labels), wanted or ()) | (_MISSING & set(labels) - set(wanted or ()))
     # only all labels together show whether `-` and -1 are classes, so these rows are left out last
     for location, name in zip(locations, labels, strict=True):
         if name in absent:
@@ -178,7 +183,6 @@ def read_labeled_text(
     num_unlabeled = left_out.total() - num_incomplete
     texts, locations, named = ([column[row] for row in rows_kept] for column in (texts, locations, labels))
     seconds = [seconds[row] for row in rows_kept] if pair is not None else []
-    wanted = known if label_names is None else label_names
     names = tuple(sorted(set(named), key=_number_first) if wanted is None else wanted)
     index = {name: position for position, name in enumerate(names)}
     for location, name in zip(locations, named, strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,19 +18,24 @@ from isoloss.errors import IsolossError, warn
 from isoloss.text.documents import reading
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
 
     from isoloss.text.kept_tokens import KeptTokensTokenizer
 
 Kind = Literal["wordpiece", "bpe"]
+Ids = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 _BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CHOICES = "a tokenizer is a Hugging Face folder, a name on the Hugging Face hub or a WordPiece vocab.txt"
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # that a folder has a tokenizer in
 _TRAINED = "wordpiece:"  # before a number of tokens
 _MOST_TOKENS = 1_000_000
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of SentencePiece that stands for one byte
+
+
+class NoTokenizerError(IsolossError):
+    """There is no tokenizer where one was looked for; any other error is of one that is there."""
 
 
 def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -> PreTrainedTokenizerFast:
@@ -44,6 +48,10 @@ def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -
         spec: A Hugging Face folder, a name on the hub, `NAME` or `NAME@REVISION` (what is on this machine already is
             taken from there), or a `vocab.txt`.
         needs: Special tokens that it has to have.
+
+    Raises:
+        NoTokenizerError: There is none.
+        IsolossError: It is damaged, or of a kind that cannot be used.
     """
     check_name(spec)
     path = Path(spec).expanduser()
@@ -63,7 +71,7 @@ def check_name(spec: str) -> None:
     """Refuse what is no file, no folder and not what may be a name on the hub; nothing is opened."""
     may_be_on_hub = may_be_hub_name(spec.partition("@")[0]) and not spec.endswith(".txt")
     if not may_be_on_hub and not (spec and Path(spec).expanduser().exists()):
-        raise IsolossError(f"there is no tokenizer {spec!r}{files.nearest(spec) or ':'} {_CHOICES}")
+        raise NoTokenizerError(f"there is no tokenizer {spec!r}{files.nearest(spec) or ':'} {_CHOICES}")
 
 
 def trained_size(spec: str) -> int | None:
@@ -162,7 +170,7 @@ def _wordpiece(documents: list[str], vocab_size: int, *, lowercase: bool) -> dic
 
 def encode(
     tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], *, add_special_tokens: bool = False
-) -> Iterator[np.ndarray]:
+) -> Iterator[Ids]:
     """Yield the token ids of each text, int64 (tokens,), on all cores and however long the text is.
 
     Text is text: where it spells a special token, such as `[MASK]`, it gives ordinary tokens, never that one. What the
@@ -173,32 +181,77 @@ def encode(
         >>> [len(ids) for ids in encode(tokenizer, ["two", "two three"])]
         [1, 2]
     """
+    for _, ids, _ in _encode(tokenizer, texts, add_special_tokens, with_offsets=False):
+        yield ids
+
+
+def encode_with_bytes(
+    tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], *, add_special_tokens: bool = False
+) -> Iterator[tuple[Ids, Floats]]:
+    """Yield what `encode` does, and (tokens,) how many bytes of the text, in UTF-8, each token stands for.
+
+    They sum to the bytes of the text as it was given, whatever the tokenizer makes of it (lower case, NFKC, a space
+    that it puts before a text, unknown tokens), and are 0 for what is put around it. A loss in nats per token, divided
+    by ln 2 and by bytes per token, is in bits per byte, in which models of different tokenizers compare.
+
+    A character that several tokens share, such as one of several bytes in a tokenizer of bytes, counts in equal parts.
+    One in no token, such as a space between two words, counts with the next that is in one, or else with the last.
+
+    Example:
+        >>> tokenizer = train_tokenizer(["Two, three.", "Two and three."], vocab_size=50)
+        >>> [(ids, sizes)] = encode_with_bytes(tokenizer, ["TWO   three"])
+        >>> sizes.tolist()
+        [3.0, 8.0]
+    """
+    for text, ids, encoding in _encode(tokenizer, texts, add_special_tokens, with_offsets=True):
+        sizes = _bytes_of(text, encoding.offsets)
+        # what stands before the texts of kept tokens
+        yield ids, np.pad(sizes, (len(ids) - len(sizes), 0))
+
+
+def _bytes_of(text: str, spans: list[tuple[int, int]]) -> Floats:
+    """Return (tokens,): the bytes of the characters from start to end of each token; see `encode_with_bytes`."""
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    sizes = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)
+    starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    changes = np.bincount(starts, minlength=len(codes) + 1) - np.bincount(ends, minlength=len(codes) + 1)
+    tokens_at = np.cumsum(changes)[:-1]
+    covered = np.flatnonzero(tokens_at)
+    if len(covered) == 0:
+        return np.zeros(len(spans))
+    owners = np.searchsorted(covered, np.arange(len(codes))).clip(max=len(covered) - 1)
+    shares = np.bincount(owners, weights=sizes) / tokens_at[covered]
+    before = np.concatenate([[0.0], np.cumsum(shares)])
+    bytes_of: Floats = before[np.searchsorted(covered, ends)] - before[np.searchsorted(covered, starts)]
+    return bytes_of
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], add_special_tokens: bool, *, with_offsets: bool
+) -> Iterator[tuple[str, Ids, Encoding]]:
+    """Yield each text, its ids, and what the library made of it, where the tokens are in the text among it."""
     from isoloss.text.kept_tokens import KeptTokensTokenizer
 
-    if not isinstance(tokenizer, KeptTokensTokenizer):
-        yield from _encode(tokenizer.backend_tokenizer, texts, add_special_tokens)
-        return
-    around = tokenizer.build_inputs_with_special_tokens([]) if add_special_tokens else []
-    for ids in _encode(tokenizer.source, texts, False):
-        yield np.array([*around, *tokenizer.from_source(ids)], dtype=np.int64)
-
-
-def _encode(backend: Tokenizer, texts: Iterable[str], add_special_tokens: bool) -> Iterator[np.ndarray]:
+    is_kept = isinstance(tokenizer, KeptTokensTokenizer)
+    backend = tokenizer.source if is_kept else tokenizer.backend_tokenizer
+    around = tokenizer.build_inputs_with_special_tokens([]) if is_kept and add_special_tokens else []
     # said aloud, so that a later fork (a git call, a data loader) makes the library neither warn nor go single
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     # not put back afterwards: transformers sets both anew at each call of its tokenizer
     backend.no_truncation()
     backend.no_padding()
     as_before = backend.encode_special_tokens
+    encode_batch = backend.encode_batch if with_offsets else backend.encode_batch_fast
     for batch in _batches(texts, characters=2_000_000):
         # for this call alone: between two batches the caller may use the tokenizer, or stop reading
         backend.encode_special_tokens = True
         try:
-            encodings = backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
+            encodings = encode_batch(batch, add_special_tokens=add_special_tokens and not is_kept)
         finally:
             backend.encode_special_tokens = as_before
-        for encoding in encodings:
-            yield np.array(encoding.ids, dtype=np.int64)
+        for text, encoding in zip(batch, encodings, strict=True):
+            ids = np.array(encoding.ids, dtype=np.int64)
+            yield text, np.array([*around, *tokenizer.from_source(ids)], dtype=np.int64) if is_kept else ids, encoding
 
 
 def serialized(tokenizer: PreTrainedTokenizerFast) -> bytes:
@@ -258,7 +311,7 @@ def _from_vocabulary(path: Path) -> PreTrainedTokenizerFast:
     from transformers import BertTokenizerFast
 
     if path.suffix != ".txt":
-        raise IsolossError(f"{path} is a file but no vocab.txt: {_CHOICES}")
+        raise NoTokenizerError(f"{path} is a file but no vocab.txt: {_CHOICES}")
     with reading(path):
         # not `splitlines`, which also cuts at characters that a token may be, such as U+2028
         tokens = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
@@ -279,14 +332,12 @@ def _from_hub(spec: str) -> PreTrainedTokenizerFast:
     message = f"the Hugging Face repository {spec} holds no tokenizer that transformers can load"
     try:
         return _auto(name, message, revision=revision, local_files_only=True)
-    except IsolossError as error:
-        # an OSError says that it is not here; anything else, that it is and cannot be read
-        if not isinstance(error.__cause__, OSError):
-            raise
+    except NoTokenizerError:
+        pass  # only the model may be here
     from isoloss.early_checks import hub_answers
 
     if not hub_answers(name, what="tokenizer", revision=revision or None):
-        raise IsolossError(
+        raise NoTokenizerError(
             f"there is no tokenizer {spec} on this machine, and the Hugging Face hub does not answer"
             f"{files.nearest(name) or ':'} {_CHOICES}"
         )
@@ -308,9 +359,10 @@ def _auto(spec: str, message: str, *, revision: str = "", local_files_only: bool
         )
     except Exception as error:
         # transformers raises nearly anything on a folder that does not suit it
-        held = [path for pattern in _FILES for path in sorted(Path(spec).glob(pattern))]
-        if Path(spec).is_dir() and not held:
-            raise IsolossError(message) from None
+        held = _held(spec, revision)
+        # an OSError of the hub may be of the connection
+        if not held and (Path(spec).is_dir() or local_files_only or not isinstance(error, OSError)):
+            raise NoTokenizerError(message) from None
         raise IsolossError(f"{message}: {_reason(held, error)}") from error
     finally:
         logger.setLevel(level)
@@ -318,8 +370,21 @@ def _auto(spec: str, message: str, *, revision: str = "", local_files_only: bool
         raise IsolossError(f"{spec} has a tokenizer without a fast form ({type(tokenizer).__name__})")
     # transformers makes up a tokenizer of special tokens alone for a checkpoint folder without a vocabulary
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
-        raise IsolossError(message)
+        if held := _held(spec, revision):
+            raise IsolossError(f"{message}: it has {', '.join(path.name for path in held)}, and no vocabulary")
+        raise NoTokenizerError(message)
     return tokenizer
+
+
+def _held(spec: str, revision: str) -> list[Path]:
+    """Return the files of a tokenizer in a folder, or in the copy of a repository of the hub on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(spec)
+    if not folder.is_dir():
+        config = try_to_load_from_cache(spec, "config.json", revision=revision or "main")
+        folder = Path(config).parent if isinstance(config, str) else folder
+    return [path for pattern in _FILES for path in sorted(folder.glob(pattern))]
 
 
 def _reason(held: list[Path], error: Exception) -> str:
@@ -333,41 +398,3 @@ def _reason(held: list[Path], error: Exception) -> str:
         if path.name == "tokenizer_config.json" and isinstance(document, dict) and "auto_map" in document:
             return "it is code of its own, which isoloss does not run: save its fast form, a tokenizer.json"
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-
-
-def token_bytes(tokenizer: PreTrainedTokenizerFast) -> NDArray[np.int64] | None:
-    """Return (V,) how many bytes of UTF-8 text each token id stands for; None where the tokenizer's kind is not known.
-
-    Byte-level tokenizers (GPT-2's, Llama 3's) write each byte as one character, tokenizers of SentencePiece a space as
-    `▁` and single bytes as `<0x0A>`; special tokens stand for no text. A loss in nats per token times the tokens of a
-    text, divided by its bytes and by ln 2, is its bits per byte, which tokenizers share.
-
-    Example:
-        >>> from tokenizers import Tokenizer, decoders, models
-        >>> from transformers import PreTrainedTokenizerFast
-        >>> backend = Tokenizer(models.BPE({"a": 0, "\u0120b": 1, "\u00c3\u00a9": 2}, []))
-        >>> backend.decoder = decoders.ByteLevel()
-        >>> token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend)).tolist()
-        [1, 2, 2]
-    """
-    backend = tokenizer.backend_tokenizer
-    decoder = json.loads(backend.to_str())["decoder"] or {}
-    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    if "ByteLevel" in kinds:
-
-        def size(token: str) -> int:
-            return len(token)
-    elif kinds & {"Metaspace", "ByteFallback"}:
-
-        def size(token: str) -> int:
-            return 1 if _BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
-    else:
-        return None
-    vocab = tokenizer.get_vocab()
-    sizes = np.zeros(max(vocab.values()) + 1, dtype=np.int64)
-    added = tokenizer.added_tokens_decoder
-    for token, index in vocab.items():
-        # an added token is text as it is, not in the letters of the tokenizer
-        sizes[index] = 0 if token in special else len(token.encode()) if index in added else size(token)
-    return sizes

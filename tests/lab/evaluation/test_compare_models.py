@@ -1,17 +1,20 @@
 """`isoloss.compare` against losses, bytes, rises and probes that are taken one by one."""
 
+import contextlib
 import dataclasses
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import normalizers
 from torch.nn import functional as F
 
 import small_checkpoints as small
 from isoloss import compare
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import loss_rises
 from isoloss.flatness.comparison import ComparisonError, InterruptedComparison
 from isoloss.lab.evaluation.compare import TITLES
@@ -21,12 +24,20 @@ from isoloss.seeds import generator
 from isoloss.statistics.ratio import ratio
 from isoloss.text.inputs import read_inputs
 
+
+def without_first_space():
+    """Pieces of SentencePiece with no space put before a text, which would stand for no byte of it."""
+    tokenizer = small.sentence_pieces()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    return tokenizer
+
+
 HOW = InputConfig(length=small.LENGTH)
 KINDS = {
     "bytes, next tokens": (small.byte_level, small.gpt2),
-    "pieces, next tokens": (small.sentence_pieces, small.llama),
+    "pieces, next tokens": (without_first_space, small.llama),
     "bytes, masked": (small.byte_level, small.bert),
-    "pieces, masked": (small.sentence_pieces, small.bert),
+    "pieces, masked": (without_first_space, small.bert),
 }
 
 
@@ -159,6 +170,60 @@ def folder(tmp_path_factory):
         lines = [f"{' '.join(text.split()[:6])}\t{'house' in text.split()[:6]:d}" for text in texts]
         (path / "sst2" / f"{split}.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
     return path
+
+
+@pytest.fixture(scope="module")
+def unlike(folder, tmp_path_factory):
+    """Copies of checkpoint b that differ in their tokenizers alone."""
+    path = tmp_path_factory.mktemp("unlike")
+    changed = json.loads((folder / "b" / "tokenizer.json").read_text())
+    changed["model"]["merges"].reverse()
+    more = small.byte_level()
+    more.add_tokens(["<more>"], special_tokens=True)
+    for name in ("merges", "damaged", "more", "none"):
+        shutil.copytree(folder / "b", path / name)
+    (path / "merges" / "tokenizer.json").write_text(json.dumps(changed))
+    (path / "damaged" / "tokenizer.json").write_text("{")
+    more.save_pretrained(path / "more")
+    for file in (path / "none").glob("tokenizer*"):
+        file.unlink()
+    return path
+
+
+def compared(first, second, data, **options):
+    about = {"inputs": HOW, "device": "cpu", "robustness": False, "num_sequences": 12, **options}
+    return compare([str(first), str(second)], data=data, **about)
+
+
+def test_tokenizers_that_read_a_text_differently_are_refused_in_both_orders(folder, unlike, text):
+    for pair in ((folder / "a", unlike / "merges"), (unlike / "merges", folder / "a")):
+        with pytest.raises(IsolossError, match=rf"{pair[0]} and {pair[1]} have different tokenizers \(merge 0 is "):
+            compared(*pair, text)
+    told = compared(folder / "a", unlike / "merges", text, tokenizer=str(folder / "a"))
+    same = compared(folder / "a", folder / "b", text)
+    assert [e["loss"].value for e in told.models.values()] == [e["loss"].value for e in same.models.values()]
+
+
+def test_a_damaged_tokenizer_is_noticed_wherever_it_is(folder, unlike, text, tmp_path):
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(5, 200, (12, 8)))
+    for pair in ((folder / "a", unlike / "damaged"), (unlike / "damaged", folder / "a")):
+        with pytest.raises(IsolossError, match=r"damaged/tokenizer.json is not a readable .* give --tokenizer FOLDER"):
+            compared(*pair, text)
+        with pytest.warns(IsolossWarning, match="so it is not known whether .*damaged reads text as the others do"):
+            compared(*pair, tmp_path / "ids.npy")
+
+
+def test_other_special_tokens_and_none_at_all_do_not_matter(folder, unlike, text):
+    expected = compared(folder / "a", folder / "b", text).models[str(folder / "a")]["loss"].value
+    for name in ("more", "none"):
+        for pair in ((folder / "a", unlike / name), (unlike / name, folder / "a")):
+            with (
+                pytest.warns(IsolossWarning, match=r"have different special tokens \(<more>\)")
+                if name == "more"
+                else contextlib.nullcontext()
+            ):
+                found = compared(*pair, text)
+            assert found.models[str(folder / "a")]["loss"].value == expected
 
 
 def test_the_accuracy_of_a_task_is_the_probe_of_evaluate_and_paired_by_example(folder, text, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +35,12 @@ from isoloss.lab.evaluation.measures.base import Measure, MeasureResult, make_me
 from isoloss.loading import LoadedModel, load_model
 from isoloss.model_checks import is_causal
 from isoloss.statistics.checking import at_least, positive
+from isoloss.statistics.comparison import times
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, interval, number, samples_of
 from isoloss.statistics.ratio import ratio_estimate
 from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, equivalence
 from isoloss.statistics.tables import short_names, text_table
 from isoloss.text.inputs import drawn_rows
-from isoloss.text.tokenizers import load_tokenizer, token_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -301,11 +302,10 @@ def compare(
     """Compare models: are their losses the same, which is the flattest, the most robust, the best at a task?
 
     All models are measured on the same inputs, with the same random probes and the same noise, so differences are
-    paired. The result has for each model: the loss (also in bits per byte of the text, if the tokenizer says how many
-    bytes each token stands for), the trace of the Fisher information with and without embeddings, the minimal trace
-    (if the rescalings of all models are known), and how far the loss rises under `ROBUSTNESS`: weights of 8 and 4 bits,
-    and noise of 2, 5 and 10 % of each tensor's root mean square. The rises are measured on a part of the sequences: on
-    64 of 512.
+    paired. The result has for each model: the loss (also in bits per byte of the text as it was given, where `data` is
+    text), the trace of the Fisher information with and without embeddings, the minimal trace (if the rescalings of all
+    models are known), and how far the loss rises under `ROBUSTNESS`: weights of 8 and 4 bits, and noise of 2, 5 and 10
+    % of each tensor's root mean square. The rises are measured on a part of the sequences: on 64 of 512.
 
     Args:
         models: A mapping from names to language models, functions that load them, or checkpoints; or a list of
@@ -314,7 +314,7 @@ def compare(
         batches: As for `isoloss.fisher_trace`, in place of `data`.
         data: Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs) or token ids (.npy); None, without
             `batches`: `python:docs`, the language reference that comes with Python.
-        tokenizer: The tokenizer of all models, or its folder or name; None: the first checkpoint's own.
+        tokenizer: The tokenizer of all models, or its folder or name; None: the checkpoints' own, which must be alike.
         tasks: Text tasks (`isoloss ls tasks`): the accuracy of a linear probe on the last hidden states of each model.
         task_data: Where the examples of tasks are, as NAME=PATH.
         num_sequences: The most sequences of `data` to measure on.
@@ -368,17 +368,17 @@ def compare(
         if unused := [name for name, value in given.items() if value is not None]:
             raise IsolossError(f"batches are given: leave out {' and '.join(unused)}, for reading text, or the batches")
     context: MeasureContext | None = None
-    read, sizes = "", None
+    read, bytes_per_token = "", None
     if batches is None:
         infos = [_info(name, given, load) for name, given in named.items()]
-        if tokenizer is None and not infos[0].has_tokenizer:
+        if tokenizer is None and not any(info.has_tokenizer for info in infos):
             raise IsolossError(f"{infos[0].name} is a model in memory, which has no tokenizer: give tokenizer")
         config = inputs or InputConfig()
         if isinstance(tokenizer, str):
             config, tokenizer = dataclasses.replace(config, tokenizer=tokenizer), None
         context = data_context(Path(data or DATA), infos, config, shuffled=False, tokenizer=tokenizer)
         made, causal = context.inputs(num_sequences, seed), context.is_causal
-        batches, read, sizes = made.batches, made.description, _sizes(tokenizer or config.tokenizer, infos[0])
+        batches, read, bytes_per_token = made.batches, made.description, made.bytes_per_token
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
         batches = list(batches)
     for task, measure in measures.items():
@@ -398,6 +398,11 @@ def compare(
 
     def judged(compared: TraceComparison) -> ModelComparison:
         fields = {field.name: getattr(compared, field.name) for field in dataclasses.fields(TraceComparison)}
+        if bytes_per_token:
+            fields["models"] = {
+                name: {**estimates, "bits_per_byte": _bits_per_byte(estimates["loss"], bytes_per_token)}
+                for name, estimates in compared.models.items()
+            }
         return ModelComparison(**fields, same_loss=same_loss, min_ratio=min_ratio, inputs=read)
 
     try:
@@ -407,7 +412,6 @@ def compare(
             seed=seed,
             causal=causal,
             auxiliary_sample=made.auxiliary_sample if context is not None and context.has_embeddings else None,
-            token_bytes=sizes,
             further=further,
             progress=progress,
         )
@@ -416,6 +420,14 @@ def compare(
             stop.complete = judged(stop.complete)
         raise
     return judged(compared)
+
+
+def _bits_per_byte(loss: Estimate, bytes_per_token: float) -> Estimate:
+    """Return the loss in bits over the bytes of text that the predicted tokens stand for.
+
+    The bytes are taken as given, so that a difference of two models is as sure in one unit as in the other.
+    """
+    return dataclasses.replace(times(loss, 1 / (bytes_per_token * math.log(2))), unit="bits per byte")
 
 
 def _info(name: str, given: Model | str, load: Callable[..., LoadedModel]) -> ModelInfo:
@@ -430,19 +442,6 @@ def _info(name: str, given: Model | str, load: Callable[..., LoadedModel]) -> Mo
 
 def _loader(given: Callable[[], nn.Module] | str, load: Callable[..., LoadedModel]) -> Callable[[], nn.Module]:
     return (lambda: load(given).model) if isinstance(given, str | Path) else given
-
-
-def _sizes(tokenizer: PreTrainedTokenizerFast | str | None, model: ModelInfo) -> torch.Tensor | None:
-    """Return (V,) the bytes of each token id; None where there is no tokenizer, or its kind is not known."""
-    try:
-        named = tokenizer or model.name
-        sizes = token_bytes(load_tokenizer(named) if isinstance(named, str) else named)
-    except IsolossError:
-        return None
-    if sizes is None:
-        return None
-    known = torch.from_numpy(sizes)
-    return nn.functional.pad(known, (0, max(0, (model.outline.vocabulary or 0) - len(known))))
 
 
 def _some(batches: Iterable[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:

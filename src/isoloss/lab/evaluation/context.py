@@ -29,9 +29,10 @@ from isoloss.model_checks import max_length as most_positions
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import generator
-from isoloss.text.inputs import Inputs, check_model, make_inputs, read_inputs
+from isoloss.text.inputs import Inputs, check_model, holds_text, make_inputs, read_inputs
 from isoloss.text.masking import IGNORED, objective_batch
-from isoloss.text.tokenizers import load_tokenizer
+from isoloss.text.tokenizer_difference import difference
+from isoloss.text.tokenizers import NoTokenizerError, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -229,12 +230,14 @@ def data_context(
         config: How the data is read.
         shuffled: Whether inputs are in random order: a measurement that `rtol` or `seconds` ends early is of a random
             part only of such inputs.
-        tokenizer: Of all models; None: the one that `config` names, else the first model's own.
+        tokenizer: Of all models; None: the one that `config` names, else their own, which must be alike.
     """
     first = models[0]
     for other in models[1:]:
         first.outline.check(other.outline)
-    _check_tokenizers(models)
+    given = tokenizer or config.tokenizer
+    if given is None and len(models) > 1:
+        given = _common_tokenizer(models, is_text=holds_text(data))
     objective = config.objective(first.name, is_causal=first.outline.causal)
 
     def read(num_sequences: int, seed: int) -> Inputs:
@@ -243,7 +246,7 @@ def data_context(
             column=config.column,
             split=config.split,
             checkpoint=first.name,
-            tokenizer=tokenizer or config.tokenizer,
+            tokenizer=given,
             config=first.config,
             kind=objective.kind,
             max_length=first.max_length,
@@ -257,11 +260,15 @@ def data_context(
             check_model(inputs, other.config, other.max_length, other.name)
         return _fitting(inputs, models, config, seed if shuffled else None)
 
-    named = config.tokenizer or first.name
+    def load() -> Any:
+        if given is None or isinstance(given, str):
+            return load_tokenizer(given or first.name, needs=["pad"])
+        return given
+
     return MeasureContext(
         read=read,
         objective=objective,
-        load_tokenizer=lambda: tokenizer or load_tokenizer(named, needs=["pad"]),
+        load_tokenizer=load,
         has_embeddings=first.has_embeddings,
     )
 
@@ -324,21 +331,39 @@ def _check_fits(model: ModelInfo, language: Language, inputs: Inputs) -> None:
     check_model(inputs, model.config, model.max_length, model.name)
 
 
-def _check_tokenizers(models: Sequence[ModelInfo]) -> None:
-    """Refuse checkpoints that bring tokenizers in which an id is not the same token."""
-    known: tuple[str, dict[str, int]] | None = None
+def _common_tokenizer(models: Sequence[ModelInfo], *, is_text: bool) -> PreTrainedTokenizerFast | None:
+    """Return the tokenizer of checkpoints, None where none has one; refuse those that bring different ones.
+
+    A checkpoint without a tokenizer reads what the others do.
+    """
+    known: tuple[str, PreTrainedTokenizerFast] | None = None
     for model in (model for model in models if model.has_tokenizer):
         try:
-            vocabulary = load_tokenizer(model.name).get_vocab()
-        except IsolossError:
-            # a checkpoint without a tokenizer reads token ids, or is given one
+            tokenizer = load_tokenizer(model.name)
+        except NoTokenizerError:
             continue
-        if known is not None and known[1] != vocabulary:
+        except IsolossError as error:
+            unknown = f"{error}; so it is not known whether {model.name} reads text as the others do"
+            if is_text:
+                raise IsolossError(f"{unknown}: mend it, or give --tokenizer FOLDER, one for all") from error
+            warn(unknown)
+            continue
+        if known is None:
+            known = model.name, tokenizer
+            continue
+        found = difference(known[1], tokenizer, (known[0], model.name))
+        if found.what:
             raise IsolossError(
-                f"{known[0]} and {model.name} have different tokenizers, so their losses per token are not of the same "
-                "thing"
+                f"{known[0]} and {model.name} have different tokenizers ({found.what}), so their losses per token are "
+                "not of the same thing; with --tokenizer FOLDER both read what that one makes of the text"
             )
-        known = known or (model.name, vocabulary)
+        if found.special:
+            more = f" and {len(found.special) - 3:,} more" if len(found.special) > 3 else ""
+            warn(
+                f"{known[0]} and {model.name} have different special tokens ({', '.join(found.special[:3])}{more}); "
+                "no text is read as these, so they are compared"
+            )
+    return None if known is None else known[1]
 
 
 def _sentences(language: Language, number: int, seed: int) -> Sentences:

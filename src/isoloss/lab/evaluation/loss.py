@@ -232,7 +232,7 @@ def _fill_next(out: torch.Tensor, language: Language, batch: Batch, objective: O
     done = 0
     for first in range(0, len(tokens), size):
         part = slice(first, first + size)
-        logs = language.log_next(tokens[part], lengths[part]).cpu().double()[chosen[part]]
+        logs = language.log_next(tokens[part], lengths[part], without_special=True).cpu().double()[chosen[part]]
         out[done : done + len(logs)] = logs if out.dim() == 2 else (probabilities(logs) * -logs).sum(dim=1)
         done += len(logs)
     return out

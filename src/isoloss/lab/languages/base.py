@@ -275,21 +275,39 @@ class Language(abc.ABC):
         logs = exact._log_conditionals(ids, lengths, batches.checked_positions(positions, lengths))
         return logs if positions is None else logs.view(*positions.shape, self.vocab_size)
 
-    def log_next(self, tokens: torch.Tensor, lengths: torch.Tensor, *, given_length: bool = False) -> torch.Tensor:
+    def log_next(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        given_length: bool = False,
+        without_special: bool = False,
+    ) -> torch.Tensor:
         """Return (n, T, V): log Pr(x_t = c | x_1 .. x_{t-1}), the next-token conditionals, in nats.
 
         They are what a perfect causal model predicts. It does not know how long a sentence will be, only that it has a
-        t-th token, and so it is here; with `given_length`, the length is known too, as it is to a masked model. Then
-        their sum at a sentence's own tokens is its log-probability given its length, as it is in any case where all
-        sentences have one length.
+        t-th token, and so it is here: a row is a function of the tokens before it. Where sentences end with a token of
+        their own, as with [SEP], that token has the probability that the sentence ends there, and the sum at a
+        sentence's own tokens is its log-probability with its length.
 
-        Impossible tokens and padded positions are as in `log_conditionals`, and so are the arguments.
+        With `given_length`, the length is known too, as it is to a masked model. Then their sum at a sentence's own
+        tokens is its log-probability given its length, as it is in any case where all sentences have one length.
+
+        Impossible tokens and padded positions are as in `log_conditionals`.
+
+        Args:
+            tokens: As for `log_prob`.
+            lengths: As for `log_prob`.
+            given_length: Whether the length is known.
+            without_special: Whether it is also known which tokens are special (`special_token_ids`). No model here is
+                trained to predict these, so what it learns is the conditional given that x_t is none of them.
 
         Raises:
             IsolossError: As for `log_prob`.
         """
         exact = self.exact()
-        return exact._log_next(*exact._checked(tokens, lengths), given_length)
+        compute = exact._log_next_without_special if without_special else exact._log_next
+        return compute(*exact._checked(tokens, lengths), given_length)
 
     def conditional_entropy(
         self,
@@ -426,6 +444,35 @@ class ExactLanguage(Language):
             unknown = (ids[rows] == self.vocab_size) | (places >= position)
             out[rows, position] = self.log_conditionals(ids[rows], lengths[rows], mask=unknown, positions=at)
         return out
+
+    def _log_next_without_special(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
+        """Return (n, T, V), as `log_next` with `without_special`."""
+        return self._log_next(ids, lengths, given_length)
+
+    def _log_next_or_end(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return (n, T + 1, V + 1), as `log_next`: after each prefix the next token or, last, the sentence's end.
+
+        Here for sentences of one length, which end there and nowhere else.
+        """
+        if len(self.length_probs.nonzero()) > 1:
+            raise IsolossError(
+                f"{type(self).__name__} has sentences of several lengths, and does not give the probability that one "
+                "ends: its class has no `_log_next_or_end`"
+            )
+        whole = lengths == self.max_length
+        # `_log_next` is given no whole sentence
+        wrong = whole.nonzero()[:, 0][~self.is_possible(ids[whole], lengths[whole]).to(ids.device)]
+        if len(wrong):
+            raise IsolossError(f"sentence {int(wrong[0])} has probability 0")
+        # any token: nothing is given the last one
+        longer = torch.nn.functional.pad(ids, (0, 1), value=self.vocab_size).scatter(1, lengths[:, None], 0)
+        longer[whole, lengths[whole]] = self.vocab_size
+        logs = self._log_next(longer, lengths + (~whole).long(), False)
+        impossible = math.log(torch.finfo(logs.dtype).tiny)
+        logs[whole, lengths[whole]] = impossible
+        logs = torch.nn.functional.pad(logs, (0, 1), value=impossible)
+        logs[whole, lengths[whole], -1] = 0
+        return logs
 
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Return (n, k), as `conditional_entropy`, at (n, k) positions; None: (n, T) at all."""

@@ -277,13 +277,36 @@ class PCFG(ExactLanguage):
         emission, longest = self._emission.double(), None if given_length else self.max_length
 
         def compute(rows: Rows, length: int) -> None:
-            scores, possible = self._engine.prefix_outside(ids[rows, :length], longest=longest)
-            self._check_possible(rows, torch.where(possible.all(dim=1), 0.0, -math.inf))
+            scores, log_mass = self._engine.prefix_outside(ids[rows, :length], longest=longest)
+            self._check_possible(rows, log_mass.amin(dim=1))
             batches.put(out, rows, batches.clamped_log_(scores @ emission).to(self.dtype))
 
         run_in_threads(
             compute, self._buckets(lengths, lambda length: self._engine.chunk(longest or length)), self.device
         )
+        return out
+
+    def _log_next_or_end(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        out = batches.large_zeros((len(ids), ids.shape[1] + 1, self.vocab_size + 1), self.dtype, self.device)
+        emission, floor = self._emission.double(), math.log(torch.finfo(self.dtype).tiny)
+
+        def compute(rows: Rows, length: int) -> None:
+            # any token: nothing is given the last one
+            tokens = torch.nn.functional.pad(ids[rows, :length], (0, 1))
+            scores, goes_on = self._engine.prefix_outside(tokens[:, : self.max_length], longest=self.max_length)
+            # no token comes after the greatest length, and no sentence is empty
+            room = (0, length + 1 - scores.shape[1])
+            scores = torch.nn.functional.pad(scores, (0, 0, *room))
+            goes_on = torch.nn.functional.pad(goes_on, room, value=-math.inf)
+            ends = [self._engine.log_partition(tokens[:, :width]) for width in range(1, length + 1)]
+            ends = torch.stack([torch.full_like(goes_on[:, 0], -math.inf), *ends], dim=1)
+            either = torch.logaddexp(goes_on, ends)
+            self._check_possible(rows, either.amin(dim=1))
+            tokens_next = batches.clamped_log_(scores.nan_to_num() @ emission) + (goes_on - either)[..., None]
+            logs = torch.cat([tokens_next, (ends - either)[..., None]], dim=2).clamp(min=floor)
+            batches.put(out, rows, logs.to(self.dtype))
+
+        run_in_threads(compute, self._buckets(lengths, lambda _: self._engine.chunk(self.max_length)), self.device)
         return out
 
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:

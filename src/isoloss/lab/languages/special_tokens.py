@@ -28,8 +28,9 @@ class WithSpecialTokens(ExactLanguage):
     """An exact language with [CLS] before and [SEP] after every sentence.
 
     The two have the ids V and V + 1, and the padding and the mask come after them. They are never masked nor predicted.
-    Conditionals, entropies, labels and tasks are those of the inner language; lengths count the two. A tokenizer of the
-    inner language is not passed on, as it has other ids.
+    Conditionals, entropies, labels and tasks are those of the inner language; lengths count the two. Among the
+    conditionals of next tokens, [SEP] has the probability that the sentence ends there. A tokenizer of the inner
+    language is not passed on, as it has other ids.
 
     Attributes:
         inner: The language of the tokens between the two.
@@ -252,11 +253,24 @@ class WithSpecialTokens(ExactLanguage):
         return self._framed(logs, specials, asked >= lengths[:, None])
 
     def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
+        if given_length:
+            return self._log_next_without_special(ids, lengths, given_length)
+        arguments = self._inner_arguments(ids, lengths)
+        logs = self.inner._log_next_or_end(*self.inner._checked(arguments["tokens"], arguments["lengths"]))
+        # [CLS] comes first, before the tokens, and nowhere else; [SEP] where the inner sentence ends
+        impossible = math.log(torch.finfo(logs.dtype).tiny)
+        tokens, ends = torch.nn.functional.pad(logs, (0, 0, 1, 0), value=impossible).split(self.inner.vocab_size, dim=2)
+        starts = torch.full_like(ends, impossible)
+        starts[:, 0] = 0
+        padding = torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None]
+        return torch.cat([tokens, starts, ends], dim=2).masked_fill(padding[..., None], 0)
+
+    def _log_next_without_special(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
         arguments = self._inner_arguments(ids, lengths)
         del arguments["mask"]
         logs = self.inner.log_next(**arguments, given_length=given_length)
         _, asked, specials = self._positions(ids, lengths, None)
-        # as in `_log_conditionals`, the two special tokens are certain: a causal model does not predict them either
+        # as in `_log_conditionals`, the two special tokens are certain where they stand
         return self._framed(torch.nn.functional.pad(logs, (0, 0, 1, 1)), specials, asked >= lengths[:, None])
 
     def _framed(

@@ -52,7 +52,7 @@ def exact_targets(
     tokens, lengths, _ = sentences
     if causal:
         # the labels of a start before the sentences are no tokens of theirs
-        return language.log_next(tokens, lengths)[masked[:, -tokens.shape[1] :]].double().exp()
+        return language.log_next(tokens, lengths, without_special=True)[masked[:, -tokens.shape[1] :]].double().exp()
     # one masked token of a sentence is hidden by being the one asked for; the others would be computed for nothing
     if bool((masked.sum(dim=1) == 1).all()):
         positions = masked.int().argmax(dim=1, keepdim=True)

@@ -30,6 +30,7 @@ class TextTask:
             `validation_matched` and `test` that it has, of a dataset `validation`.
         other_columns: What other files of the task call `text`, `pair` and `label`; a file's are the first that it has.
         header: Columns of a file whose first line is an example.
+        label_names: The labels there are, which `NA` or `None` can then be among; None: those that there are.
     """
 
     name: str
@@ -42,6 +43,7 @@ class TextTask:
     test_split: str | None = None
     other_columns: tuple[tuple[str, str | None, str], ...] = ()
     header: tuple[str, ...] = ()
+    label_names: tuple[str, ...] | None = None
 
 
 def _glue(name: str, text: str, pair: str | None = None, **more: Any) -> TextTask:

@@ -204,7 +204,7 @@ def _encoded(
 def _read(source: TextTask, seed: int) -> tuple[LabeledText, LabeledText]:
     """Return the training and the test examples, with the same names of labels."""
     columns: dict[str, Any] = {
-        name: getattr(source, name) for name in ("text", "pair", "label", "other_columns", "header")
+        name: getattr(source, name) for name in ("text", "pair", "label", "other_columns", "header", "label_names")
     }
     train = read_labeled_text(source.train, **columns, split=source.train_split)
     where = source.test or source.train
@@ -221,7 +221,7 @@ def _read(source: TextTask, seed: int) -> tuple[LabeledText, LabeledText]:
     if source.test is None and split == source.train_split:
         raise IsolossError(f"the split {split!r} of {where} would be used for training and for testing")
     test = read_labeled_text(where, **columns, split=split)
-    missing = missing_labels({*train.label_names, *test.label_names})
+    missing = missing_labels({*train.label_names, *test.label_names}, source.label_names or ())
     train, test = (_without(data, missing) for data in (train, test))
     # a split has numbered only the labels that it has
     names = tuple(dict.fromkeys([*train.label_names, *test.label_names]))

@@ -125,7 +125,7 @@ class InsideOutside:
         strings, of as many tokens as are left or, with `longest`, of any number up to so many in all. So one pass
         from the roots down, in which only what stands to the left of a span has its tokens' inside scores, gives every
         next token (the prefix probabilities of Jelinek and Lafferty, 1991, position by position). The second result is
-        (n, T) bool: whether the tokens before a position, and the length, are possible.
+        (n, T): the log-probability of the tokens before a position and of a token there, -inf where it is 0.
 
         Always in float64: prefixes of one sentence differ by more than float32 holds.
         """
@@ -137,14 +137,16 @@ class InsideOutside:
             # anew, with a scale by which the last prefix that had any mass is near 1
             low = mass[poor].log2()
             reached = low.isfinite().sum(dim=1).clamp(min=1)
-            shift = -torch.round(low.gather(1, reached[:, None] - 1)[:, 0].nan_to_num(0.0, 0.0, 0.0) / reached)
-            scores[poor], again = self._engine.prefixes(plan, tokens[poor], torch.exp2(shift))
+            shift[poor] = -torch.round(low.gather(1, reached[:, None] - 1)[:, 0].nan_to_num(0.0, 0.0, 0.0) / reached)
+            scores[poor], again = self._engine.prefixes(plan, tokens[poor], torch.exp2(shift[poor]))
             # No token takes a factor of 2^-300: mass that is gone after a comfortable prefix was never there.
             before = torch.nn.functional.pad(again, (1, 0), value=1.0)[:, :-1]
             if bool(((again == 0) & (before > 0) & (before < 2.0**-700)).any() | ~again.isfinite().all()):
                 raise IsolossError(_TOO_WIDE)
             mass[poor] = again
-        return scores, mass > 0
+        # the tokens before a position have scaled its mass
+        scale = shift[:, None] - self._log2_scale[tokens[:, :-1]]
+        return scores, mass.log() - math.log(2) * torch.nn.functional.pad(scale.cumsum(dim=1), (1, 0))
 
     def prefix_span(self, tokens: torch.Tensor, start: int, *, longest: int) -> torch.Tensor:
         """Return (n, S) float64: Pr(a node of each symbol covers the tokens from `start` on, and all tokens), scaled.
