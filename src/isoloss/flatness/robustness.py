@@ -104,8 +104,8 @@ class Noise:
     """Gaussian noise on all weights, relative to the root mean square of each tensor, in pairs of opposite sign.
 
     A draw of noise is costly only by the sequences that are measured with it, and a rise varies more from draw to draw
-    than from sequence to sequence. So the sequences are dealt into at most 32 parts, and each part has draws of its
-    own: as many passes over the inputs as with the same draws for all, and 32 times as many draws.
+    than from sequence to sequence. So the sequences are dealt into some 32 parts, and each part has draws of its own:
+    as many passes over the inputs as with the same draws for all, and 32 times as many draws.
 
     The draws depend only on the seed, the part and the parameter's name, so all models of one architecture get the same
     noise in proportion to their weights. On another device they are others.
@@ -263,9 +263,12 @@ def _changed(loss: MeanLoss, weights: Weights, chosen: torch.Tensor | None = Non
 def _dealt(clusters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (N,) the group of each cluster, and (n,) the part of each sequence, which lies within one group.
 
-    Groups are consecutive clusters; there are 32 parts at most, and in a group more than one if groups are few.
+    Groups are up to 32 of consecutive clusters. Where they are fewer, or one is large, a group has several parts.
     """
     number = int(clusters.max()) + 1
-    most = min(_PARTS, number)
-    groups, each = torch.arange(number) * most // number, _PARTS // most
-    return groups, groups[clusters] * each + torch.arange(len(clusters)) % each
+    groups = torch.arange(number) * min(_PARTS, number) // number
+    group = groups[clusters]
+    sizes = group.bincount()
+    shares = (sizes * _PARTS / len(group)).round().long().clamp(min=1)
+    within = group.argsort(stable=True).argsort() - (sizes.cumsum(0) - sizes)[group]
+    return groups, (shares.cumsum(0) - shares)[group] + within * shares[group] // sizes[group]
