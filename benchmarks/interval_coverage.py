@@ -17,6 +17,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from isoloss import compare  # noqa: E402
 from isoloss.errors import IsolossError  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
 from isoloss.flatness import FlatnessCallback, compare_traces, loss_rises  # noqa: E402
-from isoloss.flatness.robustness import ROBUSTNESS  # noqa: E402
+from isoloss.flatness.robustness import ROBUSTNESS, Noise  # noqa: E402
 from isoloss.lab.evaluation.compare import TITLES  # noqa: E402
 from isoloss.lab.evaluation.input_config import InputConfig  # noqa: E402
 from isoloss.text.inputs import read_inputs  # noqa: E402
@@ -51,9 +52,10 @@ LIBRARIES = ("isoloss", "torch", "transformers")
 WORDS, LENGTH, ROWS, STEPS = 1000, 32, 256, 1000
 OF_A_NOVEL = 4  # replicates
 QUANTITIES = ("trace", "trace by FlatnessCallback", "loss", "difference of traces", "difference of losses")
-RISES = ("int4_rise", "noise_10%_rise")
-COMPARED = ("loss", "trace", "minimal-trace", *RISES)
-COMPARISONS, PAGES = 300, 50  # how many, of how many pages each
+# all rows that `isoloss.compare` prints of models; bits per byte are a multiple of the loss, and words have no bytes
+COMPARED = tuple(name for name in TITLES if name != "bits_per_byte")
+COMPARISONS, PAGES = 200, 50  # how many, of how many pages each
+TRUE_PAIRS, TRUE_ROWS = 16, 10  # of the true rises under noise: pairs of draws for each part of every 10th row
 
 
 class Texts:
@@ -130,34 +132,42 @@ def measured(models: Mapping[str, GPT2LMHeadModel], batch: Mapping[str, torch.Te
     return {"values": values, "over": first["trace"].details["clusters"]}
 
 
-def differences_of(models: Mapping[str, GPT2LMHeadModel], texts: Texts, number: int, folder: Path) -> dict[str, Any]:
-    """Return the interval of each difference by `isoloss.compare` on pages drawn at random."""
+def rows_of(models: Mapping[str, GPT2LMHeadModel], texts: Texts, number: int, folder: Path) -> dict[str, Any]:
+    """Return the intervals of each row by `isoloss.compare` on pages drawn at random, with fresh draws of noise."""
     chosen = np.random.default_rng([PAGES, number]).choice(len(texts.lines), PAGES, replace=False)
     file = folder / "pages.jsonl"
     file.write_text("".join(texts.lines[page] + "\n" for page in sorted(chosen)))
     how = {"tokenizer": texts.tokenizer(), "inputs": InputConfig(length=LENGTH)}
     comparison = compare(models, data=file, num_sequences=ROWS, seed=number, **how)
-    found = {name: comparison.difference(name, "a", "b") for name in COMPARED}
-    values = {name: (each.value, *each.ci95, each.freedom) for name, each in found.items()}
+    values = {}
+    for name in COMPARED:
+        one, difference = comparison.models["a"][name], comparison.difference(name, "a", "b")
+        values[name] = [(each.value, *each.ci95, each.freedom) for each in (one, difference)]
     return {"values": values, "rows_of_rises": comparison.models["a"]["int4_rise"].details["sequences"]}
 
 
-def true_differences(models: Mapping[str, GPT2LMHeadModel], texts: Texts, folder: Path) -> dict[str, float]:
-    """Return the differences on all rows of all pages, from the folder where they are there."""
-    file = folder / "true_differences.json"
+def true_rows(models: Mapping[str, GPT2LMHeadModel], texts: Texts, folder: Path) -> dict[str, tuple[float, float]]:
+    """Return the first model's value and the difference on all rows of all pages, from the folder where they are."""
+    file = folder / "true_rows.json"
     if not file.exists():
         data = folder / "all.jsonl"
         data.write_text("".join(line + "\n" for line in texts.lines))
-        how = {"length": LENGTH, "batch_size": 256, "tokenizer": texts.tokenizer()}
-        inputs = read_inputs(data, checkpoint="", config=models["a"].config, kind="causal", **how)
-        comparison = compare_traces(models, inputs.batches, seed=-1)
-        changes = {name: ROBUSTNESS[name] for name in RISES}
-        rises = {name: loss_rises(model, inputs.batches, changes) for name, model in models.items()}
-        true = {name: comparison.difference(name, "a", "b").value for name in COMPARED if name not in RISES}
-        true |= {name: rises["a"][name].value - rises["b"][name].value for name in RISES}
-        write_text(file, json.dumps(true))
-    found: dict[str, float] = json.loads(file.read_text())
-    return found
+        how = {"tokenizer": texts.tokenizer(), "inputs": InputConfig(length=LENGTH)}
+        whole = compare(models, data=data, num_sequences=10**6, seed=-1, robustness=False, **how)
+        rows, documents = packed(texts.pages)
+        some = {"input_ids": rows[::TRUE_ROWS], "labels": rows[::TRUE_ROWS], "documents": documents[::TRUE_ROWS]}
+        every = {"input_ids": rows, "labels": rows, "documents": documents}
+        found: dict[str, list[float]] = {name: [] for name in COMPARED}
+        for model, estimates in whole.models.items():
+            for name, change in ROBUSTNESS.items():
+                is_noise = isinstance(change, Noise)
+                change = replace(change, pairs=TRUE_PAIRS, seed=-1) if is_noise else change
+                estimates |= loss_rises(models[model], [some if is_noise else every], {name: change})
+            for name in COMPARED:
+                found[name].append(estimates[name].value)
+        write_text(file, json.dumps({name: (first, first - second) for name, (first, second) in found.items()}))
+    true: dict[str, tuple[float, float]] = json.loads(file.read_text())
+    return true
 
 
 def covered(replicates: list[dict[str, Any]], quantity: str) -> list[bool]:
@@ -199,20 +209,24 @@ def page(parts: Mapping[str, Mapping[str, Any]]) -> str:
         f"are put end to end and cut into rows of {LENGTH} words. The interval is `ci95`; standard errors of the "
         "shares are over replicates.",
         "",
-        "## Differences by `isoloss.compare`, over documents",
+        "## Values and differences by `isoloss.compare`, over documents",
         "",
         *heading(title, dict(compared))[2:],
         f"A repetition draws {PAGES} web pages at random, and `isoloss.compare` reads {ROWS} rows of them, of which "
-        f"{compared['rows_of_rises']} for the rises. The true value is of all rows of all {compared['pages']:,} pages. "
-        f"As a page has up to {compared['longest']:,} rows, {PAGES} pages count as much as "
+        f"{compared['rows_of_rises']} for the rises, with a seed of its own for all draws. The true value is of all "
+        f"rows of all {compared['pages']:,} pages; of rises under noise, of every {TRUE_ROWS}th row with "
+        f"{32 * TRUE_PAIRS} draws. As a page has up to {compared['longest']:,} rows, {PAGES} pages count as much as "
         f"{compared['effective']:.0f} of one length (the median over repetitions), which the intervals allow for.",
         "",
-        "| difference in | repetitions | true value | intervals that hold it |",
-        "|---|---:|---:|---:|",
+        "| row | repetitions | true value of the first | intervals that hold it | true difference | that hold it |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
-    for name, of_name in compared["covered"].items():
-        true = f"{compared['true differences'][name]:.3g}"
-        lines.append(f"| {TITLES[name]} | {compared['repetitions']} | {true} | {percent([of_name])} |")
+    for name, (one, difference) in compared["covered"].items():
+        true = [f"{value:.3g}" for value in compared["true"][name]]
+        lines.append(
+            f"| {TITLES[name]} | {compared['repetitions']} | {true[0]} | {percent([one])} | {true[1]} | "
+            f"{percent([difference])} |"
+        )
     lines += [
         "",
         "## Estimates and differences, by what the errors are over",
@@ -236,23 +250,22 @@ def page(parts: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def of_comparisons(models: Mapping[str, GPT2LMHeadModel], texts: Texts, work: Path) -> dict[str, Any]:
-    """Return the record of differences by `isoloss.compare`."""
-    repetitions = (functools.partial(differences_of, models, texts, number, work) for number in range(COMPARISONS))
+    """Return the record of the rows of `isoloss.compare`."""
+    repetitions = (functools.partial(rows_of, models, texts, number, work) for number in range(COMPARISONS))
     drawn = kept(work / "comparisons.jsonl", repetitions)
-    true = true_differences(models, texts, work)
-    values = np.array([[each["values"][name] for name in COMPARED] for each in drawn])  # (R, quantities, 4)
-    holds = {
-        name: [low < true[name] < high for _, low, high, _ in values[:, i].tolist()] for i, name in enumerate(COMPARED)
-    }
+    true = true_rows(models, texts, work)
+    values = np.array([[each["values"][name] for name in COMPARED] for each in drawn])  # (R, rows, 2, 4)
+    truth = np.array([true[name] for name in COMPARED])
+    holds = (values[..., 1] < truth) & (truth < values[..., 2])
     _, of_row = packed(texts.pages)
     return {
         "repetitions": len(drawn),
         "pages": len(texts.lines),
         "rows_of_rises": drawn[0]["rows_of_rises"],
         "longest": int(torch.bincount(of_row).max()),
-        "effective": 1 + float(np.median(values[:, 0, 3])),
-        "true differences": true,
-        "covered": {name: share(each) for name, each in holds.items()},
+        "effective": 1 + float(np.median(values[:, 0, 1, 3])),
+        "true": true,
+        "covered": {name: [share(holds[:, i, j].tolist()) for j in range(2)] for i, name in enumerate(COMPARED)},
     }
 
 

@@ -70,7 +70,7 @@ class MeanLoss:
         numbers, self.clusters_name = torch.cat([batch.clusters for batch in self.batches]), clusters.name
         if (blocks := clusters.blocks()) is not None:
             numbers, self.clusters_name = blocks.labels[numbers], blocks.name
-        # (B,) of each batch: what its sequences are independent by
+        self.clusters = numbers  # (n,) what each sequence is independent by
         self._clusters = torch.split(numbers, [len(batch.clusters) for batch in self.batches])
         self.num_sequences = sum(len(batch.clusters) for batch in self.batches)
         self.skipped_batches = len(self.batches) - len(self._batches)
@@ -104,18 +104,27 @@ class MeanLoss:
         """Return (N,) float64: the predicted positions of each cluster."""
         return self._by_cluster(lambda batch: torch.ones(len(batch.targets), dtype=torch.float64))
 
-    def by_cluster(self) -> torch.Tensor:
-        """Return (N,) float64: the losses summed over the predicted positions of each cluster."""
-        with torch.no_grad():
-            return self._by_cluster(lambda batch: losses(self.model, batch).double().cpu())
+    def by_cluster(self, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        """Return (N,) float64: the losses summed over the predicted positions of each cluster.
 
-    def _by_cluster(self, values: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
+        Args:
+            chosen: (n,) bool, the sequences that count; None: all.
+        """
+        with torch.no_grad():
+            return self._by_cluster(lambda batch: losses(self.model, batch).double().cpu(), chosen)
+
+    def _by_cluster(self, values: Callable[[Batch], torch.Tensor], chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Return (N,) float64: the sums over each cluster of (m,) values of each batch."""
-        sums = torch.zeros(int(torch.cat(self._clusters).max()) + 1, dtype=torch.float64)
-        for batch, clusters in zip(self.batches, self._clusters, strict=True):
-            if batch.checked.predicts:
-                rows = batch.checked.predicted.nonzero()[:, 0].cpu()
-                sums.index_add_(0, clusters[rows], values(batch.checked))
+        sums = torch.zeros(int(self.clusters.max()) + 1, dtype=torch.float64)
+        sizes = [len(clusters) for clusters in self._clusters]
+        parts: Iterable[torch.Tensor | None] = itertools.repeat(None) if chosen is None else torch.split(chosen, sizes)
+        for given, clusters, part in zip(self.batches, self._clusters, parts, strict=False):
+            batch = given.checked
+            if part is not None:
+                rows = part.nonzero()[:, 0]
+                batch, clusters = batch.rows(rows), clusters[rows]
+            if batch.predicts:
+                sums.index_add_(0, clusters[batch.predicted.nonzero()[:, 0].cpu()], values(batch))
         return sums
 
     def value(self) -> float:

@@ -3,7 +3,7 @@
 A trace is the curvature of the loss at the weights. A rise is the change of the loss at a distance that matters in
 practice.
 
-Shapes: N clusters of sequences; a weight matrix is (outputs, inputs).
+Shapes: n sequences in N clusters; a weight matrix is (outputs, inputs).
 The examples measure the model and the batches of the example of `isoloss.flatness.fisher_trace`.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
 from isoloss.errors import IsolossError
 from isoloss.flatness._curvature import MeanLoss
+from isoloss.flatness._linear_maps import LinearMaps, is_matrix, kept_weights
 from isoloss.flatness._measurement import UNIT
 from isoloss.flatness._parameters import counted_parameters
 from isoloss.flatness.sharpness import gaussian_noise, weights_restored
@@ -30,14 +30,21 @@ from isoloss.statistics.ratio import ratio_estimate
 
 Weights = Mapping[nn.Parameter, torch.Tensor]
 
+_PARTS = 32  # of the sequences; Student's t for 31 degrees of freedom is 4 % wider than the normal distribution
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """Weights of linear layers rounded to the nearest of `2^bits - 1` values, without calibration.
+    """Matrices of linear maps rounded to the nearest of `2^bits - 1` values, without calibration.
 
-    Embeddings stay as they are, and so do the output layer and layers that share a weight with an embedding: the common
-    low-bit formats leave them too. The output layer is the one that `model.get_output_embeddings()` returns. A module
-    without this method has its output layer rounded, unless the layer shares its weight with an embedding.
+    These are the weights of linear layers and all other parameters that a forward pass multiplies with activations as
+    matrices, such as experts in one tensor of three axes, or `x @ W`. The pass also shows which axes are a map's inputs
+    where a layer's class does not say; a matrix `weight` that it does not reach counts as (outputs, inputs).
+
+    Embeddings, norms, biases and positions stay as they are, and so do the routers of transformers' experts, the output
+    layer, and layers that share a weight with an embedding: the common low-bit formats leave them too. The output layer
+    is the one that `model.get_output_embeddings()` returns. A module without this method has its output layer rounded,
+    unless the layer shares its weight with an embedding.
 
     Attributes:
         bits: Bits per weight, from 2 to 8.
@@ -81,32 +88,31 @@ class Rounding:
         rounded: torch.Tensor = (groups / scales).round() * scales
         return rounded.view(outputs, -1)[:, :inputs].to(weight.dtype)
 
-    def weights(self, model: nn.Module) -> Iterator[Weights]:
-        """Yield the rounded weights of a model, once."""
-        layers = rounded_layers(model)
-        if not layers:
-            raise IsolossError(
-                f"{type(unwrapped(model)).__name__} has no linear layer to round besides its output layer"
-            )
-        rounded: dict[nn.Parameter, torch.Tensor] = {}
-        for layer in layers.values():
-            weight: Any = layer.weight
-            is_turned = isinstance(layer, Conv1D)  # GPT-2's weights are (inputs, outputs)
-            values = self.round(weight.detach().T if is_turned else weight.detach())
-            rounded[weight] = values.T if is_turned else values
-        yield rounded
+    def weights(self, maps: Mapping[nn.Parameter, tuple[int, ...]]) -> Weights:
+        """Return the rounded weights of the matrices of maps, each given with the axes that are its inputs."""
+        rounded = {}
+        for weight, axes in maps.items():
+            last = tuple(range(weight.ndim - len(axes), weight.ndim))
+            inputs_last = weight.detach().movedim(axes, last)
+            rows = inputs_last.flatten(last[0]).flatten(0, -2)
+            rounded[weight] = self.round(rows).view(inputs_last.shape).movedim(last, axes)
+        return rounded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
     """Gaussian noise on all weights, relative to the root mean square of each tensor, in pairs of opposite sign.
 
-    The draws depend only on the seed and the parameter's name, so all models of one architecture get the same noise in
-    proportion to their weights.
+    A draw of noise is costly only by the sequences that are measured with it, and a rise varies more from draw to draw
+    than from sequence to sequence. So the sequences are dealt into some 32 parts, and each part has draws of its own:
+    as many passes over the inputs as with the same draws for all, and 32 times as many draws.
+
+    The draws depend only on the seed, the part and the parameter's name, so all models of one architecture get the same
+    noise in proportion to their weights. On another device they are others.
 
     Attributes:
         relative_std: Standard deviation of the noise, divided by the root mean square of the tensor.
-        pairs: Number of draws. Each is added and subtracted, so that the gradient cancels.
+        pairs: Number of draws for each sequence. Each is added and subtracted, so that the gradient cancels.
         seed: Decides the draws.
     """
 
@@ -122,14 +128,14 @@ class Noise:
             raise IsolossError(f"pairs is {self.pairs}; it must be at least 1")
 
     def __str__(self) -> str:
-        return f"noise of {self.relative_std:.0%} of each tensor's root mean square, {self.pairs} pairs of draws"
+        return f"noise of {self.relative_std:.0%} of each tensor's root mean square, added and subtracted"
 
-    def weights(self, model: nn.Module) -> Iterator[Weights]:
-        """Yield the weights with each draw added, and with it subtracted."""
+    def weights(self, model: nn.Module, part: int) -> Iterator[Weights]:
+        """Yield the weights with each draw of a part added, and with it subtracted."""
         parameters = counted_parameters(model, None)
         originals = [parameter.detach().clone() for parameter in parameters.values()]
-        for pair in range(self.pairs):
-            noise = gaussian_noise(parameters, originals, self.relative_std, self.seed, pair)
+        for draw in range(part * self.pairs, (part + 1) * self.pairs):
+            noise = gaussian_noise(parameters, originals, self.relative_std, self.seed, draw, on_device=True)
             for sign in (1, -1):
                 moved = (original + sign * part for original, part in zip(originals, noise, strict=True))
                 yield dict(zip(parameters.values(), moved, strict=True))
@@ -145,26 +151,19 @@ ROBUSTNESS: Mapping[str, Change] = {
 }
 
 
-def rounded_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
-    """Return the linear layers that `Rounding` rounds: all but the output layer and those that share a weight."""
-    plain: Any = unwrapped(model)
-    kept = {
-        id(parameter)
-        for module in plain.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters()
-    }
-    output = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
-    if output is not None:
-        kept.add(id(output.weight))
-    # a module that does not name its output layer: it is a linear one with an output for each token
-    sizes = {module.num_embeddings for module in plain.modules() if isinstance(module, nn.Embedding)}
-    if output is None:
-        kept |= {id(m.weight) for m in plain.modules() if isinstance(m, nn.Linear) and m.out_features in sizes}
+def rounded_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers whose `weight` is a matrix that `Rounding` rounds if a forward pass shows nothing else.
+
+    It is (outputs, inputs), or (inputs, outputs) of a `Conv1D`. Left out are embeddings, routers, the output
+    layer that the model names, and layers that share a weight with one of these.
+    """
+    plain = unwrapped(model)
+    kept = kept_weights(plain)
+    layers = ((name, module, getattr(module, "weight", None)) for name, module in plain.named_modules())
     return {
         name: module
-        for name, module in plain.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and id(module.weight) not in kept
+        for name, module, weight in layers
+        if is_matrix(weight) and weight.ndim == 2 and id(weight) not in kept
     }
 
 
@@ -180,8 +179,13 @@ def loss_rises(
     """Measure how far the mean loss per predicted token rises under each of several changes of the weights.
 
     The loss is measured before and after on the same inputs, so the error is the error of a paired difference, which is
-    small. A rise can be negative. The error covers inputs and labels, but not the draws of noise, which are the same
-    for every model.
+    small. A rise can be negative. The error covers inputs, labels and the draws of noise.
+
+    Noise and inputs are both samples. They are so by groups that share neither, of which each is one more replication
+    of the whole measurement: the error over groups covers both and what they do together, for a rise and for the
+    difference of two models alike (the random group method: Wolter 2007, Introduction to Variance Estimation, chapter
+    2). With c, d and e for the variances of a rise between clusters, between draws, and of the rest, the value has the
+    variance c / N + d / draws + e / (N pairs) over N clusters.
 
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are changed, and set back bit for bit.
@@ -193,39 +197,82 @@ def loss_rises(
         progress: Called with the number of passes over the inputs done.
 
     Returns:
-        The rise of the loss under each change, in nats per predicted token.
+        The rise of the loss under each change, in nats per predicted token, and beside the rise under a rounding
+        called `NAME` or `NAME_rise` the loss that it leads to, `NAME_loss`. `details` have the `rounded_weights` and
+        how many `map_weights` there are besides embeddings and the output layer, or the number of `draws`.
 
     Raises:
         IsolossError: A batch does not fit, fewer than 2 inputs are independent, a loss is not finite, or weights are to
-            be rounded and the model has no linear layer besides its output layer.
+            be rounded and the model has no linear map besides its output layer.
 
     Example:
         >>> rises = loss_rises(model, batches, {"int3": Rounding(bits=3), "noise": Noise(relative_std=0.1)})
-        >>> [(name, rise.unit, rise.stderr > 0) for name, rise in rises.items()]
-        [('int3', 'nats per predicted token', True), ('noise', 'nats per predicted token', True)]
+        >>> [(name, rise.stderr > 0) for name, rise in rises.items()]
+        [('int3', True), ('int3_loss', True), ('noise', True)]
+        >>> rises["noise"].details["draws"]
+        64
     """
     loss = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
     positions = loss.positions()
     if len(positions) < 2:
         raise IsolossError("an error bar needs at least 2 independent sequences or documents")
-    before = loss.by_cluster()
+    with LinearMaps(model) as watched:
+        before = loss.by_cluster()
     rises: dict[str, Estimate] = {}
-    taken = 1
+    passes = 1
     for name, change in changes.items():
-        sums = torch.zeros_like(before)
-        number = 0
-        for weights in change.weights(model):
-            with weights_restored(weights):
-                with torch.no_grad():
-                    for parameter, value in weights.items():
-                        parameter.copy_(value)
-                sums += loss.by_cluster() - before
-            number, taken = number + 1, taken + 1
-            if progress is not None:
-                progress(taken)
-        if not bool(sums.isfinite().all()):
+        about = {**loss.details(getattr(change, "seed", 0)), **asdict(change)}
+        if isinstance(change, Rounding):
+            maps, number = watched.found(rounded_layers(model).values())
+            if not maps:
+                raise IsolossError(
+                    f"{type(unwrapped(model)).__name__} has no linear layer to round besides its output layer"
+                )
+            about |= {"rounded_weights": sum(weight.numel() for weight in maps), "map_weights": number}
+            about |= {"clusters": loss.clusters_name, "error_covers": "inputs and labels"}
+            after, groups, repeats = _changed(loss, change.weights(maps)), torch.arange(len(positions)), 1
+        else:
+            groups, parts = _dealt(loss.clusters)
+            after, repeats = torch.zeros_like(before), 2 * change.pairs
+            for part in parts.unique().tolist():
+                for weights in change.weights(model, part):
+                    after += _changed(loss, weights, parts == part)
+            together = "groups of " * (int(groups.max()) + 1 < len(positions))
+            about |= {"draws": len(parts.unique()) * change.pairs, "clusters": together + loss.clusters_name}
+            about |= {"error_covers": "inputs, labels and draws"}
+        passes += repeats
+        if progress is not None:
+            progress(passes)
+        if not bool(after.isfinite().all()):
             raise IsolossError(f"the loss with {change} is not finite; use a wider dtype")
-        about = {**loss.details(getattr(change, "seed", 0)), **asdict(change), "clusters": loss.clusters_name}
-        rise = ratio_estimate(sums / number, positions, unit=UNIT, method=f"rise of the loss with {change}")
-        rises[name] = replace(rise, details={**about, "error_covers": "inputs and labels"})
+        sums = torch.stack([after / repeats - before, positions])
+        numerators, sizes = sums.new_zeros(2, int(groups.max()) + 1).index_add_(1, groups, sums)
+        rise = ratio_estimate(numerators, sizes, unit=UNIT, method=f"rise of the loss with {change}")
+        rises[name] = replace(rise, details=about)
+        if isinstance(change, Rounding):
+            level = ratio_estimate(after, positions, unit=UNIT, method=f"loss with {change}")
+            rises[f"{name.removesuffix('_rise')}_loss"] = replace(level, details=about)
     return rises
+
+
+def _changed(loss: MeanLoss, weights: Weights, chosen: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the losses with other weights, which are set back."""
+    with weights_restored(weights):
+        with torch.no_grad():
+            for parameter, value in weights.items():
+                parameter.copy_(value)
+        return loss.by_cluster(chosen)
+
+
+def _dealt(clusters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (N,) the group of each cluster, and (n,) the part of each sequence, which lies within one group.
+
+    Groups are up to 32 of consecutive clusters. Where they are fewer, or one is large, a group has several parts.
+    """
+    number = int(clusters.max()) + 1
+    groups = torch.arange(number) * min(_PARTS, number) // number
+    group = groups[clusters]
+    sizes = group.bincount()
+    shares = (sizes * _PARTS / len(group)).round().long().clamp(min=1)
+    within = group.argsort(stable=True).argsort() - (sizes.cumsum(0) - sizes)[group]
+    return groups, (shares.cumsum(0) - shares)[group] + within * shares[group] // sizes[group]

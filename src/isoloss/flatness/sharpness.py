@@ -259,14 +259,25 @@ def _move(parameters: Mapping[str, nn.Parameter], originals: list[torch.Tensor],
 
 
 def gaussian_noise(
-    parameters: Mapping[str, nn.Parameter], originals: list[torch.Tensor], relative_std: float, seed: int, probe: int
+    parameters: Mapping[str, nn.Parameter],
+    originals: list[torch.Tensor],
+    relative_std: float,
+    seed: int,
+    probe: int,
+    *,
+    on_device: bool = False,
 ) -> list[torch.Tensor]:
-    """Return noise for each parameter, whose standard deviation is `relative_std` times its root mean square."""
+    """Return noise for each parameter, whose standard deviation is `relative_std` times its root mean square.
+
+    It is drawn by the parameter's name, so that the order of parameters does not change it, and on the CPU, so that the
+    device does not. `on_device` draws where the parameters are, which is far faster on a GPU.
+    """
     noise = []
     for name, original in zip(parameters, originals, strict=True):
         wide = torch.promote_types(original.dtype, torch.float32)
-        # on the CPU and by name, so that neither the device nor the order of the parameters changes the noise
-        drawn = torch.randn(original.shape, generator=seeds.generator(seed, "noise", probe, name), dtype=wide)
+        device = original.device if on_device else torch.device("cpu")
+        generator = torch.Generator(device).manual_seed(seeds.derive(seed, "noise", probe, name))
+        drawn = torch.randn(original.shape, generator=generator, device=device, dtype=wide)
         rms = original.to(wide).square().mean().sqrt()
         noise.append((drawn.to(original.device) * (relative_std * rms)).to(original.dtype))
     return noise

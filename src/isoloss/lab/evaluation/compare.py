@@ -27,7 +27,7 @@ from isoloss.flatness.comparison import (
     compare_traces,
     named_models,
 )
-from isoloss.flatness.robustness import ROBUSTNESS, loss_rises
+from isoloss.flatness.robustness import ROBUSTNESS, Noise, loss_rises
 from isoloss.flatness.verdict import Verdict, in_digits, verdict
 from isoloss.lab.evaluation.context import MeasureContext, ModelInfo, data_context
 from isoloss.lab.evaluation.input_config import InputConfig
@@ -56,10 +56,13 @@ TITLES = {
     "minimal-trace": "minimal trace",
     "without_embeddings": "trace without embeddings",
     "int8_rise": "rise with 8-bit weights",
+    "int8_loss": "loss with 8-bit weights",
     "int4_rise": "rise with 4-bit weights",
+    "int4_loss": "loss with 4-bit weights",
     **{name: f"rise with {name.split('_')[1].removesuffix('%')} % noise" for name in ROBUSTNESS if "noise" in name},
 }
 _PROBE = "probe-"  # before the name of a task
+_LEAST_ROUNDED = 0.9  # of the weights of maps: the rise of less says little about the model at few bits
 _BRIEF = ("loss", "trace", "minimal-trace", "int4_rise", "noise_10%_rise")
 
 
@@ -141,7 +144,7 @@ class ModelComparison(TraceComparison):
             return []
         answers = [self._same_loss(), self._flatter()]
         if "int4_rise" in self.names:
-            answers.append(self._robust())
+            answers.append(self._more_robust())
         for name, task in self.tasks.items():
             answers.append(self._best(name, f"Better at {task}?", "", "%", largest=True))
         return answers
@@ -177,12 +180,25 @@ class ModelComparison(TraceComparison):
         reason = _REASONS[found.reasons[0]]
         return Answer(question="Flatter?", answer=f"No verdict: {reason}", detail="; ".join(parts), holds=None)
 
-    def _robust(self) -> Answer:
-        """At different losses a smaller rise is no advantage: the loss after rounding is what counts then."""
-        best = self._best("int4_rise", "More robust at 4 bits?", "'s loss rises least", "nats/token", largest=False)
+    def _more_robust(self) -> Answer:
+        question, shares = "More robust at 4 bits?", {name: n / of for name, (n, of) in self._rounded().items()}
+        least = min(shares, key=shares.__getitem__)
+        if shares[least] < _LEAST_ROUNDED:
+            answer = f"No answer: {100 * shares[least]:.0f} % of the weights of {self.short[least]}'s maps are rounded"
+            return Answer(question=question, answer=answer, detail="", holds=None)
+        best = self._best("int4_rise", question, "'s loss rises least", "nats/token", largest=False)
         if self._same_loss().holds:
             return best
-        return dataclasses.replace(best, answer="Not judged: the losses are not shown to be the same", holds=None)
+        # a smaller rise is no advantage at a larger loss
+        losses = [f"{self.short[model]} {number(loss)}" for model, loss in self.of("int4_loss").items()]
+        answer = "Not judged: the losses are not shown to be the same"
+        detail = f"with 4-bit weights, the loss is {', '.join(losses)}; it rises by {best.detail}"
+        return dataclasses.replace(best, answer=answer, detail=detail, holds=None)
+
+    def _rounded(self) -> dict[str, tuple[int, int]]:
+        """Return for each model how many weights of its linear maps are rounded, and how many these have."""
+        details = {model: rise.details for model, rise in self.of("int4_rise").items()}
+        return {model: (about["rounded_weights"], about["map_weights"]) for model, about in details.items()}
 
     def _best(self, name: str, question: str, rises: str, unit: str, *, largest: bool) -> Answer:
         names, ranked = self.short, self.ranking(name)
@@ -224,15 +240,24 @@ class ModelComparison(TraceComparison):
         """Return the units of the numbers and the samples behind their errors, in words."""
         trace = next(iter(self.of("trace").values()))
         text = f"In nats per predicted token unless a unit is named; ± is the standard error over {samples_of(trace)}"
+        notes = []
         if "int4_rise" in self.names:
-            rise = next(iter(self.of("int4_rise").values()))
+            rise, noisy = (next(iter(self.of(name).values())) for name in ("int4_rise", "noise_10%_rise"))
             if rise.details["sequences"] < trace.details["sequences"]:
-                text += f" (of the rises: {samples_of(rise)} in {rise.details['sequences']:,} of the sequences)"
+                text += f" (with changed weights: over {samples_of(rise)} in {rise.details['sequences']:,} of the sequences)"
+            notes.append(
+                f"noise: over {samples_of(noisy)} and {noisy.details['draws']} draws, each added and subtracted"
+            )
+            counts = {f"{n:,} of {of:,} weights of linear maps": model for model, (n, of) in self._rounded().items()}
+            beside = len(counts) > 1
+            notes.append(
+                "rounded: " + ", ".join(share + f" of {self.short[model]}" * beside for share, model in counts.items())
+            )
         bounds = [
             f"{task}: {accuracy_bounds(next(iter(self.of(name).values())).details)}"
             for name, task in self.tasks.items()
         ]
-        return "; ".join([text, *bounds])
+        return "; ".join([text, *notes, *bounds])
 
     def table(self, *, brief: bool = False) -> tuple[list[str], list[list[str]], int]:
         """Return one table as text: header, rows, and how many columns are text.
@@ -304,8 +329,9 @@ def compare(
     All models are measured on the same inputs, with the same random probes and the same noise, so differences are
     paired. The result has for each model: the loss (also in bits per byte of the text as it was given, where `data` is
     text), the trace of the Fisher information with and without embeddings, the minimal trace (if the rescalings of all
-    models are known), and how far the loss rises under `ROBUSTNESS`: weights of 8 and 4 bits, and noise of 2, 5 and 10
-    % of each tensor's root mean square. The rises are measured on a part of the sequences: on 64 of 512.
+    models are known), and how far the loss rises under `ROBUSTNESS`: weights of 8 and 4 bits, with the loss that this
+    leads to, and noise of 2, 5 and 10 % of each tensor's root mean square, whose errors cover the draws. The rises are
+    measured on a part of the sequences: on 64 of 512.
 
     Args:
         models: A mapping from names to language models, functions that load them, or checkpoints; or a list of
@@ -386,10 +412,14 @@ def compare(
         if (reason := measure.why_not_applicable(context)) is not None:
             files = "" if task_data else f"; with task_data, {task}=PATH, its examples are read from files"
             raise IsolossError(f"the task {task} cannot be measured: {reason}{files}")
+    changes = {
+        name: dataclasses.replace(change, seed=seed) if isinstance(change, Noise) else change
+        for name, change in ROBUSTNESS.items()
+    }
     few = _some(batches, seed) if context is None else made.some(_ROBUSTNESS_SEQUENCES, seed).batches
 
     def further(model: nn.Module) -> dict[str, Estimate]:
-        found = loss_rises(model, few, causal=causal) if robustness else {}
+        found = loss_rises(model, few, changes, causal=causal) if robustness else {}
         if context is not None:
             found |= {f"{_PROBE}{task}": _accuracy(measure, model, context) for task, measure in measures.items()}
         return found
