@@ -195,6 +195,11 @@ def test_a_language_of_ones_own_has_them_without_more_code():
     )
     with pytest.raises(IsolossError, match="Public has sentences of several lengths, and gives its next tokens with"):
         Public(varied).log_next(tokens, lengths)
+    framed = WithSpecialTokens(Public(varied))
+    with pytest.raises(
+        IsolossError, match="Public has sentences of several lengths, and does not give the probability"
+    ):
+        framed.log_next(*framed.sample(2)[:2])
 
 
 def test_an_impossible_last_token_is_no_error():

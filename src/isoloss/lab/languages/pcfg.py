@@ -298,8 +298,8 @@ class PCFG(ExactLanguage):
             room = (0, length + 1 - scores.shape[1])
             scores = torch.nn.functional.pad(scores, (0, 0, *room))
             goes_on = torch.nn.functional.pad(goes_on, room, value=-math.inf)
-            ends = [self._engine.log_partition(tokens[:, :width]) for width in range(1, length + 1)]
-            ends = torch.stack([torch.full_like(goes_on[:, 0], -math.inf), *ends], dim=1)
+            whole = [self._engine.log_partition(tokens[:, :width]) for width in range(1, length + 1)]
+            ends = torch.stack([torch.full_like(goes_on[:, 0], -math.inf), *whole], dim=1)
             either = torch.logaddexp(goes_on, ends)
             self._check_possible(rows, either.amin(dim=1))
             tokens_next = batches.clamped_log_(scores.nan_to_num() @ emission) + (goes_on - either)[..., None]

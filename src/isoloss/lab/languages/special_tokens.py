@@ -259,7 +259,8 @@ class WithSpecialTokens(ExactLanguage):
         logs = self.inner._log_next_or_end(*self.inner._checked(arguments["tokens"], arguments["lengths"]))
         # [CLS] comes first, before the tokens, and nowhere else; [SEP] where the inner sentence ends
         impossible = math.log(torch.finfo(logs.dtype).tiny)
-        tokens, ends = torch.nn.functional.pad(logs, (0, 0, 1, 0), value=impossible).split(self.inner.vocab_size, dim=2)
+        logs = torch.nn.functional.pad(logs, (0, 0, 1, 0), value=impossible)
+        tokens, ends = logs[..., :-1], logs[..., -1:]
         starts = torch.full_like(ends, impossible)
         starts[:, 0] = 0
         padding = torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None]
@@ -267,8 +268,7 @@ class WithSpecialTokens(ExactLanguage):
 
     def _log_next_without_special(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
         arguments = self._inner_arguments(ids, lengths)
-        del arguments["mask"]
-        logs = self.inner.log_next(**arguments, given_length=given_length)
+        logs = self.inner.log_next(arguments["tokens"], arguments["lengths"], given_length=given_length)
         _, asked, specials = self._positions(ids, lengths, None)
         # as in `_log_conditionals`, the two special tokens are certain where they stand
         return self._framed(torch.nn.functional.pad(logs, (0, 0, 1, 1)), specials, asked >= lengths[:, None])
