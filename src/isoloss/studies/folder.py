@@ -373,10 +373,10 @@ class StudyFolder:
 
     def _claims_warning(self, file: ClaimsFile | None) -> str:
         """The warning that the claims are not those that the study was started with; empty if they are."""
-        path = self.path / "study.json"
+        path, claims = self.path / "study.json", self.study.claims
         started = files.read_json(path).get(CLAIMS) if path.is_file() else None
         # studies that earlier versions started have the hash of the file's bytes
-        if file is None or started in (None, file.sha256) or started == files.sha256(self.study.claims):
+        if file is None or claims is None or started in (None, file.sha256, files.sha256(claims)):
             return ""
         return f"{file.name} was changed after this study was started: its SHA-256 was {started}."
 
