@@ -1,4 +1,5 @@
 import hashlib
+import json
 
 import pytest
 
@@ -63,8 +64,37 @@ def test_claims_are_read(tmp_path):
     assert found.claims[0] == CLAIM
     assert found.claims[1].margin == 0.01
     assert (found.gates, found.same_loss_nats, found.scales) == ((), 0.01, ())
-    assert found.sha256 == hashlib.sha256(TOML.encode()).hexdigest()
-    assert str(found) == f"claims.toml, SHA-256 {found.sha256}"
+    assert str(found) == f"claims.toml, SHA-256 of what it states {found.sha256}"
+
+
+def test_the_hash_is_of_what_the_file_states(tmp_path):
+    file = tmp_path / "claims.toml"
+
+    def sha256(text):
+        file.write_text(text)
+        return read_claims(file).sha256
+
+    stated = [
+        {"id": "flatter", "statement": "Flatter.", "paper": "19.8 to 12.6", "direction": "decrease"},
+        {
+            **{"id": "same", "statement": "Same.", "paper": "3.204 and 3.206"},
+            **{"direction": "no change within", "margin": 0.01},
+        },
+    ]
+    content = json.dumps({"claims": stated}, sort_keys=True)
+    assert sha256(TOML) == hashlib.sha256(content.encode()).hexdigest()
+    layouts = (TOML + "# a comment", TOML.replace(' = "', '="'), TOML.replace("\n\n", "\n\n\n"))
+    moved = TOML.replace('statement = "Same."\n', "").replace("margin", 'statement = "Same."\nmargin')
+    assert {sha256(text) for text in (*layouts, moved)} == {sha256(TOML)}
+    changed = [
+        ("0.01", "0.02"),
+        ('"decrease"', '"increase"'),
+        ("Flatter.", "Flat."),
+        ("margin", "factor = 2.0\nmargin"),
+    ]
+    assert len({sha256(TOML), *(sha256(TOML.replace(*each)) for each in changed)}) == 5
+    first, second = TOML.split("\n\n")
+    assert sha256(f"{second}\n\n{first}") != sha256(TOML)  # gates are tested in the order of the file
 
 
 def test_what_holds_for_all_claims_is_read(tmp_path):

@@ -1,5 +1,6 @@
 """A study of one's own: a Python file, with the machinery's tables and page, run by any executor."""
 
+import hashlib
 import json
 import re
 import shlex
@@ -266,11 +267,30 @@ def test_claims_that_change_after_the_start_are_said_to_have_changed(capsys, fil
     assert was != now
     assert changed["warning"] == f"claims.toml was changed after this study was started: its SHA-256 was {was}."
     assert changed["warning"] in (done / "report" / "index.html").read_text()
-    # a study begun before the hash was written down
+    # a comment is no change
+    claiming.write_text(f"# why this direction\n{CLAIMS}")
+    assert json.loads(call(capsys, "report", file, *where, "--json"))["warning"] == ""
+
+
+@pytest.mark.parametrize(
+    ("started", "now", "warns"),
+    [
+        pytest.param("bytes", "", False, id="an earlier version hashed the file's bytes"),
+        pytest.param("bytes", "# of which a comment is one change\n", True, id="bytes that are others now"),
+        pytest.param(None, "", False, id="a version before wrote down no hash"),
+    ],
+)
+def test_the_claims_that_an_earlier_version_wrote_down_are_recognized(
+    capsys, file, claiming, done, started, now, warns
+):
     document = json.loads((done / "study.json").read_text())
     del document["claims_sha256"]
+    if started:
+        document["claims_sha256"] = hashlib.sha256(claiming.read_bytes()).hexdigest()
     (done / "study.json").write_text(json.dumps(document))
-    assert json.loads(call(capsys, "report", file, *where, "--json"))["warning"] == ""
+    claiming.write_text(now + CLAIMS)
+    found = json.loads(call(capsys, "report", file, "--folder", done, "--json"))["warning"]
+    assert found.startswith("claims.toml was changed after this study was started") == warns
 
 
 def test_a_claim_about_something_else_is_refused_before_training(file, claiming, tmp_path):

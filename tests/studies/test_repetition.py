@@ -275,7 +275,7 @@ def test_numbers_by_hand(tmp_path):
     [
         (1, {"study": "t"}, "different studies: s and t"),
         (1, {"scale": "smoke"}, "different scales: laptop and smoke"),
-        (1, {"claims_sha256": "1"}, "different claims files, which"),
+        (1, {"claims_sha256": "1"}, "different claims, which"),
         (0, {}, "both have the seed offset 0: a repetition needs a different one"),
         (1, {"runs": {"a": "0", "b": "1"}}, "have the same run a: a repetition needs runs of its own"),
     ],
@@ -283,6 +283,12 @@ def test_numbers_by_hand(tmp_path):
 def test_what_cannot_be_compared_is_refused(tmp_path, offset, other, message):
     with pytest.raises(IsolossError, match=message):
         compare(save(tmp_path / "a", 0, {}), save(tmp_path / "b", offset, {}, **other))
+
+
+def test_an_export_with_the_hash_of_the_bytes_alone_is_of_the_same_claims(tmp_path):
+    ours = save(tmp_path / "a", 0, {}, claims_sha256="bytes")
+    theirs = save(tmp_path / "b", 1, {}, claims_sha256="content", claims_file_sha256="bytes")
+    assert compare(ours, theirs).seed_offsets == (0, 1)
 
 
 def test_claims_are_compared_by_name(tmp_path):

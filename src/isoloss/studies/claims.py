@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from isoloss import config, files
+from isoloss import config
 from isoloss.errors import IsolossError
 from isoloss.statistics.checking import positive
 from isoloss.statistics.estimate import Estimate
@@ -93,7 +96,7 @@ class ClaimsFile(_Document):
 
     Attributes:
         name: The file's name.
-        sha256: Of its bytes.
+        sha256: Of its parsed content, as JSON with sorted keys: comments and layout state nothing.
         claims: The claims, in order.
         same_loss_nats: Equivalence margin of the mean difference in loss between two models.
         scales: The scales at which verdicts are given; empty: all.
@@ -103,7 +106,7 @@ class ClaimsFile(_Document):
     sha256: str
 
     def __str__(self) -> str:
-        return f"{self.name}, SHA-256 {self.sha256}"
+        return f"{self.name}, SHA-256 of what it states {self.sha256}"
 
     @property
     def gates(self) -> tuple[Claim, ...]:
@@ -178,7 +181,9 @@ def read_claims(path: Path, *, scales: Collection[str] | None = None) -> ClaimsF
     for scale in document.scales:
         if scales is not None and scale not in scales:
             raise IsolossError(f"{path}: scales has {scale!r}; the study's scales are {', '.join(scales)}")
-    return ClaimsFile(**vars(document), name=path.name, sha256=files.sha256(path))
+    # of the file and not of the dataclasses, whose defaults another version may have more of
+    content = json.dumps(tomllib.loads(path.read_text(encoding="utf-8")), sort_keys=True)
+    return ClaimsFile(**vars(document), name=path.name, sha256=hashlib.sha256(content.encode()).hexdigest())
 
 
 def _check(claim: Claim) -> None:

@@ -36,7 +36,7 @@ STEP_SECONDS = 0.0005  # of a step with a batch of one sentence; it grows with t
 COMPILED = 3.0  # how many times as fast compiled runs train
 TO_TARGET = 1 / 8  # of its steps, that a stage with a target makes: they are the most that it may make
 _NOT_THE_PLAN = ("needs", "expected")  # fields of a measurement that do not decide its results
-CLAIMS = "claims_sha256"  # the key in study.json of the hash that the file of claims had at the start
+CLAIMS = "claims_sha256"  # the key in study.json of the hash that the claims had at the start
 
 
 class StudyFolder:
@@ -373,9 +373,10 @@ class StudyFolder:
 
     def _claims_warning(self, file: ClaimsFile | None) -> str:
         """The warning that the claims are not those that the study was started with; empty if they are."""
-        path = self.path / "study.json"
+        path, claims = self.path / "study.json", self.study.claims
         started = files.read_json(path).get(CLAIMS) if path.is_file() else None
-        if file is None or started in (None, file.sha256):
+        # studies that earlier versions started have the hash of the file's bytes
+        if file is None or claims is None or started in (None, file.sha256, files.sha256(claims)):
             return ""
         return f"{file.name} was changed after this study was started: its SHA-256 was {started}."
 

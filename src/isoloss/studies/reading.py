@@ -233,7 +233,7 @@ def _table(rows: list[dict[str, Any]]) -> pl.DataFrame:
 
 def provenance(folder: StudyFolder, results: Results) -> dict[str, Any]:
     """Return how results of a study were made."""
-    claims = folder.study.claims
+    claims, path = folder.claims_file(), folder.study.claims
     made: dict[str, dict[str, Any]] = {}  # most often one; a study that went on with another version has two
     for name in results.experiments:
         record = {key: results.run(name).record[key] for key in ("versions", "commit")}
@@ -248,7 +248,8 @@ def provenance(folder: StudyFolder, results: Results) -> dict[str, Any]:
         "blocks": results.blocks,
         "blocks_done": results.blocks_done,
         "runs": {name: one.fingerprint for name, one in results.experiments.items()},
-        "claims_sha256": None if claims is None else files.sha256(claims),
+        "claims_sha256": claims and claims.sha256,
+        "claims_file_sha256": path and files.sha256(path),
         "made_with": list(made.values()),
         "exported_with": {"isoloss": metadata.version("isoloss"), "processor": processor()},
         "units": len(folder.plan()),

@@ -124,10 +124,15 @@ def compare(first: Path, second: Path) -> Repetition:
             seeds.
     """
     ours, theirs = (_provenance(path) for path in (first, second))
-    for key, what in (("study", "studies"), ("scale", "scales"), ("claims_sha256", "claims files")):
+    for key, what in (("study", "studies"), ("scale", "scales")):
         if ours.get(key) != theirs.get(key):
-            both = "" if key == "claims_sha256" else f": {ours[key]} and {theirs[key]}"
-            raise IsolossError(f"{first} and {second} are results of different {what}{both}, which cannot be compared")
+            raise IsolossError(
+                f"{first} and {second} are results of different {what}: {ours[key]} and {theirs[key]}, which cannot be "
+                "compared"
+            )
+    hashes, others = _claims_hashes(ours), _claims_hashes(theirs)
+    if hashes != others and not hashes & others:
+        raise IsolossError(f"{first} and {second} are results of different claims, which cannot be compared")
     if ours["seed_offset"] == theirs["seed_offset"]:
         raise IsolossError(
             f"{first} and {second} both have the seed offset {ours['seed_offset']}: a repetition needs a different one"
@@ -163,11 +168,16 @@ def _provenance(path: Path) -> dict[str, Any]:
     return document
 
 
+def _claims_hashes(provenance: dict[str, Any]) -> set[str]:
+    """Return the hashes of what the claims state and of their file; an export of an earlier version has the latter."""
+    return {provenance[key] for key in ("claims_sha256", "claims_file_sha256") if provenance.get(key)}
+
+
 def _claims(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Repeated]:
     """Yield the answers to each claim, of the cases that were tested in the first or in the second."""
     others = {claim["claim"]: claim for claim in second["claims"]}
     for ours in first["claims"]:
-        # it is there, as the two claims files have the same SHA-256
+        # it is there, as both are of the same claims
         theirs = others[ours["claim"]]
         a, b = ({answer["case"]: answer for answer in claim["answers"]} for claim in (ours, theirs))
         for case in dict.fromkeys([*a, *b]):

@@ -1,0 +1,253 @@
+"""What the kept results say that no claim asked for: computed from the tables of values by numpy and scipy alone.
+
+    python results/post_hoc.py
+
+It prints the tables of docs/method/studies.md that were made after the results were known: the trend over all doses of
+dose-response, and of the study optimizers what effective rank explains, errors over optimizers, baselines and rises in
+nats. Each function returns rows of cells.
+"""
+
+import functools
+import math
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+from scipy.stats import t
+
+RESULTS = Path(__file__).parent
+PILOT = RESULTS.parent / "src/isoloss/paper/dose_response/pilot.toml"
+DOSE_RESPONSE = ("dose-response", "dose-response-repeated")
+OPTIMIZERS = ("optimizers", "optimizers-repeated")
+
+DOSES = ("sharp-3", "sharp-2", "sharp-1", "sham", "flat-1", "flat-2", "flat-3")  # from the sharpest to the flattest
+NOISES = ("sham", "noise-1", "noise-2", "noise-3")
+PROBES = tuple(f"few-shot-prefix-{length}-{shots}" for shots in (30, 100) for length in (2, 4))
+NEEDED, SPARE = "few-shot-needed-2-50", "few-shot-spare-2-50"
+TRANSFER = dict.fromkeys(PROBES, 0.25)  # their mean
+
+ARMS = {
+    "sgd": "SGD after AdamW",
+    "sam": "SAM",
+    "lawa": "AdamW, averaged weights (LAWA)",
+    "adamw": "AdamW",
+    "wsd": "AdamW, decaying rate (WSD)",
+    "schedule-free": "Schedule-free AdamW",
+    "muon": "Muon",
+    "soap": "SOAP",
+}
+ACCURACIES = {"few-shot-prefix-4-30": "prefix-4", "few-shot-root-30": "root", "layer-2": "spans"}
+
+
+@functools.cache
+def values(name):
+    """Return a row for each last checkpoint of a study: its grammar, seed and arm, and what was measured of it."""
+    rows = pl.read_parquet(RESULTS / name / "values.parquet")
+    rows = rows.filter(pl.col("step") == pl.col("step").max().over("run"))
+    parts = pl.col("run").str.extract_groups(r"^g(?<grammar>\d+)-s(?<seed>\d+)-(?<arm>.*)$")
+    return (
+        rows.with_columns(parts=parts)
+        .unnest("parts")
+        .pivot(on="estimate", index=["grammar", "seed", "arm"], values="value")
+    )
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def digits(error, significant=2):
+    """How many decimals show an error's significant digits."""
+    return max(0, significant - 1 - math.floor(math.log10(error)))
+
+
+def signed(value, decimals):
+    """A number with a minus sign of its own."""
+    return f"{value:.{decimals}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def with_error(value, error):
+    """A value with its standard error."""
+    return f"{signed(value, digits(error))} ± {error:.{digits(error)}f}"
+
+
+def mean(samples, factor=1.0):
+    """Return mean and standard error of independent samples."""
+    samples = factor * np.asarray(samples)
+    return samples.mean(), samples.std(ddof=1) / math.sqrt(len(samples))
+
+
+def interval(samples):
+    """The 95 % interval of the mean of independent samples, by Student's t."""
+    value, error = mean(samples)
+    half = t.ppf(0.975, len(samples) - 1) * error
+    return f"{signed(value - half, 2)} to {signed(value + half, 2)}"
+
+
+# --- dose-response: the trend -----------------------------------------------------------------------------------------
+
+
+def trends(rows, outcome, arms=DOSES, adjusted=True):
+    """Return each grammar's slope of an outcome on -log2 of the minimal trace over some arms, in points a halving.
+
+    Every seed has a base of its own, so slopes are fitted within seeds, and the mean over seeds is taken. An outcome is
+    a weight for each accuracy; it is adjusted to one KL by the pilot's slopes.
+    """
+    slopes = {each["measure"]: each["value"] for each in tomllib.loads(PILOT.read_text())["slopes"]}
+    found = {}
+    for (grammar, _), unit in rows.filter(pl.col("arm").is_in(arms)).group_by("grammar", "seed", maintain_order=True):
+        flatness, kl = -np.log2(unit["minimal-trace"].to_numpy()), unit["kl"].to_numpy()
+        accuracy = sum(
+            weight * (100 * unit[key].to_numpy() - adjusted * slopes[key] * kl) for key, weight in outcome.items()
+        )
+        found.setdefault(grammar, []).append(np.polyfit(flatness, accuracy, 1)[0])
+    return [np.mean(found[grammar]) for grammar in sorted(found)]
+
+
+def trend_table():
+    """Return the slopes of all outcomes over all doses, and of the mean of the four probes over some."""
+    draws = [values(name) for name in DOSE_RESPONSE]
+    both = pl.concat(draws, how="diagonal")
+    outcomes = {
+        "**mean of the four prefix probes**": TRANSFER,
+        "prefix-2, 30 examples": {PROBES[0]: 1},
+        "prefix-4, 30": {PROBES[1]: 1},
+        "prefix-2, 100": {PROBES[2]: 1},
+        "prefix-4, 100": {PROBES[3]: 1},
+        "needed-2, 50": {NEEDED: 1},
+        "spare-2, 50": {SPARE: 1},
+        "needed-2 minus spare-2": {NEEDED: 1, SPARE: -1},
+    }
+    parts = {
+        "the mean, on the flat side alone": DOSES[3:],
+        "on the sharp side alone": DOSES[:4],
+        "without the strongest reward": DOSES[1:],
+        "over label noise instead": NOISES,
+    }
+    asked = [(name, outcome, DOSES) for name, outcome in outcomes.items()]
+    asked += [(name, TRANSFER, arms) for name, arms in parts.items()]
+    yield ("outcome", "both draws", "95 % interval", "first draw", "second draw", "both, not adjusted")
+    for name, outcome, arms in asked:
+        slopes = trends(both, outcome, arms)
+        each = [with_error(*mean(trends(draw, outcome, arms))) for draw in draws]
+        plain = with_error(*mean(trends(both, outcome, arms, adjusted=False)))
+        yield (name, with_error(*mean(slopes)), interval(slopes), *each, plain)
+
+
+# --- partial correlations ---------------------------------------------------------------------------------------------
+
+
+def partial(x, y, given):
+    """Return the correlation of what is left of x and y (G, n) within each of G groups after least squares."""
+    x, y, *given = ((each - each.mean(axis=1, keepdims=True)).ravel() for each in (x, y, *given))
+    others = np.stack(given, axis=1)
+    x, y = (each - others @ np.linalg.lstsq(others, each, rcond=None)[0] for each in (x, y))
+    return x @ y / math.sqrt((x @ x) * (y @ y))
+
+
+def jackknifed(x, y, given, axis):
+    """Return the partial correlation of x and y (G, n), its error and 95 % interval, by the jackknife over an axis."""
+    number = x.shape[axis]
+    z = math.atanh(partial(x, y, given))
+    left = ([np.delete(each, i, axis) for each in (x, y, *given)] for i in range(number))
+    without = np.array([math.atanh(partial(a, b, others)) for a, b, *others in left])
+    error = math.sqrt((number - 1) / number * np.square(without - z).sum())
+    half = t.ppf(0.975, number - 1) * error
+    return math.tanh(z), error * (1 - math.tanh(z) ** 2), (math.tanh(z - half), math.tanh(z + half))
+
+
+def rank_and_transfer():
+    """Return how effective rank goes with accuracy over the doses, within bases, given the KL; errors over grammars."""
+    rows = pl.concat([values(name) for name in DOSE_RESPONSE], how="diagonal")
+    rows = rows.filter(pl.col("arm").is_in(DOSES)).sort("grammar", "seed", "arm")
+    bases = (rows["grammar"].n_unique(), -1, len(DOSES))  # grammars, seeds, doses
+
+    def within(key):
+        cube = rows[key].to_numpy().reshape(bases)
+        return (cube - cube.mean(axis=2, keepdims=True)).reshape(bases[0], -1)
+
+    rank, kl = within("effective-rank"), within("kl")
+    yield ("accuracy", "correlation with effective rank", "95 % interval")
+    for name, keys in (("prefix-4, 30 examples", PROBES[1:2]), ("mean of the four prefix probes", PROBES)):
+        value, error, (low, high) = jackknifed(rank, sum(map(within, keys)), [kl], axis=0)
+        yield name, with_error(value, error), f"{low:.2f} to {high:.2f}"
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def by_optimizer(name, key, arms=tuple(ARMS)):
+    """Return what was measured of each grammar and optimizer (G, 8)."""
+    rows = values(name)
+    return np.stack([rows.filter(pl.col("arm") == arm).sort("grammar")[key].to_numpy() for arm in arms], axis=1)
+
+
+def association_table():
+    """Return partial correlations across optimizers, with intervals over grammars and over optimizers; both draws."""
+    logs = {"minimal trace": "minimal-trace", "trace": "trace"}
+    pairs = [(predictor, "KL", key) for key in ACCURACIES for predictor in ("minimal trace", "effective rank")]
+    pairs += [("minimal trace", "KL, effective rank", key) for key in ACCURACIES]
+    pairs += [("effective rank", "KL, minimal trace", key) for key in ACCURACIES]
+    pairs += [("trace", given, "int4-rise") for given in ("KL", "KL, effective rank")]
+    yield ("measure", "given", "outcome", "correlation", "95 % over grammars", "95 % over optimizers")
+    for predictor, given, outcome in pairs:
+        cells = []
+        for name in OPTIMIZERS:
+            named = {
+                "KL": by_optimizer(name, "kl"),
+                "effective rank": by_optimizer(name, "effective-rank"),
+                **{word: np.log(by_optimizer(name, key)) for word, key in logs.items()},
+            }
+            x, y, others = named[predictor], by_optimizer(name, outcome), [named[each] for each in given.split(", ")]
+            over = [jackknifed(x, y, others, axis) for axis in (0, 1)]
+            ends = [f"{signed(low, 2)} to {signed(high, 2)}" for _, _, (low, high) in over]
+            cells.append((signed(over[0][0], 2), *ends))
+        what = ACCURACIES.get(outcome, "rise at 4 bits")
+        yield (predictor, given, what, *("<br>".join(both) for both in zip(*cells, strict=True)))
+
+
+def baseline_table():
+    """Return accuracies in %, and how far each is above one-hot tokens, in points; both draws."""
+    probed = ("one-hot tokens", "majority class", "untrained model")
+    arms = {"AdamW": "adamw", "Muon": "muon", "SOAP": "soap", "helper": "helper"}
+    columns = []
+    for key in list(ACCURACIES)[:2]:
+        draws = []
+        for name in OPTIMIZERS:
+            kept = pl.read_parquet(RESULTS / name / "baselines.parquet").filter(pl.col("estimate") == key)
+            found = {row: kept.filter(pl.col("probed") == row).sort("grammar")["value"].to_numpy() for row in probed}
+            found |= {row: by_optimizer(name, key, [arm])[:, 0] for row, arm in arms.items()}
+            draws.append(found)
+        columns.append({row: "<br>".join(f"{100 * draw[row].mean():.1f}" for draw in draws) for row in draws[0]})
+        above = {row: [mean(draw[row] - draw[probed[0]], 100) for draw in draws] for row in (*probed[1:], *arms)}
+        columns.append({row: "<br>".join(with_error(*each) for each in both) for row, both in above.items()})
+    yield (
+        "probe of",
+        *(f"{task} {unit}" for task in ("prefix-4", "root") for unit in ("(%)", "minus one-hot (points)")),
+    )
+    for row in (*probed, *arms):
+        yield (row, *(column.get(row, "") for column in columns))
+
+
+def rise_table():
+    """Return the rise of the loss at 4 bits of each optimizer, in nats and in % of its loss; both draws."""
+    yield ("optimizer", "rise at 4 bits (nats/token)", "of the loss (%)")
+    for arm, title in ARMS.items():
+        rises = [by_optimizer(name, "int4-rise", [arm]) for name in OPTIMIZERS]
+        losses = [by_optimizer(name, "loss", [arm]) for name in OPTIMIZERS]
+        shares = [f"{100 * rise.mean() / loss.mean():.3f}" for rise, loss in zip(rises, losses, strict=True)]
+        yield title, "<br>".join(with_error(*mean(rise[:, 0])) for rise in rises), "<br>".join(shares)
+
+
+TABLES = (trend_table, rank_and_transfer, baseline_table, association_table, rise_table)
+
+
+def markdown(rows):
+    """Return rows of cells as a Markdown table, the first as its head."""
+    head, *body = ["| " + " | ".join(cells) + " |" for cells in rows]
+    return "\n".join([head, "|---" * (head.count(" | ") + 1) + "|", *body])
+
+
+if __name__ == "__main__":
+    for table in TABLES:
+        print(markdown(table()), end="\n\n")
