@@ -151,7 +151,7 @@ def test_it_says_what_it_is_over_and_is_one_table(measured):
     out = str(comparison)
     assert out.splitlines()[0].split() == ["a", "b", "second", "minus", "first", "95", "%", "interval"]
     assert [line for line in TITLES.values() if f"\n{line} " not in out] == []
-    assert " documents (of the rises: " in out
+    assert " documents (with changed weights: over " in out
     assert " documents in 64 of the sequences" in out
     assert "<table>" in comparison._repr_html_()
     assert repr(comparison) == "ModelComparison(2 models; flattest: no verdict)"

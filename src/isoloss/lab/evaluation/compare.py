@@ -243,8 +243,8 @@ class ModelComparison(TraceComparison):
         notes = []
         if "int4_rise" in self.names:
             rise, noisy = (next(iter(self.of(name).values())) for name in ("int4_rise", "noise_10%_rise"))
-            if rise.details["sequences"] < trace.details["sequences"]:
-                text += f" (with changed weights: over {samples_of(rise)} in {rise.details['sequences']:,} of the sequences)"
+            if (sequences := rise.details["sequences"]) < trace.details["sequences"]:
+                text += f" (with changed weights: over {samples_of(rise)} in {sequences:,} of the sequences)"
             notes.append(
                 f"noise: over {samples_of(noisy)} and {noisy.details['draws']} draws, each added and subtracted"
             )
