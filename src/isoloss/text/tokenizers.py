@@ -6,9 +6,9 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -202,15 +202,33 @@ def _encode(backend: Tokenizer, texts: Iterable[str], add_special_tokens: bool) 
 
 
 def serialized(tokenizer: PreTrainedTokenizerFast) -> bytes:
-    """Return what decides a tokenizer's ids, in a form that is equal for equal tokenizers."""
+    """Return what decides a tokenizer's ids and special tokens, in a form that is equal for equal tokenizers."""
+    document = {**content(tokenizer), "special_tokens": tokenizer.special_tokens_map}
+    return json.dumps(document, sort_keys=True, default=str).encode()
+
+
+def content(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Return what decides the ids of a text: normalizer, vocabulary, merges and so on, as JSON types."""
     from isoloss.text.kept_tokens import KeptTokensTokenizer
 
     is_kept = isinstance(tokenizer, KeptTokensTokenizer)
     document = json.loads((tokenizer.source if is_kept else tokenizer.backend_tokenizer).to_str())
     document |= {"kept_tokens": tokenizer.kept_tokens} if is_kept else {}
     # any call may change truncation and padding, which decide no id
-    document |= {"truncation": None, "padding": None, "special_tokens": tokenizer.special_tokens_map}
-    return json.dumps(document, sort_keys=True, default=str).encode()
+    return {**document, "truncation": None, "padding": None}
+
+
+def files_key(folder: Path) -> Hashable | None:
+    """Return a key that is equal where the files from which a folder's tokenizer is made are; None: it has none."""
+    held = _held(folder)
+    if not any(path.name != "tokenizer_config.json" for path in held):
+        return None
+    # the model's config may name the tokenizer's class
+    return tuple((path.name, files.sha256(path)) for path in [*held, *folder.glob("config.json")])
+
+
+def _held(folder: Path) -> list[Path]:
+    return [path for pattern in _FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
 def keep(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], *, length: int) -> KeptTokensTokenizer:
@@ -308,7 +326,7 @@ def _auto(spec: str, message: str, *, revision: str = "", local_files_only: bool
         )
     except Exception as error:
         # transformers raises nearly anything on a folder that does not suit it
-        held = [path for pattern in _FILES for path in sorted(Path(spec).glob(pattern))]
+        held = _held(Path(spec))
         if Path(spec).is_dir() and not held:
             raise IsolossError(message) from None
         raise IsolossError(f"{message}: {_reason(held, error)}") from error
