@@ -76,10 +76,11 @@ def stored_weights(where: str, revision: str = "main") -> dict[str, StoredWeight
             paths.append(path := checkpoint_file(where, shard, revision))
             if path is None:
                 raise IsolossError(f"{where} lacks {shard}, which its {INDEX} names: copy or download it too")
-    return {name: weight for path in paths if path is not None for name, weight in _header(path)}
+    return {name: weight for path in paths if path is not None for name, weight in header(path)}
 
 
-def _header(path: Path) -> Iterator[tuple[str, StoredWeight]]:
+def header(path: Path) -> Iterator[tuple[str, StoredWeight]]:
+    """Yield what the header of a safetensors file says of each weight."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118, as a file is no dictionary
             part = file.get_slice(name)

@@ -333,7 +333,7 @@ def _instead(folder: Path) -> str:
         return f"name a checkpoint in it, such as {last}"
     if any("-of-" in name for name in safetensors):
         return f"{safetensors[0]} is one shard, and {INDEX}, which maps weights to shards, is missing"
-    if safetensors:
+    if safetensors and WEIGHTS not in safetensors:
         return f"there is no {WEIGHTS} in it, but {', '.join(safetensors)}"
     if pickles:
         return (

@@ -32,6 +32,7 @@ from isoloss.checkpoint_files import (
     check_archive,
     check_layers,
     check_types,
+    header,
     read_config,
     stored_weights,
 )
@@ -255,8 +256,7 @@ def header_of(checkpoint: str | Path, *, trust_remote_code: bool = False, module
     if module is not None:
         path = Path(checkpoint).expanduser()
         check_weights_file(path)
-        # on the device `meta`, no value is read
-        return tuple(sorted((key, str(w.dtype), tuple(w.shape)) for key, w in _read_state(path, "meta").items()))
+        return tuple(sorted(_module_header(path)))
     source = _find(checkpoint, None)
     with quiet(), _clear_errors(source):
         if adapter_config(**source.place) is not None:
@@ -268,6 +268,7 @@ def header_of(checkpoint: str | Path, *, trust_remote_code: bool = False, module
         check_layers(source.name, document, stored)
     if trust_remote_code and "auto_map" in document:
         return None
+    # neither changes what is loaded
     config = {key: value for key, value in document.items() if key not in ("_name_or_path", "transformers_version")}
     return json.dumps(config, sort_keys=True), tuple(sorted((key, *weight[1:]) for key, weight in stored.items()))
 
@@ -408,11 +409,23 @@ def _untie(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> N
             )
 
 
+def _module_header(path: Path) -> Iterator[tuple[Hashable, ...]]:
+    """Yield name, type and shape of each tensor in a file of a module's weights."""
+    if path.suffix != ".safetensors":
+        # on this device no value is read
+        yield from ((key, str(w.dtype), tuple(w.shape)) for key, w in _read_state(path, "meta").items())
+        return
+    try:
+        yield from ((key, *weight[1:]) for key, weight in header(path))
+    except SafetensorError as error:
+        raise IsolossError(f"{path} cannot be read: {reason(error)}") from error
+
+
 def _read_state(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Return the tensors in a file, by name; nothing in it runs."""
     try:
         if path.suffix == ".safetensors":
-            found: Any = load_file(path, device)
+            found: Any = load_file(path)
         else:
             check_archive(path)
             found = torch.load(path, device, weights_only=True)
