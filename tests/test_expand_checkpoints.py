@@ -98,7 +98,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def test_revisions_on_the_hub(monkeypatch):
+def test_revisions_on_the_hub(monkeypatch, tmp_path):
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -111,5 +111,13 @@ def test_revisions_on_the_hub(monkeypatch):
         with pytest.raises(IsolossError, match=r"^there is no checkpoint owner/other on the Hugging Face hub$"):
             expanded("owner/other@step*")
         server.shutdown()
-    with pytest.raises(IsolossError, match=r"hub does not answer, so which revisions of owner/model match 'step\*'"):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(IsolossError, match=r"hub does not answer, and no revision of owner/model is on this machine$"):
         expanded("owner/model@step*")
+    cache = tmp_path / "models--owner--model"
+    saved(cache / "snapshots" / "1")
+    (cache / "refs").mkdir()
+    for ref, commit in (("main", "1"), ("step10", "1"), ("step2", "1"), ("step3", "gone")):
+        (cache / "refs" / ref).write_text(commit)
+    with pytest.warns(IsolossWarning, match="of owner/model, the revisions that were downloaded before are taken$"):
+        assert expanded("owner/model@step*")[0] == ["owner/model@step2", "owner/model@step10"]

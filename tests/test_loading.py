@@ -431,7 +431,32 @@ def test_the_hubs_models_are_taken_from_its_cache_and_never_as_a_pickle(bert_fol
     for loaded in (older, again):
         for a, b in zip(good.model.parameters(), loaded.model.parameters(), strict=True):
             assert (b - a - 1).abs().max() < 1e-5
-    refused("owner/pickled cannot be loaded from what was downloaded before, .*safetensors", "owner/pickled")
+    refused("owner/pickled cannot be loaded from what was downloaded before, .*: .* only as a pickle", "owner/pickled")
+    there = "on this machine, only main, tagged, and the Hugging Face hub does not answer$"
+    refused(f"there is no checkpoint owner/good@other {there}", "owner/good@other")
+    (tagged / "snapshots" / "2" / "config.json").unlink()
+    refused("owner/good@tagged cannot be loaded from what .*: .* it has no config.json$", "owner/good@tagged")
+
+
+def test_a_model_in_the_hubs_cache_is_loaded_at_once_where_there_is_no_network(bert_folder, tmp_path):
+    """Without HF_HUB_OFFLINE, transformers asks an unreachable hub for an adapter again and again."""
+    repository = tmp_path / "home" / "hub" / "models--owner--model"
+    (repository / "refs").mkdir(parents=True)
+    for ref, commit in (("main", "a" * 40), ("step2", "b" * 40)):
+        shutil.copytree(bert_folder, repository / "snapshots" / commit)
+        (repository / "refs" / ref).write_text(commit)
+    code = """
+from isoloss.early_checks import expand_checkpoints
+from isoloss.loading import load_model
+for name in ["owner/model", *expand_checkpoints(["owner/model@step*"]), "owner/model@" + 40 * "b"]:
+    print(load_model(name, device="cpu").name)
+"""
+    env = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}
+    env |= {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody is there
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    assert done.stdout.splitlines() == ["owner/model", "owner/model@step2", f"owner/model@{40 * 'b'}"], done.stderr
+    assert "Retry" not in done.stderr
+    assert "the revisions that were downloaded before are taken" in done.stderr
 
 
 def test_a_folder_has_no_revision_and_a_name_one(bert_folder):
@@ -472,6 +497,11 @@ MISSING = "bert.embeddings.LayerNorm.weight"
         (lambda folder: edit_config(folder, hidden_size=65), "cannot be loaded|another shape"),
         (lambda folder: edit_config(folder, hidden_size="a"), "cannot be loaded"),
         (lambda folder: edit_config(folder, hidden_act="blah"), "cannot be loaded"),
+        (lambda folder: edit_config(folder, num_hidden_layers=10**6), "num_hidden_layers is 1,000,000: one of the two"),
+        (
+            lambda folder: edit_config(folder, vocab_size=10**9),
+            "config.json is of a model with [0-9,]+: one of the two",
+        ),
         (lambda folder: edit_weights(folder, lambda tensors: tensors.pop(MISSING)), f"lacks weights of .*: {MISSING}$"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",

@@ -20,6 +20,8 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+AWAY = "the Hugging Face hub does not answer"
+FROM_CACHE = f"cannot be loaded from what was downloaded before, and {AWAY}"
 _POINTER = b"version https://git-lfs"
 _MOST_THREADS = 1024  # on a machine with fewer cores; OpenMP ends the process where it cannot start a thread
 
@@ -129,14 +131,14 @@ def _revisions(name: str, pattern: str) -> list[str]:
 
     try:
         refs = HfApi().list_repo_refs(name)
+        known = {ref.name for ref in (*refs.branches, *refs.tags)}
     except RepositoryNotFoundError as error:
         raise IsolossError(f"there is no checkpoint {name} on the Hugging Face hub") from error
     except Exception as error:  # whatever the network or its library can raise
-        raise IsolossError(
-            f"the Hugging Face hub does not answer, so which revisions of {name} match {pattern!r} is not known: name "
-            f"them one by one, as {name}@REVISION"
-        ) from error
-    known = {ref.name for ref in (*refs.branches, *refs.tags)}
+        known = set(_downloaded_revisions(name))
+        if not known:
+            raise IsolossError(f"{AWAY}, and no revision of {name} is on this machine") from error
+        warn(f"{AWAY}: of {name}, the revisions that were downloaded before are taken")
     if not (matching := sorted(fnmatch.filter(known, pattern), key=_by_numbers)):
         raise IsolossError(f"{name} has no revision {pattern!r}: they are {', '.join(sorted(known, key=_by_numbers))}")
     return [f"{name}@{revision}" for revision in matching]
@@ -233,11 +235,46 @@ def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = N
     return True
 
 
-def is_downloaded(name: str, revision: str | None) -> bool:
-    """Return whether a checkpoint of the Hugging Face hub is in its cache on this machine."""
-    from huggingface_hub import try_to_load_from_cache
+def downloaded(name: str, revision: str | None) -> Path:
+    """Return the folder of a checkpoint in the cache of the Hugging Face hub on this machine, for when it is away.
 
-    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in (CONFIG, ADAPTER))
+    Args:
+        name: Its name on the hub.
+        revision: A branch, tag or commit; None: the main branch.
+
+    Raises:
+        IsolossError: The checkpoint is not there, or not whole.
+    """
+    full_name = name if revision is None else f"{name}@{revision}"
+    folder = _snapshot(name, revision or "main")
+    if not folder.is_dir():
+        known = _downloaded_revisions(name)
+        only, meant = (f", only {', '.join(known)}", "") if known else ("", files.nearest(name))
+        raise IsolossError(f"there is no checkpoint {full_name} on this machine{only}, and {AWAY}{meant}")
+    try:
+        check_folder(folder)
+    except IsolossError as error:
+        raise IsolossError(f"{full_name} {FROM_CACHE}: {error}") from error
+    return folder
+
+
+def _snapshot(name: str, revision: str) -> Path:
+    ref = _cache(name) / "refs" / revision
+    return _cache(name) / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
+
+
+def _cache(name: str) -> Path:
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
+
+
+def _downloaded_revisions(name: str) -> list[str]:
+    """Return the branches and tags of a model that are in the hub's cache."""
+    refs = _cache(name) / "refs"
+    known = [str(path.relative_to(refs)) for path in refs.rglob("*") if path.is_file()]
+    return sorted((each for each in known if _snapshot(name, each).is_dir()), key=_by_numbers)
 
 
 def check_reachable(name: str, module: str | None = None) -> None:
@@ -246,11 +283,8 @@ def check_reachable(name: str, module: str | None = None) -> None:
     if module is not None or Path(name).expanduser().is_dir():
         return
     on_hub, _, revision = name.partition("@")
-    if not (hub_answers(on_hub, revision=revision or None) or is_downloaded(on_hub, revision or None)):
-        raise IsolossError(
-            f"there is no checkpoint {on_hub} on this machine, and the Hugging Face hub does not answer"
-            f"{files.nearest(on_hub)}"
-        )
+    if not hub_answers(on_hub, revision=revision or None):
+        downloaded(on_hub, revision or None)
 
 
 def check_folder(folder: Path) -> None:
@@ -299,7 +333,7 @@ def _instead(folder: Path) -> str:
         return f"name a checkpoint in it, such as {last}"
     if any("-of-" in name for name in safetensors):
         return f"{safetensors[0]} is one shard, and {INDEX}, which maps weights to shards, is missing"
-    if safetensors:
+    if safetensors and WEIGHTS not in safetensors:
         return f"there is no {WEIGHTS} in it, but {', '.join(safetensors)}"
     if pickles:
         return (

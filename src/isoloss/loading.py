@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
+import json
+import math
 import pickle
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -19,23 +22,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 
-import isoloss.bracket_attention
-import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
 from isoloss import files
+from isoloss.checkpoint_files import (
+    StoredWeight,
+    adapter_config,
+    check_archive,
+    check_layers,
+    check_types,
+    header,
+    read_config,
+    stored_weights,
+)
 from isoloss.early_checks import (
-    ADAPTER,
-    CONFIG,
-    INDEX,
-    WEIGHTS,
+    FROM_CACHE,
     check_device,
     check_folder,
     check_weights_file,
+    downloaded,
     hub_answers,
-    is_downloaded,
     may_be_hub_name,
     split_module,
 )
@@ -52,7 +59,7 @@ _AUTO: dict[Kind, tuple[Any, Any]] = {
     "causal": (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
 }
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
+_MOST_TIMES, _SMALL = 10, 100_000_000  # so much larger than its weights, and more numbers than this, no model is
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _WRAPPERS = (r"\b_orig_mod\.(module\.)*", r"^(module\.)+")  # what DataParallel and torch.compile add to names
 # masks and positions that older versions of transformers stored, and present ones make themselves
@@ -168,56 +175,42 @@ def load_model(
         if attention != "auto" or revision is not None or trust_remote_code:
             raise IsolossError("a module has no revision, no remote code and no attention kernel to choose")
         return _load_module(module, Path(checkpoint), device=device, dtype=dtype, leave_out=ignore_unexpected_weights)
-    name = str(checkpoint)
     target = device if isinstance(device, torch.device) else resolve_device(device)
-    folder = Path(checkpoint).expanduser()
-    is_online = False
-    if folder.is_dir():
-        name = str(folder)
-        if revision is not None:
-            raise IsolossError(f"the revision is {revision!r}, and {name} is a folder: only models on the hub have one")
-        check_folder(folder)
-        check_weights(folder)
-    else:
-        on_hub, _, named = name.partition("@")
-        if isinstance(checkpoint, Path) or not may_be_hub_name(on_hub):
-            raise IsolossError(f"there is no checkpoint {name}: it is not a folder{files.nearest(folder)}")
-        if named and revision not in (None, named):
-            raise IsolossError(f"the revision is {revision!r}, and {name} names another one")
-        name, revision = on_hub, revision or named or None
-        is_online = hub_answers(name, revision=revision)
-    place: _Place = {"revision": revision or "main", "local_files_only": not is_online}
-    full_name = name if revision is None else f"{name}@{revision}"
-    with quiet(), _clear_errors(name, revision, is_online=is_online):
-        if (adapter := _adapter_config(name, place)) is not None:
+    source = _find(checkpoint, revision)
+    name, place = source.name, source.place
+    with quiet(), _clear_errors(source):
+        if (adapter := adapter_config(**place)) is not None:
             return _load_adapter(
                 adapter,
-                full_name,
+                name,
                 device=target,
                 dtype=dtype,
                 attention=attention,
                 trust_remote_code=trust_remote_code,
                 ignore_unexpected_weights=ignore_unexpected_weights,
             )
-        _check_config(name, place, trust_remote_code=trust_remote_code)
-        options = {"trust_remote_code": trust_remote_code, **place}
-        config = AutoConfig.from_pretrained(name, **options)
+        document, stored = read_config(**place, trust_remote_code=trust_remote_code), stored_weights(**place)
+        check_layers(name, document, stored)
+        options = {"trust_remote_code": trust_remote_code, "revision": source.revision}
+        config = AutoConfig.from_pretrained(source.where, **options)
         kind, architecture = _kind(config, name)
-        stored = stored_weights(name, place)
-        if getattr(config, "quantization_config", None) is None:
-            _check_types(name, stored)
         # only prefixes that occur: transformers keeps a mapping, and applies it backwards when the model is saved
         wrappers = {pattern: "" for pattern in _WRAPPERS if any(re.search(pattern, key) for key in stored)}
         known, cls = _AUTO[kind]
         # the Auto class knows no multimodal model, whole or its text part; the class that the config names does
         if type(config) not in known and not hasattr(config, "auto_map"):
             cls = getattr(transformers, architecture, cls)
+        kernel = None if attention == "auto" else attention
+        if getattr(config, "quantization_config", None) is None:
+            check_types(name, stored)
+            if not trust_remote_code:
+                _check_size(name, cls, config, stored, kernel)
         model, info = cls.from_pretrained(
-            name,
+            source.where,
             config=config,
             # transformers 5 would keep the type in which the weights are stored, often bfloat16
             dtype=dtype or torch.float32,
-            attn_implementation=None if attention == "auto" else attention,
+            attn_implementation=kernel,
             # grouped products, which transformers would choose for experts, are not for float64
             experts_implementation="eager" if dtype == torch.float64 else None,
             use_safetensors=True,
@@ -241,7 +234,80 @@ def load_model(
     model = model.to(target).eval()
     if kind == "causal":
         _check_causal(model, name)
-    return LoadedModel(model=model, kind=kind, name=full_name, architecture=architecture)
+    return LoadedModel(model=model, kind=kind, name=name, architecture=architecture)
+
+
+def header_of(checkpoint: str | Path, *, trust_remote_code: bool = False, module: str | None = None) -> Hashable | None:
+    """Return what tells, before any weight is read, whether `load_model` makes the same of two checkpoints.
+
+    That is the config, and the names, types and shapes of the weights; only the values of the weights may then differ.
+
+    Args:
+        checkpoint: As for `load_model`.
+        trust_remote_code: As for `load_model`.
+        module: As for `load_model`.
+
+    Returns:
+        A key; None of an adapter and of code of its own, of which the files do not tell it.
+
+    Raises:
+        IsolossError: A file is missing or damaged, or `load_model` would refuse the config.
+    """
+    if module is not None:
+        path = Path(checkpoint).expanduser()
+        check_weights_file(path)
+        return tuple(sorted(_module_header(path)))
+    source = _find(checkpoint, None)
+    with quiet(), _clear_errors(source):
+        if adapter_config(**source.place) is not None:
+            return None
+        document, stored = (
+            read_config(**source.place, trust_remote_code=trust_remote_code),
+            stored_weights(**source.place),
+        )
+        check_layers(source.name, document, stored)
+    if trust_remote_code and "auto_map" in document:
+        return None
+    # neither changes what is loaded
+    config = {key: value for key, value in document.items() if key not in ("_name_or_path", "transformers_version")}
+    return json.dumps(config, sort_keys=True), tuple(sorted((key, *weight[1:]) for key, weight in stored.items()))
+
+
+class _Source(NamedTuple):
+    """Where a checkpoint is."""
+
+    name: str  # a folder, NAME or NAME@REVISION, for messages
+    where: str  # a folder, or its name on the hub
+    revision: str  # on the hub
+    is_away: bool  # whether it is a folder in the hub's cache, as the hub does not answer
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What `isoloss.checkpoint_files` asks for."""
+        return {"where": self.where, "revision": self.revision}
+
+
+def _find(checkpoint: str | Path, revision: str | None) -> _Source:
+    name, folder = str(checkpoint), Path(checkpoint).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise IsolossError(
+                f"the revision is {revision!r}, and {folder} is a folder: only models on the hub have one"
+            )
+        check_folder(folder)
+        check_weights(folder)
+        return _Source(str(folder), str(folder), "main", False)
+    on_hub, _, named = name.partition("@")
+    if isinstance(checkpoint, Path) or not may_be_hub_name(on_hub):
+        raise IsolossError(f"there is no checkpoint {name}: it is not a folder{files.nearest(folder)}")
+    if named and revision not in (None, named):
+        raise IsolossError(f"the revision is {revision!r}, and {name} names another one")
+    revision = revision or named or None
+    full_name = on_hub if revision is None else f"{on_hub}@{revision}"
+    if hub_answers(on_hub, revision=revision):
+        return _Source(full_name, on_hub, revision or "main", False)
+    # from its folder: by its name, transformers would ask the hub for an adapter again and again
+    return _Source(full_name, str(downloaded(on_hub, revision)), "main", True)
 
 
 @contextlib.contextmanager
@@ -256,103 +322,6 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-# --- the files of a checkpoint, in a folder or on the hub -----------------------------------------------------------
-
-
-class _Place(TypedDict):
-    """Where on the hub the files of a checkpoint are; of a folder it means nothing."""
-
-    revision: str
-    local_files_only: bool
-
-
-def _checkpoint_file(name: str, file: str, place: _Place) -> Path | None:
-    """Return the path of a file of a checkpoint, which is downloaded if need be, or None where it has no such file."""
-    found = cached_file(name, file, **place, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
-
-
-def _adapter_config(name: str, place: _Place) -> Path | None:
-    """Return the path of the config of an adapter, or None where the checkpoint is a model.
-
-    Raises:
-        IsolossError: It is both: transformers would add the adapter to the model if PEFT is installed, and only then.
-    """
-    config = _checkpoint_file(name, ADAPTER, place)
-    if config is not None and any(_checkpoint_file(name, file, place) for file in (WEIGHTS, INDEX)):
-        raise IsolossError(f"{name} holds a whole model and an adapter ({ADAPTER}): move one of them to another folder")
-    return config
-
-
-def stored_weights(name: str, place: _Place) -> dict[str, Path]:
-    """Return the file of each weight, by the weight's name there; an empty one where there is no safetensors file.
-
-    Raises:
-        IsolossError: The index names a file that is not there, is elsewhere or is no safetensors file.
-    """
-    paths = [_checkpoint_file(name, WEIGHTS, place)]
-    if paths == [None] and (index := _checkpoint_file(name, INDEX, place)) is not None:
-        document = files.read_json(index)
-        weight_map = document.get("weight_map") if isinstance(document, dict) else None
-        if not isinstance(weight_map, dict):
-            raise IsolossError(f"{index} has no weight_map, which says what file each weight is in")
-        # an index comes with the checkpoint: a name such as ../x must not make us read another file
-        for shard in sorted(set(map(str, weight_map.values()))):
-            if not re.fullmatch(r"[^/\\]+\.safetensors", shard):
-                raise IsolossError(f"{index} names the file {shard!r}: it must be a *.safetensors file beside it")
-            paths.append(path := _checkpoint_file(name, shard, place))
-            if path is None:
-                raise IsolossError(f"{name} lacks {shard}, which its {INDEX} names: copy or download it too")
-    found: dict[str, Path] = {}
-    for path in paths:
-        if path is not None:
-            with safe_open(path, framework="pt") as file:
-                found |= dict.fromkeys(file.keys(), path)
-    return found
-
-
-def _check_types(name: str, stored: Mapping[str, Path]) -> None:
-    """Refuse weights that are stored as integers or in 8 bits: without a quantization's scales they are mere codes."""
-    for path in set(stored.values()):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118, as a file is no dictionary
-                kind = file.get_slice(key).get_dtype()
-                if key.endswith((".weight", ".bias")) and kind not in _FLOATS:
-                    raise IsolossError(
-                        f"{name} holds {key} in {kind}, and its {CONFIG} has no quantization_config that says which "
-                        "numbers these codes stand for: save the weights as floating-point numbers"
-                    )
-
-
-def _check_config(name: str, place: _Place, *, trust_remote_code: bool) -> None:
-    """Refuse a config.json that names no model that transformers, or trusted code, can make."""
-    path = _checkpoint_file(name, CONFIG, place)
-    if path is None:
-        return  # transformers says so of a name on the hub
-    document = files.read_json(path)
-    if not isinstance(document, dict):
-        raise IsolossError(f"{path} is not a model's config: it holds no JSON object")
-    model_type: Any = document.get("model_type")
-    if not isinstance(model_type, str | None):
-        raise IsolossError(f"{path} is not a model's config: its model_type is {model_type!r}, not a name")
-    architectures = document.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
-        raise IsolossError(
-            f"{path} is not a model's config: its architectures are {architectures!r}, not a list of names"
-        )
-    if model_type not in CONFIG_MAPPING and not trust_remote_code:
-        if "auto_map" in document:
-            raise IsolossError(
-                f"{name} brings its own code for its model type {model_type!r}: "
-                "read that code, and allow it with trust_remote_code if you trust it"
-            )
-        raise IsolossError(
-            f"{name} has the model type {model_type!r}, which this version of transformers does not know"
-        )
-    if document.get("transformers_weights") not in (None, WEIGHTS):
-        raise IsolossError(f"{path} names weights other than {WEIGHTS} (transformers_weights), which are not read")
 
 
 # --- modules of one's own --------------------------------------------------------------------------------------------
@@ -375,7 +344,7 @@ def _load_module(
     try:
         model = build()
     except Exception as error:  # whatever the user's code does
-        raise IsolossError(f"{module} fails: {type(error).__name__}: {_reason(error)}") from error
+        raise IsolossError(f"{module} fails: {type(error).__name__}: {reason(error)}") from error
     if not isinstance(model, nn.Module):
         raise IsolossError(f"{module} returns a {type(model).__name__}; it must return an nn.Module")
     # parameters alone: a buffer may be complex, or of a type that the forward pass asks for
@@ -410,19 +379,64 @@ def _copy_weights(model: nn.Module, path: Path, *, leave_out: bool) -> None:
         if not leave_out:
             raise IsolossError(f"{told}; correct the module, or leave them out with --ignore-unexpected-weights")
         warn(f"{told}; they are left out, and without them it is another function")
-    model.load_state_dict({key: value for key, value in state.items() if key in needed}, strict=False)
+    _untie(model, {key: state[key] for key in shared}, path)
+    model.load_state_dict({key: state[key] for key in shared}, strict=False)
 
 
-def _read_state(path: Path) -> dict[str, torch.Tensor]:
+def _untie(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Part weights that a module ties and a file has different tensors of, as transformers does with a config's."""
+    tied: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if key in state:
+            tied.setdefault(id(value), []).append((key, value))
+    for (first, shared), *others in tied.values():
+        apart = {first: shared}
+        for key, _ in others:
+            like = next((known for known in apart if torch.equal(state[known], state[key])), None)
+            if like == first:
+                continue
+            apart[key] = apart[like] if like is not None else copy.deepcopy(shared)
+            holder, _, attribute = key.rpartition(".")
+            setattr(model.get_submodule(holder), attribute, apart[key])
+        if model.state_dict(keep_vars=True)[first] is not shared:
+            raise IsolossError(
+                f"{path} has different tensors for {' and '.join(apart)}, which are one part of {type(model).__name__}"
+            )
+        if len(apart) > 1:
+            warn(
+                f"{path} has different tensors for {' and '.join(apart)}, which {type(model).__name__} ties: they are "
+                "loaded as weights of their own"
+            )
+
+
+def _module_header(path: Path) -> Iterator[tuple[Hashable, ...]]:
+    """Yield name, type and shape of each tensor in a file of a module's weights."""
+    if path.suffix != ".safetensors":
+        # on this device no value is read
+        yield from ((key, str(w.dtype), tuple(w.shape)) for key, w in _read_state(path, "meta").items())
+        return
+    try:
+        yield from ((key, *weight[1:]) for key, weight in header(path))
+    except SafetensorError as error:
+        raise IsolossError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def _read_state(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Return the tensors in a file, by name; nothing in it runs."""
     try:
-        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        if path.suffix == ".safetensors":
+            found: Any = load_file(path)
+        else:
+            check_archive(path)
+            found = torch.load(path, device, weights_only=True)
+    except IsolossError:
+        raise
     except pickle.UnpicklingError as error:
         raise IsolossError(
             f"{path} holds more than tensors and plain values, which could run any code: save model.state_dict() alone"
         ) from error
     except Exception as error:  # what a damaged file raises has no common class
-        raise IsolossError(f"{path} cannot be read: {_reason(error)}") from error
+        raise IsolossError(f"{path} cannot be read: {reason(error)}") from error
     for key in ("model", "state_dict"):
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
@@ -435,30 +449,38 @@ def _read_state(path: Path) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _clear_errors(name: str, revision: str | None, *, is_online: bool) -> Iterator[None]:
+def _clear_errors(source: _Source) -> Iterator[None]:
     """Turn what transformers raises about a checkpoint into one sentence."""
     try:
         yield
     except IsolossError:
         raise
     except SafetensorError as error:
-        raise IsolossError(f"the weights in {name} are damaged: {error}") from error
+        raise IsolossError(f"the weights in {source.name} are damaged: {error}") from error
     # what a config can get wrong raises errors without a common class, some of them the hub's own
     except Exception as error:
-        reason = _reason(error)
+        told = reason(error)
         if isinstance(error, KeyError):
-            reason = f"transformers does not know {reason}, which its config.json names"
-        unanswered = not is_online and not Path(name).is_dir()
-        if unanswered and not is_downloaded(name, revision):
-            raise IsolossError(
-                f"there is no checkpoint {name} on this machine, and the Hugging Face hub does not answer"
-                f"{files.nearest(name)}"
-            ) from error
-        taken_as = " from what was downloaded before, and the Hugging Face hub does not answer" if unanswered else ""
-        raise IsolossError(f"{name} cannot be loaded{taken_as}: {reason}") from error
+            told = f"transformers does not know {told}, which its config.json names"
+        cannot = FROM_CACHE if source.is_away else "cannot be loaded"
+        raise IsolossError(f"{source.name} {cannot}: {told}") from error
 
 
-def _reason(error: Exception) -> str:
+def _check_size(name: str, cls: Any, config: Any, stored: Mapping[str, StoredWeight], kernel: str | None) -> None:
+    """Refuse a config of a model many times larger than what is stored: transformers would draw the rest at random."""
+    make = cls.from_config if hasattr(cls, "from_config") else cls._from_config  # of an Auto class, or of a model's
+    with torch.device("meta"):  # no memory is taken
+        model = make(config, attn_implementation=kernel)
+    size = sum(tensor.numel() for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
+    held = sum(math.prod(weight.shape) for weight in stored.values())
+    if size > max(_MOST_TIMES * held, _SMALL):
+        raise IsolossError(
+            f"{name} holds {held:,} numbers, and its config.json is of a model with {size:,}: one of the two is damaged"
+        )
+
+
+def reason(error: Exception) -> str:
+    """Return what an error of another library says, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines or [type(error).__name__])[0]
 
@@ -498,9 +520,9 @@ def _check_unexpected(model: PreTrainedModel, keys: set[str], name: str, *, are_
         warn(f"{told}; they are left out, and without them it is another function")
 
 
-def _restore_padding(model: nn.Module, stored: Mapping[str, Path], wrappers: Mapping[str, str]) -> None:
+def _restore_padding(model: nn.Module, stored: Mapping[str, StoredWeight], wrappers: Mapping[str, str]) -> None:
     """Put back the padding token's embedding, which transformers sets to zero for some models (Youtu, Funnel)."""
-    paths = {re.sub("|".join(wrappers) or "$", "", key): (key, path) for key, path in stored.items()}
+    paths = {re.sub("|".join(wrappers) or "$", "", key): (key, weight.path) for key, weight in stored.items()}
     for name, module in model.named_modules():
         found = paths.get(f"{name}.weight")
         if isinstance(module, nn.Embedding) and module.padding_idx is not None and found is not None:
@@ -580,7 +602,7 @@ def _check_causal(model: Any, name: str) -> None:
         first, second = run_on_ids(model, ids)[:, :-1].float()
     except Exception as error:
         raise IsolossError(
-            f"{name} is a {type(model).__name__} that does not run on token ids alone: {_reason(error)}"
+            f"{name} is a {type(model).__name__} that does not run on token ids alone: {reason(error)}"
         ) from error
     rounding = 100 * max(torch.finfo(dtype).eps for dtype in (next(model.parameters()).dtype, torch.float32))
     if (first - second).abs().max() > rounding * first.abs().max():

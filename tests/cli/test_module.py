@@ -1,6 +1,8 @@
 """`isoloss flatness --module`: a module of one's own, its weights from files, and what is refused of both."""
 
 import collections
+import inspect
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -153,3 +155,69 @@ def test_ids_after_a_header_are_read_without_it(folder, capsys):
     words = ("flatness", folder / "a.pt", "--module", MODULE, "--length", 8, "--device", "cpu", "--data")
     plain, behind = (trace_of(as_json(capsys, *words, folder / name)) for name in ("ids.bin", "llm.bin"))
     assert behind["value"] == plain["value"]
+
+
+class Tied(torch.nn.Module):
+    """A module whose output layer is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.embed(x).cumsum(1))
+
+
+class Shared(Tied):
+    """The same, with its embedding under a second name."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = self.embed
+
+
+TIED = f"import torch\n{inspect.getsource(Tied)}\n{inspect.getsource(Shared)}"
+
+
+@pytest.fixture
+def tied(tmp_path):
+    (tmp_path / "tied.py").write_text(TIED)
+    return tmp_path / "tied.py"
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_tied_weights_of_which_a_file_has_two_are_two(tied, suffix):
+    torch.manual_seed(0)
+    state = {"embed.weight": torch.randn(7, 4), "head.weight": torch.randn(7, 4)}
+    path = tied.with_suffix(f".{suffix}")
+    (save_file if suffix == "safetensors" else torch.save)(state, path)
+    with pytest.warns(UserWarning, match="has different tensors for embed.weight and head.weight, which Tied ties"):
+        model = load_model(path, module=f"{tied}:Tied", device="cpu").model
+    ids = torch.arange(7)[None]
+    expected = state["embed.weight"][ids].cumsum(1) @ state["head.weight"].T
+    torch.testing.assert_close(model(ids), expected)
+    # one tensor under both names, or under one of them, stays one
+    for names in (("embed.weight", "head.weight"), ("head.weight",)):
+        torch.save(dict.fromkeys(names, state["embed.weight"]), tied.with_suffix(".pt"))
+        model = load_model(tied.with_suffix(".pt"), module=f"{tied}:Tied", device="cpu").model
+        assert model.head.weight is model.embed.weight
+        assert torch.equal(model.head.weight, state["embed.weight"])
+
+
+def test_one_part_of_which_a_file_has_two_is_refused(tied):
+    state = {name: torch.randn(7, 4) for name in ("embed.weight", "head.weight", "again.weight")}
+    torch.save(state, tied.with_suffix(".pt"))
+    with pytest.raises(IsolossError, match=r"for embed\.weight and .*again\.weight, which are one part of Shared$"):
+        load_model(tied.with_suffix(".pt"), module=f"{tied}:Shared", device="cpu")
+
+
+def test_a_zip_bomb_is_refused_by_its_headers(tied):
+    torch.save({"embed.weight": torch.zeros(1000, 1000)}, tied.with_suffix(".pt"))
+    with zipfile.ZipFile(tied.with_suffix(".pt")) as saved, zipfile.ZipFile(tied.parent / "bomb.pt", "w", 8) as bomb:
+        for entry in saved.namelist():
+            bomb.writestr(entry, saved.read(entry))
+    with pytest.raises(
+        IsolossError, match=r"bomb\.pt is no file of torch\.save, .*: it claims 4,0.* bytes and is [0-9,]+$"
+    ):
+        load_model(tied.parent / "bomb.pt", module=f"{tied}:Tied", device="cpu")

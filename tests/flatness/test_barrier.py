@@ -81,6 +81,49 @@ def test_what_has_no_barrier_is_refused():
         interpolation_barrier(first, gpt2(), batches)
 
 
+def test_a_line_is_between_weights_of_one_function():
+    first, second = two(bert)
+    ids = torch.randint(0, VOCAB, (4, 6))
+    other = BertForMaskedLM(BertConfig(vocab_size=VOCAB, max_position_embeddings=8, hidden_act="relu", **SIZES))
+    other.double().eval().load_state_dict(first.state_dict())
+    with pytest.raises(IsolossError, match="hidden_act is 'gelu' in the model and 'relu' in the other"):
+        interpolation_barrier(first, other, [{"input_ids": ids, "labels": ids}])
+    second.config.hidden_dropout_prob, second.config._name_or_path = 0.3, "elsewhere"
+    assert interpolation_barrier(first, second, [{"input_ids": ids, "labels": ids}]).value != 0
+
+
+class Own(torch.nn.Module):
+    """A causal model without a config."""
+
+    def __init__(self, act, scale=1.0, dropout=0.1):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(VOCAB, 4), torch.nn.Linear(4, VOCAB)
+        self.act, self.scale, self.drop = act, scale, torch.nn.Dropout(dropout)
+
+    def forward(self, input_ids):
+        return self.head(self.act(self.scale * self.drop(self.embed(input_ids)).cumsum(1)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        ((torch.nn.ReLU(),), (torch.nn.GELU(),), r"act\.class is 'ReLU' in the model and 'GELU' in the other"),
+        ((torch.relu,), (torch.tanh,), "act is 'relu' in the model and 'tanh' in the other"),
+        ((torch.relu, 1.0), (torch.relu, 2.0), "scale is 1.0 in the model and 2.0 in the other"),
+        ((torch.relu, 1.0, 0.1), (torch.relu, 1.0, 0.2), None),
+    ],
+)
+def test_parts_of_a_module_of_ones_own_agree(one, other, message):
+    ids = torch.randint(0, VOCAB, (4, 6))
+    models = [Own(*settings).double().eval() for settings in (one, other)]
+    batches = [{"input_ids": ids, "labels": ids}]
+    if message is None:
+        interpolation_barrier(*models, batches, causal=True)
+        return
+    with pytest.raises(IsolossError, match=message):
+        interpolation_barrier(*models, batches, causal=True)
+
+
 def test_the_measure_reads_the_other_checkpoint(tmp_path):
     first, second = two(bert)
     first.float().save_pretrained(tmp_path / "first")

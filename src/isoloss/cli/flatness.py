@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from isoloss.flatness.comparison import TraceComparison
     from isoloss.lab.evaluation.context import MeasureContext, ModelInfo
     from isoloss.lab.evaluation.flatness import FlatnessResults
-    from isoloss.loading import LoadedModel
     from isoloss.text.inputs import Inputs
 
 EXAMPLES = [
@@ -139,13 +138,19 @@ def main(arguments: list[str]) -> int:
         args = dataclasses.replace(args, measures=(*args.measures, *added))
     _check(args)
     common.use_threads(args.threads)
+    import torch
+
     from isoloss.flatness.verdict import verdict
-    from isoloss.lab.evaluation.context import ModelInfo
+    from isoloss.lab.evaluation.context import Checkpoints
     from isoloss.lab.evaluation.flatness import measure_flatness
 
-    # each model is loaded once for these facts and once more when it is measured, so that only one is in memory at a
-    # time
-    models = [ModelInfo.of(_load(args, name)) for name in args.models]
+    checkpoints = Checkpoints(
+        {name: name for name in args.models},
+        dtype=getattr(torch, args.dtype),
+        attention=args.attention,
+        **vars(args.loading),
+    )
+    models = checkpoints.infos
     context = _context(args, models)
     inputs = context.inputs(trace.num_sequences, trace.seed)
     for model in models:
@@ -164,7 +169,7 @@ def main(arguments: list[str]) -> int:
 
         try:
             results = measure_flatness(
-                {name: partial(_model, args, name) for name in args.models},
+                {name: partial(checkpoints.model, name) for name in args.models},
                 args.measures,
                 context,
                 settings=args.measure,
@@ -226,18 +231,6 @@ def _check(args: Any) -> None:
     common.check_figure(args.figure)
     if args.resume is not None:
         files.check_writable(args.resume.parent)
-
-
-def _load(args: Any, name: str) -> LoadedModel:
-    import torch
-
-    from isoloss.loading import load_model
-
-    return load_model(name, dtype=getattr(torch, args.dtype), attention=args.attention, **vars(args.loading))
-
-
-def _model(args: Any, name: str) -> Any:
-    return _load(args, name).model
 
 
 def _context(args: Any, models: list[ModelInfo]) -> MeasureContext:

@@ -16,6 +16,7 @@ from isoloss.errors import IsolossError
 from isoloss.flatness._curvature import MeanLoss
 from isoloss.flatness._measurement import UNIT
 from isoloss.flatness.sharpness import weights_restored
+from isoloss.same_function import check_one_function, function_of_model
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import ratio_estimate
 
@@ -41,7 +42,8 @@ def interpolation_barrier(
 
     Args:
         model: As for `fisher_trace`, with any attention: theta_0. Its weights are changed, and restored bit for bit.
-        other: A model whose parameters have the same names and shapes: theta_1.
+        other: A model that computes the same with the same weights: theta_1. Configs must agree but for what concerns
+            training and generating; parts of a module of one's own must agree in class and settings.
         batches: As for `fisher_trace`, but the labels' values matter. All batches are kept in memory.
         fractions: Between 0 and 1. Default: 0.1, 0.2, ..., 0.9.
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
@@ -53,8 +55,8 @@ def interpolation_barrier(
         error at each fraction, `heights`.
 
     Raises:
-        IsolossError: The parameters differ in names or shapes, a fraction is not between 0 and 1, a batch does not fit,
-            fewer than 2 inputs are independent, or a loss is not finite.
+        IsolossError: The models differ in anything but weights, such as their activations; a fraction is not between 0
+            and 1, a batch does not fit, fewer than 2 inputs are independent, or a loss is not finite.
 
     Example:
         >>> import copy
@@ -73,6 +75,7 @@ def interpolation_barrier(
         if parameter.shape != end[name].shape:
             shapes = f"{tuple(parameter.shape)} and {tuple(end[name].shape)}"
             raise IsolossError(f"the models differ in size: {name} has the shapes {shapes}")
+    check_one_function("the model", function_of_model(model), "the other", function_of_model(other))
     loss = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
     positions = loss.positions()
     if len(positions) < 2:

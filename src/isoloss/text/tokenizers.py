@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -266,6 +266,15 @@ def serialized(tokenizer: PreTrainedTokenizerFast) -> bytes:
     return json.dumps(document, sort_keys=True, default=str).encode()
 
 
+def files_key(folder: Path) -> Hashable | None:
+    """Return a key that is equal where the files from which a folder's tokenizer is made are; None: it has none."""
+    held = _held(str(folder), "") if folder.is_dir() else []
+    if not any(path.name != "tokenizer_config.json" for path in held):
+        return None
+    # the model's config may name the tokenizer's class
+    return tuple((path.name, files.sha256(path)) for path in [*held, *folder.glob("config.json")])
+
+
 def keep(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], *, length: int) -> KeptTokensTokenizer:
     """Return the tokenizer of the language of some of a tokenizer's tokens, in the order of the language's ids.
 
@@ -384,7 +393,7 @@ def _held(spec: str, revision: str) -> list[Path]:
     if not folder.is_dir():
         config = try_to_load_from_cache(spec, "config.json", revision=revision or "main")
         folder = Path(config).parent if isinstance(config, str) else folder
-    return [path for pattern in _FILES for path in sorted(folder.glob(pattern))]
+    return [path for pattern in _FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
 def _reason(held: list[Path], error: Exception) -> str:

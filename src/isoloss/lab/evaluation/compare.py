@@ -29,11 +29,9 @@ from isoloss.flatness.comparison import (
 )
 from isoloss.flatness.robustness import ROBUSTNESS, Noise, loss_rises
 from isoloss.flatness.verdict import Verdict, in_digits, verdict
-from isoloss.lab.evaluation.context import MeasureContext, ModelInfo, data_context
+from isoloss.lab.evaluation.context import Checkpoints, MeasureContext, data_context
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import Measure, MeasureResult, make_measure
-from isoloss.loading import LoadedModel, load_model
-from isoloss.model_checks import is_causal
 from isoloss.statistics.checking import at_least, positive
 from isoloss.statistics.comparison import times
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, interval, number, samples_of
@@ -383,7 +381,6 @@ def compare(
     """
     options = {"device": device, "dtype": dtype, "attention": attention, "trust_remote_code": trust_remote_code}
     options |= {"ignore_unexpected_weights": ignore_unexpected_weights, "module": module}
-    load: Callable[..., LoadedModel] = functools.partial(load_model, **options)
     settings = {"probe_solver": "convex", "task_data": tuple(task_data), "seed": seed}
     measures = {task: make_measure(f"{_PROBE}{task}", settings) for task in tasks}
     named = named_models(models)
@@ -395,8 +392,9 @@ def compare(
             raise IsolossError(f"batches are given: leave out {' and '.join(unused)}, for reading text, or the batches")
     context: MeasureContext | None = None
     read, bytes_per_token = "", None
+    checkpoints = Checkpoints(named, **options)
     if batches is None:
-        infos = [_info(name, given, load) for name, given in named.items()]
+        infos = checkpoints.infos
         if tokenizer is None and not any(info.has_tokenizer for info in infos):
             raise IsolossError(f"{infos[0].name} is a model in memory, which has no tokenizer: give tokenizer")
         config = inputs or InputConfig()
@@ -424,8 +422,6 @@ def compare(
             found |= {f"{_PROBE}{task}": _accuracy(measure, model, context) for task, measure in measures.items()}
         return found
 
-    loaders = {name: given if isinstance(given, nn.Module) else _loader(given, load) for name, given in named.items()}
-
     def judged(compared: TraceComparison) -> ModelComparison:
         fields = {field.name: getattr(compared, field.name) for field in dataclasses.fields(TraceComparison)}
         if bytes_per_token:
@@ -437,7 +433,7 @@ def compare(
 
     try:
         compared = compare_traces(
-            loaders,
+            {name: functools.partial(checkpoints.model, name) for name in named},
             batches,
             seed=seed,
             causal=causal,
@@ -458,20 +454,6 @@ def _bits_per_byte(loss: Estimate, bytes_per_token: float) -> Estimate:
     The bytes are taken as given, so that a difference of two models is as sure in one unit as in the other.
     """
     return dataclasses.replace(times(loss, 1 / (bytes_per_token * math.log(2))), unit="bits per byte")
-
-
-def _info(name: str, given: Model | str, load: Callable[..., LoadedModel]) -> ModelInfo:
-    if isinstance(given, str | Path):
-        return ModelInfo.of(load(given))
-    model = given if isinstance(given, nn.Module) else given()
-    loaded = LoadedModel(
-        model=model, kind="causal" if is_causal(model) else "masked", name=name, architecture=type(model).__name__
-    )
-    return dataclasses.replace(ModelInfo.of(loaded), has_tokenizer=False)
-
-
-def _loader(given: Callable[[], nn.Module] | str, load: Callable[..., LoadedModel]) -> Callable[[], nn.Module]:
-    return (lambda: load(given).model) if isinstance(given, str | Path) else given
 
 
 def _some(batches: Iterable[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:

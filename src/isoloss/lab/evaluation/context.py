@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -13,7 +14,7 @@ from transformers import PretrainedConfig
 
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
-from isoloss.flatness.comparison import Outline
+from isoloss.flatness.comparison import Model, Outline
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.loss import ExactTargets, exact_targets
 from isoloss.lab.evaluation.measures.base import weights_digest
@@ -23,8 +24,8 @@ from isoloss.lab.training import training_set
 from isoloss.lab.transfer.tasks import TaskData, WholeTask, make_task, whole_task
 from isoloss.lab.transfer.text_sources import TextTask
 from isoloss.lab.transfer.text_tasks import TextExamples, as_read_by, read_examples
-from isoloss.loading import Kind, LoadedModel
-from isoloss.model_checks import input_embeddings, run_on_ids, text_config
+from isoloss.loading import Kind, LoadedModel, header_of, load_model
+from isoloss.model_checks import input_embeddings, is_causal, run_on_ids, text_config
 from isoloss.model_checks import max_length as most_positions
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
@@ -32,7 +33,7 @@ from isoloss.seeds import generator
 from isoloss.text.inputs import Inputs, check_model, holds_text, make_inputs, read_inputs
 from isoloss.text.masking import IGNORED, objective_batch
 from isoloss.text.tokenizer_difference import difference
-from isoloss.text.tokenizers import NoTokenizerError, load_tokenizer
+from isoloss.text.tokenizers import NoTokenizerError, files_key, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -213,6 +214,71 @@ class ModelInfo:
         longest = most_positions(loaded.model)
         return cls(loaded.name, loaded.architecture, outline, config, longest, has_embeddings)
 
+    def named(self, name: str) -> ModelInfo:
+        """Return the same of a checkpoint of another name."""
+        return replace(self, name=name, outline=replace(self.outline, name=name))
+
+
+class Checkpoints:
+    """Models that are measured one after another: what inputs must fit is known of all before the first is measured.
+
+    A checkpoint whose files tell the same as those of one before it (`isoloss.loading.header_of`) is loaded only when
+    it is measured, and the first one is kept until then. No other two are in memory at a time.
+
+    Args:
+        models: By name, checkpoints, models, or functions that load them.
+        **options: For checkpoints, as for `isoloss.load_model`.
+    """
+
+    def __init__(self, models: Mapping[str, Model | str | Path], **options: Any) -> None:
+        self._models, self._options = models, options
+        self._kept: dict[str, Any] = {}
+
+    @functools.cached_property
+    def infos(self) -> list[ModelInfo]:
+        """What there is to know of each, for which as few are loaded as that takes."""
+        # files that are missing or damaged are told before any model is loaded
+        keys = {name: self._header(given) or name for name, given in self._models.items()}
+        first_of = {key: name for name, key in reversed(keys.items())}
+        known: dict[Hashable, ModelInfo] = {}
+        for name, key in reversed(keys.items()):
+            if first_of[key] == name:
+                self._kept.clear()  # in the end it has the first model
+                known[key] = self._info(name)
+        return [
+            known[key] if first_of[key] == name else known[key].named(str(Path(str(self._models[name])).expanduser()))
+            for name, key in keys.items()
+        ]
+
+    def model(self, name: str) -> Any:
+        """Return a model to be measured, which the caller drops before the next one."""
+        if name in self._kept:
+            return self._kept.pop(name)
+        given = self._models[name]
+        # parameters that are loaded in a caller's inference mode would have no gradients
+        with torch.inference_mode(False):
+            if isinstance(given, str | Path):
+                return load_model(given, **self._options).model
+            return given if isinstance(given, torch.nn.Module) else given()
+
+    def _header(self, given: Model | str | Path) -> Hashable | None:
+        if not isinstance(given, str | Path):
+            return None
+        trusted, module = self._options.get("trust_remote_code", False), self._options.get("module")
+        return header_of(given, trust_remote_code=trusted, module=module)
+
+    def _info(self, name: str) -> ModelInfo:
+        given = self._models[name]
+        if isinstance(given, str | Path):
+            with torch.inference_mode(False):
+                loaded = load_model(given, **self._options)
+        else:
+            model = self.model(name)
+            kind: Kind = "causal" if is_causal(model) else "masked"
+            loaded = LoadedModel(model=model, kind=kind, name=name, architecture=type(model).__name__)
+        self._kept[name] = loaded.model
+        return replace(ModelInfo.of(loaded), has_tokenizer=isinstance(given, str | Path))
+
 
 def data_context(
     data: Path,
@@ -337,7 +403,13 @@ def _common_tokenizer(models: Sequence[ModelInfo], *, is_text: bool) -> PreTrain
     A checkpoint without a tokenizer reads what the others do.
     """
     known: tuple[str, PreTrainedTokenizerFast] | None = None
+    alike = set()
     for model in (model for model in models if model.has_tokenizer):
+        # equal files need no reading
+        if (key := files_key(Path(model.name))) is not None:
+            if key in alike:
+                continue
+            alike.add(key)
         try:
             tokenizer = load_tokenizer(model.name)
         except NoTokenizerError:

@@ -150,7 +150,6 @@ def evaluate(
     import torch
 
     from isoloss.lab.evaluation import context as contexts
-    from isoloss.loading import load_model
 
     options: Any = {
         "device": device,
@@ -158,8 +157,8 @@ def evaluate(
         "trust_remote_code": trust_remote_code,
         "ignore_unexpected_weights": ignore_unexpected_weights,
     }
-    # each is loaded twice, as inputs must fit all of them and only one is held in memory
-    infos = [contexts.ModelInfo.of(load_model(name, **options)) for name in checkpoints]
+    loading = contexts.Checkpoints({name: name for name in checkpoints}, **options)
+    infos = loading.infos
     if data is not None:
         context = contexts.data_context(Path(data), infos, inputs, shuffled=False)
     else:
@@ -168,7 +167,7 @@ def evaluate(
     chosen = _applying(measures, settings, context, ", ".join(checkpoints))
     done: list[tuple[str, Evaluation]] = []
     for name in checkpoints:
-        model = load_model(name, **options).model
+        model = loading.model(name)
         weights = weights_digest(model)
         for measure in chosen:
             if progress is not None:

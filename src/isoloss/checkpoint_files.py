@@ -1,0 +1,157 @@
+"""What the files of a checkpoint tell before a model is made of them: its config, and its weights by their headers."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import safe_open
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import cached_file
+
+import isoloss.bracket_attention
+import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
+from isoloss import files
+from isoloss.early_checks import ADAPTER, CONFIG, INDEX, WEIGHTS
+from isoloss.errors import IsolossError
+
+_FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
+_LAYERS = re.compile(r".*layers?")  # a field of a config.json that counts layers
+_MOST_LAYERS = 1000  # of a model whose layers share weights, such as ALBERT
+
+
+class StoredWeight(NamedTuple):
+    """What the header of a safetensors file says of a weight."""
+
+    path: Path
+    dtype: str  # as safetensors calls it, such as BF16
+    shape: tuple[int, ...]
+
+
+def checkpoint_file(where: str, file: str, revision: str = "main") -> Path | None:
+    """Return the path of a file of a checkpoint, or None where it has no such file.
+
+    Args:
+        where: A folder, or a name on the Hugging Face hub, from which the file is downloaded if need be.
+        file: Its name there.
+        revision: Of a model on the hub.
+    """
+    found = cached_file(where, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def adapter_config(where: str, revision: str = "main") -> Path | None:
+    """Return the path of the config of an adapter, or None where the checkpoint is a model.
+
+    Raises:
+        IsolossError: It is both: transformers would add the adapter to the model if PEFT is installed, and only then.
+    """
+    config = checkpoint_file(where, ADAPTER, revision)
+    if config is not None and any(checkpoint_file(where, file, revision) for file in (WEIGHTS, INDEX)):
+        raise IsolossError(
+            f"{where} holds a whole model and an adapter ({ADAPTER}): move one of them to another folder"
+        )
+    return config
+
+
+def stored_weights(where: str, revision: str = "main") -> dict[str, StoredWeight]:
+    """Return what the headers say of each weight, by its name there; nothing where there is no safetensors file.
+
+    Raises:
+        IsolossError: The index names a file that is not there, is elsewhere or is no safetensors file.
+    """
+    paths = [checkpoint_file(where, WEIGHTS, revision)]
+    if paths == [None] and (index := checkpoint_file(where, INDEX, revision)) is not None:
+        document = files.read_json(index)
+        weight_map = document.get("weight_map") if isinstance(document, dict) else None
+        if not isinstance(weight_map, dict):
+            raise IsolossError(f"{index} has no weight_map, which says what file each weight is in")
+        # an index comes with the checkpoint: a name such as ../x must not make us read another file
+        for shard in sorted(set(map(str, weight_map.values()))):
+            if not re.fullmatch(r"[^/\\]+\.safetensors", shard):
+                raise IsolossError(f"{index} names the file {shard!r}: it must be a *.safetensors file beside it")
+            paths.append(path := checkpoint_file(where, shard, revision))
+            if path is None:
+                raise IsolossError(f"{where} lacks {shard}, which its {INDEX} names: copy or download it too")
+    return {name: weight for path in paths if path is not None for name, weight in header(path)}
+
+
+def header(path: Path) -> Iterator[tuple[str, StoredWeight]]:
+    """Yield what the header of a safetensors file says of each weight."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118, as a file is no dictionary
+            part = file.get_slice(name)
+            yield name, StoredWeight(path, part.get_dtype(), tuple(part.get_shape()))
+
+
+def check_types(where: str, stored: Mapping[str, StoredWeight]) -> None:
+    """Refuse weights that are stored as integers or in 8 bits: without a quantization's scales they are mere codes."""
+    for name, weight in stored.items():
+        # buffers may be integers, but no float of 8 bits
+        is_weight = name.endswith((".weight", ".bias")) or weight.dtype.startswith("F")
+        if is_weight and weight.dtype not in _FLOATS:
+            raise IsolossError(
+                f"{where} holds {name} in {weight.dtype}, and its {CONFIG} has no quantization_config that says which "
+                "numbers these codes stand for: save the weights as floating-point numbers"
+            )
+
+
+def read_config(where: str, revision: str = "main", *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Return the config.json of a checkpoint; an empty one where there is none, which transformers tells.
+
+    Raises:
+        IsolossError: It names no model that transformers, or trusted code, can make.
+    """
+    path = checkpoint_file(where, CONFIG, revision)
+    if path is None:
+        return {}
+    document = files.read_json(path)
+    if not isinstance(document, dict):
+        raise IsolossError(f"{path} is not a model's config: it holds no JSON object")
+    model_type: Any = document.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise IsolossError(f"{path} is not a model's config: its model_type is {model_type!r}, not a name")
+    architectures = document.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
+        raise IsolossError(
+            f"{path} is not a model's config: its architectures are {architectures!r}, not a list of names"
+        )
+    if model_type not in CONFIG_MAPPING and not trust_remote_code:
+        if "auto_map" in document:
+            raise IsolossError(
+                f"{where} brings its own code for its model type {model_type!r}: "
+                "read that code, and allow it with trust_remote_code if you trust it"
+            )
+        raise IsolossError(
+            f"{where} has the model type {model_type!r}, which this version of transformers does not know"
+        )
+    if document.get("transformers_weights") not in (None, WEIGHTS):
+        raise IsolossError(f"{path} names weights other than {WEIGHTS} (transformers_weights), which are not read")
+    return document
+
+
+def check_layers(where: str, config: Mapping[str, Any], stored: Mapping[str, StoredWeight]) -> None:
+    """Refuse a config.json with more layers than there are weights: transformers would make them all, to miss them."""
+    for field, value in config.items():
+        if isinstance(value, dict):
+            check_layers(where, value, stored)
+        elif _LAYERS.fullmatch(field) and isinstance(value, int) and value > max(len(stored), _MOST_LAYERS):
+            raise IsolossError(
+                f"{where} holds {len(stored):,} weights, and its {CONFIG} says that {field} is {value:,}: one of the "
+                "two is damaged"
+            )
+
+
+def check_archive(path: Path) -> None:
+    """Refuse a zip file that claims more than it holds: torch.save compresses nothing, and a zip bomb does."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        claimed, size = sum(entry.file_size for entry in archive.infolist()), path.stat().st_size
+    if claimed > size:
+        raise IsolossError(
+            f"{path} is no file of torch.save, which compresses nothing: it claims {claimed:,} bytes and is {size:,}"
+        )
