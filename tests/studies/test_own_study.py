@@ -185,12 +185,6 @@ def test_what_is_not_there_is_refused(file, tmp_path):
         command.main(["plan", str(file), "--scale", "huge"])
 
 
-def test_more_groups_than_colors_are_refused_before_anything_is_trained(file, tmp_path):
-    file.write_text(FILE.replace('{"without": run(0.0), "with": run(0.1)}', '{f"r{i}": run(0.0) for i in range(31)}'))
-    with pytest.raises(IsolossError, match="31 groups of runs, and figures 30 colors"):
-        StudyFolder(load_study(file), tmp_path / "out").prepare()
-
-
 def test_the_last_checkpoint_of_every_stage_is_measured(file):
     file.write_text(FILE.replace("steps=6", "stages=(StageConfig(steps=4), StageConfig(steps=2))"))
     experiment = load_study(file).scale(None).experiments["without"]

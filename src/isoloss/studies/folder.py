@@ -124,21 +124,11 @@ class StudyFolder:
 
         Raises:
             IsolossError: As for `plan`; a config that cannot be trained, an unknown measure or setting, a checkpoint
-                that is nowhere, a file of claims that cannot be read or names what the study does not measure, or more
-                groups of runs than figures have colors.
+                that is nowhere, or a file of claims that cannot be read or names what the study does not measure.
         """
-        from isoloss.report.data import COLORS
-
         self._check_runs()
         if (first := self.study.first_page_blocks) is not None and first < 1:
             raise IsolossError(f"first_page_blocks of the study {self.study.name} is {first}; it must be at least 1")
-        groups = {one.group or name for name, one in self.scale.experiments.items()}
-        # a page of the study's own chooses what each figure shows
-        if self.study.page is None and len(groups) > len(COLORS):
-            raise IsolossError(
-                f"the study {self.study.name} has {len(groups)} groups of runs, and figures {len(COLORS)} colors: give "
-                "runs of one kind the same Experiment.group"
-            )
         for name, experiment in self.scale.experiments.items():
             configs.check(experiment.config)
             if isinstance(experiment.config, ExternalCheckpoint):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.config import LanguageConfig
+from isoloss.config import LanguageConfig, setting
 from isoloss.early_checks import check_checkpoint
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.input_config import InputConfig
@@ -42,6 +42,8 @@ class ExternalCheckpoint:
             ids (.npy).
         language: Instead of `data`: the language on whose sentences it is measured.
         inputs: How `data` becomes inputs, and what is masked.
+        seed: The seed that it was trained with. Checkpoints of one group and seed are steps of one training, of which
+            the mean counts; groups are paired by seed. None: not known, and each checkpoint counts as independent.
 
     Raises:
         IsolossError: Both `data` and a `language` are given, or neither.
@@ -55,6 +57,7 @@ class ExternalCheckpoint:
     data: str = ""
     language: LanguageConfig | None = None
     inputs: InputConfig = field(default=InputConfig())
+    seed: int | None = setting(None, exclude_from_fingerprint=True)
 
     def __post_init__(self) -> None:
         if bool(self.data) == (self.language is not None):
