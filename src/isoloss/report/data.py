@@ -302,6 +302,7 @@ class Style:
         )
         if len(sizes) > len(MARKERS):
             raise IsolossError(
-                f"the table has {len(sizes)} values of size, but only {len(MARKERS)} markers can be told apart: show fewer"
+                f"the table has {len(sizes)} values of size, but only {len(MARKERS)} markers can be told apart: show "
+                "fewer"
             )
         return cls(dict(zip(groups, itertools.cycle(COLORS), strict=False)), dict(zip(sizes, MARKERS, strict=False)))

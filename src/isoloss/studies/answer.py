@@ -350,7 +350,8 @@ class Comparison:
         label = "The same loss?"
         if difference is None or worst == best:
             return Card(label=label, value="Not known", detail="The differences have no error.", tone="unclear")
-        words = f"{worst} minus {best}; {self._detail(difference, worst, best)}; the same: within {SAME_LOSS_NATS:g} nats/token"
+        words = f"{worst} minus {best}; {self._detail(difference, worst, best)}; "
+        words += f"the same: within {SAME_LOSS_NATS:g} nats/token"
         low, high = difference.ci95
         value, tone = "Not shown", TONES[Verdict.NOT_SHOWN]
         if equivalence(difference, SAME_LOSS_NATS).shown:
