@@ -32,7 +32,7 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError, warn
 from isoloss.run_config import TrainConfig
-from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.estimate import Estimate, rounded
 
 AVERAGE = "ema"  # the folder of what belongs to the averaged weights
 TRAINER = "trainer.json"  # in each checkpoint of a run: where training stood, and the SHA-256 of the other files
@@ -279,6 +279,25 @@ class Run:
             if "stage_ended" in line
         ]
 
+    def missed_targets(self, config: TrainConfig | None = None) -> list[str]:
+        """Return for each stage that ended without reaching its target by how much, in words.
+
+        Args:
+            config: The run's config, if you have it already.
+        """
+        stages, missed = (config or self.config).stages, []
+        for stage in self.stages() if stages else ():
+            target = stages[stage["stage"] - 1].target
+            if stage["ended"] == "target not reached" and target is not None:
+                what, nats = target
+                name = "KL" if what == "kl" else what
+                reached = rounded(stage[f"validation_{what}_nats"], stage[f"validation_{what}_stderr"])
+                missed.append(
+                    f"stage {stage['stage']} ended after step {stage['step']:,} with a {name} of {reached} nats per "
+                    f"predicted token, above its target of {nats:g}"
+                )
+        return missed
+
     # --- checkpoints
 
     def last_checkpoint(self) -> Path:
@@ -393,21 +412,22 @@ class Run:
             tensors: Whether tensor files are read too, some gigabytes in a second.
             evaluations: Whether evaluations are looked at.
         """
-        result: dict[str, Any] = {}
-        try:
-            fingerprint = self.record.get("fingerprint")
-            result = self.result() if self.complete else {}
-            if result.get("fingerprint", fingerprint) != fingerprint:
-                yield f"{self.path / 'run.json'} is not of the run that {self.path / 'result.json'} is of"
-        except IsolossError as error:
-            yield str(error)
+        read: dict[str, dict[str, Any]] = {"run.json": {}, "result.json": {}}
+        for name in read if self.complete else ("run.json",):
+            try:
+                read[name] = self.record if name == "run.json" else self.result()
+            except IsolossError as error:
+                yield str(error)
+        record, result = read.values()
+        if record and result.get("fingerprint", record["fingerprint"]) != record["fingerprint"]:
+            yield f"{self.path / 'run.json'} is not of the run that {self.path / 'result.json'} is of"
         recorded = result.get("sha256", {})
         for folder in self._checkpoints():
             try:
                 yield from _checkpoint_damage(folder, lambda name: tensors or not name.endswith(".safetensors"))
-                record = folder / TRAINER
-                if recorded.get(record.relative_to(self.path).as_posix()) not in (None, _sha256(record)):
-                    yield f"{record} is not of the run that {self.path / 'result.json'} is of"
+                trainer = folder / TRAINER
+                if recorded.get(trainer.relative_to(self.path).as_posix()) not in (None, _sha256(trainer)):
+                    yield f"{trainer} is not of the run that {self.path / 'result.json'} is of"
             except IsolossError as error:
                 # of a run that goes on, checkpoints vanish
                 if folder.exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import shlex
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -16,6 +17,7 @@ from isoloss.errors import IsolossError, naming_extras
 from isoloss.lab.evaluation.evaluator import pending
 from isoloss.lab.evaluation.external import RECORD, ExternalCheckpoint, ExternalRun
 from isoloss.lab.evaluation.measures.base import settings_of
+from isoloss.registry import STUDIES
 from isoloss.report.html import Card
 from isoloss.run_config import StageConfig, TrainConfig
 from isoloss.runs import Run
@@ -36,6 +38,7 @@ STEP_SECONDS = 0.0005  # of a step with a batch of one sentence; it grows with t
 COMPILED = 3.0  # how many times as fast compiled runs train
 TO_TARGET = 1 / 8  # of its steps, that a stage with a target makes: they are the most that it may make
 _NOT_THE_PLAN = ("needs", "expected")  # fields of a measurement that do not decide its results
+_MOST_MISSED = 3  # runs that are named of those that missed a target
 CLAIMS = "claims_sha256"  # the key in study.json of the hash that the file of claims had at the start
 
 
@@ -283,7 +286,9 @@ class StudyFolder:
         tables = checkpoint_tables(results) if study.tables is None else self._own("tables", results)
         file, claims = self.claims_file(), self.claims(results)
         unjudged = "" if file is None else file.warning(self.scale_name)
-        warning = " ".join(filter(None, (unjudged, self._claims_warning(file), results.identical)))
+        warning = " ".join(
+            filter(None, (unjudged, self._claims_warning(file), self._missed_targets(results), results.identical))
+        )
         answer = () if unjudged or results.blocks_done < results.blocks else self._answer(claims, results)
         # a study may make more contrasts than it says beforehand
         made = max((one.tests or 0 for each in claims for one in each.answers), default=0)
@@ -368,6 +373,30 @@ class StudyFolder:
         if file is None or started in (None, file.sha256):
             return ""
         return f"{file.name} was changed after this study was started: its SHA-256 was {started}."
+
+    def _missed_targets(self, results: Results) -> str:
+        """Which runs ended above the loss that they were to reach, and what to do; empty if none did."""
+        missed = {
+            name: missed
+            for name, experiment in results.experiments.items()
+            if isinstance(experiment.config, TrainConfig)
+            and (missed := results.run(name).missed_targets(experiment.config))
+        }
+        if not missed:
+            return ""
+        named = "; ".join(f"{name}: {', '.join(each)}" for name, each in itertools.islice(missed.items(), _MOST_MISSED))
+        more = f"; and {len(missed) - _MOST_MISSED} more" if len(missed) > _MOST_MISSED else ""
+        return (
+            f"{len(missed)} of {len(results.experiments)} runs missed a target ({named}{more}). To go on "
+            "until it is reached, raise the steps of these stages in the study, and run "
+            f"{self.command} --folder {self.path.name}-longer"
+        )
+
+    @property
+    def command(self) -> str:
+        """The command that runs the study in its usual folder."""
+        name = self.study.name if self.study.name in STUDIES else f"{self.study.name}.py"
+        return shlex.join(["isoloss", "study", "run", name, *self.options])
 
     def _config(self, name: str) -> Path:
         """The TOML file that a run is made from."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,6 @@ from markupsafe import Markup
 from isoloss import config as configs
 from isoloss import files
 from isoloss.lab.evaluation.external import ExternalCheckpoint
-from isoloss.registry import STUDIES
 from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
 from isoloss.report.html import Section, interval_rows
@@ -67,9 +65,6 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
     for file in {file for place in {file.parent for file in drawn} for file in place.iterdir()} - drawn.keys():
         # figures of an earlier page would otherwise seem to belong to this one
         file.unlink()
-    command = shlex.join(
-        ["isoloss", "study", "run", study.name if study.name in STUDIES else f"{study.name}.py", *folder.options]
-    )
     lede, *about = study.lead or (setup(results),)
     # one without a caption is that of every checkpoint, which any page has
     tables = [_table(table) for table in summary.tables if table.caption]
@@ -80,7 +75,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
         cards=summary.answer,
         figures=figures,
         sections=[
-            *_beside_the_paper(summary.claims, parts.paper_claims, command),
+            *_beside_the_paper(summary.claims, parts.paper_claims, folder.command),
             *_comparisons(results, summary, interim=bool(interim)),
             *parts.sections,
             *([Section(title="About this study", body="\n".join(about), folded=True)] if about else []),
@@ -93,7 +88,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
             name: configs.to_toml(without_folders(configs.to_dict(one.config)))
             for name, one in results.experiments.items()
         },
-        command=command,
+        command=folder.command,
         settings={
             "Scale": f"{folder.scale_name} ({folder.scale.description})",
             **_inputs(results),
