@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from threadpoolctl import threadpool_info
 
 from isoloss import files
 from isoloss.cli.main import main
@@ -200,14 +201,14 @@ def test_a_study_is_verified_with_the_threads_and_on_the_device_that_it_was_meas
     used = []
 
     def verify(*arguments):
-        used.append((torch.get_num_threads(), arguments[-1]))
+        used.append((torch.get_num_threads(), {one["num_threads"] for one in threadpool_info()}, arguments[-1]))
         return ()
 
     monkeypatch.setattr("isoloss.studies.verify.verify_run", verify)
     before = torch.get_num_threads()
     assert list(folder.verify()) == []
-    torch.set_num_threads(before)
-    assert used == [(2, "cpu"), (1, "cuda")]
+    assert torch.get_num_threads() == before
+    assert used == [(2, {2}, "cpu"), (1, {1}, "cuda")]
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"measure": "loss"}', "[" * 100_000])

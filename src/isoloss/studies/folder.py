@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -327,8 +328,6 @@ class StudyFolder:
         if not (self.path / "study.json").is_file():
             raise IsolossError(f"{self.path} holds no study: it has no study.json")
         # only now: a folder without a study is refused at once, before the seconds that torch takes
-        import torch
-
         from isoloss.studies.verify import verify_run
 
         said = set()
@@ -337,13 +336,13 @@ class StudyFolder:
                 run = run_of(self.path, name, experiment)
                 steps = list(experiment.steps(part, run))
                 # as the unit that measured: with other threads or another device, sums differ in their last digits
-                torch.set_num_threads(part.needs.cores)
-                device = _device_name(part.needs)
-                for check in verify_run(run, experiment, part.measures, steps, part.settings, device):
-                    # several measurements of one run look at the same files
-                    if check not in said:
-                        said.add(check)
-                        yield check
+                with _threads(part.needs.cores):
+                    device = _device_name(part.needs)
+                    for check in verify_run(run, experiment, part.measures, steps, part.settings, device):
+                        # several measurements of one run look at the same files
+                        if check not in said:
+                            said.add(check)
+                            yield check
 
     def _measures(self) -> Mapping[str, Mapping[str, str]]:
         """What claims can name in `Claim.measures`."""
@@ -428,6 +427,22 @@ def _eval_arguments(run: Run, experiment: Experiment, part: Measurement) -> tupl
 
 def _device_name(needs: Resources) -> str:
     return "cuda" if needs.gpus else "cpu"
+
+
+@contextlib.contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Compute with this many threads, whatever OMP_NUM_THREADS was when torch, numpy and scipy were loaded."""
+    import scipy.linalg  # noqa: F401  (what is not loaded is not limited)
+    import torch
+    from threadpoolctl import threadpool_limits
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        with threadpool_limits(number):
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _device(needs: Resources) -> tuple[str, ...]:
