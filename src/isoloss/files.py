@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -97,6 +97,42 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, document: Any) -> None:
     """Write `document` as indented JSON (NaN refused, keys in the order given), whole or not at all."""
     write_text(path, json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+_DIGEST = "digest"
+
+
+def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
+    """Write `document` as JSON with the SHA-256 of its content, by which `read_sealed` notices damage."""
+    write_json(path, {**document, _DIGEST: _digest(document)})
+
+
+def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
+    """Return the document that `write_sealed` wrote; one without a digest, of an earlier version, is not checked.
+
+    Args:
+        path: The file.
+        remedy: What to do about a damaged one, for the error.
+
+    Raises:
+        IsolossError: The file is missing, unreadable or damaged.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "result.json")
+        ...     write_sealed(path, {"steps": 20})
+        ...     read_sealed(path, "write it again")
+        {'steps': 20}
+    """
+    document = read_json(path)
+    if not isinstance(document, dict) or document.pop(_DIGEST, None) not in (None, _digest(document)):
+        raise IsolossError(f"{path} is damaged: its content is not what was written; {remedy}")
+    return document
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    # of the content, not of the file: indentation is no damage
+    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 
 
 def append_json(path: Path, line: Any) -> None:

@@ -239,6 +239,19 @@ def test_new_writes_a_study_that_compares_external_checkpoints(study, capsys, he
     assert load_study("other.py").scale().experiments["opt"].config.data == "python:docs"
 
 
+def test_a_study_of_sixty_checkpoints_is_planned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("Some text.")
+    named = [f"seed-{seed}/checkpoint-{step}" for seed in range(5) for step in range(12)]
+    for name in named:
+        Path(name).mkdir(parents=True)
+        (Path(name) / "config.json").write_text("{}")
+        (Path(name) / "model.safetensors").write_bytes(b"")
+    main_study("new", "mine", "--checkpoints", *(f"seed-{seed}" for seed in range(5)), "--data", "text.txt")
+    capsys.readouterr()
+    assert len(json.loads(call(capsys, "plan", "mine.py", "--json"))["units"]) == 60
+
+
 def test_new_gives_each_checkpoint_a_name_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("Some text.")

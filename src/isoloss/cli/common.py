@@ -112,6 +112,8 @@ def say_stages(run: Run) -> None:
             if f"validation_{key}_nats" in stage
         ]
         say(f"stage {stage['stage']} of {total}: ended at step {stage['step']}, {stage['ended']}{''.join(validation)}")
+    for missed in run.missed_targets():
+        say_wrapped(f"missed: {missed}")
 
 
 def note(text: str) -> None:
