@@ -44,7 +44,6 @@ from isoloss.flatness import FlatnessCallback, compare_traces, loss_rises  # noq
 from isoloss.flatness.robustness import ROBUSTNESS, Noise  # noqa: E402
 from isoloss.lab.evaluation.compare import TITLES  # noqa: E402
 from isoloss.lab.evaluation.input_config import InputConfig  # noqa: E402
-from isoloss.text.inputs import read_inputs  # noqa: E402
 from isoloss.text.packing import pack  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"

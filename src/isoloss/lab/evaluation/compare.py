@@ -229,7 +229,9 @@ class ModelComparison(TraceComparison):
             rise, noisy = (next(iter(self.of(name).values())) for name in ("int4_rise", "noise_10%_rise"))
             if rise.details["sequences"] < trace.details["sequences"]:
                 text += f" (of the rises: {samples_of(rise)} in {rise.details['sequences']:,} of the sequences)"
-            notes.append(f"noise: over {samples_of(noisy)} and {noisy.details['draws']} draws, each added and subtracted")
+            notes.append(
+                f"noise: over {samples_of(noisy)} and {noisy.details['draws']} draws, each added and subtracted"
+            )
             counts = {f"{n:,} of {of:,} weights of linear maps": model for model, (n, of) in self._rounded().items()}
             beside = len(counts) > 1
             notes.append(
