@@ -145,6 +145,35 @@ def test_rises_are_of_64_sequences_drawn_at_random(measured):
             assert (found.value, found.stderr) == pytest.approx((expected.value, expected.stderr), rel=1e-3, abs=1e-7)
 
 
+def test_the_seed_decides_the_noise():
+    models = {name: small.gpt2(64, seed) for seed, name in enumerate("ab")}
+    ids = torch.randint(0, 64, (24, 8), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": ids, "labels": ids}]
+    rises = [compare(models, batches, seed=seed).of("noise_10%_rise")["a"] for seed in (3, 3, 4)]
+    assert rises[0].value == rises[1].value != rises[2].value
+    assert [rise.details["seed"] for rise in rises] == [3, 3, 4]
+
+
+def test_there_is_no_answer_where_much_of_a_model_was_not_rounded():
+    class Half(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.known = torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8, bias=False)
+            self.hidden = torch.nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, ids):
+            h = self.known(self.table(ids))
+            return (h[..., None] * torch.stack(list(self.hidden))).sum(dim=-2)  # a product that nothing shows
+
+    models = {name: Half() for name in "ab"}
+    ids = torch.randint(0, 8, (32, 6), generator=torch.Generator().manual_seed(0))
+    comparison = compare(models, [{"input_ids": ids, "labels": ids}], causal=True)
+    answer = comparison.answers()[-1]
+    assert (answer.question, answer.holds) == ("More robust at 4 bits?", None)
+    assert answer.answer == "No answer: 50 % of the weights of a's maps are rounded"
+    assert "rounded: 64 of 128 weights of linear maps" in str(comparison)
+
+
 def test_it_says_what_it_is_over_and_is_one_table(measured):
     *_, comparison = measured
     assert comparison.inputs.startswith("140 sequences of 12 tokens drawn from the ")
@@ -153,6 +182,12 @@ def test_it_says_what_it_is_over_and_is_one_table(measured):
     assert [line for line in TITLES.values() if f"\n{line} " not in out] == []
     assert " documents (with changed weights: over " in out
     assert " documents in 64 of the sequences" in out
+    draws = comparison.models["a"]["noise_10%_rise"].details["draws"]
+    assert draws >= 40
+    assert f"; noise: over 20 groups of documents and {draws} draws, each added and subtracted; rounded: " in out
+    rounded = comparison.models["a"]["int4_rise"].details
+    assert rounded["rounded_weights"] == rounded["map_weights"] > 0
+    assert f"; rounded: {rounded['map_weights']:,} of {rounded['map_weights']:,} weights of linear maps" in out
     assert "<table>" in comparison._repr_html_()
     assert repr(comparison) == "ModelComparison(2 models; flattest: no verdict)"
 

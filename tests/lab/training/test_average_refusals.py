@@ -60,7 +60,10 @@ def refused(message, *folders):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"words": WORDS[::-1]}, r"first and .*second have different tokenizers.*: 'w9' is token 11 of .*first and token 2 of .*second$"),
+        (
+            {"words": WORDS[::-1]},
+            r"first and .*second have different tokenizers.*: 'w9' is token 11 of .*first and token 2 of .*second$",
+        ),
         ({"normalizer": normalizers.Lowercase()}, "the normalizer is nothing in .*first and Lowercase in .*second$"),
         ({"hidden_act": "relu"}, "hidden_act is 'silu' in .*first and 'relu' in .*second, so weights of one are no"),
         ({"rope_parameters": {"rope_theta": 50.0, "rope_type": "default"}}, "rope_theta is 10000.0 in .* and 50.0 in"),
