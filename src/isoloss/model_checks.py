@@ -270,8 +270,10 @@ _LEFT = {torch.ops.aten.mm.default: 0, torch.ops.aten.bmm.default: 0, torch.ops.
 class _LastProduct(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the left factor of the last product of matrices, and how many columns the product has."""
 
-    left: torch.Tensor | None = None
-    columns = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.left: torch.Tensor | None = None
+        self.columns = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -301,7 +303,11 @@ def states_before_output(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -
     with torch.no_grad(), _LastProduct() as product:
         logits = logits_of_output(model(**arguments))
     left = product.left
-    if left is None or left.numel() != inputs["input_ids"].numel() * left.shape[-1] or product.columns < logits.shape[-1]:
+    if (
+        left is None
+        or left.numel() != inputs["input_ids"].numel() * left.shape[-1]
+        or product.columns < logits.shape[-1]
+    ):
         raise IsolossError(f"{type(model).__name__} has no output layer that makes its logits of one state per token")
     return left.reshape(*inputs["input_ids"].shape, -1)
 

@@ -61,7 +61,12 @@ TITLES = {
     **{name: f"rise with {name.split('_')[1].removesuffix('%')} % noise" for name in ROBUSTNESS if "noise" in name},
 }
 _PROBE = "probe-"  # before the name of a task
-_STATES = {"last": "the last token", "first": "the first token", "mean": "the mean over tokens", "concatenate": "all tokens"}
+_STATES = {
+    "last": "the last token",
+    "first": "the first token",
+    "mean": "the mean over tokens",
+    "concatenate": "all tokens",
+}
 _BRIEF = ("loss", "trace", "minimal-trace", "int4_rise", "noise_10%_rise")
 
 
@@ -226,10 +231,10 @@ class ModelComparison(TraceComparison):
                 text += f" (of the rises: {samples_of(rise)} in {rise.details['sequences']:,} of the sequences)"
         for name, task in self.tasks.items():
             details = next(iter(self.of(name).values())).details
-            text += (
-                f"; {task}: {accuracy_bounds(details)}, {details['num_test']:,} test examples, linear probe of "
-                f"{self._states(name)} (another pooling may order the models otherwise)"
-            )
+            text += f"; {task}: {accuracy_bounds(details)}, {details['num_test']:,} test examples"
+        if self.tasks:
+            states = self._states(next(iter(self.tasks)))
+            text += f". Accuracies are of a linear probe of {states}: another pooling may order the models otherwise"
         return text
 
     def table(self, *, brief: bool = False) -> tuple[list[str], list[list[str]], int]:
@@ -404,6 +409,10 @@ def compare(
         batches, read, sizes = made.batches, made.description, _sizes(tokenizer or config.tokenizer, infos[0])
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
         batches = list(batches)
+    if measures and pooling == "first" and context is not None and context.is_causal:
+        raise IsolossError(
+            "pooling is first, but the first token of a causal model has read no other: choose last or mean"
+        )
     for task, measure in measures.items():
         assert context is not None
         if pooling == "auto":

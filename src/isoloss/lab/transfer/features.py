@@ -99,7 +99,9 @@ def extract(
             raise IsolossError(f"{name} is {count}; it must be at least 1")
     if is_own(model):
         if layer != -1:
-            raise IsolossError(f"{type(model).__name__} is a module of one's own: only its layer -1 is read, not {layer}")
+            raise IsolossError(
+                f"{type(model).__name__} is a module of one's own: only its layer -1 is read, not {layer}"
+            )
         known = check_sentences(model, sentences)
         batch_size = min(batch_size, max(1, _MOST_LOGITS // (known * sentences.tokens.shape[1])))
         read_states: Callable[..., torch.Tensor] = functools.partial(states_before_output, unwrapped(model))

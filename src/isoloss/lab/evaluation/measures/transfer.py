@@ -92,13 +92,16 @@ class TaskMeasure(SeededMeasure):
         """Refuse a model that cannot read the task, before anything is measured.
 
         Raises:
-            IsolossError: No states of it can be read, or its tokens do not fit.
+            IsolossError: No states of it can be read, its tokens do not fit, or there are too few examples.
         """
         if model.no_features is not None:
             raise IsolossError(model.no_features)
         if (source := self._source) is not None:
-            reads = model.config, model.max_length
-            context.text_task(self._examples(source, context), *reads, max_length=self.task_length, model=model.name)
+            examples, reads = self._examples(source, context), (model.config, model.max_length)
+            if (number := len(examples.test)) < 2:
+                where = source.test or source.train
+                raise IsolossError(f"{where} gives {number} test example, and an accuracy with an error needs two")
+            context.text_task(examples, *reads, max_length=self.task_length, model=model.name)
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Return `accuracy`, with the class that each seed's classifier predicts for each test example.
@@ -361,8 +364,10 @@ def task_probes(tasks: Sequence[str], task_data: Sequence[str], settings: Mappin
     """Return the probe of each task by name; a task may be NAME=PATH, where its examples are, and then one's own.
 
     Raises:
-        IsolossError: A task is named twice, or a setting is wrong.
+        IsolossError: A task has no name or is named twice, or a setting is wrong.
     """
+    if wrong := next((task for task in tasks if not all(task.partition("=")[::2] if "=" in task else [task])), None):
+        raise IsolossError(f"there is no task {wrong!r}: it is the name of one, or NAME=PATH for one of your own")
     names = [task.partition("=")[0] for task in tasks]
     if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
         raise IsolossError(f"the task {twice} is named twice")
