@@ -309,7 +309,8 @@ def states_before_output(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -
         or product.columns < logits.shape[-1]
     ):
         raise IsolossError(f"{type(model).__name__} has no output layer that makes its logits of one state per token")
-    return left.reshape(*inputs["input_ids"].shape, -1)
+    states: torch.Tensor = left.reshape(*inputs["input_ids"].shape, -1)
+    return states
 
 
 class _Lookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
