@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, RobertaPreLayerNormConfig
+from transformers import BertConfig, BertForMaskedLM, GPT2LMHeadModel, PreTrainedModel, RobertaPreLayerNormConfig
 from transformers import RobertaPreLayerNormForMaskedLM as PreNorm
 
 import small_checkpoints as small
@@ -175,6 +175,23 @@ def test_the_states_of_ones_own_module_are_what_its_output_layer_reads(output: s
     for row, tokens, length in zip(last, sentences.tokens, sentences.lengths.tolist(), strict=True):
         with torch.no_grad():
             torch.testing.assert_close(row, model.states(tokens[None, :length])[0, -1])
+
+
+class Nameless(GPT2LMHeadModel):
+    """A model of transformers whose class does not say where its body is, as those with code of their own."""
+
+    base_model_prefix = "body"
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.transformer.wte
+
+
+def test_a_model_that_names_no_body_is_read_like_a_module() -> None:
+    model, sentences = small.gpt2(20), varied()
+    nameless = Nameless(model.config).eval()
+    nameless.load_state_dict(model.state_dict())
+    expected = extract(model, sentences, pooling="last")
+    torch.testing.assert_close(extract(nameless, sentences, pooling="last"), expected)
 
 
 def test_a_module_whose_states_cannot_be_read_is_told_before() -> None:

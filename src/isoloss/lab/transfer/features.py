@@ -315,8 +315,10 @@ def one_hot(sentences: Sentences, width: int) -> torch.Tensor:
 
 
 def is_own(model: Any) -> bool:
-    """Return whether a model is a module of one's own, which is not known to end in a prediction head."""
-    return not hasattr(architecture(model), "base_model")
+    """Return whether a model is a module of one's own, in which no body is known to stand before a prediction head."""
+    inner: Any = architecture(model)
+    # transformers calls a model its own base where its class names none
+    return not hasattr(inner, "base_model") or (inner.base_model is inner and inner.get_output_embeddings() is not None)
 
 
 def backbone_of(model: Any) -> Any:
