@@ -263,6 +263,56 @@ def run_on_ids(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+# where a product of matrices has its left factor
+_LEFT = {torch.ops.aten.mm.default: 0, torch.ops.aten.bmm.default: 0, torch.ops.aten.addmm.default: 1}
+
+
+class _LastProduct(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the left factor of the last product of matrices, and how many columns the product has."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.left: torch.Tensor | None = None
+        self.columns = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _LEFT:
+            self.left, self.columns = args[_LEFT[func]], result.shape[-1]
+        return result
+
+
+def states_before_output(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return (B, T, d): the states of `input_ids` (B, T) that any module with logits has before its output layer.
+
+    They are the left factor of the last product of matrices in its forward pass, in whatever way that is written.
+    Logits may be fewer than the columns of the product, as where the vocabulary is padded.
+
+    Raises:
+        IsolossError: The last product does not make the logits.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(5, 3), nn.Tanh(), nn.Linear(3, 5))
+        >>> ids = torch.tensor([[0, 4]])
+        >>> torch.equal(states_before_output(model, {"input_ids": ids}), model[:2](ids))
+        True
+    """
+    arguments = forward_arguments(model, inputs)
+    with torch.no_grad(), _LastProduct() as product:
+        logits = logits_of_output(model(**arguments))
+    left = product.left
+    if (
+        left is None
+        or left.numel() != inputs["input_ids"].numel() * left.shape[-1]
+        or product.columns < logits.shape[-1]
+    ):
+        raise IsolossError(f"{type(model).__name__} has no output layer that makes its logits of one state per token")
+    states: torch.Tensor = left.reshape(*inputs["input_ids"].shape, -1)
+    return states
+
+
 class _Lookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the number of rows of each table in which something is looked up for each token, and the last one used."""
 

@@ -524,6 +524,16 @@ def refuse_study(path: Path) -> None:
         raise IsolossError(f"{path} holds a study, not a run: {command} says how far it is")
 
 
+def last_checkpoint(name: str | Path) -> str:
+    """Return the folder of the last checkpoint of a run; any other name stands for itself.
+
+    Raises:
+        IsolossError: The run has no checkpoint yet.
+    """
+    run = Run(Path(name))
+    return str(run.checkpoint(run.last_step())) if run.exists else str(name)
+
+
 def checkpoint_of(path: Path) -> tuple[Run, int] | None:
     """Return the run and the step of a checkpoint folder, or None if it does not lie in a run.
 
