@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from isoloss.lab.evaluation.measures.transfer import task_probes
 from isoloss.runs import last_checkpoint, refuse_twice
 from isoloss.statistics.checking import at_least, positive
 from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS
+from isoloss.statistics.tables import csv_table
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
@@ -144,7 +144,6 @@ def main(arguments: list[str]) -> int:
             if stop.complete is None:
                 raise
             compared, failed = cast("ModelComparison", stop.complete), stop
-    _write(args, compared, common.command("compare", *arguments))
     if args.json:
         common.emit_json(compared.to_dict())
     else:
@@ -155,6 +154,8 @@ def main(arguments: list[str]) -> int:
         for text in compared.texts():
             common.say("")
             common.say_wrapped(text)
+    # last, so that a full disk does not cost the table
+    _write(args, compared, common.command("compare", *arguments))
     if failed is None:
         return 0
     count = len(compared.models)
@@ -190,12 +191,7 @@ def _check(args: Any, models: list[str]) -> None:
     early_checks.check_device(args.loading.device)
     if args.parquet is not None:
         require_package("polars")
-    for file in (args.html, args.csv, args.parquet):
-        if file is None:
-            continue
-        if file.is_dir():
-            raise IsolossError(f"{file} is a folder; name a file to write")
-        files.check_writable(file.parent)
+    common.check_outputs(args, models, "html", "csv", "parquet")
 
 
 def _write(args: Any, compared: ModelComparison, command: str) -> None:
@@ -206,11 +202,7 @@ def _write(args: Any, compared: ModelComparison, command: str) -> None:
         files.write_text(args.html, comparison_page(compared, command=command))
         common.note(f"page: {args.html}")
     if args.csv is not None:
-        text, rows = io.StringIO(), compared.rows()
-        writer = csv.DictWriter(text, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-        files.write_text(args.csv, text.getvalue())
+        files.write_text(args.csv, csv_table(compared.rows()))
         common.note(f"table: {args.csv}")
     if args.parquet is not None:
         parquet = io.BytesIO()

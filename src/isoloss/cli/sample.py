@@ -127,7 +127,7 @@ def _check_numbers(args: Args) -> None:
         raise IsolossError("--overwrite needs --save: nothing else is written")
     if args.save is not None:
         check_name(args.save)
-        files.check_writable(args.save.parent)
+        files.check_outputs({"--save": args.save}, [args.language, args.reading.get("tokenizer") or ""])
 
 
 def _check_effects(args: Args, language: Language) -> None:
