@@ -20,7 +20,7 @@ from isoloss.errors import IsolossError
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 _LAYERS = re.compile(r".*layers?")  # a field of a config.json that counts layers
-_MOST_LAYERS = 1000  # of a model whose layers share weights, such as ALBERT
+_MOST_LAYERS = 200  # of a model whose layers share weights, such as ALBERT
 
 
 class StoredWeight(NamedTuple):

@@ -38,7 +38,7 @@ REFUSED = {
     "flatness chekpoint": "there is no checkpoint chekpoint on this machine, and the Hugging Face hub does not",
     "flatness chekpoint --data text.txt": "does not answer; did you mean checkpoint?",
     "flatness 'check*[x]'": "no folder matches 'check*[x]'",
-    "flatness owner/model@step*": "so which revisions of owner/model match 'step*' is not known: name them one by one",
+    "flatness owner/model@step*": "does not answer, and no revision of owner/model is on this machine",
     "flatness": "no checkpoint is named",
     "flatness checkpoint --dta text.txt": "there is no option --dta; did you mean --data?",
     "flatness checkpoint --data": "--data needs 1 value",
