@@ -239,8 +239,8 @@ def test_ctrl_c_leaves_the_others_measured():
     def interrupted():
         raise KeyboardInterrupt
 
+    models = {"a": small.gpt2(8, 0), "b": small.gpt2(8, 1), "c": interrupted}
     with pytest.raises(InterruptedComparison) as stop:
-        models = {"a": small.gpt2(8, 0), "b": small.gpt2(8, 1), "c": interrupted}
         compare(models, batches(), same_loss=10.0, robustness=False)
     assert list(stop.value.complete.models) == ["a", "b"]
     same_loss, *_ = stop.value.complete.answers()
