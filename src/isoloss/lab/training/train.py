@@ -51,7 +51,7 @@ from isoloss.lab.training.training_set import check_training_set
 from isoloss.memory import check_fits
 from isoloss.registry import MODELS, OPTIMIZERS
 from isoloss.run_config import TrainConfig
-from isoloss.runs import Run
+from isoloss.runs import TRAINER, Run
 from isoloss.seeds import derive
 
 Measure = Callable[[Any], Mapping[str, float]]  # of a model in eval mode, by name
@@ -503,7 +503,7 @@ class Training:
         """Write the result if all steps are made, and the throughput."""
         if is_complete := self.stages.is_last(self.step):
             kept = [step for step in sorted(self.kept_steps) if step <= self.step]
-            names = ["metrics.jsonl", *(f"checkpoints/step-{step}/{checkpoints.TRAINER}" for step in kept)]
+            names = ["metrics.jsonl", *(f"checkpoints/step-{step}/{TRAINER}" for step in kept)]
             files.write_sealed(
                 # written last: where it is, the run is complete
                 self.run.path / "result.json",
