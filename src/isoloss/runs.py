@@ -419,7 +419,7 @@ class Run:
             except IsolossError as error:
                 yield str(error)
         record, result = read.values()
-        if record and result.get("fingerprint", record["fingerprint"]) != record["fingerprint"]:
+        if record and result.get("fingerprint") not in (None, record.get("fingerprint")):
             yield f"{self.path / 'run.json'} is not of the run that {self.path / 'result.json'} is of"
         recorded = result.get("sha256", {})
         for folder in self._checkpoints():

@@ -129,6 +129,13 @@ def test_three_checkpoints_are_compared_by_a_short_file(study, capsys, here):
     again = StudyFolder(load_study(study), Path("out")).results()
     assert again.at("gpt2")["trace"].value != kept
     assert call(capsys, "verify", study, "--folder", "out").endswith("0 failed\n")
+    # so is a changed config, which decides what the same weights compute
+    config = Path("models/gpt2/config.json")
+    document = config.read_text()
+    config.write_text(document.replace('"layer_norm_epsilon": 1e-05', '"layer_norm_epsilon": 0.1'))
+    assert main(["study", "verify", str(study), "--folder", "out"]) == 1
+    assert "gpt2: evaluations: missing, damaged, made with other weights" in capsys.readouterr().out
+    config.write_text(document)
     # so is changed text
     Path("text.txt").write_text("w1 w2 " * 200)
     with pytest.raises(IsolossError, match=r"made by another plan \(they differ in runs"):

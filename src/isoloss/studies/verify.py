@@ -99,7 +99,8 @@ def _verify_evaluations(
 ) -> Iterator[Check]:
     todo = [f"{measure} at step {step}" for step, measure in pending(run, measures, steps, settings)]
     wrong = (
-        "missing, damaged, made with other weights or settings, or without the file of examples they were saved with"
+        "missing, damaged, made with other weights, config, tokenizer or settings, or without the file of examples "
+        "they were saved with"
     )
     yield f"{run.name}: evaluations", f"{wrong}: {', '.join(todo)}" if todo else None
     if again and not todo:
