@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from isoloss.errors import IsolossError
+from isoloss.flatness._batches import as_tensors
 from isoloss.flatness.comparison import (
     ComparisonError,
     InterruptedComparison,
@@ -376,7 +377,7 @@ def compare(
         made, causal = context.inputs(num_sequences, seed), context.is_causal
         batches, read, sizes = made.batches, made.description, _sizes(tokenizer or config.tokenizer, infos[0])
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
-        batches = list(batches)
+        batches = list(as_tensors(batches))
     for task, measure in measures.items():
         assert context is not None
         if (reason := measure.why_not_applicable(context)) is not None:
