@@ -280,8 +280,8 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[str | Pat
     for source in (Path(name).expanduser() for name in inputs):
         inside = (path for path in source.rglob("*") if path.suffix.lower() not in REPORTS)
         for path in [source] if source.is_file() else inside:
-            if (option := options.get(_identity(path))) is not None:
-                raise IsolossError(f"{option} is {given[option]}, which is read as an input: name another file")
+            if (taken := options.get(_identity(path))) is not None:
+                raise IsolossError(f"{taken} is {given[taken]}, which is read as an input: name another file")
 
 
 def _identity(path: Path) -> Any:

@@ -251,11 +251,11 @@ def logits_of_output(output: Any) -> Any:
     return output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
 
 
-def run_on_ids(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def run_on_ids(model: nn.Module, ids: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
     """Return the logits (B, T, V) of token ids (B, T), without gradients and without a cache of keys and values."""
     ids = ids.to(device_of(model))
     # with a mask, as transformers warns of ids of padding without one
-    arguments = forward_arguments(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    arguments = forward_arguments(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more})
     with torch.no_grad():
         logits = logits_of_output(model(**arguments))
     if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
@@ -344,20 +344,31 @@ def max_length(model: nn.Module) -> int | None:
     text = text_config(model)
     said = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len", "max_target_positions"))
     bounds = [number for number in said if isinstance(number, int) and number > 0]
+    if (table := position_ids(model)) is not None:
+        bounds.append(table.stop)
+    return min(bounds, default=None)
+
+
+def position_ids(model: nn.Module, *, given: bool = False) -> range | None:
+    """Return the ids of positions that a model has an embedding of; None where it has no table of them, or fails.
+
+    The first token's is 0. Where `position_ids` are `given` to it, a model may look them up in other rows than those
+    that it counts by itself, as RoBERTa does.
+    """
     # not the padding's id, for which some models look up no position
-    token = 2 if getattr(text, "pad_token_id", None) == 0 else 0
+    token = 2 if getattr(text_config(model), "pad_token_id", None) == 0 else 0
     lookups = []
     # the table of positions is the one whose last used row moves by one with one more token: other tables, such as that
     # of token types, use the same rows for both lengths
     for length in (2, 3):
+        ids = torch.arange(length, device=device_of(model))[None]
         with _Lookups() as mode:
             try:
-                run_on_ids(model, torch.full((1, length), token))
+                run_on_ids(model, torch.full((1, length), token), **({"position_ids": ids} if given else {}))
             except Exception:  # a model that does not run says so where it is measured
-                return min(bounds, default=None)
+                return None
         lookups.append(mode.seen)
-    for (rows, last), (_, next_last) in zip(*lookups, strict=False):
-        if next_last == last + 1:
-            # of two tokens, the first used row last - 1: so many rows are left from there on
-            bounds.append(rows - last + 1)
-    return min(bounds, default=None)
+    pairs = zip(*lookups, strict=False)
+    # of two tokens, the first used row last - 1
+    tables = [range(1 - last, rows - last + 1) for (rows, last), (_, next_last) in pairs if next_last == last + 1]
+    return min(tables, key=lambda table: table.stop, default=None)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from isoloss.errors import IsolossError
+from isoloss.flatness._batches import as_tensors
 from isoloss.flatness.comparison import (
     ComparisonError,
     InterruptedComparison,
@@ -438,7 +439,7 @@ def compare(
         made, causal = context.inputs(num_sequences, seed), context.is_causal
         batches, read, bytes_per_token = made.batches, made.description, made.bytes_per_token
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
-        batches = list(batches)
+        batches = list(as_tensors(batches))
     if measures and pooling == "first" and context is not None and context.is_causal:
         raise IsolossError(
             "pooling is first, but the first token of a causal model has read no other: choose last or mean"
