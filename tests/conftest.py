@@ -1,6 +1,7 @@
 """What several test files need: a terminal's width, the real data beside the checkout, and a small tokenizer."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ collect_ignore = ["plugin"]  # a package from outside, which only some commands 
 # If one of these is set, pytest explains an inequality by a diff of all lines: an hour for the bytes of two pages.
 for variable in ("CI", "BUILD_NUMBER"):
     os.environ.pop(variable, None)
+# A shell that starts the tests in the background lets them ignore Ctrl-C. What they start would ignore it, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 WORDS = [f"{first}{second}" for first in "abcdefghij" for second in "uvwxyz"]
 
 

@@ -1,6 +1,7 @@
 """Files: whole or not at all, and one process at a time."""
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,98 @@ def test_sha256_is_the_systems(tmp_path):
     (tmp_path / "x").write_bytes(os.urandom(100_000))
     theirs = subprocess.run(["sha256sum", tmp_path / "x"], capture_output=True, text=True).stdout.split()[0]
     assert files.sha256(tmp_path / "x") == theirs
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_device_is_written_to_and_stays(tmp_path):
+    device, link = tmp_path / "full", tmp_path / "link"
+    try:  # for root, a device of the test's own: a mistake would replace the machine's
+        os.mknod(device, 0o666 | stat.S_IFCHR, Path("/dev/full").stat().st_rdev)
+    except PermissionError:
+        device = Path("/dev/full")
+    link.symlink_to(device)
+    for path in (device, link):
+        files.check_outputs({"--csv": path, "--html": path})
+        with pytest.raises(IsolossError, match=f"cannot write {path}: No space left on device"):
+            files.write_text(path, "text")
+        assert path.is_char_device()
+    assert link.is_symlink()
+
+
+def test_a_pipe_is_written_to_and_stays(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    files.write_text(pipe, "text")
+    assert reader.communicate(timeout=60)[0] == b"text"
+    assert pipe.is_fifo()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
+def test_the_file_that_the_output_goes_to_gets_both(tmp_path):
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom isoloss import files\n"
+        "print('first')\nfiles.write_text(Path(sys.argv[1]), 'second\\n')\nprint('third')"
+    )
+    for name in ("/proc/self/fd/1", tmp_path / "out.txt"):  # to the first of which /dev/stdout leads
+        with (tmp_path / "out.txt").open("w") as out:
+            subprocess.run([sys.executable, "-c", code, str(name)], stdout=out, check=True)
+        assert (tmp_path / "out.txt").read_text() == "first\nsecond\nthird\n"
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    for name in ("folder", "empty", "new"):
+        (tmp_path / f"to-{name}").symlink_to(name)
+    for name in ("folder", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "folder" / "old").write_text("old")
+    (tmp_path / "to-file").symlink_to("folder/old")
+    files.write_text(tmp_path / "to-file", "new")
+    assert (tmp_path / "folder" / "old").read_text() == "new"
+    files.write_text(tmp_path / "to-new", "new")
+    with files.new_output(tmp_path / "to-empty") as made:
+        (made / "a").write_text("a")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if not path.is_symlink()) == [
+        *("empty", "empty/a", "folder", "folder/old", "new")
+    ]
+    assert sum(path.is_symlink() for path in tmp_path.iterdir()) == 4
+
+
+def test_a_failed_write_behind_a_link_leaves_the_old_file(tmp_path):
+    (tmp_path / "old").write_text("old")
+    (tmp_path / "link").symlink_to("old")
+    (tmp_path / "round").symlink_to("round")
+
+    def fail():
+        with files.new_file(tmp_path / "link") as file:
+            file.write(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    with pytest.raises(IsolossError, match=r"cannot write .*round: Too many levels of symbolic links"):
+        files.write_text(tmp_path / "round", "text")
+    assert (tmp_path / "link").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old", "round"]
+
+
+def test_outputs_that_would_cost_an_input_or_each_other_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("model", "blobs"):
+        Path(folder).mkdir()
+    for name in ("text.txt", "blobs/1", "model/config.json", "model/page.html", "earlier.csv"):
+        Path(name).write_text("old")
+    Path("model/model.safetensors").symlink_to("../blobs/1")
+    os.link("text.txt", "hard.csv")
+    Path("alias.csv").symlink_to("model/config.json")
+    inputs = ["model", "text.txt", "name/on-the-hub"]
+    for name in ("model/config.json", "model/../model/model.safetensors", "blobs/1", "alias.csv", "hard.csv"):
+        with pytest.raises(IsolossError, match=f"--csv is {name}, which is read as an input: name another file"):
+            files.check_outputs({"--html": None, "--csv": Path(name)}, inputs)
+    Path("z.csv").symlink_to("z")
+    for name in ("z", "../" + tmp_path.name + "/z", "z.csv"):
+        with pytest.raises(IsolossError, match="--html and --csv are one file"):
+            files.check_outputs({"--html": Path("z"), "--csv": Path(name)}, inputs)
+    for name in ("model/new.csv", "model/page.html", "earlier.csv", "new.csv"):
+        files.check_outputs({"--csv": Path(name), "--html": Path("other.html")}, inputs)
+    assert not Path("z").exists()

@@ -20,7 +20,7 @@ from isoloss.errors import IsolossError, warn
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 _LAYERS = re.compile(r".*layers?")  # a field of a config.json that counts layers
-_MOST_LAYERS = 1000  # of a model whose layers share weights, such as ALBERT
+_MOST_LAYERS = 200  # of a model whose layers share weights, such as ALBERT
 
 
 class StoredWeight(NamedTuple):
@@ -108,7 +108,8 @@ def check_types(where: str, stored: Mapping[str, StoredWeight]) -> None:
         if is_weight and weight.dtype not in _FLOATS:
             raise IsolossError(
                 f"{where} holds {name} in {weight.dtype}, and its {CONFIG} has no quantization_config that "
-                "transformers knows and that says which numbers these codes stand for: save the weights as floating-point numbers"
+                "transformers knows and that says which numbers the codes stand for: "
+                "save the weights as floating-point numbers"
             )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import shutil
 import socket
+import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,6 +45,9 @@ def _check_lease() -> None:
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file in the folder of `path` that becomes `path`, flushed to disk, when the block ends well.
 
+    Where `path` is a link, the file that it leads to is replaced. What is no regular file, such as a device or a pipe,
+    and the file that this process's output goes to are written to directly.
+
     Raises:
         IsolossError: It cannot be written.
 
@@ -55,9 +60,34 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         ...     during, path.read_bytes()
         (False, b'1, 2, 3')
     """
-    temporary = _temporary(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with _stream(path) or _replacement(path) as file:
+            yield file
+    except OSError as error:  # of the disk
+        raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _stream(path: Path) -> BinaryIO | None:
+    """Open what a rename would take the name from; None for a regular file, a folder, and what is not there."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return None
+    for own in (sys.__stdout__, sys.__stderr__):
+        # a closed one
+        with contextlib.suppress(OSError, ValueError):
+            if own is not None and os.path.samestat(there, os.fstat(own.fileno())):
+                own.flush()
+                return os.fdopen(os.dup(own.fileno()), "wb")
+    return None if path.is_file() or path.is_dir() else path.open("wb")
+
+
+@contextlib.contextmanager
+def _replacement(path: Path) -> Iterator[BinaryIO]:
+    target = Path(os.path.realpath(path))
+    temporary = _temporary(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             yield file
             # before the rename: a power failure could otherwise leave the name with an empty file
@@ -68,12 +98,10 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         _check_lease()
         # neither this rename nor the folder is flushed. After a power failure the old file may be back; a resumed
         # command then does that part again
-        temporary.replace(path)
-    except BaseException as error:  # of the disk, or Ctrl-C
+        temporary.replace(target)
+    except BaseException:  # also Ctrl-C
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
         raise
 
 
@@ -97,6 +125,42 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, document: Any) -> None:
     """Write `document` as indented JSON (NaN refused, keys in the order given), whole or not at all."""
     write_text(path, json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+_DIGEST = "digest"
+
+
+def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
+    """Write `document` as JSON with the SHA-256 of its content, by which `read_sealed` notices damage."""
+    write_json(path, {**document, _DIGEST: _digest(document)})
+
+
+def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
+    """Return the document that `write_sealed` wrote; one without a digest, of an earlier version, is not checked.
+
+    Args:
+        path: The file.
+        remedy: What to do about a damaged one, for the error.
+
+    Raises:
+        IsolossError: The file is missing, unreadable or damaged.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "result.json")
+        ...     write_sealed(path, {"steps": 20})
+        ...     read_sealed(path, "write it again")
+        {'steps': 20}
+    """
+    document = read_json(path)
+    if not isinstance(document, dict) or document.pop(_DIGEST, None) not in (None, _digest(document)):
+        raise IsolossError(f"{path} is damaged: its content is not what was written; {remedy}")
+    return document
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    # of the content, not of the file: indentation is no damage
+    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 
 
 def append_json(path: Path, line: Any) -> None:
@@ -179,13 +243,64 @@ def check_writable(folder: Path) -> None:
         raise IsolossError(f"cannot write in {folder}: {error.strerror or error}") from error
 
 
+REPORTS = {".html", ".csv", ".parquet", ".png", ".svg", ".pdf"}  # endings that no file of a model or tokenizer has
+
+
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[str | Path] = ()) -> None:
+    """Refuse files for results that could not be written or would cost an input, before the work that they are for.
+
+    Args:
+        outputs: The file that each option names; None: not given.
+        inputs: What is read, by path: a file, or a folder with all in it but pages, figures and tables, which earlier
+            results may be. What is not there, such as a name on the Hugging Face hub, does not count.
+
+    Raises:
+        IsolossError: A file is a folder, is an input, is given twice, or cannot be written.
+
+    Example:
+        >>> check_outputs({"--html": Path("a.html"), "--csv": Path("b/../a.html")})
+        Traceback (most recent call last):
+            ...
+        isoloss.errors.IsolossError: --html and --csv are one file, b/../a.html: give each its own
+    """
+    given = {option: file for option, file in outputs.items() if file is not None}
+    options: dict[Any, str] = {}
+    for option, file in given.items():
+        if file.is_dir():
+            raise IsolossError(f"{file} is a folder; name a file to write")
+        if file.exists() and not file.is_file():  # a device or a pipe takes any number of outputs
+            if not os.access(file, os.W_OK):
+                raise IsolossError(f"cannot write {file}: {os.strerror(errno.EACCES)}")
+            continue
+        if (other := options.setdefault(_identity(file), option)) != option:
+            raise IsolossError(f"{other} and {option} are one file, {file}: give each its own")
+        check_writable(Path(os.path.realpath(file)).parent)
+    if not any(file.is_file() for file in given.values()):
+        return
+    for source in (Path(name).expanduser() for name in inputs):
+        inside = (path for path in source.rglob("*") if path.suffix.lower() not in REPORTS)
+        for path in [source] if source.is_file() else inside:
+            if (taken := options.get(_identity(path))) is not None:
+                raise IsolossError(f"{taken} is {given[taken]}, which is read as an input: name another file")
+
+
+def _identity(path: Path) -> Any:
+    """Return what two names of one file have in common."""
+    try:
+        found = path.stat()
+    except OSError:
+        return os.path.realpath(path)
+    return found.st_dev, found.st_ino
+
+
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield an empty temporary directory that becomes `path` when the block ends without an error.
 
-    An existing `path` is replaced. The files are flushed before the rename, so that the name never stands for less than
-    its content.
+    An existing `path` is replaced, and where it is a link, what that leads to. The files are flushed before the rename,
+    so that the name never stands for less than its content.
     """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     replaced = temporary.with_name(f"{temporary.name}-replaced")

@@ -272,10 +272,8 @@ def header_of(checkpoint: str | Path, *, trust_remote_code: bool = False, module
     with quiet(), _clear_errors(source):
         if adapter_config(**source.place) is not None:
             return None
-        document, stored = (
-            read_config(**source.place, trust_remote_code=trust_remote_code),
-            stored_weights(**source.place),
-        )
+        document = read_config(**source.place, trust_remote_code=trust_remote_code)
+        stored = stored_weights(**source.place)
         check_layers(source.name, document, stored)
     if trust_remote_code and "auto_map" in document:
         return None

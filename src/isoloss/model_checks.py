@@ -251,16 +251,66 @@ def logits_of_output(output: Any) -> Any:
     return output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
 
 
-def run_on_ids(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def run_on_ids(model: nn.Module, ids: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
     """Return the logits (B, T, V) of token ids (B, T), without gradients and without a cache of keys and values."""
     ids = ids.to(device_of(model))
     # with a mask, as transformers warns of ids of padding without one
-    arguments = forward_arguments(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    arguments = forward_arguments(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more})
     with torch.no_grad():
         logits = logits_of_output(model(**arguments))
     if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
         raise IsolossError(f"{type(model).__name__} gives no logits of shape (sequences, positions, vocabulary)")
     return logits
+
+
+# where a product of matrices has its left factor
+_LEFT = {torch.ops.aten.mm.default: 0, torch.ops.aten.bmm.default: 0, torch.ops.aten.addmm.default: 1}
+
+
+class _LastProduct(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the left factor of the last product of matrices, and how many columns the product has."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.left: torch.Tensor | None = None
+        self.columns = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _LEFT:
+            self.left, self.columns = args[_LEFT[func]], result.shape[-1]
+        return result
+
+
+def states_before_output(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return (B, T, d): the states of `input_ids` (B, T) that any module with logits has before its output layer.
+
+    They are the left factor of the last product of matrices in its forward pass, in whatever way that is written.
+    Logits may be fewer than the columns of the product, as where the vocabulary is padded.
+
+    Raises:
+        IsolossError: The last product does not make the logits.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(5, 3), nn.Tanh(), nn.Linear(3, 5))
+        >>> ids = torch.tensor([[0, 4]])
+        >>> torch.equal(states_before_output(model, {"input_ids": ids}), model[:2](ids))
+        True
+    """
+    arguments = forward_arguments(model, inputs)
+    with torch.no_grad(), _LastProduct() as product:
+        logits = logits_of_output(model(**arguments))
+    left = product.left
+    if (
+        left is None
+        or left.numel() != inputs["input_ids"].numel() * left.shape[-1]
+        or product.columns < logits.shape[-1]
+    ):
+        raise IsolossError(f"{type(model).__name__} has no output layer that makes its logits of one state per token")
+    states: torch.Tensor = left.reshape(*inputs["input_ids"].shape, -1)
+    return states
 
 
 class _Lookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -294,20 +344,31 @@ def max_length(model: nn.Module) -> int | None:
     text = text_config(model)
     said = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len", "max_target_positions"))
     bounds = [number for number in said if isinstance(number, int) and number > 0]
+    if (table := position_ids(model)) is not None:
+        bounds.append(table.stop)
+    return min(bounds, default=None)
+
+
+def position_ids(model: nn.Module, *, given: bool = False) -> range | None:
+    """Return the ids of positions that a model has an embedding of; None where it has no table of them, or fails.
+
+    The first token's is 0. Where `position_ids` are `given` to it, a model may look them up in other rows than those
+    that it counts by itself, as RoBERTa does.
+    """
     # not the padding's id, for which some models look up no position
-    token = 2 if getattr(text, "pad_token_id", None) == 0 else 0
+    token = 2 if getattr(text_config(model), "pad_token_id", None) == 0 else 0
     lookups = []
     # the table of positions is the one whose last used row moves by one with one more token: other tables, such as that
     # of token types, use the same rows for both lengths
     for length in (2, 3):
+        ids = torch.arange(length, device=device_of(model))[None]
         with _Lookups() as mode:
             try:
-                run_on_ids(model, torch.full((1, length), token))
+                run_on_ids(model, torch.full((1, length), token), **({"position_ids": ids} if given else {}))
             except Exception:  # a model that does not run says so where it is measured
-                return min(bounds, default=None)
+                return None
         lookups.append(mode.seen)
-    for (rows, last), (_, next_last) in zip(*lookups, strict=False):
-        if next_last == last + 1:
-            # of two tokens, the first used row last - 1: so many rows are left from there on
-            bounds.append(rows - last + 1)
-    return min(bounds, default=None)
+    pairs = zip(*lookups, strict=False)
+    # of two tokens, the first used row last - 1
+    tables = [range(1 - last, rows - last + 1) for (rows, last), (_, next_last) in pairs if next_last == last + 1]
+    return min(tables, key=lambda table: table.stop, default=None)

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import html
 import json
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -31,9 +32,14 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError, warn
 from isoloss.run_config import TrainConfig
-from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.estimate import Estimate, rounded
 
 AVERAGE = "ema"  # the folder of what belongs to the averaged weights
+TRAINER = "trainer.json"  # in each checkpoint of a run: where training stood, and the SHA-256 of the other files
+_METRICS = "metrics.jsonl"
+# beside the weights, what decides a checkpoint's model and how it reads text
+_MODEL_FILES = ("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+                "*.model")  # fmt: skip
 _STEP = re.compile(r"step-(\d+)$")
 _TEACHER = "teacher_sha256"  # in run.json, of the weights of a teacher whose folder is relative to the run's
 _OLD_SETTINGS = {"flatness_sentences": "num_sequences"}  # what evaluations that were written before call a setting
@@ -55,6 +61,8 @@ class Evaluation:
             same inputs and settings are paired, example by example.
         examples: SHA-256 of the file with what each example adds to the estimates (`Run.examples`); empty for a
             measure that has none.
+        model_files: SHA-256 of what decides the model beside its weights: config and tokenizer (`model_files_sha256`).
+            Empty: the checkpoint is not a run's, or was measured before this was recorded.
     """
 
     measure: str
@@ -64,6 +72,7 @@ class Evaluation:
     estimates: Mapping[str, Estimate]
     inputs: str = ""
     examples: str = ""
+    model_files: str = ""
 
     def __repr__(self) -> str:
         estimates = ", ".join(f"{name} {estimate}" for name, estimate in self.estimates.items())
@@ -146,14 +155,14 @@ class Run:
             if checkpoint := checkpoint_of(self.path):
                 raise IsolossError(f"{self.path} is a checkpoint of a run: name the run, {checkpoint[0].path}")
             raise IsolossError(f"{self.path} is not a run directory: it has no run.json{files.nearest(self.path)}")
-        document: dict[str, Any] = files.read_json(self.path / "run.json")
-        return document
+        remedy = "restore the file, or delete the run's folder and begin it again"
+        return files.read_sealed(self.path / "run.json", remedy)
 
     @property
     def config(self) -> TrainConfig:
         """The resolved config."""
         record, path = self.record, self.path / "run.json"
-        if not isinstance(record, Mapping) or "config" not in record:
+        if "config" not in record:
             raise IsolossError(f"{path} is not the record of a run: it has no config")
         try:
             return configs.from_dict(TrainConfig, record["config"])
@@ -211,7 +220,7 @@ class Run:
             return
         self.check_folder()
         teacher = config.language.weights_within(self.path)
-        files.write_json(
+        files.write_sealed(
             self.path / "run.json",
             {
                 "config": configs.to_dict(config),
@@ -245,14 +254,14 @@ class Run:
         changes += [f"{before[1]} threads, now {threads}"] if before[1] != threads else []
         warn(f"{self.path} was made with {'; '.join(changes)}: its numbers may differ in rounding from here on")
         resumed = [*resumed, {"step": step, "versions": now[0], "threads": threads}]
-        files.write_json(self.path / "run.json", {**record, "resumed_with": resumed})
+        files.write_sealed(self.path / "run.json", {**record, "resumed_with": resumed})
 
     def result(self) -> dict[str, Any]:
         """Return the content of result.json; an error if training has not ended."""
         if not self.complete:
             raise IsolossError(f"{self.path} is not complete: isoloss train {self.path} goes on with it")
-        document: dict[str, Any] = files.read_json(self.path / "result.json")
-        return document
+        remedy = f"delete it, and isoloss train {self.path} writes it again"
+        return files.read_sealed(self.path / "result.json", remedy)
 
     def stages(self) -> list[dict[str, Any]]:
         """Return of each stage that has ended its number, last step and reason, and what its target was compared with.
@@ -269,6 +278,25 @@ class Run:
             for line in self.metrics()
             if "stage_ended" in line
         ]
+
+    def missed_targets(self, config: TrainConfig | None = None) -> list[str]:
+        """Return for each stage that ended without reaching its target by how much, in words.
+
+        Args:
+            config: The run's config, if you have it already.
+        """
+        stages, missed = (config or self.config).stages, []
+        for stage in self.stages() if stages else ():
+            target = stages[stage["stage"] - 1].target
+            if stage["ended"] == "target not reached" and target is not None:
+                what, nats = target
+                name = "KL" if what == "kl" else what
+                reached = rounded(stage[f"validation_{what}_nats"], stage[f"validation_{what}_stderr"])
+                missed.append(
+                    f"stage {stage['stage']} ended after step {stage['step']:,} with a {name} of {reached} nats per "
+                    f"predicted token, above its target of {nats:g}"
+                )
+        return missed
 
     # --- checkpoints
 
@@ -288,6 +316,10 @@ class Run:
             have = ", ".join(map(str, self.steps())) or "none"
             raise IsolossError(f"{self.path} has no checkpoint at step {step}; it has {have}")
         return files.sha256(path)
+
+    def model_files(self, step: int) -> str:
+        """The SHA-256 over what decides the model at `step` beside its weights (`model_files_sha256`)."""
+        return model_files_sha256(self.checkpoint(step))
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, in order."""
@@ -313,7 +345,7 @@ class Run:
         path = self.evaluation_path(measure, step)
         if not path.is_file():
             return None
-        document = files.read_json(path)
+        document = files.read_sealed(path, f"delete it, and isoloss eval {self.path} measures again")
         try:
             return Evaluation.from_dict(document)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -321,10 +353,12 @@ class Run:
 
     def evaluations(self) -> list[Evaluation]:
         """All evaluations, by measure and step."""
+        return [one for key in self._evaluated() if (one := self.evaluation(*key)) is not None]
+
+    def _evaluated(self) -> list[tuple[str, int]]:
         folder = self._evaluations
         matches = (_EVALUATION.fullmatch(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
-        keys = sorted((match["measure"], int(match["step"])) for match in matches if match)
-        return [evaluation for key in keys if (evaluation := self.evaluation(*key)) is not None]
+        return sorted((match["measure"], int(match["step"])) for match in matches if match)
 
     @property
     def _evaluations(self) -> Path:
@@ -338,7 +372,7 @@ class Run:
         # JSON, the two do not match, which counts as missing
         if examples:
             files.write_bytes(path.with_suffix(".safetensors"), examples)
-        files.write_json(path, evaluation.to_dict())
+        files.write_sealed(path, evaluation.to_dict())
 
     def has_examples(self, evaluation: Evaluation) -> bool:
         """Whether the file of an evaluation's examples is there, and is the one that was written with it."""
@@ -363,6 +397,72 @@ class Run:
         from safetensors.numpy import load
 
         return dict(load(path.read_bytes()))
+
+    # --- damage
+
+    def damage(self, *, tensors: bool = False, evaluations: bool = True) -> Iterator[str]:
+        """Yield a sentence for each file of the run that is not the one that isoloss wrote.
+
+        result.json has the SHA-256 of metrics.jsonl and of each checkpoint's trainer.json, which has those of the
+        checkpoint's files and, while the run is not complete, of metrics.jsonl so far; each JSON file has the one of
+        its own content. Other files in the folder are nobody's business, and what an earlier version wrote without a
+        hash is not checked.
+
+        Args:
+            tensors: Whether tensor files are read too, some gigabytes in a second.
+            evaluations: Whether evaluations are looked at.
+        """
+        read: dict[str, dict[str, Any]] = {"run.json": {}, "result.json": {}}
+        for name in read if self.complete else ("run.json",):
+            try:
+                read[name] = self.record if name == "run.json" else self.result()
+            except IsolossError as error:
+                yield str(error)
+        record, result = read.values()
+        if record and result.get("fingerprint") not in (None, record.get("fingerprint")):
+            yield f"{self.path / 'run.json'} is not of the run that {self.path / 'result.json'} is of"
+        recorded = result.get("sha256", {})
+        for folder in self._checkpoints():
+            try:
+                yield from _checkpoint_damage(folder, lambda name: tensors or not name.endswith(".safetensors"))
+                trainer = folder / TRAINER
+                if recorded.get(trainer.relative_to(self.path).as_posix()) not in (None, _sha256(trainer)):
+                    yield f"{trainer} is not of the run that {self.path / 'result.json'} is of"
+            except IsolossError as error:
+                # of a run that goes on, checkpoints vanish
+                if folder.exists():
+                    yield str(error)
+        metrics = self.path / _METRICS
+        if _sha256(metrics) != recorded[_METRICS] if _METRICS in recorded else not self._has_its_metrics():
+            yield f"{metrics} is damaged: its lines are not those of the run's last checkpoint; restore the file"
+        for run in (self, self.averaged) if evaluations else ():
+            for key in run._evaluated():
+                try:
+                    one = run.evaluation(*key)
+                    if tensors and one is not None and one.examples:
+                        run.examples(one)
+                except IsolossError as error:
+                    yield str(error)
+
+    def _checkpoints(self) -> list[Path]:
+        return [self.path / "checkpoints" / f"step-{step}" for step in self.steps()]
+
+    def _has_its_metrics(self) -> bool:
+        """Whether the lines of metrics.jsonl up to the last checkpoint are those that it was saved with."""
+        if not (folders := self._checkpoints()):
+            return True
+        try:
+            state = files.read_sealed(folders[-1] / TRAINER, "")
+            step, sha256 = state["step"], state["metrics_sha256"]
+        # told where the checkpoint is looked at, or written before it was recorded
+        except (IsolossError, KeyError, TypeError):
+            return True
+        digest, path = hashlib.sha256(), self.path / _METRICS
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+                if json.loads(line)["step"] <= step:
+                    digest.update(line)
+        return not sha256 or digest.hexdigest() == sha256
 
     # --- metrics and log
 
@@ -424,6 +524,16 @@ def refuse_study(path: Path) -> None:
         raise IsolossError(f"{path} holds a study, not a run: {command} says how far it is")
 
 
+def last_checkpoint(name: str | Path) -> str:
+    """Return the folder of the last checkpoint of a run; any other name stands for itself.
+
+    Raises:
+        IsolossError: The run has no checkpoint yet.
+    """
+    run = Run(Path(name))
+    return str(run.checkpoint(run.last_step())) if run.exists else str(name)
+
+
 def checkpoint_of(path: Path) -> tuple[Run, int] | None:
     """Return the run and the step of a checkpoint folder, or None if it does not lie in a run.
 
@@ -439,27 +549,49 @@ def checkpoint_of(path: Path) -> tuple[Run, int] | None:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a checkpoint of a run, or its averaged weights, whose file of weights is not the one that training wrote.
+    """Refuse a checkpoint of a run, or its averaged weights, whose files are not those that training wrote.
 
-    Checkpoints made elsewhere have no record of their weights, and pass.
+    These are weights, config and tokenizer, but not the state of training. Checkpoints made elsewhere have no record,
+    and pass.
 
     Raises:
-        IsolossError: The SHA-256 in trainer.json is another, or that file is unreadable.
+        IsolossError: The SHA-256 of a file in trainer.json is another, or trainer.json is damaged itself.
     """
-    name, step_folder = "model.safetensors", folder
-    if folder.name == AVERAGE and (folder.parent / "trainer.json").is_file():
-        name, step_folder = f"{AVERAGE}/{name}", folder.parent
-    record = step_folder / "trainer.json"
-    document = files.read_json(record) if record.is_file() else None
-    recorded = document.get("sha256") if isinstance(document, dict) else None
-    if not isinstance(recorded, dict) or name not in recorded:
-        return
-    weights = step_folder / name
-    if not weights.is_file() or files.sha256(weights) != recorded[name]:
-        raise IsolossError(
-            f"{weights} is damaged: its SHA-256 is not the one that training recorded in {record}; restore the file, "
-            f"or delete {step_folder} and all later checkpoints of the run, and its result.json, and train again"
-        )
+    is_average = folder.name == AVERAGE and (folder.parent / TRAINER).is_file()
+
+    def is_wanted(name: str) -> bool:
+        return name.startswith(f"{AVERAGE}/") == is_average and name != "trainer.safetensors"
+
+    for problem in _checkpoint_damage(folder.parent if is_average else folder, is_wanted):
+        raise IsolossError(problem)
+
+
+def _checkpoint_damage(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[str]:
+    """Yield a sentence for each file of a checkpoint, of those that are wanted, that is not as trainer.json has it."""
+    record = folder / TRAINER
+    remedy = (
+        f"restore the file, or delete {folder} and all later checkpoints of the run, and its result.json, and train "
+        "again"
+    )
+    recorded = files.read_sealed(record, remedy).get("sha256") if record.is_file() else None
+    for name, sha256 in recorded.items() if isinstance(recorded, dict) else ():
+        if is_wanted(name) and _sha256(folder / name) != sha256:
+            yield (
+                f"{folder / name} is damaged: its SHA-256 is not the one that training recorded in {record}; {remedy}"
+            )
+
+
+def _sha256(path: Path) -> str:
+    return files.sha256(path) if path.is_file() else ""
+
+
+def model_files_sha256(folder: Path) -> str:
+    """Return the SHA-256 over the files of a checkpoint that decide the model beside its weights.
+
+    These are config.json and those of the tokenizer.
+    """
+    paths = sorted({path for pattern in _MODEL_FILES for path in folder.glob(pattern) if path.is_file()})
+    return hashlib.sha256("".join(f"{path.name} {files.sha256(path)}\n" for path in paths).encode()).hexdigest()
 
 
 def find_runs(folder: Path) -> list[Run]:

@@ -38,6 +38,8 @@ def folder(tmp_path_factory):
     (path / "one.txt").write_text(" ".join(small.documents()))
     (path / "empty.txt").touch()
     (path / "short.txt").write_text("the house")
+    (path / "labels").mkdir()
+    (path / "labels" / "dev.csv").touch()
     (path / "adapter").mkdir()
     adapter = {"peft_type": "LORA", "base_model_name_or_path": str(path / "a")}
     (path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
@@ -153,8 +155,20 @@ REFUSED = {
     "a text shorter than a sequence": ("a b --data short.txt", "the text in short.txt is shorter than one sequence"),
     "one model": ("a", "a alone has nothing to be compared with: name another, or see isoloss flatness"),
     "a model twice": ("a a", "a is named twice: leave one out"),
+    "a task without a name": ("a b --task =mine.csv", "there is no task '=mine.csv': it is the name of one, or"),
+    "a pooling": ("a b --pooling max", "--pooling is 'max'; it must be one of auto, last"),
     "no task": ("a b --task sst3", "sst3 is no task of text; did you mean sst2?"),
     "a folder for a file": ("a b --csv bert", "bert is a folder; name a file to write"),
+    "a model's file": (
+        "a b --csv a/model.safetensors",
+        "--csv is a/model.safetensors, which is read as an input: name another file",
+    ),
+    "the text": ("a b --html text.jsonl", "--html is text.jsonl, which is read as an input"),
+    "a task's examples": (
+        "a b --task sst2 --task-data sst2=labels --csv labels/dev.csv",
+        "--csv is labels/dev.csv, which is read as an input",
+    ),
+    "one file for two": ("a b --html z --csv ./z", "--html and --csv are one file, z: give each its own"),
     "no margin": ("a b --same-loss-nats 0", "--same-loss-nats is 0.0; it must be finite and above 0"),
     "no checkpoint": ("a ./no", "there is no checkpoint ./no: it is not a folder"),
 }

@@ -1,13 +1,13 @@
 """`isoloss eval` of one checkpoint: a run's own, and its averaged weights, which are kept apart."""
 
 import hashlib
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from speaking import as_json, refusal
 
+from isoloss import files
 from isoloss.cli.main import main
 from isoloss.lab.evaluation.evaluator import Evaluator
 from isoloss.runs import Run, checkpoint_of
@@ -63,9 +63,12 @@ def test_averaged_weights_are_measured_as_weights_of_their_own(capsys, run, tmp_
     shutil.rmtree(other / "evaluations")
     weights, record = (other / "checkpoints" / "step-30" / name for name in ("model.safetensors", "trainer.json"))
     shutil.copy(average / "model.safetensors", weights)
-    document = json.loads(record.read_text())
+    document = files.read_sealed(record, "")
     document["sha256"]["model.safetensors"] = hashlib.sha256(weights.read_bytes()).hexdigest()
-    record.write_text(json.dumps(document))
+    files.write_sealed(record, document)
+    result = Run(other).result()
+    result["sha256"]["checkpoints/step-30/trainer.json"] = files.sha256(record)
+    files.write_sealed(other / "result.json", result)
     assert estimates(as_json(capsys, "eval", other, "--steps", "30", *MEASURES)) == found["average"]
     assert found["average"]["loss", 30]["kl"]["value"] != found["run"]["loss", 30]["kl"]["value"]
     # and neither is measured again

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from speaking import as_json, refusal, trace_of
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
@@ -221,3 +223,19 @@ def test_a_zip_bomb_is_refused_by_its_headers(tied):
         IsolossError, match=r"bomb\.pt is no file of torch\.save, .*: it claims 4,0.* bytes and is [0-9,]+$"
     ):
         load_model(tied.parent / "bomb.pt", module=f"{tied}:Tied", device="cpu")
+
+
+def test_a_module_is_compared_on_a_task(capsys, folder):
+    rows = "".join(f"the {word},{'yes' if word in 'aceg' else 'no'}\n" for word in "abcdefgh" * 5)
+    (folder / "mine.csv").write_text("text,label\n" + rows)
+    letters = {letter: 1 + i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}
+    backend = Tokenizer(models.BPE(letters | {"<unk>": 0}, [], unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder / "tokenizer")
+    (folder / "text.txt").write_text("a cat sees the big red dog " * 20)
+    words = ("compare", folder / "a.pt", folder / "b.safetensors", "--module", MODULE, "--data", folder / "text.txt")
+    words += ("--tokenizer", folder / "tokenizer", "--length", 8, "--device", "cpu", "--num-sequences", 12)
+    document = as_json(capsys, *words, "--task", f"mine={folder / 'mine.csv'}")
+    for estimates in document["models"].values():
+        accuracy = estimates["probe-mine"]
+        assert accuracy["value"] == 1  # by the last letter
+        assert {"pooling": "last", "num_features": 32, "num_test": 8}.items() <= accuracy["details"].items()

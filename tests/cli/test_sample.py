@@ -206,6 +206,7 @@ def test_another_file_is_not_replaced_unasked(capsys, tmp_path):
         (["dyck-2", "--overwrite"], "--overwrite needs --save"),
         (["dyck-2", "--save", "my.json"], "NAME.safetensors, not my.json"),
         (["dyck-2", "--num-sentences", "0"], "--num-sentences is 0"),
+        (["dyck-2", "--num-sentences", "99999999999"], "it needs at least 27,940 GiB of memory, and this machine has"),
     ],
 )
 def test_options_that_cannot_be(capsys, tmp_path, monkeypatch, words, message):

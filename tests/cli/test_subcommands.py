@@ -520,7 +520,7 @@ def test_brackets_have_a_truth_but_no_tree(capsys):
 def test_runs_that_cannot_be_read_are_listed_beside_the_others(tmp_path, capsys):
     texts = {
         "broken": "{",
-        "empty": "[]",
+        "empty": "{}",
         "other": json.dumps(
             {"config": {**configs.to_dict(TrainConfig(language=BracketsConfig())), "language": {"kind": "dice"}}}
         ),

@@ -1,6 +1,7 @@
 """The options of `isoloss train` for algorithms, schedules and labels: the config they give, and what is refused."""
 
 import json
+import shlex
 
 import pytest
 from speaking import refusal
@@ -10,7 +11,7 @@ from isoloss import memory
 from isoloss.cli.main import main
 from isoloss.lab.models.architectures import BERT
 from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
-from isoloss.run_config import ModelConfig, TrainConfig
+from isoloss.run_config import ModelConfig, StageConfig, TrainConfig
 from isoloss.runs import Run
 
 
@@ -146,6 +147,29 @@ def test_a_file_with_stages(capsys, tmp_path):
     assert main(["train", str(tmp_path / "other"), "--config", str(tmp_path / "wrong.toml")]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert "stages[1]: no setting 'step'; did you mean steps?" in error
+
+
+def test_training_to_a_target_is_a_stage_and_a_miss_is_told_with_the_command_that_goes_on(capsys, tmp_path):
+    few = ("--steps", "4", "--batch-size", "8", "--measure-sentences", "64", "--threads", "1")
+    given = ("--size", "d16", *few, "--target-kl")
+    assert config_of(capsys, tmp_path, *given, "0.5").stages == (StageConfig(steps=4, target_kl=0.5),)
+    assert "a stage ends at one target" in refusal(
+        capsys, "train", tmp_path / "run", "--language", "pcfg-laptop", *given, "1", "--target-loss", "1"
+    )
+    run = tmp_path / "run"
+    assert main(["train", str(run), "--language", "pcfg-laptop", *given, "1e-9"]) == 0
+    out = capsys.readouterr().out
+    (missed,) = Run(run).missed_targets()
+    assert missed.endswith("nats per predicted token, above its target of 1e-09")
+    assert missed in " ".join(out.split())
+    longer = next(line for line in out.splitlines() if "run-longer" in line)
+    assert main([*shlex.split(longer)[1:], "--print-config"]) == 0
+    assert "steps = 8\ntarget_kl = 1e-09" in capsys.readouterr().out
+    # of a run whose command has no options
+    assert main(["train", str(run)]) == 0
+    assert f"isoloss train {run} --print-config > {run}-longer.toml" in capsys.readouterr().out
+    assert main(["train", str(run), "--target-kl", "1"]) == 2
+    assert "goes on with the config it was made with; leave out --target-kl" in capsys.readouterr().err
 
 
 def test_the_config_is_printed_as_json_too(capsys, tmp_path):

@@ -3,16 +3,33 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import chi2
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.modeling_outputs import CausalLMOutput
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import Noise, Rounding, loss_rises
-from isoloss.flatness.robustness import rounded_layers
+from isoloss.flatness._linear_maps import LinearMaps
+from isoloss.flatness.robustness import _dealt, rounded_layers
 from isoloss.seeds import generator
+from isoloss.statistics.comparison import paired_difference
 
 VOCAB, WIDTH = 11, 12
 
@@ -114,22 +131,64 @@ def test_the_rise_under_noise_is_the_mean_over_draws_of_opposite_sign():
     rise = loss_rises(model, batches, {"noise": Noise(relative_std=0.1, pairs=3, seed=4)})["noise"]
 
     @torch.no_grad()
-    def loss(weights):
-        logits = torch.func.functional_call(model, weights, (ids,)).logits[:, :-1]
-        return float(nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:]))
+    def loss(weights, row):
+        logits = torch.func.functional_call(model, weights, (ids[row, None],)).logits[:, :-1]
+        return float(nn.functional.cross_entropy(logits.transpose(1, 2), ids[row, None, 1:]))
 
-    plain, rises, relative = dict(model.named_parameters()), [], []
-    for pair in range(3):
-        noise = {
-            name: torch.randn(value.shape, generator=generator(4, "noise", pair, name), dtype=torch.float64)
-            * (0.1 * value.detach().square().mean().sqrt())
-            for name, value in plain.items()
-        }
-        relative += [float(noise[name].std() / plain[name].detach().std()) for name in plain if "mlp" in name]
-        both = [loss({name: value + sign * noise[name] for name, value in plain.items()}) for sign in (1, -1)]
-        rises += [each - loss(plain) for each in both]
-    assert rise.value == pytest.approx(sum(rises) / 6, rel=1e-9)
+    plain, rises, relative = dict(model.named_parameters()), torch.zeros(8, dtype=torch.float64), []
+    for row in range(8):
+        for draw in range(3 * row, 3 * row + 3):
+            noise = {
+                name: torch.randn(value.shape, generator=generator(4, "noise", draw, name), dtype=torch.float64)
+                * (0.1 * value.detach().square().mean().sqrt())
+                for name, value in plain.items()
+            }
+            relative += [float(noise[name].std() / plain[name].detach().std()) for name in plain if "mlp" in name]
+            both = [loss({name: plain[name] + sign * noise[name] for name in plain}, row) for sign in (1, -1)]
+            rises[row] += (sum(both) / 2 - loss(plain, row)) / 3
+    assert (rise.value, rise.stderr) == pytest.approx((float(rises.mean()), float(rises.std()) / math.sqrt(8)))
+    assert (rise.samples, rise.details["draws"], rise.details["clusters"]) == (8, 24, "sequences")
     assert relative == pytest.approx([0.1] * len(relative), rel=0.15)
+
+
+class Product(nn.Module):
+    """Logits are `table[ids] @ matrix`; the matrix may be given."""
+
+    def __init__(self, matrix=None):
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.matrix = nn.Parameter(torch.randn(WIDTH, VOCAB) if matrix is None else matrix)
+
+    def forward(self, input_ids):
+        return CausalLMOutput(logits=self.table(input_ids) @ self.matrix)
+
+
+def test_the_error_under_noise_covers_draws_and_inputs_of_a_rise_and_of_a_difference():
+    torch.manual_seed(0)
+    models, repetitions = [Product(), Product()], 25
+    found = []
+    for seed in range(repetitions):
+        ids = torch.randint(0, VOCAB, (12, 6))
+        change = {"noise": Noise(relative_std=0.3, pairs=1, seed=seed)}
+        one, two = (loss_rises(m, [{"input_ids": ids, "labels": ids}], change, causal=True)["noise"] for m in models)
+        found.append([one, paired_difference(one, two)])
+    for estimates in zip(*found, strict=True):
+        values, errors = (np.array([getattr(e, name) for e in estimates]) for name in ("value", "stderr"))
+        # (n - 1) s^2 / sigma^2 is chi-squared with n - 1 degrees of freedom; chance takes it out of this once in 100
+        low, high = chi2.ppf([0.005, 0.995], repetitions - 1) / (repetitions - 1)
+        assert low < values.var(ddof=1) / np.mean(errors**2) < high
+
+
+def test_a_part_of_the_sequences_has_draws_of_its_own():
+    """Groups share no draw, and their number of parts is in proportion to their sequences."""
+    clusters = torch.tensor([0] * 12 + [1] * 24 + [2] * 4)
+    groups, parts = _dealt(clusters)
+    assert groups.tolist() == [0, 1, 2]
+    assert [len(parts[clusters == i].unique()) for i in range(3)] == [6, 12, 2]
+    assert parts.bincount().tolist() == [2] * 20
+    groups, parts = _dealt(torch.arange(64))
+    assert groups.bincount().tolist() == parts.bincount().tolist() == [4, 3, 3, 3, 3] * 4
+    assert parts.tolist() == groups.tolist()
 
 
 @pytest.mark.parametrize(
@@ -160,11 +219,104 @@ def test_a_model_without_a_linear_layer_is_refused():
         loss_rises(Bigram(), [{"input_ids": ids, "labels": ids}], causal=True)
 
 
-def test_the_output_layer_of_a_module_that_does_not_name_it_stays():
+def test_the_output_layer_of_a_module_that_does_not_name_it_is_rounded_unless_it_is_an_embedding():
     class Own(nn.Module):
-        def __init__(self):
+        def __init__(self, *, tied):
             super().__init__()
-            self.table, self.middle = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+            # as many positions as the middle layer has outputs
+            self.table, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(WIDTH, WIDTH)
+            self.middle, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+            if tied:
+                self.head.weight = self.table.weight
 
-    assert list(rounded_layers(Own())) == ["middle"]
+    assert list(rounded_layers(Own(tied=True))) == ["middle"]
+    assert list(rounded_layers(Own(tied=False))) == ["middle", "head"]
+
+
+def moe(cls, config, **sizes):
+    sizes |= {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return cls(config(vocab_size=VOCAB, num_experts_per_tok=2, head_dim=6, pad_token_id=0, **sizes)).eval()
+
+
+MIXTURES = {
+    "mixtral": lambda: moe(MixtralForCausalLM, MixtralConfig, num_local_experts=3, intermediate_size=20),
+    "qwen": lambda: moe(Qwen3MoeForCausalLM, Qwen3MoeConfig, num_experts=3, moe_intermediate_size=20),
+    "gpt-oss": lambda: moe(GptOssForCausalLM, GptOssConfig, num_local_experts=3, intermediate_size=20),
+}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_in_one_parameter_are_rounded_along_their_inputs(name, implementation):
+    torch.manual_seed(0)
+    model = MIXTURES[name]()
+    model.set_experts_implementation(implementation)
+    ids = torch.randint(0, VOCAB, (16, 6))
+    rise = loss_rises(model, [{"input_ids": ids, "labels": ids}], {"rise": Rounding(bits=3, group_size=5)})["rise"]
+
+    def loss():
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[:, :-1]
+        return float(nn.functional.cross_entropy(logits.transpose(1, 2).double(), ids[:, 1:]))
+
+    before, number = loss(), 0
+    for key, value in model.named_parameters():
+        is_expert = ".experts." in key and not key.endswith("bias")
+        if is_expert or key.endswith("proj.weight"):
+            turned = name == "gpt-oss" and is_expert  # (experts, inputs, outputs)
+            matrices = value.data if is_expert else value.data[None]
+            rows = [one_by_one(m.T if turned else m, 3, 5) for m in matrices]
+            value.data = torch.stack([m.T if turned else m for m in rows]).view(value.shape).float()
+            number += value.numel()
+    assert rise.value == pytest.approx(loss() - before, abs=2e-6)
+    assert abs(rise.value) > 1e-4
+    assert rise.details["rounded_weights"] == rise.details["map_weights"] == number
+
+
+class Parts(nn.Module):
+    """Matrices in most of the forms that modules of one's own have, each at the logits' shape."""
+
+    def __init__(self):
+        super().__init__()
+        weight = lambda *shape: nn.Parameter(torch.randn(*shape) / 4)  # noqa: E731
+        self.table, self.places, self.bias = weight(VOCAB, WIDTH), weight(8, WIDTH), weight(2, WIDTH)
+        self.right, self.bank, self.heads = weight(WIDTH, 24), weight(3, WIDTH, WIDTH), weight(WIDTH, 2, 6)
+        self.scaled, self.left, self.never = weight(WIDTH, WIDTH), weight(WIDTH, WIDTH), weight(5, 2)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.lstm, self.conv = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.gain = nn.Parameter(torch.ones(2, 6))
+
+    def forward(self, ids):
+        x = self.table[ids] + self.places[: ids.shape[1]] + self.bias[0]
+        x = x + (x @ self.right.to(torch.float64))[..., :WIDTH] + x @ self.bank[1]
+        x = x + nn.functional.linear(x, 0.5 * self.bank[::2].flatten(0, 1).type_as(x))[..., WIDTH:]
+        x = x + (torch.einsum("btd,dhk->bthk", x, self.heads) * self.gain).flatten(2)
+        x = x + x @ self.scaled.T + (self.left @ x.mT).mT + self.attention(x, x, x)[0] + self.lstm(x)[0]
+        x = x + self.conv(x.mT).mT + self.normed(x)
+        return x @ self.table.T
+
+
+def test_matrices_of_a_module_of_ones_own_are_found_in_its_forward_pass():
+    torch.manual_seed(0)
+    model = Parts().double().eval()
+    ids = torch.randint(0, VOCAB, (4, 8))
+    with torch.no_grad(), LinearMaps(model) as watched:
+        model(ids)
+    maps, number = watched.found(rounded_layers(model).values())
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    expected = {"right": (0,), "bank": (1,), "heads": (0,), "scaled": (1,), "left": (1,), "conv.weight": (1, 2)}
+    expected |= dict.fromkeys(["attention.in_proj_weight", "attention.out_proj.weight"], (1,))
+    expected |= dict.fromkeys(["lstm.weight_ih_l0", "lstm.weight_hh_l0"], (1,))
+    expected["normed.parametrizations.weight.original1"] = (1,)
+    assert {names[parameter]: axes for parameter, axes in maps.items()} == expected
+    # a parameter that no product was seen of counts as a weight of maps that is not rounded
+    assert number == sum(parameter.numel() for parameter in maps) + model.never.numel()
+
+
+def test_a_stack_of_matrices_is_rounded_along_the_axis_of_its_inputs():
+    weight = nn.Parameter(torch.randn(3, 10, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    (rounded,) = Rounding(bits=4, group_size=5).weights({weight: (1,)}).values()
+    assert torch.allclose(rounded, torch.stack([one_by_one(matrix.T, 4, 5).T for matrix in weight.detach()]))
+    (both,) = Rounding(bits=4).weights({weight: (0, 2)}).values()
+    assert torch.allclose(both[:, 3], one_by_one(weight.detach()[:, 3].reshape(1, 12), 4, None).view(3, 4))

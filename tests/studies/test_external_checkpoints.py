@@ -129,6 +129,13 @@ def test_three_checkpoints_are_compared_by_a_short_file(study, capsys, here):
     again = StudyFolder(load_study(study), Path("out")).results()
     assert again.at("gpt2")["trace"].value != kept
     assert call(capsys, "verify", study, "--folder", "out").endswith("0 failed\n")
+    # so is a changed config, which decides what the same weights compute
+    config = Path("models/gpt2/config.json")
+    document = config.read_text()
+    config.write_text(document.replace('"layer_norm_epsilon": 1e-05', '"layer_norm_epsilon": 0.1'))
+    assert main(["study", "verify", str(study), "--folder", "out"]) == 1
+    assert "gpt2: evaluations: missing, damaged, made with other weights" in capsys.readouterr().out
+    config.write_text(document)
     # so is changed text
     Path("text.txt").write_text("w1 w2 " * 200)
     with pytest.raises(IsolossError, match=r"made by another plan \(they differ in runs"):
@@ -237,6 +244,19 @@ def test_new_writes_a_study_that_compares_external_checkpoints(study, capsys, he
         main_study("new", "other", "--data", "text.txt")
     main_study("new", "other", "--checkpoints", "models/opt")
     assert load_study("other.py").scale().experiments["opt"].config.data == "python:docs"
+
+
+def test_a_study_of_sixty_checkpoints_is_planned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("Some text.")
+    named = [f"seed-{seed}/checkpoint-{step}" for seed in range(5) for step in range(12)]
+    for name in named:
+        Path(name).mkdir(parents=True)
+        (Path(name) / "config.json").write_text("{}")
+        (Path(name) / "model.safetensors").write_bytes(b"")
+    main_study("new", "mine", "--checkpoints", *(f"seed-{seed}" for seed in range(5)), "--data", "text.txt")
+    capsys.readouterr()
+    assert len(json.loads(call(capsys, "plan", "mine.py", "--json"))["units"]) == 60
 
 
 def test_new_gives_each_checkpoint_a_name_of_its_own(tmp_path, monkeypatch):

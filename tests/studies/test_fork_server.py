@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 
+from isoloss.errors import IsolossError
 from isoloss.studies.plan import Resources
 from isoloss.studies.run import fork_server
 
@@ -81,6 +84,33 @@ def test_a_command_that_is_killed_says_so(tmp_path):
     command.kill()
     command.join(30)
     assert command.exitcode == -signal.SIGKILL
+
+
+def test_a_killed_server_is_replaced_and_what_it_left_is_ended(tmp_path):
+    left = start(("train", str(tmp_path / "run"), *TRAINING[:-4], "--steps", "1000000"), tmp_path / "log")
+    ended = start(["--version"], tmp_path / "version.log")
+    ended.join(120)
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert left.exitcode is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+    left.join(30)
+    assert not fork_server.is_lost(ended)
+    assert fork_server.is_lost(left)
+    again = start(["--version"], tmp_path / "version.log")
+    again.join(120)
+    assert again.exitcode == 0
+    while Path(f"/proc/{left.pid}/cmdline").is_file() and Path(f"/proc/{left.pid}/cmdline").read_bytes():
+        time.sleep(0.05)
+
+
+def test_a_server_that_is_killed_at_every_start_is_one_error(tmp_path, monkeypatch):
+    def killed(self):
+        raise EOFError
+
+    monkeypatch.setattr("multiprocessing.context.ForkServerProcess.start", killed)
+    with pytest.raises(IsolossError, match=r"the fork server, .* was killed 3 times in a row"):
+        start(["--version"], tmp_path / "log")
 
 
 def test_everything_that_is_imported_beforehand_exists(monkeypatch):

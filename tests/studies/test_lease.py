@@ -10,7 +10,7 @@ import time
 import pytest
 
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.studies.run.lease import Last, Leases
 
 TAKE = """
@@ -68,6 +68,33 @@ def test_silence_longer_than_the_expiry_loses_a_lease(tmp_path):
     assert leases.is_lost("a", 1)
     lease.renew()
     assert not leases.is_lost("a", 1)
+
+
+@pytest.mark.parametrize("kind", ["json", "done"])
+def test_a_time_in_the_future_is_told_and_counts_from_when_it_was_seen(tmp_path, monkeypatch, kind):
+    now = [1000.0]
+    monkeypatch.setattr("isoloss.studies.run.lease.time.monotonic", lambda: now[0])
+    leases = Leases(tmp_path, expiry=30)
+    lease = leases.take("a", 1)
+    lease.path.write_text("{}")  # as another machine's
+    path = lease.path.with_suffix(f".{kind}")
+    path.touch()
+
+    def is_old():
+        return leases.is_lost("a", 1) if kind == "json" else leases.seconds_since("a", 1, "done") > 30
+
+    def date(ahead):
+        os.utime(path, (time.time() + ahead, time.time() + ahead))
+
+    date(3600)
+    with pytest.warns(IsolossWarning, match=rf"a\.1\.{kind} is dated 3,600 s in the future"):
+        assert not is_old()
+    now[0] += 29
+    assert not is_old()  # and it is told once
+    date(3610)  # its owner lives
+    assert not is_old()
+    now[0] += 31
+    assert is_old()
 
 
 def test_a_process_of_this_machine_that_is_gone_loses_its_lease_at_once(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from isoloss.cli import study as command
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
+from isoloss.statistics.estimate import rounded
 from isoloss.studies import page
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.spec import load_study
@@ -186,12 +187,6 @@ def test_what_is_not_there_is_refused(file, tmp_path):
         command.main(["plan", str(file), "--scale", "huge"])
 
 
-def test_more_groups_than_colors_are_refused_before_anything_is_trained(file, tmp_path):
-    file.write_text(FILE.replace('{"without": run(0.0), "with": run(0.1)}', '{f"r{i}": run(0.0) for i in range(31)}'))
-    with pytest.raises(IsolossError, match="31 groups of runs, and figures 30 colors"):
-        StudyFolder(load_study(file), tmp_path / "out").prepare()
-
-
 def test_the_last_checkpoint_of_every_stage_is_measured(file):
     file.write_text(FILE.replace("steps=6", "stages=(StageConfig(steps=4), StageConfig(steps=2))"))
     experiment = load_study(file).scale(None).experiments["without"]
@@ -211,6 +206,24 @@ def test_the_last_checkpoint_is_measured_wherever_a_target_ends_the_run(file, tm
     assert results.at("with") == results.at("with", 6) != results.at("with", 4)
     assert all(problem is None for _, problem in folder.verify())
     assert "measure with" not in [unit.name for unit in folder.plan() if not unit.done()]
+
+
+def test_runs_that_miss_their_target_are_told_with_the_next_step(file, tmp_path):
+    text = FILE.replace("steps=6", "stages=(StageConfig(steps=2, target_kl=1e-9, validate_every=2),), log_every=2")
+    text = text.replace("checkpoints=(3,)", "measure_sentences=64").replace(', "with": run(0.1)', "")
+    file.write_text(text.replace("settings=settings)", 'steps=("last",), settings=settings)'))
+    folder = StudyFolder(load_study(file), tmp_path / "out")
+    folder.prepare()
+    carry_out(folder.plan(), folder.path)
+    validated = folder.results().run("without").stages()[0]
+    reached = rounded(validated["validation_kl_nats"], validated["validation_kl_stderr"])
+    told = (
+        f"1 of 1 runs missed a target (without: stage 1 ended after step 2 with a KL of {reached} nats per predicted "
+        "token, above its target of 1e-09). To go on until it is reached, raise the steps of these stages in the "
+        "study, and run isoloss study run dropout.py --scale tiny --folder out-longer"
+    )
+    assert folder.summary().warning == told
+    assert told in folder.report().read_text()
 
 
 @pytest.mark.parametrize(

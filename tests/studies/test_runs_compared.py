@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy import stats
 
+from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, TrainConfig
+from isoloss.statistics.estimate import rounded
 from isoloss.statistics.significance import equivalence
 from isoloss.studies.answer import Comparison, setup
 from isoloss.studies.results import Measured, Results, change
@@ -66,7 +69,8 @@ def test_the_flatter_of_two_of_one_loss_is_named():
     pairs = [(found.at(f"a-{seed}"), found.at(f"b-{seed}")) for seed in (1, 2, 3, 4)]
     by_hand = change(pairs, "trace")
     row = next(row for row in comparison.rows() if row.label == "trace")
-    assert (row.value, (row.low, row.high), row.group) == (by_hand.value, by_hand.ci95, "b minus a")
+    assert (row.value, (row.low, row.high)) == (by_hand.value, by_hand.ci95)
+    assert row.group == "b minus a, over 4 pairs of one seed"
     assert by_hand.stderr < 2  # paired by seed: unpaired, seeds alone would add 7
     assert equivalence(change(pairs, "loss"), 0.01).shown
 
@@ -90,14 +94,91 @@ def test_models_of_two_sizes_are_compared_in_loss_and_transfer_alone():
     assert [row.label for row in Comparison(results(groups)).rows()] == ["loss", "probe accuracy, root"]
 
 
-def test_runs_without_a_partner_have_no_paired_difference():
+def test_runs_without_a_partner_are_independent():
     groups = {"a": PLAIN, "b": PLAIN | {"trace": 20.0, "minimal-trace": 2.0}}
-    apart = {"seeds": {"a": (1, 2), "b": (3, 4)}}
-    assert Comparison(results(groups, **apart)).rows() == []
-    assert cards(groups, **apart)[:2] == [
+    found = results(groups, seeds={"a": (1, 2, 3), "b": (4, 5)})
+    row = next(row for row in Comparison(found).rows() if row.label == "trace")
+    assert row.group == "b minus a, over 2 and 3 seeds, not paired"
+    welch(row, [found.at(f"b-{seed}")["trace"].value for seed in (4, 5)],
+          [found.at(f"a-{seed}")["trace"].value for seed in (1, 2, 3)])  # fmt: skip
+
+
+def test_one_run_against_several_has_no_error():
+    groups = {"a": PLAIN, "b": PLAIN | {"trace": 20.0, "minimal-trace": 2.0}}
+    one = {"seeds": {"a": (1,), "b": (2, 3)}}
+    assert Comparison(results(groups, **one)).rows() == []
+    assert cards(groups, **one)[:2] == [
         ("Which is flatter?", "No difference shown", "unclear"),
         ("The same loss?", "Not known", "unclear"),
     ]
+
+
+def welch(row, second, first):
+    expected = stats.ttest_ind(second, first, equal_var=False)
+    assert row.value == pytest.approx(np.mean(second) - np.mean(first), rel=1e-12)
+    assert (row.low, row.high) == pytest.approx(tuple(expected.confidence_interval()), rel=1e-9)
+
+
+def external(traces, seed_of=lambda seed: seed):
+    """Results of external checkpoints; of each group, (seeds, steps) traces, and 40 sentences' part of each."""
+    experiments, checkpoints = {}, {}
+    sentences = np.random.default_rng(1).normal(size=(2, 40))
+    for number, (group, rows) in enumerate(traces.items()):
+        for (seed, step), value in np.ndenumerate(rows):
+            name = f"{group}-{seed}-{step}"
+            config = ExternalCheckpoint(checkpoint=name, data="text.txt", seed=seed_of(seed))
+            experiments[name] = Experiment(config=config, measurements=(MEASURED,), group=group)
+            influence = (sentences[0] + (number + step) * sentences[1]).astype(np.float32)
+            one = Measured.of(estimate(value, 1.0), **ON, examples={"influence": influence})
+            checkpoints[name, 0] = {"trace": one}
+    return Comparison(Known(Scale(description="", experiments=experiments), checkpoints, Path()))
+
+
+def drawn(seeds, steps):
+    """Traces of two kinds that fall over the steps, from one start for each seed."""
+    noise = np.random.default_rng(0)
+    start = noise.normal(1000, 200, size=(seeds, 1)) - 60 * np.arange(steps)
+    return {"a": start + noise.normal(0, 5, (seeds, steps)), "b": start - 264 + noise.normal(0, 5, (seeds, steps))}
+
+
+def test_every_step_of_every_seed_of_external_checkpoints_counts():
+    traces = drawn(5, 12)
+    (row,) = external(traces).rows()
+    by_seed = (traces["b"] - traces["a"]).mean(axis=1)
+    assert row.group == "b minus a, over 5 pairs of one seed"
+    assert row.value == pytest.approx(by_seed.mean(), rel=1e-12)
+    assert row.value == pytest.approx(-264, abs=10)
+    assert (row.low, row.high) == pytest.approx(stats.t.interval(0.95, 4, by_seed.mean(), stats.sem(by_seed)), rel=1e-9)
+
+
+def test_external_checkpoints_without_seeds_count_each_for_itself():
+    traces = drawn(5, 12)
+    comparison = external(traces, seed_of=lambda seed: None)
+    (row,) = comparison.rows()
+    assert row.group == "b minus a, over 60 and 60 checkpoints whose seeds are not given, not paired"
+    assert comparison.has_unknown_seeds
+    welch(row, traces["b"].ravel(), traces["a"].ravel())
+
+
+def test_steps_of_one_seed_are_averaged_and_paired_by_sentence():
+    traces = drawn(1, 3)
+    comparison = external(traces)
+    (row,) = comparison.rows()
+    # the sentences' parts are those of step 1 on average, and the groups differ by one wave
+    apart = np.random.default_rng(1).normal(size=(2, 40))[1]
+    error = np.sqrt(np.square(apart).sum() / (40 * 39))
+    assert row.value == pytest.approx((traces["b"] - traces["a"]).mean(), rel=1e-12)
+    half = stats.t.ppf(0.975, 39) * error
+    assert (row.low, row.high) == pytest.approx((row.value - half, row.value + half), rel=1e-6)
+    assert not comparison.has_unknown_seeds
+
+
+def test_the_one_group_of_several_seeds_has_its_mean():
+    traces = drawn(5, 12)
+    (card,) = external({"a": traces["a"]}).cards()
+    by_seed = traces["a"].mean(axis=1)
+    told = rounded(by_seed.mean(), stats.sem(by_seed))
+    assert (card.value, card.detail) == (f"{told} nats/token", "mean over 5 seeds")
 
 
 def test_one_group_has_its_values():

@@ -1,11 +1,14 @@
 """Reading a real run back: everything in order, and each kind of damage found."""
 
+import re
 import shutil
 
 import pytest
 import torch
+from threadpoolctl import threadpool_info
 
 from isoloss import files
+from isoloss.cli.main import main
 from isoloss.errors import IsolossWarning
 from isoloss.lab.evaluation.evaluator import Evaluator, pending
 from isoloss.lab.languages.config import PRESETS
@@ -56,17 +59,17 @@ def problems(run, config=CONFIG):
 
 def test_a_run_in_order(run):
     assert problems(run) == {}
-    assert len(list(verify_run(run, Experiment(config=CONFIG, measurements=()), MEASURES, [10, 20], SETTINGS))) == 8
+    assert len(list(verify_run(run, Experiment(config=CONFIG, measurements=()), MEASURES, [10, 20], SETTINGS))) == 9
 
 
-def test_a_changed_digit_is_found(run):
+def test_a_changed_digit_is_found_also_where_somebody_makes_the_digest_fit(run):
     path = run.evaluation_path("trace", 20)
-    document = files.read_json(path)
+    document = files.read_sealed(path, "")
     value = document["estimates"]["trace"]["value"]
     document["estimates"]["trace"]["value"] = float(
         torch.tensor(value, dtype=torch.float64).nextafter(torch.tensor(0.0))
     )
-    files.write_json(path, document)
+    files.write_sealed(path, document)
     found = problems(run)
     assert list(found) == ["run: trace at step 20, measured again"]
     assert "estimates.trace.value" in found["run: trace at step 20, measured again"]
@@ -74,7 +77,69 @@ def test_a_changed_digit_is_found(run):
 
 def test_other_weights_are_found(run):
     shutil.copy(run.checkpoint(20) / "model.safetensors", run.checkpoint(10) / "model.safetensors")
-    assert list(problems(run)) == ["run: weights at step 10", "run: evaluations"]
+    assert list(problems(run)) == ["run: files", "run: weights at step 10", "run: evaluations"]
+
+
+def change(path, pattern, by):
+    content = path.read_text()
+    changed = re.sub(pattern, by, content, count=1)
+    assert changed != content
+    path.write_text(changed)
+
+
+DAMAGE = {
+    "run.json": (r'"seed": 0', '"seed": 5'),
+    "result.json": (r'"steps": 20', '"steps": 21'),
+    "metrics.jsonl": (r'"loss_nats": (\d)\.', r'"loss_nats": 9.'),
+    "checkpoints/step-10/trainer.json": (r'"loss_count": \d+', '"loss_count": 99'),
+    "checkpoints/step-10/config.json": (r'"layer_norm_eps": \S+,', '"layer_norm_eps": 0.1,'),
+    "checkpoints/step-20/config.json": (r'"num_attention_heads": \d+', '"num_attention_heads": 4'),
+    "evaluations/loss@step-10.json": (r'"value": (\d)\.', r'"value": 9.'),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_changed_digit_of_any_file_is_told_in_one_sentence_that_names_it(run, name, capsys):
+    change(run.path / name, *DAMAGE[name])
+    (problem,) = run.damage()
+    assert problem.startswith(f"{run.path / name} is damaged: ")
+    assert main(["show", str(run.path)]) == 2
+    assert problem in capsys.readouterr().err
+    if name.startswith("evaluations"):
+        with pytest.warns(IsolossWarning, match="it counts as not made"):
+            assert problem in problems(run)["run: files"]
+        return
+    assert problem in " ".join(problems(run).values())
+    assert main(["eval", str(run.path), "--measures", "loss", "--loss-sentences", "32"]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_the_files_of_an_earlier_version_and_a_users_own_are_no_damage(run, capsys):
+    (run.checkpoint(20) / "README.md").write_text("my best one")
+    (run.path / "notes.txt").write_text("mine")
+    # an earlier version had neither digests nor the hashes of what is no tensor file
+    for path in (*run.path.glob("*.json"), *run.path.glob("*/*.json"), *run.path.glob("checkpoints/*/trainer.json")):
+        document = files.read_sealed(path, "")
+        document.pop("model_files", None)
+        if path.name == "result.json":
+            del document["sha256"], document["fingerprint"]
+        if path.name == "trainer.json":
+            del document["sha256"]["config.json"]
+        files.write_json(path, document)
+    assert [*run.damage(tensors=True)] == []
+    assert problems(run) == {}
+    assert main(["show", str(run.path)]) == 0
+    capsys.readouterr()
+    # its hash of metrics.jsonl is checked
+    change(run.path / "metrics.jsonl", *DAMAGE["metrics.jsonl"])
+    (problem,) = run.damage()
+    assert problem.startswith(f"{run.path / 'metrics.jsonl'} is damaged")
+
+
+def test_a_record_of_another_run_is_found(run):
+    files.write_sealed(run.path / "run.json", run.record | {"fingerprint": "0" * 16})
+    (problem,) = run.damage()
+    assert problem == f"{run.path / 'run.json'} is not of the run that {run.path / 'result.json'} is of"
 
 
 def test_a_missing_checkpoint_is_found(run):
@@ -97,7 +162,7 @@ def test_other_examples_are_found(run):
     path.write_bytes(kept)
     examples = last.with_suffix(".safetensors")
     examples.write_bytes(examples.read_bytes()[:-1] + bytes([examples.read_bytes()[-1] ^ 1]))
-    files.write_json(last, {**files.read_json(last), "examples": files.sha256(examples)})
+    files.write_sealed(last, {**files.read_sealed(last, ""), "examples": files.sha256(examples)})
     assert list(problems(run)) == ["run: probe-prefix-4 at step 20, measured again"]
 
 
@@ -136,14 +201,14 @@ def test_a_study_is_verified_with_the_threads_and_on_the_device_that_it_was_meas
     used = []
 
     def verify(*arguments):
-        used.append((torch.get_num_threads(), arguments[-1]))
+        used.append((torch.get_num_threads(), {one["num_threads"] for one in threadpool_info()}, arguments[-1]))
         return ()
 
     monkeypatch.setattr("isoloss.studies.verify.verify_run", verify)
     before = torch.get_num_threads()
     assert list(folder.verify()) == []
-    torch.set_num_threads(before)
-    assert used == [(2, "cpu"), (1, "cuda")]
+    assert torch.get_num_threads() == before
+    assert used == [(2, {2}, "cpu"), (1, {1}, "cuda")]
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"measure": "loss"}', "[" * 100_000])

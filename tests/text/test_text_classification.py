@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from isoloss.errors import IsolossError, IsolossWarning
@@ -143,6 +143,20 @@ def test_rows_without_all_fields_or_texts_are_left_out_and_counted(tmp_path, nam
     assert (data.num_incomplete, data.num_unlabeled) == (2, 0)
 
 
+def test_a_text_of_blanks_is_none(tmp_path):
+    (tmp_path / "a.csv").write_text('t,label\nx,1\n,0\n"  ",1\ny,0\n')
+    with pytest.warns(IsolossWarning, match=r"2 rows are left out: 2 without a text \(first: .*a.csv, line 3\)"):
+        data = read_labeled_text(tmp_path / "a.csv", text="t")
+    assert (data.texts, data.labels, data.num_incomplete) == (("x", "y"), (1, 0), 2)
+
+
+def test_files_of_a_split_have_the_same_texts(tmp_path):
+    (tmp_path / "train_part_1.csv").write_text("t,u,label\nx,y,1\n")
+    (tmp_path / "train_part_2.csv").write_text("t,label\nx,0\n")
+    with pytest.raises(IsolossError, match="some of its files have two texts in a row, and some have one"):
+        read_labeled_text(tmp_path, text="t", pair="u", other_columns=[("t", None, "label")])
+
+
 def test_named_datasets_know_their_labels(tmp_path):
     features = datasets.Features(
         {
@@ -273,13 +287,55 @@ def test_unfit_tokenizers_and_lengths(vocab):
         with pytest.raises(IsolossError, match=f"max_length is {least - 1}; .* at least {least}"):
             encode_labeled_text(tokenizer, data, max_length=least - 1)
         assert encode_labeled_text(tokenizer, data, max_length=least)["input_ids"].shape == (1, least)
-    backend = Tokenizer(models.WordLevel({"<unk>": 0, "av": 1}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    bare = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    with pytest.raises(IsolossError, match="puts nothing between two texts"):
-        encode_labeled_text(bare, two, max_length=9)
-    with pytest.raises(IsolossError, match="no pad token"):
-        encode_labeled_text(bare, one, max_length=9)
+
+
+def bytes_alone(template=None):
+    """A tokenizer of bytes without a padding token and with nothing between two texts, as GPT-2's and Pythia's."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({"<s>": 0} | {letter: 1 + i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if template is not None:
+        single, pair = template
+        backend.post_processor = processors.TemplateProcessing(single, pair, [("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+
+
+PAIRS = LabeledText(("Rain fell.", "No"), ("It was wet.", "It rained all day"), (0, 1), ("no", "yes"))
+
+
+@pytest.mark.parametrize(
+    ("template", "read", "least"),
+    [
+        (None, "{}\n{}", 3),
+        (("<s> $A", "<s> $A $B"), "<s>{}\n{}", 4),
+        (("<s> $A", "<s> $A <s> $B"), "<s>{}<s>{}", 4),  # as Llama's: what divides two texts is the tokenizer's own
+    ],
+    ids=["nothing", "a start alone", "a start before each"],
+)
+def test_two_texts_without_a_separator_are_divided_by_a_newline(template, read, least):
+    tokenizer = bytes_alone(template)
+
+    def ids(one, two):
+        return tokenizer(read.format(one, two), add_special_tokens=False).input_ids
+
+    batch = encode_labeled_text(tokenizer, PAIRS, max_length=99)
+    for row, texts in enumerate(zip(PAIRS.texts, PAIRS.pairs, strict=True)):
+        length = int(batch["attention_mask"][row].sum())
+        assert batch["attention_mask"][row, :length].all()  # padding is on the right
+        assert batch["input_ids"][row, :length].tolist() == ids(*texts)
+        assert not batch["input_ids"][row, length:].any()
+    cut = encode_labeled_text(tokenizer, PAIRS, max_length=least)["input_ids"]
+    assert cut.tolist() == [ids("R", "I"), ids("N", "I")]
+    with pytest.raises(IsolossError, match=f"max_length is {least - 1}; with . special tokens it must be at least"):
+        encode_labeled_text(tokenizer, PAIRS, max_length=least - 1)
+
+
+def test_a_text_of_no_token_is_named():
+    backend = Tokenizer(models.BPE({"a": 0}, []))  # what it does not know, it leaves out
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert encode_labeled_text(tokenizer, LabeledText(("a", "aa"), None, (0, 1), ("n", "y")), max_length=9)
+    with pytest.raises(IsolossError, match="makes no token of the text 'b': leave this example out"):
+        encode_labeled_text(tokenizer, LabeledText(("a", "b"), None, (0, 1), ("n", "y")), max_length=9)
 
 
 # --- real data: the row counts are those of the data's own description

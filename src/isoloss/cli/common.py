@@ -25,6 +25,7 @@ from rich.text import Text
 from isoloss import files
 from isoloss.early_checks import check_threads
 from isoloss.errors import IsolossError, printable, require_package
+from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
     from isoloss.paper.theory.statements import Statement
@@ -50,13 +51,25 @@ def use_threads(threads: int) -> None:
 
 
 def check_figure(file: Path | None) -> None:
-    """Refuse a `--figure` that could not be written once it is made."""
+    """Refuse a `--figure` that could not be drawn once it is made."""
     if file is None:
         return
     if file.suffix.lower() not in FIGURES:
         raise IsolossError(f"--figure is {file}; its name must end in {', '.join(FIGURES)}")
     require_package("vl_convert")
-    files.check_writable(file.parent)
+
+
+def check_outputs(args: Any, models: Iterable[str], *names: str) -> None:
+    """Refuse the files that a command on models is to write, its options `names`, as `files.check_outputs` does."""
+    given = [args.data, args.inputs.get("tokenizer"), (args.loading.module or "").rpartition(":")[0]]
+    datasets = [task.partition("=")[2] for task in getattr(args, "task_data", ())]
+    if str(args.data).startswith(hub_datasets.PREFIX):
+        datasets.append(str(args.data))
+    # the files of a data set one by one: they may end in .csv
+    folders = (Path(name.removeprefix(hub_datasets.PREFIX)) for name in datasets)
+    examples = [file for folder in folders for file in (folder, *folder.rglob("*")) if file.is_file()]
+    outputs = {f"--{name}": getattr(args, name) for name in names}
+    files.check_outputs(outputs, [*models, *filter(None, given), *examples])
 
 
 def save_figure(file: Path, figure: Spec) -> None:
@@ -112,6 +125,8 @@ def say_stages(run: Run) -> None:
             if f"validation_{key}_nats" in stage
         ]
         say(f"stage {stage['stage']} of {total}: ended at step {stage['step']}, {stage['ended']}{''.join(validation)}")
+    for missed in run.missed_targets():
+        say_wrapped(f"missed: {missed}")
 
 
 def note(text: str) -> None:

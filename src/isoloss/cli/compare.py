@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +14,13 @@ from isoloss import early_checks, files, interrupts
 from isoloss.cli import common, options
 from isoloss.cli.options import ModuleLoading
 from isoloss.errors import IsolossError, require_package
-from isoloss.lab.evaluation.input_config import InputConfig
-from isoloss.lab.evaluation.measures.base import make_measure
+from isoloss.lab.evaluation.input_config import InputConfig, language_of_runs
 from isoloss.lab.evaluation.measures.flatness import Trace
-from isoloss.runs import Run, refuse_twice
+from isoloss.lab.evaluation.measures.transfer import task_probes
+from isoloss.runs import last_checkpoint, refuse_twice
 from isoloss.statistics.checking import at_least, positive
 from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS
+from isoloss.statistics.tables import csv_table
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ EXAMPLES = [
     ("isoloss compare A B", "on a text that comes with Python"),
     ("isoloss compare A B --data text.txt --html page.html", "on your text, with a page of one screen"),
     ("isoloss compare A B --data text.txt --task sst2", "with the accuracy of a probe on a task"),
+    ("isoloss compare A B --task mine=reviews.csv", "on your own, with the columns text and label"),
     ("isoloss compare TRAINER-OUTPUT --data text.txt", "all checkpoints of a Trainer's output"),
     ("isoloss compare 'EleutherAI/pythia-14m@step*000' --data text.txt", "revisions of a model on the hub"),
 ]
@@ -67,9 +68,13 @@ class Args:
     num_sequences: int = configs.setting(Trace.num_sequences, minimum=2)
     """The most sequences to measure the models on."""
     task: tuple[str, ...] = ()
-    """Text tasks (isoloss ls tasks): the accuracy of a linear probe on the last hidden states."""
+    """Tasks (isoloss ls tasks), or tasks of your own as NAME=FILE: the accuracy of a linear probe on the last hidden
+    states. FILE (.csv, .tsv, .jsonl) has the columns text and label, and pair for a second text."""
     task_data: tuple[str, ...] = ()
     """Where the examples of tasks are, as NAME=PATH: a .tsv, .csv, .jsonl or .json file, a folder or hf:NAME."""
+    pooling: Literal["auto", "last", "mean", "first", "concatenate"] = "auto"
+    """Which token states the probe of a task reads; auto: the last token's of causal models, the mean of masked ones.
+    Another pooling may order the models otherwise."""
     same_loss_nats: float = SAME_LOSS_NATS
     """How far losses may be apart to count as the same, in nats per predicted token."""
     min_ratio: float = MIN_RATIO
@@ -110,9 +115,11 @@ def main(arguments: list[str]) -> int:
     from isoloss.flatness.comparison import ComparisonError, InterruptedComparison
     from isoloss.lab.evaluation.compare import DATA, compare
 
-    if args.data is None:
-        common.note(f"no --data: models are compared on {DATA}, the language reference that comes with Python")
     inputs = dict(args.inputs)
+    if args.data is None:
+        run = None if inputs.get("tokenizer") else language_of_runs(list(models.values()))
+        data = f"{DATA}, the language reference that comes with Python" if run is None else "the language of their runs"
+        common.note(f"no --data: models are compared on {data}")
     failed: ComparisonError | InterruptedComparison | None = None
     with common.Progress("measuring", args.num_sequences, "sequences") as bar:
         try:
@@ -122,6 +129,7 @@ def main(arguments: list[str]) -> int:
                 tokenizer=inputs.pop("tokenizer", None),
                 tasks=args.task,
                 task_data=args.task_data,
+                pooling=args.pooling,
                 num_sequences=args.num_sequences,
                 seed=args.seed,
                 same_loss=args.same_loss_nats,
@@ -136,7 +144,6 @@ def main(arguments: list[str]) -> int:
             if stop.complete is None:
                 raise
             compared, failed = cast("ModelComparison", stop.complete), stop
-    _write(args, compared, common.command("compare", *arguments))
     if args.json:
         common.emit_json(compared.to_dict())
     else:
@@ -147,6 +154,8 @@ def main(arguments: list[str]) -> int:
         for text in compared.texts():
             common.say("")
             common.say_wrapped(text)
+    # last, so that a full disk does not cost the table
+    _write(args, compared, common.command("compare", *arguments))
     if failed is None:
         return 0
     count = len(compared.models)
@@ -156,15 +165,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _last(name: str) -> str:
-    """Return the last checkpoint of a run; any other name stands for itself."""
-    run = Run(Path(name))
-    if not run.exists:
-        return name
-    if not run.steps():
-        raise IsolossError(f"{name} has no checkpoint yet: isoloss train {name} goes on with it")
-    step = run.steps()[-1]
-    common.note(f"{name}: its last checkpoint, step {step}")
-    return str(run.checkpoint(step))
+    """Return the last checkpoint of a run, and say which; any other name stands for itself."""
+    checkpoint = last_checkpoint(name)
+    if checkpoint != name:
+        common.note(f"{name}: its last checkpoint, {Path(checkpoint).name}")
+    return checkpoint
 
 
 def _check(args: Any, models: list[str]) -> None:
@@ -180,19 +185,13 @@ def _check(args: Any, models: list[str]) -> None:
     at_least("--min-ratio", args.min_ratio, 1)
     configs.check(args)
     InputConfig(**args.inputs).check()
-    for task in args.task:
-        make_measure(f"probe-{task}", {"task_data": args.task_data})
+    task_probes(args.task, args.task_data, {})
     if args.data is not None:
         hub_datasets.check_data(args.data)
     early_checks.check_device(args.loading.device)
     if args.parquet is not None:
         require_package("polars")
-    for file in (args.html, args.csv, args.parquet):
-        if file is None:
-            continue
-        if file.is_dir():
-            raise IsolossError(f"{file} is a folder; name a file to write")
-        files.check_writable(file.parent)
+    common.check_outputs(args, models, "html", "csv", "parquet")
 
 
 def _write(args: Any, compared: ModelComparison, command: str) -> None:
@@ -203,11 +202,7 @@ def _write(args: Any, compared: ModelComparison, command: str) -> None:
         files.write_text(args.html, comparison_page(compared, command=command))
         common.note(f"page: {args.html}")
     if args.csv is not None:
-        text, rows = io.StringIO(), compared.rows()
-        writer = csv.DictWriter(text, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-        files.write_text(args.csv, text.getvalue())
+        files.write_text(args.csv, csv_table(compared.rows()))
         common.note(f"table: {args.csv}")
     if args.parquet is not None:
         parquet = io.BytesIO()

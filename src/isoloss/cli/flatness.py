@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from isoloss import config as configs
-from isoloss import early_checks, files, interrupts
+from isoloss import early_checks, interrupts
 from isoloss.cli import common, options
 from isoloss.cli.options import ModuleLoading
 from isoloss.errors import IsolossError
@@ -229,8 +229,7 @@ def _check(args: Any) -> None:
     if args.figure is not None and (len(args.models) == 1 or "trace" not in args.measures):
         raise IsolossError("--figure shows the traces of several models beside each other: name more, or leave it out")
     common.check_figure(args.figure)
-    if args.resume is not None:
-        files.check_writable(args.resume.parent)
+    common.check_outputs(args, args.models, "figure", "resume")
 
 
 def _context(args: Any, models: list[ModelInfo]) -> MeasureContext:

@@ -14,6 +14,7 @@ from isoloss.cli import common, options
 from isoloss.cli.options import LanguageOptions
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import check_name
+from isoloss.memory import check_fits
 
 if TYPE_CHECKING:
     from isoloss.lab.languages import Entropy, ExactLanguage, Language, Sentences
@@ -29,6 +30,7 @@ EXAMPLES = [
 CONDITIONALS = 3  # masked tokens that are shown unasked
 LIKELIEST = 5  # tokens shown of a conditional
 ENTROPY_SENTENCES = 2000
+BYTES_OF_A_SENTENCE = 300  # that its row takes at least, in Python: a dictionary with two empty lists
 IMPOSSIBLE = 1e-30  # probability; a language gives a token that cannot be the smallest normal number
 MASKED = "___"
 
@@ -117,6 +119,7 @@ def main(arguments: list[str]) -> int:
 def _check_numbers(args: Args) -> None:
     if args.num_sentences < 1:
         raise IsolossError(f"--num-sentences is {args.num_sentences}; draw at least 1 sentence")
+    check_fits(args.num_sentences * BYTES_OF_A_SENTENCE, f"--num-sentences is {args.num_sentences:,}")
     if args.conditionals is not None and args.conditionals < 0:
         raise IsolossError(f"--conditionals is {args.conditionals}; it must be at least 0 (0: none)")
     if args.entropy_sentences is not None and (args.entropy_sentences < 0 or args.entropy_sentences == 1):
@@ -127,7 +130,7 @@ def _check_numbers(args: Args) -> None:
         raise IsolossError("--overwrite needs --save: nothing else is written")
     if args.save is not None:
         check_name(args.save)
-        files.check_writable(args.save.parent)
+        files.check_outputs({"--save": args.save}, [args.language, args.reading.get("tokenizer") or ""])
 
 
 def _check_effects(args: Args, language: Language) -> None:

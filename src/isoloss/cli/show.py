@@ -9,6 +9,7 @@ import tyro
 
 from isoloss import config as configs
 from isoloss.cli import common, options
+from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.evaluator import Evaluations
 from isoloss.runs import Evaluation, Run
 
@@ -29,6 +30,8 @@ def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args = options.parse(Args, "show", arguments, examples=EXAMPLES)
     run = Run(args.run)
+    if run.exists and (damage := [*run.damage()]):
+        raise IsolossError("\n".join(damage))
     record, config, evaluations = run.record, run.config, run.evaluations()
     of_averages = run.averaged.evaluations()
     metrics = run.metrics()

@@ -481,6 +481,7 @@ CHECKPOINTS = {{  # what each is called in tables: its folder, or its name on th
 {checkpoints}
 }}
 MEASURED = Measurement(measures=("loss", "trace", "minimal-trace"))  # isoloss ls measures
+# Several trainings of one kind: Experiment(..., group="KIND") and ExternalCheckpoint(..., seed=SEED) compare kinds
 RUNS = {{
     name: Experiment(config=ExternalCheckpoint(checkpoint=checkpoint, data=DATA), measurements=(MEASURED,))
     for name, checkpoint in CHECKPOINTS.items()

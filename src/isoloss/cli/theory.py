@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from isoloss import files
 from isoloss.cli import common, options
 from isoloss.errors import IsolossError
 from isoloss.paper.theory.bracket_settings import Settings as BracketsSettings
@@ -273,6 +274,7 @@ def main(arguments: list[str]) -> int:
     arguments = [NUMBERS.get(word, word) for word in arguments[:1]] + arguments[1:]
     args: CommonArgs = options.parse(SUBCOMMANDS, "theory", arguments, examples=EXAMPLES)
     common.check_figure(args.figure)
+    files.check_outputs({"--figure": args.figure})
     common.use_threads(args.threads)
     report = args.report()
     if args.figure is not None:

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import math
 import os
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,7 +21,7 @@ from isoloss.cli.options import LanguageOptions, Options, option_name, sources_o
 from isoloss.config import AlgorithmConfig, LanguageConfig
 from isoloss.errors import IsolossError, require_package
 from isoloss.registry import ALGORITHMS, MODELS, OPTIMIZERS
-from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.run import usage
 
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
 EXAMPLES = [
     ("isoloss train runs/first --language pcfg-laptop --size d32 --steps 2000", "a small BERT on a random grammar"),
+    (
+        "isoloss train runs/equal --language pcfg-laptop --size d32 --steps 20000 --target-kl 0.05",
+        "until the KL to the truth is 0.05 nats per predicted token, in at most so many steps",
+    ),
     ("isoloss train runs/heads --language pcfg-laptop --size d64 --heads 4 --layers 2", "a size with another shape"),
     (
         "isoloss train runs/text --language text/ --tokenizer tokenizer --masking fraction --steps 300",
@@ -62,6 +68,7 @@ COMMON = (
     "size",
     "algorithm",
     "steps",
+    "target_kl",
     "batch_size",
     "learning_rate",
     "checkpoints",
@@ -96,6 +103,14 @@ class _Training(Options):
     """Steps, data, checkpoints, seed and device."""
 
     sources = sources_of({"training": TrainConfig}, exclude=[*_PARTS, "compiled"])
+
+
+class _Target(Options):
+    """Training to a loss: the steps are then the most that are made."""
+
+    sources = sources_of(
+        {"target": StageConfig}, exclude=["labels", *(each.name for each in dataclasses.fields(TrainConfig))]
+    )
 
 
 class _Algorithms(Options):
@@ -138,6 +153,7 @@ class Args:
     masking: _Masking = field(default_factory=_Masking)
     optimization: _Optimization = field(default_factory=_Optimization)
     training: _Training = field(default_factory=_Training)
+    target: _Target = field(default_factory=_Target)
     algorithms: _Algorithms = field(default_factory=_Algorithms)
 
 
@@ -196,6 +212,8 @@ def _main(arguments: list[str]) -> int:
         return 0
     common.say(f"{run.path}: {result['steps']} steps done, last training loss {result['loss_nats']:.4f} nats")
     common.say_stages(run)
+    if run.missed_targets():
+        _say_longer(run, args, arguments)
     steps = ", ".join(map(str, run.steps()))
     # a unit of a study: the study renames the run and measures it, so a command for that would only mislead
     if usage.USAGE in os.environ:
@@ -204,6 +222,20 @@ def _main(arguments: list[str]) -> int:
     common.say(f"checkpoints (step): {steps}; measure them with")
     common.say("  " + common.command("eval", run.path))
     return 0
+
+
+def _say_longer(run: Run, args: Args, arguments: Sequence[str]) -> None:
+    """Print the command that trains such a run for longer, in a folder of its own."""
+    longer = f"{args.run}-longer"
+    if args.config is None and args.language is not None:
+        common.say("to train for twice as many steps, in a folder of its own:")
+        words = [longer if word == str(args.run) else word for word in arguments]
+        # of an option that is given twice, the last one counts
+        common.say("  " + common.command("train", *words, "--steps", 2 * run.config.steps))
+    else:
+        common.say("to train for longer, in a folder of its own, raise the steps of the stage in a copy of the config:")
+        common.say(f"  {common.command('train', args.run, '--print-config')} > {shlex.quote(f'{longer}.toml')}")
+        common.say("  " + common.command("train", longer, "--config", f"{longer}.toml"))
 
 
 def _check_machine(run: Run, config: TrainConfig) -> None:
@@ -312,7 +344,7 @@ def _from_options(args: Args) -> TrainConfig:
         base = dataclasses.replace(base, language=presets.framed(language) if args.frame == "cls-sep" else language)
     if args.compiled and args.no_compiled:
         raise IsolossError("--compiled and --no-compiled contradict each other: leave one out")
-    return dataclasses.replace(
+    config = dataclasses.replace(
         base,
         compiled=args.compiled,
         objective=dataclasses.replace(base.objective, kind=objective_kind, **args.masking),
@@ -320,6 +352,8 @@ def _from_options(args: Args) -> TrainConfig:
         algorithm=_algorithm(args),
         **args.training,
     )
+    # a stage of the whole run, as a target ends a stage
+    return dataclasses.replace(config, stages=(StageConfig(steps=config.steps, **args.target),) if args.target else ())
 
 
 def _algorithm(args: Args) -> AlgorithmConfig:

@@ -387,9 +387,9 @@ class Tasks:
         from isoloss.text.tokenizers import load_tokenizer
 
         if self.args.labeled_text.tokenizer is not None:
-            return load_tokenizer(self.args.labeled_text.tokenizer, needs=["pad"])
+            return load_tokenizer(self.args.labeled_text.tokenizer)
         try:
-            return load_tokenizer(str(subject.checkpoint), needs=["pad"])
+            return load_tokenizer(str(subject.checkpoint))
         except IsolossError as error:
             config = None if subject.run is None else subject.run.absolute_config.language
             # a run's checkpoint that was written without its tokenizer

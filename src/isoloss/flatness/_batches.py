@@ -5,10 +5,12 @@ Shapes: B sequences, T positions, m predicted positions in all, d the width of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,12 +21,48 @@ from isoloss.model_checks import (
     forward_arguments,
     logits_of_output,
     plainly,
+    position_ids,
     takes_mask,
+    text_config,
     unwrapped,
     virtual_tokens,
 )
-from isoloss.text.clusters import SequenceClusters
+from isoloss.text.clusters import SequenceClusters, document_keys
 from isoloss.text.masking import IGNORED
+
+_IDS = ("labels", "input_ids", "position_ids", "token_type_ids")
+_PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+
+
+def as_tensors(batches: Iterable[Mapping[str, Any]], first: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield batches with tensors for lists and arrays, and int64 for ids; they are counted from `first` in errors."""
+    for number, batch in enumerate(batches, start=first):
+        if not isinstance(batch, Mapping):
+            raise IsolossError(f"batch {number} is a {type(batch).__name__}, not a mapping of input_ids, labels, ...")
+        try:
+            yield _with_tensors(batch)
+        except IsolossError as error:
+            raise IsolossError(f"batch {number}: {error}") from error
+
+
+def _with_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
+    made = {name: value for name, value in batch.items() if value is not None}
+    for name in {*_IDS, *_PER_TOKEN} & made.keys():
+        value = made[name]
+        if isinstance(value, Sequence | np.ndarray):
+            try:
+                value = torch.as_tensor(value)
+            except (ValueError, TypeError) as error:
+                raise IsolossError(f"{name} cannot be a tensor, {error}: give all sequences one length") from error
+        if name in _IDS and isinstance(value, torch.Tensor):
+            if value.is_floating_point():
+                raise IsolossError(f"{name} are {value.dtype}; ids are integers")
+            value = value.to(torch.int64)  # an embedding takes no narrower ones than int32
+        made[name] = value
+    labels = made.get("labels")
+    if "documents" in made and isinstance(labels, torch.Tensor) and labels.ndim:
+        made["documents"] = document_keys(made["documents"], len(labels))
+    return made
 
 
 @dataclass(frozen=True)
@@ -42,36 +80,33 @@ class Batch:
 
         An input with one row, such as `position_ids` (1, T), counts for every sequence.
         """
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        given = _with_tensors(batch)
+        labels = given.pop("labels", None)
         if not isinstance(labels, torch.Tensor) or labels.ndim != 2:
             raise IsolossError("there are no `labels` of shape (sequences, positions)")
-        if labels.is_floating_point():
-            raise IsolossError(f"the labels are {labels.dtype}; token ids are integers")
         inputs: dict[str, Any] = {}
         device = device_of(model)
-        for name, value in batch.items():
-            if name == "labels":
-                continue
+        for name, value in given.items():
             if name == "attention_mask" and not takes_mask(model):
                 _check_no_mask(value, model, causal=causal)
                 continue
             if isinstance(value, torch.Tensor):
-                expected = labels.shape if name == "input_ids" else labels.shape[:1]
                 if name != "input_ids" and value.ndim > 1 and len(value) == 1:
                     value = value.expand(len(labels), *value.shape[1:])
+                # a mask may have further axes, for what each position sees
+                is_per_token = name == "input_ids" or (name in _PER_TOKEN and value.ndim == 2)
+                expected = labels.shape if is_per_token else labels.shape[:1]
                 if value.shape[: len(expected)] != expected:
                     raise IsolossError(
                         f"labels of shape {tuple(labels.shape)} do not fit {name} of shape {tuple(value.shape)}"
                     )
-                if name == "input_ids":
-                    if value.is_floating_point():
-                        raise IsolossError(f"the input_ids are {value.dtype}; token ids are integers")
-                    value = value.to(torch.int64)  # an embedding takes no narrower ones than int32
-                    _check_ids(value, model)
                 # a tensor made in inference mode cannot be saved for a backward pass, its copy can
                 value = (value.clone() if value.is_inference() else value).to(device)
             inputs[name] = value
-        labels = (labels.clone() if labels.is_inference() else labels).to(device, torch.int64)
+        if not any(isinstance(value, torch.Tensor) for name, value in inputs.items() if name != "attention_mask"):
+            raise IsolossError("there are no `input_ids` of shape (sequences, positions)")
+        _check_ranges(inputs, model, labels.shape[1])
+        labels = (labels.clone() if labels.is_inference() else labels).to(device)
         if causal:
             labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED)], dim=1)
         predicted = labels != IGNORED
@@ -141,15 +176,27 @@ def _check_no_mask(mask: torch.Tensor, model: nn.Module, *, causal: bool) -> Non
         raise IsolossError(f"sequences have padding{where}, and {type(model).__name__} takes no attention_mask")
 
 
-def _check_ids(ids: torch.Tensor, model: nn.Module) -> None:
-    """Refuse ids that the model has no embedding of, where it says how many it has."""
-    try:
-        holder: Any = unwrapped(model)
-        known = getattr(holder.get_input_embeddings(), "num_embeddings", None)
-    except (AttributeError, NotImplementedError):
-        return
-    if known is not None and ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < known):
-        raise IsolossError(f"input_ids are {int(ids.min())} to {int(ids.max())}; the model knows ids 0 to {known - 1}")
+def _check_ranges(inputs: Mapping[str, Any], model: nn.Module, length: int) -> None:
+    """Refuse ids that the model has no embedding of, where it says which it has: on a GPU, nothing would run after."""
+    text, holder = text_config(model), cast("Any", unwrapped(model))
+    known: dict[str, range] = {}
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        known["input_ids"] = range(holder.get_input_embeddings().num_embeddings)
+    if number := getattr(text, "type_vocab_size", None):
+        known["token_type_ids"] = range(number)
+    said = getattr(text, "max_position_embeddings", None)
+    # rotary ones have no table, and go on
+    if "position_ids" in inputs and (table := position_ids(model, given=True)) is not None:
+        known["position_ids"] = table
+    elif isinstance(said, int) and length > said and (table := position_ids(model)) and length > table.stop:
+        raise IsolossError(f"sequences have {length} positions; the model takes at most {table.stop}")
+    for name, allowed in known.items():
+        ids = inputs.get(name)
+        if not isinstance(ids, torch.Tensor) or not ids.numel():
+            continue
+        low, high = int(ids.min()), int(ids.max())
+        if low not in allowed or high not in allowed:
+            raise IsolossError(f"{name} are {low} to {high}; the model knows ids {allowed[0]} to {allowed[-1]}")
 
 
 def _warn_of_leaks(batch: Batch, model: nn.Module) -> bool:
@@ -231,16 +278,15 @@ def read_batches(
     """
     if isinstance(batches, Mapping):
         raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
-    stream, position, is_checked = iter(batches), start or StreamPosition(), False
+    position, is_checked = start or StreamPosition(), False
+    stream = as_tensors(batches, position.batches)
     # the number is checked first: no batch is taken from the stream that is not measured
     while (num_sequences is None or position.sequences < num_sequences) and (batch := next(stream, None)) is not None:
         number = position.batches
-        if not isinstance(batch, Mapping):
-            raise IsolossError(f"batch {number} is a {type(batch).__name__}, not a mapping of input_ids, labels, ...")
         if num_sequences is not None:
             rows = slice(num_sequences - position.sequences)
             batch = {
-                # `documents` may be a list
+                # `documents` are a list
                 name: value[rows] if isinstance(value, torch.Tensor) or name == "documents" else value
                 for name, value in batch.items()
             }

@@ -88,7 +88,7 @@ class LinearMaps(TorchFunctionMode):
                 showed something else.
         """
         kept = kept_weights(self._model)
-        usual = {layer.weight: (0,) if isinstance(layer, Conv1D) else (1,) for layer in layers}
+        usual: dict[Any, tuple[int, ...]] = {x.weight: (0,) if isinstance(x, Conv1D) else (1,) for x in layers}
         maps, number = dict[nn.Parameter, tuple[int, ...]](), quantized_weights(self._model)
         for parameter in self._model.parameters():
             inputs = self._inputs.get(parameter)
@@ -114,9 +114,9 @@ def kept_weights(model: nn.Module) -> set[int]:
     return kept if named is None else kept | {id(named.weight)}
 
 
-def is_matrix(value: Any) -> bool:
-    """Whether it is a parameter in floating point with two axes or more, of which two are longer than 1."""
-    return isinstance(value, nn.Parameter) and value.is_floating_point() and sum(size > 1 for size in value.shape) > 1
+def is_matrix(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is in floating point and has two axes that are longer than 1, or more."""
+    return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) > 1
 
 
 def _summed(

@@ -389,7 +389,7 @@ class ResumeFile:
         self._pause = _EVERY_SECONDS * max(1.0, self._written - begun)
 
     def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
+        self._path.resolve().unlink(missing_ok=True)  # where a link leads, as that is what `files` wrote
 
     def _add_inputs(self, batch: Mapping[str, Any]) -> None:
         for name in sorted(batch):

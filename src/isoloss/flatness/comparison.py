@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from isoloss.errors import IsolossError, naming, require, warn
-from isoloss.flatness._batches import CheckedBatch
+from isoloss.flatness._batches import CheckedBatch, as_tensors
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample
 from isoloss.flatness._ghost.engine import Predictions
 from isoloss.flatness._measurement import (
@@ -318,7 +318,7 @@ def compare_traces(
     stopping = StopCriteria(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
         # the first model would use up a stream
-        batches = list(batches)
+        batches = list(as_tensors(batches))
     first: Outline | None = None
     sample: AuxiliarySample | None = None
     controls: torch.Tensor | None = None

@@ -14,7 +14,7 @@ from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.flatness._batches import CheckedBatch
+from isoloss.flatness._batches import CheckedBatch, as_tensors
 from isoloss.flatness._curvature import predicted_logits
 from isoloss.flatness._ghost import controls
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample
@@ -159,7 +159,7 @@ def fisher_trace(
     first: list[Mapping[str, Any]] = []
 
     def noted() -> Iterator[Mapping[str, Any]]:
-        for batch in batches:
+        for batch in as_tensors(batches):
             first.extend([] if first else [batch])
             yield batch
 

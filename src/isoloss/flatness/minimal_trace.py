@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from isoloss.errors import IsolossError, warn
+from isoloss.flatness._batches import as_tensors
 from isoloss.flatness._measurement import layer_of
 from isoloss.flatness._parameters import ParameterBlocks, ParameterColumns, counted_parameters, embeddings
 from isoloss.flatness._rescaling.apply import (
@@ -214,7 +215,7 @@ def minimal_trace(
         raise IsolossError(f"rescaling is {rescaling!r}; it is 'minimal' or None")
     sequences = num_sequences or 0  # 0: not known
     if isinstance(batches, Sequence):
-        known = sum(len(batch.get("labels", ())) for batch in batches)
+        known = sum(len(batch.get("labels", ())) for batch in as_tensors(batches))
         sequences = min(known, num_sequences or known)
     return MinimalTraceEstimator(model, granularity=granularity, parameters=parameters, sequences=sequences)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -288,8 +289,10 @@ class Style:
     def of(cls, table: pl.DataFrame) -> Style:
         """Return the style for a table: groups in its order, sizes by number of parameters.
 
+        With more groups than colors, colors come again: a click on a mark or on the legend tells groups apart.
+
         Raises:
-            IsolossError: More values than there are colors or markers to tell them apart.
+            IsolossError: More sizes than there are markers to tell them apart.
         """
         _require(table, ("group", "size", "parameters"))
         by_size = table.sort("parameters", maintain_order=True)
@@ -297,10 +300,9 @@ class Style:
             some.get_column(name).unique(maintain_order=True).to_list()
             for some, name in ((table, "group"), (by_size, "size"))
         )
-        for column, names, kind, choices in (("group", groups, "colors", COLORS), ("size", sizes, "markers", MARKERS)):
-            if len(names) > len(choices):
-                raise IsolossError(
-                    f"the table has {len(names)} values of {column}, but only {len(choices)} {kind} can be told "
-                    "apart: show fewer"
-                )
-        return cls(dict(zip(groups, COLORS, strict=False)), dict(zip(sizes, MARKERS, strict=False)))
+        if len(sizes) > len(MARKERS):
+            raise IsolossError(
+                f"the table has {len(sizes)} values of size, but only {len(MARKERS)} markers can be told apart: show "
+                "fewer"
+            )
+        return cls(dict(zip(groups, itertools.cycle(COLORS), strict=False)), dict(zip(sizes, MARKERS, strict=False)))

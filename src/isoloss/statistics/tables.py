@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
+import io
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from isoloss.errors import naming_extras
+
+FORMULA = r"([=+\-@\t\r])"  # how text begins that a spreadsheet takes for a formula
 
 
 class Tabular:
@@ -50,6 +55,22 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: i
         for line in lines
     )
     return "\n".join("  ".join(line).rstrip() for line in cells)
+
+
+def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    r"""Return rows, all with the same columns, as CSV; with an apostrophe before what looks like a formula.
+
+    Example:
+        >>> csv_table([{"model": "=1+1", "value": -0.5}])
+        "model,value\r\n'=1+1,-0.5\r\n"
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    for row in rows:
+        texts = {name: re.sub("^" + FORMULA, r"'\1", cell) for name, cell in row.items() if isinstance(cell, str)}
+        writer.writerow({**row, **texts})
+    return text.getvalue()
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:

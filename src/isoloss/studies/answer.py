@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.report.html import Card, IntervalRow, Tone
+from isoloss.statistics.comparison import independent_difference
 from isoloss.statistics.estimate import Estimate, interval, number
 from isoloss.statistics.significance import SAME_LOSS_NATS, equivalence, p_value
 from isoloss.studies.claims import GATES, Answer, Claim, ClaimResult, Verdict
-from isoloss.studies.results import RESCALED, UNITS, Checkpoint, Pair, Results, change
+from isoloss.studies.results import (
+    RESCALED,
+    UNITS,
+    Checkpoint,
+    Measured,
+    Results,
+    averaged,
+    check_same_examples,
+    difference,
+    mean,
+    over_seeds,
+)
 
 TONES: Mapping[Verdict, Tone] = {
     Verdict.SHOWN: "good",
@@ -177,46 +190,80 @@ def claim_lines(result: ClaimResult) -> list[tuple[Tone, str, str]]:
 class Comparison:
     """The last checkpoints of a study's groups of runs, and the differences between groups.
 
-    Runs of two groups are paired where they have the same block and seed.
+    The runs of a group that have one block and seed, such as external checkpoints at several steps of one training, are
+    one replicate, of which the mean counts. An external checkpoint whose seed is not given is a replicate of its own.
+    Two groups are paired by replicate where these are the same; else their replicates are independent.
     """
 
     def __init__(self, results: Results) -> None:
         self.results = results
-        self.groups: dict[str, dict[tuple[int, int], Checkpoint]] = {}
+        self.groups: dict[str, dict[tuple[int, int | str], list[Checkpoint]]] = {}
         kinds = set()
         for name, experiment in results.experiments.items():
-            key = experiment.block, getattr(experiment.config, "seed", 0)
-            last = results.of_run(name)
+            seed, last = experiment.config.seed, results.of_run(name)
             # what others need may be measured by nothing
             if not last:
                 continue
-            self.groups.setdefault(experiment.group or name, {})[key] = last[max(last)]
+            replicates = self.groups.setdefault(experiment.group or name, {})
+            replicates.setdefault((experiment.block, name if seed is None else seed), []).append(last[max(last)])
             about = results.run(name).result()
             external = isinstance(experiment.config, ExternalCheckpoint)
             kinds.add((about.get("architecture") if external else experiment.size, about["num_parameters"]))
         # flatness depends on how a function is parametrized
         self.one_architecture = len(kinds) == 1
-        self.has_one_run_each = all(len(runs) == 1 for runs in self.groups.values())
+        self.has_one_run_each = all(len(replicates) == 1 for replicates in self.groups.values())
+
+    @property
+    def has_unknown_seeds(self) -> bool:
+        """Whether a group has several checkpoints whose seeds are not given."""
+        several = [replicates for replicates in self.groups.values() if len(replicates) > 1]
+        return any(isinstance(name, str) for replicates in several for _, name in replicates)
 
     @property
     def first(self) -> str:
         """The group that the others are compared with."""
         return next(iter(self.groups))
 
-    def pairs(self, first: str, second: str) -> list[Pair]:
-        """Return the pairs of two groups; none where a run has no partner."""
-        one, two = self.groups[first], self.groups[second]
-        return [(one[key], two[key]) for key in one] if one.keys() == two.keys() else []
+    def value(self, key: str, group: str) -> float:
+        """Return the mean of an estimate over the replicates of a group."""
+        return statistics.fmean(
+            statistics.fmean(each[key].value for each in of_one) for of_one in self.groups[group].values()
+        )
 
     def difference(self, key: str, first: str, second: str) -> Estimate | None:
-        """Return second - first, paired; None where the two cannot be compared."""
-        pairs = self.pairs(first, second)
-        if not pairs or not (self.one_architecture or self._is_of_the_function(key)):
+        """Return second - first, paired where it can be; None where the two cannot be compared, or have no error."""
+        if not (self.one_architecture or self._is_of_the_function(key)):
             return None
         try:
-            return change(pairs, key)
-        except IsolossError:  # measured on different sentences
+            one, two = self._replicates(key, first), self._replicates(key, second)
+            if self._are_paired(first, second):
+                partners = two if one.keys() == two.keys() else dict(zip(one, two.values(), strict=True))
+                return mean([difference(partners[name], each) for name, each in one.items()])
+            check_same_examples(*one.values(), *two.values())
+            return independent_difference(over_seeds([*two.values()]), over_seeds([*one.values()]))
+        except IsolossError:  # measured on different sentences, or one run against several
             return None
+
+    def _replicates(self, key: str, group: str) -> dict[tuple[int, int | str], Measured]:
+        return {name: averaged([each[key] for each in of_one]) for name, of_one in self.groups[group].items()}
+
+    def _are_paired(self, first: str, second: str) -> bool:
+        one, two = self.groups[first], self.groups[second]
+        return one.keys() == two.keys() or len(one) == len(two) == 1
+
+    def over(self, first: str, second: str) -> str:
+        """Return what the error of a difference is over, in words; empty: the examples that both were measured on."""
+        one, two = self.groups[first], self.groups[second]
+        if len(one) == len(two) == 1:
+            return ""
+        if self._are_paired(first, second):
+            return f"over {len(one)} pairs of one seed"
+        return f"over {len(two)} and {len(one)} {self._kind(first, second)}, not paired"
+
+    def _kind(self, *groups: str) -> str:
+        """Return what the replicates of groups are: seeds, or checkpoints that count as independent."""
+        by_name = any(isinstance(name, str) for group in groups for _, name in self.groups[group])
+        return "checkpoints whose seeds are not given" if by_name else "seeds"
 
     def _is_of_the_function(self, key: str) -> bool:
         unit = next(iter(self.results.checkpoints.values()))[key].unit
@@ -230,7 +277,9 @@ class Comparison:
                 difference = self.difference(key, self.first, name)
                 if difference is None:
                     continue
-                rows.append(interval_row(title_of(key), difference, group=f"{name} minus {self.first}"))
+                over = self.over(self.first, name)
+                group = f"{name} minus {self.first}" + (f", {over}" if over else "")
+                rows.append(interval_row(title_of(key), difference, group=group))
         return rows
 
     def best(self, key: str) -> tuple[str, str, Estimate | None, bool]:
@@ -239,9 +288,7 @@ class Comparison:
         For sure: it differs from each other group at 5 %, by Bonferroni's correction for their number.
         """
         sign = -1 if self._higher_is_better(key) else 1
-        means = {
-            name: sign * sum(run[key].value for run in runs.values()) / len(runs) for name, runs in self.groups.items()
-        }
+        means = {name: sign * self.value(key, name) for name in self.groups}
         best, second, *_ = sorted(means, key=lambda name: means[name])
         others = [self.difference(key, best, name) for name in self.groups if name != best]
         level = _ALPHA / len(others)
@@ -255,9 +302,13 @@ class Comparison:
         """Return the cards: which is the flattest, whether the losses are the same, which transfers best."""
         keys, loss = self.results.keys, self.results.loss_key
         if len(self.groups) < 2:
-            only = next(iter(self.results.checkpoints.values()))
-            shown = keys[:MOST_CARDS]
-            return [Card(label=title_of(key), value=f"{number(only[key])} {_unit(only[key])}") for key in shown]
+            found = {key: mean([*self._replicates(key, self.first).values()]) for key in keys[:MOST_CARDS]}
+            n = len(self.groups[self.first])
+            over = f"mean over {n} {self._kind(self.first)}" if n > 1 else ""
+            return [
+                Card(label=title_of(key), value=f"{number(one)} {_unit(one)}", detail=over)
+                for key, one in found.items()
+            ]
         flatness = [key for key in RESCALED if key in keys]
         same = [self._same_loss(loss)] if loss in keys else []
         cards = [self._flattest(flatness, same[0].tone if same else "unclear")] if flatness else []
@@ -284,18 +335,23 @@ class Comparison:
         """Return by how much the best group differs from the next, in words."""
         title = title_of(key)
         if difference is None:
-            return f"{title}: {best} has the best value; there are no paired differences"
-        return f"{title}, {best} minus {second}: {told(difference)} ({detail(difference)})"
+            return f"{title}: {best} has the best value; the differences have no error"
+        return f"{title}, {best} minus {second}: {told(difference)} ({self._detail(difference, best, second)})"
+
+    def _detail(self, difference: Estimate, first: str, second: str) -> str:
+        """Return the 95 % interval of a difference, and what its error is over."""
+        return " ".join(filter(None, (detail(difference), self.over(second, first))))
 
     def _same_loss(self, key: str) -> Card:
         best, *_ = self.best(key)
         # the two that lie farthest apart
-        worst = max(self.groups, key=lambda name: sum(run[key].value for run in self.groups[name].values()))
+        worst = max(self.groups, key=lambda name: self.value(key, name))
         difference = self.difference(key, best, worst)
         label = "The same loss?"
         if difference is None or worst == best:
-            return Card(label=label, value="Not known", detail="There are no paired differences.", tone="unclear")
-        words = f"{worst} minus {best}; {detail(difference)}; the same: within {SAME_LOSS_NATS:g} nats/token"
+            return Card(label=label, value="Not known", detail="The differences have no error.", tone="unclear")
+        words = f"{worst} minus {best}; {self._detail(difference, worst, best)}; "
+        words += f"the same: within {SAME_LOSS_NATS:g} nats/token"
         low, high = difference.ci95
         value, tone = "Not shown", TONES[Verdict.NOT_SHOWN]
         if equivalence(difference, SAME_LOSS_NATS).shown:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
+import shlex
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -16,6 +18,7 @@ from isoloss.errors import IsolossError, naming_extras
 from isoloss.lab.evaluation.evaluator import pending
 from isoloss.lab.evaluation.external import RECORD, ExternalCheckpoint, ExternalRun
 from isoloss.lab.evaluation.measures.base import settings_of
+from isoloss.registry import STUDIES
 from isoloss.report.html import Card
 from isoloss.run_config import StageConfig, TrainConfig
 from isoloss.runs import Run
@@ -36,6 +39,7 @@ STEP_SECONDS = 0.0005  # of a step with a batch of one sentence; it grows with t
 COMPILED = 3.0  # how many times as fast compiled runs train
 TO_TARGET = 1 / 8  # of its steps, that a stage with a target makes: they are the most that it may make
 _NOT_THE_PLAN = ("needs", "expected")  # fields of a measurement that do not decide its results
+_MOST_MISSED = 3  # runs that are named of those that missed a target
 CLAIMS = "claims_sha256"  # the key in study.json of the hash that the claims had at the start
 
 
@@ -124,21 +128,11 @@ class StudyFolder:
 
         Raises:
             IsolossError: As for `plan`; a config that cannot be trained, an unknown measure or setting, a checkpoint
-                that is nowhere, a file of claims that cannot be read or names what the study does not measure, or more
-                groups of runs than figures have colors.
+                that is nowhere, or a file of claims that cannot be read or names what the study does not measure.
         """
-        from isoloss.report.data import COLORS
-
         self._check_runs()
         if (first := self.study.first_page_blocks) is not None and first < 1:
             raise IsolossError(f"first_page_blocks of the study {self.study.name} is {first}; it must be at least 1")
-        groups = {one.group or name for name, one in self.scale.experiments.items()}
-        # a page of the study's own chooses what each figure shows
-        if self.study.page is None and len(groups) > len(COLORS):
-            raise IsolossError(
-                f"the study {self.study.name} has {len(groups)} groups of runs, and figures {len(COLORS)} colors: give "
-                "runs of one kind the same Experiment.group"
-            )
         for name, experiment in self.scale.experiments.items():
             configs.check(experiment.config)
             if isinstance(experiment.config, ExternalCheckpoint):
@@ -293,7 +287,9 @@ class StudyFolder:
         tables = checkpoint_tables(results) if study.tables is None else self._own("tables", results)
         file, claims = self.claims_file(), self.claims(results)
         unjudged = "" if file is None else file.warning(self.scale_name)
-        warning = " ".join(filter(None, (unjudged, self._claims_warning(file), results.identical)))
+        warning = " ".join(
+            filter(None, (unjudged, self._claims_warning(file), self._missed_targets(results), results.identical))
+        )
         answer = () if unjudged or results.blocks_done < results.blocks else self._answer(claims, results)
         # a study may make more contrasts than it says beforehand
         made = max((one.tests or 0 for each in claims for one in each.answers), default=0)
@@ -332,8 +328,6 @@ class StudyFolder:
         if not (self.path / "study.json").is_file():
             raise IsolossError(f"{self.path} holds no study: it has no study.json")
         # only now: a folder without a study is refused at once, before the seconds that torch takes
-        import torch
-
         from isoloss.studies.verify import verify_run
 
         said = set()
@@ -342,13 +336,13 @@ class StudyFolder:
                 run = run_of(self.path, name, experiment)
                 steps = list(experiment.steps(part, run))
                 # as the unit that measured: with other threads or another device, sums differ in their last digits
-                torch.set_num_threads(part.needs.cores)
-                device = _device_name(part.needs)
-                for check in verify_run(run, experiment, part.measures, steps, part.settings, device):
-                    # several measurements of one run look at the same files
-                    if check not in said:
-                        said.add(check)
-                        yield check
+                with _threads(part.needs.cores):
+                    device = _device_name(part.needs)
+                    for check in verify_run(run, experiment, part.measures, steps, part.settings, device):
+                        # several measurements of one run look at the same files
+                        if check not in said:
+                            said.add(check)
+                            yield check
 
     def _measures(self) -> Mapping[str, Mapping[str, str]]:
         """What claims can name in `Claim.measures`."""
@@ -380,6 +374,30 @@ class StudyFolder:
             return ""
         return f"{file.name} was changed after this study was started: its SHA-256 was {started}."
 
+    def _missed_targets(self, results: Results) -> str:
+        """Which runs ended above the loss that they were to reach, and what to do; empty if none did."""
+        missed = {
+            name: missed
+            for name, experiment in results.experiments.items()
+            if isinstance(experiment.config, TrainConfig)
+            and (missed := results.run(name).missed_targets(experiment.config))
+        }
+        if not missed:
+            return ""
+        named = "; ".join(f"{name}: {', '.join(each)}" for name, each in itertools.islice(missed.items(), _MOST_MISSED))
+        more = f"; and {len(missed) - _MOST_MISSED} more" if len(missed) > _MOST_MISSED else ""
+        return (
+            f"{len(missed)} of {len(results.experiments)} runs missed a target ({named}{more}). To go on "
+            "until it is reached, raise the steps of these stages in the study, and run "
+            f"{self.command} --folder {self.path.name}-longer"
+        )
+
+    @property
+    def command(self) -> str:
+        """The command that runs the study in its usual folder."""
+        name = self.study.name if self.study.name in STUDIES else f"{self.study.name}.py"
+        return shlex.join(["isoloss", "study", "run", name, *self.options])
+
     def _config(self, name: str) -> Path:
         """The TOML file that a run is made from."""
         return self.path / CONFIGS / f"{name}.toml"
@@ -410,6 +428,22 @@ def _eval_arguments(run: Run, experiment: Experiment, part: Measurement) -> tupl
 
 def _device_name(needs: Resources) -> str:
     return "cuda" if needs.gpus else "cpu"
+
+
+@contextlib.contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Compute with this many threads, whatever OMP_NUM_THREADS was when torch, numpy and scipy were loaded."""
+    import scipy.linalg  # noqa: F401  (what is not loaded is not limited)
+    import torch
+    from threadpoolctl import threadpool_limits
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        with threadpool_limits(number):
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _device(needs: Resources) -> tuple[str, ...]:

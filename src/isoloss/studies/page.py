@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,6 @@ from markupsafe import Markup
 from isoloss import config as configs
 from isoloss import files
 from isoloss.lab.evaluation.external import ExternalCheckpoint
-from isoloss.registry import STUDIES
 from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
 from isoloss.report.html import Section, interval_rows
@@ -67,9 +65,6 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
     for file in {file for place in {file.parent for file in drawn} for file in place.iterdir()} - drawn.keys():
         # figures of an earlier page would otherwise seem to belong to this one
         file.unlink()
-    command = shlex.join(
-        ["isoloss", "study", "run", study.name if study.name in STUDIES else f"{study.name}.py", *folder.options]
-    )
     lede, *about = study.lead or (setup(results),)
     # one without a caption is that of every checkpoint, which any page has
     tables = [_table(table) for table in summary.tables if table.caption]
@@ -80,7 +75,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
         cards=summary.answer,
         figures=figures,
         sections=[
-            *_beside_the_paper(summary.claims, parts.paper_claims, command),
+            *_beside_the_paper(summary.claims, parts.paper_claims, folder.command),
             *_comparisons(results, summary, interim=bool(interim)),
             *parts.sections,
             *([Section(title="About this study", body="\n".join(about), folded=True)] if about else []),
@@ -93,7 +88,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
             name: configs.to_toml(without_folders(configs.to_dict(one.config)))
             for name, one in results.experiments.items()
         },
-        command=command,
+        command=folder.command,
         settings={
             "Scale": f"{folder.scale_name} ({folder.scale.description})",
             **_inputs(results),
@@ -121,9 +116,15 @@ def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[S
     if not rows:
         return []
     note = Markup("<p class=note>{}</p>").format(
-        "± is one standard error of the paired difference; each interval is for itself, not adjusted for the number "
+        "± is one standard error of the difference; each interval is for itself, not adjusted for the number "
         "of rows. Each plot has its own axis; the dashed line is no difference. "
-        + ("With one run of each kind, the error is not over training seeds." if comparison.has_one_run_each else "")
+        + ("With one run of each kind, the error is not over training seeds. " if comparison.has_one_run_each else "")
+        + (
+            "Checkpoints whose seeds are not given count as independent, which those of one training are not: "
+            "ExternalCheckpoint(seed=...) tells them apart."
+            if comparison.has_unknown_seeds
+            else ""
+        )
     )
     return [Section(title="Differences", body=interval_rows(rows) + note)]
 

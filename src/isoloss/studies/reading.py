@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from isoloss import files
 from isoloss.errors import IsolossError, naming_extras
 from isoloss.registry import STUDIES
+from isoloss.statistics.tables import FORMULA
 from isoloss.studies.results import COLUMNS
 from isoloss.studies.spec import Study, load_study
 from isoloss.studies.summary import tables_in
@@ -146,14 +147,14 @@ def as_csv(values: pl.DataFrame) -> pl.DataFrame:
     import polars as pl
 
     # only in columns of text: in one of numbers, a minus is a minus
-    return values.with_columns(pl.col(pl.String).str.replace(r"^([=+\-@\t\r])", "'$1"))
+    return values.with_columns(pl.col(pl.String).str.replace("^" + FORMULA, "'$1"))
 
 
 def _from_csv(values: pl.DataFrame) -> pl.DataFrame:
     """Return values as they were before `as_csv`."""
     import polars as pl
 
-    return values.with_columns(pl.col(pl.String).str.replace(r"^'([=+\-@\t\r])", "$1"))
+    return values.with_columns(pl.col(pl.String).str.replace("^'" + FORMULA, "$1"))
 
 
 def study_in(path: Path, study: str | Path | Study | None = None) -> StudyFolder:

@@ -314,13 +314,7 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
         >>> print(difference(easy_and_hard[1], easy_and_hard[0]))  # each sentence differs by 1, 1 and 2
         1.33 ± 0.33 nats
     """
-    same_inputs = (later.inputs, later.settings) == (earlier.inputs, earlier.settings)
-    is_exact = later.is_exact and earlier.is_exact
-    if not same_inputs or later.examples.keys() != earlier.examples.keys() or not (later.examples or is_exact):
-        raise IsolossError(
-            "two evaluations were not made on the same examples under the same settings, so their difference has "
-            "no paired error: measure both checkpoints again with one version of isoloss"
-        )
+    check_same_examples(later, earlier)
     of_accuracy = later.unit == "accuracy"
     if of_accuracy and factor != 1:
         raise IsolossError(f"an accuracy is compared as it is, not with a factor of {factor:g}")
@@ -330,6 +324,38 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
         return _in_points(accuracy_difference(later.correct, earlier.correct))
     found = paired_difference(_by_example(later), times(_by_example(earlier), factor))
     return _in_points(found) if of_accuracy else found
+
+
+def check_same_examples(first: Measured, *others: Measured) -> None:
+    """Refuse estimates that were not made on the same examples under the same settings."""
+    for other in others:
+        same_inputs = (first.inputs, first.settings) == (other.inputs, other.settings)
+        is_exact = first.is_exact and other.is_exact
+        if not same_inputs or first.examples.keys() != other.examples.keys() or not (first.examples or is_exact):
+            raise IsolossError(
+                "two evaluations were not made on the same examples under the same settings, so their difference has "
+                "no paired error: measure both checkpoints again with one version of isoloss"
+            )
+
+
+def averaged(of_one_run: Sequence[Measured]) -> Measured:
+    """Return the mean of an estimate over checkpoints of one run, which are not independent of each other.
+
+    What an example adds to the mean is the mean of what it adds to each; the probes of all count as probes of one.
+
+    Raises:
+        IsolossError: The checkpoints were not measured on the same examples with the same settings.
+    """
+    first, *others = of_one_run
+    if not others:
+        return first
+    check_same_examples(first, *others)
+    examples = dict(first.examples)
+    if "influence" in examples:
+        examples["influence"] = np.mean([one.examples["influence"] for one in of_one_run], axis=0)
+    if "predictions" in examples:
+        examples["predictions"] = np.concatenate([one.examples["predictions"] for one in of_one_run])
+    return dataclasses.replace(first, value=statistics.fmean(one.value for one in of_one_run), examples=examples)
 
 
 def _by_example(one: Measured) -> Estimate:

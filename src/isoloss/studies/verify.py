@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -65,7 +66,11 @@ def _verify(
     if not run.complete:
         yield f"{run.name}: training", "not complete"
         return
-    recorded = run.result()["checkpoints"]
+    yield f"{run.name}: files", "; ".join(run.damage(tensors=True)) or None
+    try:
+        recorded = run.result()["checkpoints"]
+    except IsolossError:  # which is one of its damaged files
+        return
     missing = [step for step in steps if step not in run.steps()]
     yield f"{run.name}: checkpoints", f"none at steps {missing}" if missing else None
     present = [step for step in steps if step not in missing]
@@ -85,6 +90,7 @@ def _verify_external(
     else:
         changed = "" if run.result()["weights"] == run.weights(0) else "its weights are not those that were measured"
         yield f"{run.name}: checkpoint", changed or None
+        yield f"{run.name}: files", "; ".join(run.damage(tensors=True)) or None
         yield from _verify_evaluations(run, measures, run.steps(), settings, device, again=not changed)
 
 
@@ -93,7 +99,8 @@ def _verify_evaluations(
 ) -> Iterator[Check]:
     todo = [f"{measure} at step {step}" for step, measure in pending(run, measures, steps, settings)]
     wrong = (
-        "missing, damaged, made with other weights or settings, or without the file of examples they were saved with"
+        "missing, damaged, made with other weights, config, tokenizer or settings, or without the file of examples "
+        "they were saved with"
     )
     yield f"{run.name}: evaluations", f"{wrong}: {', '.join(todo)}" if todo else None
     if again and not todo:
@@ -106,6 +113,8 @@ def _measured_again(
     evaluator = Evaluator(run, settings, device=device)
     for measure in measures:
         kept, (again, _) = run.evaluation(measure, step), evaluator.measure(measure, step)
+        if kept is not None and not kept.model_files:  # measured before they were recorded
+            again = dataclasses.replace(again, model_files="")
         before = {} if kept is None else kept.to_dict()
         # as JSON gives it back: tuples are lists there, and keys are text
         differing = configs.differences(before, json.loads(json.dumps(again.to_dict())))

@@ -6,7 +6,7 @@ Shapes: B sequences of a batch, T positions, N clusters of a stream, G blocks of
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,11 +99,8 @@ class SequenceClusters:
         first, self.sequences = self.sequences, self.sequences + size
         self.by_document = documents is not None
         if documents is not None:
-            keys = documents.tolist() if hasattr(documents, "tolist") else list(documents)
-            # `key != key` is NaN
-            if len(keys) != size or any(isinstance(key, list) or key is None or key != key for key in keys):
-                raise IsolossError(f"`documents` must be the id of the document of each of the {size} sequences")
-            return torch.tensor([self._number(key) for key in keys], dtype=torch.int64)
+            numbered = [self._number(key) for key in document_keys(documents, size)]
+            return torch.tensor(numbered, dtype=torch.int64)
         # without token ids there is nothing to tell copies by: each sequence is a cluster
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             return torch.tensor([self._number(-1 - row) for row in range(first, first + size)]) // self._size
@@ -182,6 +179,16 @@ class SequenceClusters:
         total = float(((sizes > 0) - 2 * on_mean + square).sum())
         excess = products.mean() + total / (number * (number - 1))
         return bool(excess > _ALIKE * products.std(ddof=1) / math.sqrt(len(products)))
+
+
+def document_keys(documents: Any, size: int) -> list[Hashable]:
+    """Return the id of the document of each of `size` sequences, or refuse what does not give these."""
+    keys = documents.tolist() if hasattr(documents, "tolist") else documents
+    keys = list(keys) if isinstance(keys, Iterable) and not isinstance(keys, str) else []
+    # `key != key` is NaN
+    if len(keys) != size or any(isinstance(key, list) or key is None or key != key for key in keys):
+        raise IsolossError(f"`documents` must be the id of the document of each of the {size} sequences")
+    return keys
 
 
 def equal_blocks(numbers: list[int]) -> Blocks:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from isoloss import files
 from isoloss.errors import IsolossError, warn
@@ -100,8 +101,8 @@ def read_labeled_text(
     Rows without a label are left out and counted: null, empty, NaN, what pandas writes for these (`NA`, `<NA>`, `N/A`,
     `None`, `NULL`, `null`), `-` (as in SNLI) and -1 (as on the Hugging Face hub). `-` beside `+` alone, and -1 beside 1
     alone, are classes, and so is any of these that is among `label_names` or the dataset's own names. Booleans are the
-    classes `false` and `true`. Rows with a null for a text, or with more or fewer fields than the header, are left out
-    and counted, too.
+    classes `false` and `true`. Rows with a null for a text, with nothing but blanks, or with more or fewer fields than
+    the header, are left out and counted, too.
 
     Args:
         source: A file, a folder or a dataset.
@@ -112,6 +113,7 @@ def read_labeled_text(
         label_names: The labels there are, in the order of their indices, so that the splits of a task agree; None:
             those that the dataset names, else those in this split, sorted (numbers by value).
         other_columns: What files may call `text`, `pair` and `label` instead; a file's are the first that it has.
+            Those without a `pair` are of examples of one text.
         header: Columns of a `.tsv` or `.csv` file whose first line is an example, as CoLA's.
 
     Raises:
@@ -155,7 +157,7 @@ def read_labeled_text(
             continue
         *values, value = fields
         name = _label(value, label, location)
-        if name is None or None in values:
+        if name is None or None in values or not any(map(_says_something, values)):
             leave_out(location, _NO_LABEL if name is None else _NO_TEXT)
             continue
         # the label's column is the last, and has no item here
@@ -182,7 +184,9 @@ def read_labeled_text(
     num_incomplete = left_out[_FIELDS] + left_out[_NO_TEXT]
     num_unlabeled = left_out.total() - num_incomplete
     texts, locations, named = ([column[row] for row in rows_kept] for column in (texts, locations, labels))
-    seconds = [seconds[row] for row in rows_kept] if pair is not None else []
+    if len(seconds) not in (0, len(labels)):
+        raise IsolossError(f"{source}: some of its files have two texts in a row, and some have one")
+    seconds = [seconds[row] for row in rows_kept] if seconds else []
     names = tuple(sorted(set(named), key=_number_first) if wanted is None else wanted)
     index = {name: position for position, name in enumerate(names)}
     for location, name in zip(locations, named, strict=True):
@@ -190,7 +194,7 @@ def read_labeled_text(
             raise IsolossError(f"{location}: the label {name!r} is not one of {', '.join(names)}")
     return LabeledText(
         texts=tuple(texts),
-        pairs=None if pair is None else tuple(seconds),
+        pairs=tuple(seconds) or None,
         labels=tuple(index[name] for name in named),
         label_names=names,
         num_unlabeled=num_unlabeled,
@@ -225,14 +229,15 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
 def encode_labeled_text(
     tokenizer: PreTrainedTokenizerFast, data: LabeledText, *, max_length: int, token_types: int = 2
 ) -> dict[str, torch.Tensor]:
-    """Return what a classifier takes: [CLS] a [SEP], or [CLS] a [SEP] b [SEP], with the labels.
+    """Return what a classifier takes, with the labels: [CLS] a [SEP], or [CLS] a [SEP] b [SEP].
 
-    Special tokens are those that the tokenizer itself puts around one and two texts. An example that is too long loses
-    tokens from the end of the longer text, one at a time; while the two are equally long, from the one that was shorter
-    at first (if neither was, the first). What a text spells is never a special token.
+    Special tokens are those that the tokenizer itself puts around one and two texts; GPT-2's puts none. Where it puts
+    none between two texts, a newline divides them. An example that is too long loses tokens from the end of the longer
+    text, one at a time; while the two are equally long, from the one that was shorter at first (if neither was, the
+    first). What a text spells is never a special token.
 
     Args:
-        tokenizer: A tokenizer with a padding token.
+        tokenizer: Any tokenizer. Without a padding token, padding is the id 0: no model reads what its mask hides.
         data: n examples.
         max_length: The most tokens of an example, the special ones included.
         token_types: Token types that the model knows (`type_vocab_size`).
@@ -243,46 +248,59 @@ def encode_labeled_text(
         `labels` (n,). All int64.
 
     Raises:
-        IsolossError: The tokenizer has no padding token or nothing that divides two texts, or `max_length` leaves less
-            than one token for each text.
+        IsolossError: `max_length` leaves less than one token for each text, or an example has no token.
     """
-    is_pair = data.pairs is not None
-    special = tokenizer.num_special_tokens_to_add(pair=is_pair)
-    if is_pair and special == 0:
-        raise IsolossError("the tokenizer puts nothing between two texts: it takes one with a [SEP] or its like")
-    if tokenizer.pad_token_id is None:
-        raise IsolossError("the tokenizer has no pad token, which is needed here")
-    least = special + (2 if is_pair else 1)
+    pairs = _seconds(tokenizer, data)
+    special = tokenizer.num_special_tokens_to_add(pair=pairs is not None)
+    # a newline before the second text takes a token of its own
+    least = special + (1 if pairs is None else 2 + (pairs != data.pairs))
     if max_length < least:
         raise IsolossError(f"max_length is {max_length}; with {special} special tokens it must be at least {least}")
     has_types = token_types >= 2 and "token_type_ids" in tokenizer.model_input_names
     encoded = tokenizer(
         list(data.texts),
-        None if data.pairs is None else list(data.pairs),
+        None if pairs is None else list(pairs),
         truncation="longest_first",
         max_length=max_length,
-        padding="longest",
-        padding_side="right",
         # what a text spells is never a special token
         split_special_tokens=True,
         return_attention_mask=True,
         return_token_type_ids=has_types,
-        return_tensors="pt",
     )
-    return {**encoded, "labels": torch.tensor(data.labels)}
+    for text, ids in zip(data.texts, encoded["input_ids"], strict=True):
+        if not ids:
+            raise IsolossError(f"the tokenizer makes no token of the text {text!r}: leave this example out")
+    padding = {"input_ids": tokenizer.pad_token_id or 0}
+    padded = {
+        name: pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=padding.get(name, 0))
+        for name, rows in encoded.items()
+    }
+    return {**padded, "labels": torch.tensor(data.labels)}
+
+
+def _seconds(tokenizer: PreTrainedTokenizerFast, data: LabeledText) -> tuple[str, ...] | None:
+    """Return the second texts of pairs, after a newline where the tokenizer does not divide them from the first."""
+    if data.pairs is None:
+        return None
+    one, both = (tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True))
+    return data.pairs if both > one else tuple(f"\n{text}" for text in data.pairs)
 
 
 def coverage(tokenizer: PreTrainedTokenizerFast, data: LabeledText, *, max_length: int) -> Coverage:
     """Return how many examples `encode_labeled_text` cuts, and how many of their tokens are unknown."""
     lengths = np.full(len(data), tokenizer.num_special_tokens_to_add(pair=data.pairs is not None))
     num_tokens = num_unknown = 0
-    for texts in (data.texts, data.pairs or ()):
+    for texts in (data.texts, _seconds(tokenizer, data) or ()):
         for row, ids in enumerate(encode(tokenizer, texts)):
             lengths[row] += len(ids)
             num_tokens += len(ids)
             num_unknown += int((ids == tokenizer.unk_token_id).sum())
     num_cut = int((lengths > max_length).sum())
     return Coverage(len(data), num_cut, num_tokens, num_unknown, data.num_unlabeled, data.num_incomplete)
+
+
+def _says_something(text: Any) -> bool:
+    return not isinstance(text, str) or bool(text.strip())
 
 
 def _number_first(name: str) -> tuple[bool, int, str]:
@@ -417,5 +435,6 @@ def _columns(path: Path, choices: list[list[str]], there: Sequence[str]) -> list
     for columns in choices:
         if set(columns) <= set(there):
             return columns
-    missing = next(column for column in choices[0] if column not in there)
-    raise IsolossError(f"{path} has no column {missing!r}; it has {', '.join(there) or 'none'}")
+    # of the choice that is nearest to what there is
+    missing = min(([column for column in columns if column not in there] for columns in choices), key=len)
+    raise IsolossError(f"{path} has no column {missing[0]!r}; it has {', '.join(there) or 'none'}")

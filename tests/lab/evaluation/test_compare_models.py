@@ -13,13 +13,18 @@ from tokenizers import normalizers
 from torch.nn import functional as F
 
 import small_checkpoints as small
-from isoloss import compare
+from isoloss import compare, pretrain
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import loss_rises
 from isoloss.flatness.comparison import ComparisonError, InterruptedComparison
 from isoloss.lab.evaluation.compare import TITLES
 from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.lab.languages.config import BracketsConfig, PCFGConfig
+from isoloss.lab.transfer.probe import fit_linear_probe
+from isoloss.lab.transfer.text_sources import own_text_task
+from isoloss.lab.transfer.text_tasks import read_examples
+from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.seeds import generator
 from isoloss.statistics.ratio import ratio
 from isoloss.text.inputs import read_inputs
@@ -145,6 +150,34 @@ def test_rises_are_of_64_sequences_drawn_at_random(measured):
             assert (found.value, found.stderr) == pytest.approx((expected.value, expected.stderr), rel=1e-3, abs=1e-7)
 
 
+def test_the_seed_decides_the_noise():
+    ids = torch.randint(0, 64, (12, 8), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": ids, "labels": ids}]
+    rises = [compare({"a": small.gpt2(64, 0)}, batches, seed=seed).of("noise_10%_rise")["a"] for seed in (3, 4)]
+    assert rises[0].value != rises[1].value
+    assert [rise.details["seed"] for rise in rises] == [3, 4]
+
+
+def test_there_is_no_answer_where_much_of_a_model_was_not_rounded():
+    class Half(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.known = torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8, bias=False)
+            self.hidden = torch.nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, ids):
+            h = self.known(self.table(ids))
+            return (h[..., None] * torch.stack(list(self.hidden))).sum(dim=-2)  # a product that nothing shows
+
+    models = {name: Half() for name in "ab"}
+    ids = torch.randint(0, 8, (32, 6), generator=torch.Generator().manual_seed(0))
+    comparison = compare(models, [{"input_ids": ids, "labels": ids}], causal=True)
+    answer = comparison.answers()[-1]
+    assert (answer.question, answer.holds) == ("More robust at 4 bits?", None)
+    assert answer.answer == "No answer: 50 % of the weights of a's maps are rounded"
+    assert "rounded: 64 of 128 weights of linear maps" in str(comparison)
+
+
 def test_it_says_what_it_is_over_and_is_one_table(measured):
     *_, comparison = measured
     assert comparison.inputs.startswith("140 sequences of 12 tokens drawn from the ")
@@ -153,6 +186,12 @@ def test_it_says_what_it_is_over_and_is_one_table(measured):
     assert [line for line in TITLES.values() if f"\n{line} " not in out] == []
     assert " documents (with changed weights: over " in out
     assert " documents in 64 of the sequences" in out
+    draws = comparison.models["a"]["noise_10%_rise"].details["draws"]
+    assert draws >= 40
+    assert f"; noise: over 20 groups of documents and {draws} draws, each added and subtracted; rounded: " in out
+    rounded = comparison.models["a"]["int4_rise"].details
+    assert rounded["rounded_weights"] == rounded["map_weights"] > 0
+    assert f"; rounded: {rounded['map_weights']:,} of {rounded['map_weights']:,} weights of linear maps" in out
     assert "<table>" in comparison._repr_html_()
     assert repr(comparison) == "ModelComparison(2 models; flattest: no verdict)"
 
@@ -230,22 +269,143 @@ def test_the_accuracy_of_a_task_is_the_probe_of_evaluate_and_paired_by_example(f
     names, where = [str(folder / name) for name in "ab"], (f"sst2={folder / 'sst2'}",)
     about = {"data": text, "inputs": HOW, "device": "cpu"}
     comparison = compare(names, tasks=["sst2"], task_data=where, num_sequences=30, robustness=False, **about)
-    settings = {"probe_solver": "convex", "task_data": where}
+    settings = {"probe_solver": "convex", "probe_pooling": "last", "task_data": where}
     expected = evaluate(names, ["probe-sst2"], settings=settings, output=tmp_path, **about)
     frame = expected.to_pandas()
     accuracies = [evaluation.estimates["accuracy"] for evaluation in expected]
     assert list(frame["model"]) == list(expected.models)
     assert list(frame["value"]) == [accuracy.value for accuracy in accuracies]
     assert list(frame["high95"]) == [accuracy.ci95[1] for accuracy in accuracies]
-    right = []
     for name, evaluations in zip(names, expected, strict=True):
         accuracy = evaluations.estimates["accuracy"]
         found = comparison.models[name]["probe-sst2"]
         assert found.value == pytest.approx(accuracy.value, abs=1e-12)
         assert (found.samples, found.details["majority_rate"]) == (30, accuracy.details["majority_rate"])
-        right.append(found)
+        assert found.details["pooling"] == "last"
     assert "sst2: majority class " in str(comparison)
-    assert [answer.question for answer in comparison.answers()] == ["Same loss?", "Flatter?", "Better at sst2?"]
+    assert "Accuracies are of a linear probe of the last token: another pooling may order the models" in str(comparison)
+    *others, task = comparison.answers()
+    assert [answer.question for answer in (*others, task)] == ["Same loss?", "Flatter?", "Better at sst2?"]
+    assert task.answer.endswith(", by a probe of the last token")
+
+
+LITTLE = {"inputs": HOW, "num_sequences": 12, "robustness": False}
+
+
+@pytest.fixture
+def reviews(tmp_path):
+    """A task of one's own, whose label is in the last word or, of a pair, in the second text."""
+    one = [f"the {word} of blue {'vu' if i % 3 else 'und'}\t{i % 3 > 0}" for i, word in enumerate(small.WORDS[:4] * 15)]
+    two = [line.replace(" blue ", "\t") for line in one]
+    for name, header, lines in (("one", "text\tlabel", one), ("two", "text\tpair\tlabel", two)):
+        (tmp_path / f"{name}.tsv").write_text("\n".join([header, *lines]) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize(("of_model", "pooling"), [(small.gpt2, "last"), (small.bert, "mean")])
+def test_a_task_of_ones_own_is_read_by_any_tokenizer(reviews, text, name, of_model, pooling):
+    """Pooled states of each text alone, without padding, and a logistic regression on them."""
+    tokenizer = small.byte_level()
+    tokenizer.pad_token = None  # as GPT-2's
+    models = {seed: of_model(len(tokenizer), int(seed)) for seed in "01"}
+    path = reviews / f"{name}.tsv"
+    found = compare(models, data=text, tokenizer=tokenizer, tasks=[f"mine={path}"], **LITTLE)
+    chosen = compare(models, data=text, tokenizer=tokenizer, tasks=[f"mine={path}"], pooling="concatenate", **LITTLE)
+    examples = read_examples(own_text_task("mine", str(path)))
+    for seed, model in models.items():
+        features = []
+        for part in (examples.train, examples.test):
+            joined = part.texts if part.pairs is None else map("\n".join, zip(part.texts, part.pairs, strict=True))
+            with torch.no_grad():
+                states = [
+                    model.base_model(torch.tensor([tokenizer(each).input_ids])).last_hidden_state for each in joined
+                ]
+            features.append(torch.cat([state[:, -1] if pooling == "last" else state.mean(dim=1) for state in states]))
+        labels = [torch.tensor(part.labels) for part in (examples.train, examples.test)]
+        x, y = zip(features, labels, strict=True)
+        expected = fit_linear_probe(*x, *y, solver="convex", classes=("False", "True")).accuracy
+        accuracy = found.models[seed]["probe-mine"]
+        assert (accuracy.value, accuracy.samples) == (pytest.approx(expected.value), 12)
+        assert accuracy.details["pooling"] == pooling
+        assert accuracy.details["num_features"] == 8
+        assert chosen.models[seed]["probe-mine"].details["num_features"] > 8
+    assert chosen.answers()[-1].answer.endswith(", by a probe of all tokens")
+    words = {"last": "the last token", "mean": "the mean over tokens"}[pooling]
+    assert found.answers()[-1].answer.endswith(f", by a probe of {words}")
+
+
+WRONG = {
+    "no label": ("text,class\na,1\n", "mine.csv has no column 'label'; it has text, class"),
+    "one label": ("text,label\n" + "a,1\n" * 20, "mine.csv: all 20 examples have the label 1; a task needs two labels"),
+    "four examples": ("text,label\na,1\nb,0\nc,1\nd,1\n", "mine.csv has 4 examples, too few to keep one in five"),
+    "five examples": ("text,label\na,1\nb,0\nc,1\nd,1\nd,0\n", "mine.csv gives 1 test example, and an accuracy with"),
+    "no file": (None, "there is no file or folder .*mine.csv"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_task_is_refused_before_anything_is_measured(folder, text, tmp_path, case):
+    content, sentence = WRONG[case]
+    if content is not None:
+        (tmp_path / "mine.csv").write_text(content)
+    names, done = [str(folder / name) for name in "ab"], []
+    with pytest.raises(IsolossError, match=f"the task mine cannot be measured: .*{sentence}"):
+        compare(names, data=text, tasks=[f"mine={tmp_path / 'mine.csv'}"], progress=lambda *_: done.append(1), **LITTLE)
+    assert not done
+
+
+def test_examples_of_several_tasks_do_not_mix(folder, text, reviews):
+    names, where = [str(folder / name) for name in "ab"], (f"sst2={folder / 'sst2'}", f"mine={reviews / 'one.tsv'}")
+    found = compare(names, data=text, tasks=["mine", "sst2"], task_data=where, **LITTLE)
+    assert [found.models[names[0]][f"probe-{task}"].samples for task in ("mine", "sst2")] == [12, 30]
+    with pytest.raises(IsolossError, match="the task sst2 is named twice"):
+        compare(names, data=text, tasks=["sst2", f"sst2={folder / 'sst2'}"])
+    with pytest.raises(IsolossError, match="probe_pooling is 'max'; it must be one of"):
+        compare(names, data=text, tasks=["sst2"], pooling="max")
+    with pytest.raises(IsolossError, match="the first token of a causal model has read no other"):
+        compare(names, data=text, tasks=["sst2"], task_data=where[:1], pooling="first")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs of one language, and one of another."""
+    path = tmp_path_factory.mktemp("runs")
+    for name, kind, seed in (("a", PCFGConfig, 0), ("b", PCFGConfig, 1), ("other", BracketsConfig, 0)):
+        language = kind(levels=2, vocab_size=8) if kind is PCFGConfig else kind(length=4)
+        config = TrainConfig(language=language, model=ModelConfig(size="d16"), steps=4, seed=seed)
+        pretrain(path / name, config)
+    return path
+
+
+def test_runs_of_a_language_are_compared_on_it(runs):
+    names = [str(runs / name) for name in "ab"]
+    found = compare(names, tasks=["root"], num_sequences=64, robustness=False)
+    assert found.inputs == "64 sentences sampled from the run's language"
+    settings = {"num_sequences": 64, "probe_solver": "convex", "probe_pooling": "mean"}
+    expected = {(each.measure, name): each for name, each in _by_model(names, settings)}
+    for name in names:
+        for mine, (measure, theirs) in {"trace": ("trace", "trace"), "probe-root": ("probe-root", "accuracy")}.items():
+            wanted = expected[measure, name].estimates[theirs]
+            assert found.models[name][mine].value == pytest.approx(wanted.value, rel=1e-5)
+
+
+def _by_model(names, settings):
+    found = evaluate(names, ["trace", "probe-root"], settings=settings, steps="last")
+    return zip(found.models, found, strict=True)
+
+
+def test_runs_of_other_languages_are_refused(runs, folder):
+    for other, sentence in (
+        (runs / "other", "are of runs with different languages or objectives: add --data"),
+        (folder / "a", "is not a checkpoint of a run, so there is no language to measure it on: add --data"),
+    ):
+        with pytest.raises(IsolossError, match=sentence):
+            compare([str(runs / "a"), str(other)])
+    with pytest.raises(IsolossError, match="is measured on its run's language, masked as in its training: leave out"):
+        compare([str(runs / name) for name in "ab"], inputs=InputConfig(length=8))
+    with pytest.raises(IsolossError, match="the task sst2 cannot be measured: the language has no tokenizer"):
+        compare([str(runs / name) for name in "ab"], tasks=["sst2"])
 
 
 def batches(vocabulary=8):
@@ -271,8 +431,9 @@ def test_ctrl_c_leaves_the_others_measured():
     def interrupted():
         raise KeyboardInterrupt
 
+    models = {"a": small.gpt2(8, 0), "b": small.gpt2(8, 1), "c": interrupted}
     with pytest.raises(InterruptedComparison) as stop:
-        compare({"a": small.gpt2(8, 0), "b": small.gpt2(8, 1), "c": interrupted}, batches(), same_loss=10.0)
+        compare(models, batches(), same_loss=10.0, robustness=False)
     assert list(stop.value.complete.models) == ["a", "b"]
     same_loss, *_ = stop.value.complete.answers()
     assert same_loss.answer == "Yes, within ± 10 nats"
@@ -322,11 +483,11 @@ def test_models_that_end_texts_otherwise_are_not_paired_where_that_counts():
     models = {"a": small.llama(8), "b": small.llama(8, 1, eos_token_id=5), "c": small.llama(8, 2)}
     sentence = "b: its error is over 17 documents that separators show and the error of a over 18 .*: give `documents`"
     with pytest.raises(ComparisonError, match=sentence) as failed:
-        compare(models, batches())
+        compare(models, batches(), robustness=False)
     assert list(failed.value.complete.models) == ["a"]
     documents = torch.arange(10)
-    first, second = batches()
-    comparison = compare(models, [{**first, "documents": documents}, {**second, "documents": documents + 10}])
+    given = [{**batch, "documents": documents + 10 * i} for i, batch in enumerate(batches())]
+    comparison = compare(models, given, robustness=False)
     assert comparison.difference("loss", "a", "b").samples == 20
 
 

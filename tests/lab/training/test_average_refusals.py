@@ -60,8 +60,11 @@ def refused(message, *folders):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"words": WORDS[::-1]}, r"first and .*second have different tokenizers.*: model\.vocab\.w0 is 2 and 11$"),
-        ({"normalizer": normalizers.Lowercase()}, "normalizer is None and {'type': 'Lowercase'}$"),
+        (
+            {"words": WORDS[::-1]},
+            r"first and .*second have different tokenizers.*: 'w9' is token 11 of .*first and token 2 of .*second$",
+        ),
+        ({"normalizer": normalizers.Lowercase()}, "the normalizer is nothing in .*first and Lowercase in .*second$"),
         ({"hidden_act": "relu"}, "hidden_act is 'silu' in .*first and 'relu' in .*second, so weights of one are no"),
         ({"rope_parameters": {"rope_theta": 50.0, "rope_type": "default"}}, "rope_theta is 10000.0 in .* and 50.0 in"),
         ({"num_attention_heads": 4, "num_key_value_heads": 4}, "num_attention_heads is 2 in .* and 4 in"),

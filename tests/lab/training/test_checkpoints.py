@@ -89,7 +89,7 @@ def test_a_place_that_cannot_be_written(tmp_path):
         save(tmp_path / "file" / "step-7", model(), {}, STATE)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "trainer.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "trainer.safetensors"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damaged_tensors_are_refused(folder, name, damage):
     path = folder / name
@@ -105,7 +105,7 @@ def test_damaged_tensors_are_refused(folder, name, damage):
         load(folder, model(), config=CONFIG)
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "3", '{"step": 7}'])
+@pytest.mark.parametrize("content", ["{}", '{"step": 7}'])
 def test_a_damaged_record_is_refused(folder, content):
     (folder / "trainer.json").write_text(content)
     with pytest.raises(IsolossError, match=r"trainer\.json is damaged or .* \(it lacks config, initial_sha256, "):
@@ -114,9 +114,9 @@ def test_a_damaged_record_is_refused(folder, content):
 
 def rewritten(folder, change):
     path = folder / "trainer.json"
-    document = json.loads(path.read_text())
+    document = files.read_sealed(path, "")
     change(document)
-    path.write_text(json.dumps(document))
+    files.write_sealed(path, document)
 
 
 def test_a_record_of_another_version_names_the_fields(folder):
@@ -131,6 +131,13 @@ def test_a_config_of_another_version_names_the_fields(folder):
         load(folder, model(), config=CONFIG)
     rewritten(folder, lambda document: document["config"].pop("color") and document["config"].pop("seed"))
     with pytest.raises(IsolossError, match=r"of another config \(seed is 0 here and not set there\)"):
+        load(folder, model(), config=CONFIG)
+
+
+@pytest.mark.parametrize("content", ["[]", "3"])
+def test_a_record_that_is_none_is_refused(folder, content):
+    (folder / "trainer.json").write_text(content)
+    with pytest.raises(IsolossError, match=r"trainer\.json is damaged: its content is not what was written; delete"):
         load(folder, model(), config=CONFIG)
 
 
@@ -195,4 +202,4 @@ def test_the_newest_is_found_and_others_are_removed(tmp_path):
 def test_the_record_is_plain_json(folder):
     document = json.loads((folder / "trainer.json").read_text())
     assert document["loss_sum_nats"] == 0.1 + 0.2
-    assert set(document["sha256"]) == {"model.safetensors", "trainer.safetensors"}
+    assert set(document["sha256"]) == {"config.json", "model.safetensors", "trainer.safetensors"}

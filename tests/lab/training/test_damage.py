@@ -1,12 +1,12 @@
 """Damage between two processes of a run is noticed by whoever reads the file next."""
 
-import json
 import re
 
 import pytest
 from running import Signalling, small, trained
 from toy_language import PairLanguage
 
+from isoloss import files
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab.training.train import Interrupted, train
 from isoloss.loading import load_model
@@ -77,16 +77,16 @@ def test_a_resume_notices_a_digit_of_the_metrics_that_changed(tmp_path):
 
 def test_a_resume_under_other_versions_or_threads_is_told_and_kept(tmp_path):
     run, config = interrupted(tmp_path)
-    record = json.loads((run.path / "run.json").read_text())
+    record = run.record
     now = record["versions"]["torch"]
     record["versions"]["torch"] = "1.0"
-    (run.path / "run.json").write_text(json.dumps(record))
+    files.write_sealed(run.path / "run.json", record)
     lines = (run.path / "log.jsonl").read_text().replace('"threads": 1', '"threads": 3')
     (run.path / "log.jsonl").write_text(lines)
     told = re.escape(f"was made with torch 1.0, now {now}; 3 threads, now 1: its numbers may")
     with pytest.warns(IsolossWarning, match=told):
         train(run, config, PairLanguage())
-    after = json.loads((run.path / "run.json").read_text())
+    after = run.record
     versions = {**record["versions"], "torch": now}
     assert after == {**record, "resumed_with": [{"step": 7, "versions": versions, "threads": 1}]}
 

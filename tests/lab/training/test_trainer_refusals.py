@@ -21,9 +21,9 @@ def test_a_directory_of_another_config(tmp_path):
 
 def test_a_run_of_another_version_names_the_fields(tmp_path):
     run = trained(tmp_path)
-    record = files.read_json(run.path / "run.json")
+    record = run.record
     record["config"]["color"] = "red"
-    files.write_json(run.path / "run.json", record)
+    files.write_sealed(run.path / "run.json", record)
     with pytest.raises(IsolossError, match=r"run\.json is not of this version of isoloss: .*color"):
         trained(tmp_path)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, RobertaPreLayerNormConfig
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, GPT2LMHeadModel, PreTrainedModel, RobertaPreLayerNormConfig
 from transformers import RobertaPreLayerNormForMaskedLM as PreNorm
 
+import small_checkpoints as small
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.base import Sentences
@@ -24,6 +27,7 @@ from isoloss.lab.transfer.features import (
     lookup_features,
     open_features,
     store,
+    why_no_features,
 )
 
 SHAPE = {
@@ -129,8 +133,92 @@ def test_bad_input_is_named() -> None:
         extract(model, Sentences(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)))
     with pytest.raises(IsolossError, match="at least one sentence"):
         extract(model, Sentences(torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)))
-    with pytest.raises(IsolossError, match="Linear has no base_model"):
+    with pytest.raises(IsolossError, match="Linear does not run on token ids: "):
         extract(torch.nn.Linear(2, 2).eval(), sentences)
+    with pytest.raises(IsolossError, match="only its layer -1 is read, not 1"):
+        extract(Own("a layer"), sentences, layer=1)
+
+
+class Own(torch.nn.Module):
+    """Sums of the tokens so far, and an output layer that is written in one of several ways."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.tokens, self.hidden, self.head = nn.Embedding(20, 8), nn.Linear(8, 30), nn.Linear(30, 24)
+            self.narrow, self.output = nn.Linear(30, 8), output
+        self.eval()
+
+    def states(self, ids: torch.Tensor) -> torch.Tensor:
+        states = self.hidden(self.tokens(ids).cumsum(dim=1)).tanh()
+        return self.narrow(states) if self.output in ("embeddings", "einsum") else states
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        states, table = self.states(ids), self.tokens.weight
+        if self.output == "embeddings":
+            return nn.functional.linear(states, table)
+        if self.output == "einsum":
+            return torch.einsum("btd,vd->btv", states, table)
+        if self.output == "product":
+            return 5 * torch.tanh(states @ self.head.weight.T)
+        if self.output == "lookup":  # the logits are no product
+            return self.hidden(self.tokens(ids))[..., :20] ** 2 + self.narrow(states).sum()
+        return self.head(states)[..., :20]  # the vocabulary is padded
+
+
+@pytest.mark.parametrize("output", ["a layer", "embeddings", "einsum", "product"])
+def test_the_states_of_ones_own_module_are_what_its_output_layer_reads(output: str) -> None:
+    model, sentences = Own(output), varied()
+    assert why_no_features(model, causal=True) is None
+    last = extract(model, sentences, pooling="last", batch_size=10)
+    for row, tokens, length in zip(last, sentences.tokens, sentences.lengths.tolist(), strict=True):
+        with torch.no_grad():
+            torch.testing.assert_close(row, model.states(tokens[None, :length])[0, -1])
+
+
+class Nameless(GPT2LMHeadModel):
+    """A model of transformers whose class does not say where its body is, as those with code of their own."""
+
+    base_model_prefix = "body"
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.transformer.wte
+
+
+def test_a_model_that_names_no_body_is_read_like_a_module() -> None:
+    model, sentences = small.gpt2(20), varied()
+    nameless = Nameless(model.config).eval()
+    nameless.load_state_dict(model.state_dict())
+    expected = extract(model, sentences, pooling="last")
+    torch.testing.assert_close(extract(nameless, sentences, pooling="last"), expected)
+
+
+def test_a_module_whose_states_cannot_be_read_is_told_before() -> None:
+    assert (
+        why_no_features(Own("lookup"), causal=True)
+        == "Own has no output layer that makes its logits of one state per token"
+    )
+    assert "takes no attention_mask" in str(why_no_features(Own("a layer"), causal=False))
+    assert why_no_features(bert(), causal=False) is None
+    with pytest.raises(IsolossError, match="Own has no output layer"):
+        extract(Own("lookup"), varied())
+
+
+@pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")  # which peft asks for
+def test_the_states_of_an_adapted_model_are_its_own() -> None:
+    base = bert()
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["query"], init_lora_weights=False)).eval()
+    sentences = varied()
+    with torch.no_grad():
+        batch = {"input_ids": sentences.tokens, "attention_mask": sentences.present().long()}
+        states = adapted(**batch, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(extract(adapted, sentences, pooling="first"), states[:, 0])
+    assert not torch.allclose(states[:, 0], extract(bert(), sentences, pooling="first"))
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    assert "puts a prompt before the text" in str(
+        why_no_features(peft.get_peft_model(small.gpt2(20), prompts), causal=True)
+    )
 
 
 # --- the look-up table

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
+from transformers import BertConfig
 
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.lab.transfer.text_sources import MNLI, TextTask, registered_text_task
-from isoloss.lab.transfer.text_tasks import make_text_task
+from isoloss.lab.transfer.text_sources import MNLI, TextTask, own_text_task, registered_text_task
+from isoloss.lab.transfer.text_tasks import as_read_by, make_text_task, read_examples
 from isoloss.registry import TASKS
 from isoloss.text.text_classification import Coverage, encode_labeled_text, read_labeled_text
 from isoloss.text.tokenizers import load_tokenizer
@@ -201,10 +203,41 @@ def test_what_is_wrong_is_named(folder: Path, vocab: Path, tmp_path: Path) -> No
     refused("empty.csv has no row with text and label", pairs(empty))
     refused("has 4 examples, too few to keep one in five", pairs(write(tmp_path / "four.csv", ROWS[:4])))
     one = write(tmp_path / "one.csv", [ROWS[0], ROWS[2]] * 5)
-    refused("all examples have the label yes", pairs(one))
+    refused("one.csv: all 10 examples have the label yes; a task needs two labels", pairs(one))
     alone = write(tmp_path / "alone" / "train.csv", ROWS)
     refused("none of the test splits dev, validation, .*; it has train", pairs(alone.parent))
     refused("max_length is 4; with 3 special tokens", pairs(folder), max_length=4)
+
+
+@pytest.mark.parametrize(("kind", "divider"), [("csv", ","), ("tsv", "\t")])
+def test_a_task_of_ones_own_has_text_and_label_and_perhaps_a_pair(tmp_path: Path, kind: str, divider: str) -> None:
+    def task(*rows: str) -> TextTask:
+        (tmp_path / f"mine.{kind}").write_text("\n".join(rows).replace(",", divider) + "\n")
+        return own_text_task("mine", str(tmp_path / f"mine.{kind}"))
+
+    one = read_examples(task("label,text", *(f"{i % 2},a{i}" for i in range(20))))
+    assert (len(one.train), len(one.test), one.train.pairs) == (16, 4, None)
+    assert sorted(one.train.texts + one.test.texts) == sorted(f"a{i}" for i in range(20))
+    two = read_examples(task("text,pair,label", *(f"a{i},b{i},{i % 2}" for i in range(20))))
+    assert two.test.texts == one.test.texts
+    assert two.test.pairs == tuple(text.replace("a", "b") for text in two.test.texts)
+    with pytest.raises(IsolossError, match=f"mine.{kind} has no column 'label'; it has text, class"):
+        read_examples(task("text,class", "a,1"))
+
+
+def test_an_id_behind_the_mask_need_not_be_the_models(tmp_path: Path, folder: Path, vocab: Path) -> None:
+    tokenizer = load_tokenizer(str(vocab))
+    examples = read_examples(pairs(folder))
+    known = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "[MORE]"})  # beyond the model's ids, as many give GPT-2 one
+    task = as_read_by(BertConfig(vocab_size=known), None, examples, tokenizer)
+    expected = make_text_task(pairs(folder), load_tokenizer(str(vocab)))
+    for found, wanted in ((task.train, expected.train), (task.test, expected.test)):
+        assert torch.equal(found.lengths, wanted.lengths)
+        assert torch.equal(found.tokens[found.present()], wanted.tokens[wanted.present()])
+        assert int(found.tokens.max()) < known
+    with pytest.raises(IsolossError, match=r"hold the token id .* and b knows 5 ids: the tokenizer is that of another"):
+        as_read_by(BertConfig(vocab_size=5), None, examples, tokenizer, model="b")
 
 
 def test_what_is_cut_and_what_is_unknown_is_counted(tmp_path: Path, vocab: Path) -> None:

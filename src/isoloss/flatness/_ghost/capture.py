@@ -226,8 +226,6 @@ class Capture(TorchFunctionMode):
         return None if self._last_linear is None else self._last_linear.weight
 
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._handles:  # a forward pass for its logits alone
-            return func(*args, **kwargs)
         # every torch function of a forward pass comes through here, so that what follows is kept cheap where no
         # parameter is near
         values = list(tensors_in((args, kwargs)))

@@ -13,12 +13,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from isoloss.errors import IsolossError
+from isoloss.flatness._batches import as_tensors
 from isoloss.flatness.comparison import (
     ComparisonError,
     InterruptedComparison,
@@ -29,9 +30,11 @@ from isoloss.flatness.comparison import (
 )
 from isoloss.flatness.robustness import ROBUSTNESS, Noise, loss_rises
 from isoloss.flatness.verdict import Verdict, in_digits, verdict
-from isoloss.lab.evaluation.context import Checkpoints, MeasureContext, data_context
-from isoloss.lab.evaluation.input_config import InputConfig
-from isoloss.lab.evaluation.measures.base import Measure, MeasureResult, make_measure
+from isoloss.lab.evaluation.context import Checkpoints, MeasureContext, data_context, language_context
+from isoloss.lab.evaluation.input_config import InputConfig, language_of_runs
+from isoloss.lab.evaluation.measures.base import MeasureResult
+from isoloss.lab.evaluation.measures.transfer import Probe, task_probes
+from isoloss.runs import last_checkpoint
 from isoloss.statistics.checking import at_least, positive
 from isoloss.statistics.comparison import times
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, interval, number, samples_of
@@ -61,6 +64,12 @@ TITLES = {
 }
 _PROBE = "probe-"  # before the name of a task
 _LEAST_ROUNDED = 0.9  # of the weights of maps: the rise of less says little about the model at few bits
+_STATES = {
+    "last": "the last token",
+    "first": "the first token",
+    "mean": "the mean over tokens",
+    "concatenate": "all tokens",
+}
 _BRIEF = ("loss", "trace", "minimal-trace", "int4_rise", "noise_10%_rise")
 
 
@@ -144,8 +153,13 @@ class ModelComparison(TraceComparison):
         if "int4_rise" in self.names:
             answers.append(self._more_robust())
         for name, task in self.tasks.items():
-            answers.append(self._best(name, f"Better at {task}?", "", "%", largest=True))
+            best = self._best(name, f"Better at {task}?", "", "%", largest=True)
+            answers.append(dataclasses.replace(best, answer=f"{best.answer}, by a probe of {self._states(name)}"))
         return answers
+
+    def _states(self, task: str) -> str:
+        """Return which token states the probe of a task reads, in words."""
+        return _STATES[next(iter(self.of(task).values())).details["pooling"]]
 
     def _same_loss(self) -> Answer:
         # of more than two models, against the model that the verdict is about
@@ -251,11 +265,15 @@ class ModelComparison(TraceComparison):
             notes.append(
                 "rounded: " + ", ".join(share + f" of {self.short[model]}" * beside for share, model in counts.items())
             )
-        bounds = [
-            f"{task}: {accuracy_bounds(next(iter(self.of(name).values())).details)}"
-            for name, task in self.tasks.items()
-        ]
-        return "; ".join([text, *notes, *bounds])
+        for name, task in self.tasks.items():
+            details = next(iter(self.of(name).values())).details
+            notes.append(f"{task}: {accuracy_bounds(details)}, {details['num_test']:,} test examples")
+        if self.tasks:
+            states = self._states(next(iter(self.tasks)))
+            notes.append(
+                f"accuracies are of a linear probe of {states}: another pooling may order the models otherwise"
+            )
+        return "; ".join([text, *notes])
 
     def table(self, *, brief: bool = False) -> tuple[list[str], list[list[str]], int]:
         """Return one table as text: header, rows, and how many columns are text.
@@ -307,6 +325,7 @@ def compare(
     tokenizer: PreTrainedTokenizerFast | str | None = None,
     tasks: Sequence[str] = (),
     task_data: Sequence[str] = (),
+    pooling: Literal["auto", "last", "mean", "first", "concatenate"] = "auto",
     num_sequences: int = 512,
     seed: int = 0,
     causal: bool | None = None,
@@ -333,14 +352,19 @@ def compare(
 
     Args:
         models: A mapping from names to language models, functions that load them, or checkpoints; or a list of
-            checkpoints: folders or names on the Hugging Face hub. A model that is loaded here is dropped before the
-            next one is loaded.
+            checkpoints: folders, runs (their last checkpoint) or names on the Hugging Face hub. A model that is loaded
+            here is dropped before the next one is loaded.
         batches: As for `isoloss.fisher_trace`, in place of `data`.
         data: Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs) or token ids (.npy); None, without
-            `batches`: `python:docs`, the language reference that comes with Python.
+            `batches`: of runs of a language without a tokenizer, its sentences; else `python:docs`, the language
+            reference that comes with Python.
         tokenizer: The tokenizer of all models, or its folder or name; None: the checkpoints' own, which must be alike.
-        tasks: Text tasks (`isoloss ls tasks`): the accuracy of a linear probe on the last hidden states of each model.
+        tasks: Tasks (`isoloss ls tasks`): the accuracy of a linear probe on the last hidden states of each model. A
+            task of your own is NAME=PATH: a file (.csv, .tsv, .jsonl, .json) with the columns `text` and `label`, and
+            `pair` where an example is two texts; one example in five, which `seed` draws, is for testing.
         task_data: Where the examples of tasks are, as NAME=PATH.
+        pooling: Which token states the probes of tasks read, as for `isoloss.linear_probe`; `auto`: of causal models
+            the last token's, of masked ones the mean. The order of models may depend on it.
         num_sequences: The most sequences of `data` to measure on.
         seed: Decides which sequences are taken, their masks, and all random draws.
         causal: For `batches`: whether position t predicts token t + 1; None: by the models' class, then their config.
@@ -381,9 +405,12 @@ def compare(
     """
     options = {"device": device, "dtype": dtype, "attention": attention, "trust_remote_code": trust_remote_code}
     options |= {"ignore_unexpected_weights": ignore_unexpected_weights, "module": module}
-    settings = {"probe_solver": "convex", "task_data": tuple(task_data), "seed": seed}
-    measures = {task: make_measure(f"{_PROBE}{task}", settings) for task in tasks}
-    named = named_models(models)
+    settings = {"probe_solver": "convex", "seed": seed} | ({} if pooling == "auto" else {"probe_pooling": pooling})
+    measures = task_probes(tasks, task_data, settings)
+    named = {
+        name: last_checkpoint(given) if isinstance(given, str | Path) else given
+        for name, given in named_models(models).items()
+    }
     positive("same_loss", same_loss)
     at_least("min_ratio", min_ratio, 1)
     if batches is not None:
@@ -394,22 +421,42 @@ def compare(
     read, bytes_per_token = "", None
     checkpoints = Checkpoints(named, **options)
     if batches is None:
-        infos = checkpoints.infos
-        if tokenizer is None and not any(info.has_tokenizer for info in infos):
-            raise IsolossError(f"{infos[0].name} is a model in memory, which has no tokenizer: give tokenizer")
         config = inputs or InputConfig()
         if isinstance(tokenizer, str):
             config, tokenizer = dataclasses.replace(config, tokenizer=tokenizer), None
-        context = data_context(Path(data or DATA), infos, config, shuffled=False, tokenizer=tokenizer)
+        run = None
+        if data is None and tokenizer is None and config.tokenizer is None:
+            names = [given if isinstance(given, str) else name for name, given in named.items()]
+            run = language_of_runs(names)
+        infos = checkpoints.infos
+        if run is not None:
+            config.check_run(infos[0].name)
+            context = language_context(run.language, run.objective, infos, config, shuffled=False)
+        elif tokenizer is None and config.tokenizer is None and not any(info.has_tokenizer for info in infos):
+            raise IsolossError(f"{infos[0].name} is a model in memory, which has no tokenizer: give tokenizer")
+        else:
+            context = data_context(Path(data or DATA), infos, config, shuffled=False, tokenizer=tokenizer)
         made, causal = context.inputs(num_sequences, seed), context.is_causal
         batches, read, bytes_per_token = made.batches, made.description, made.bytes_per_token
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
-        batches = list(batches)
+        batches = list(as_tensors(batches))
+    if measures and pooling == "first" and context is not None and context.is_causal:
+        raise IsolossError(
+            "pooling is first, but the first token of a causal model has read no other: choose last or mean"
+        )
     for task, measure in measures.items():
         assert context is not None
+        if pooling == "auto":
+            reads: Any = "last" if context.is_causal else "mean"
+            measures[task] = measure = dataclasses.replace(measure, probe_pooling=reads)
         if (reason := measure.why_not_applicable(context)) is not None:
-            files = "" if task_data else f"; with task_data, {task}=PATH, its examples are read from files"
+            files = "" if measure.task_data else f"; with task_data, {task}=PATH, its examples are read from files"
             raise IsolossError(f"the task {task} cannot be measured: {reason}{files}")
+        try:
+            for info in infos:
+                measure.check_model(info, context)
+        except IsolossError as error:
+            raise IsolossError(f"the task {task} cannot be measured: {error}") from error
     changes = {
         name: dataclasses.replace(change, seed=seed) if isinstance(change, Noise) else change
         for name, change in ROBUSTNESS.items()
@@ -477,10 +524,11 @@ def _rows(name: str, value: Any, chosen: torch.Tensor, size: int) -> Any:
     return [value[row] for row in chosen.tolist()] if name == "documents" else value
 
 
-def _accuracy(measure: Measure, model: nn.Module, context: MeasureContext) -> Estimate:
+def _accuracy(measure: Probe, model: nn.Module, context: MeasureContext) -> Estimate:
     """Return the accuracy of a probe with what each test example adds to it."""
     result = MeasureResult.of("probe", measure.run(model, context))
     correct = result.more["accuracy.predictions"] == result.more["accuracy.labels"]
     accuracy = result.estimates["accuracy"]
     paired = ratio_estimate(correct.mean(axis=0), unit=accuracy.unit, method=accuracy.method)
-    return dataclasses.replace(paired, details={**accuracy.details, "clusters": "test examples"})
+    details = {**accuracy.details, "clusters": "test examples", "pooling": measure.probe_pooling}
+    return dataclasses.replace(paired, details=details)

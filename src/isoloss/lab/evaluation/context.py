@@ -21,6 +21,7 @@ from isoloss.lab.evaluation.measures.base import weights_digest
 from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.languages.exact import all_sentences, why_not_enumerable
 from isoloss.lab.training import training_set
+from isoloss.lab.transfer.features import why_no_features
 from isoloss.lab.transfer.tasks import TaskData, WholeTask, make_task, whole_task
 from isoloss.lab.transfer.text_sources import TextTask
 from isoloss.lab.transfer.text_tasks import TextExamples, as_read_by, read_examples
@@ -127,14 +128,22 @@ class MeasureContext:
             lambda: read_examples(source, num_train=num_train, num_test=num_test, draws=draws, seed=seed),
         )
 
-    def text_task(self, examples: TextExamples, model: Any, *, max_length: int | None) -> TaskData:
-        """Return examples as a model reads them (`as_read_by`)."""
-        text, positions = model.config.get_text_config(), most_positions(model)
+    def text_task(
+        self,
+        examples: TextExamples,
+        config: Any,
+        positions: int | None,
+        *,
+        max_length: int | None,
+        model: str = "the model",
+    ) -> TaskData:
+        """Return examples as a model reads them, by its config and positions (`as_read_by`)."""
+        text = config.get_text_config()
         # models that agree in these read the same ids, whatever else differs
         reads = text.vocab_size, positions, getattr(text, "type_vocab_size", 1)
         return self._once(
             ("text task", examples, max_length, *reads),
-            lambda: as_read_by(text, positions, examples, self.tokenizer(), max_length=max_length),
+            lambda: as_read_by(text, positions, examples, self.tokenizer(), max_length=max_length, model=model),
         )
 
     def task(self, name: str, *, num_train: int, num_test: int, seed: int) -> TaskData:
@@ -185,6 +194,13 @@ class MeasureContext:
         return made
 
 
+def config_of(model: Any) -> Any:
+    """Return a model's transformers config; a module of one's own tells the size of its vocabulary by its logits."""
+    if text_config(model) is not None:
+        return model.config
+    return PretrainedConfig(vocab_size=run_on_ids(model, torch.zeros(1, 2, dtype=torch.int64)).shape[-1])
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """What inputs must fit: facts about a checkpoint, kept after it is unloaded."""
@@ -196,6 +212,7 @@ class ModelInfo:
     max_length: int | None  # the most tokens it takes; None: any number
     has_embeddings: bool  # whether it embeds token ids, as an auxiliary sample needs
     has_tokenizer: bool = True  # whether its own tokenizer may be where it was loaded from
+    no_features: str | None = None  # why a probe cannot read its states; None: it can
 
     @property
     def kind(self) -> Kind:
@@ -207,12 +224,16 @@ class ModelInfo:
         """Return what there is to know of a loaded checkpoint."""
         outline = Outline.of(loaded.name, loaded.model, loaded.kind == "causal")
         has_embeddings = input_embeddings(loaded.model) is not None
-        config: Any = loaded.model.config if text_config(loaded.model) is not None else None
-        if config is None:  # a module of one's own tells the size of its vocabulary by its logits
-            logits = run_on_ids(loaded.model, torch.zeros(1, 2, dtype=torch.int64))
-            config = PretrainedConfig(vocab_size=logits.shape[-1])
-        longest = most_positions(loaded.model)
-        return cls(loaded.name, loaded.architecture, outline, config, longest, has_embeddings)
+        no_features = why_no_features(loaded.model, causal=outline.causal)
+        return cls(
+            name=loaded.name,
+            architecture=loaded.architecture,
+            outline=outline,
+            config=config_of(loaded.model),
+            max_length=most_positions(loaded.model),
+            has_embeddings=has_embeddings,
+            no_features=no_features,
+        )
 
     def named(self, name: str) -> ModelInfo:
         """Return the same of a checkpoint of another name."""
@@ -328,7 +349,7 @@ def data_context(
 
     def load() -> Any:
         if given is None or isinstance(given, str):
-            return load_tokenizer(given or first.name, needs=["pad"])
+            return load_tokenizer(given or first.name)
         return given
 
     return MeasureContext(

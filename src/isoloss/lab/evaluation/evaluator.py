@@ -6,6 +6,7 @@ not measured again.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import time
@@ -177,7 +178,7 @@ def evaluate(
             if output is not None:
                 path = Path(output) / _folder_name(name) / f"{measure}.json"
                 files.write_bytes(path.with_suffix(".safetensors"), examples)
-                files.write_json(path, {"model": name, **evaluation.to_dict()})
+                files.write_sealed(path, {"model": name, **evaluation.to_dict()})
     return Evaluations.of(done)
 
 
@@ -196,7 +197,7 @@ def pending(run: Run, measures: Sequence[str], steps: Sequence[int], settings: S
     wanted = {measure: settings_of(measure, settings) for measure in measures}
     todo = []
     for step in steps:
-        weights = run.weights(step)
+        weights, model_files = run.weights(step), run.model_files(step)
         for measure in measures:
             try:
                 done = run.evaluation(measure, step)
@@ -206,6 +207,8 @@ def pending(run: Run, measures: Sequence[str], steps: Sequence[int], settings: S
             if (
                 done is None
                 or (done.weights, done.settings) != (weights, wanted[measure])
+                # an earlier version has not recorded them, and the checkpoint may be gone
+                or (done.model_files and model_files and done.model_files != model_files)
                 or not run.has_examples(done)
             ):
                 todo.append((step, measure))
@@ -253,7 +256,10 @@ class Evaluator:
             from isoloss.loading import load_model
 
             self._loaded = (step, load_model(self.run.checkpoint(step), device=self.device).model)
-        return _measured(measure, self.settings, self._loaded[1], self.context, step=step, weights=weights)
+        evaluation, examples = _measured(
+            measure, self.settings, self._loaded[1], self.context, step=step, weights=weights
+        )
+        return dataclasses.replace(evaluation, model_files=self.run.model_files(step)), examples
 
 
 def _measured(
@@ -322,6 +328,11 @@ def _evaluate_runs(
     progress: Progress | None,
 ) -> Evaluations:
     """Return the evaluations of runs, of which those that are missing are made."""
+    # evaluations that are damaged count as not made
+    if damage := [
+        problem for run in dict.fromkeys(run for _, run, _ in parts) for problem in run.damage(evaluations=False)
+    ]:
+        raise IsolossError("\n".join(damage))
     todo = [(name, run, pending(run, measures or DEFAULT, steps, settings or {})) for name, run, steps in parts]
     # runs on one language share inputs and targets, which take long to make
     contexts: dict[Any, MeasureContext] = {}

@@ -11,13 +11,14 @@ Nothing is written into the checkpoint's own folder.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.config import LanguageConfig
+from isoloss.config import LanguageConfig, setting
 from isoloss.early_checks import check_checkpoint
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.input_config import InputConfig
@@ -42,6 +43,8 @@ class ExternalCheckpoint:
             ids (.npy).
         language: Instead of `data`: the language on whose sentences it is measured.
         inputs: How `data` becomes inputs, and what is masked.
+        seed: The seed that it was trained with. Checkpoints of one group and seed are steps of one training, of which
+            the mean counts; groups are paired by seed. None: not known, and each checkpoint counts as independent.
 
     Raises:
         IsolossError: Both `data` and a `language` are given, or neither.
@@ -55,6 +58,7 @@ class ExternalCheckpoint:
     data: str = ""
     language: LanguageConfig | None = None
     inputs: InputConfig = field(default=InputConfig())
+    seed: int | None = setting(None, exclude_from_fingerprint=True)
 
     def __post_init__(self) -> None:
         if bool(self.data) == (self.language is not None):
@@ -144,6 +148,10 @@ class ExternalRun(Run):
         """The checkpoint, with absolute paths."""
         return configs.from_dict(ExternalCheckpoint, files.read_json(self.path / RECORD))
 
+    def result(self) -> dict[str, Any]:
+        """Return the content of result.json; an error if the checkpoint was not measured yet."""
+        return files.read_sealed(self.path / "result.json", f"delete {self.path} to measure the checkpoint again")
+
     @property
     def record(self) -> dict[str, Any]:
         """The content of result.json, which has the versions that it was first measured with."""
@@ -156,6 +164,18 @@ class ExternalRun(Run):
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint, which must be there."""
         return self.external.folder()
+
+    def model_files(self, step: int) -> str:
+        """The SHA-256 over its config and tokenizer; empty if the checkpoint is gone."""
+        return "" if self.is_missing else super().model_files(step)
+
+    def damage(self, *, tensors: bool = False, evaluations: bool = True) -> Iterator[str]:
+        """Yield a sentence for each file in its folder that is not the one that isoloss wrote."""
+        return super().damage(tensors=tensors, evaluations=evaluations) if self.complete else iter(())
+
+    def _checkpoints(self) -> list[Path]:
+        # none here: whoever loads the checkpoint checks it
+        return []
 
     @property
     def is_missing(self) -> bool:
@@ -187,7 +207,7 @@ class ExternalRun(Run):
         weights = self.weights(0)
         # other weights may have come under the same name; `weights` reads the record once the checkpoint is gone
         if not self.complete or self.result()["weights"] != weights:
-            files.write_json(
+            files.write_sealed(
                 self.path / "result.json",
                 {
                     "architecture": loaded.architecture,

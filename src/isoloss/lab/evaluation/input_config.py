@@ -78,6 +78,14 @@ class InputConfig:
         return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
 
 
+def language_of_runs(names: Sequence[str]) -> TrainConfig | None:
+    """Return what `common_run_config` does of checkpoints one of which is of a run without a tokenizer, else None."""
+    folders = [Path(name) for name in names]
+    if any(checkpoint_of(folder) is not None and not any(folder.glob("tokenizer*")) for folder in folders):
+        return common_run_config(names)
+    return None
+
+
 def common_run_config(names: Sequence[str]) -> TrainConfig:
     """Return the config of the first of some checkpoints of runs on one language with one objective."""
     known: tuple[str, TrainConfig] | None = None

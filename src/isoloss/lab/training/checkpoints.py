@@ -3,7 +3,7 @@
 config.json, model.safetensors     what transformers loads, and the tokenizer's files where the language has one
 ema/                               the same with the averaged weights, in the kept checkpoints of a run that has them
 trainer.safetensors                the training algorithm's tensors
-trainer.json                       step, sums for metrics, config, targets reached, SHA-256 of the tensor files
+trainer.json                       step, sums for metrics, config, targets reached, SHA-256 of the other files
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from isoloss.errors import IsolossError
 from isoloss.lab.training.averaging import averaged, without_average
 from isoloss.loading import quiet
 from isoloss.run_config import TrainConfig
-from isoloss.runs import AVERAGE, Run, check_weights
+from isoloss.runs import AVERAGE, TRAINER, Run, check_weights
 
 WEIGHTS = "model.safetensors"
 TRAINER_TENSORS = "trainer.safetensors"
-TRAINER = "trainer.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +77,10 @@ def save(
                 with averaged(model, average):
                     save_model(folder / AVERAGE, model, tokenizer)
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / TRAINER_TENSORS)
-            names = (WEIGHTS, TRAINER_TENSORS, *([f"{AVERAGE}/{WEIGHTS}"] if average else []))
             (folder / TRAINER_TENSORS).chmod((folder / "config.json").stat().st_mode)
-            hashes = {name: files.sha256(folder / name) for name in names}
-            files.write_json(folder / TRAINER, {**dataclasses.asdict(state), "sha256": hashes})
+            written = sorted(path for path in folder.rglob("*") if path.is_file())
+            hashes = {path.relative_to(folder).as_posix(): files.sha256(path) for path in written}
+            files.write_sealed(folder / TRAINER, {**dataclasses.asdict(state), "sha256": hashes})
     except (OSError, SafetensorError) as error:
         raise IsolossError(f"cannot write the checkpoint {path}: {error}") from error
 
@@ -182,9 +181,9 @@ def remove_except(run: Run, keep: Iterable[int]) -> None:
 
 
 def _read_trainer(path: Path) -> dict[str, Any]:
-    read = files.read_json(path / TRAINER)
+    read = files.read_sealed(path / TRAINER, _REMEDY)
     # checkpoints of earlier versions lack these
-    document: dict[str, Any] = {"targets_reached": [], "metrics_sha256": "", **read} if isinstance(read, dict) else {}
+    document: dict[str, Any] = {"targets_reached": [], "metrics_sha256": "", **read}
     fields = {field.name for field in dataclasses.fields(TrainerState)} | {"sha256"}
     wrong = {"it lacks": fields - {*document}, "it also has": {*document} - fields}
     if any(wrong.values()):

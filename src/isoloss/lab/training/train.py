@@ -51,7 +51,7 @@ from isoloss.lab.training.training_set import check_training_set
 from isoloss.memory import check_fits
 from isoloss.registry import MODELS, OPTIMIZERS
 from isoloss.run_config import TrainConfig
-from isoloss.runs import Run
+from isoloss.runs import TRAINER, Run
 from isoloss.seeds import derive
 
 Measure = Callable[[Any], Mapping[str, float]]  # of a model in eval mode, by name
@@ -502,21 +502,21 @@ class Training:
     def _close(self) -> None:
         """Write the result if all steps are made, and the throughput."""
         if is_complete := self.stages.is_last(self.step):
-            files.write_json(
+            kept = [step for step in sorted(self.kept_steps) if step <= self.step]
+            names = ["metrics.jsonl", *(f"checkpoints/step-{step}/{TRAINER}" for step in kept)]
+            files.write_sealed(
                 # written last: where it is, the run is complete
                 self.run.path / "result.json",
                 {
+                    "fingerprint": configs.fingerprint(self.config),
                     "steps": self.step,
                     "loss_nats": self.run.metrics()[-1]["loss_nats"],
                     "num_parameters": self.model.num_parameters(),
                     "dtype": str(self.model.dtype).removeprefix("torch."),
                     "initial_sha256": self.initial_sha256,
                     # steps of `checkpoints` that an early end of a stage left out are not among them
-                    "checkpoints": {
-                        str(step): checkpoints.weights_sha256(self.run.checkpoint(step))
-                        for step in sorted(self.kept_steps)
-                        if step <= self.step
-                    },
+                    "checkpoints": {str(step): checkpoints.weights_sha256(self.run.checkpoint(step)) for step in kept},
+                    "sha256": {name: files.sha256(self.run.path / name) for name in names},
                     **({"stages": self.run.stages()} if self.config.stages else {}),
                 },
             )

@@ -20,9 +20,11 @@ from isoloss import files, seeds
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.transfer.config import Pooling
+from isoloss.model_checks import architecture, max_length, run_on_ids, states_before_output, takes_mask, unwrapped
 
 LEAST_PROBABILITY = 1e-4  # the logarithms of the look-up table are clipped here
 _MOST_ONE_HOT_BYTES = 2**34  # of the tokens of real text, whose vocabularies are large
+_MOST_LOGITS = 2**26  # that a module of one's own makes in a forward pass, whose output layer is not left out
 _LOOKUP_CHUNK = 4096  # sentences whose conditionals are computed at once
 _BLOCK = 2**24  # numbers of features that are read at once
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
@@ -45,7 +47,8 @@ def extract(
 ) -> torch.Tensor:
     """Return the model's representation of each unmasked sentence (paper, section 2.1 and appendix A.5).
 
-    The sentences go through the model without its prediction head, nothing masked. `"concatenate"`, the paper's choice,
+    The sentences go through the model without its prediction head, nothing masked; the states of a module of one's own
+    are what its output layer reads (`isoloss.model_checks.states_before_output`). `"concatenate"`, the paper's choice,
     puts the states of all T positions side by side, with zeros at padding; `"mean"` averages them over the tokens;
     `"first"` and `"last"` take one token's: [CLS] stands first in tasks of real text.
 
@@ -53,7 +56,7 @@ def extract(
     1 / projection, which keeps the squared distances of rows in expectation; the paper's has 512 columns.
 
     Args:
-        model: A Hugging Face model in eval mode; it stays where it is.
+        model: A model in eval mode; it stays where it is.
         sentences: n sentences padded to T tokens; pad the training and the test split to the same T.
         types: (n, T) token types of pairs of texts, where the model has them.
         pooling: How the (n, T, d) states become rows.
@@ -71,9 +74,9 @@ def extract(
         and features of more than `memory_bytes`, they are mapped from the file.
 
     Raises:
-        IsolossError: The model is in training mode or has no `base_model`, the layer does not exist, the pooling is
-            unknown, a token is unknown to the model, a sentence is empty or too long, there are none, a width is below
-            1, or the file cannot be written.
+        IsolossError: The model is in training mode or has no states that can be read, the layer does not exist, the
+            pooling is unknown, a token is unknown to the model, a sentence is empty or too long, there are none, a
+            width is below 1, or the file cannot be written.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -84,7 +87,7 @@ def extract(
         >>> tuple(features.shape), features[1, 8:].tolist()
         ((2, 12), [0.0, 0.0, 0.0, 0.0])
     """
-    backbone, device = backbone_of(model), next(model.parameters()).device
+    device = next(model.parameters()).device
     if any(module.training for module in model.modules()):
         raise IsolossError(
             "the model is in training mode, where dropout makes features random: call model.eval() first"
@@ -94,13 +97,23 @@ def extract(
     for name, count in (("batch_size", batch_size), ("projection", projection)):
         if count is not None and count < 1:
             raise IsolossError(f"{name} is {count}; it must be at least 1")
-    check_sentences(backbone, sentences)
+    if is_own(model):
+        if layer != -1:
+            raise IsolossError(
+                f"{type(model).__name__} is a module of one's own: only its layer -1 is read, not {layer}"
+            )
+        known = check_sentences(model, sentences)
+        batch_size = min(batch_size, max(1, _MOST_LOGITS // (known * sentences.tokens.shape[1])))
+        read_states: Callable[..., torch.Tensor] = functools.partial(states_before_output, unwrapped(model))
+    else:
+        check_sentences(backbone := backbone_of(model), sentences)
+        read_states = functools.partial(_states, backbone, layer)
 
     matrix = functools.cache(lambda width, columns: projection_matrix(width, columns, projection_seed).to(device))
 
     def read(rows: slice) -> torch.Tensor:
         batch = Sentences(sentences.tokens[rows], sentences.lengths[rows])
-        pooled = _pooled(backbone, batch, None if types is None else types[rows], pooling, layer, device)
+        pooled = _pooled(read_states, batch, None if types is None else types[rows], pooling, device)
         return (pooled if projection is None else pooled @ matrix(pooled.shape[1], projection)).to(dtype)
 
     blocks = (read(slice(first, first + batch_size)) for first in range(0, len(sentences.lengths), batch_size))
@@ -127,11 +140,10 @@ def projection_matrix(width: int, columns: int, seed: int, *draw: int) -> torch.
 
 @torch.no_grad()
 def _pooled(
-    backbone: Any,
+    read_states: Callable[..., torch.Tensor],
     sentences: Sentences,
     types: torch.Tensor | None,
     pooling: Pooling,
-    layer: int,
     device: torch.device,
 ) -> torch.Tensor:
     """Return (B, D) of the sentences of a batch, float32."""
@@ -144,7 +156,7 @@ def _pooled(
     inputs = {"input_ids": tokens, "attention_mask": present.long()}
     if types is not None:
         inputs["token_type_ids"] = types[:, :longest].to(device)
-    states = _states(backbone, inputs, layer).float()
+    states = read_states(inputs).float()
     if pooling == "concatenate":
         states = states.masked_fill(~present[:, :, None], 0.0)
         return torch.nn.functional.pad(states, (0, 0, 0, total - longest)).flatten(1)
@@ -167,7 +179,7 @@ def pool(states: torch.Tensor, present: torch.Tensor, pooling: str) -> torch.Ten
     return states.masked_fill(~present[:, :, None], 0.0).sum(dim=1) / lengths[:, None]
 
 
-def _states(backbone: Any, inputs: dict[str, torch.Tensor], layer: int) -> torch.Tensor:
+def _states(backbone: Any, layer: int, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return (B, T, d): the hidden states of the layer."""
     if layer == -1:
         last: torch.Tensor = backbone(**inputs).last_hidden_state
@@ -302,29 +314,72 @@ def one_hot(sentences: Sentences, width: int) -> torch.Tensor:
     return features.flatten(1)
 
 
+def is_own(model: Any) -> bool:
+    """Return whether a model is a module of one's own, in which no body is known to stand before a prediction head."""
+    inner: Any = architecture(model)
+    # transformers calls a model its own base where its class names none
+    return not hasattr(inner, "base_model") or (inner.base_model is inner and inner.get_output_embeddings() is not None)
+
+
 def backbone_of(model: Any) -> Any:
     """Return the model without its prediction head; an `IsolossError` where it has no such part."""
-    backbone = getattr(model, "base_model", None)
-    if backbone is None:
+    if is_own(model):
         raise IsolossError(f"{type(model).__name__} has no base_model: features are read from a Hugging Face model")
-    return backbone
+    if getattr(getattr(unwrapped(model), "active_peft_config", None), "is_prompt_learning", False):
+        raise IsolossError(f"{type(model).__name__} puts a prompt before the text, with which no features are read")
+    return architecture(model).base_model
 
 
-def check_sentences(backbone: Any, sentences: Sentences) -> None:
-    """Raise an `IsolossError` unless there are sentences, none empty, that the model has tokens and positions for."""
+def why_no_features(model: Any, *, causal: bool) -> str | None:
+    """Return why no features of texts can be read from a model, as a sentence; None if they can."""
+    try:
+        if not is_own(model):
+            backbone_of(model)
+            return None
+        _known_to_own(model)
+    except IsolossError as error:
+        return str(error)
+    if causal or takes_mask(model):
+        return None
+    return f"{type(model).__name__} takes no attention_mask, and the padding behind short texts would change its states"
+
+
+def _known_to_own(model: Any) -> int:
+    """Return how many ids a module of one's own knows; an `IsolossError` where it has no states that can be read."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+    try:
+        states_before_output(unwrapped(model), {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        return run_on_ids(model, ids).shape[-1]
+    except IsolossError:
+        raise
+    except Exception as error:  # whatever the module's own code does
+        raise IsolossError(f"{type(model).__name__} does not run on token ids: {error}") from error
+
+
+def check_sentences(model: Any, sentences: Sentences) -> int:
+    """Return how many ids a model without its prediction head, or a module of one's own, knows.
+
+    Raises:
+        IsolossError: There are no sentences, an empty one, or one that the model lacks a token or positions for.
+    """
     if len(sentences.lengths) == 0 or int(sentences.lengths.min()) < 1:
         raise IsolossError("features need at least one sentence, and at least one token in each")
-    known = backbone.get_input_embeddings().num_embeddings
+    if is_own(model):
+        known, positions = _known_to_own(model), max_length(model)
+    else:
+        known = model.get_input_embeddings().num_embeddings
+        positions = getattr(model.config, "max_position_embeddings", None)
     if int(sentences.tokens.max()) >= known:
         raise IsolossError(
             f"the sentences hold the token id {int(sentences.tokens.max())}, and the model knows 0 to {known - 1}: "
             "it is a model of another language"
         )
-    longest, positions = int(sentences.lengths.max()), getattr(backbone.config, "max_position_embeddings", None)
+    longest = int(sentences.lengths.max())
     if positions is not None and longest > positions:
         raise IsolossError(
             f"the sentences have up to {longest} tokens, and the model reads {positions} at most: cut them shorter"
         )
+    return int(known)
 
 
 # --- in a file --------------------------------------------------------------------------------------------------------

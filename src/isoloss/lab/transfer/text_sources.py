@@ -8,6 +8,7 @@ from typing import Any
 
 from isoloss.errors import IsolossError
 from isoloss.registry import TASKS
+from isoloss.text.hub_datasets import is_dataset
 
 _HUB = "hf:nyu-mll/glue:"
 _REGRESSION = "stsb"  # the task of GLUE that has no classes
@@ -110,3 +111,19 @@ def registered_text_task(name: str, data: str | None = None) -> TextTask | None:
     if not isinstance(task, TextTask):
         return None
     return task if data is None else dataclasses.replace(task, train=data, test_split=None)
+
+
+def own_text_task(name: str, data: str) -> TextTask:
+    """Return a task of one's own, whose examples have the columns `text` and `label`, and `pair` if they are two texts.
+
+    Args:
+        name: What the task is called.
+        data: Where the examples are: a file, a folder with one for each split, or a dataset.
+
+    Example:
+        >>> own_text_task("mine", "reviews.csv").train
+        'reviews.csv'
+    """
+    if is_dataset(data):
+        return TextTask(name=name, train=data, text="text")
+    return TextTask(name=name, train=data, text="text", pair="pair", other_columns=(("text", None, "label"),))

@@ -123,7 +123,8 @@ def read_examples(
     test = _some(test, num_test, seeds.generator(seed, "examples", source.name, "test"))
     if len({*train.labels, *test.labels}) < 2:
         only = train.label_names[train.labels[0]]
-        raise IsolossError(f"task {source.name}: all examples have the label {only}; a task needs two")
+        number = len(train) + len(test)
+        raise IsolossError(f"{source.train}: all {number:,} examples have the label {only}; a task needs two labels")
     return TextExamples(name=source.name, train=train, test=test)
 
 
@@ -147,21 +148,18 @@ def as_read_by(
         model: What messages call the model.
 
     Raises:
-        IsolossError: The tokenizer has more tokens than the model; or as for `make_text_task`.
+        IsolossError: The tokenizer gives an id that the model does not know; or as for `make_text_task`.
 
     Warns:
         IsolossWarning: Examples are truncated, and no `max_length` is given.
     """
     config = config.get_text_config()
-    if len(tokenizer) > config.vocab_size:
-        raise IsolossError(
-            f"the tokenizer has {len(tokenizer):,} tokens, and {model} knows {config.vocab_size:,} ids: it is that of "
-            "another model"
-        )
     # (transformers sets the last one to 1e30 where a tokenizer does not say)
     most = min(_MOST_TOKENS, positions or _MOST_TOKENS, tokenizer.model_max_length)
     types = getattr(config, "type_vocab_size", 1)
     task = _encoded(examples, tokenizer, max_length=max_length or most, token_types=types)
+    train, test = (_known(sentences, config.vocab_size, task.name, model) for sentences in (task.train, task.test))
+    task = dataclasses.replace(task, train=train, test=test)
     text = task.coverage
     if text is not None and text.num_cut and max_length is None:
         warn(
@@ -169,6 +167,17 @@ def as_read_by(
             f"that {model} reads here (special tokens included) and are truncated"
         )
     return task
+
+
+def _known(sentences: Sentences, vocab_size: int, task: str, model: str) -> Sentences:
+    """Return sentences with no id that a model does not know; one of padding may be any other."""
+    unknown = sentences.tokens >= vocab_size
+    if bool((unknown & sentences.present()).any()):
+        raise IsolossError(
+            f"the examples of {task} hold the token id {int(sentences.tokens[sentences.present()].max())}, and {model} "
+            f"knows {vocab_size:,} ids: the tokenizer is that of another model"
+        )
+    return Sentences(sentences.tokens.masked_fill(unknown, 0), sentences.lengths)
 
 
 def _encoded(
@@ -179,10 +188,8 @@ def _encoded(
         encode_labeled_text(tokenizer, part, max_length=max_length, token_types=token_types) for part in (train, test)
     ]
     width = max(part["input_ids"].shape[1] for part in encoded)
-    pad = tokenizer.pad_token_id
-    splits = [
-        Sentences(_padded(part["input_ids"], width, int(pad)), part["attention_mask"].sum(dim=1)) for part in encoded
-    ]
+    pad = tokenizer.pad_token_id or 0
+    splits = [Sentences(_padded(part["input_ids"], width, pad), part["attention_mask"].sum(dim=1)) for part in encoded]
     types = [_padded(part["token_type_ids"], width, 0) if "token_type_ids" in part else None for part in encoded]
     test_labels = encoded[1]["labels"]
     return TaskData(
@@ -221,6 +228,8 @@ def _read(source: TextTask, seed: int) -> tuple[LabeledText, LabeledText]:
     if source.test is None and split == source.train_split:
         raise IsolossError(f"the split {split!r} of {where} would be used for training and for testing")
     test = read_labeled_text(where, **columns, split=split)
+    if (train.pairs is None) != (test.pairs is None):
+        raise IsolossError(f"of {source.train} and {where}, one has two texts in a row, and one has one")
     missing = missing_labels({*train.label_names, *test.label_names}, source.label_names or ())
     train, test = (_without(data, missing) for data in (train, test))
     # a split has numbered only the labels that it has

@@ -7,18 +7,23 @@ other end it holds, and an `isoloss` command with `ISOLOSS_EXIT_WITH_STDIN` ends
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import types
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from isoloss.errors import IsolossError
 from isoloss.studies.plan import Resources
 from isoloss.studies.run.attempt import command
 
+_STARTS = 3
+_SERVER_KILLED = 255  # the exit status that multiprocessing gives a process whose fork server was killed
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -43,15 +48,36 @@ def start(arguments: Sequence[str], needs: Resources, log: Path, environment: Ma
     # the fork server keeps the environment that it was started with, so all variables are sent along
     variables = {**os.environ, **environment, "ISOLOSS_EXIT_WITH_STDIN": "1"}
     words = [] if can_fork(arguments, needs) else command(arguments, needs)
-    process = _CONTEXT.Process(target=_become, args=(list(arguments), words, str(log), variables))
     main = sys.modules["__main__"]
     # multiprocessing would import the caller's main script in the new process
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
-        process.start()
+        for _ in range(_STARTS):
+            process = _CONTEXT.Process(target=_become, args=(list(arguments), words, str(log), variables))
+            # the server was killed just now: the next start starts a new one
+            with contextlib.suppress(EOFError, ConnectionError):
+                process.start()
+                return process
     finally:
         sys.modules["__main__"] = main
-    return process
+    raise IsolossError(
+        f"the fork server, the process that starts units, was killed {_STARTS} times in a row: is memory short?"
+    )
+
+
+def is_lost(process: ForkServerProcess) -> bool:
+    """Whether a command went on after its fork server was killed, so that nobody would know how it ends.
+
+    It is then killed itself, as all is saved that a unit needs to be started again.
+    """
+    if process.exitcode != _SERVER_KILLED or process.pid is None:
+        return False
+    try:
+        # the server waits for the commands that end while it lives: this one has not
+        os.kill(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _become(arguments: list[str], words: list[str], log: str, environment: dict[str, str]) -> None:

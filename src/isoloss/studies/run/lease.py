@@ -9,7 +9,8 @@ The attempt with the highest N counts. A lease that has not ended is lost when i
 or when its owner ran on this machine and no longer locks it; any process may then take attempt N + 1. So nothing is
 ever deleted or overwritten, and a process that was paused finds a later attempt when it resumes.
 
-Ages are differences between two modification times on the same file system, so the machines' clocks need not agree.
+Ages are differences between two modification times on the same file system, so the machines' clocks need not agree. A
+heartbeat in the future, as after a clock was set back, is warned of, and its age counts from when it was first seen.
 The file system need only support exclusive creation, as NFS does (version 3 and later).
 """
 
@@ -29,10 +30,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isoloss import files
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 
 EXPIRY_SECONDS = 60.0  # after the last heartbeat; longer than network file systems cache attributes
 HEARTBEATS = 6  # in the time of one expiry
+_SKEW = 5.0  # seconds in the future that a file may be dated, as some file systems round
 
 End = Literal["done", "failed", "stopped"]
 _ENDS = ("done", "failed", "stopped")
@@ -114,6 +116,7 @@ class Leases:
         if not 0 < expiry < math.inf:
             raise IsolossError(f"the expiry of leases is {expiry} seconds; it must be above 0 and finite")
         self.folder, self.expiry = folder, expiry
+        self._ahead: dict[str, tuple[float, float]] = {}  # modification times in the future, and when first seen
 
     def attempts(self) -> dict[str, Last]:
         """Return the last attempt at every unit that has one, by the unit's name as it is used in file names.
@@ -183,11 +186,28 @@ class Leases:
         except FileNotFoundError:  # a network file system does not show the file yet
             return False
         # the owner's own expiry sets how often it renews the heartbeat, and may be longer
-        return self._time() - heartbeat > max(self.expiry, float(owner.get("expiry", 0.0)))
+        expiry = max(self.expiry, float(owner.get("expiry", 0.0)))
+        return self._age(f"{unit}.{number}.json", heartbeat) > expiry
 
     def seconds_since(self, unit: str, number: int, how: End) -> float:
         """Return how long ago it was recorded that an attempt ended in this way."""
-        return self._time() - (self.folder / f"{unit}.{number}.{how}").stat().st_mtime
+        name = f"{unit}.{number}.{how}"
+        return self._age(name, (self.folder / name).stat().st_mtime)
+
+    def _age(self, name: str, modified: float) -> float:
+        """Return the seconds since a file was modified; of a time in the future, since this process first saw it."""
+        age = self._time() - modified
+        if age >= -_SKEW:
+            return age
+        if name not in self._ahead:
+            warn(
+                f"{self.folder / name} is dated {-age:,.0f} s in the future: if that does not change, it counts as of "
+                f"now, {datetime.datetime.now():%H:%M:%S}"
+            )
+        # a heartbeat that goes on is another time
+        if self._ahead.get(name, (None,))[0] != modified:
+            self._ahead[name] = modified, time.monotonic()
+        return time.monotonic() - self._ahead[name][1]
 
     def owner(self, unit: str, number: int) -> Mapping[str, Any]:
         """Return what an attempt's lease says about its owner; empty if unreadable, as while it is being written."""

@@ -64,7 +64,9 @@ def run(loop: Loop, options: Options) -> None:
                 if (status := process.exitcode) is not None:
                     del running[attempt]
                     capacity.give_back(attempt.unit.needs, gpus)
-                    loop.finish(attempt, status)
+                    if lost := fork_server.is_lost(process):
+                        loop.say(f"{attempt.unit.name}: the process that starts units was killed; it starts again")
+                    loop.finish(attempt, status, stopped=lost)
             if time.monotonic() - last_message > PROGRESS_SECONDS:
                 last_message = time.monotonic()
                 for attempt in running:

@@ -235,6 +235,7 @@ def carry_out(arguments: tuple[str, ...], needs: Resources, log: Path, environme
         # in short waits: Python raises Ray's KeyboardInterrupt only between two of them
         while process.exitcode is None:
             process.join(POLL_SECONDS)
+        fork_server.is_lost(process)  # a failure, which is retried
     except BaseException:
         # SIGTERM, not SIGINT: Ray's workers start other processes with SIGINT blocked
         process.terminate()

@@ -8,21 +8,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from isoloss.config import setting
 from isoloss.errors import IsolossError, did_you_mean
-from isoloss.lab.evaluation.measures.base import MeasureResult, SeededMeasure, digest
+from isoloss.lab.evaluation.measures.base import MeasureResult, SeededMeasure, digest, make_measure
 from isoloss.lab.transfer.config import ClassifierConfig
-from isoloss.lab.transfer.text_sources import TextTask, registered_name, registered_text_task
+from isoloss.lab.transfer.text_sources import TextTask, own_text_task, registered_name, registered_text_task
 from isoloss.registry import TASKS
 
 if TYPE_CHECKING:
     import torch
 
-    from isoloss.lab.evaluation.context import MeasureContext
+    from isoloss.lab.evaluation.context import MeasureContext, ModelInfo
     from isoloss.lab.languages.base import Sentences
     from isoloss.lab.transfer.probe import Fitted
     from isoloss.lab.transfer.results import TransferResult
@@ -60,7 +60,7 @@ class TaskMeasure(SeededMeasure):
         """Keep what is about this task of `task_data` and `task_length`: the settings of others decide nothing here."""
         given: Any = self.task_data
         entries = (given,) if isinstance(given, str) else given
-        own = tuple(entry for entry in entries if _named(entry) == registered_name(self.task))
+        own = tuple(entry for entry in entries if _named(entry, self.task) == registered_name(self.task))
         if len(own) > 1:
             raise IsolossError(f"task_data has the examples of {self.task} twice: {' and '.join(own)}")
         object.__setattr__(self, "task_data", own)
@@ -70,7 +70,8 @@ class TaskMeasure(SeededMeasure):
     @property
     def _source(self) -> TextTask | None:
         """Where the examples of a task of text are; None for a task of the language."""
-        return registered_text_task(self.task, next((own.partition("=")[2] for own in self.task_data), None))
+        data = next((own.partition("=")[2] for own in self.task_data), None)
+        return registered_text_task(self.task, data) or (None if data is None else own_text_task(self.task, data))
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return why there is no such task."""
@@ -86,6 +87,21 @@ class TaskMeasure(SeededMeasure):
         except IsolossError as error:
             return str(error)
         return None
+
+    def check_model(self, model: ModelInfo, context: MeasureContext) -> None:
+        """Refuse a model that cannot read the task, before anything is measured.
+
+        Raises:
+            IsolossError: No states of it can be read, its tokens do not fit, or there are too few examples.
+        """
+        if model.no_features is not None:
+            raise IsolossError(model.no_features)
+        if (source := self._source) is not None:
+            examples, reads = self._examples(source, context), (model.config, model.max_length)
+            if (number := len(examples.test)) < 2:
+                where = source.test or source.train
+                raise IsolossError(f"{where} gives {number} test example, and an accuracy with an error needs two")
+            context.text_task(examples, *reads, max_length=self.task_length, model=model.name)
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Return `accuracy`, with the class that each seed's classifier predicts for each test example.
@@ -110,7 +126,10 @@ class TaskMeasure(SeededMeasure):
 
     def _run_on_text(self, model: Any, context: MeasureContext, examples: TextExamples) -> MeasureResult:
         """Return the accuracy on examples of text, which are the inputs: models may read them in different tokens."""
-        data = context.text_task(examples, model, max_length=self.task_length)
+        from isoloss.lab.evaluation.context import config_of
+        from isoloss.model_checks import max_length
+
+        data = context.text_task(examples, config_of(model), max_length(model), max_length=self.task_length)
         assert data.coverage is not None  # as of every task of text
         result = self._result(model, context, data)
         details = {**result.accuracy.details, "text": dataclasses.asdict(data.coverage)}
@@ -159,10 +178,10 @@ class TaskMeasure(SeededMeasure):
         raise NotImplementedError
 
 
-def _named(entry: Any) -> str:
-    """Return the task that an entry of `task_data` is about."""
+def _named(entry: Any, task: str) -> str:
+    """Return the task that an entry of `task_data` is about: one of text, or this `task`, which may be one's own."""
     name, has_path, path = str(entry).partition("=")
-    if not (has_path and path) or registered_text_task(name) is None:
+    if not (has_path and path) or (name != task and registered_text_task(name) is None):
         tasks = ", ".join(other for other, task in TASKS.loaded().items() if isinstance(task, TextTask))
         raise IsolossError(f"task_data has {entry!r}; an entry is NAME=PATH with a task of text ({tasks}) as its name")
     return registered_name(name)
@@ -339,6 +358,26 @@ class Probe(_ProbeMeasure, Trained):
 
         reading: dict[str, Any] = {"pooling": self.probe_pooling, "layer": self.probe_layer}
         return linear_probe(model, self._read(data, context), **dataclasses.asdict(self._classifier()), **reading)
+
+
+def task_probes(tasks: Sequence[str], task_data: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Probe]:
+    """Return the probe of each task by name; a task may be NAME=PATH, where its examples are, and then one's own.
+
+    Raises:
+        IsolossError: A task has no name or is named twice, or a setting is wrong.
+    """
+    if wrong := next((task for task in tasks if not all(task.partition("=")[::2] if "=" in task else [task])), None):
+        raise IsolossError(f"there is no task {wrong!r}: it is the name of one, or NAME=PATH for one of your own")
+    names = [task.partition("=")[0] for task in tasks]
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        raise IsolossError(f"the task {twice} is named twice")
+    measures = {}
+    for name, task in zip(names, tasks, strict=True):
+        # the examples of a task of one's own are no concern of the others
+        about = [entry for entry in task_data if entry.partition("=")[0] not in {*names} - {name}]
+        given = (*about, task) if "=" in task else about
+        measures[name] = cast("Probe", make_measure(f"probe-{name}", {**settings, "task_data": tuple(given)}))
+    return measures
 
 
 @dataclass(frozen=True, kw_only=True)
