@@ -119,5 +119,5 @@ def test_revisions_on_the_hub(monkeypatch, tmp_path):
     (cache / "refs").mkdir()
     for ref, commit in (("main", "1"), ("step10", "1"), ("step2", "1"), ("step3", "gone")):
         (cache / "refs" / ref).write_text(commit)
-    with pytest.warns(IsolossWarning, match="of owner/model, the revisions that were downloaded before are taken$"):
+    with pytest.warns(IsolossWarning, match="only the revisions of owner/model that were downloaded before are used$"):
         assert expanded("owner/model@step*")[0] == ["owner/model@step2", "owner/model@step10"]

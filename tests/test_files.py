@@ -226,7 +226,7 @@ def test_outputs_that_would_cost_an_input_or_each_other_are_refused(tmp_path, mo
             files.check_outputs({"--html": None, "--csv": Path(name)}, inputs)
     Path("z.csv").symlink_to("z")
     for name in ("z", "../" + tmp_path.name + "/z", "z.csv"):
-        with pytest.raises(IsolossError, match="--html and --csv are one file"):
+        with pytest.raises(IsolossError, match="--html and --csv are the same file"):
             files.check_outputs({"--html": Path("z"), "--csv": Path(name)}, inputs)
     for name in ("model/new.csv", "model/page.html", "earlier.csv", "new.csv"):
         files.check_outputs({"--csv": Path(name), "--html": Path("other.html")}, inputs)

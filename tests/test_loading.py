@@ -433,11 +433,11 @@ def test_the_hubs_models_are_taken_from_its_cache_and_never_as_a_pickle(bert_fol
     for loaded in (older, again):
         for a, b in zip(good.model.parameters(), loaded.model.parameters(), strict=True):
             assert (b - a - 1).abs().max() < 1e-5
-    refused("owner/pickled cannot be loaded from what was downloaded before, .*: .* only as a pickle", "owner/pickled")
+    refused("owner/pickled cannot be loaded from earlier downloads, .*: .* only as a pickle", "owner/pickled")
     there = "on this machine, only main, tagged, and the Hugging Face hub does not answer$"
     refused(f"there is no checkpoint owner/good@other {there}", "owner/good@other")
     (tagged / "snapshots" / "2" / "config.json").unlink()
-    refused("owner/good@tagged cannot be loaded from what .*: .* it has no config.json$", "owner/good@tagged")
+    refused("owner/good@tagged cannot be loaded from earlier .*: .* it has no config.json$", "owner/good@tagged")
 
 
 def test_a_model_in_the_hubs_cache_is_loaded_at_once_where_there_is_no_network(bert_folder, tmp_path):
@@ -458,7 +458,7 @@ for name in ["owner/model", *expand_checkpoints(["owner/model@step*"]), "owner/m
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
     assert done.stdout.splitlines() == ["owner/model", "owner/model@step2", f"owner/model@{40 * 'b'}"], done.stderr
     assert "Retry" not in done.stderr
-    assert "the revisions that were downloaded before are taken" in done.stderr
+    assert "that were downloaded before are used" in done.stderr
 
 
 def test_a_folder_has_no_revision_and_a_name_one(bert_folder):

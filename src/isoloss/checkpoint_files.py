@@ -1,4 +1,4 @@
-"""What the files of a checkpoint tell before a model is made of them: its config, and its weights by their headers."""
+"""The config of a checkpoint and the headers of its weight files, which are read before a model is made."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from isoloss.errors import IsolossError, warn
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 _LAYERS = re.compile(r".*layers?")  # a field of a config.json that counts layers
-_MOST_LAYERS = 200  # of a model whose layers share weights, such as ALBERT
+_MAX_SHARED_LAYERS = 200  # for a model with layers that share weights, such as ALBERT
 
 
 class StoredWeight(NamedTuple):
-    """What the header of a safetensors file says of a weight."""
+    """A weight, as the header of a safetensors file describes it."""
 
     path: Path
     dtype: str  # as safetensors calls it, such as BF16
@@ -58,7 +58,7 @@ def adapter_config(where: str, revision: str = "main") -> Path | None:
 
 
 def stored_weights(where: str, revision: str = "main") -> dict[str, StoredWeight]:
-    """Return what the headers say of each weight, by its name there; nothing where there is no safetensors file.
+    """Return each stored weight by name, as the headers describe it; empty where there is no safetensors file.
 
     A weight that an index gives to one shard, and another shard holds too, is the first shard's.
 
@@ -93,7 +93,7 @@ def stored_weights(where: str, revision: str = "main") -> dict[str, StoredWeight
 
 
 def header(path: Path) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield what the header of a safetensors file says of each weight."""
+    """Yield each weight in a safetensors file, as the header describes it."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118, as a file is no dictionary
             part = file.get_slice(name)
@@ -101,7 +101,7 @@ def header(path: Path) -> Iterator[tuple[str, StoredWeight]]:
 
 
 def check_types(where: str, stored: Mapping[str, StoredWeight]) -> None:
-    """Refuse weights that are stored as integers or in 8 bits: without a quantization's scales they are mere codes."""
+    """Refuse weights stored as integers or in 8 bits, which mean nothing without the scales of a quantization."""
     for name, weight in stored.items():
         # buffers may be integers, but no float of 8 bits
         is_weight = name.endswith((".weight", ".bias")) or weight.dtype.startswith("F")
@@ -114,7 +114,7 @@ def check_types(where: str, stored: Mapping[str, StoredWeight]) -> None:
 
 
 def read_config(where: str, revision: str = "main", *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Return the config.json of a checkpoint; an empty one where there is none, which transformers tells.
+    """Return the config.json of a checkpoint; empty where there is none, which transformers reports.
 
     Raises:
         IsolossError: It names no model that transformers, or trusted code, can make.
@@ -148,11 +148,11 @@ def read_config(where: str, revision: str = "main", *, trust_remote_code: bool =
 
 
 def check_layers(where: str, config: Mapping[str, Any], stored: Mapping[str, StoredWeight]) -> None:
-    """Refuse a config.json with more layers than there are weights: transformers would make them all, to miss them."""
+    """Refuse a config.json with more layers than weights: transformers makes all layers before it misses weights."""
     for field, value in config.items():
         if isinstance(value, dict):
             check_layers(where, value, stored)
-        elif _LAYERS.fullmatch(field) and isinstance(value, int) and value > max(len(stored), _MOST_LAYERS):
+        elif _LAYERS.fullmatch(field) and isinstance(value, int) and value > max(len(stored), _MAX_SHARED_LAYERS):
             raise IsolossError(
                 f"{where} holds {len(stored):,} weights, and its {CONFIG} says that {field} is {value:,}: one of the "
                 "two is damaged"
@@ -160,12 +160,12 @@ def check_layers(where: str, config: Mapping[str, Any], stored: Mapping[str, Sto
 
 
 def check_archive(path: Path) -> None:
-    """Refuse a zip file that claims more than it holds: torch.save compresses nothing, and a zip bomb does."""
+    """Refuse a zip file that claims more bytes than it has: torch.save does not compress, but a zip bomb does."""
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
         claimed, size = sum(entry.file_size for entry in archive.infolist()), path.stat().st_size
     if claimed > size:
         raise IsolossError(
-            f"{path} is no file of torch.save, which compresses nothing: it claims {claimed:,} bytes and is {size:,}"
+            f"{path} is not a file of torch.save, which does not compress: it claims {claimed:,} bytes and has {size:,}"
         )

@@ -20,8 +20,8 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-AWAY = "the Hugging Face hub does not answer"
-FROM_CACHE = f"cannot be loaded from what was downloaded before, and {AWAY}"
+HUB_UNREACHABLE = "the Hugging Face hub does not answer"
+FROM_CACHE = f"cannot be loaded from earlier downloads, and {HUB_UNREACHABLE}"
 _POINTER = b"version https://git-lfs"
 _MOST_THREADS = 1024  # on a machine with fewer cores; OpenMP ends the process where it cannot start a thread
 
@@ -137,8 +137,8 @@ def _revisions(name: str, pattern: str) -> list[str]:
     except Exception as error:  # whatever the network or its library can raise
         known = set(_downloaded_revisions(name))
         if not known:
-            raise IsolossError(f"{AWAY}, and no revision of {name} is on this machine") from error
-        warn(f"{AWAY}: of {name}, the revisions that were downloaded before are taken")
+            raise IsolossError(f"{HUB_UNREACHABLE}, and no revision of {name} is on this machine") from error
+        warn(f"{HUB_UNREACHABLE}: only the revisions of {name} that were downloaded before are used")
     if not (matching := sorted(fnmatch.filter(known, pattern), key=_by_numbers)):
         raise IsolossError(f"{name} has no revision {pattern!r}: they are {', '.join(sorted(known, key=_by_numbers))}")
     return [f"{name}@{revision}" for revision in matching]
@@ -236,7 +236,7 @@ def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = N
 
 
 def downloaded(name: str, revision: str | None) -> Path:
-    """Return the folder of a checkpoint in the cache of the Hugging Face hub on this machine, for when it is away.
+    """Return the folder of a checkpoint in the Hugging Face hub's cache, for when the hub does not answer.
 
     Args:
         name: Its name on the hub.
@@ -250,7 +250,7 @@ def downloaded(name: str, revision: str | None) -> Path:
     if not folder.is_dir():
         known = _downloaded_revisions(name)
         only, meant = (f", only {', '.join(known)}", "") if known else ("", files.nearest(name))
-        raise IsolossError(f"there is no checkpoint {full_name} on this machine{only}, and {AWAY}{meant}")
+        raise IsolossError(f"there is no checkpoint {full_name} on this machine{only}, and {HUB_UNREACHABLE}{meant}")
     try:
         check_folder(folder)
     except IsolossError as error:

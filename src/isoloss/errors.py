@@ -102,7 +102,7 @@ _SUBJECT = ContextVar("subject", default="")
 
 @contextlib.contextmanager
 def naming(subject: str) -> Iterator[None]:
-    """Put a name before the errors and the warnings of a block, such as the name of the model in work.
+    """Put a name before the errors and warnings of a block, such as the name of the model that is being measured.
 
     Example:
         >>> with naming("step-200"):

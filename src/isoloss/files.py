@@ -45,8 +45,8 @@ def _check_lease() -> None:
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file in the folder of `path` that becomes `path`, flushed to disk, when the block ends well.
 
-    Where `path` is a link, the file that it leads to is replaced. What is no regular file, such as a device or a pipe,
-    and the file that this process's output goes to are written to directly.
+    If `path` is a link, the file that it leads to is replaced. A device, a pipe, and the file that this process's
+    output goes to are written to directly.
 
     Raises:
         IsolossError: It cannot be written.
@@ -63,12 +63,12 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with _stream(path) or _replacement(path) as file:
             yield file
-    except OSError as error:  # of the disk
+    except OSError as error:  # from the disk
         raise IsolossError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _stream(path: Path) -> BinaryIO | None:
-    """Open what a rename would take the name from; None for a regular file, a folder, and what is not there."""
+    """Open a path that must not be replaced; None for a regular file, a folder, and a path that does not exist."""
     try:
         there = path.stat()
     except FileNotFoundError:
@@ -136,11 +136,11 @@ def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the document that `write_sealed` wrote; one without a digest, of an earlier version, is not checked.
+    """Return the document that `write_sealed` wrote; one without a digest, from an earlier version, is not checked.
 
     Args:
         path: The file.
-        remedy: What to do about a damaged one, for the error.
+        remedy: What to do about a damaged file, for the error message.
 
     Raises:
         IsolossError: The file is missing, unreadable or damaged.
@@ -243,25 +243,32 @@ def check_writable(folder: Path) -> None:
         raise IsolossError(f"cannot write in {folder}: {error.strerror or error}") from error
 
 
-REPORTS = {".html", ".csv", ".parquet", ".png", ".svg", ".pdf"}  # endings that no file of a model or tokenizer has
+REPORT_SUFFIXES = {
+    ".html",
+    ".csv",
+    ".parquet",
+    ".png",
+    ".svg",
+    ".pdf",
+}  # endings that no file of a model or tokenizer has
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[str | Path] = ()) -> None:
-    """Refuse files for results that could not be written or would cost an input, before the work that they are for.
+    """Refuse outputs that could not be written or would overwrite an input, before the work starts.
 
     Args:
         outputs: The file that each option names; None: not given.
-        inputs: What is read, by path: a file, or a folder with all in it but pages, figures and tables, which earlier
-            results may be. What is not there, such as a name on the Hugging Face hub, does not count.
+        inputs: The files and folders that are read. All files in a folder count, except pages, figures and tables,
+            which may be earlier results. A path that does not exist, such as a name on the hub, does not count.
 
     Raises:
-        IsolossError: A file is a folder, is an input, is given twice, or cannot be written.
+        IsolossError: An output is a folder, is an input, is given twice, or cannot be written.
 
     Example:
         >>> check_outputs({"--html": Path("a.html"), "--csv": Path("b/../a.html")})
         Traceback (most recent call last):
             ...
-        isoloss.errors.IsolossError: --html and --csv are one file, b/../a.html: give each its own
+        isoloss.errors.IsolossError: --html and --csv are the same file, b/../a.html: give each its own
     """
     given = {option: file for option, file in outputs.items() if file is not None}
     options: dict[Any, str] = {}
@@ -273,19 +280,19 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[str | Pat
                 raise IsolossError(f"cannot write {file}: {os.strerror(errno.EACCES)}")
             continue
         if (other := options.setdefault(_identity(file), option)) != option:
-            raise IsolossError(f"{other} and {option} are one file, {file}: give each its own")
+            raise IsolossError(f"{other} and {option} are the same file, {file}: give each its own")
         check_writable(Path(os.path.realpath(file)).parent)
     if not any(file.is_file() for file in given.values()):
         return
     for source in (Path(name).expanduser() for name in inputs):
-        inside = (path for path in source.rglob("*") if path.suffix.lower() not in REPORTS)
+        inside = (path for path in source.rglob("*") if path.suffix.lower() not in REPORT_SUFFIXES)
         for path in [source] if source.is_file() else inside:
             if (taken := options.get(_identity(path))) is not None:
                 raise IsolossError(f"{taken} is {given[taken]}, which is read as an input: name another file")
 
 
 def _identity(path: Path) -> Any:
-    """Return what two names of one file have in common."""
+    """Return a key that is the same for all names of one file."""
     try:
         found = path.stat()
     except OSError:
@@ -297,8 +304,8 @@ def _identity(path: Path) -> Any:
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield an empty temporary directory that becomes `path` when the block ends without an error.
 
-    An existing `path` is replaced, and where it is a link, what that leads to. The files are flushed before the rename,
-    so that the name never stands for less than its content.
+    An existing `path` is replaced; where it is a link, the folder that it leads to is. The files are flushed before the
+    rename, so that the name never stands for less than its content.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,8 @@ _AUTO: dict[Kind, tuple[Any, Any]] = {
     "causal": (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
 }
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_MOST_TIMES, _SMALL = 10, 100_000_000  # so much larger than its weights, and more numbers than this, no model is
+_MAX_SIZE_RATIO = 10  # of the parameters of a config.json to the stored ones
+_SMALL_MODEL = 100_000_000  # up to this many parameters, the ratio may be larger
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _WRAPPERS = (r"\b_orig_mod\.(module\.)*", r"^(module\.)+")  # what DataParallel and torch.compile add to names
 # masks and positions that older versions of transformers stored, and present ones make themselves
@@ -249,9 +250,9 @@ def load_model(
 
 
 def header_of(checkpoint: str | Path, *, trust_remote_code: bool = False, module: str | None = None) -> Hashable | None:
-    """Return what tells, before any weight is read, whether `load_model` makes the same of two checkpoints.
+    """Return a key that two checkpoints share if `load_model` makes the same model of both, up to values of weights.
 
-    That is the config, and the names, types and shapes of the weights; only the values of the weights may then differ.
+    It is made of the config, and of the names, types and shapes of the weights. No weight is read.
 
     Args:
         checkpoint: As for `load_model`.
@@ -259,7 +260,7 @@ def header_of(checkpoint: str | Path, *, trust_remote_code: bool = False, module
         module: As for `load_model`.
 
     Returns:
-        A key; None of an adapter and of code of its own, of which the files do not tell it.
+        The key; None for an adapter, and for a checkpoint with its own code, as their files do not decide it.
 
     Raises:
         IsolossError: A file is missing or damaged, or `load_model` would refuse the config.
@@ -288,11 +289,11 @@ class _Source(NamedTuple):
     name: str  # a folder, NAME or NAME@REVISION, for messages
     where: str  # a folder, or its name on the hub
     revision: str  # on the hub
-    is_away: bool  # whether it is a folder in the hub's cache, as the hub does not answer
+    is_from_cache: bool  # whether it is a folder in the hub's cache, because the hub does not answer
 
     @property
     def place(self) -> dict[str, Any]:
-        """What `isoloss.checkpoint_files` asks for."""
+        """The place and the revision, as `isoloss.checkpoint_files` takes them."""
         return {"where": self.where, "revision": self.revision}
 
 
@@ -301,7 +302,7 @@ def _find(checkpoint: str | Path, revision: str | None) -> _Source:
     if folder.is_dir():
         if revision is not None:
             raise IsolossError(
-                f"the revision is {revision!r}, and {folder} is a folder: only models on the hub have one"
+                f"the revision is {revision!r}, and {folder} is a folder: only models on the hub have revisions"
             )
         check_folder(folder)
         check_weights(folder)
@@ -393,7 +394,7 @@ def _copy_weights(model: nn.Module, path: Path, *, leave_out: bool) -> None:
 
 
 def _untie(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Part weights that a module ties and a file has different tensors of, as transformers does with a config's."""
+    """Untie weights that a module ties if a file has different tensors for them, as transformers does."""
     tied: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for key, value in model.state_dict(keep_vars=True).items():
         if key in state:
@@ -414,7 +415,7 @@ def _untie(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> N
         if len(apart) > 1:
             warn(
                 f"{path} has different tensors for {' and '.join(apart)}, which {type(model).__name__} ties: they are "
-                "loaded as weights of their own"
+                "loaded as separate weights"
             )
 
 
@@ -468,28 +469,28 @@ def _clear_errors(source: _Source) -> Iterator[None]:
         raise IsolossError(f"the weights in {source.name} are damaged: {error}") from error
     # what a config can get wrong raises errors without a common class, some of them the hub's own
     except Exception as error:
-        told = reason(error)
+        message = reason(error)
         if isinstance(error, KeyError):
-            told = f"transformers does not know {told}, which its config.json names"
-        cannot = FROM_CACHE if source.is_away else "cannot be loaded"
-        raise IsolossError(f"{source.name} {cannot}: {told}") from error
+            message = f"transformers does not know {message}, which its config.json names"
+        cannot = FROM_CACHE if source.is_from_cache else "cannot be loaded"
+        raise IsolossError(f"{source.name} {cannot}: {message}") from error
 
 
 def _check_size(name: str, cls: Any, config: Any, stored: Mapping[str, StoredWeight], kernel: str | None) -> None:
-    """Refuse a config of a model many times larger than what is stored: transformers would draw the rest at random."""
+    """Refuse a config of a model many times larger than its weights: transformers would draw the rest at random."""
     make = cls.from_config if hasattr(cls, "from_config") else cls._from_config  # of an Auto class, or of a model's
     with torch.device("meta"):  # no memory is taken
         model = make(config, attn_implementation=kernel)
     size = sum(tensor.numel() for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
     held = sum(math.prod(weight.shape) for weight in stored.values())
-    if size > max(_MOST_TIMES * held, _SMALL):
+    if size > max(_MAX_SIZE_RATIO * held, _SMALL_MODEL):
         raise IsolossError(
-            f"{name} holds {held:,} numbers, and its config.json is of a model with {size:,}: one of the two is damaged"
+            f"{name} has {held:,} numbers, but its config.json is of a model with {size:,}: one of the two is damaged"
         )
 
 
 def reason(error: Exception) -> str:
-    """Return what an error of another library says, in one line."""
+    """Return the message of another library's error, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines or [type(error).__name__])[0]
 

@@ -263,12 +263,12 @@ def run_on_ids(model: nn.Module, ids: torch.Tensor, **more: torch.Tensor) -> tor
     return logits
 
 
-# where a product of matrices has its left factor
-_LEFT = {torch.ops.aten.mm.default: 0, torch.ops.aten.bmm.default: 0, torch.ops.aten.addmm.default: 1}
+# the position of the left factor among the arguments of a matrix product
+_LEFT_FACTOR = {torch.ops.aten.mm.default: 0, torch.ops.aten.bmm.default: 0, torch.ops.aten.addmm.default: 1}
 
 
 class _LastProduct(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the left factor of the last product of matrices, and how many columns the product has."""
+    """Records the left factor of the last matrix product, and how many columns the product has."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -279,16 +279,16 @@ class _LastProduct(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _LEFT:
-            self.left, self.columns = args[_LEFT[func]], result.shape[-1]
+        if func in _LEFT_FACTOR:
+            self.left, self.columns = args[_LEFT_FACTOR[func]], result.shape[-1]
         return result
 
 
 def states_before_output(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return (B, T, d): the states of `input_ids` (B, T) that any module with logits has before its output layer.
+    """Return (B, T, d): the input of the output layer for `input_ids` (B, T), in any module with logits.
 
-    They are the left factor of the last product of matrices in its forward pass, in whatever way that is written.
-    Logits may be fewer than the columns of the product, as where the vocabulary is padded.
+    It is the left factor of the last matrix product in the forward pass, however that product is written. The product
+    may have more columns than there are logits, as where the vocabulary is padded.
 
     Raises:
         IsolossError: The last product does not make the logits.
@@ -308,7 +308,7 @@ def states_before_output(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -
         or left.numel() != inputs["input_ids"].numel() * left.shape[-1]
         or product.columns < logits.shape[-1]
     ):
-        raise IsolossError(f"{type(model).__name__} has no output layer that makes its logits of one state per token")
+        raise IsolossError(f"{type(model).__name__} has no output layer that makes its logits from one state per token")
     states: torch.Tensor = left.reshape(*inputs["input_ids"].shape, -1)
     return states
 
@@ -349,11 +349,11 @@ def max_length(model: nn.Module) -> int | None:
     return min(bounds, default=None)
 
 
-def position_ids(model: nn.Module, *, given: bool = False) -> range | None:
-    """Return the ids of positions that a model has an embedding of; None where it has no table of them, or fails.
+def position_ids(model: nn.Module, *, explicit: bool = False) -> range | None:
+    """Return the ids of positions that a model has an embedding for; None where it has no table of them, or fails.
 
-    The first token's is 0. Where `position_ids` are `given` to it, a model may look them up in other rows than those
-    that it counts by itself, as RoBERTa does.
+    The first token has position 0. With `explicit`, the model gets `position_ids`: it may then use other rows than
+    when it counts positions itself, as RoBERTa does.
     """
     # not the padding's id, for which some models look up no position
     token = 2 if getattr(text_config(model), "pad_token_id", None) == 0 else 0
@@ -364,7 +364,7 @@ def position_ids(model: nn.Module, *, given: bool = False) -> range | None:
         ids = torch.arange(length, device=device_of(model))[None]
         with _Lookups() as mode:
             try:
-                run_on_ids(model, torch.full((1, length), token), **({"position_ids": ids} if given else {}))
+                run_on_ids(model, torch.full((1, length), token), **({"position_ids": ids} if explicit else {}))
             except Exception:  # a model that does not run says so where it is measured
                 return None
         lookups.append(mode.seen)

@@ -37,7 +37,7 @@ from isoloss.statistics.estimate import Estimate, rounded
 AVERAGE = "ema"  # the folder of what belongs to the averaged weights
 TRAINER = "trainer.json"  # in each checkpoint of a run: where training stood, and the SHA-256 of the other files
 _METRICS = "metrics.jsonl"
-# beside the weights, what decides a checkpoint's model and how it reads text
+# the files that, besides the weights, decide a checkpoint's model and how it reads text
 _MODEL_FILES = ("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
                 "*.model")  # fmt: skip
 _STEP = re.compile(r"step-(\d+)$")
@@ -61,7 +61,7 @@ class Evaluation:
             same inputs and settings are paired, example by example.
         examples: SHA-256 of the file with what each example adds to the estimates (`Run.examples`); empty for a
             measure that has none.
-        model_files: SHA-256 of what decides the model beside its weights: config and tokenizer (`model_files_sha256`).
+        model_files: SHA-256 of the config and tokenizer (`model_files_sha256`).
             Empty: the checkpoint is not a run's, or was measured before this was recorded.
     """
 
@@ -280,7 +280,7 @@ class Run:
         ]
 
     def missed_targets(self, config: TrainConfig | None = None) -> list[str]:
-        """Return for each stage that ended without reaching its target by how much, in words.
+        """Return a sentence for each stage that ended without reaching its target.
 
         Args:
             config: The run's config, if you have it already.
@@ -318,7 +318,7 @@ class Run:
         return files.sha256(path)
 
     def model_files(self, step: int) -> str:
-        """The SHA-256 over what decides the model at `step` beside its weights (`model_files_sha256`)."""
+        """The SHA-256 over the config and tokenizer at `step` (`model_files_sha256`)."""
         return model_files_sha256(self.checkpoint(step))
 
     def steps(self) -> list[int]:
@@ -401,16 +401,16 @@ class Run:
     # --- damage
 
     def damage(self, *, tensors: bool = False, evaluations: bool = True) -> Iterator[str]:
-        """Yield a sentence for each file of the run that is not the one that isoloss wrote.
+        """Yield a sentence for each file of the run that is not as isoloss wrote it.
 
-        result.json has the SHA-256 of metrics.jsonl and of each checkpoint's trainer.json, which has those of the
-        checkpoint's files and, while the run is not complete, of metrics.jsonl so far; each JSON file has the one of
-        its own content. Other files in the folder are nobody's business, and what an earlier version wrote without a
-        hash is not checked.
+        result.json has the SHA-256 of metrics.jsonl and of each checkpoint's trainer.json. trainer.json has the SHA-256
+        of each file of the checkpoint and, while the run is not complete, of metrics.jsonl so far. Each JSON file has
+        the SHA-256 of its own content. Other files in the folder are not checked, nor are files that an
+        earlier version wrote without a hash.
 
         Args:
-            tensors: Whether tensor files are read too, some gigabytes in a second.
-            evaluations: Whether evaluations are looked at.
+            tensors: Whether tensor files are read too, at a few gigabytes per second.
+            evaluations: Whether evaluations are checked.
         """
         read: dict[str, dict[str, Any]] = {"run.json": {}, "result.json": {}}
         for name in read if self.complete else ("run.json",):
@@ -420,20 +420,20 @@ class Run:
                 yield str(error)
         record, result = read.values()
         if record and result.get("fingerprint") not in (None, record.get("fingerprint")):
-            yield f"{self.path / 'run.json'} is not of the run that {self.path / 'result.json'} is of"
+            yield f"{self.path / 'run.json'} and {self.path / 'result.json'} are from different runs"
         recorded = result.get("sha256", {})
         for folder in self._checkpoints():
             try:
                 yield from _checkpoint_damage(folder, lambda name: tensors or not name.endswith(".safetensors"))
                 trainer = folder / TRAINER
                 if recorded.get(trainer.relative_to(self.path).as_posix()) not in (None, _sha256(trainer)):
-                    yield f"{trainer} is not of the run that {self.path / 'result.json'} is of"
+                    yield f"{trainer} and {self.path / 'result.json'} are from different runs"
             except IsolossError as error:
-                # of a run that goes on, checkpoints vanish
+                # checkpoints of a run that is still training may vanish
                 if folder.exists():
                     yield str(error)
         metrics = self.path / _METRICS
-        if _sha256(metrics) != recorded[_METRICS] if _METRICS in recorded else not self._has_its_metrics():
+        if _sha256(metrics) != recorded[_METRICS] if _METRICS in recorded else not self._metrics_match():
             yield f"{metrics} is damaged: its lines are not those of the run's last checkpoint; restore the file"
         for run in (self, self.averaged) if evaluations else ():
             for key in run._evaluated():
@@ -447,14 +447,14 @@ class Run:
     def _checkpoints(self) -> list[Path]:
         return [self.path / "checkpoints" / f"step-{step}" for step in self.steps()]
 
-    def _has_its_metrics(self) -> bool:
+    def _metrics_match(self) -> bool:
         """Whether the lines of metrics.jsonl up to the last checkpoint are those that it was saved with."""
         if not (folders := self._checkpoints()):
             return True
         try:
             state = files.read_sealed(folders[-1] / TRAINER, "")
             step, sha256 = state["step"], state["metrics_sha256"]
-        # told where the checkpoint is looked at, or written before it was recorded
+        # reported where the checkpoint is checked, or written before it was recorded
         except (IsolossError, KeyError, TypeError):
             return True
         digest, path = hashlib.sha256(), self.path / _METRICS
@@ -551,11 +551,11 @@ def checkpoint_of(path: Path) -> tuple[Run, int] | None:
 def check_weights(folder: Path) -> None:
     """Refuse a checkpoint of a run, or its averaged weights, whose files are not those that training wrote.
 
-    These are weights, config and tokenizer, but not the state of training. Checkpoints made elsewhere have no record,
-    and pass.
+    Checked are weights, config and tokenizer, not the state of training. Checkpoints made elsewhere have no record and
+    pass.
 
     Raises:
-        IsolossError: The SHA-256 of a file in trainer.json is another, or trainer.json is damaged itself.
+        IsolossError: A file does not have the SHA-256 in trainer.json, or trainer.json itself is damaged.
     """
     is_average = folder.name == AVERAGE and (folder.parent / TRAINER).is_file()
 
@@ -567,7 +567,7 @@ def check_weights(folder: Path) -> None:
 
 
 def _checkpoint_damage(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[str]:
-    """Yield a sentence for each file of a checkpoint, of those that are wanted, that is not as trainer.json has it."""
+    """Yield a sentence for each wanted file of a checkpoint that does not have the SHA-256 in trainer.json."""
     record = folder / TRAINER
     remedy = (
         f"restore the file, or delete {folder} and all later checkpoints of the run, and its result.json, and train "
@@ -586,9 +586,9 @@ def _sha256(path: Path) -> str:
 
 
 def model_files_sha256(folder: Path) -> str:
-    """Return the SHA-256 over the files of a checkpoint that decide the model beside its weights.
+    """Return the SHA-256 over the files of a checkpoint that decide the model besides its weights.
 
-    These are config.json and those of the tokenizer.
+    These are config.json and the files of the tokenizer.
     """
     paths = sorted({path for pattern in _MODEL_FILES for path in folder.glob(pattern) if path.is_file()})
     return hashlib.sha256("".join(f"{path.name} {files.sha256(path)}\n" for path in paths).encode()).hexdigest()

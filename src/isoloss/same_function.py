@@ -1,4 +1,4 @@
-"""Whether two models are one function of their weights, so that a mean of these, or a line between, is a model too."""
+"""Whether two models are the same function of their weights, so that these can be averaged or interpolated."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers import PretrainedConfig
 from isoloss.errors import IsolossError, warn
 from isoloss.model_checks import architecture
 
-# fields of a config that change no function of token ids: names, versions and types; training; generating; classes
-_IDLE = re.compile(
+# config fields that do not change the function of token ids: names, versions and types; training; generation; classes
+_IGNORED = re.compile(
     r"_?name_or_path|transformers_version|(torch_)?dtype|torchscript|auto_map|_?attn_implementation\w*|pretraining_tp"
     r"|(?!token_)\w*dropout\w*|\w+_pdrop|\w*layerdrop|\w*drop_path\w*|(\w+_)?init(ializer)?_\w+|\w*_loss(_\w+)?"
     r"|\w*jitter\w*|gradient_checkpointing|use_cache|return_dict\w*|output_(attentions|hidden_states|router_logits|past)"
@@ -23,14 +23,14 @@ _IDLE = re.compile(
     r"|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params|architectures"
 )
 # most models compute the same with another padding or a longer limit; a table of positions has a shape of its own
-_SELDOM = {"pad_token_id", "max_position_embeddings"}
+_RARELY_MATTERS = {"pad_token_id", "max_position_embeddings"}
 _WITHOUT_FUNCTION = (nn.modules.dropout._DropoutNd, nn.Identity)
 
 
 def function_of_config(config: Any) -> dict[str, Any]:
     """Return the fields of a config that may decide what a model computes, as JSON types.
 
-    Fields that the config's class does not know are left out: they are what tools that a checkpoint came through left.
+    Fields that the config's class does not know are left out: other tools have added them.
 
     Args:
         config: A config of transformers, or a dictionary.
@@ -51,12 +51,12 @@ def function_of_config(config: Any) -> dict[str, Any]:
     return {
         key: function_of_config(value) if isinstance(value, PretrainedConfig | dict) else value
         for key, value in fields.items()
-        if not _IDLE.fullmatch(str(key))
+        if not _IGNORED.fullmatch(str(key))
     }
 
 
 def function_of_model(model: nn.Module) -> dict[str, Any]:
-    """Return what beside its weights decides a model's function: its config, else the settings of each part.
+    """Return the settings that decide a model's function of its weights: its config, else those of each part.
 
     Example:
         >>> function_of_model(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Dropout(), nn.ReLU()))["2"]
@@ -74,9 +74,9 @@ def function_of_model(model: nn.Module) -> dict[str, Any]:
 
 
 def _settings(part: nn.Module) -> dict[str, Any]:
-    """Return the numbers, words and functions that a module keeps."""
+    """Return the numbers, strings and functions among a module's attributes."""
     kept = {key: value for key, value in vars(part).items() if key[0] != "_" and key not in ("training", "name")}
-    kept = {key: getattr(value, "__name__", value) for key, value in kept.items() if not _IDLE.fullmatch(key)}
+    kept = {key: getattr(value, "__name__", value) for key, value in kept.items() if not _IGNORED.fullmatch(key)}
     return {key: value for key, value in kept.items() if isinstance(value, int | float | str | None)}
 
 
@@ -100,7 +100,7 @@ def check_one_function(one: str, functions: Mapping[str, Any], other: str, other
     """Refuse two models, by name and function, that compute different things with the same weights."""
     for place, value, other_value in differences(functions, other_functions):
         values = f"{place} is {reprlib.repr(value)} in {one} and {reprlib.repr(other_value)} in {other}"
-        if place.rpartition(".")[2] in _SELDOM:
-            warn(f"{values}, which changes few models")
+        if place.rpartition(".")[2] in _RARELY_MATTERS:
+            warn(f"{values}, which matters for few models")
         else:
-            raise IsolossError(f"{values}, so weights of one are no weights of the other")
+            raise IsolossError(f"{values}, so they are different functions of their weights")

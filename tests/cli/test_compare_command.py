@@ -168,7 +168,7 @@ REFUSED = {
         "a b --task sst2 --task-data sst2=labels --csv labels/dev.csv",
         "--csv is labels/dev.csv, which is read as an input",
     ),
-    "one file for two": ("a b --html z --csv ./z", "--html and --csv are one file, z: give each its own"),
+    "one file for two": ("a b --html z --csv ./z", "--html and --csv are the same file, z: give each its own"),
     "no margin": ("a b --same-loss-nats 0", "--same-loss-nats is 0.0; it must be finite and above 0"),
     "no checkpoint": ("a ./no", "there is no checkpoint ./no: it is not a folder"),
 }

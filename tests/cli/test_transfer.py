@@ -188,7 +188,7 @@ def test_models_that_do_not_fit_are_named(capsys, runs, bert, mails, tmp_path):
     assert "66 ids" in message
     assert "34: it is a model of another language" in message
     message = refusal(capsys, "transfer", runs[0], *task, "--tokenizer", bert, alone=True)
-    assert "knows 34 ids: the tokenizer is that of another model" in message
+    assert "knows 34 ids: the tokenizer belongs to another model" in message
     assert "knows 34 ids" in message
     assert "name the column of the text with --text" in refusal(capsys, "transfer", bert, *task[:4], alone=True)
     assert "has no column 'head'" in refusal(capsys, "transfer", bert, *task, "--pair", "head", alone=True)

@@ -77,10 +77,10 @@ def positions(first, length=LENGTH):
 REFUSED = {
     "rows of two lengths": (
         {"input_ids": [[1, 2], [3]]},
-        r"input_ids cannot be a tensor, .*: give all",
+        r"input_ids cannot become a tensor \(.*\): give all",
     ),
-    "short documents": ({"documents": [0, 1]}, "`documents` must be the id of the document of each of the 6 sequences"),
-    "one document": ({"documents": 3}, "`documents` must be the id of the document of each of the 6 sequences"),
+    "short documents": ({"documents": [0, 1]}, "`documents` must have one document id for each of the 6 sequences"),
+    "one document": ({"documents": 3}, "`documents` must have one document id for each of the 6 sequences"),
     "ids": ({"input_ids": IDS + VOCAB}, f"input_ids are {VOCAB} to 21; the model knows ids 0 to {VOCAB - 1}"),
     "labels": ({"labels": torch.full_like(IDS, VOCAB)}, f"a label is {VOCAB}; the model predicts ids 0 to {VOCAB - 1}"),
     "late positions": (positions(MOST - 1), "position_ids are 7 to 12; the model knows ids 0 to 7"),
@@ -127,7 +127,7 @@ def test_a_list_of_rows_is_no_batch():
 @pytest.mark.parametrize("build", [bert, gpt2, opt, lambda: RobertaForMaskedLM(RobertaConfig(**SIZES)).eval()])
 def test_the_model_runs_at_all_positions_that_it_is_said_to_know_and_at_no_other(build):
     model = build()
-    known = position_ids(model, given=True)
+    known = position_ids(model, explicit=True)
     for position in (known.start - 1, known.start, known.stop - 1, known.stop):
         batch = {"input_ids": IDS[:1], "position_ids": torch.full((1, LENGTH), position)}
         if position in known:

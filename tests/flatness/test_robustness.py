@@ -27,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from isoloss.errors import IsolossError
 from isoloss.flatness import Noise, Rounding, loss_rises
 from isoloss.flatness._linear_maps import LinearMaps
-from isoloss.flatness.robustness import _dealt, rounded_layers
+from isoloss.flatness.robustness import _groups_and_parts, rounded_layers
 from isoloss.seeds import generator
 from isoloss.statistics.comparison import paired_difference
 
@@ -182,11 +182,11 @@ def test_the_error_under_noise_covers_draws_and_inputs_of_a_rise_and_of_a_differ
 def test_a_part_of_the_sequences_has_draws_of_its_own():
     """Groups share no draw, and their number of parts is in proportion to their sequences."""
     clusters = torch.tensor([0] * 12 + [1] * 24 + [2] * 4)
-    groups, parts = _dealt(clusters)
+    groups, parts = _groups_and_parts(clusters)
     assert groups.tolist() == [0, 1, 2]
     assert [len(parts[clusters == i].unique()) for i in range(3)] == [6, 12, 2]
     assert parts.bincount().tolist() == [2] * 20
-    groups, parts = _dealt(torch.arange(64))
+    groups, parts = _groups_and_parts(torch.arange(64))
     assert groups.bincount().tolist() == parts.bincount().tolist() == [4, 3, 3, 3, 3] * 4
     assert parts.tolist() == groups.tolist()
 

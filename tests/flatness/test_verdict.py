@@ -89,7 +89,7 @@ def test_a_difference_that_is_sure_but_small_gives_no_verdict():
     # thousands of standard errors apart, by 4 and by 6 %
     near, apart = (compared({"a": (5000, 3000, 2.0, "1"), "b": (6000, least, 2.0, "2")}) for least in (3120, 3180))
     assert (verdict(near).flattest, verdict(near).reasons) == (None, ("near",))
-    assert "the minimal trace of a is 0.962 times (95 % 0.961 to 0.962) b's: less apart than" in str(verdict(near))
+    assert "the minimal trace of a is 0.962 times (95 % 0.961 to 0.962) b's: closer than" in str(verdict(near))
     assert verdict(near, min_ratio=1.03).flattest == verdict(apart).flattest == "a"
     with pytest.raises(IsolossError, match=r"min_ratio is 0\.9"):
         verdict(near, min_ratio=0.9)

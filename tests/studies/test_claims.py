@@ -64,7 +64,7 @@ def test_claims_are_read(tmp_path):
     assert found.claims[0] == CLAIM
     assert found.claims[1].margin == 0.01
     assert (found.gates, found.same_loss_nats, found.scales) == ((), 0.01, ())
-    assert str(found) == f"claims.toml, SHA-256 of what it states {found.sha256}"
+    assert str(found) == f"claims.toml, SHA-256 of its content {found.sha256}"
 
 
 def test_the_hash_is_of_what_the_file_states(tmp_path):

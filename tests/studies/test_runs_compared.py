@@ -70,7 +70,7 @@ def test_the_flatter_of_two_of_one_loss_is_named():
     by_hand = change(pairs, "trace")
     row = next(row for row in comparison.rows() if row.label == "trace")
     assert (row.value, (row.low, row.high)) == (by_hand.value, by_hand.ci95)
-    assert row.group == "b minus a, over 4 pairs of one seed"
+    assert row.group == "b minus a, over 4 pairs with the same seed"
     assert by_hand.stderr < 2  # paired by seed: unpaired, seeds alone would add 7
     assert equivalence(change(pairs, "loss"), 0.01).shown
 
@@ -145,7 +145,7 @@ def test_every_step_of_every_seed_of_external_checkpoints_counts():
     traces = drawn(5, 12)
     (row,) = external(traces).rows()
     by_seed = (traces["b"] - traces["a"]).mean(axis=1)
-    assert row.group == "b minus a, over 5 pairs of one seed"
+    assert row.group == "b minus a, over 5 pairs with the same seed"
     assert row.value == pytest.approx(by_seed.mean(), rel=1e-12)
     assert row.value == pytest.approx(-264, abs=10)
     assert (row.low, row.high) == pytest.approx(stats.t.interval(0.95, 4, by_seed.mean(), stats.sem(by_seed)), rel=1e-9)
@@ -155,7 +155,7 @@ def test_external_checkpoints_without_seeds_count_each_for_itself():
     traces = drawn(5, 12)
     comparison = external(traces, seed_of=lambda seed: None)
     (row,) = comparison.rows()
-    assert row.group == "b minus a, over 60 and 60 checkpoints whose seeds are not given, not paired"
+    assert row.group == "b minus a, over 60 and 60 checkpoints without a seed, not paired"
     assert comparison.has_unknown_seeds
     welch(row, traces["b"].ravel(), traces["a"].ravel())
 

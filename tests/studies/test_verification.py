@@ -139,7 +139,7 @@ def test_the_files_of_an_earlier_version_and_a_users_own_are_no_damage(run, caps
 def test_a_record_of_another_run_is_found(run):
     files.write_sealed(run.path / "run.json", run.record | {"fingerprint": "0" * 16})
     (problem,) = run.damage()
-    assert problem == f"{run.path / 'run.json'} is not of the run that {run.path / 'result.json'} is of"
+    assert problem == f"{run.path / 'run.json'} and {run.path / 'result.json'} are from different runs"
 
 
 def test_a_missing_checkpoint_is_found(run):

@@ -108,7 +108,7 @@ def test_ids_of_documents_may_be_of_any_kind(documents):
     "documents", [torch.arange(4), torch.zeros(3, 1), ["a", None, "b"], np.full(3, np.nan)], ids=str
 )
 def test_ids_of_documents_that_are_none(documents):
-    with pytest.raises(IsolossError, match="`documents` must be the id of the document of each of the 3 sequences"):
+    with pytest.raises(IsolossError, match="`documents` must have one document id for each of the 3 sequences"):
         clusters_of(random_rows(3), documents=documents)
 
 

@@ -153,7 +153,7 @@ def test_a_text_of_blanks_is_none(tmp_path):
 def test_files_of_a_split_have_the_same_texts(tmp_path):
     (tmp_path / "train_part_1.csv").write_text("t,u,label\nx,y,1\n")
     (tmp_path / "train_part_2.csv").write_text("t,label\nx,0\n")
-    with pytest.raises(IsolossError, match="some of its files have two texts in a row, and some have one"):
+    with pytest.raises(IsolossError, match="some of its files have two texts per row, and others have one"):
         read_labeled_text(tmp_path, text="t", pair="u", other_columns=[("t", None, "label")])
 
 

@@ -60,12 +60,12 @@ def check_figure(file: Path | None) -> None:
 
 
 def check_outputs(args: Any, models: Iterable[str], *names: str) -> None:
-    """Refuse the files that a command on models is to write, its options `names`, as `files.check_outputs` does."""
+    """Refuse the outputs of a command on models, its options `names`, as `files.check_outputs` does."""
     given = [args.data, args.inputs.get("tokenizer"), (args.loading.module or "").rpartition(":")[0]]
     datasets = [task.partition("=")[2] for task in getattr(args, "task_data", ())]
     if str(args.data).startswith(hub_datasets.PREFIX):
         datasets.append(str(args.data))
-    # the files of a data set one by one: they may end in .csv
+    # each file of a data set by itself, because it may end in .csv
     folders = (Path(name.removeprefix(hub_datasets.PREFIX)) for name in datasets)
     examples = [file for folder in folders for file in (folder, *folder.rglob("*")) if file.is_file()]
     outputs = {f"--{name}": getattr(args, name) for name in names}

@@ -73,12 +73,12 @@ class Args:
     task_data: tuple[str, ...] = ()
     """Where the examples of tasks are, as NAME=PATH: a .tsv, .csv, .jsonl or .json file, a folder or hf:NAME."""
     pooling: Literal["auto", "last", "mean", "first", "concatenate"] = "auto"
-    """Which token states the probe of a task reads; auto: the last token's of causal models, the mean of masked ones.
-    Another pooling may order the models otherwise."""
+    """Which token states the probe of a task reads; auto: the last token of causal models, the mean over
+    tokens of masked ones. Another pooling may rank the models differently."""
     same_loss_nats: float = SAME_LOSS_NATS
     """How far losses may be apart to count as the same, in nats per predicted token."""
     min_ratio: float = MIN_RATIO
-    """The smallest ratio of two traces that counts: a model whose trace is smaller by less is not called flatter."""
+    """The smallest ratio of two traces that counts: no model is called the flattest if another is closer than this."""
     html: Path | None = None
     """Write a page of one screen to this file."""
     csv: Path | None = None

@@ -375,7 +375,7 @@ def _what_helps(args: Any, inputs: Inputs, estimate: Estimate) -> str:
 
 
 def _of_minimum(estimate: Estimate) -> Iterator[str]:
-    """What a minimal trace is beside the plain one, and what fixes it where there is no minimum."""
+    """Yield sentences on a minimal trace beside the plain one, and on its conventions where there is no minimum."""
     details = estimate.details
     plain, kept = (rounded(details[name], details[f"{name}_stderr"]) for name in ("trace", "keeping_features"))
     low, high = (rounded(details[name], estimate.stderr).split(" ±")[0] for name in ("in_sample", "cross_fitted"))
@@ -388,7 +388,7 @@ def _of_minimum(estimate: Estimate) -> Iterator[str]:
 
 
 def _conventions(estimate: Estimate) -> Iterator[str]:
-    """Yield what fixes the scale where the trace has no minimum."""
+    """Yield a sentence on the convention that fixes the scale where the trace has no minimum."""
     details = estimate.details
     if details["gauged"]:
         infimum = rounded(details["infimum"], estimate.stderr).split(" ±")[0]

@@ -30,7 +30,7 @@ EXAMPLES = [
 CONDITIONALS = 3  # masked tokens that are shown unasked
 LIKELIEST = 5  # tokens shown of a conditional
 ENTROPY_SENTENCES = 2000
-BYTES_OF_A_SENTENCE = 300  # that its row takes at least, in Python: a dictionary with two empty lists
+BYTES_PER_SENTENCE = 300  # at least, in Python: a dictionary with two empty lists
 IMPOSSIBLE = 1e-30  # probability; a language gives a token that cannot be the smallest normal number
 MASKED = "___"
 
@@ -119,7 +119,7 @@ def main(arguments: list[str]) -> int:
 def _check_numbers(args: Args) -> None:
     if args.num_sentences < 1:
         raise IsolossError(f"--num-sentences is {args.num_sentences}; draw at least 1 sentence")
-    check_fits(args.num_sentences * BYTES_OF_A_SENTENCE, f"--num-sentences is {args.num_sentences:,}")
+    check_fits(args.num_sentences * BYTES_PER_SENTENCE, f"--num-sentences is {args.num_sentences:,}")
     if args.conditionals is not None and args.conditionals < 0:
         raise IsolossError(f"--conditionals is {args.conditionals}; it must be at least 0 (0: none)")
     if args.entropy_sentences is not None and (args.entropy_sentences < 0 or args.entropy_sentences == 1):

@@ -32,7 +32,7 @@ EXAMPLES = [
     ("isoloss train runs/first --language pcfg-laptop --size d32 --steps 2000", "a small BERT on a random grammar"),
     (
         "isoloss train runs/equal --language pcfg-laptop --size d32 --steps 20000 --target-kl 0.05",
-        "until the KL to the truth is 0.05 nats per predicted token, in at most so many steps",
+        "until the KL to the truth is 0.05 nats per predicted token, in at most 20,000 steps",
     ),
     ("isoloss train runs/heads --language pcfg-laptop --size d64 --heads 4 --layers 2", "a size with another shape"),
     (
@@ -106,7 +106,7 @@ class _Training(Options):
 
 
 class _Target(Options):
-    """Training to a loss: the steps are then the most that are made."""
+    """Training to a target loss; the number of steps is then a maximum."""
 
     sources = sources_of(
         {"target": StageConfig}, exclude=["labels", *(each.name for each in dataclasses.fields(TrainConfig))]
@@ -213,7 +213,7 @@ def _main(arguments: list[str]) -> int:
     common.say(f"{run.path}: {result['steps']} steps done, last training loss {result['loss_nats']:.4f} nats")
     common.say_stages(run)
     if run.missed_targets():
-        _say_longer(run, args, arguments)
+        _suggest_longer(run, args, arguments)
     steps = ", ".join(map(str, run.steps()))
     # a unit of a study: the study renames the run and measures it, so a command for that would only mislead
     if usage.USAGE in os.environ:
@@ -224,16 +224,16 @@ def _main(arguments: list[str]) -> int:
     return 0
 
 
-def _say_longer(run: Run, args: Args, arguments: Sequence[str]) -> None:
-    """Print the command that trains such a run for longer, in a folder of its own."""
+def _suggest_longer(run: Run, args: Args, arguments: Sequence[str]) -> None:
+    """Print the command that trains such a run for longer, in a new folder."""
     longer = f"{args.run}-longer"
     if args.config is None and args.language is not None:
-        common.say("to train for twice as many steps, in a folder of its own:")
+        common.say("to train for twice as many steps, in a new folder:")
         words = [longer if word == str(args.run) else word for word in arguments]
-        # of an option that is given twice, the last one counts
+        # if an option is given twice, the last one counts
         common.say("  " + common.command("train", *words, "--steps", 2 * run.config.steps))
     else:
-        common.say("to train for longer, in a folder of its own, raise the steps of the stage in a copy of the config:")
+        common.say("to train for longer, in a new folder, raise the steps of the stage in a copy of the config:")
         common.say(f"  {common.command('train', args.run, '--print-config')} > {shlex.quote(f'{longer}.toml')}")
         common.say("  " + common.command("train", longer, "--config", f"{longer}.toml"))
 
@@ -352,7 +352,7 @@ def _from_options(args: Args) -> TrainConfig:
         algorithm=_algorithm(args),
         **args.training,
     )
-    # a stage of the whole run, as a target ends a stage
+    # the whole run as one stage, because a target ends a stage
     return dataclasses.replace(config, stages=(StageConfig(steps=config.steps, **args.target),) if args.target else ())
 
 

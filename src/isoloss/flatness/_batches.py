@@ -35,7 +35,7 @@ _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
 def as_tensors(batches: Iterable[Mapping[str, Any]], first: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield batches with tensors for lists and arrays, and int64 for ids; they are counted from `first` in errors."""
+    """Yield batches with lists and arrays as tensors, and ids as int64; errors number the batches from `first`."""
     for number, batch in enumerate(batches, start=first):
         if not isinstance(batch, Mapping):
             raise IsolossError(f"batch {number} is a {type(batch).__name__}, not a mapping of input_ids, labels, ...")
@@ -53,7 +53,7 @@ def _with_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 value = torch.as_tensor(value)
             except (ValueError, TypeError) as error:
-                raise IsolossError(f"{name} cannot be a tensor, {error}: give all sequences one length") from error
+                raise IsolossError(f"{name} cannot become a tensor ({error}): give all sequences one length") from error
         if name in _IDS and isinstance(value, torch.Tensor):
             if value.is_floating_point():
                 raise IsolossError(f"{name} are {value.dtype}; ids are integers")
@@ -177,7 +177,7 @@ def _check_no_mask(mask: torch.Tensor, model: nn.Module, *, causal: bool) -> Non
 
 
 def _check_ranges(inputs: Mapping[str, Any], model: nn.Module, length: int) -> None:
-    """Refuse ids that the model has no embedding of, where it says which it has: on a GPU, nothing would run after."""
+    """Refuse ids that the model has no embedding for: on a GPU, nothing would run after such an error."""
     text, holder = text_config(model), cast("Any", unwrapped(model))
     known: dict[str, range] = {}
     with contextlib.suppress(AttributeError, NotImplementedError):
@@ -185,8 +185,8 @@ def _check_ranges(inputs: Mapping[str, Any], model: nn.Module, length: int) -> N
     if number := getattr(text, "type_vocab_size", None):
         known["token_type_ids"] = range(number)
     said = getattr(text, "max_position_embeddings", None)
-    # rotary ones have no table, and go on
-    if "position_ids" in inputs and (table := position_ids(model, given=True)) is not None:
+    # rotary positions have no table, and no end
+    if "position_ids" in inputs and (table := position_ids(model, explicit=True)) is not None:
         known["position_ids"] = table
     elif isinstance(said, int) and length > said and (table := position_ids(model)) and length > table.stop:
         raise IsolossError(f"sequences have {length} positions; the model takes at most {table.stop}")

@@ -70,7 +70,7 @@ class MeanLoss:
         numbers, self.clusters_name = torch.cat([batch.clusters for batch in self.batches]), clusters.name
         if (blocks := clusters.blocks()) is not None:
             numbers, self.clusters_name = blocks.labels[numbers], blocks.name
-        self.clusters = numbers  # (n,) what each sequence is independent by
+        self.clusters = numbers  # (n,) the number of each sequence's cluster
         self._clusters = torch.split(numbers, [len(batch.clusters) for batch in self.batches])
         self.num_sequences = sum(len(batch.clusters) for batch in self.batches)
         self.skipped_batches = len(self.batches) - len(self._batches)
@@ -108,9 +108,9 @@ class MeanLoss:
         """Return (N,) float64: the losses summed over the predicted positions of each cluster.
 
         Args:
-            chosen: (n,) bool, the sequences that count, of a model that has been run on all; None: all.
+            chosen: (n,) bool, the sequences that count; the model must have run on all before. None: all.
         """
-        logits_of = predicted_logits if chosen is None else plain_logits  # which checks nothing, and takes less time
+        logits_of = predicted_logits if chosen is None else plain_logits  # without checks, faster
         with torch.no_grad():
             return self._by_cluster(lambda batch: _losses(logits_of(self.model, batch), batch).double().cpu(), chosen)
 

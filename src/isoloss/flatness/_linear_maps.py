@@ -36,7 +36,8 @@ class LinearMaps(TorchFunctionMode):
     """Notes, while it is entered, which parameters of a model are multiplied with activations, and along which axes.
 
     Casts, scalings, transposes, slices and other views of a parameter are followed, and so are stacked matrices that
-    are chosen by index. What reaches a product in another way, or goes to a kernel of one's own, is not seen.
+    are chosen by index. A parameter that reaches a product in another way, or goes
+    to a custom kernel, is not seen.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,7 +59,7 @@ class LinearMaps(TorchFunctionMode):
         if not (made_from := [value for value in values if value in self._origins]):
             return output
         name = name_of(func)
-        for value, summed in _summed(name, args, values):
+        for value, summed in _summed_axes(name, args, values):
             if value in self._origins:
                 parameter, axes = self._origins[value]
                 inputs = {axes[i] for i in summed} - {None}
@@ -72,22 +73,25 @@ class LinearMaps(TorchFunctionMode):
             elif name in _NORMS or is_pointwise(name.strip("_")):
                 self._elementwise.add(parameter)
             for made in tensors_in(output):
-                if made not in self._origins and (follows := _follow(value, axes, made, by_index=by_index)) is not None:
+                if (
+                    made not in self._origins
+                    and (follows := _axes_of(value, axes, made, by_index=by_index)) is not None
+                ):
                     self._origins[made] = parameter, follows
         return output
 
     def found(self, layers: Iterable[nn.Module]) -> tuple[dict[nn.Parameter, tuple[int, ...]], int]:
         """Return the matrices of maps, each with the axes of its inputs, and how many weights maps have in all.
 
-        Not counted are `kept_weights` and parameters that only meet activations element by element: norms, biases,
-        positions. What has two axes and is none of these counts among the weights of
-        maps, even where no product was seen, and so do weights that are quantized already.
+        Not counted are `unrounded_weights` and parameters that only meet activations element by element: norms, biases,
+        positions. All other parameters with two axes count, even where no product was seen, and so do weights that are
+        quantized already.
 
         Args:
             layers: Those whose `weight` is (outputs, inputs), or (inputs, outputs) of a `Conv1D`, unless a product
                 showed something else.
         """
-        kept = kept_weights(self._model)
+        kept = unrounded_weights(self._model)
         usual: dict[Any, tuple[int, ...]] = {x.weight: (0,) if isinstance(x, Conv1D) else (1,) for x in layers}
         maps, number = dict[nn.Parameter, tuple[int, ...]](), quantized_weights(self._model)
         for parameter in self._model.parameters():
@@ -103,10 +107,10 @@ class LinearMaps(TorchFunctionMode):
         return maps, number
 
 
-def kept_weights(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that low-bit formats leave: of embeddings, routers and the output layer.
+def unrounded_weights(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that low-bit formats leave as they are: embeddings, routers, the output layer.
 
-    A router is known by the name of its class, such as `MixtralTopKRouter`, and the output layer if the model names it.
+    A router is recognized by its class name, such as `MixtralTopKRouter`, and the output layer if the model names it.
     """
     left = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) or "Router" in type(m).__name__)
     kept = {id(parameter) for module in left for parameter in module.parameters(recurse=False)}
@@ -115,14 +119,14 @@ def kept_weights(model: nn.Module) -> set[int]:
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is in floating point and has two axes that are longer than 1, or more."""
+    """Whether a parameter is in floating point and has at least two axes longer than 1."""
     return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) > 1
 
 
-def _summed(
+def _summed_axes(
     name: str, args: tuple[Any, ...], values: list[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-    """Yield the factors of a product, each with the axes that the product sums over; nothing of another function."""
+    """Yield the factors of a product, each with the axes that the product sums over; nothing for other functions."""
     if name == "linear":
         yield values[1], (-1,)
     elif name in _PRODUCTS:
@@ -139,7 +143,7 @@ def _summed(
         yield from ((value, (-1,)) for value in values if isinstance(value, nn.Parameter) and value.ndim == 2)
 
 
-def _follow(value: torch.Tensor, axes: Axes, made: torch.Tensor, *, by_index: bool) -> Axes | None:
+def _axes_of(value: torch.Tensor, axes: Axes, made: torch.Tensor, *, by_index: bool) -> Axes | None:
     """Return the axes of a tensor that was made from one with these axes; None where they are not known."""
     if made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
         # a view: an index of the parameter's axis k moves by the stride of k, and a part of the axis by a multiple

@@ -42,8 +42,8 @@ def interpolation_barrier(
 
     Args:
         model: As for `fisher_trace`, with any attention: theta_0. Its weights are changed, and restored bit for bit.
-        other: A model that computes the same with the same weights: theta_1. Configs must agree but for what concerns
-            training and generating; parts of a module of one's own must agree in class and settings.
+        other: A model that computes the same function of its weights: theta_1. Configs must agree, except for fields
+            on training and generation; in your own module, each part must agree in class and settings.
         batches: As for `fisher_trace`, but the labels' values matter. All batches are kept in memory.
         fractions: Between 0 and 1. Default: 0.1, 0.2, ..., 0.9.
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
@@ -55,7 +55,7 @@ def interpolation_barrier(
         error at each fraction, `heights`.
 
     Raises:
-        IsolossError: The models differ in anything but weights, such as their activations; a fraction is not between 0
+        IsolossError: The models differ in more than weights, such as their activations; a fraction is not between 0
             and 1, a batch does not fit, fewer than 2 inputs are independent, or a loss is not finite.
 
     Example:

@@ -139,7 +139,7 @@ class MinimalTraceEstimator:
     def checked(self, estimate: Estimate, batch: Mapping[str, Any]) -> Estimate:
         """Return the minimal trace with how far the rescaling changes the model's log-probabilities on a batch.
 
-        Norms are without eps there: with an eps that is rescaled along they compute the same function, and nothing but
+        Norms have no eps there. Both models then compute the same function, as they would with rescaled eps, and only
         rounding is left where the rules are right.
 
         Raises:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from isoloss.errors import IsolossError
 from isoloss.flatness._curvature import MeanLoss
-from isoloss.flatness._linear_maps import LinearMaps, is_matrix, kept_weights
+from isoloss.flatness._linear_maps import LinearMaps, is_matrix, unrounded_weights
 from isoloss.flatness._measurement import UNIT
 from isoloss.flatness.sharpness import gaussian_noise, weights_restored
 from isoloss.model_checks import unwrapped
@@ -103,12 +103,12 @@ class Rounding:
 class Noise:
     """Gaussian noise on all weights, relative to the root mean square of each tensor, in pairs of opposite sign.
 
-    A draw of noise is costly only by the sequences that are measured with it, and a rise varies more from draw to draw
-    than from sequence to sequence. So the sequences are dealt into some 20 parts, and each part has draws of its own:
-    as many passes over the inputs as with the same draws for all, and 20 times as many draws.
+    The cost of a draw is that of the sequences that are measured with it, and a rise varies more from draw to draw than
+    from sequence to sequence. So the sequences are split into about 20 parts, each with its own draws. This takes as
+    many passes over the inputs as the same draws for all sequences, and has about 20 times as many draws.
 
     The draws depend only on the seed, the part and the parameter's name, so all models of one architecture get the same
-    noise in proportion to their weights. On another device they are others.
+    noise in proportion to their weights. Another device has other draws.
 
     Attributes:
         relative_std: Standard deviation of the noise, divided by the root mean square of the tensor.
@@ -148,7 +148,7 @@ def rounded_layers(model: nn.Module) -> dict[str, nn.Module]:
     layer that the model names, and layers that share a weight with one of these.
     """
     plain = unwrapped(model)
-    kept = kept_weights(plain)
+    kept = unrounded_weights(plain)
     weights = {name: getattr(module, "weight", None) for name, module in plain.named_modules()}
     return {
         name: plain.get_submodule(name)
@@ -171,8 +171,8 @@ def loss_rises(
     The loss is measured before and after on the same inputs, so the error is the error of a paired difference, which is
     small. A rise can be negative. The error covers inputs, labels and the draws of noise.
 
-    Noise and inputs are both samples. They are so by groups that share neither, of which each is one more replication
-    of the whole measurement: the error over groups covers both and what they do together, for a rise and for the
+    Noise and inputs are both samples. Groups share neither inputs nor draws, so each group is a replication of the
+    whole measurement. The error over groups covers inputs, draws and their interaction, for a rise and for the
     difference of two models alike (the random group method: Wolter 2007, Introduction to Variance Estimation, chapter
     2). With c, d and e for the variances of a rise between clusters, between draws, and of the rest, the value has the
     variance c / N + d / draws + e / (N pairs) over N clusters.
@@ -187,8 +187,8 @@ def loss_rises(
         progress: Called with the number of passes over the inputs done.
 
     Returns:
-        The rise of the loss under each change, in nats per predicted token, and beside the rise under a rounding
-        called `NAME` or `NAME_rise` the loss that it leads to, `NAME_loss`. `details` have the `rounded_weights` and
+        The rise of the loss under each change, in nats per predicted token, and, for a rounding called
+        `NAME` or `NAME_rise`, the loss with rounded weights, `NAME_loss`. `details` have the `rounded_weights` and
         how many `map_weights` there are besides embeddings and the output layer, or the number of `draws`.
 
     Raises:
@@ -220,10 +220,10 @@ def loss_rises(
                 )
             about |= {"rounded_weights": sum(weight.numel() for weight in maps), "map_weights": number}
             about |= {"clusters": loss.clusters_name, "error_covers": "inputs and labels"}
-            after, groups, repeats = _rounded(loss, change.weights(maps)), torch.arange(len(positions)), 1
+            after, groups, repeats = _rounded_losses(loss, change.weights(maps)), torch.arange(len(positions)), 1
         else:
-            groups, parts = _dealt(loss.clusters)
-            after, repeats = _noisy(loss, change, parts), 2 * change.pairs
+            groups, parts = _groups_and_parts(loss.clusters)
+            after, repeats = _noisy_losses(loss, change, parts), 2 * change.pairs
             together = "groups of " * (int(groups.max()) + 1 < len(positions))
             about |= {"draws": (int(parts.max()) + 1) * change.pairs, "clusters": together + loss.clusters_name}
             about |= {"error_covers": "inputs, labels and draws"}
@@ -243,7 +243,7 @@ def loss_rises(
 
 
 @torch.no_grad()
-def _rounded(loss: MeanLoss, weights: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
+def _rounded_losses(loss: MeanLoss, weights: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
     """Return (N,): the losses of each cluster with other weights, which are set back."""
     with weights_restored(weights):
         for parameter, value in weights.items():
@@ -252,7 +252,7 @@ def _rounded(loss: MeanLoss, weights: Mapping[nn.Parameter, torch.Tensor]) -> to
 
 
 @torch.no_grad()
-def _noisy(loss: MeanLoss, change: Noise, parts: torch.Tensor) -> torch.Tensor:
+def _noisy_losses(loss: MeanLoss, change: Noise, parts: torch.Tensor) -> torch.Tensor:
     """Return (N,): the losses of each cluster under noise, summed over the draws of its parts and both signs."""
     sums = torch.zeros_like(loss.positions())
     with weights_restored(loss.parameters.values()) as originals:
@@ -266,10 +266,11 @@ def _noisy(loss: MeanLoss, change: Noise, parts: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def _dealt(clusters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _groups_and_parts(clusters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (N,) the group of each cluster, and (n,) the part of each sequence, which lies within one group.
 
-    Groups are up to 20 of consecutive clusters. Where they are fewer, or one is large, a group has several parts.
+    There are up to 20 groups of consecutive clusters. Where they are fewer, or one is large, a group may have several
+    parts.
     """
     number = int(clusters.max()) + 1
     groups = torch.arange(number) * min(_PARTS, number) // number

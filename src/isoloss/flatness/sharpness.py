@@ -269,8 +269,8 @@ def gaussian_noise(
 ) -> list[torch.Tensor]:
     """Return noise for each parameter, whose standard deviation is `relative_std` times its root mean square.
 
-    It is drawn by the parameter's name, so that the order of parameters does not change it, and on the CPU, so that the
-    device does not. `on_device` draws where the parameters are, which is far faster on a GPU.
+    It is drawn by the parameter's name, so the order of parameters does not change it, and on the CPU, so the device
+    does not. `on_device` draws where the parameters are, which is far faster on a GPU.
     """
     noise = []
     for name, original in zip(parameters, originals, strict=True):

@@ -2,8 +2,8 @@
 
 A model is called the flattest only where five things hold: all models have the same parameters, over which a trace is
 a sum; their losses are shown to be the same within a margin; its trace is the smallest; so is its minimal trace, which
-no rescaling of whole weight tensors can change (of units of an MLP or channels, with a finer granularity); and the next
-smallest of either is larger by a ratio that counts.
+no rescaling of whole weight tensors can change (of units of an MLP or channels, with a finer granularity); and both
+traces of every other model are larger by a ratio that counts.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _reasons(
     ]:
         yield (
             "near",
-            f"{said}, but {_listed(near)}: less apart than the smallest ratio that counts, {min_ratio:g}.",
+            f"{said}, but {_listed(near)}: closer than the smallest ratio that counts, {min_ratio:g}.",
         )
     elif min(chances.values()) < _SURE:
         yield "open", f"{said}: it takes {more} to tell."

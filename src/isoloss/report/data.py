@@ -289,7 +289,7 @@ class Style:
     def of(cls, table: pl.DataFrame) -> Style:
         """Return the style for a table: groups in its order, sizes by number of parameters.
 
-        With more groups than colors, colors come again: a click on a mark or on the legend tells groups apart.
+        If there are more groups than colors, colors repeat: a click on a mark or on the legend tells groups apart.
 
         Raises:
             IsolossError: More sizes than there are markers to tell them apart.

@@ -190,9 +190,9 @@ def claim_lines(result: ClaimResult) -> list[tuple[Tone, str, str]]:
 class Comparison:
     """The last checkpoints of a study's groups of runs, and the differences between groups.
 
-    The runs of a group that have one block and seed, such as external checkpoints at several steps of one training, are
-    one replicate, of which the mean counts. An external checkpoint whose seed is not given is a replicate of its own.
-    Two groups are paired by replicate where these are the same; else their replicates are independent.
+    Runs of a group with the same block and seed, such as external checkpoints at several steps of one training, are
+    averaged as one replicate. An external checkpoint without a seed is a replicate by itself. Two groups with the same
+    replicates are paired; otherwise they count as independent.
     """
 
     def __init__(self, results: Results) -> None:
@@ -215,7 +215,7 @@ class Comparison:
 
     @property
     def has_unknown_seeds(self) -> bool:
-        """Whether a group has several checkpoints whose seeds are not given."""
+        """Whether a group has several checkpoints without a seed."""
         several = [replicates for replicates in self.groups.values() if len(replicates) > 1]
         return any(isinstance(name, str) for replicates in several for _, name in replicates)
 
@@ -257,13 +257,13 @@ class Comparison:
         if len(one) == len(two) == 1:
             return ""
         if self._are_paired(first, second):
-            return f"over {len(one)} pairs of one seed"
+            return f"over {len(one)} pairs with the same seed"
         return f"over {len(two)} and {len(one)} {self._kind(first, second)}, not paired"
 
     def _kind(self, *groups: str) -> str:
-        """Return what the replicates of groups are: seeds, or checkpoints that count as independent."""
+        """Return what the replicates of groups are: seeds, or checkpoints without a seed."""
         by_name = any(isinstance(name, str) for group in groups for _, name in self.groups[group])
-        return "checkpoints whose seeds are not given" if by_name else "seeds"
+        return "checkpoints without a seed" if by_name else "seeds"
 
     def _is_of_the_function(self, key: str) -> bool:
         unit = next(iter(self.results.checkpoints.values()))[key].unit

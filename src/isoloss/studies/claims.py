@@ -96,7 +96,7 @@ class ClaimsFile(_Document):
 
     Attributes:
         name: The file's name.
-        sha256: Of its parsed content, as JSON with sorted keys: comments and layout state nothing.
+        sha256: Of its parsed content, as JSON with sorted keys, so comments and layout do not count.
         claims: The claims, in order.
         same_loss_nats: Equivalence margin of the mean difference in loss between two models.
         scales: The scales at which verdicts are given; empty: all.
@@ -106,7 +106,7 @@ class ClaimsFile(_Document):
     sha256: str
 
     def __str__(self) -> str:
-        return f"{self.name}, SHA-256 of what it states {self.sha256}"
+        return f"{self.name}, SHA-256 of its content {self.sha256}"
 
     @property
     def gates(self) -> tuple[Claim, ...]:
@@ -181,7 +181,7 @@ def read_claims(path: Path, *, scales: Collection[str] | None = None) -> ClaimsF
     for scale in document.scales:
         if scales is not None and scale not in scales:
             raise IsolossError(f"{path}: scales has {scale!r}; the study's scales are {', '.join(scales)}")
-    # of the file and not of the dataclasses, whose defaults another version may have more of
+    # the file, not the dataclasses: another version may have more fields with defaults
     content = json.dumps(tomllib.loads(path.read_text(encoding="utf-8")), sort_keys=True)
     return ClaimsFile(**vars(document), name=path.name, sha256=hashlib.sha256(content.encode()).hexdigest())
 

@@ -39,7 +39,7 @@ STEP_SECONDS = 0.0005  # of a step with a batch of one sentence; it grows with t
 COMPILED = 3.0  # how many times as fast compiled runs train
 TO_TARGET = 1 / 8  # of its steps, that a stage with a target makes: they are the most that it may make
 _NOT_THE_PLAN = ("needs", "expected")  # fields of a measurement that do not decide its results
-_MOST_MISSED = 3  # runs that are named of those that missed a target
+_MAX_NAMED = 3  # of the runs that missed a target
 CLAIMS = "claims_sha256"  # the key in study.json of the hash that the claims had at the start
 
 
@@ -128,7 +128,7 @@ class StudyFolder:
 
         Raises:
             IsolossError: As for `plan`; a config that cannot be trained, an unknown measure or setting, a checkpoint
-                that is nowhere, or a file of claims that cannot be read or names what the study does not measure.
+                that does not exist, or a file of claims that cannot be read or names what the study does not measure.
         """
         self._check_runs()
         if (first := self.study.first_page_blocks) is not None and first < 1:
@@ -375,7 +375,7 @@ class StudyFolder:
         return f"{file.name} was changed after this study was started: its SHA-256 was {started}."
 
     def _missed_targets(self, results: Results) -> str:
-        """Which runs ended above the loss that they were to reach, and what to do; empty if none did."""
+        """A warning about runs that missed their target loss, with the next step; empty if none did."""
         missed = {
             name: missed
             for name, experiment in results.experiments.items()
@@ -384,8 +384,8 @@ class StudyFolder:
         }
         if not missed:
             return ""
-        named = "; ".join(f"{name}: {', '.join(each)}" for name, each in itertools.islice(missed.items(), _MOST_MISSED))
-        more = f"; and {len(missed) - _MOST_MISSED} more" if len(missed) > _MOST_MISSED else ""
+        named = "; ".join(f"{name}: {', '.join(each)}" for name, each in itertools.islice(missed.items(), _MAX_NAMED))
+        more = f"; and {len(missed) - _MAX_NAMED} more" if len(missed) > _MAX_NAMED else ""
         return (
             f"{len(missed)} of {len(results.experiments)} runs missed a target ({named}{more}). To go on "
             "until it is reached, raise the steps of these stages in the study, and run "

@@ -116,12 +116,12 @@ def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[S
     if not rows:
         return []
     note = Markup("<p class=note>{}</p>").format(
-        "± is one standard error of the difference; each interval is for itself, not adjusted for the number "
+        "± is one standard error of the difference; each interval is on its own, not adjusted for the number "
         "of rows. Each plot has its own axis; the dashed line is no difference. "
         + ("With one run of each kind, the error is not over training seeds. " if comparison.has_one_run_each else "")
         + (
-            "Checkpoints whose seeds are not given count as independent, which those of one training are not: "
-            "ExternalCheckpoint(seed=...) tells them apart."
+            "Checkpoints without a seed count as independent, although checkpoints of one training are not: "
+            "set ExternalCheckpoint(seed=...) to group them."
             if comparison.has_unknown_seeds
             else ""
         )

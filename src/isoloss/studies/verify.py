@@ -69,7 +69,7 @@ def _verify(
     yield f"{run.name}: files", "; ".join(run.damage(tensors=True)) or None
     try:
         recorded = run.result()["checkpoints"]
-    except IsolossError:  # which is one of its damaged files
+    except IsolossError:  # result.json is damaged, as said above
         return
     missing = [step for step in steps if step not in run.steps()]
     yield f"{run.name}: checkpoints", f"none at steps {missing}" if missing else None

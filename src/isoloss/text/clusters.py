@@ -182,12 +182,12 @@ class SequenceClusters:
 
 
 def document_keys(documents: Any, size: int) -> list[Hashable]:
-    """Return the id of the document of each of `size` sequences, or refuse what does not give these."""
+    """Return the document id of each of `size` sequences; refuse anything else."""
     keys = documents.tolist() if hasattr(documents, "tolist") else documents
     keys = list(keys) if isinstance(keys, Iterable) and not isinstance(keys, str) else []
     # `key != key` is NaN
     if len(keys) != size or any(isinstance(key, list) or key is None or key != key for key in keys):
-        raise IsolossError(f"`documents` must be the id of the document of each of the {size} sequences")
+        raise IsolossError(f"`documents` must have one document id for each of the {size} sequences")
     return keys
 
 

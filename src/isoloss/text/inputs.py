@@ -66,8 +66,8 @@ class Inputs:
             first column, which nothing comes before.
         description: One line: how many sequences of what length, and where they came from.
         auxiliary_sample: Of inputs from a file, all sequences that it holds, also the ones in `batches`.
-        bytes_per_token: Of text, the mean number of its bytes (UTF-8) that a predicted token stands for
-            (`isoloss.text.tokenizers.encode_with_bytes`); None: of token ids the text is not known.
+        bytes_per_token: For text, the mean number of its bytes (UTF-8) per predicted token
+            (`isoloss.text.tokenizers.encode_with_bytes`); None for token ids, as the text is not known.
     """
 
     batches: list[Batch]

@@ -157,7 +157,7 @@ def read_labeled_text(
             continue
         *values, value = fields
         name = _label(value, label, location)
-        if name is None or None in values or not any(map(_says_something, values)):
+        if name is None or None in values or not any(map(_is_not_blank, values)):
             leave_out(location, _NO_LABEL if name is None else _NO_TEXT)
             continue
         # the label's column is the last, and has no item here
@@ -185,7 +185,7 @@ def read_labeled_text(
     num_unlabeled = left_out.total() - num_incomplete
     texts, locations, named = ([column[row] for row in rows_kept] for column in (texts, locations, labels))
     if len(seconds) not in (0, len(labels)):
-        raise IsolossError(f"{source}: some of its files have two texts in a row, and some have one")
+        raise IsolossError(f"{source}: some of its files have two texts per row, and others have one")
     seconds = [seconds[row] for row in rows_kept] if seconds else []
     names = tuple(sorted(set(named), key=_number_first) if wanted is None else wanted)
     index = {name: position for position, name in enumerate(names)}
@@ -232,12 +232,12 @@ def encode_labeled_text(
     """Return what a classifier takes, with the labels: [CLS] a [SEP], or [CLS] a [SEP] b [SEP].
 
     Special tokens are those that the tokenizer itself puts around one and two texts; GPT-2's puts none. Where it puts
-    none between two texts, a newline divides them. An example that is too long loses tokens from the end of the longer
-    text, one at a time; while the two are equally long, from the one that was shorter at first (if neither was, the
-    first). What a text spells is never a special token.
+    none between two texts, a newline separates them. An example that is too long loses tokens from the end of the
+    longer text, one at a time; while the two are equally long, from the one that was shorter at first (if neither was,
+    the first). What a text spells is never a special token.
 
     Args:
-        tokenizer: Any tokenizer. Without a padding token, padding is the id 0: no model reads what its mask hides.
+        tokenizer: Any tokenizer. Without a padding token, the padding is id 0, hidden by the attention mask.
         data: n examples.
         max_length: The most tokens of an example, the special ones included.
         token_types: Token types that the model knows (`type_vocab_size`).
@@ -250,7 +250,7 @@ def encode_labeled_text(
     Raises:
         IsolossError: `max_length` leaves less than one token for each text, or an example has no token.
     """
-    pairs = _seconds(tokenizer, data)
+    pairs = _second_texts(tokenizer, data)
     special = tokenizer.num_special_tokens_to_add(pair=pairs is not None)
     # a newline before the second text takes a token of its own
     least = special + (1 if pairs is None else 2 + (pairs != data.pairs))
@@ -278,8 +278,8 @@ def encode_labeled_text(
     return {**padded, "labels": torch.tensor(data.labels)}
 
 
-def _seconds(tokenizer: PreTrainedTokenizerFast, data: LabeledText) -> tuple[str, ...] | None:
-    """Return the second texts of pairs, after a newline where the tokenizer does not divide them from the first."""
+def _second_texts(tokenizer: PreTrainedTokenizerFast, data: LabeledText) -> tuple[str, ...] | None:
+    """Return the second texts of pairs, after a newline where the tokenizer does not separate them from the first."""
     if data.pairs is None:
         return None
     one, both = (tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True))
@@ -290,7 +290,7 @@ def coverage(tokenizer: PreTrainedTokenizerFast, data: LabeledText, *, max_lengt
     """Return how many examples `encode_labeled_text` cuts, and how many of their tokens are unknown."""
     lengths = np.full(len(data), tokenizer.num_special_tokens_to_add(pair=data.pairs is not None))
     num_tokens = num_unknown = 0
-    for texts in (data.texts, _seconds(tokenizer, data) or ()):
+    for texts in (data.texts, _second_texts(tokenizer, data) or ()):
         for row, ids in enumerate(encode(tokenizer, texts)):
             lengths[row] += len(ids)
             num_tokens += len(ids)
@@ -299,7 +299,7 @@ def coverage(tokenizer: PreTrainedTokenizerFast, data: LabeledText, *, max_lengt
     return Coverage(len(data), num_cut, num_tokens, num_unknown, data.num_unlabeled, data.num_incomplete)
 
 
-def _says_something(text: Any) -> bool:
+def _is_not_blank(text: Any) -> bool:
     return not isinstance(text, str) or bool(text.strip())
 
 
@@ -435,6 +435,6 @@ def _columns(path: Path, choices: list[list[str]], there: Sequence[str]) -> list
     for columns in choices:
         if set(columns) <= set(there):
             return columns
-    # of the choice that is nearest to what there is
+    # for the choice that is nearest to the columns there are
     missing = min(([column for column in columns if column not in there] for columns in choices), key=len)
     raise IsolossError(f"{path} has no column {missing[0]!r}; it has {', '.join(there) or 'none'}")

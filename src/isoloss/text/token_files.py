@@ -28,7 +28,7 @@ _LITGPT, _LITGPT_HEADER = b"LITPKDS", 24
 _MEGATRON, _MEGATRON_HEADER = b"MMIDIDX\x00\x00", 34
 # the codes of both; those for floats are no types of tokens
 _CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-_MOST_HIGH = 15  # of the upper halves of 32-bit ids: no vocabulary has a million tokens
+_MAX_UPPER_HALF = 15  # of the upper halves of 32-bit ids: no vocabulary has a million tokens
 
 
 def read_token_ids(data: Path, length: int) -> Ids:
@@ -59,10 +59,10 @@ def read_token_ids(data: Path, length: int) -> Ids:
     else:
         raise IsolossError(f"{data} has {array.ndim} dimensions; token ids have 1 (a stream) or 2 (a sequence a row)")
     if rows.size == 0:
-        raise IsolossError(f"{data} (shape {array.shape}) holds not one sequence of {rows.shape[1] or 1} tokens")
+        raise IsolossError(f"{data} (shape {array.shape}) does not hold one sequence of {rows.shape[1] or 1} tokens")
     # a larger uint64 would become a negative number, which is padding
     if int(rows.max()) > np.iinfo(np.int64).max:
-        raise IsolossError(f"{data} holds {rows.max()}, which is no token id")
+        raise IsolossError(f"{data} holds {rows.max()}, which is not a token id")
     ids: Ids = rows.astype(np.int64)
     return ids
 
@@ -75,7 +75,7 @@ def _read_bin(path: Path) -> _Array:
     if (magic, version) in _LLMC:
         return _tokens(path, _LLMC[magic, version], number, offset=_LLMC_HEADER)
     if magic in (*_LLMC_OTHERS, *(known for known, _ in _LLMC)):
-        raise IsolossError(f"{path} is a file of llm.c (number {magic}, version {version}), but none of tokens")
+        raise IsolossError(f"{path} is an llm.c file (number {magic}, version {version}), but not of tokens")
     if start.startswith(_LITGPT):
         number = int.from_bytes(start[16:24], "little")
         return _tokens(path, _dtype(start[15], path), number, offset=_LITGPT_HEADER)
@@ -87,9 +87,9 @@ def _read_bin(path: Path) -> _Array:
     array = np.memmap(path, dtype="<u2", mode="r")
     low, high = (int(half.max(initial=0)) for half in (array[::2], array[1::2]))
     # the upper halves of larger integers are 0 or small numbers; tokens of a small vocabulary are all small
-    if high == 0 < low or high <= _MOST_HIGH < low:
+    if high == 0 < low or high <= _MAX_UPPER_HALF < low:
         raise IsolossError(
-            f"{path} has no header, which would be 16-bit token ids, but every second 16-bit number in it is "
+            f"{path} has no header, so its ids would be read as 16 bits, but every second 16-bit number in it is "
             f"{'0' if high == 0 else f'at most {high}'}, as in ids of 32 or 64 bits: write it as .npy, with "
             f'np.save("{path.stem}.npy", np.fromfile("{path.name}", dtype=np.int32)) if they have 32'
         )
@@ -102,24 +102,24 @@ def _megatron_index(path: Path) -> tuple[type, int]:
         start = file.read(_MEGATRON_HEADER)
         if not start.startswith(_MEGATRON) or len(start) < _MEGATRON_HEADER:
             raise IsolossError(
-                f"{path} is no index of Megatron-LM, so the type of the token ids in the .bin file beside it is not "
+                f"{path} is not a Megatron-LM index, so the type of the token ids in the .bin file beside it is not "
                 "known: write these as .npy, or move the .idx file away if they are uint16"
             )
         sequences = int.from_bytes(start[18:26], "little")
         lengths = np.fromfile(file, dtype="<i4", count=sequences)
     if len(lengths) < sequences:
-        raise IsolossError(f"{path} is cut off: it says it has {sequences:,} sequences, and has {len(lengths):,}")
+        raise IsolossError(f"{path} is cut off: it should have {sequences:,} sequences, and has {len(lengths):,}")
     return _dtype(start[17], path), int(lengths.sum(dtype=np.int64))
 
 
 def _dtype(code: int, path: Path) -> type:
     if code not in _CODES:
-        raise IsolossError(f"{path} has the type code {code}, which is none of integers: token ids are integers")
+        raise IsolossError(f"{path} has the type code {code}, which is not an integer type: token ids are integers")
     return _CODES[code]
 
 
 def _tokens(path: Path, dtype: type, number: int, *, offset: int = 0) -> _Array:
-    """Return the tokens behind a header, of which there must be as many as was said."""
+    """Return the tokens after a header, which must be as many as the header says."""
     stored = np.dtype(dtype).newbyteorder("<")
     size = path.stat().st_size - offset
     if size != number * stored.itemsize:

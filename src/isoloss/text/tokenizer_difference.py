@@ -21,12 +21,11 @@ class Difference:
     """What differs between two tokenizers, called `first` and `second`.
 
     Attributes:
-        what: The first thing by which they read a text or number its tokens differently, in words; empty where they
-            are alike.
+        reason: The first difference in how they read a text or number its tokens, in words; empty where they are alike.
         special: Special tokens, which are never read in a text, that one of them alone has or has under another id.
     """
 
-    what: str
+    reason: str
     special: tuple[str, ...]
 
 
@@ -34,20 +33,20 @@ def difference(first: PreTrainedTokenizerFast, second: PreTrainedTokenizerFast, 
     """Return what differs between two tokenizers, whichever is the first.
 
     They are alike if they have the same tokens with the same ids, the same merges or scores, normalizer and
-    pre-tokenizer, and put the same ids around a text. What they decode by, cut at and pad with is not compared.
+    pre-tokenizer, and put the same ids around a text. Their decoders, truncation and padding are not compared.
 
     Example:
         >>> from isoloss.text.tokenizers import train_tokenizer
         >>> a, b = (train_tokenizer(["Aa"], vocab_size=8, lowercase=lowercase) for lowercase in (True, False))
-        >>> difference(a, b, ("a", "b")).what
+        >>> difference(a, b, ("a", "b")).reason
         "'A' is a token of b alone"
     """
     documents = [json.loads(_backend(tokenizer).to_str()) for tokenizer in (first, second)]
     models = [document["model"] for document in documents]
     tokens = [_tokens(document) for document in documents]
-    what, special = _different_tokens(names, *tokens)
+    reason, special = _different_tokens(names, *tokens)
     return Difference(
-        what
+        reason
         or _different_settings(names, *models)
         or _different_merges(names, *(model.get("merges") or [] for model in models))
         or _different_steps(names, documents, "normalizer", "normalizers")
@@ -64,9 +63,9 @@ def _backend(tokenizer: PreTrainedTokenizerFast) -> Any:
 
 
 def _tokens(document: dict[str, Any]) -> dict[str, _Token]:
-    """Return each token's kind, its id, and what else decides where it is read."""
+    """Return each token's kind, its id, and the settings that decide where it is matched."""
     vocabulary = document["model"]["vocab"]
-    # of a unigram model a list of pieces and scores
+    # a unigram model has a list of pieces and scores
     of_model: dict[str, _Token] = (
         {token: ("token", index) for token, index in vocabulary.items()}
         if isinstance(vocabulary, dict)
@@ -95,15 +94,15 @@ def _different_tokens(
             return f"{token!r} is a token of {names[a is None]} alone", special
         elif a[1] != b[1]:
             return f"{token!r} is token {a[1]} of {names[0]} and token {b[1]} of {names[1]}", special
-        # one of the model's own tokens may also be listed as a special one: no text is read as it for that
+        # a token of the vocabulary may also be listed as a special one, which does not change how text is read
         elif kinds != {"special", "token"}:
-            return f"they do not read {token!r} in a text alike", special
+            return f"they match {token!r} in a text by different rules", special
     return "", special
 
 
 def _different_settings(names: tuple[str, str], first: dict[str, Any], second: dict[str, Any]) -> str:
     for name in sorted({*first, *second} - {"vocab", "merges"}):
-        # no prefix is written in either way
+        # a missing prefix may be written as null or as an empty string
         a, b = (None if model.get(name) == "" else model.get(name) for model in (first, second))
         if a != b:
             return f"the {name} of the model is {a} in {names[0]} and {b} in {names[1]}"
@@ -124,20 +123,20 @@ def _different_steps(names: tuple[str, str], documents: list[dict[str, Any]], na
     first, second = (_steps(document[name], inner) for document in documents)
     if first == second:
         return ""
-    what = name.replace("_", "-")
+    part = name.replace("_", "-")
     a, b = (" + ".join(step["type"] for step in steps) or "nothing" for steps in (first, second))
     if a != b:
-        return f"the {what} is {a} in {names[0]} and {b} in {names[1]}"
-    return f"the {what}s have other settings"
+        return f"the {part} is {a} in {names[0]} and {b} in {names[1]}"
+    return f"the {part}s have different settings"
 
 
 def _steps(component: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, a sequence in a sequence taken apart."""
+    """Return the steps of a normalizer or pre-tokenizer, with nested sequences flattened."""
     if component is None:
         return []
     if component["type"] == "Sequence":
         return [step for part in component[inner] for step in _steps(part, inner)]
-    # where tokens are in a text decides no id
+    # offsets in the text do not change ids
     return [{name: value for name, value in component.items() if name != "trim_offsets"}]
 
 
@@ -152,4 +151,4 @@ def _different_surroundings(
         if None not in (a, b) and a != b:
             return f"the {role} token is {a} in {names[0]} and {b} in {names[1]}"
     kept = [getattr(tokenizer, "kept_tokens", None) for tokenizer in (first, second)]
-    return "they keep other tokens" if kept[0] != kept[1] else ""
+    return "they keep different tokens" if kept[0] != kept[1] else ""

@@ -39,7 +39,7 @@ _MOST_TOKENS = 1_000_000
 
 
 class NoTokenizerError(IsolossError):
-    """There is no tokenizer where one was looked for; any other error is of one that is there."""
+    """No tokenizer was found; any other error is about a tokenizer that was found."""
 
 
 def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -> PreTrainedTokenizerFast:
@@ -194,12 +194,13 @@ def encode_with_bytes(
 ) -> Iterator[tuple[Ids, Floats]]:
     """Yield what `encode` does, and (tokens,) how many bytes of the text, in UTF-8, each token stands for.
 
-    They sum to the bytes of the text as it was given, whatever the tokenizer makes of it (lower case, NFKC, a space
-    that it puts before a text, unknown tokens), and are 0 for what is put around it. A loss in nats per token, divided
-    by ln 2 and by bytes per token, is in bits per byte, in which models of different tokenizers compare.
+    They sum to the bytes of the original text, whatever the tokenizer changes (lower case, NFKC, a space before the
+    text, unknown tokens), and are 0 for the tokens that it adds around the text. A loss in nats per token, divided by
+    ln 2 and by bytes per token, is in bits per byte, which can be compared across tokenizers.
 
-    A character that several tokens share, such as one of several bytes in a tokenizer of bytes, counts in equal parts.
-    One in no token, such as a space between two words, counts with the next that is in one, or else with the last.
+    A character that several tokens share, such as one of several bytes in a byte-level tokenizer, is split equally. A
+    character in no token, such as a space between two words, counts with the next character that is in a token, or
+    else with the last.
 
     Example:
         >>> tokenizer = train_tokenizer(["Two, three.", "Two and three."], vocab_size=50)
@@ -209,7 +210,7 @@ def encode_with_bytes(
     """
     for text, ids, encoding in _encode(tokenizer, texts, add_special_tokens, with_offsets=True):
         sizes = _bytes_of(text, encoding.offsets)
-        # what stands before the texts of kept tokens
+        # tokens that come before the texts of kept tokens
         yield ids, np.pad(sizes, (len(ids) - len(sizes), 0))
 
 
@@ -233,7 +234,7 @@ def _bytes_of(text: str, spans: list[tuple[int, int]]) -> Floats:
 def _encode(
     tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], add_special_tokens: bool, *, with_offsets: bool
 ) -> Iterator[tuple[str, Ids, Encoding]]:
-    """Yield each text, its ids, and what the library made of it, where the tokens are in the text among it."""
+    """Yield each text, its ids, and the encoding of the library, which has the offsets of the tokens."""
     from isoloss.text.kept_tokens import KeptTokensTokenizer
 
     is_kept = isinstance(tokenizer, KeptTokensTokenizer)
@@ -272,7 +273,7 @@ def serialized(tokenizer: PreTrainedTokenizerFast) -> bytes:
 
 def files_key(folder: Path) -> Hashable | None:
     """Return a key that is equal where the files from which a folder's tokenizer is made are; None: it has none."""
-    held = _held(str(folder), "") if folder.is_dir() else []
+    held = _tokenizer_files(str(folder), "") if folder.is_dir() else []
     if not any(path.name != "tokenizer_config.json" for path in held):
         return None
     # the model's config may name the tokenizer's class
@@ -324,7 +325,7 @@ def _from_vocabulary(path: Path) -> PreTrainedTokenizerFast:
     from transformers import BertTokenizerFast
 
     if path.suffix != ".txt":
-        raise NoTokenizerError(f"{path} is a file but no vocab.txt: {_CHOICES}")
+        raise NoTokenizerError(f"{path} is a file but not a vocab.txt: {_CHOICES}")
     with reading(path):
         # not `splitlines`, which also cuts at characters that a token may be, such as U+2028
         tokens = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
@@ -372,7 +373,7 @@ def _auto(spec: str, message: str, *, revision: str = "", local_files_only: bool
         )
     except Exception as error:
         # transformers raises nearly anything on a folder that does not suit it
-        held = _held(spec, revision)
+        held = _tokenizer_files(spec, revision)
         # an OSError of the hub may be of the connection
         if not held and (Path(spec).is_dir() or local_files_only or not isinstance(error, OSError)):
             raise NoTokenizerError(message) from None
@@ -383,7 +384,7 @@ def _auto(spec: str, message: str, *, revision: str = "", local_files_only: bool
         raise IsolossError(f"{spec} has a tokenizer without a fast form ({type(tokenizer).__name__})")
     # transformers makes up a tokenizer of special tokens alone for a checkpoint folder without a vocabulary
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
-        if held := _held(spec, revision):
+        if held := _tokenizer_files(spec, revision):
             raise IsolossError(f"{message}: it has {', '.join(path.name for path in held)}, and no vocabulary")
         raise NoTokenizerError(message)
     if isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -432,7 +433,7 @@ def _without_options(part: Any) -> Any:
     }
 
 
-def _held(spec: str, revision: str) -> list[Path]:
+def _tokenizer_files(spec: str, revision: str) -> list[Path]:
     """Return the files of a tokenizer in a folder, or in the copy of a repository of the hub on this machine."""
     from huggingface_hub import try_to_load_from_cache
 

@@ -174,7 +174,7 @@ def test_there_is_no_answer_where_much_of_a_model_was_not_rounded():
     comparison = compare(models, [{"input_ids": ids, "labels": ids}], causal=True)
     answer = comparison.answers()[-1]
     assert (answer.question, answer.holds) == ("More robust at 4 bits?", None)
-    assert answer.answer == "No answer: 50 % of the weights of a's maps are rounded"
+    assert answer.answer == "No answer: 50 % of the weights of a's linear maps are rounded"
     assert "rounded: 64 of 128 weights of linear maps" in str(comparison)
 
 
@@ -283,7 +283,7 @@ def test_the_accuracy_of_a_task_is_the_probe_of_evaluate_and_paired_by_example(f
         assert (found.samples, found.details["majority_rate"]) == (30, accuracy.details["majority_rate"])
         assert found.details["pooling"] == "last"
     assert "sst2: majority class " in str(comparison)
-    assert "Accuracies are of a linear probe of the last token: another pooling may order the models" in str(comparison)
+    assert "Accuracies are of a linear probe of the last token: another pooling may rank the models" in str(comparison)
     *others, task = comparison.answers()
     assert [answer.question for answer in (*others, task)] == ["Same loss?", "Flatter?", "Better at sst2?"]
     assert task.answer.endswith(", by a probe of the last token")
@@ -339,7 +339,7 @@ WRONG = {
     "no label": ("text,class\na,1\n", "mine.csv has no column 'label'; it has text, class"),
     "one label": ("text,label\n" + "a,1\n" * 20, "mine.csv: all 20 examples have the label 1; a task needs two labels"),
     "four examples": ("text,label\na,1\nb,0\nc,1\nd,1\n", "mine.csv has 4 examples, too few to keep one in five"),
-    "five examples": ("text,label\na,1\nb,0\nc,1\nd,1\nd,0\n", "mine.csv gives 1 test example, and an accuracy with"),
+    "five examples": ("text,label\na,1\nb,0\nc,1\nd,1\nd,0\n", "mine.csv gives 1 test example; an accuracy with"),
     "no file": (None, "there is no file or folder .*mine.csv"),
 }
 
@@ -363,7 +363,7 @@ def test_examples_of_several_tasks_do_not_mix(folder, text, reviews):
         compare(names, data=text, tasks=["sst2", f"sst2={folder / 'sst2'}"])
     with pytest.raises(IsolossError, match="probe_pooling is 'max'; it must be one of"):
         compare(names, data=text, tasks=["sst2"], pooling="max")
-    with pytest.raises(IsolossError, match="the first token of a causal model has read no other"):
+    with pytest.raises(IsolossError, match="the first token of a causal model has seen no other"):
         compare(names, data=text, tasks=["sst2"], task_data=where[:1], pooling="first")
 
 

@@ -135,7 +135,7 @@ def test_bad_input_is_named() -> None:
         extract(model, Sentences(torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)))
     with pytest.raises(IsolossError, match="Linear does not run on token ids: "):
         extract(torch.nn.Linear(2, 2).eval(), sentences)
-    with pytest.raises(IsolossError, match="only its layer -1 is read, not 1"):
+    with pytest.raises(IsolossError, match="only its layer -1 can be read, not 1"):
         extract(Own("a layer"), sentences, layer=1)
 
 
@@ -197,7 +197,7 @@ def test_a_model_that_names_no_body_is_read_like_a_module() -> None:
 def test_a_module_whose_states_cannot_be_read_is_told_before() -> None:
     assert (
         why_no_features(Own("lookup"), causal=True)
-        == "Own has no output layer that makes its logits of one state per token"
+        == "Own has no output layer that makes its logits from one state per token"
     )
     assert "takes no attention_mask" in str(why_no_features(Own("a layer"), causal=False))
     assert why_no_features(bert(), causal=False) is None

@@ -236,7 +236,7 @@ def test_an_id_behind_the_mask_need_not_be_the_models(tmp_path: Path, folder: Pa
         assert torch.equal(found.lengths, wanted.lengths)
         assert torch.equal(found.tokens[found.present()], wanted.tokens[wanted.present()])
         assert int(found.tokens.max()) < known
-    with pytest.raises(IsolossError, match=r"hold the token id .* and b knows 5 ids: the tokenizer is that of another"):
+    with pytest.raises(IsolossError, match=r"hold the token id .* and b knows 5 ids: the tokenizer belongs to another"):
         as_read_by(BertConfig(vocab_size=5), None, examples, tokenizer, model="b")
 
 

@@ -26,7 +26,7 @@ _RIDGE = 1e-13  # of the curvature along an unknown; directions that change no t
 _SMALL = 100_000  # entries of a and of the curvature, up to which dense matrices are faster
 _DENSE = 0.05  # of the entries of a large curvature: where more are not zero, a dense solver is faster
 _SPAN = 1e-8  # of the largest curvature: smaller ones are scaled like it, or their unknowns would be all of a row
-_STEPS = 1000  # of which a few dozen are needed
+_STEPS = 1000  # a few dozen are usually enough
 _CLOSE = 0.1  # a step that changes the logarithm of no term by more needs no search along it
 _FURTHEST = 50.0  # the most by which one step may change the logarithm of a term
 _SETTLED = 1e-9  # a step that changes the logarithm of no term by more is the last
@@ -44,7 +44,7 @@ def minimum(
 ) -> np.ndarray:
     """Return the z (R,) with rows z = targets that minimizes the sum of exp(logs + a z); there must be one.
 
-    Of several it is the one of least norm.
+    If there are several, it is the one with the smallest norm.
     """
     # products of small sparse matrices take longer than dense ones
     if max(a.shape) * a.shape[1] <= _SMALL:
@@ -65,7 +65,7 @@ def minimum(
         most = float(np.abs(changes).max())
         # Newton's gains fall quadratically; one that no longer falls is rounding
         settled = most <= _SETTLED or last / 4 <= gain <= _ROUNDING
-        z, last = z + (1.0 if most <= _CLOSE or settled else _length(terms, changes)) * step, gain
+        z, last = z + (1.0 if most <= _CLOSE or settled else _step_length(terms, changes)) * step, gain
         if settled:
             return _least_norm(z, a, rows, targets)
     raise IsolossError(f"minimizing the trace over rescalings did not converge in {_STEPS} Newton steps")
@@ -135,7 +135,7 @@ def _sparse_solver(matrix: scipy.sparse.csc_array) -> Solver:
     return solution
 
 
-def _length(terms: np.ndarray, changes: np.ndarray) -> float:
+def _step_length(terms: np.ndarray, changes: np.ndarray) -> float:
     """Return the s where sum(terms exp(s changes)) is smallest, to 1 %."""
 
     def slope(length: float) -> float:
@@ -237,7 +237,7 @@ def minimize(
 
     Raises:
         IsolossError: If a share is not finite, if all parts that a gauge could be about are zero, or if the smallest
-            trace takes factors beyond e^300.
+            trace needs factors beyond e^300.
     """
     start = None if like is None else like.start
     program = _ConvexProgram.of(shares, exponents, log_rms, sizes, writers, equalities, start)

@@ -346,8 +346,8 @@ def rescalings_of(
 ) -> Rescalings:
     """Return the rescalings of a model, from the rules of its family (`isoloss.flatness._rescaling.families`).
 
-    They are exact if the eps of each norm is rescaled along, by the square of the factor of what the norm reads. With
-    eps as it is, they are exact up to eps.
+    They are exact if the eps of each norm is rescaled too, by the square of the factor of the norm's input. If eps
+    stays as it is, they are exact up to eps.
 
     Args:
         model: A language model of Hugging Face whose `config.model_type` has rules, or a module with a method

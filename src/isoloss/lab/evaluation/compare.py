@@ -63,7 +63,7 @@ TITLES = {
     **{name: f"rise with {name.split('_')[1].removesuffix('%')} % noise" for name in ROBUSTNESS if "noise" in name},
 }
 _PROBE = "probe-"  # before the name of a task
-_LEAST_ROUNDED = 0.9  # of the weights of maps: the rise of less says little about the model at few bits
+_LEAST_ROUNDED = 0.9  # of the weights of linear maps; with fewer, the rise says little about the model at few bits
 _STATES = {
     "last": "the last token",
     "first": "the first token",
@@ -193,10 +193,11 @@ class ModelComparison(TraceComparison):
         return Answer(question="Flatter?", answer=f"No verdict: {reason}", detail="; ".join(parts), holds=None)
 
     def _more_robust(self) -> Answer:
-        question, shares = "More robust at 4 bits?", {name: n / of for name, (n, of) in self._rounded().items()}
+        question, shares = "More robust at 4 bits?", {name: n / total for name, (n, total) in self._rounded().items()}
         least = min(shares, key=shares.__getitem__)
         if shares[least] < _LEAST_ROUNDED:
-            answer = f"No answer: {100 * shares[least]:.0f} % of the weights of {self.short[least]}'s maps are rounded"
+            share = f"{100 * shares[least]:.0f} %"
+            answer = f"No answer: {share} of the weights of {self.short[least]}'s linear maps are rounded"
             return Answer(question=question, answer=answer, detail="", holds=None)
         best = self._best("int4_rise", question, "'s loss rises least", "nats/token", largest=False)
         if self._same_loss().holds:
@@ -208,7 +209,7 @@ class ModelComparison(TraceComparison):
         return dataclasses.replace(best, answer=answer, detail=detail, holds=None)
 
     def _rounded(self) -> dict[str, tuple[int, int]]:
-        """Return for each model how many weights of its linear maps are rounded, and how many these have."""
+        """Return for each model how many weights of its linear maps are rounded, and how many there are."""
         details = {model: rise.details for model, rise in self.of("int4_rise").items()}
         return {model: (about["rounded_weights"], about["map_weights"]) for model, about in details.items()}
 
@@ -271,7 +272,7 @@ class ModelComparison(TraceComparison):
         if self.tasks:
             states = self._states(next(iter(self.tasks)))
             notes.append(
-                f"accuracies are of a linear probe of {states}: another pooling may order the models otherwise"
+                f"accuracies are of a linear probe of {states}: another pooling may rank the models differently"
             )
         return "; ".join([text, *notes])
 
@@ -344,11 +345,11 @@ def compare(
     """Compare models: are their losses the same, which is the flattest, the most robust, the best at a task?
 
     All models are measured on the same inputs, with the same random probes and the same noise, so differences are
-    paired. The result has for each model: the loss (also in bits per byte of the text as it was given, where `data` is
-    text), the trace of the Fisher information with and without embeddings, the minimal trace (if the rescalings of all
-    models are known), and how far the loss rises under `ROBUSTNESS`: weights of 8 and 4 bits, with the loss that this
-    leads to, and noise of 2, 5 and 10 % of each tensor's root mean square, whose errors cover the draws. The rises are
-    measured on a part of the sequences: on 64 of 512.
+    paired. The result has for each model: the loss (for text, also in bits per byte of the original text), the trace of
+    the Fisher information with and without embeddings, the minimal trace (if the rescalings of all models are known),
+    and how far the loss rises under `ROBUSTNESS`: weights of 8 and 4 bits, with the loss that this leads to, and noise
+    of 2, 5 and 10 % of each tensor's root mean square, with errors that cover the draws. The rises are measured on a
+    part of the sequences: on 64 of 512.
 
     Args:
         models: A mapping from names to language models, functions that load them, or checkpoints; or a list of
@@ -356,15 +357,15 @@ def compare(
             here is dropped before the next one is loaded.
         batches: As for `isoloss.fisher_trace`, in place of `data`.
         data: Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs) or token ids (.npy); None, without
-            `batches`: of runs of a language without a tokenizer, its sentences; else `python:docs`, the language
-            reference that comes with Python.
+            `batches`: for runs of a language without a tokenizer, sentences of that language; else `python:docs`, the
+            language reference that comes with Python.
         tokenizer: The tokenizer of all models, or its folder or name; None: the checkpoints' own, which must be alike.
         tasks: Tasks (`isoloss ls tasks`): the accuracy of a linear probe on the last hidden states of each model. A
             task of your own is NAME=PATH: a file (.csv, .tsv, .jsonl, .json) with the columns `text` and `label`, and
             `pair` where an example is two texts; one example in five, which `seed` draws, is for testing.
         task_data: Where the examples of tasks are, as NAME=PATH.
-        pooling: Which token states the probes of tasks read, as for `isoloss.linear_probe`; `auto`: of causal models
-            the last token's, of masked ones the mean. The order of models may depend on it.
+        pooling: Which token states the probes of tasks read, as for `isoloss.linear_probe`; `auto`: the last
+            token of causal models, the mean over tokens of masked ones. The ranking of models may depend on it.
         num_sequences: The most sequences of `data` to measure on.
         seed: Decides which sequences are taken, their masks, and all random draws.
         causal: For `batches`: whether position t predicts token t + 1; None: by the models' class, then their config.
@@ -442,7 +443,7 @@ def compare(
         batches = list(as_tensors(batches))
     if measures and pooling == "first" and context is not None and context.is_causal:
         raise IsolossError(
-            "pooling is first, but the first token of a causal model has read no other: choose last or mean"
+            "pooling is first, but the first token of a causal model has seen no other: choose last or mean"
         )
     for task, measure in measures.items():
         assert context is not None
@@ -498,7 +499,7 @@ def compare(
 def _bits_per_byte(loss: Estimate, bytes_per_token: float) -> Estimate:
     """Return the loss in bits over the bytes of text that the predicted tokens stand for.
 
-    The bytes are taken as given, so that a difference of two models is as sure in one unit as in the other.
+    The number of bytes is taken as exact, so a difference of two models is as certain as in nats.
     """
     return dataclasses.replace(times(loss, 1 / (bytes_per_token * math.log(2))), unit="bits per byte")
 

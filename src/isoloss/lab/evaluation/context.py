@@ -195,7 +195,7 @@ class MeasureContext:
 
 
 def config_of(model: Any) -> Any:
-    """Return a model's transformers config; a module of one's own tells the size of its vocabulary by its logits."""
+    """Return a model's transformers config; for your own module, the logits give the size of its vocabulary."""
     if text_config(model) is not None:
         return model.config
     return PretrainedConfig(vocab_size=run_on_ids(model, torch.zeros(1, 2, dtype=torch.int64)).shape[-1])
@@ -236,15 +236,15 @@ class ModelInfo:
         )
 
     def named(self, name: str) -> ModelInfo:
-        """Return the same of a checkpoint of another name."""
+        """Return the same for a checkpoint with another name."""
         return replace(self, name=name, outline=replace(self.outline, name=name))
 
 
 class Checkpoints:
-    """Models that are measured one after another: what inputs must fit is known of all before the first is measured.
+    """Models that are measured one after another, with information on all before the first is measured.
 
-    A checkpoint whose files tell the same as those of one before it (`isoloss.loading.header_of`) is loaded only when
-    it is measured, and the first one is kept until then. No other two are in memory at a time.
+    A checkpoint with the same header (`isoloss.loading.header_of`) as an earlier one is loaded only when it is
+    measured. The first model is kept in memory until it is measured. No other two are in memory at a time.
 
     Args:
         models: By name, checkpoints, models, or functions that load them.
@@ -257,8 +257,8 @@ class Checkpoints:
 
     @functools.cached_property
     def infos(self) -> list[ModelInfo]:
-        """What there is to know of each, for which as few are loaded as that takes."""
-        # files that are missing or damaged are told before any model is loaded
+        """Information on each model; as few as possible are loaded for it."""
+        # missing or damaged files are reported before any model is loaded
         keys = {name: self._header(given) or name for name, given in self._models.items()}
         first_of = {key: name for name, key in reversed(keys.items())}
         known: dict[Hashable, ModelInfo] = {}
@@ -317,7 +317,7 @@ def data_context(
         config: How the data is read.
         shuffled: Whether inputs are in random order: a measurement that `rtol` or `seconds` ends early is of a random
             part only of such inputs.
-        tokenizer: Of all models; None: the one that `config` names, else their own, which must be alike.
+        tokenizer: The tokenizer of all models; None: the one that `config` names, else their own, which must be alike.
     """
     first = models[0]
     for other in models[1:]:
@@ -419,9 +419,9 @@ def _check_fits(model: ModelInfo, language: Language, inputs: Inputs) -> None:
 
 
 def _common_tokenizer(models: Sequence[ModelInfo], *, is_text: bool) -> PreTrainedTokenizerFast | None:
-    """Return the tokenizer of checkpoints, None where none has one; refuse those that bring different ones.
+    """Return the common tokenizer of checkpoints, None where none has one; refuse different tokenizers.
 
-    A checkpoint without a tokenizer reads what the others do.
+    A checkpoint without a tokenizer gets the same tokens as the others.
     """
     known: tuple[str, PreTrainedTokenizerFast] | None = None
     alike = set()
@@ -438,23 +438,25 @@ def _common_tokenizer(models: Sequence[ModelInfo], *, is_text: bool) -> PreTrain
         except IsolossError as error:
             unknown = f"{error}; so it is not known whether {model.name} reads text as the others do"
             if is_text:
-                raise IsolossError(f"{unknown}: mend it, or give --tokenizer FOLDER, one for all") from error
+                raise IsolossError(
+                    f"{unknown}: repair it, or give one tokenizer for all models with --tokenizer FOLDER"
+                ) from error
             warn(unknown)
             continue
         if known is None:
             known = model.name, tokenizer
             continue
         found = difference(known[1], tokenizer, (known[0], model.name))
-        if found.what:
+        if found.reason:
             raise IsolossError(
-                f"{known[0]} and {model.name} have different tokenizers ({found.what}), so their losses per token are "
-                "not of the same thing; with --tokenizer FOLDER both read what that one makes of the text"
+                f"{known[0]} and {model.name} have different tokenizers ({found.reason}), so their losses per token "
+                "are not comparable; with --tokenizer FOLDER both read the text through that tokenizer"
             )
         if found.special:
             more = f" and {len(found.special) - 3:,} more" if len(found.special) > 3 else ""
             warn(
                 f"{known[0]} and {model.name} have different special tokens ({', '.join(found.special[:3])}{more}); "
-                "no text is read as these, so they are compared"
+                "no text is read as these tokens, so the models are compared all the same"
             )
     return None if known is None else known[1]
 

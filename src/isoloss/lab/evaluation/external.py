@@ -43,8 +43,8 @@ class ExternalCheckpoint:
             ids (.npy).
         language: Instead of `data`: the language on whose sentences it is measured.
         inputs: How `data` becomes inputs, and what is masked.
-        seed: The seed that it was trained with. Checkpoints of one group and seed are steps of one training, of which
-            the mean counts; groups are paired by seed. None: not known, and each checkpoint counts as independent.
+        seed: The seed that it was trained with. Checkpoints with the same group and seed count as steps of one training
+            and are averaged; groups are paired by seed. None: not known; each checkpoint counts as independent.
 
     Raises:
         IsolossError: Both `data` and a `language` are given, or neither.

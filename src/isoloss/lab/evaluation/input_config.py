@@ -79,7 +79,7 @@ class InputConfig:
 
 
 def language_of_runs(names: Sequence[str]) -> TrainConfig | None:
-    """Return what `common_run_config` does of checkpoints one of which is of a run without a tokenizer, else None."""
+    """Return the `common_run_config` of checkpoints, if any is of a run without a tokenizer; else None."""
     folders = [Path(name) for name in names]
     if any(checkpoint_of(folder) is not None and not any(folder.glob("tokenizer*")) for folder in folders):
         return common_run_config(names)

@@ -286,8 +286,8 @@ class Language(abc.ABC):
         """Return (n, T, V): log Pr(x_t = c | x_1 .. x_{t-1}), the next-token conditionals, in nats.
 
         They are what a perfect causal model predicts. It does not know how long a sentence will be, only that it has a
-        t-th token, and so it is here: a row is a function of the tokens before it. Where sentences end with a token of
-        their own, as with [SEP], that token has the probability that the sentence ends there, and the sum at a
+        t-th token, and so it is here: a row is a function of the tokens before it. Where sentences end with a special
+        token, such as [SEP], that token has the probability that the sentence ends there, and the sum at a
         sentence's own tokens is its log-probability with its length.
 
         With `given_length`, the length is known too, as it is to a masked model. Then their sum at a sentence's own
@@ -299,8 +299,8 @@ class Language(abc.ABC):
             tokens: As for `log_prob`.
             lengths: As for `log_prob`.
             given_length: Whether the length is known.
-            without_special: Whether it is also known which tokens are special (`special_token_ids`). No model here is
-                trained to predict these, so what it learns is the conditional given that x_t is none of them.
+            without_special: Whether special tokens (`special_token_ids`) are excluded. No model here is trained to
+                predict them, so a model learns the conditional given that x_t is none of them.
 
         Raises:
             IsolossError: As for `log_prob`.

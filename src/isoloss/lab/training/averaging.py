@@ -122,8 +122,8 @@ def average_checkpoints(checkpoints: Sequence[str | Path], output: str | Path) -
     start from one checkpoint is a uniform soup (Wortsman et al. 2022, arXiv:2203.05482). It is taken in float64, one
     tensor at a time; config, tokenizer and the type of the weights are those of the last checkpoint.
 
-    Weights have a mean only where they are weights of one function. So the fields of config.json must agree, but for
-    those that concern names, versions, training and generating, and so must the tokenizers, where there are any.
+    A mean makes sense only for weights of the same function. So the fields of config.json must agree, except those on
+    names, versions, training and generation, and so must the tokenizers, where there are any.
 
     Args:
         checkpoints: At least two folders: of checkpoints, or of complete runs, whose last checkpoint is taken.
@@ -133,8 +133,8 @@ def average_checkpoints(checkpoints: Sequence[str | Path], output: str | Path) -
         The folder.
 
     Raises:
-        IsolossError: A folder is named twice; weights are missing, damaged, codes of a quantization, not finite, or of
-            other names or shapes; configs or tokenizers differ; or the output is not empty.
+        IsolossError: A folder is named twice; weights are missing, damaged, quantized or not finite, or differ in
+            names or shapes; configs or tokenizers differ; or the output is not empty.
 
     Example:
         >>> import tempfile
@@ -187,7 +187,7 @@ def _weights(folder: Path) -> dict[str, StoredWeight]:
     check_folder(folder)
     check_weights(folder)
     if adapter_config(str(folder)) is not None:
-        raise IsolossError(f"{folder} is an adapter, and a mean is taken of whole models")
+        raise IsolossError(f"{folder} is an adapter; only whole models can be averaged")
     try:
         return stored_weights(str(folder))
     except SafetensorError as error:
@@ -195,13 +195,13 @@ def _weights(folder: Path) -> dict[str, StoredWeight]:
 
 
 def _check_configs(folders: Sequence[Path], sources: Sequence[Mapping[str, StoredWeight]]) -> None:
-    """Refuse checkpoints that are not one function of their weights, and codes of a quantization."""
+    """Refuse checkpoints that are not the same function of their weights, and quantized weights."""
     known: list[dict[str, Any]] = []
     for folder, stored in zip(folders, sources, strict=True):
         # no code runs: a config that transformers does not know is compared as it is written
         config: Any = read_config(str(folder), trust_remote_code=True)
         if config.get("quantization_config") is not None:
-            raise IsolossError(f"{folder} has quantized weights (quantization_config), and their codes have no mean")
+            raise IsolossError(f"{folder} has quantized weights (quantization_config), which have no mean")
         check_types(str(folder), stored)
         check_layers(str(folder), config, stored)
         architectures = {"architectures": config.get("architectures")}
@@ -210,7 +210,7 @@ def _check_configs(folders: Sequence[Path], sources: Sequence[Mapping[str, Store
                 with quiet():
                     config = CONFIG_MAPPING[config["model_type"]].from_dict(config)
             except Exception as error:  # what a config can get wrong has no common class
-                raise IsolossError(f"{folder / CONFIG} is no config of a model: {reason(error)}") from error
+                raise IsolossError(f"{folder / CONFIG} is not a model's config: {reason(error)}") from error
         known.append(function_of_config(config) | architectures)
         check_one_function(str(folders[0]), known[0], str(folder), known[-1])
 
@@ -231,7 +231,7 @@ def _check_headers(
 
 
 def _check_tokenizers(folders: Sequence[Path]) -> None:
-    """Refuse checkpoints that bring tokenizers in which an id is not the same token; some may bring none."""
+    """Refuse checkpoints with tokenizers that use an id for different tokens; a checkpoint may have no tokenizer."""
     distinct: dict[Hashable, Path] = {}
     for folder in folders:
         if (key := files_key(folder)) is not None:
@@ -240,9 +240,9 @@ def _check_tokenizers(folders: Sequence[Path]) -> None:
         return
     (first, one), *others = [(str(folder), load_tokenizer(str(folder))) for folder in distinct.values()]
     for name, other in others:
-        if what := difference(one, other, (first, name)).what:
+        if mismatch := difference(one, other, (first, name)).reason:
             raise IsolossError(
-                f"{first} and {name} have different tokenizers, so a weight of one id is not of the other's: {what}"
+                f"{first} and {name} have different tokenizers, so their embeddings are of different tokens: {mismatch}"
             )
 
 

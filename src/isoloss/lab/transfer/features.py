@@ -24,7 +24,7 @@ from isoloss.model_checks import architecture, max_length, run_on_ids, states_be
 
 LEAST_PROBABILITY = 1e-4  # the logarithms of the look-up table are clipped here
 _MOST_ONE_HOT_BYTES = 2**34  # of the tokens of real text, whose vocabularies are large
-_MOST_LOGITS = 2**26  # that a module of one's own makes in a forward pass, whose output layer is not left out
+_MAX_LOGITS = 2**26  # in a forward pass of your own module, which runs its output layer too
 _LOOKUP_CHUNK = 4096  # sentences whose conditionals are computed at once
 _BLOCK = 2**24  # numbers of features that are read at once
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
@@ -47,8 +47,8 @@ def extract(
 ) -> torch.Tensor:
     """Return the model's representation of each unmasked sentence (paper, section 2.1 and appendix A.5).
 
-    The sentences go through the model without its prediction head, nothing masked; the states of a module of one's own
-    are what its output layer reads (`isoloss.model_checks.states_before_output`). `"concatenate"`, the paper's choice,
+    The sentences go through the model without its prediction head, nothing masked; the states of your own module
+    are the input of its output layer (`isoloss.model_checks.states_before_output`). `"concatenate"`, as in the paper,
     puts the states of all T positions side by side, with zeros at padding; `"mean"` averages them over the tokens;
     `"first"` and `"last"` take one token's: [CLS] stands first in tasks of real text.
 
@@ -97,13 +97,13 @@ def extract(
     for name, count in (("batch_size", batch_size), ("projection", projection)):
         if count is not None and count < 1:
             raise IsolossError(f"{name} is {count}; it must be at least 1")
-    if is_own(model):
+    if is_custom_module(model):
         if layer != -1:
             raise IsolossError(
-                f"{type(model).__name__} is a module of one's own: only its layer -1 is read, not {layer}"
+                f"{type(model).__name__} is not a transformers model: only its layer -1 can be read, not {layer}"
             )
         known = check_sentences(model, sentences)
-        batch_size = min(batch_size, max(1, _MOST_LOGITS // (known * sentences.tokens.shape[1])))
+        batch_size = min(batch_size, max(1, _MAX_LOGITS // (known * sentences.tokens.shape[1])))
         read_states: Callable[..., torch.Tensor] = functools.partial(states_before_output, unwrapped(model))
     else:
         check_sentences(backbone := backbone_of(model), sentences)
@@ -314,8 +314,8 @@ def one_hot(sentences: Sentences, width: int) -> torch.Tensor:
     return features.flatten(1)
 
 
-def is_own(model: Any) -> bool:
-    """Return whether a model is a module of one's own, in which no body is known to stand before a prediction head."""
+def is_custom_module(model: Any) -> bool:
+    """Return whether a model is your own module, which has no known body before a prediction head."""
     inner: Any = architecture(model)
     # transformers calls a model its own base where its class names none
     return not hasattr(inner, "base_model") or (inner.base_model is inner and inner.get_output_embeddings() is not None)
@@ -323,29 +323,29 @@ def is_own(model: Any) -> bool:
 
 def backbone_of(model: Any) -> Any:
     """Return the model without its prediction head; an `IsolossError` where it has no such part."""
-    if is_own(model):
+    if is_custom_module(model):
         raise IsolossError(f"{type(model).__name__} has no base_model: features are read from a Hugging Face model")
     if getattr(getattr(unwrapped(model), "active_peft_config", None), "is_prompt_learning", False):
-        raise IsolossError(f"{type(model).__name__} puts a prompt before the text, with which no features are read")
+        raise IsolossError(f"{type(model).__name__} puts a prompt before the text, so its features cannot be read")
     return architecture(model).base_model
 
 
 def why_no_features(model: Any, *, causal: bool) -> str | None:
     """Return why no features of texts can be read from a model, as a sentence; None if they can."""
     try:
-        if not is_own(model):
+        if not is_custom_module(model):
             backbone_of(model)
             return None
-        _known_to_own(model)
+        _custom_vocab_size(model)
     except IsolossError as error:
         return str(error)
     if causal or takes_mask(model):
         return None
-    return f"{type(model).__name__} takes no attention_mask, and the padding behind short texts would change its states"
+    return f"{type(model).__name__} takes no attention_mask, so the padding after short texts would change its states"
 
 
-def _known_to_own(model: Any) -> int:
-    """Return how many ids a module of one's own knows; an `IsolossError` where it has no states that can be read."""
+def _custom_vocab_size(model: Any) -> int:
+    """Return how many ids your own module knows; an `IsolossError` where it has no states that can be read."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     try:
         states_before_output(unwrapped(model), {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
@@ -357,15 +357,15 @@ def _known_to_own(model: Any) -> int:
 
 
 def check_sentences(model: Any, sentences: Sentences) -> int:
-    """Return how many ids a model without its prediction head, or a module of one's own, knows.
+    """Return how many ids a model without its prediction head, or your own module, knows.
 
     Raises:
         IsolossError: There are no sentences, an empty one, or one that the model lacks a token or positions for.
     """
     if len(sentences.lengths) == 0 or int(sentences.lengths.min()) < 1:
         raise IsolossError("features need at least one sentence, and at least one token in each")
-    if is_own(model):
-        known, positions = _known_to_own(model), max_length(model)
+    if is_custom_module(model):
+        known, positions = _custom_vocab_size(model), max_length(model)
     else:
         known = model.get_input_embeddings().num_embeddings
         positions = getattr(model.config, "max_position_embeddings", None)

@@ -31,7 +31,7 @@ class TextTask:
             `validation_matched` and `test` that it has, of a dataset `validation`.
         other_columns: What other files of the task call `text`, `pair` and `label`; a file's are the first that it has.
         header: Columns of a file whose first line is an example.
-        label_names: The labels there are, which `NA` or `None` can then be among; None: those that there are.
+        label_names: All labels, which may then include `NA` or `None`; None: the labels in the data.
     """
 
     name: str
@@ -114,7 +114,7 @@ def registered_text_task(name: str, data: str | None = None) -> TextTask | None:
 
 
 def own_text_task(name: str, data: str) -> TextTask:
-    """Return a task of one's own, whose examples have the columns `text` and `label`, and `pair` if they are two texts.
+    """Return your own task, with examples in the columns `text` and `label`, and `pair` if they are two texts.
 
     Args:
         name: What the task is called.

@@ -158,7 +158,9 @@ def as_read_by(
     most = min(_MOST_TOKENS, positions or _MOST_TOKENS, tokenizer.model_max_length)
     types = getattr(config, "type_vocab_size", 1)
     task = _encoded(examples, tokenizer, max_length=max_length or most, token_types=types)
-    train, test = (_known(sentences, config.vocab_size, task.name, model) for sentences in (task.train, task.test))
+    train, test = (
+        _checked_ids(sentences, config.vocab_size, task.name, model) for sentences in (task.train, task.test)
+    )
     task = dataclasses.replace(task, train=train, test=test)
     text = task.coverage
     if text is not None and text.num_cut and max_length is None:
@@ -169,13 +171,13 @@ def as_read_by(
     return task
 
 
-def _known(sentences: Sentences, vocab_size: int, task: str, model: str) -> Sentences:
-    """Return sentences with no id that a model does not know; one of padding may be any other."""
+def _checked_ids(sentences: Sentences, vocab_size: int, task: str, model: str) -> Sentences:
+    """Return the sentences; refuse an id that the model does not know, except at padding."""
     unknown = sentences.tokens >= vocab_size
     if bool((unknown & sentences.present()).any()):
         raise IsolossError(
             f"the examples of {task} hold the token id {int(sentences.tokens[sentences.present()].max())}, and {model} "
-            f"knows {vocab_size:,} ids: the tokenizer is that of another model"
+            f"knows {vocab_size:,} ids: the tokenizer belongs to another model"
         )
     return Sentences(sentences.tokens.masked_fill(unknown, 0), sentences.lengths)
 
@@ -229,7 +231,7 @@ def _read(source: TextTask, seed: int) -> tuple[LabeledText, LabeledText]:
         raise IsolossError(f"the split {split!r} of {where} would be used for training and for testing")
     test = read_labeled_text(where, **columns, split=split)
     if (train.pairs is None) != (test.pairs is None):
-        raise IsolossError(f"of {source.train} and {where}, one has two texts in a row, and one has one")
+        raise IsolossError(f"{source.train} and {where} do not match: one has two texts per row, and the other has one")
     missing = missing_labels({*train.label_names, *test.label_names}, source.label_names or ())
     train, test = (_without(data, missing) for data in (train, test))
     # a split has numbered only the labels that it has

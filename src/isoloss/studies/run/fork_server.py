@@ -66,9 +66,9 @@ def start(arguments: Sequence[str], needs: Resources, log: Path, environment: Ma
 
 
 def is_lost(process: ForkServerProcess) -> bool:
-    """Whether a command went on after its fork server was killed, so that nobody would know how it ends.
+    """Whether a command outlived its fork server, so that its exit status would be lost.
 
-    It is then killed itself, as all is saved that a unit needs to be started again.
+    The command is then killed; the unit can be started again from its files.
     """
     if process.exitcode != _SERVER_KILLED or process.pid is None:
         return False

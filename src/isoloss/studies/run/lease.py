@@ -10,7 +10,7 @@ or when its owner ran on this machine and no longer locks it; any process may th
 ever deleted or overwritten, and a process that was paused finds a later attempt when it resumes.
 
 Ages are differences between two modification times on the same file system, so the machines' clocks need not agree. A
-heartbeat in the future, as after a clock was set back, is warned of, and its age counts from when it was first seen.
+heartbeat in the future, as after a clock was set back, gives a warning, and its age counts from when it was first seen.
 The file system need only support exclusive creation, as NFS does (version 3 and later).
 """
 
@@ -116,7 +116,7 @@ class Leases:
         if not 0 < expiry < math.inf:
             raise IsolossError(f"the expiry of leases is {expiry} seconds; it must be above 0 and finite")
         self.folder, self.expiry = folder, expiry
-        self._ahead: dict[str, tuple[float, float]] = {}  # modification times in the future, and when first seen
+        self._future: dict[str, tuple[float, float]] = {}  # modification times in the future, and when first seen
 
     def attempts(self) -> dict[str, Last]:
         """Return the last attempt at every unit that has one, by the unit's name as it is used in file names.
@@ -199,15 +199,15 @@ class Leases:
         age = self._time() - modified
         if age >= -_SKEW:
             return age
-        if name not in self._ahead:
+        if name not in self._future:
             warn(
-                f"{self.folder / name} is dated {-age:,.0f} s in the future: if that does not change, it counts as of "
+                f"{self.folder / name} is dated {-age:,.0f} s in the future: unless that changes, its age counts from "
                 f"now, {datetime.datetime.now():%H:%M:%S}"
             )
-        # a heartbeat that goes on is another time
-        if self._ahead.get(name, (None,))[0] != modified:
-            self._ahead[name] = modified, time.monotonic()
-        return time.monotonic() - self._ahead[name][1]
+        # a new heartbeat has another time
+        if self._future.get(name, (None,))[0] != modified:
+            self._future[name] = modified, time.monotonic()
+        return time.monotonic() - self._future[name][1]
 
     def owner(self, unit: str, number: int) -> Mapping[str, Any]:
         """Return what an attempt's lease says about its owner; empty if unreadable, as while it is being written."""

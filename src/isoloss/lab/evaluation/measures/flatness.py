@@ -438,7 +438,7 @@ class NoiseSharpness(_OverProbes):
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Rise(SampledFlatness):
-    """Rise of the loss when the weights of linear maps are rounded to 8 bits, a scale for each output."""
+    """Rise of the loss when the weights of linear maps are rounded to 8 bits, with one scale for each output."""
 
     name: ClassVar[str] = "int8-rise"
 
@@ -460,7 +460,7 @@ class Int8Rise(SampledFlatness):
 
 @dataclass(frozen=True, kw_only=True)
 class Int4Rise(Int8Rise):
-    """Rise of the loss when the weights of linear maps are rounded to 4 bits, a scale for each 128 weights."""
+    """Rise of the loss when the weights of linear maps are rounded to 4 bits, with one scale for each 128 weights."""
 
     name: ClassVar[str] = "int4-rise"
 

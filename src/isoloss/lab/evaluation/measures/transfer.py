@@ -60,7 +60,7 @@ class TaskMeasure(SeededMeasure):
         """Keep what is about this task of `task_data` and `task_length`: the settings of others decide nothing here."""
         given: Any = self.task_data
         entries = (given,) if isinstance(given, str) else given
-        own = tuple(entry for entry in entries if _named(entry, self.task) == registered_name(self.task))
+        own = tuple(entry for entry in entries if _task_of(entry, self.task) == registered_name(self.task))
         if len(own) > 1:
             raise IsolossError(f"task_data has the examples of {self.task} twice: {' and '.join(own)}")
         object.__setattr__(self, "task_data", own)
@@ -100,7 +100,7 @@ class TaskMeasure(SeededMeasure):
             examples, reads = self._examples(source, context), (model.config, model.max_length)
             if (number := len(examples.test)) < 2:
                 where = source.test or source.train
-                raise IsolossError(f"{where} gives {number} test example, and an accuracy with an error needs two")
+                raise IsolossError(f"{where} gives {number} test example; an accuracy with an error needs at least two")
             context.text_task(examples, *reads, max_length=self.task_length, model=model.name)
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
@@ -178,8 +178,8 @@ class TaskMeasure(SeededMeasure):
         raise NotImplementedError
 
 
-def _named(entry: Any, task: str) -> str:
-    """Return the task that an entry of `task_data` is about: one of text, or this `task`, which may be one's own."""
+def _task_of(entry: Any, task: str) -> str:
+    """Return the task that an entry of `task_data` is about: one of text, or this `task`, which may be your own."""
     name, has_path, path = str(entry).partition("=")
     if not (has_path and path) or (name != task and registered_text_task(name) is None):
         tasks = ", ".join(other for other, task in TASKS.loaded().items() if isinstance(task, TextTask))
@@ -361,19 +361,19 @@ class Probe(_ProbeMeasure, Trained):
 
 
 def task_probes(tasks: Sequence[str], task_data: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Probe]:
-    """Return the probe of each task by name; a task may be NAME=PATH, where its examples are, and then one's own.
+    """Return the probe of each task by name; a task may be NAME=PATH, with the path of its examples.
 
     Raises:
         IsolossError: A task has no name or is named twice, or a setting is wrong.
     """
     if wrong := next((task for task in tasks if not all(task.partition("=")[::2] if "=" in task else [task])), None):
-        raise IsolossError(f"there is no task {wrong!r}: it is the name of one, or NAME=PATH for one of your own")
+        raise IsolossError(f"there is no task {wrong!r}: give the name of a task, or NAME=PATH for your own")
     names = [task.partition("=")[0] for task in tasks]
     if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
         raise IsolossError(f"the task {twice} is named twice")
     measures = {}
     for name, task in zip(names, tasks, strict=True):
-        # the examples of a task of one's own are no concern of the others
+        # other tasks need not know where the examples of your own task are
         about = [entry for entry in task_data if entry.partition("=")[0] not in {*names} - {name}]
         given = (*about, task) if "=" in task else about
         measures[name] = cast("Probe", make_measure(f"probe-{name}", {**settings, "task_data": tuple(given)}))
