@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from isoloss import fisher_trace
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab.languages.config import TeacherConfig
 from isoloss.loading import load_model, quiet
 
@@ -70,13 +70,16 @@ def test_codes_without_a_quantization_are_not_read_as_weights(dtype, folder):
 def adapted(base, config):
     """An adapter as after some training, with its base."""
     with quiet():
-        model = get_peft_model(LlamaForCausalLM.from_pretrained(base), config).eval()
+        return trained(get_peft_model(LlamaForCausalLM.from_pretrained(base), config))
+
+
+def trained(model):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return model.eval()
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,28 @@ def test_an_adapter_is_merged_into_its_base(config, model, folder, tmp_path):
     merged.load_state_dict(loaded.model.state_dict())
     batch = {"input_ids": torch.arange(24).view(6, 4) % 12, "labels": torch.arange(24).view(6, 4) % 12}
     assert fisher_trace(loaded.model, [batch]).value == fisher_trace(merged, [batch]).value
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head", "embed_tokens"]}], ids=["frozen", "trained"])
+def test_an_adapter_may_have_more_tokens_than_its_base(more, folder, tmp_path):
+    base = LlamaForCausalLM.from_pretrained(folder)
+    base.resize_token_embeddings(15, mean_resizing=False)
+    expected = trained(get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], **more)))
+    expected.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    edit(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path=str(folder))
+    loaded = load_model(tmp_path / "adapter", device="cpu").model
+    assert loaded.config.vocab_size == 15
+    torch.testing.assert_close(loaded(INPUT).logits, expected(INPUT).logits)
+
+
+def test_an_adapter_to_weights_drawn_at_random_is_refused(folder, tmp_path):
+    """PEFT draws them anew as it loads the adapter, and gets another model each time."""
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa_niter_2")
+    adapted(folder, config).save_pretrained(tmp_path / "adapter")
+    refused(
+        r"drawn at random from those of .*\(init_lora_weights is 'pissa_niter_2'\): convert it", tmp_path / "adapter"
+    )
 
 
 def test_an_adapter_can_be_a_teacher(folder, tmp_path):
@@ -209,6 +234,27 @@ def test_an_index_names_safetensors_beside_it_alone(sharded, tmp_path):
         refused(f"names the file '{other}': it must be a .*safetensors file beside it$", sharded)
     edit(index, weight_map=[])
     refused("has no weight_map, which says what file each weight is in$", sharded)
+
+
+def test_a_weight_is_read_from_the_shard_that_the_index_names(model, sharded):
+    weight_map = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
+    first = min(weight_map, key=weight_map.get)
+    last = sharded / max(weight_map.values())
+    save_file({**load_file(last), first: torch.ones_like(model.state_dict()[first])}, last, metadata={"format": "pt"})
+    with pytest.warns(IsolossWarning, match=f"transformers loads {first} with other values than are stored"):
+        loaded = load_model(sharded, device="cpu").model
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    save_file({"nothing": torch.zeros(1)}, sharded / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(IsolossWarning, match=r"index.json of other files: as in transformers, model.safetensors is"):
+        refused("lacks weights of LlamaForCausalLM", sharded)
+
+
+def test_codes_of_a_quantization_that_transformers_skips_are_not_read_as_weights(folder):
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {name: weights[name].to(torch.int8)}, folder / "model.safetensors", metadata={"format": "pt"})
+    edit(folder / "config.json", quantization_config={"quant_method": "of-tomorrow", "bits": 8})
+    refused(f"{name} in I8, and its config.json has no quantization_config that transformers knows", folder)
 
 
 def test_a_config_that_names_other_weights(folder):

@@ -38,6 +38,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     XLMConfig,
     XLMWithLMHeadModel,
     XLNetConfig,
@@ -280,7 +282,7 @@ def test_the_padding_tokens_embedding_is_as_it_was_saved(tmp_path):
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 1.0  # transformers sets it to zero as it loads a Funnel
     folder = saved(model, tmp_path / "model")
-    with pytest.warns(IsolossWarning, match=r"word_embeddings.weight of the padding token to zero; it is as in"):
+    with pytest.warns(IsolossWarning, match=r"word_embeddings.weight with other values than are stored"):
         assert_same(folder, model, attention="eager")
 
 
@@ -568,6 +570,48 @@ def test_remote_code_runs_only_when_trusted(bert_folder, tmp_path):
     assert type(loaded.model).__name__ == "OwnForMaskedLM"
     expected = BERT.new_model(ModelConfig(size="d16"), vocab_size=12, max_length=6, pad_id=10, seed=0).eval()
     torch.testing.assert_close(loaded.model(INPUT).logits, expected(INPUT).logits)
+
+
+SCALED = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("scale", torch.arange(1.0, 1 + config.hidden_size), persistent=False)
+        self.post_init()
+    def forward(self, input_ids=None, **options):
+        return super().forward(inputs_embeds=self.model.embed_tokens(input_ids) * self.scale, **options)
+"""
+
+
+def test_constants_of_code_of_its_own_are_those_that_it_makes(tmp_path):
+    """transformers 5 leaves what is in memory where code of its own keeps buffers that are not stored."""
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=12, **TINY)).eval()
+    folder = saved(model, tmp_path / "model")
+    (folder / "own.py").write_text(SCALED)
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    edit_config(folder, model_type="own", auto_map=auto_map, architectures=["OwnForCausalLM"])
+    loaded = load_model(folder, trust_remote_code=True, device="cpu").model
+    assert torch.equal(loaded.scale, torch.arange(1.0, 17.0))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(torch.arange(1.0, 17.0))
+        torch.testing.assert_close(loaded(INPUT).logits, model(INPUT).logits)
+
+
+def test_rwkv_keeps_its_weights_and_a_config_may_ask_for_tuples(tmp_path):
+    config = RwkvConfig(vocab_size=12, hidden_size=8, num_hidden_layers=4, rescale_every=2, context_length=8)
+    model = RwkvForCausalLM(config)
+    folder = saved(model, tmp_path / "model")
+    loaded = load_model(folder, device="cpu").model
+    # it has run: with rescale_every, its third and fourth layers would be divided by 2
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    folder = saved(LlamaForCausalLM(LlamaConfig(vocab_size=12, **TINY)), tmp_path / "tuples")
+    edit_config(folder, return_dict=False)
+    assert load_model(folder, device="cpu").model(INPUT).logits.shape == (1, 4, 12)
 
 
 def test_an_unknown_attention_kernel(bert_folder):

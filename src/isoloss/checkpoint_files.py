@@ -16,7 +16,7 @@ import isoloss.bracket_attention
 import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
 from isoloss import files
 from isoloss.early_checks import ADAPTER, CONFIG, INDEX, WEIGHTS
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, warn
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 _LAYERS = re.compile(r".*layers?")  # a field of a config.json that counts layers
@@ -60,11 +60,15 @@ def adapter_config(where: str, revision: str = "main") -> Path | None:
 def stored_weights(where: str, revision: str = "main") -> dict[str, StoredWeight]:
     """Return each stored weight by name, as the headers describe it; empty where there is no safetensors file.
 
+    A weight that an index gives to one shard, and another shard holds too, is the first shard's.
+
     Raises:
         IsolossError: The index names a file that is not there, is elsewhere or is no safetensors file.
     """
     paths = [checkpoint_file(where, WEIGHTS, revision)]
-    if paths == [None] and (index := checkpoint_file(where, INDEX, revision)) is not None:
+    places: Mapping[str, Any] = {}
+    index = checkpoint_file(where, INDEX, revision)
+    if paths == [None] and index is not None:
         document = files.read_json(index)
         weight_map = document.get("weight_map") if isinstance(document, dict) else None
         if not isinstance(weight_map, dict):
@@ -76,7 +80,16 @@ def stored_weights(where: str, revision: str = "main") -> dict[str, StoredWeight
             paths.append(path := checkpoint_file(where, shard, revision))
             if path is None:
                 raise IsolossError(f"{where} lacks {shard}, which its {INDEX} names: copy or download it too")
-    return {name: weight for path in paths if path is not None for name, weight in header(path)}
+        places = weight_map
+    elif index is not None and f'"{WEIGHTS}"' not in index.read_text():
+        warn(f"{where} holds {WEIGHTS} and an {INDEX} of other files: as in transformers, {WEIGHTS} is read")
+    return {
+        name: weight
+        for path in paths
+        if path is not None
+        for name, weight in header(path)
+        if places.get(name, path.name) == path.name
+    }
 
 
 def header(path: Path) -> Iterator[tuple[str, StoredWeight]]:
@@ -94,8 +107,9 @@ def check_types(where: str, stored: Mapping[str, StoredWeight]) -> None:
         is_weight = name.endswith((".weight", ".bias")) or weight.dtype.startswith("F")
         if is_weight and weight.dtype not in _FLOATS:
             raise IsolossError(
-                f"{where} holds {name} in {weight.dtype}, and its {CONFIG} has no quantization_config that says which "
-                "numbers these codes stand for: save the weights as floating-point numbers"
+                f"{where} holds {name} in {weight.dtype}, and its {CONFIG} has no quantization_config that "
+                "transformers knows and that says which numbers the codes stand for: "
+                "save the weights as floating-point numbers"
             )
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import logging
 
 from isoloss import files
@@ -194,6 +195,10 @@ def load_model(
         check_layers(name, document, stored)
         options = {"trust_remote_code": trust_remote_code, "revision": source.revision}
         config = AutoConfig.from_pretrained(source.where, **options)
+        for part in (config, config.get_text_config()):
+            part.return_dict = True  # without it, models of transformers do not read the tuples of their own parts
+            if hasattr(part, "rescale_every"):
+                part.rescale_every = 0  # RWKV would divide weights of its later layers, for the range of float16
         kind, architecture = _kind(config, name)
         # only prefixes that occur: transformers keeps a mapping, and applies it backwards when the model is saved
         wrappers = {pattern: "" for pattern in _WRAPPERS if any(re.search(pattern, key) for key in stored)}
@@ -202,7 +207,10 @@ def load_model(
         if type(config) not in known and not hasattr(config, "auto_map"):
             cls = getattr(transformers, architecture, cls)
         kernel = None if attention == "auto" else attention
-        if getattr(config, "quantization_config", None) is None:
+        quantization = getattr(config, "quantization_config", None)
+        # of a method that it does not know, transformers takes the codes for weights
+        is_quantized = bool(quantization) and AutoHfQuantizer.supports_quant_method(quantization)
+        if not is_quantized:
             check_types(name, stored)
             if not trust_remote_code:
                 _check_size(name, cls, config, stored, kernel)
@@ -231,7 +239,10 @@ def load_model(
         # by these, save_pretrained would put the prefixes back
         del model._weight_conversions
         warn(f"the weights of {name} have prefixes of torch.compile or DataParallel in their names: they are left out")
-    _restore_padding(model, stored, wrappers)
+    if not is_quantized:
+        _restore_weights(model, stored, wrappers)
+    if not type(model).__module__.startswith("transformers."):
+        _restore_constants(model)
     model = model.to(target).eval()
     if kind == "causal":
         _check_causal(model, name)
@@ -519,19 +530,46 @@ def _check_unexpected(model: PreTrainedModel, keys: set[str], name: str, *, are_
         warn(f"{told}; they are left out, and without them it is another function")
 
 
-def _restore_padding(model: nn.Module, stored: Mapping[str, StoredWeight], wrappers: Mapping[str, str]) -> None:
-    """Put back the padding token's embedding, which transformers sets to zero for some models (Youtu, Funnel)."""
-    paths = {re.sub("|".join(wrappers) or "$", "", key): (key, weight.path) for key, weight in stored.items()}
-    for name, module in model.named_modules():
-        found = paths.get(f"{name}.weight")
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None and found is not None:
-            key, path = found
-            row = module.weight.data[module.padding_idx]
-            with safe_open(path, framework="pt") as file:
-                value = file.get_slice(key)[module.padding_idx].to(row)
-            if not torch.equal(row, value):
-                row.copy_(value)
-                warn(f"transformers sets {name}.weight of the padding token to zero; it is as in the checkpoint again")
+def _restore_weights(model: PreTrainedModel, stored: Mapping[str, StoredWeight], wrappers: Mapping[str, str]) -> None:
+    """Put back what transformers loads otherwise than it is stored.
+
+    It sets the padding token's embedding to zero for some models (Youtu, Funnel), and takes a weight that a shard holds
+    beside those that the index is looked up for.
+    """
+    # a file that was saved without a head lacks the first part of each name
+    prefix = f"{model.base_model_prefix}."
+    keys = {re.sub("|".join(wrappers) or "$", "", key).removeprefix(prefix): key for key in stored}
+    # what transformers converts on purpose has other values under the same name
+    converted = [
+        pattern
+        for conversion in getattr(model, "_weight_conversions", None) or ()
+        if getattr(conversion, "operations", None)
+        for pattern in conversion.source_patterns
+    ]
+    with contextlib.ExitStack() as stack:
+        opened = {
+            path: stack.enter_context(safe_open(path, "pt")) for path in {weight.path for weight in stored.values()}
+        }
+        for name, value in model.state_dict().items():
+            key = keys.get(name.removeprefix(prefix))
+            if key is None or stored[key].shape != value.shape or any(re.search(each, key) for each in converted):
+                continue
+            right = opened[stored[key].path].get_tensor(key).to(value)
+            if not torch.allclose(value, right, rtol=0, atol=0, equal_nan=True):
+                value.copy_(right)
+                warn(f"transformers loads {name} with other values than are stored; it is as in the checkpoint again")
+
+
+def _restore_constants(model: PreTrainedModel) -> None:
+    """Make the buffers that are not stored again: for code of its own, transformers leaves what is in memory there."""
+    if not any(module._non_persistent_buffers_set for module in model.modules()):
+        return
+    with torch.random.fork_rng(devices=[]):
+        made = type(model)(model.config)
+    kept = made.state_dict().keys()
+    for name, value in made.named_buffers():
+        if name not in kept:
+            model.get_buffer(name).copy_(value)
 
 
 def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
@@ -550,8 +588,16 @@ def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
         loaded = load_model(base, revision=revision, **options)
     except IsolossError as error:
         raise IsolossError(f"{name} is an adapter of {base}: {error}") from error
+    if "niter" in str(init := document.get("init_lora_weights")):
+        raise IsolossError(
+            f"{name} is an adapter of weights that were drawn at random from those of {base} (init_lora_weights is "
+            f"{init!r}): convert it, by save_pretrained with path_initial_model_for_weight_conversion"
+        )
     from peft import PeftModel, get_peft_model_state_dict
 
+    with safe_open(weights, framework="pt") as file:
+        held = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    _resize(loaded.model, held)
     ids = torch.arange(8, device=loaded.model.device)[None] % loaded.model.get_input_embeddings().num_embeddings
     with warnings.catch_warnings():
         # PEFT warns of missing weights, which are an error below, and of names that merging removes
@@ -560,12 +606,10 @@ def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
         # prompts are put before the input: no change of weights gives the same function
         if not hasattr(adapted, "merge_and_unload"):
             raise IsolossError(f"{name} is an adapter ({adapted.peft_type.value}) that cannot be merged into {base}")
-        with safe_open(weights, framework="pt") as file:
-            held = set(file.keys())
         # an adapter's file may hold the embeddings or leave them out
         needed = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
         known = set(get_peft_model_state_dict(adapted, save_embedding_layers=True))
-        if wrong := (needed - held) | (held - known):
+        if wrong := (needed - held.keys()) | (held.keys() - known):
             raise IsolossError(f"the weights in {weights} are not those of its {config.name}: {_some(wrong)}")
         with torch.no_grad():
             apart = adapted.eval()(input_ids=ids).logits
@@ -578,6 +622,18 @@ def _load_adapter(config: Path, name: str, **options: Any) -> LoadedModel:
                 f"change by up to {100 * change:.2g} %), as where an adapter changes one of two tied weights"
             )
     return replace(loaded, model=model, name=name)
+
+
+def _resize(model: PreTrainedModel, held: Mapping[str, tuple[int, ...]]) -> None:
+    """Give a model as many tokens as an adapter was trained with, where it holds the tables that grew."""
+    names = {module: name for name, module in model.named_modules()}
+    tables = {id(table.weight): table for table in (model.get_input_embeddings(), model.get_output_embeddings())}
+    sizes = set()
+    for table in tables.values():
+        stored = re.compile(rf"(^|\.){re.escape(names[table])}\.(.*\.)?weight")
+        sizes.add(next((shape[0] for key, shape in held.items() if stored.search(key) and "lora_" not in key), None))
+    if len(sizes) == 1 and (size := sizes.pop()) not in (None, model.get_input_embeddings().num_embeddings):
+        model.resize_token_embeddings(size, mean_resizing=False)
 
 
 def _kind(config: Any, name: str) -> tuple[Kind, str]:

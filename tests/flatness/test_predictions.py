@@ -245,6 +245,13 @@ def test_logits_that_are_not_finite_are_refused(value):
         predictor.forward(batch_of())
 
 
+def test_probabilities_are_not_taken_for_logits():
+    model = build("bert")
+    model.cls.register_forward_hook(lambda module, inputs, logits: logits.softmax(dim=-1))
+    with pytest.raises(IsolossError, match="gives probabilities"), GhostNorms(model, causal=False) as predictor:
+        predictor.forward(batch_of())
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
 def test_token_ids_may_be_of_any_integer_type(dtype):
     model, batch = build("bert"), batch_of()

@@ -7,11 +7,12 @@ import pytest
 import torch
 from dense_curvature import VOCAB, batch_of, gpt2
 from plain_gradients import assert_norms, measure
+from small_models import llama
 from test_position_selection import all_signs, assert_exact  # noqa: F401 (a fixture)
 from torch import nn
 
 from isoloss.cli import flatness as command
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import (
     empirical_fisher_trace,
     fisher_rao_norm,
@@ -24,6 +25,7 @@ from isoloss.flatness import (
     spectral_density,
     weighted_fisher_trace,
 )
+from isoloss.flatness._curvature import MeanLoss
 from isoloss.flatness.comparison import compare_traces
 from isoloss.model_checks import is_causal
 
@@ -39,6 +41,8 @@ def density(model, batches):
     found = spectral_density(model, batches, num_probes=2, num_steps=3)
     return types.SimpleNamespace(value=found.moment(1).value, details=found.details)
 
+
+PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100}
 
 # of a model and batches, of which there are at least two
 MEASURES = {
@@ -201,6 +205,34 @@ class InOrder(nn.Module):
 
     def forward(self, input_ids, position_ids):
         return self.model(input_ids=input_ids, position_ids=torch.tensor([[3, 1, 0, 2]]))
+
+
+def test_padding_that_moves_predictions_is_told():
+    """GPT-2 counts its positions from the padding, Llama knows distances alone."""
+    given = {**batch_of(4, length=3), "attention_mask": torch.ones(4, 3, dtype=torch.int64)}
+    left = {name: nn.functional.pad(given[name], (1, 0), value=padding) for name, padding in PADDING.items()}
+    right = {name: nn.functional.pad(given[name], (0, 1), value=padding) for name, padding in PADDING.items()}
+    plain = MeanLoss(gpt2(), [given]).value()
+    with pytest.warns(
+        IsolossWarning, match=r"GPT2LMHeadModel predicts otherwise with padding than without .sequence 0"
+    ):
+        assert abs(MeanLoss(gpt2(), [left]).value() / plain - 1) > 0.01
+    positions = (left["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+    for batch in (right, {**left, "position_ids": positions}):
+        assert MeanLoss(gpt2(), [batch]).value() == pytest.approx(plain)
+    MeanLoss(llama(VOCAB), [left])
+
+
+def test_packed_documents_that_see_each_other_are_told():
+    """With an attention mask, even of ones, transformers does not look at where position ids start again."""
+    given = {"input_ids": batch_of(4)["input_ids"], "position_ids": torch.tensor([[0, 1, 0, 1]])}
+    given["labels"] = given["input_ids"].clone()
+    given["labels"][:, 2] = -100
+    MeanLoss(llama(VOCAB), [given])
+    with pytest.warns(
+        IsolossWarning, match=r"otherwise with documents before them than .* leave out the attention_mask"
+    ):
+        MeanLoss(llama(VOCAB), [{**given, "attention_mask": torch.ones(4, 4)}])
 
 
 def test_rows_that_do_not_fit_are_refused():

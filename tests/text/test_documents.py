@@ -95,6 +95,7 @@ def test_folders_are_read_in_order_and_to_the_bottom(tmp_path):
     [
         ("a.md", b"text", "a.md as text: a text file ends in .txt or .jsonl"),
         ("a.txt", b"caf\xe9 \n", "a.txt is not UTF-8 text"),
+        ("a.txt", "text".encode("utf-16-le"), "a.txt is not UTF-8 text .many of its bytes are 0, as in UTF-16"),
         ("a.txt", b" \n\t\n", "no text in .*a.txt"),
         ("a.txt", b"", "no text in .*a.txt"),
         ("a.jsonl", b'{"text": "x"}\n{"content": "x"}\n', 'line 2 is not a JSON object with a string field "text"'),
@@ -109,6 +110,13 @@ def test_unreadable_files_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(IsolossError, match=message):
         texts(tmp_path / name)
+
+
+def test_a_folder_with_text_of_other_kinds_says_so(tmp_path):
+    for name in ("a.txt", "b.jsonl.gz", "c.parquet"):
+        (tmp_path / name).write_text("text")
+    with pytest.warns(IsolossWarning, match=r"also holds 2 files that are not read, such as b.jsonl.gz: a text file"):
+        assert texts(tmp_path) == ["text"]
 
 
 def test_nulls_are_left_out_and_counted(tmp_path):

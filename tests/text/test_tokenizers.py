@@ -1,3 +1,4 @@
+import contextlib
 import json
 from unittest.mock import Mock
 
@@ -8,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import BertConfig, PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.text.tokenizers import encode, encode_with_bytes, keep, load_tokenizer, serialized, vocabulary
 
 
@@ -22,6 +23,31 @@ def word_level(folder, vocab, **special):
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **special).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.mark.parametrize(("model_type", "tokenizer_class"), [("qwen2", None), ("gpt2", "GPT2Tokenizer"), (None, None)])
+def test_text_is_read_as_the_stored_tokenizer_says(model_type, tokenizer_class, tmp_path):
+    """For a class or a type of model, transformers puts its own pre-tokenizer in the place of the stored one."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<s>", *alphabet, "12", "Ġa"]
+    backend = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, [("1", "2"), ("Ġ", "a")]))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>").save_pretrained(tmp_path)
+    expected = backend.encode("12 a").ids
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        config = tmp_path / "tokenizer_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "tokenizer_class": tokenizer_class}))
+        backend.model.save(str(tmp_path))
+    says = pytest.warns(
+        IsolossWarning, match="pre-tokenizer.* than the tokenizer.json of .*: text is read as tokenizer.json"
+    )
+    with says if model_type is not None else contextlib.nullcontext():
+        tokenizer = load_tokenizer(str(tmp_path))
+    assert ids(tokenizer, "12 a") == [expected]
+    assert [names[index] for index in expected] == ["1", "2", "Ġa"]
 
 
 def test_vocabulary_file_gives_a_bert_tokenizer(vocab):

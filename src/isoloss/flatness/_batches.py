@@ -15,8 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from isoloss.errors import NOTHING_PREDICTED, IsolossError
-from isoloss.model_checks import device_of, position_ids, takes_mask, text_config, unwrapped, virtual_tokens
+from isoloss.errors import NOTHING_PREDICTED, IsolossError, warn
+from isoloss.model_checks import (
+    device_of,
+    forward_arguments,
+    logits_of_output,
+    plainly,
+    position_ids,
+    takes_mask,
+    text_config,
+    unwrapped,
+    virtual_tokens,
+)
 from isoloss.text.clusters import SequenceClusters, document_keys
 from isoloss.text.masking import IGNORED
 
@@ -51,7 +61,7 @@ def _with_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
         made[name] = value
     labels = made.get("labels")
     if "documents" in made and isinstance(labels, torch.Tensor) and labels.ndim:
-        made["documents"] = document_keys(made["documents"], len(labels))
+        document_keys(made["documents"], len(labels))  # or refuses
     return made
 
 
@@ -189,6 +199,48 @@ def _check_ranges(inputs: Mapping[str, Any], model: nn.Module, length: int) -> N
             raise IsolossError(f"{name} are {low} to {high}; the model knows ids {allowed[0]} to {allowed[-1]}")
 
 
+def _warn_of_leaks(batch: Batch, model: nn.Module) -> bool:
+    """Return whether a batch has padding or packed documents; warn where predictions depend on what they should not.
+
+    The first such sequence is also run without its padding, or its last document by itself.
+    """
+    mask, positions = (batch.inputs.get(name) for name in ("attention_mask", "position_ids"))
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return False
+    apart, what, remedy = mask != 0, "padding", "pad on the right, or pass position_ids that count from the first token"
+    if bool(apart.all()) and isinstance(positions, torch.Tensor) and positions.shape == mask.shape:
+        begins = F.pad(positions[:, 1:] < positions[:, :-1], (1, 0)).cumsum(dim=1)
+        apart = begins == begins[:, -1:]
+        what, remedy = "documents before them", "leave out the attention_mask, with which these are not kept apart"
+    chosen = (~apart).any(dim=1) & (batch.predicted[:, -mask.shape[1] :] & apart).any(dim=1)
+    if not bool(chosen.any()):
+        return False
+    row = int(chosen.nonzero()[0, 0])
+    sequence, present = batch.rows(torch.tensor([row])), apart[row]
+    part = {
+        name: value[:, present] if isinstance(value, torch.Tensor) and value.shape[1:2] == present.shape else value
+        for name, value in sequence.inputs.items()
+    }
+    with plainly(model) as plain, torch.no_grad():
+        try:
+            alone, whole = (
+                logits_of_output(plain(**forward_arguments(plain, inputs)))[0] for inputs in (part, sequence.inputs)
+            )
+        except Exception:  # a model may not take every length
+            return True
+    # the positions of a prompt's tokens stand before the mask's
+    kept = F.pad(present, (len(whole) - len(present), 0), value=True)
+    predicted = sequence.predicted[0][kept]
+    alone, whole = alone[predicted], whole[kept][predicted]
+    change = float((whole - alone).abs().max() / alone.abs().max())
+    if change > torch.finfo(alone.dtype).eps ** 0.5:
+        warn(
+            f"{type(unwrapped(model)).__name__} predicts otherwise with {what} than without (sequence {row}: logits "
+            f"change by up to {100 * change:.2g} %): {remedy}"
+        )
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamPosition:
     """How far a stream of batches has been read."""
@@ -226,7 +278,7 @@ def read_batches(
     """
     if isinstance(batches, Mapping):
         raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
-    position = start or StreamPosition()
+    position, is_checked = start or StreamPosition(), False
     stream = as_tensors(batches, position.batches)
     # the number is checked first: no batch is taken from the stream that is not measured
     while (num_sequences is None or position.sequences < num_sequences) and (batch := next(stream, None)) is not None:
@@ -245,6 +297,7 @@ def read_batches(
             checked = Batch.read(inputs, model, causal=causal)
         except IsolossError as error:
             raise IsolossError(f"batch {number}: {error}") from error
+        is_checked = is_checked or _warn_of_leaks(checked, model)
         first, size = position.sequences, len(checked.predicted)
         position = StreamPosition(
             batches=number + 1,

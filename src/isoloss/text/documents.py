@@ -17,6 +17,8 @@ from isoloss.errors import IsolossError, warn
 from isoloss.text import hub_datasets
 
 SUFFIXES = (".txt", ".jsonl")
+_OTHER = (".gz", ".zst", ".bz2", ".xz", ".zip", ".json", ".parquet", ".arrow", ".csv", ".tsv")  # may hold text as well
+_NO_TEXT = f"a text file ends in {' or '.join(SUFFIXES)}"
 DOCUMENT_CHARACTERS = 10_000  # the least that a document cut out of a longer text file has
 
 # where a long text is cut: preferably between paragraphs, else lines, else words
@@ -33,7 +35,7 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
         if not path.exists():
             raise IsolossError(f"there is no text file or folder {path}{files.nearest(path)}")
         if path.is_file() and path.suffix.lower() not in SUFFIXES:
-            raise IsolossError(f"cannot read {path} as text: a text file ends in {' or '.join(SUFFIXES)}")
+            raise IsolossError(f"cannot read {path} as text: {_NO_TEXT}")
         there = (inner for inner in path.rglob("*") if inner.suffix.lower() in SUFFIXES and inner.is_file())
         shown = sorted(inner for inner in there if "/." not in f"/{inner.relative_to(path).as_posix()}")
         named = [path] if path.is_file() else shown
@@ -82,6 +84,9 @@ def open_sources(paths: Iterable[str | Path], *, column: str = "text", split: st
             sources.append(_Dataset(str(path), column, "train" if split is None else split))
         else:
             sources += [_File(file, column) for file in find_files([path])]
+            others = [file for file in sorted(Path(path).rglob("*")) if file.suffix.lower() in _OTHER]
+            if others:
+                warn(f"{path} also holds {len(others):,} files that are not read, such as {others[0].name}: {_NO_TEXT}")
     return sources
 
 
@@ -250,6 +255,10 @@ def _text_parts(file: Path) -> Iterator[tuple[int, str]]:
     line, rest = 1, ""
     with file.open(encoding="utf-8-sig") as stream:
         while chunk := stream.read(1 << 20):
+            if 4 * chunk.count("\0") > len(chunk):
+                raise IsolossError(
+                    f"{file} is not UTF-8 text (many of its bytes are 0, as in UTF-16): convert it, e.g. with iconv"
+                )
             rest += chunk
             # a cut takes 2 parts of these 3 at most, so that no document is shorter than one
             while len(rest) >= 3 * DOCUMENT_CHARACTERS:

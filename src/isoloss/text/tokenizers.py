@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,10 @@ Floats = NDArray[np.float64]
 _BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CHOICES = "a tokenizer is a Hugging Face folder, a name on the Hugging Face hub or a WordPiece vocab.txt"
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # that a folder has a tokenizer in
+_OPTIONS = (  # of the parts of a tokenizer.json, which tokenizer_config.json may set, and one that decides no id
+    *("add_prefix_space", "prepend_scheme", "lowercase", "strip_accents", "handle_chinese_chars", "clean_text"),
+    "trim_offsets",
+)
 _TRAINED = "wordpiece:"  # before a number of tokens
 _MOST_TOKENS = 1_000_000
 
@@ -383,7 +387,50 @@ def _auto(spec: str, message: str, *, revision: str = "", local_files_only: bool
         if held := _tokenizer_files(spec, revision):
             raise IsolossError(f"{message}: it has {', '.join(path.name for path in held)}, and no vocabulary")
         raise NoTokenizerError(message)
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        _read_as_stored(tokenizer, spec, revision=revision or "main", local_files_only=local_files_only)
     return tokenizer
+
+
+def _read_as_stored(tokenizer: PreTrainedTokenizerFast, spec: str, **place: Any) -> None:
+    """Put back the parts of a tokenizer.json that transformers replaces by those that a class of tokenizers has.
+
+    By the class or the model's type, it gives a tokenizer of one's own the pre-tokenizer of GPT-2, Qwen 2 or Llama.
+    """
+    from tokenizers import Tokenizer
+    from transformers.utils import cached_file
+
+    path = cached_file(spec, "tokenizer.json", **place, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        return
+    backend, stored = tokenizer.backend_tokenizer, Tokenizer.from_file(str(path))
+    now, then = (json.loads(each.to_str()) for each in (backend, stored))
+    changed = [
+        part
+        for part in ("normalizer", "pre_tokenizer", "model")
+        if _without_options(now[part]) != _without_options(then[part])
+    ]
+    for part in changed:
+        setattr(backend, part, getattr(stored, part))
+    if changed:
+        warn(
+            f"transformers reads text with another {' and '.join(changed).replace('_', '-')} than the tokenizer.json "
+            f"of {spec} has, that of its class {type(tokenizer).__name__}: text is read as tokenizer.json says"
+        )
+
+
+def _without_options(part: Any) -> Any:
+    """Return a part of a tokenizer.json without what tokenizer_config.json may set, or what decides no id."""
+    if isinstance(part, list):
+        return [_without_options(each) for each in part]
+    if not isinstance(part, dict):
+        return part or None
+    # a vocabulary is not searched
+    return {
+        key: value if key in ("vocab", "merges") else _without_options(value)
+        for key, value in part.items()
+        if key not in _OPTIONS
+    }
 
 
 def _tokenizer_files(spec: str, revision: str) -> list[Path]:

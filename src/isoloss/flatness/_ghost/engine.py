@@ -138,6 +138,7 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positi
     rows = batch.predicted.nonzero()[:, 0]
     if capture.unknown is None:
         _check_finite(selected, rows)
+        _check_no_probabilities(selected[:2].detach())
     states = hidden = decoder = None
     if last_linear is not None:
         states, decoder = last_linear
@@ -182,6 +183,16 @@ def _check_finite(logits: torch.Tensor, rows: torch.Tensor) -> None:
         finite[~finite] = logits.detach()[~finite].isfinite().all(dim=1)
     if not bool(finite.all()):
         raise IsolossError(f"the model's logits are NaN or infinite (sequence {int(rows[~finite][0])} of the batch)")
+
+
+def _check_no_probabilities(logits: torch.Tensor) -> None:
+    """Refuse what a softmax was already taken of: all positive and with the sum 1, which no logits are by chance."""
+    sums = logits.sum(dim=1, dtype=torch.float32)
+    if len(logits) > 0 and bool((logits >= 0).all()) and bool(((sums - 1).abs() < 0.01).all()):
+        raise IsolossError(
+            "the model gives probabilities, which sum to 1 at each position: a forward pass returns logits, from "
+            "before the softmax (or logarithms of probabilities)"
+        )
 
 
 @dataclass(frozen=True)
