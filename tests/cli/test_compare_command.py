@@ -155,7 +155,7 @@ REFUSED = {
     "a text shorter than a sequence": ("a b --data short.txt", "the text in short.txt is shorter than one sequence"),
     "one model": ("a", "a alone has nothing to be compared with: name another, or see isoloss flatness"),
     "a model twice": ("a a", "a is named twice: leave one out"),
-    "a task without a name": ("a b --task =mine.csv", "there is no task '=mine.csv': it is the name of one, or"),
+    "a task without a name": ("a b --task =mine.csv", "there is no task '=mine.csv': give the name of a task, or"),
     "a pooling": ("a b --pooling max", "--pooling is 'max'; it must be one of auto, last"),
     "no task": ("a b --task sst3", "sst3 is no task of text; did you mean sst2?"),
     "a folder for a file": ("a b --csv bert", "bert is a folder; name a file to write"),
