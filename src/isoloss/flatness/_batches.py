@@ -51,7 +51,7 @@ def _with_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
         made[name] = value
     labels = made.get("labels")
     if "documents" in made and isinstance(labels, torch.Tensor) and labels.ndim:
-        made["documents"] = document_keys(made["documents"], len(labels))
+        document_keys(made["documents"], len(labels))  # or refuses
     return made
 
 
@@ -234,7 +234,7 @@ def read_batches(
         if num_sequences is not None:
             rows = slice(num_sequences - position.sequences)
             batch = {
-                # `documents` are a list
+                # `documents` may be a list
                 name: value[rows] if isinstance(value, torch.Tensor) or name == "documents" else value
                 for name, value in batch.items()
             }
