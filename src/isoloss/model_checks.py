@@ -322,7 +322,7 @@ _POSITION_FIRST: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDic
 
 
 def _is_position_first(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether (T, B) is the order of the rows, and not (B, T): other tokens in a sequence move its rows alone."""
+    """Return whether the rows are (T, B), and not (B, T): other tokens in a sequence move its rows alone."""
     if model not in _POSITION_FIRST:
         first = inputs["input_ids"][:1]
         one, other = (
