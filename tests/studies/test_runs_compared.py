@@ -87,6 +87,18 @@ def test_no_model_is_called_flatter_where_that_cannot_be_said(changed, value, to
     assert cards({"a": PLAIN, "b": PLAIN | changed})[0] == ("Which is flatter?", value, tone)
 
 
+def test_the_loss_is_the_same_only_where_that_is_shown_of_every_group():
+    groups = {name: PLAIN | {"loss": loss} for name, loss in (("a", 3.0), ("b", 3.001), ("c", 3.002))}
+    found = results(groups)
+    assert Comparison(found).cards()[1].tone == "good"
+    # of b alone, seeds differ much
+    for place, seed in enumerate((1, 2, 3, 4)):
+        found.checkpoints[f"b-{seed}", 10]["loss"] = known("loss", 3.001 + 0.1 * (-1) ** place, 1 + 0.1 * place)
+    loss = Comparison(found).cards()[1]
+    assert (loss.label, loss.tone) == ("The same loss?", "unclear")
+    assert loss.detail.startswith("b minus a; ")
+
+
 def test_models_of_two_sizes_are_compared_in_loss_and_transfer_alone():
     groups = {"a": PLAIN, "wide": PLAIN | {"trace": 20.0, "minimal-trace": 2.0, "probe-root": 0.7}}
     assert cards(groups)[0] == ("Which is flatter?", "Not comparable", "unclear")

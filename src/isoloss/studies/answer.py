@@ -11,7 +11,7 @@ from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.report.html import Card, IntervalRow, Tone
 from isoloss.statistics.comparison import independent_difference
 from isoloss.statistics.estimate import Estimate, interval, number
-from isoloss.statistics.significance import SAME_LOSS_NATS, equivalence, p_value
+from isoloss.statistics.significance import SAME_LOSS_NATS, all_within, p_value
 from isoloss.studies.claims import GATES, Answer, Claim, ClaimResult, Verdict
 from isoloss.studies.results import (
     RESCALED,
@@ -344,21 +344,20 @@ class Comparison:
 
     def _same_loss(self, key: str) -> Card:
         best, *_ = self.best(key)
-        # the two that lie farthest apart
-        worst = max(self.groups, key=lambda name: self.value(key, name))
-        difference = self.difference(key, best, worst)
+        others = [name for name in self.groups if name != best]
+        known = {name: each for name in others if (each := self.difference(key, best, name)) is not None}
         label = "The same loss?"
-        if difference is None or worst == best:
+        if len(known) < len(others):
             return Card(label=label, value="Not known", detail="The differences have no error.", tone="unclear")
-        words = f"{worst} minus {best}; {self._detail(difference, worst, best)}; "
+        same, decisive = all_within(known, SAME_LOSS_NATS)
+        words = f"{decisive} minus {best}; {self._detail(known[decisive], decisive, best)}; "
         words += f"the same: within {SAME_LOSS_NATS:g} nats/token"
-        low, high = difference.ci95
-        value, tone = "Not shown", TONES[Verdict.NOT_SHOWN]
-        if equivalence(difference, SAME_LOSS_NATS).shown:
-            value, tone = "Yes", TONES[Verdict.SHOWN]
-        elif low > SAME_LOSS_NATS or high < -SAME_LOSS_NATS:
-            value, tone = "No", TONES[Verdict.CONTRADICTED]
-        return Card(label=label, value=f"{value}: {told(difference)}", detail=words, tone=tone)
+        value, verdict = {
+            True: ("Yes", Verdict.SHOWN),
+            False: ("No", Verdict.CONTRADICTED),
+            None: ("Not shown", Verdict.NOT_SHOWN),
+        }[same]
+        return Card(label=label, value=f"{value}: {told(known[decisive])}", detail=words, tone=TONES[verdict])
 
     def _best(self, key: str) -> Card:
         best, second, difference, clear = self.best(key)
