@@ -257,7 +257,7 @@ class Comparison:
         if len(one) == len(two) == 1:
             return ""
         if self._are_paired(first, second):
-            return f"over {len(one)} pairs with the same seed"
+            return f"over {len(one)} {self._kind(first, second)}, paired"
         return f"over {len(two)} and {len(one)} {self._kind(first, second)}, not paired"
 
     def _kind(self, *groups: str) -> str:
@@ -282,8 +282,8 @@ class Comparison:
                 rows.append(interval_row(title_of(key), difference, group=group))
         return rows
 
-    def best(self, key: str) -> tuple[str, str, Estimate | None, bool]:
-        """Return the best group, the next, the difference between the two, and whether it is the best for sure.
+    def best(self, key: str) -> tuple[str, str, bool]:
+        """Return the best group, the next, and whether it is the best for sure.
 
         For sure: it differs from each other group at 5 %, by Bonferroni's correction for their number.
         """
@@ -293,7 +293,7 @@ class Comparison:
         others = [self.difference(key, best, name) for name in self.groups if name != best]
         level = _ALPHA / len(others)
         clear = all(each is not None and p_value(each) < level for each in others)
-        return best, second, self.difference(key, second, best), clear
+        return best, second, clear
 
     def _higher_is_better(self, key: str) -> bool:
         return next(iter(self.results.checkpoints.values()))[key].unit == "accuracy"
@@ -320,8 +320,8 @@ class Comparison:
             why = "The architectures or sizes differ, and a trace depends on the parameters that it is a sum over."
             return Card(label=label, value="Not comparable", detail=why, tone="unclear")
         found = {key: self.best(key) for key in keys}
-        told_by = "; ".join(self._told(key, *each[:3]) for key, each in found.items())
-        sure = {best for best, _, _, clear in found.values() if clear}
+        told_by = "; ".join(self._told(key, *each[:2]) for key, each in found.items())
+        sure = {best for best, _, clear in found.values() if clear}
         if len(sure) == 1 and all(clear for *_, clear in found.values()):
             if same_loss != "good":
                 but = "but the losses differ" if same_loss == "bad" else "but the losses may differ"
@@ -331,12 +331,18 @@ class Comparison:
             return Card(label=label, value="No difference shown", detail=told_by, tone="unclear")
         return Card(label=label, value="The measures disagree", detail=told_by, tone="unclear")
 
-    def _told(self, key: str, best: str, second: str, difference: Estimate | None) -> str:
+    def _told(self, key: str, best: str, second: str) -> str:
         """Return by how much the best group differs from the next, in words."""
         title = title_of(key)
-        if difference is None:
+        one, other = self._ordered(best, second)
+        if (difference := self.difference(key, other, one)) is None:
             return f"{title}: {best} has the best value; the differences have no error"
-        return f"{title}, {best} minus {second}: {told(difference)} ({self._detail(difference, best, second)})"
+        return f"{title}, {one} minus {other}: {told(difference)} ({self._detail(difference, one, other)})"
+
+    def _ordered(self, one: str, other: str) -> tuple[str, str]:
+        """Return the groups of a difference, the first one minus the second: of two, as in the rows."""
+        first, *rest = self.groups
+        return (rest[0], first) if len(rest) == 1 else (one, other)
 
     def _detail(self, difference: Estimate, first: str, second: str) -> str:
         """Return the 95 % interval of a difference, and what its error is over."""
@@ -350,19 +356,22 @@ class Comparison:
         if len(known) < len(others):
             return Card(label=label, value="Not known", detail="The differences have no error.", tone="unclear")
         same, decisive = all_within(known, SAME_LOSS_NATS)
-        words = f"{decisive} minus {best}; {self._detail(known[decisive], decisive, best)}; "
+        one, other = self._ordered(decisive, best)
+        difference = self.difference(key, other, one)
+        assert difference is not None
+        words = f"{one} minus {other}; {self._detail(difference, one, other)}; "
         words += f"the same: within {SAME_LOSS_NATS:g} nats/token"
         value, verdict = {
             True: ("Yes", Verdict.SHOWN),
             False: ("No", Verdict.CONTRADICTED),
             None: ("Not shown", Verdict.NOT_SHOWN),
         }[same]
-        return Card(label=label, value=f"{value}: {told(known[decisive])}", detail=words, tone=TONES[verdict])
+        return Card(label=label, value=f"{value}: {told(difference)}", detail=words, tone=TONES[verdict])
 
     def _best(self, key: str) -> Card:
-        best, second, difference, clear = self.best(key)
+        best, second, clear = self.best(key)
         label = f"Which is better on {key.partition('-')[2] or key}?"
-        about = self._told(key, best, second, difference)
+        about = self._told(key, best, second)
         if not clear:
             return Card(label=label, value="No difference shown", detail=about, tone="unclear")
         return Card(label=label, value=best, detail=about, tone="good")
