@@ -289,6 +289,7 @@ def compare_traces(
         InterruptedComparison: Ctrl-C; it carries what is complete, and the trace of the model in work so far.
 
     Example:
+        >>> import math
         >>> import torch
         >>> from isoloss.flatness import compare_traces
         >>> from transformers import BertConfig, BertForMaskedLM
