@@ -314,7 +314,8 @@ def _states_by_row(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torc
     left, number = product.left, inputs["input_ids"].numel()
     if left is None or left.numel() != number * left.shape[-1] or product.columns < logits.shape[-1]:
         raise _no_output_layer(model)
-    return left.reshape(number, -1)
+    states: torch.Tensor = left.reshape(number, -1)
+    return states
 
 
 # of modules: whether the rows of the last product are by position first
