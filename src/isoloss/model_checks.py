@@ -287,8 +287,9 @@ class _LastProduct(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def states_before_output(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return (B, T, d): the input of the output layer for `input_ids` (B, T), in any module with logits.
 
-    It is the left factor of the last matrix product in the forward pass, however that product is written. The product
-    may have more columns than there are logits, as where the vocabulary is padded.
+    It is the left factor of the last matrix product in the forward pass, however that product is written, by
+    sequence or, as in recurrent layers, by position first. The product may have more columns than there are logits, as
+    where the vocabulary is padded.
 
     Raises:
         IsolossError: The last product does not make the logits.
@@ -299,18 +300,51 @@ def states_before_output(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -
         >>> torch.equal(states_before_output(model, {"input_ids": ids}), model[:2](ids))
         True
     """
-    arguments = forward_arguments(model, inputs)
+    shape = inputs["input_ids"].shape
+    states = _states_by_row(model, inputs)
+    if _is_position_first(model, inputs):
+        return states.reshape(shape[1], shape[0], -1).transpose(0, 1)
+    return states.reshape(*shape, -1)
+
+
+def _states_by_row(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return (B T, d), in whichever order the module has them."""
     with torch.no_grad(), _LastProduct() as product:
-        logits = logits_of_output(model(**arguments))
-    left = product.left
-    if (
-        left is None
-        or left.numel() != inputs["input_ids"].numel() * left.shape[-1]
-        or product.columns < logits.shape[-1]
-    ):
-        raise IsolossError(f"{type(model).__name__} has no output layer that makes its logits from one state per token")
-    states: torch.Tensor = left.reshape(*inputs["input_ids"].shape, -1)
+        logits = logits_of_output(model(**forward_arguments(model, inputs)))
+    left, number = product.left, inputs["input_ids"].numel()
+    if left is None or left.numel() != number * left.shape[-1] or product.columns < logits.shape[-1]:
+        raise _no_output_layer(model)
+    states: torch.Tensor = left.reshape(number, -1)
     return states
+
+
+# of modules: whether the rows of the last product are by position first
+_POSITION_FIRST: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def _is_position_first(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether the rows are (T, B), and not (B, T): other tokens in a sequence move its rows alone."""
+    if model not in _POSITION_FIRST:
+        first = inputs["input_ids"][:1]
+        one, other = (
+            _states_by_row(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+            for ids in (torch.cat([first, torch.full_like(first, token)]) for token in (0, 1))
+        )
+        moved = (one - other).float().abs().amax(dim=1)
+        orders = {False: moved.view(2, -1), True: moved.view(-1, 2).T}
+        # not 0: experts, for one, may compute in another order
+        fitting = [order for order, rows in orders.items() if rows[0].max() < 0.01 * rows[1].max()]
+        if not fitting:
+            raise _no_output_layer(model)
+        # of one position, both fit
+        if len(fitting) == len(orders):
+            return False
+        _POSITION_FIRST[model] = fitting[0]
+    return _POSITION_FIRST[model]
+
+
+def _no_output_layer(model: nn.Module) -> IsolossError:
+    return IsolossError(f"{type(model).__name__} has no output layer that makes its logits from one state per token")
 
 
 class _Lookups(TorchDispatchMode):  # type: ignore[no-untyped-call]

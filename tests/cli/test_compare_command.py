@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shlex
 import shutil
 
 import polars as pl
@@ -144,6 +145,21 @@ def test_ctrl_c_leaves_what_was_measured(capsys, monkeypatch):
     out, err = call(capsys, "a", "b", "c", *DATA, status=130)
     assert "second minus first" in out
     assert "interrupted while c was measured; the numbers are of the 2 models that were measured before" in err
+
+
+def test_what_is_next_can_be_pasted(capsys):
+    shutil.copytree("b", "the second")
+    out, _ = call(capsys, "a", "the second", *DATA, "--num-sequences=8")
+    more, task = (shlex.split(line) for line in out.splitlines() if line.startswith("  isoloss "))
+    words = ["isoloss", "compare", "a", "the second", *DATA]
+    assert (more, task) == ([*words, "--num-sequences", "32"], [*words, "--num-sequences=8", "--task", "sst2"])
+    out, _ = call(capsys, *more[2:])
+    assert "32 sequences of 12 tokens" in out
+    # there are no other sequences
+    out, _ = call(capsys, "a", "the second", *DATA, "--num-sequences", "4000")
+    assert "--num-sequences" not in out.replace("--num-sequences 4000 --task", "")
+    shutil.copytree("a", "copy of a")
+    assert "To paste" not in call(capsys, "a", "copy of a", *DATA)[0]
 
 
 REFUSED = {

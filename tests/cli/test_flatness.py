@@ -224,6 +224,8 @@ def test_a_tolerance_stops_early_or_says_that_it_was_not_reached(capsys, folder)
     assert f"{above} in --data" in " ".join(call(capsys, *words, "--rtol", "1e-6").out.split())  # there are no others
     fewer = call(capsys, *words, "--rtol", "1e-6", "--num-sequences", "100").out
     assert f"{above}, with --num-sequences" in " ".join(fewer.split())
+    held = len(np.load(folder / "ids.npy"))
+    assert fewer.endswith(f"--batch-size 16 --rtol 1e-6 --num-sequences {held}\n")
     timed = trace_of(json.loads(call(capsys, *words, "--seconds", "1e-9", "--json").out))
     assert (timed["details"]["ended"], timed["samples"]) == ("seconds", 64)
 

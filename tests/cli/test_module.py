@@ -220,7 +220,7 @@ def test_a_zip_bomb_is_refused_by_its_headers(tied):
         for entry in saved.namelist():
             bomb.writestr(entry, saved.read(entry))
     with pytest.raises(
-        IsolossError, match=r"bomb\.pt is no file of torch\.save, .*: it claims 4,0.* bytes and is [0-9,]+$"
+        IsolossError, match=r"bomb\.pt is not a file of torch\.save, .*: it claims 4,0.* bytes and has [0-9,]+$"
     ):
         load_model(tied.parent / "bomb.pt", module=f"{tied}:Tied", device="cpu")
 

@@ -144,6 +144,10 @@ def test_a_sequence_is_in_one_half_whatever_is_hidden_or_padded():
     assert halves_of(moved) != halves
     documents = torch.arange(400) // 3
     by_document = halves_of({**batch, "documents": documents})
+    assert halves_of({**batch, "documents": documents.tolist()}) == by_document  # as a checked batch has them
+    named = halves_of({**batch, "documents": [f"d{number}" for number in documents.tolist()]})
+    assert all(named[3 * i] == named[3 * i + 1] == named[3 * i + 2] for i in range(133))
+    assert 0.4 < sum(named) / len(named) < 0.6
     assert 150 < sum(by_document) < 250
     assert all(len(set(by_document[i : i + 3])) == 1 for i in range(0, 399, 3))
 

@@ -70,6 +70,34 @@ def test_the_answer_on_the_loss_is_about_the_same_models_as_the_verdict():
     assert same_loss.detail.startswith("c minus b: 0.0160 ± ")
 
 
+def with_more(known, key, of):
+    """The comparison with one more estimate of each model: value and error."""
+    found = {
+        name: {**each, key: estimate(*of[name], 100 + place)} for place, (name, each) in enumerate(known.models.items())
+    }
+    return ModelComparison(found, weights=known.weights, architectures=known.architectures)
+
+
+def test_a_loss_that_surely_differs_is_no_less_so_beside_a_larger_uncertain_difference():
+    known = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.03, "2"), "c": (7, 5, 2.04, "3")})
+    wide = with_more(known, "loss", {"a": (2.0, 0.001), "b": (2.03, 0.001), "c": (2.04, 0.1)})
+    same_loss, _ = wide.answers()
+    assert wide.verdict().reasons == ("loss",)
+    assert (same_loss.answer, same_loss.holds) == ("No, 0.03 nats apart", False)
+    assert same_loss.detail.startswith("b minus a: 0.0300 ± ")
+
+
+def test_a_model_is_better_at_a_task_only_if_it_is_better_than_every_other():
+    known = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.0, "2"), "c": (7, 5, 2.0, "3")})
+    accuracies = {"a": (90.0, 0.1), "b": (88.0, 0.1), "c": (87.0, 5.0)}
+    task = with_more(known, "probe-mine", accuracies)
+    for each in task.models.values():
+        each["probe-mine"].details["pooling"] = "mean"
+    better = task.answers()[-1]
+    assert (better.answer, better.holds) == ("No difference shown, by a probe of the mean over tokens", None)
+    assert "a minus c 3.0 ± 5.0 points" in better.detail
+
+
 @pytest.mark.parametrize(
     ("other", "flattest", "reasons"),
     [(6, None, ("rare",)), (60, "a", ())],  # the second would hold with an error of one input alone

@@ -64,13 +64,17 @@ def test_the_flatter_of_two_of_one_loss_is_named():
     assert labels == ["Which is flatter?", "The same loss?", "Which is better on root?"]
     flatter, loss, root = comparison.cards()
     assert (flatter.value, flatter.tone) == ("b", "good")
+    # as in the rows, whichever is better
+    swapped = Comparison(results({"b": PLAIN | {"trace": 60.0, "minimal-trace": 7.0}, "a": PLAIN})).cards()
+    for cards_of_two, minus in ((comparison.cards(), "b minus a"), (swapped, "a minus b")):
+        assert all(minus in card.detail for card in cards_of_two)
     assert loss.value.startswith("Yes: ")
     assert (root.value, root.tone) == ("No difference shown", "unclear")
     pairs = [(found.at(f"a-{seed}"), found.at(f"b-{seed}")) for seed in (1, 2, 3, 4)]
     by_hand = change(pairs, "trace")
     row = next(row for row in comparison.rows() if row.label == "trace")
     assert (row.value, (row.low, row.high)) == (by_hand.value, by_hand.ci95)
-    assert row.group == "b minus a, over 4 pairs with the same seed"
+    assert row.group == "b minus a, over 4 seeds, paired"
     assert by_hand.stderr < 2  # paired by seed: unpaired, seeds alone would add 7
     assert equivalence(change(pairs, "loss"), 0.01).shown
 
@@ -85,6 +89,18 @@ def test_the_flatter_of_two_of_one_loss_is_named():
 )
 def test_no_model_is_called_flatter_where_that_cannot_be_said(changed, value, tone):
     assert cards({"a": PLAIN, "b": PLAIN | changed})[0] == ("Which is flatter?", value, tone)
+
+
+def test_the_loss_is_the_same_only_where_that_is_shown_of_every_group():
+    groups = {name: PLAIN | {"loss": loss} for name, loss in (("a", 3.0), ("b", 3.001), ("c", 3.002))}
+    found = results(groups)
+    assert Comparison(found).cards()[1].tone == "good"
+    # of b alone, seeds differ much
+    for place, seed in enumerate((1, 2, 3, 4)):
+        found.checkpoints[f"b-{seed}", 10]["loss"] = known("loss", 3.001 + 0.1 * (-1) ** place, 1 + 0.1 * place)
+    loss = Comparison(found).cards()[1]
+    assert (loss.label, loss.tone) == ("The same loss?", "unclear")
+    assert loss.detail.startswith("b minus a; ")
 
 
 def test_models_of_two_sizes_are_compared_in_loss_and_transfer_alone():
@@ -145,7 +161,7 @@ def test_every_step_of_every_seed_of_external_checkpoints_counts():
     traces = drawn(5, 12)
     (row,) = external(traces).rows()
     by_seed = (traces["b"] - traces["a"]).mean(axis=1)
-    assert row.group == "b minus a, over 5 pairs with the same seed"
+    assert row.group == "b minus a, over 5 seeds, paired"
     assert row.value == pytest.approx(by_seed.mean(), rel=1e-12)
     assert row.value == pytest.approx(-264, abs=10)
     assert (row.low, row.high) == pytest.approx(stats.t.interval(0.95, 4, by_seed.mean(), stats.sem(by_seed)), rel=1e-9)

@@ -167,7 +167,7 @@ def test_bad_names_and_files(tmp_path, vocab):
     for spec in (str(tmp_path / "nowhere"), "nowhere.txt", "~/no-such-folder-of-mine", "a/b/c", ""):
         with pytest.raises(IsolossError, match=r"there is no tokenizer .*hub or a WordPiece vocab.txt"):
             load_tokenizer(spec)
-    with pytest.raises(IsolossError, match=r"no vocab.txt"):
+    with pytest.raises(IsolossError, match=r"not a vocab.txt"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
     broken = tmp_path / "broken.txt"
     for content, message in [

@@ -228,6 +228,29 @@ def command(*words: object) -> str:
     return shlex.join(["isoloss", *map(str, words)])
 
 
+def command_with(subcommand: str, arguments: Sequence[str], option: str, value: object) -> str:
+    """Return the command line of a subcommand with another value of one option.
+
+    Example:
+        >>> command_with("compare", ["A", "my model", "--seed=1"], "--seed", 2)
+        "isoloss compare A 'my model' --seed 2"
+    """
+    words = list(arguments)
+    for place, word in enumerate(words):
+        if word.partition("=")[0].replace("_", "-") == option:
+            del words[place : place + (1 if "=" in word else 2)]
+            break
+    return command(subcommand, *words, option, value)
+
+
+def say_next(commands: Sequence[str]) -> None:
+    """Print what may be asked next, each in a line that can be pasted."""
+    if commands:
+        say("\nTo paste, for what is next:")
+    for line in commands:
+        say(f"  {line}")
+
+
 class _Output(Console):
     """A console on stdout that leaves a reader who has gone to the one place that deals with it, `main.entry`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -24,6 +25,7 @@ from isoloss.statistics.tables import csv_table
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
+    from isoloss.flatness.verdict import Reason
     from isoloss.lab.evaluation.compare import ModelComparison
 
 EXAMPLES = [
@@ -47,6 +49,7 @@ COMMON = (
     "json",
     "device",
 )
+_MORE = 4  # times as many sequences: errors about half as large
 
 
 @dataclass(frozen=True)
@@ -151,9 +154,13 @@ def main(arguments: list[str]) -> int:
         common.print_table(compared.inputs, header, rows, left=left)
         if len(rows[0]) < len(compared.table()[0]):
             common.note("the other measures are in --html, --csv and --json")
-        for text in compared.texts():
+        taken = next(iter(compared.of("trace").values())).details["sequences"]
+        has_more = taken == args.num_sequences
+        for text in compared.texts("more sequences" if has_more else "more text, with --data"):
             common.say("")
             common.say_wrapped(text)
+        if len(compared.models) > 1 and failed is None:
+            common.say_next(_next(args, arguments, compared.verdict().reasons, has_more=has_more))
     # last, so that a full disk does not cost the table
     _write(args, compared, common.command("compare", *arguments))
     if failed is None:
@@ -192,6 +199,18 @@ def _check(args: Any, models: list[str]) -> None:
     if args.parquet is not None:
         require_package("polars")
     common.check_outputs(args, models, "html", "csv", "parquet")
+
+
+def _next(args: Any, arguments: list[str], reasons: Collection[Reason], *, has_more: bool) -> list[str]:
+    """Return the commands that may tell what this one did not, as far as its own arguments make them whole."""
+    commands = []
+    if has_more and not {"open", "loss open", "rare"}.isdisjoint(reasons):
+        commands.append(common.command_with("compare", arguments, "--num-sequences", _MORE * args.num_sequences))
+    # models of a text have a tokenizer
+    is_text = args.data is not None and args.data.suffix.lower() not in (".npy", ".bin")
+    if is_text and not args.task and not {"weights", "function"}.issuperset(reasons):
+        commands.append(common.command_with("compare", arguments, "--task", "sst2"))
+    return commands
 
 
 def _write(args: Any, compared: ModelComparison, command: str) -> None:

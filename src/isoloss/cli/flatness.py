@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
     from isoloss.flatness.comparison import TraceComparison
+    from isoloss.flatness.verdict import Reason
     from isoloss.lab.evaluation.context import MeasureContext, ModelInfo
     from isoloss.lab.evaluation.flatness import FlatnessResults
     from isoloss.text.inputs import Inputs
@@ -61,6 +63,7 @@ COMMON = (
     "device",
     "json",
 )
+_LESS = 2.0  # times as large as it could be: an error that another command is printed for
 _LARGEST = 3  # parts by parameter that are printed in any case
 
 
@@ -183,10 +186,6 @@ def main(arguments: list[str]) -> int:
         names = short_names(list(results.compared.models))
         helps = _what_helps(args, inputs, next(iter(results.compared.of("trace").values())))
         judged = verdict(results.compared, same_loss=args.same_loss_nats, names=names, more=helps)
-        if args.figure is not None:
-            from isoloss.report.flatness import trace_against_loss
-
-            common.save_figure(args.figure, trace_against_loss(results.compared, names))
     if args.json:
         document = results.to_dict()
         architectures = {model.name: {"architecture": model.architecture} for model in models}
@@ -201,6 +200,14 @@ def main(arguments: list[str]) -> int:
         if results.compared is not None and len(results.compared.models) > 1:
             common.say("")
             common.say_wrapped(str(judged))
+        if results.interrupted is None:
+            reasons = judged.reasons if results.compared is not None else ()
+            common.say_next([*_next(args, arguments, results, inputs, reasons)])
+    if args.figure is not None and results.compared is not None:
+        from isoloss.report.flatness import trace_against_loss
+
+        # last, so that a full disk does not cost the table
+        common.save_figure(args.figure, trace_against_loss(results.compared, names))
     if results.interrupted is not None:
         _say_how_to_go_on(args, arguments)
     return 0 if results.interrupted is None else interrupts.status()
@@ -325,7 +332,7 @@ def _remarks(args: Any, estimate: Estimate, inputs: Inputs) -> Iterator[str]:
     if not estimate.is_exact:
         relative = f"; the error is {_percent(estimate.stderr / estimate.value)} of the value" * (estimate.value > 0)
         yield f"95 % interval {interval(estimate)}{relative}, over {samples_of(estimate)}"
-    if "leading_cluster" in details and (warning := rarity({"": estimate})):
+    if warning := _rarity(estimate):
         yield f"{warning}; it takes {_what_helps(args, inputs, estimate)}"
     parameters = f"{details['num_parameters']:,} parameters"
     if "sequences" in details:
@@ -356,8 +363,44 @@ def _remarks(args: Any, estimate: Estimate, inputs: Inputs) -> Iterator[str]:
         yield f"{details['quantized_weights']:,} quantized weights were not measured: they are not parameters"
     if details.get("parameters_without_gradient"):
         yield f"parameters without gradient: {', '.join(details['parameters_without_gradient'])}"
-    if args.rtol is not None and estimate.stderr > args.rtol * abs(estimate.value):
+    if _missed(args, estimate) > 1:
         yield f"the error is above --rtol {args.rtol:g}: it takes {_what_helps(args, inputs, estimate)}"
+
+
+def _rarity(estimate: Estimate) -> str:
+    """Return a warning where few inputs make up much of the error, else nothing."""
+    return rarity({"": estimate}) if "leading_cluster" in estimate.details else ""
+
+
+def _missed(args: Any, estimate: Estimate) -> float:
+    """Return how many times as large as asked for the error is; 0: none was asked for."""
+    if args.rtol is None or not estimate.stderr:
+        return 0.0
+    return estimate.stderr / (args.rtol * abs(estimate.value)) if estimate.value else math.inf
+
+
+def _next(
+    args: Any, arguments: list[str], results: FlatnessResults, inputs: Inputs, reasons: Collection[Reason]
+) -> Iterator[str]:
+    """Yield the command whose error is the one that was asked for, or half of this one, where that is to be had."""
+    if results.compared is not None:
+        is_open = not {"open", "loss open", "rare"}.isdisjoint(reasons) or results.compared.warning
+        wanting = list(results.compared.of("trace").values())[:1] if is_open else []
+    else:
+        estimates = (one for of in results.estimates.values() for named in of.values() for one in named.values())
+        wanting = [one for one in estimates if _missed(args, one) > 1 or _rarity(one)][:1]
+    for estimate in wanting:
+        words, missed = _what_helps(args, inputs, estimate), _missed(args, estimate)
+        now = {"--num-probes": estimate.num_probes, "--seconds": args.seconds, "--num-sequences": inputs.num_sequences}
+        option = next((option for option in now if option in words), None)
+        if option is None:
+            continue
+        # how much of an error is of the probes is not known
+        is_known = option != "--num-probes" and math.isfinite(missed)
+        more = math.ceil(now[option] * (max(missed, _LESS) if is_known else _LESS) ** 2)
+        if option == "--num-sequences" and inputs.num_held is not None:
+            more = min(more, inputs.num_held)
+        yield common.command_with("flatness", arguments, option, more)
 
 
 def _what_helps(args: Any, inputs: Inputs, estimate: Estimate) -> str:

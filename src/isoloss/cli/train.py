@@ -68,7 +68,6 @@ COMMON = (
     "size",
     "algorithm",
     "steps",
-    "target_kl",
     "batch_size",
     "learning_rate",
     "checkpoints",

@@ -286,7 +286,7 @@ def read_batches(
         if num_sequences is not None:
             rows = slice(num_sequences - position.sequences)
             batch = {
-                # `documents` are a list
+                # `documents` may be a list
                 name: value[rows] if isinstance(value, torch.Tensor) or name == "documents" else value
                 for name, value in batch.items()
             }

@@ -18,7 +18,7 @@ import numpy as np
 from isoloss.statistics.checking import at_least
 from isoloss.statistics.comparison import probability_above_zero
 from isoloss.statistics.estimate import Estimate, rarity, rounded
-from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, equivalence
+from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, equivalence, is_beyond
 from isoloss.statistics.tables import probability
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def _reasons(
     apart = {name: each for name, each in differences.items() if not equivalence(each, same_loss).shown}
     if apart:
         # beyond the margin with confidence, or too uncertain to say
-        differ = {name: each for name, each in apart.items() if _is_beyond(each, same_loss)}
+        differ = {name: each for name, each in apart.items() if is_beyond(each, same_loss)}
         apart = differ or apart
         # of many models, the two ends
         ordered = sorted(apart.items(), key=lambda item: item[1].value)
@@ -237,12 +237,6 @@ def _conventions(least: Estimate) -> tuple[str, ...]:
     if details["infimum"] is not None and details["in_sample"] - details["infimum"] < _NEGLIGIBLE * least.stderr:
         return ()
     return tuple(details["gauged"])
-
-
-def _is_beyond(difference: Estimate, margin: float) -> bool:
-    """Whether the 95 % interval of a difference is outside of a margin."""
-    low, high = difference.ci95
-    return low > margin or high < -margin
 
 
 def _rivals(

@@ -160,6 +160,32 @@ def equivalence(difference: Estimate, margin: float, *, alpha: float = 0.05) -> 
     )
 
 
+def is_beyond(difference: Estimate, margin: float) -> bool:
+    """Return whether the 95 % interval of a difference is outside of `-margin` to `margin`."""
+    low, high = difference.ci95
+    return low > margin or high < -margin
+
+
+def all_within(differences: Mapping[str, Estimate], margin: float) -> tuple[bool | None, str]:
+    """Return whether all differences are within a margin, and the name of one that decides it.
+
+    True: `equivalence` is shown of each. False: the 95 % interval of one is beyond the margin, however uncertain a
+    larger difference is. None: neither is shown. Of several that decide it, the name is that of the largest.
+
+    Example:
+        >>> known = {"samples": 99, "unit": "nats", "num_predictions": 99, "method": "paired difference"}
+        >>> differences = {"sure": Estimate(value=0.02, stderr=0.001, **known)}
+        >>> differences["wide"] = Estimate(value=0.03, stderr=0.1, **known)
+        >>> all_within(differences, 0.01), all_within(differences, 0.03), all_within(differences, 1.0)
+        ((False, 'sure'), (None, 'wide'), (True, 'wide'))
+    """
+    open_ones = {name: each for name, each in differences.items() if not equivalence(each, margin).shown}
+    beyond = {name: each for name, each in open_ones.items() if is_beyond(each, margin)}
+    decisive = beyond or open_ones or differences
+    name = max(decisive, key=lambda name: abs(decisive[name].value))
+    return (False if beyond else None if open_ones else True), name
+
+
 def largest_size(difference: Estimate, *, alpha: float = 0.05) -> float:
     """Return X such that the size of the true difference is below X with a confidence of at least 1 - alpha.
 

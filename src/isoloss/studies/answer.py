@@ -11,7 +11,7 @@ from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.report.html import Card, IntervalRow, Tone
 from isoloss.statistics.comparison import independent_difference
 from isoloss.statistics.estimate import Estimate, interval, number
-from isoloss.statistics.significance import SAME_LOSS_NATS, equivalence, p_value
+from isoloss.statistics.significance import SAME_LOSS_NATS, all_within, p_value
 from isoloss.studies.claims import GATES, Answer, Claim, ClaimResult, Verdict
 from isoloss.studies.results import (
     RESCALED,
@@ -257,7 +257,7 @@ class Comparison:
         if len(one) == len(two) == 1:
             return ""
         if self._are_paired(first, second):
-            return f"over {len(one)} pairs with the same seed"
+            return f"over {len(one)} {self._kind(first, second)}, paired"
         return f"over {len(two)} and {len(one)} {self._kind(first, second)}, not paired"
 
     def _kind(self, *groups: str) -> str:
@@ -282,8 +282,8 @@ class Comparison:
                 rows.append(interval_row(title_of(key), difference, group=group))
         return rows
 
-    def best(self, key: str) -> tuple[str, str, Estimate | None, bool]:
-        """Return the best group, the next, the difference between the two, and whether it is the best for sure.
+    def best(self, key: str) -> tuple[str, str, bool]:
+        """Return the best group, the next, and whether it is the best for sure.
 
         For sure: it differs from each other group at 5 %, by Bonferroni's correction for their number.
         """
@@ -293,7 +293,7 @@ class Comparison:
         others = [self.difference(key, best, name) for name in self.groups if name != best]
         level = _ALPHA / len(others)
         clear = all(each is not None and p_value(each) < level for each in others)
-        return best, second, self.difference(key, second, best), clear
+        return best, second, clear
 
     def _higher_is_better(self, key: str) -> bool:
         return next(iter(self.results.checkpoints.values()))[key].unit == "accuracy"
@@ -320,8 +320,8 @@ class Comparison:
             why = "The architectures or sizes differ, and a trace depends on the parameters that it is a sum over."
             return Card(label=label, value="Not comparable", detail=why, tone="unclear")
         found = {key: self.best(key) for key in keys}
-        told_by = "; ".join(self._told(key, *each[:3]) for key, each in found.items())
-        sure = {best for best, _, _, clear in found.values() if clear}
+        told_by = "; ".join(self._told(key, *each[:2]) for key, each in found.items())
+        sure = {best for best, _, clear in found.values() if clear}
         if len(sure) == 1 and all(clear for *_, clear in found.values()):
             if same_loss != "good":
                 but = "but the losses differ" if same_loss == "bad" else "but the losses may differ"
@@ -331,12 +331,18 @@ class Comparison:
             return Card(label=label, value="No difference shown", detail=told_by, tone="unclear")
         return Card(label=label, value="The measures disagree", detail=told_by, tone="unclear")
 
-    def _told(self, key: str, best: str, second: str, difference: Estimate | None) -> str:
+    def _told(self, key: str, best: str, second: str) -> str:
         """Return by how much the best group differs from the next, in words."""
         title = title_of(key)
-        if difference is None:
+        one, other = self._ordered(best, second)
+        if (difference := self.difference(key, other, one)) is None:
             return f"{title}: {best} has the best value; the differences have no error"
-        return f"{title}, {best} minus {second}: {told(difference)} ({self._detail(difference, best, second)})"
+        return f"{title}, {one} minus {other}: {told(difference)} ({self._detail(difference, one, other)})"
+
+    def _ordered(self, one: str, other: str) -> tuple[str, str]:
+        """Return the groups of a difference, the first one minus the second: of two, as in the rows."""
+        first, *rest = self.groups
+        return (rest[0], first) if len(rest) == 1 else (one, other)
 
     def _detail(self, difference: Estimate, first: str, second: str) -> str:
         """Return the 95 % interval of a difference, and what its error is over."""
@@ -344,26 +350,28 @@ class Comparison:
 
     def _same_loss(self, key: str) -> Card:
         best, *_ = self.best(key)
-        # the two that lie farthest apart
-        worst = max(self.groups, key=lambda name: self.value(key, name))
-        difference = self.difference(key, best, worst)
+        others = [name for name in self.groups if name != best]
+        known = {name: each for name in others if (each := self.difference(key, best, name)) is not None}
         label = "The same loss?"
-        if difference is None or worst == best:
+        if len(known) < len(others):
             return Card(label=label, value="Not known", detail="The differences have no error.", tone="unclear")
-        words = f"{worst} minus {best}; {self._detail(difference, worst, best)}; "
+        same, decisive = all_within(known, SAME_LOSS_NATS)
+        one, other = self._ordered(decisive, best)
+        difference = self.difference(key, other, one)
+        assert difference is not None
+        words = f"{one} minus {other}; {self._detail(difference, one, other)}; "
         words += f"the same: within {SAME_LOSS_NATS:g} nats/token"
-        low, high = difference.ci95
-        value, tone = "Not shown", TONES[Verdict.NOT_SHOWN]
-        if equivalence(difference, SAME_LOSS_NATS).shown:
-            value, tone = "Yes", TONES[Verdict.SHOWN]
-        elif low > SAME_LOSS_NATS or high < -SAME_LOSS_NATS:
-            value, tone = "No", TONES[Verdict.CONTRADICTED]
-        return Card(label=label, value=f"{value}: {told(difference)}", detail=words, tone=tone)
+        value, verdict = {
+            True: ("Yes", Verdict.SHOWN),
+            False: ("No", Verdict.CONTRADICTED),
+            None: ("Not shown", Verdict.NOT_SHOWN),
+        }[same]
+        return Card(label=label, value=f"{value}: {told(difference)}", detail=words, tone=TONES[verdict])
 
     def _best(self, key: str) -> Card:
-        best, second, difference, clear = self.best(key)
+        best, second, clear = self.best(key)
         label = f"Which is better on {key.partition('-')[2] or key}?"
-        about = self._told(key, best, second, difference)
+        about = self._told(key, best, second)
         if not clear:
             return Card(label=label, value="No difference shown", detail=about, tone="unclear")
         return Card(label=label, value=best, detail=about, tone="good")

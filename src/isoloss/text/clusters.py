@@ -6,8 +6,8 @@ Shapes: B sequences of a batch, T positions, N clusters of a stream, G blocks of
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import scipy.sparse
@@ -181,14 +181,14 @@ class SequenceClusters:
         return bool(excess > _ALIKE * products.std(ddof=1) / math.sqrt(len(products)))
 
 
-def document_keys(documents: Any, size: int) -> list[Hashable]:
+def document_keys(documents: Any, size: int) -> Sequence[Hashable]:
     """Return the document id of each of `size` sequences; refuse anything else."""
     keys = documents.tolist() if hasattr(documents, "tolist") else documents
-    keys = list(keys) if isinstance(keys, Iterable) and not isinstance(keys, str) else []
+    is_row = isinstance(keys, Sequence) and not isinstance(keys, str) and len(keys) == size
     # `key != key` is NaN
-    if len(keys) != size or any(isinstance(key, list) or key is None or key != key for key in keys):
+    if not is_row or any(isinstance(key, list) or key is None or key != key for key in keys):
         raise IsolossError(f"`documents` must have one document id for each of the {size} sequences")
-    return keys
+    return cast("Sequence[Hashable]", keys)
 
 
 def equal_blocks(numbers: list[int]) -> Blocks:

@@ -162,12 +162,14 @@ class Own(torch.nn.Module):
             return torch.einsum("btd,vd->btv", states, table)
         if self.output == "product":
             return 5 * torch.tanh(states @ self.head.weight.T)
+        if self.output == "position first":
+            return self.head(states.transpose(0, 1)).transpose(0, 1)
         if self.output == "lookup":  # the logits are no product
             return self.hidden(self.tokens(ids))[..., :20] ** 2 + self.narrow(states).sum()
         return self.head(states)[..., :20]  # the vocabulary is padded
 
 
-@pytest.mark.parametrize("output", ["a layer", "embeddings", "einsum", "product"])
+@pytest.mark.parametrize("output", ["a layer", "embeddings", "einsum", "product", "position first"])
 def test_the_states_of_ones_own_module_are_what_its_output_layer_reads(output: str) -> None:
     model, sentences = Own(output), varied()
     assert why_no_features(model, causal=True) is None

@@ -6,6 +6,7 @@ Shapes: B sequences of a batch, T positions, V vocabulary, d the width of the em
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -16,7 +17,7 @@ from torch import nn
 
 from isoloss.errors import IsolossError
 from isoloss.model_checks import architecture, input_embeddings
-from isoloss.text.clusters import SequenceClusters, mixed, sequence_hashes
+from isoloss.text.clusters import SequenceClusters, document_keys, mixed, sequence_hashes
 from isoloss.text.masking import IGNORED
 
 _DIRECTIONS = 16
@@ -84,7 +85,7 @@ class Bigrams:
         ids = ids * present
         # which half must not depend on how the sequence is padded or in which order it is read, or the pool and the
         # measured sequences would be scored by other counts
-        keys = sequence_hashes(ids, present) if documents is None else mixed(documents.cpu())
+        keys = sequence_hashes(ids, present) if documents is None else mixed(documents)
         # any bit will do: all are mixed
         return keys >> 40 & 1, ids[:, :-1], ids[:, 1:], present[:, :-1] & present[:, 1:]
 
@@ -207,9 +208,15 @@ class _Tokens:
         if ids.numel() and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < vocabulary:
             outside = low if low < 0 else high
             raise IsolossError(f"a token is {outside}; the model has embeddings for 0 to {vocabulary - 1}")
+        documents = None
+        if (given := batch.get("documents")) is not None:
+            # what a batch calls its documents may be anything hashable, and Python's hash of text differs by process
+            keys = document_keys(given, len(ids))
+            numbers = [key if isinstance(key, int) else zlib.crc32(repr(key).encode()) for key in keys]
+            documents = torch.tensor(numbers, dtype=torch.int64)
         if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape or bool(mask.all()):
-            return cls(ids, None, batch.get("documents"))
-        return cls(ids, mask.bool().cpu(), batch.get("documents"))
+            return cls(ids, None, documents)
+        return cls(ids, mask.bool().cpu(), documents)
 
 
 def _sums(

@@ -39,7 +39,7 @@ from isoloss.statistics.checking import at_least, positive
 from isoloss.statistics.comparison import times
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, interval, number, samples_of
 from isoloss.statistics.ratio import ratio_estimate
-from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, equivalence
+from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, all_within, p_value
 from isoloss.statistics.tables import short_names, text_table
 from isoloss.text.inputs import drawn_rows
 
@@ -166,16 +166,14 @@ class ModelComparison(TraceComparison):
         first = next(iter(self.models)) if len(self.models) == 2 else self.ranking("trace")[0]
         names = self.short
         differences = {other: self.difference("loss", other, first) for other in self.models if other != first}
-        widest = max(differences, key=lambda other: abs(differences[other].value))
-        most = differences[widest]
-        detail = f"{names[widest]} minus {names[first]}: {number(most)} nats/token, 95 % {interval(most)}"
-        low, high = most.ci95
-        if all(equivalence(each, self.same_loss).shown for each in differences.values()):
-            answer, holds = f"Yes, within ± {self.same_loss:g} nats", True
-        elif low > self.same_loss or high < -self.same_loss:
-            answer, holds = f"No, {abs(most.value):.3g} nats apart", False
-        else:
-            answer, holds = f"Not shown within ± {self.same_loss:g} nats", None
+        holds, decisive = all_within(differences, self.same_loss)
+        most = differences[decisive]
+        detail = f"{names[decisive]} minus {names[first]}: {number(most)} nats/token, 95 % {interval(most)}"
+        answer = {
+            True: f"Yes, within ± {self.same_loss:g} nats",
+            False: f"No, {abs(most.value):.3g} nats apart",
+            None: f"Not shown within ± {self.same_loss:g} nats",
+        }[holds]
         return Answer(question="Same loss?", answer=answer, detail=detail, holds=holds)
 
     def _flatter(self) -> Answer:
@@ -215,7 +213,9 @@ class ModelComparison(TraceComparison):
 
     def _best(self, name: str, question: str, rises: str, unit: str, *, largest: bool) -> Answer:
         names, ranked = self.short, self.ranking(name)
-        best, other, *_ = reversed(ranked) if largest else ranked
+        best, *others = reversed(ranked) if largest else ranked
+        # the one that it is least surely better than, which need not be the next
+        other = max(others, key=lambda other: p_value(self.difference(name, best, other)))
         first, second = self._ordered((best, other))
         difference = self.difference(name, first, second)
         low, high = difference.ci95
