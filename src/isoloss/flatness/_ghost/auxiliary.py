@@ -5,8 +5,9 @@ Shapes: B sequences of a batch, T positions, V vocabulary, d the width of the em
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,8 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from isoloss.errors import IsolossError
+from isoloss.flatness._batches import as_tensors
 from isoloss.model_checks import architecture, input_embeddings
-from isoloss.text.clusters import SequenceClusters, mixed, sequence_hashes
+from isoloss.text.clusters import SequenceClusters, document_keys, mixed, sequence_hashes
 from isoloss.text.masking import IGNORED
 
 _DIRECTIONS = 16
@@ -84,7 +86,7 @@ class Bigrams:
         ids = ids * present
         # which half must not depend on how the sequence is padded or in which order it is read, or the pool and the
         # measured sequences would be scored by other counts
-        keys = sequence_hashes(ids, present) if documents is None else mixed(documents.cpu())
+        keys = sequence_hashes(ids, present) if documents is None else mixed(documents)
         # any bit will do: all are mixed
         return keys >> 40 & 1, ids[:, :-1], ids[:, 1:], present[:, :-1] & present[:, 1:]
 
@@ -140,7 +142,7 @@ class AuxiliarySample:
             raise IsolossError(f"{type(model).__name__} has no input embeddings, by which an auxiliary sample is read")
         bigrams, kinds = Bigrams(len(weight)), set()
         clusters, numbers = SequenceClusters(getattr(architecture(model), "config", None)), []
-        for batch in batches:
+        for batch in as_tensors(batches):
             tokens = _Tokens.of(batch, len(weight))
             bigrams.add(tokens.ids, tokens.present, tokens.documents)
             kinds.add(tokens.documents is not None)
@@ -156,7 +158,7 @@ class AuxiliarySample:
             numbers = [blocks.labels[each] for each in numbers]
         sizes = torch.cat(numbers).bincount()
         number = len(sizes)
-        values = (_values(_Tokens.of(batch, len(weight)), weight, bigrams) for batch in batches)
+        values = (_values(_Tokens.of(batch, len(weight)), weight, bigrams) for batch in as_tensors(batches))
         sums, moments = _sums(zip(numbers, values, strict=True), sizes)
         mean = sums[:-1] / sums[-1]
         # the moments were summed before the mean was known
@@ -207,9 +209,19 @@ class _Tokens:
         if ids.numel() and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < vocabulary:
             outside = low if low < 0 else high
             raise IsolossError(f"a token is {outside}; the model has embeddings for 0 to {vocabulary - 1}")
+        documents = batch.get("documents")
+        if documents is not None:
+            documents = torch.tensor([_number(key) for key in document_keys(documents, len(ids))], dtype=torch.int64)
         if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape or bool(mask.all()):
-            return cls(ids, None, batch.get("documents"))
-        return cls(ids, mask.bool().cpu(), batch.get("documents"))
+            return cls(ids, None, documents)
+        return cls(ids, mask.bool().cpu(), documents)
+
+
+def _number(key: Hashable) -> int:
+    """Return a document's id as a number: itself, or a hash that is the same in every process."""
+    if isinstance(key, int) and key.bit_length() < 64:
+        return key
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
 
 
 def _sums(
