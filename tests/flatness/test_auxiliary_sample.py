@@ -432,9 +432,9 @@ class Bare(nn.Module):
     ("pool", "sentence"),
     [
         (topical(9, "pool"), "the auxiliary sample is a single batch; pass an iterable of batches"),
-        ([{"labels": torch.ones(4, 3)}], "a batch has no `input_ids` of shape"),
+        ([{"labels": torch.ones(4, 3, dtype=torch.int64)}], "a batch has no `input_ids` of shape"),
         ([{"input_ids": torch.ones(4, dtype=torch.int64)}], "a batch has no `input_ids` of shape"),
-        ([torch.ones(4, 3, dtype=torch.int64)], "a batch has no `input_ids` of shape"),
+        ([torch.ones(4, 3, dtype=torch.int64)], "batch 0 is a Tensor, not a mapping of input_ids"),
         ([{"input_ids": torch.full((4, 3), VOCAB)}], "a token is 24; the model has embeddings for 0 to 23"),
         ([{"input_ids": torch.full((4, 3), -7)}], "a token is -7; the model has embeddings for 0 to 23"),
         ([], "the auxiliary sample has 0 independent sequences or documents; it needs at least 2"),

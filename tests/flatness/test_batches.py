@@ -70,6 +70,20 @@ def test_numbers_of_any_type_are_the_same_batch(expected, kind):
     assert measured({name: OTHER_TYPES[kind](value) for name, value in BATCH.items()}) == expected
 
 
+def test_an_auxiliary_sample_takes_them_too():
+    ids = torch.randint(0, VOCAB, (64, LENGTH), generator=torch.Generator().manual_seed(1))
+    pool = {"input_ids": ids, "labels": ids, "documents": torch.arange(64)}
+
+    def value(pool):
+        return fisher_trace(bert(), [{name: ids[:32] for name, ids in pool.items()}], auxiliary_sample=[pool]).value
+
+    for other in OTHER_TYPES.values():
+        assert value({name: other(ids) for name, ids in pool.items()}) == value(pool)
+    # ids that are no numbers are put in halves by other hashes
+    named = [f"document {number}" for number in range(64)]
+    assert value({**pool, "documents": named}) == pytest.approx(value(pool), rel=0.1)
+
+
 def positions(first, length=LENGTH):
     return {"position_ids": torch.arange(first, first + length).expand(6, -1)}
 

@@ -81,9 +81,9 @@ def fisher_trace(
 
     Args:
         model: A Hugging Face language model, or a module whose output has `logits` (B, T, V). It is left as found.
-        batches: Mappings of `labels` (B, T), -100 where nothing is predicted, and the model's inputs, B rows each;
-            optionally `documents` (B,), the id of the text that each sequence is from: pass it where several sequences
-            come from one text, or the error may be too small. The values of the other
+        batches: Mappings of `labels` (B, T), -100 where nothing is predicted, and the model's inputs, B rows each, as
+            tensors, arrays or lists; optionally `documents` (B,), the id of the text that each sequence is from: pass
+            it where several sequences come from one text, or the error may be too small. The values of the other
             labels are not used. A causal model's labels are unshifted: label t + 1 is predicted at position t.
         method: `"ghost"`, or `"paper"`: the reference implementation of appendix B.1, which samples labels at each
             predicted position and averages the squared norms of their gradients, one backward pass per label.

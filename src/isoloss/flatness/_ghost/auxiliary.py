@@ -5,9 +5,9 @@ Shapes: B sequences of a batch, T positions, V vocabulary, d the width of the em
 
 from __future__ import annotations
 
+import hashlib
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from isoloss.errors import IsolossError
+from isoloss.flatness._batches import as_tensors
 from isoloss.model_checks import architecture, input_embeddings
 from isoloss.text.clusters import SequenceClusters, document_keys, mixed, sequence_hashes
 from isoloss.text.masking import IGNORED
@@ -141,7 +142,7 @@ class AuxiliarySample:
             raise IsolossError(f"{type(model).__name__} has no input embeddings, by which an auxiliary sample is read")
         bigrams, kinds = Bigrams(len(weight)), set()
         clusters, numbers = SequenceClusters(getattr(architecture(model), "config", None)), []
-        for batch in batches:
+        for batch in as_tensors(batches):
             tokens = _Tokens.of(batch, len(weight))
             bigrams.add(tokens.ids, tokens.present, tokens.documents)
             kinds.add(tokens.documents is not None)
@@ -157,7 +158,7 @@ class AuxiliarySample:
             numbers = [blocks.labels[each] for each in numbers]
         sizes = torch.cat(numbers).bincount()
         number = len(sizes)
-        values = (_values(_Tokens.of(batch, len(weight)), weight, bigrams) for batch in batches)
+        values = (_values(_Tokens.of(batch, len(weight)), weight, bigrams) for batch in as_tensors(batches))
         sums, moments = _sums(zip(numbers, values, strict=True), sizes)
         mean = sums[:-1] / sums[-1]
         # the moments were summed before the mean was known
@@ -208,15 +209,19 @@ class _Tokens:
         if ids.numel() and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < vocabulary:
             outside = low if low < 0 else high
             raise IsolossError(f"a token is {outside}; the model has embeddings for 0 to {vocabulary - 1}")
-        documents = None
-        if (given := batch.get("documents")) is not None:
-            # what a batch calls its documents may be anything hashable, and Python's hash of text differs by process
-            keys = document_keys(given, len(ids))
-            numbers = [key if isinstance(key, int) else zlib.crc32(repr(key).encode()) for key in keys]
-            documents = torch.tensor(numbers, dtype=torch.int64)
+        documents = batch.get("documents")
+        if documents is not None:
+            documents = torch.tensor([_number(key) for key in document_keys(documents, len(ids))], dtype=torch.int64)
         if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape or bool(mask.all()):
             return cls(ids, None, documents)
         return cls(ids, mask.bool().cpu(), documents)
+
+
+def _number(key: Hashable) -> int:
+    """Return a document's id as a number: itself, or a hash that is the same in every process."""
+    if isinstance(key, int) and key.bit_length() < 64:
+        return key
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
 
 
 def _sums(
