@@ -69,7 +69,7 @@ class Args:
     """The most sequences to measure the models on."""
     task: tuple[str, ...] = ()
     """Tasks (isoloss ls tasks), or tasks of your own as NAME=FILE: the accuracy of a linear probe on the last hidden
-    states. FILE (.csv, .tsv, .jsonl) has the columns text and label, and pair for a second text."""
+    states. FILE (.csv, .tsv, .jsonl, .json) has the columns text and label, and pair for a second text."""
     task_data: tuple[str, ...] = ()
     """Where the examples of tasks are, as NAME=PATH: a .tsv, .csv, .jsonl or .json file, a folder or hf:NAME."""
     pooling: Literal["auto", "last", "mean", "first", "concatenate"] = "auto"
@@ -151,7 +151,7 @@ def main(arguments: list[str]) -> int:
         common.print_table(compared.inputs, header, rows, left=left)
         if len(rows[0]) < len(compared.table()[0]):
             common.note("the other measures are in --html, --csv and --json")
-        for text in compared.texts():
+        for text in compared.texts(_what_helps(args, compared)):
             common.say("")
             common.say_wrapped(text)
     # last, so that a full disk does not cost the table
@@ -194,12 +194,18 @@ def _check(args: Any, models: list[str]) -> None:
     common.check_outputs(args, models, "html", "csv", "parquet")
 
 
+def _what_helps(args: Any, compared: ModelComparison) -> str:
+    """Return what would make the errors smaller, and is to be had."""
+    measured = next(iter(compared.of("trace").values())).details["sequences"]
+    return "more text in --data" if measured < args.num_sequences else "more sequences (--num-sequences)"
+
+
 def _write(args: Any, compared: ModelComparison, command: str) -> None:
     """Write the files that were asked for, and say so."""
     if args.html is not None:
         from isoloss.report.comparison import comparison_page
 
-        files.write_text(args.html, comparison_page(compared, command=command))
+        files.write_text(args.html, comparison_page(compared, command=command, more=_what_helps(args, compared)))
         common.note(f"page: {args.html}")
     if args.csv is not None:
         files.write_text(args.csv, csv_table(compared.rows()))
