@@ -90,8 +90,9 @@ def test_all_that_it_writes_agrees(capsys, tmp_path):
                 assert number(estimate) in shown[title]
                 assert number(estimate) in page
     verdict = document["verdict"]["text"]
-    assert verdict in " ".join(out.split())
-    assert verdict.replace("'", "&#39;") in page
+    # on a terminal, what was asked for says what there is more of
+    assert verdict.replace("more inputs", "more text in --data") in " ".join(out.split())
+    assert verdict.replace("more inputs", "more text in --data").replace("'", "&#39;") in page
     assert "isoloss compare a b --data text.jsonl" in page
     assert document["inputs"] in page
     assert document["inputs"] in out
@@ -201,6 +202,12 @@ def test_one_document_is_said(capsys):
     out, _ = call(capsys, "a", "b", "--data", "one.txt", "--length", "12", "--threads", "1")
     assert "too few to tell how texts differ: errors are for these texts alone" in " ".join(out.split())
     assert "standard error over" in out
+
+
+def test_what_there_is_more_of_is_said(capsys):
+    few = ("--num-sequences", "8", "--same-loss-nats", "0.3")
+    out, _ = call(capsys, "a", "b", "--data", "one.txt", "--length", "12", "--threads", "1", *few)
+    assert "Next: take more sequences (--num-sequences), or" in " ".join(out.split())
 
 
 def test_the_same_weights_and_other_architectures_have_no_flattest(capsys):

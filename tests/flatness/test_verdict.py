@@ -117,7 +117,10 @@ def test_a_difference_that_is_sure_but_small_gives_no_verdict():
     # thousands of standard errors apart, by 4 and by 6 %
     near, apart = (compared({"a": (5000, 3000, 2.0, "1"), "b": (6000, least, 2.0, "2")}) for least in (3120, 3180))
     assert (verdict(near).flattest, verdict(near).reasons) == (None, ("near",))
-    assert "the minimal trace of a is 0.962 times (95 % 0.961 to 0.962) b's: closer than" in str(verdict(near))
+    assert (
+        "the minimal trace of a is 0.962 times (95 % 0.961 to 0.962) b's: apart by less than a factor of 1.05, the "
+        "smallest that counts. Next: let a smaller ratio count (isoloss compare MODEL MODEL --min-ratio RATIO), or ask"
+    ) in str(verdict(near))
     assert verdict(near, min_ratio=1.03).flattest == verdict(apart).flattest == "a"
     with pytest.raises(IsolossError, match=r"min_ratio is 0\.9"):
         verdict(near, min_ratio=0.9)
@@ -153,6 +156,9 @@ def test_two_measures_that_disagree_give_no_verdict():
         "smallest minimal trace (probability above 0.999): the scale of the weights decides the order of the traces. "
         "Next: ask which is better at a task (isoloss compare MODEL MODEL --task TASK)."
     )
+    # with a task, that step is behind them
+    same = verdict(compared({"a": (5, 4, 2.0, "1"), "b": (6, 3, 2.0, "2")}), with_tasks=True)
+    assert str(same).endswith("the scale of the weights decides the order of the traces.")
 
 
 def test_other_losses_give_no_verdict_but_a_wider_margin_does():
@@ -160,7 +166,7 @@ def test_other_losses_give_no_verdict_but_a_wider_margin_does():
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("loss",))
     assert "Losses differ by more than 0.01 nats from the loss of a. Differences: b 0.02" in str(found)
-    assert "Next: compare checkpoints whose losses are nearer (isoloss compare takes all" in str(found)
+    assert " nats. Next: compare checkpoints whose losses are nearer (isoloss compare takes all" in str(found)
     assert comparison.verdict(same_loss=0.03).flattest == "a"
     with pytest.raises(IsolossError, match="margin"):
         comparison.verdict(same_loss=0)
@@ -181,7 +187,7 @@ def test_a_small_difference_leaves_it_open():
     found = verdict(compared({"a": (5, 3, 2.0, "1"), "b": (6, 3.1, 2.0, "2")}), more="more luck")
     assert (found.flattest, found.reasons) == (None, ("open",))
     assert "a has the smallest trace (probability above 0.999) and the smallest minimal trace" in str(found)
-    assert "it takes more luck to tell" in str(found)
+    assert "it takes more luck to tell. Next: take more luck, or ask which is better at a task" in str(found)
 
 
 def test_one_measure_alone_gives_no_verdict():

@@ -270,7 +270,7 @@ def test_new_gives_each_checkpoint_a_name_of_its_own(tmp_path, monkeypatch):
     main_study("new", "mine", "--checkpoints", *named, "--data", "text.txt")
     experiments = load_study("mine.py").scale().experiments
     assert {name: one.config.checkpoint for name, one in experiments.items()} == dict(
-        zip(["a-3", "a", "two-a", "three-a"], named, strict=True)
+        zip(["a-3", "one-a", "two-a", "three-a"], named, strict=True)
     )
 
 

@@ -72,7 +72,7 @@ class Args:
     """The most sequences to measure the models on."""
     task: tuple[str, ...] = ()
     """Tasks (isoloss ls tasks), or tasks of your own as NAME=FILE: the accuracy of a linear probe on the last hidden
-    states. FILE (.csv, .tsv, .jsonl) has the columns text and label, and pair for a second text."""
+    states. FILE (.csv, .tsv, .jsonl, .json) has the columns text and label, and pair for a second text."""
     task_data: tuple[str, ...] = ()
     """Where the examples of tasks are, as NAME=PATH: a .tsv, .csv, .jsonl or .json file, a folder or hf:NAME."""
     pooling: Literal["auto", "last", "mean", "first", "concatenate"] = "auto"
@@ -156,7 +156,7 @@ def main(arguments: list[str]) -> int:
             common.note("the other measures are in --html, --csv and --json")
         taken = next(iter(compared.of("trace").values())).details["sequences"]
         has_more = taken == args.num_sequences
-        for text in compared.texts("more sequences" if has_more else "more text, with --data"):
+        for text in compared.texts("more sequences (--num-sequences)" if has_more else "more text in --data"):
             common.say("")
             common.say_wrapped(text)
         if len(compared.models) > 1 and failed is None:
@@ -218,7 +218,7 @@ def _write(args: Any, compared: ModelComparison, command: str) -> None:
     if args.html is not None:
         from isoloss.report.comparison import comparison_page
 
-        files.write_text(args.html, comparison_page(compared, command=command))
+        files.write_text(args.html, comparison_page(compared, command=command, more=_what_helps(args, compared)))
         common.note(f"page: {args.html}")
     if args.csv is not None:
         files.write_text(args.csv, csv_table(compared.rows()))

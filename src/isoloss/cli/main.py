@@ -54,6 +54,7 @@ HELP = """\
 isoloss: tell apart language models that the pre-training loss cannot.
 
 examples:
+  isoloss compare A B --data text.txt                which of two checkpoints is flatter, and more robust?
   isoloss flatness CHECKPOINT --data text.txt        the flatness of a checkpoint
   isoloss sample pcfg-laptop                         sentences from a language whose truth is known
   isoloss train runs/first --language pcfg-laptop    pre-train; Ctrl-C and the same command resume

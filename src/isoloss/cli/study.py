@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -499,14 +500,19 @@ STUDY = Study(
 def _external_study(name: str, checkpoints: Sequence[str], data: Path) -> str:
     if not (hub_datasets.is_dataset(data) or data.exists()):
         raise IsolossError(f"there is no data {data}{files.nearest(data)}")
-    called: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
     for checkpoint in expand_checkpoints(map(_last_of_run, checkpoints), common.note):
         check_checkpoint(checkpoint)
+        names[checkpoint] = [
+            re.sub(r"[^\w.-]+", "-", name).strip("-.") or "checkpoint" for name in _names_of(checkpoint)
+        ]
+    shared = Counter(name for each in names.values() for name in set(each))
+    called: dict[str, str] = {}
+    for checkpoint, each in names.items():
         # folders of several runs are all called checkpoint-1000: the first name that no other has
-        names = [re.sub(r"[^\w.-]+", "-", name).strip("-.") or "checkpoint" for name in _names_of(checkpoint)]
-        numbered = (f"{names[0]}-{number}" for number in itertools.count(2))
-        key = next(name for name in itertools.chain(names, numbered) if name not in called)
-        called[key] = checkpoint
+        own = (name for name in each if shared[name] == 1)
+        numbered = (f"{each[0]}-{number}" for number in itertools.count(2))
+        called[next(name for name in itertools.chain(own, each, numbered) if name not in called)] = checkpoint
     # JSON's strings are Python's too; unlike `repr`, they are always in double quotes
     quoted = partial(json.dumps, ensure_ascii=False)
     return _EXTERNAL.format(

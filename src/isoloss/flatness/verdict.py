@@ -74,6 +74,7 @@ def verdict(
     min_ratio: float = MIN_RATIO,
     names: Mapping[str, str] | None = None,
     more: str = "more inputs",
+    with_tasks: bool = False,
 ) -> Verdict:
     """Return the verdict on models that were compared.
 
@@ -85,6 +86,7 @@ def verdict(
             smaller than any other's by this factor at least.
         names: What the models are called; None: their names.
         more: What would make the errors smaller.
+        with_tasks: Whether the models were compared on a task, so that this is no next step.
 
     Raises:
         IsolossError: The margin is not above 0, or the ratio is below 1.
@@ -135,7 +137,9 @@ def verdict(
     }
     against = dict(_reasons(comparison, originals, best, chances, names, same_loss, min_ratio, more))
     if against:
-        text = ["No verdict on which is the flattest.", *against.values(), _next(against, more)]
+        text = ["No verdict on which is the flattest.", *against.values()]
+        steps = _next(against, more, with_tasks)
+        text += [f"Next: {', or '.join(steps)}."] if steps else []
         return Verdict(flattest=None, reasons=tuple(against), text=" ".join([*same, *text]))
     ratios = [
         f"its {trace.replace('-', ' ')} is {times_in_words(ratio, interval)} {names[other]}'s"
@@ -198,7 +202,7 @@ def _reasons(
     ]:
         yield (
             "near",
-            f"{said}, but {_listed(near)}: closer than the smallest ratio that counts, {min_ratio:g}.",
+            f"{said}, but {_listed(near)}: apart by less than a factor of {min_ratio:g}, the smallest that counts.",
         )
     elif min(chances.values()) < _SURE:
         yield "open", f"{said}: it takes {more} to tell."
@@ -227,7 +231,7 @@ def _reasons(
         yield (
             "loss" if differ else "loss open",
             f"{found}. Differences{f' of {len(apart)} models' * (len(shown) < len(apart))}: "
-            f"{' to '.join(losses) if len(shown) < len(apart) else _listed(losses)}.",
+            f"{' to '.join(losses) if len(shown) < len(apart) else _listed(losses)} nats.",
         )
 
 
@@ -306,7 +310,7 @@ def unlike(models: Mapping[str, Estimate]) -> tuple[str, str] | None:
     return None
 
 
-def _next(reasons: Mapping[Reason, str], more: str) -> str:
+def _next(reasons: Mapping[Reason, str], more: str, with_tasks: bool) -> list[str]:
     steps = []
     if "parameters" in reasons:
         steps.append("give BERT, RoBERTa or OPT models one architecture with isoloss expand")
@@ -314,10 +318,13 @@ def _next(reasons: Mapping[Reason, str], more: str) -> str:
         steps.append(
             "compare checkpoints whose losses are nearer (isoloss compare takes all in a folder of checkpoints)"
         )
-    if "loss open" in reasons:
+    if not reasons.keys().isdisjoint({"open", "rare", "loss open"}):
         steps.append(f"take {more}")
-    steps.append("ask which is better at a task (isoloss compare MODEL MODEL --task TASK)")
-    return f"Next: {', or '.join(steps)}."
+    if "near" in reasons:
+        steps.append("let a smaller ratio count (isoloss compare MODEL MODEL --min-ratio RATIO)")
+    if not with_tasks:
+        steps.append("ask which is better at a task (isoloss compare MODEL MODEL --task TASK)")
+    return steps
 
 
 def _is_rounding(loss: Estimate) -> bool:

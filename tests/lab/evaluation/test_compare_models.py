@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
 from tokenizers import normalizers
 from torch.nn import functional as F
 
@@ -26,7 +27,7 @@ from isoloss.lab.transfer.text_sources import own_text_task
 from isoloss.lab.transfer.text_tasks import read_examples
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.seeds import generator
-from isoloss.statistics.ratio import ratio
+from isoloss.statistics.ratio import ratio, ratio_estimate
 from isoloss.text.inputs import read_inputs
 
 
@@ -302,6 +303,26 @@ def reviews(tmp_path):
     for name, header, lines in (("one", "text\tlabel", one), ("two", "text\tpair\tlabel", two)):
         (tmp_path / f"{name}.tsv").write_text("\n".join([header, *lines]) + "\n")
     return tmp_path
+
+
+@pytest.mark.parametrize(("right", "wrong"), [(2, 0), (5, 0), (6, 0), (11, 2), (10, 3), (40, 10)])
+def test_a_model_is_better_at_a_task_where_an_exact_test_says_so(text, reviews, right, wrong):
+    """Of so many test examples, only a's probe is right, and only b's; McNemar's test is a binomial one."""
+    tokenizer = small.byte_level()
+    models = {name: small.gpt2(len(tokenizer), seed) for seed, name in enumerate("ab")}
+    task = [f"mine={reviews / 'one.tsv'}"]
+    found = compare(models, data=text, tokenizer=tokenizer, tasks=task, **LITTLE)
+    for model, counts in (("a", (right, wrong)), ("b", (wrong, right))):
+        correct = [1.0] * counts[0] + [0.0] * counts[1]
+        accuracy = ratio_estimate(correct if model == "a" else correct[::-1], unit="accuracy", method="probe")
+        details = found.models[model]["probe-mine"].details | {"num_test": right + wrong}
+        found.models[model]["probe-mine"] = dataclasses.replace(accuracy, details=details)
+    *_, answer = found.answers()
+    p_value = binomtest(right, right + wrong).pvalue
+    assert f", p {p_value:.2g} by McNemar's test" in answer.detail
+    assert answer.holds is (True if p_value < 0.05 else None)
+    assert answer.answer.startswith("a, by" if p_value < 0.05 else "No difference shown, by")
+    assert ("too few for errors to be right" in found.rests_on()) is (right + wrong < 20)
 
 
 @pytest.mark.parametrize("name", ["one", "two"])

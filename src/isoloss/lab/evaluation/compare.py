@@ -34,12 +34,13 @@ from isoloss.lab.evaluation.context import Checkpoints, MeasureContext, data_con
 from isoloss.lab.evaluation.input_config import InputConfig, language_of_runs
 from isoloss.lab.evaluation.measures.base import MeasureResult
 from isoloss.lab.evaluation.measures.transfer import Probe, task_probes
+from isoloss.lab.transfer.compare import mcnemar
 from isoloss.runs import last_checkpoint
 from isoloss.statistics.checking import at_least, positive
 from isoloss.statistics.comparison import times
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, interval, number, samples_of
 from isoloss.statistics.ratio import ratio_estimate
-from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, all_within, p_value
+from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, all_within
 from isoloss.statistics.tables import short_names, text_table
 from isoloss.text.inputs import drawn_rows
 
@@ -64,6 +65,7 @@ TITLES = {
 }
 _PROBE = "probe-"  # before the name of a task
 _LEAST_ROUNDED = 0.9  # of the weights of linear maps; with fewer, the rise says little about the model at few bits
+_LEAST_TEST = 20  # examples: the error of an accuracy over fewer is often far off, and 0 where all agree
 _STATES = {
     "last": "the last token",
     "first": "the first token",
@@ -143,6 +145,7 @@ class ModelComparison(TraceComparison):
             min_ratio=self.min_ratio if min_ratio is None else min_ratio,
             names=self.short,
             more=more,
+            with_tasks=bool(self.tasks),
         )
 
     def answers(self) -> list[Answer]:
@@ -223,9 +226,22 @@ class ModelComparison(TraceComparison):
         unit = "points" if largest else unit
         minus = f"{names[first]} minus {names[second]} {number(difference)} {unit}"
         detail = f"{values}; {minus}, 95 % {interval(difference)}"
-        if low > 0 or high < 0:
+        is_shown = low > 0 or high < 0
+        if name in self.tasks:
+            # the interval is too narrow where few test examples, or no two of them, differ: this test is exact
+            p_value = mcnemar(*(self._correct(name, model) for model in (first, second))).p_value
+            detail += f", p {p_value:.2g} by McNemar's test"
+            is_shown &= p_value < 0.05
+        if is_shown:
             return Answer(question=question, answer=f"{names[best]}{rises}", detail=detail, holds=True)
         return Answer(question=question, answer="No difference shown", detail=detail, holds=None)
+
+    def _correct(self, task: str, model: str) -> torch.Tensor:
+        """Return (n,) bool: which test examples the probe of a model classifies correctly."""
+        accuracy = self.models[model][task]
+        assert accuracy.influence is not None
+        # the influence of an example on a mean is its value minus the mean
+        return torch.as_tensor(accuracy.value + accuracy.influence) > 0.5
 
     def _ordered(self, ranked: Sequence[str]) -> Sequence[str]:
         """Return the models of a difference, the first one minus the second: of two, as in the table."""
@@ -257,7 +273,8 @@ class ModelComparison(TraceComparison):
         if "int4_rise" in self.names:
             rise, noisy = (next(iter(self.of(name).values())) for name in ("int4_rise", "noise_10%_rise"))
             if (sequences := rise.details["sequences"]) < trace.details["sequences"]:
-                text += f" (with changed weights: over {samples_of(rise)} in {sequences:,} of the sequences)"
+                clusters = "" if rise.details["clusters"] == "sequences" else f"{samples_of(rise)} in "
+                text += f" (with changed weights: over {clusters}{sequences:,} of the sequences)"
             notes.append(
                 f"noise: over {samples_of(noisy)} and {noisy.details['draws']} draws, each added and subtracted"
             )
@@ -268,7 +285,8 @@ class ModelComparison(TraceComparison):
             )
         for name, task in self.tasks.items():
             details = next(iter(self.of(name).values())).details
-            notes.append(f"{task}: {accuracy_bounds(details)}, {details['num_test']:,} test examples")
+            few = ", too few for errors to be right" * (details["num_test"] < _LEAST_TEST)
+            notes.append(f"{task}: {accuracy_bounds(details)}, {details['num_test']:,} test examples{few}")
         if self.tasks:
             states = self._states(next(iter(self.tasks)))
             notes.append(
