@@ -289,7 +289,7 @@ def compare_traces(
         InterruptedComparison: Ctrl-C; it carries what is complete, and the trace of the model in work so far.
 
     Example:
-        >>>         >>> import torch
+        >>> import torch
         >>> from isoloss.flatness import compare_traces
         >>> from transformers import BertConfig, BertForMaskedLM
         >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
