@@ -253,7 +253,9 @@ def test_encoding_by_hand(vocab, words, is_pair, max_length):
     first, second = ([" ".join(draw.choice(words, size)) for size in column] for column in sizes.T)
     labels = tuple(draw.integers(0, 3, 60).tolist())
     data = LabeledText(tuple(first), tuple(second) if is_pair else None, labels, ("a", "b", "c"))
+    tokenizer.truncation_side = "left"  # where it would cut by itself makes no difference, and stays
     batch = encode_labeled_text(tokenizer, data, max_length=max_length)
+    assert tokenizer.truncation_side == "left"
     seconds = second if is_pair else [None] * 60
     expected = [by_hand(tokenizer, a, b, max_length) for a, b in zip(first, seconds, strict=True)]
     longest = max(len(ids) for ids, _ in expected)

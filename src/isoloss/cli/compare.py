@@ -147,6 +147,8 @@ def main(arguments: list[str]) -> int:
             if stop.complete is None:
                 raise
             compared, failed = cast("ModelComparison", stop.complete), stop
+    has_more = next(iter(compared.of("trace").values())).details["sequences"] == args.num_sequences
+    more = "more sequences (--num-sequences)" if has_more else "more text in --data"
     if args.json:
         common.emit_json(compared.to_dict())
     else:
@@ -154,15 +156,13 @@ def main(arguments: list[str]) -> int:
         common.print_table(compared.inputs, header, rows, left=left)
         if len(rows[0]) < len(compared.table()[0]):
             common.note("the other measures are in --html, --csv and --json")
-        taken = next(iter(compared.of("trace").values())).details["sequences"]
-        has_more = taken == args.num_sequences
-        for text in compared.texts("more sequences (--num-sequences)" if has_more else "more text in --data"):
+        for text in compared.texts(more):
             common.say("")
             common.say_wrapped(text)
         if len(compared.models) > 1 and failed is None:
             common.say_next(_next(args, arguments, compared.verdict().reasons, has_more=has_more))
     # last, so that a full disk does not cost the table
-    _write(args, compared, common.command("compare", *arguments))
+    _write(args, compared, common.command("compare", *arguments), more)
     if failed is None:
         return 0
     count = len(compared.models)
@@ -213,12 +213,12 @@ def _next(args: Any, arguments: list[str], reasons: Collection[Reason], *, has_m
     return commands
 
 
-def _write(args: Any, compared: ModelComparison, command: str) -> None:
+def _write(args: Any, compared: ModelComparison, command: str, more: str) -> None:
     """Write the files that were asked for, and say so."""
     if args.html is not None:
         from isoloss.report.comparison import comparison_page
 
-        files.write_text(args.html, comparison_page(compared, command=command, more=_what_helps(args, compared)))
+        files.write_text(args.html, comparison_page(compared, command=command, more=more))
         common.note(f"page: {args.html}")
     if args.csv is not None:
         files.write_text(args.csv, csv_table(compared.rows()))

@@ -257,16 +257,21 @@ def encode_labeled_text(
     if max_length < least:
         raise IsolossError(f"max_length is {max_length}; with {special} special tokens it must be at least {least}")
     has_types = token_types >= 2 and "token_type_ids" in tokenizer.model_input_names
-    encoded = tokenizer(
-        list(data.texts),
-        None if pairs is None else list(pairs),
-        truncation="longest_first",
-        max_length=max_length,
-        # what a text spells is never a special token
-        split_special_tokens=True,
-        return_attention_mask=True,
-        return_token_type_ids=has_types,
-    )
+    # whatever side its config says: models are compared on the same part of a text
+    side, tokenizer.truncation_side = tokenizer.truncation_side, "right"
+    try:
+        encoded = tokenizer(
+            list(data.texts),
+            None if pairs is None else list(pairs),
+            truncation="longest_first",
+            max_length=max_length,
+            # what a text spells is never a special token
+            split_special_tokens=True,
+            return_attention_mask=True,
+            return_token_type_ids=has_types,
+        )
+    finally:
+        tokenizer.truncation_side = side
     for text, ids in zip(data.texts, encoded["input_ids"], strict=True):
         if not ids:
             raise IsolossError(f"the tokenizer makes no token of the text {text!r}: leave this example out")

@@ -229,9 +229,9 @@ class ModelComparison(TraceComparison):
         is_shown = low > 0 or high < 0
         if name in self.tasks:
             # the interval is too narrow where few test examples, or no two of them, differ: this test is exact
-            p_value = mcnemar(*(self._correct(name, model) for model in (first, second))).p_value
-            detail += f", p {p_value:.2g} by McNemar's test"
-            is_shown &= p_value < 0.05
+            exact = mcnemar(*(self._correct(name, model) for model in (first, second)))
+            detail += f", p {exact.p_value:.2g} by McNemar's test"
+            is_shown &= exact.p_value < 0.05
         if is_shown:
             return Answer(question=question, answer=f"{names[best]}{rises}", detail=detail, holds=True)
         return Answer(question=question, answer="No difference shown", detail=detail, holds=None)
