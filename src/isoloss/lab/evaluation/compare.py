@@ -40,7 +40,7 @@ from isoloss.statistics.checking import at_least, positive
 from isoloss.statistics.comparison import times
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, interval, number, samples_of
 from isoloss.statistics.ratio import ratio_estimate
-from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, all_within
+from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, all_within, p_value
 from isoloss.statistics.tables import short_names, text_table
 from isoloss.text.inputs import drawn_rows
 
