@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from isoloss.errors import NOTHING_PREDICTED, IsolossError, warn
+from isoloss.flatness._parameters import quantized_weights
 from isoloss.model_checks import (
     device_of,
     forward_arguments,
@@ -207,6 +208,9 @@ def _warn_of_leaks(batch: Batch, model: nn.Module) -> bool:
     mask, positions = (batch.inputs.get(name) for name in ("attention_mask", "position_ids"))
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         return False
+    # dynamic quantization rounds all activations of a layer by one scale, padding too
+    if quantized_weights(model):
+        return True
     apart, what, remedy = mask != 0, "padding", "pad on the right, or pass position_ids that count from the first token"
     if bool(apart.all()) and isinstance(positions, torch.Tensor) and positions.shape == mask.shape:
         begins = F.pad(positions[:, 1:] < positions[:, :-1], (1, 0)).cumsum(dim=1)
