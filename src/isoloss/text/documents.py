@@ -17,6 +17,7 @@ from isoloss.errors import IsolossError, warn
 from isoloss.text import hub_datasets
 
 SUFFIXES = (".txt", ".jsonl")
+_MODEL_FILES = ("config.json", "tokenizer_config.json")
 _OTHER = (".gz", ".zst", ".bz2", ".xz", ".zip", ".json", ".parquet", ".arrow", ".csv", ".tsv")  # may hold text as well
 _NO_TEXT = f"a text file ends in {' or '.join(SUFFIXES)}"
 DOCUMENT_CHARACTERS = 10_000  # the least that a document cut out of a longer text file has
@@ -84,7 +85,12 @@ def open_sources(paths: Iterable[str | Path], *, column: str = "text", split: st
             sources.append(_Dataset(str(path), column, "train" if split is None else split))
         else:
             sources += [_File(file, column) for file in find_files([path])]
-            others = [file for file in sorted(Path(path).rglob("*")) if file.suffix.lower() in _OTHER]
+            others = [
+                file
+                for file in sorted(Path(path).rglob("*"))
+                # a tokenizer or a model beside the text is no text that was forgotten
+                if file.suffix.lower() in _OTHER and not any((file.parent / name).exists() for name in _MODEL_FILES)
+            ]
             if others:
                 warn(f"{path} also holds {len(others):,} files that are not read, such as {others[0].name}: {_NO_TEXT}")
     return sources

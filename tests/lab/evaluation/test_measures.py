@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import isoloss.flatness
+from isoloss import files
 from isoloss.cli.main import main
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
@@ -117,7 +118,7 @@ def test_isoloss_eval_takes_every_measure_of_a_language(capsys, checkpoints, tmp
         name = found["measure"]
         assert found["settings"] == settings_of(name, SMALL)
         assert all(has_error(estimate) for estimate in found["estimates"].values()), name
-        assert json.loads(kept[name].read_text()) == found
+        assert files.read_sealed(kept[name], "") == found
         assert kept[name].with_suffix(".safetensors").exists()
         assert json.loads(json.dumps(other.to_dict())) == {key: value for key, value in found.items() if key != "model"}
 
