@@ -233,12 +233,12 @@ def test_the_answer_and_the_readme_give_the_ranges_of_those_tables():
         return f"{ordered[0]} to {ordered[-1]}"
 
     for text in (answer, readme):
-        assert f"correlate by {span(asked[0])}" in text
+        assert f"correlate ({span(asked[0])})" in text
     assert f"({span(asked[2])})" in readme
     rises = {name: POST_HOC.by_optimizer(name, "int4-rise").mean(axis=0) for name in POST_HOC.OPTIMIZERS}
     shares = [max(rises[name] / POST_HOC.by_optimizer(name, "loss").mean(axis=0)) for name in rises]
     for text in (answer, readme):
-        assert f"{max(map(max, rises.values())):.4f} nats, {100 * max(shares):.2f} %" in text
+        assert f"{max(map(max, rises.values())):.4f} nats ({100 * max(shares):.2f} %)" in text
     judged_intervals = {
         f"{low:.2f} to {high:.2f}".replace("-", "\N{MINUS SIGN}")
         for name in POST_HOC.DOSE_RESPONSE
