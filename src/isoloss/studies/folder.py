@@ -14,7 +14,7 @@ from typing import Any
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.errors import IsolossError, naming_extras
+from isoloss.errors import IsolossError, naming_extras, require_package
 from isoloss.lab.evaluation.evaluator import pending
 from isoloss.lab.evaluation.external import RECORD, ExternalCheckpoint, ExternalRun
 from isoloss.lab.evaluation.measures.base import settings_of
@@ -130,6 +130,7 @@ class StudyFolder:
             IsolossError: As for `plan`; a config that cannot be trained, an unknown measure or setting, a checkpoint
                 that does not exist, or a file of claims that cannot be read or names what the study does not measure.
         """
+        require_package("polars")  # of its tables; units would only find out one by one
         self._check_runs()
         if (first := self.study.first_page_blocks) is not None and first < 1:
             raise IsolossError(f"first_page_blocks of the study {self.study.name} is {first}; it must be at least 1")
