@@ -150,12 +150,12 @@ def test_ctrl_c_leaves_what_was_measured(capsys, monkeypatch):
 
 def test_what_is_next_can_be_pasted(capsys):
     shutil.copytree("b", "the second")
-    out, _ = call(capsys, "a", "the second", *DATA, "--num-sequences=8")
+    out, _ = call(capsys, "a", "the second", *DATA, "--num-sequences=2")
     more, task = (shlex.split(line) for line in out.splitlines() if line.startswith("  isoloss "))
     words = ["isoloss", "compare", "a", "the second", *DATA]
-    assert (more, task) == ([*words, "--num-sequences", "32"], [*words, "--num-sequences=8", "--task", "sst2"])
+    assert (more, task) == ([*words, "--num-sequences", "8"], [*words, "--num-sequences=2", "--task", "sst2"])
     out, _ = call(capsys, *more[2:])
-    assert "32 sequences of 12 tokens" in out
+    assert "8 sequences of 12 tokens" in out
     # there are no other sequences
     out, _ = call(capsys, "a", "the second", *DATA, "--num-sequences", "4000")
     assert "--num-sequences" not in out.replace("--num-sequences 4000 --task", "")
