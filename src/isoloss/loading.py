@@ -11,6 +11,7 @@ import pickle
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -550,9 +551,18 @@ def _restore_weights(model: PreTrainedModel, stored: Mapping[str, StoredWeight],
         opened = {
             path: stack.enter_context(safe_open(path, "pt")) for path in {weight.path for weight in stored.values()}
         }
+        # all others are as they were read: comparing them too would take four times as long as loading
+        number_of = Counter(key for file in opened.values() for key in file.keys())  # noqa: SIM118
+        padded = {
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None
+        }
         for name, value in model.state_dict().items():
             key = keys.get(name.removeprefix(prefix))
-            if key is None or stored[key].shape != value.shape or any(re.search(each, key) for each in converted):
+            if key is None or (number_of[key] == 1 and name not in padded):
+                continue
+            if stored[key].shape != value.shape or any(re.search(each, key) for each in converted):
                 continue
             right = opened[stored[key].path].get_tensor(key).to(value)
             if not torch.allclose(value, right, rtol=0, atol=0, equal_nan=True):
