@@ -532,10 +532,10 @@ def _check_unexpected(model: PreTrainedModel, keys: set[str], name: str, *, are_
 
 
 def _restore_weights(model: PreTrainedModel, stored: Mapping[str, StoredWeight], wrappers: Mapping[str, str]) -> None:
-    """Put back what transformers loads otherwise than it is stored.
+    """Restore the weights that transformers changes as it loads them.
 
-    It sets the padding token's embedding to zero for some models (Youtu, Funnel), and takes a weight that a shard holds
-    beside those that the index is looked up for.
+    It sets the embedding of the padding token to zero in some models (Youtu, Funnel), and if two shards hold a weight,
+    it may read another shard than the index names.
     """
     # a file that was saved without a head lacks the first part of each name
     prefix = f"{model.base_model_prefix}."
@@ -571,7 +571,7 @@ def _restore_weights(model: PreTrainedModel, stored: Mapping[str, StoredWeight],
 
 
 def _restore_constants(model: PreTrainedModel) -> None:
-    """Make the buffers that are not stored again: for code of its own, transformers leaves what is in memory there."""
+    """Compute the buffers that no file holds: for remote code, transformers leaves them uninitialized."""
     if not any(module._non_persistent_buffers_set for module in model.modules()):
         return
     with torch.random.fork_rng(devices=[]):

@@ -244,9 +244,9 @@ def command_with(subcommand: str, arguments: Sequence[str], option: str, value: 
 
 
 def say_next(commands: Sequence[str]) -> None:
-    """Print what may be asked next, each in a line that can be pasted."""
+    """Print the commands to run next, one a line, ready to paste."""
     if commands:
-        say("\nTo paste, for what is next:")
+        say("\nCommands to try next:")
     for line in commands:
         say(f"  {line}")
 

@@ -202,7 +202,7 @@ def _check(args: Any, models: list[str]) -> None:
 
 
 def _next(args: Any, arguments: list[str], reasons: Collection[Reason], *, has_more: bool) -> list[str]:
-    """Return the commands that may tell what this one did not, as far as its own arguments make them whole."""
+    """Return the commands that may answer what this one left open, built from its own arguments."""
     commands = []
     if has_more and not {"open", "loss open", "rare"}.isdisjoint(reasons):
         commands.append(common.command_with("compare", arguments, "--num-sequences", _MORE * args.num_sequences))

@@ -393,9 +393,9 @@ def _auto(spec: str, message: str, *, revision: str = "", local_files_only: bool
 
 
 def _read_as_stored(tokenizer: PreTrainedTokenizerFast, spec: str, **place: Any) -> None:
-    """Put back the parts of a tokenizer.json that transformers replaces by those that a class of tokenizers has.
+    """Restore the parts of a tokenizer.json that transformers replaces with the defaults of the tokenizer's class.
 
-    By the class or the model's type, it gives a tokenizer of one's own the pre-tokenizer of GPT-2, Qwen 2 or Llama.
+    A custom tokenizer whose class or model type is GPT-2's, Qwen 2's or Llama's would get their pre-tokenizer.
     """
     from tokenizers import Tokenizer
     from transformers.utils import cached_file
