@@ -14,7 +14,7 @@ from isoloss.errors import IsolossError, warn
 from isoloss.runs import refuse_run
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_STEP = re.compile(r"step-\d+|ema")  # the checkpoints of a run
+_STEP = re.compile(r"step-\d+")  # the checkpoints of a run
 _IN_SERIES = re.compile(r"(checkpoint|step|epoch)[-_]?\d+")  # the checkpoints of a Trainer, and of other trainers
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

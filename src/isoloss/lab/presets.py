@@ -14,7 +14,8 @@ from typing import Any
 from isoloss import config as configs
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, did_you_mean
-from isoloss.lab.languages.config import FileConfig, WithSpecialTokensConfig
+from isoloss.lab.languages.config import WithSpecialTokensConfig
+from isoloss.lab.languages.serialization import FileConfig
 from isoloss.lab.transfer.config import ClassifierConfig, FinetuneConfig, LinearProbeConfig
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
