@@ -28,7 +28,7 @@ PRELOADED = [
         "isoloss.comparison.traces",
         "isoloss.lab.evaluation.pretraining",
         "isoloss.comparison.page",
-        "isoloss.lab.transfer.finetuning",
+        "isoloss.lab.finetuning",
     ),
 ]
 
