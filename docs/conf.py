@@ -99,13 +99,22 @@ def run_gallery() -> None:
         assert process.exitcode == 0, f"{process.name}.py fails"
 
 
-PACKAGES = ["statistics", "text", "flatness", "lab.languages", "lab.models", "lab.training", "lab.transfer"]
-PACKAGES += ["lab.evaluation", "lab.presets", "lab.jit", "studies", "report", "paper", "ground"]
+PACKAGES = [
+    "statistics",
+    "checkpoints",
+    "text",
+    "flatness",
+    "lab.languages",
+    "lab.models",
+    "lab.training",
+    "lab.transfer",
+]
+PACKAGES += ["lab.transfer", "lab.evaluation", "lab.presets", "lab.jit", "studies", "report", "paper", "ground"]
 RESULTS = {  # what the public functions take and return
     "isoloss.flatness.comparison": "TraceComparison",
     "isoloss.runs": "Run",
     "isoloss.lab.evaluation.evaluator": "Evaluations",
-    "isoloss.loading": "LoadedModel",
+    "isoloss.checkpoints.loading": "LoadedModel",
     "isoloss.lab.transfer.tasks": "TaskData",
     "isoloss.lab.transfer.results": "TransferResult",
     "isoloss.lab.transfer.compare": "AccuracyComparison",

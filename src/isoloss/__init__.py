@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from isoloss import lazy
 
 if TYPE_CHECKING:
+    from isoloss.checkpoints.loading import load_model
     from isoloss.flatness.fisher import fisher_trace
     from isoloss.lab.evaluation.compare import compare
     from isoloss.lab.evaluation.evaluator import evaluate
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from isoloss.lab.transfer.finetuning import finetune
     from isoloss.lab.transfer.probe import linear_probe
     from isoloss.lab.transfer.tasks import make_task
-    from isoloss.loading import load_model
     from isoloss.registry import (
         register_algorithm,
         register_executor,
@@ -76,7 +76,7 @@ _load = lazy.exports(
         "fisher_trace": "isoloss.flatness.fisher",
         "linear_probe": "isoloss.lab.transfer.probe",
         "load_language": "isoloss.lab.languages.config",
-        "load_model": "isoloss.loading",
+        "load_model": "isoloss.checkpoints.loading",
         "make_task": "isoloss.lab.transfer.tasks",
         "pretrain": "isoloss.lab.evaluation.pretraining",
         "read_study": "isoloss.studies.reading",

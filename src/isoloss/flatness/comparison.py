@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError, naming, require, warn
 from isoloss.flatness._batches import CheckedBatch, as_tensors
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample
@@ -38,7 +39,6 @@ from isoloss.flatness._rescaling.symmetries import Granularity
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.flatness.minimal_trace import MinimalTraceEstimator, minimal_trace
 from isoloss.flatness.verdict import Verdict, unlike, verdict
-from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, text_config, unwrapped
 from isoloss.statistics.comparison import Comparison
 from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, samples_of

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from isoloss import files
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
 from isoloss.flatness.comparison import compare_traces
@@ -23,7 +24,6 @@ from isoloss.lab.training.train import train
 from isoloss.lab.transfer.compare import accuracy_difference
 from isoloss.lab.transfer.probe import linear_probe, lookup_probe
 from isoloss.lab.transfer.tasks import make_task
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.comparison import paired_difference

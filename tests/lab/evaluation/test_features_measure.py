@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.context import run_context
 from isoloss.lab.evaluation.evaluator import evaluate
@@ -19,7 +20,6 @@ from isoloss.lab.training.train import train
 from isoloss.lab.transfer import effective_dimension, linear_cka
 from isoloss.lab.transfer.features import causal_lookup_features, extract, lookup_features
 from isoloss.lab.transfer.similarity import from_upper_triangle
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import generator

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from transformers import PretrainedConfig
 
+from isoloss.checkpoints.loading import Kind, LoadedModel, header_of, load_model
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
 from isoloss.flatness.comparison import Model, Outline
@@ -25,7 +26,6 @@ from isoloss.lab.transfer.features import why_no_features
 from isoloss.lab.transfer.tasks import TaskData, WholeTask, make_task, whole_task
 from isoloss.lab.transfer.text_sources import TextTask
 from isoloss.lab.transfer.text_tasks import TextExamples, as_read_by, read_examples
-from isoloss.loading import Kind, LoadedModel, header_of, load_model
 from isoloss.model_checks import input_embeddings, is_causal, run_on_ids, text_config
 from isoloss.model_checks import max_length as most_positions
 from isoloss.run_config import ObjectiveConfig, TrainConfig
@@ -243,8 +243,8 @@ class ModelInfo:
 class Checkpoints:
     """Models that are measured one after another, with information on all before the first is measured.
 
-    A checkpoint with the same header (`isoloss.loading.header_of`) as an earlier one is loaded only when it is
-    measured. The first model is kept in memory until it is measured. No other two are in memory at a time.
+    A checkpoint with the same header (`isoloss.checkpoints.loading.header_of`) as an earlier one is loaded only when it
+    is measured. The first model is kept in memory until it is measured. No other two are in memory at a time.
 
     Args:
         models: By name, checkpoints, models, or functions that load them.
