@@ -99,25 +99,17 @@ def run_gallery() -> None:
         assert process.exitcode == 0, f"{process.name}.py fails"
 
 
-PACKAGES = [
-    "statistics",
-    "checkpoints",
-    "text",
-    "flatness",
-    "lab.languages",
-    "lab.models",
-    "lab.training",
-    "lab.transfer",
-]
-PACKAGES += ["lab.transfer", "lab.evaluation", "lab.presets", "lab.jit", "studies", "report", "paper", "ground"]
+PACKAGES = ["statistics", "checkpoints", "text", "flatness", "lab.languages", "lab.models", "lab.training", "transfer"]
+PACKAGES += ["lab.tasks", "lab.lookup", "lab.finetuning", "lab.finetune_config"]
+PACKAGES += ["lab.evaluation", "lab.presets", "lab.jit", "studies", "report", "paper", "ground"]
 RESULTS = {  # what the public functions take and return
     "isoloss.flatness.comparison": "TraceComparison",
     "isoloss.runs": "Run",
     "isoloss.lab.evaluation.evaluator": "Evaluations",
     "isoloss.checkpoints.loading": "LoadedModel",
-    "isoloss.lab.transfer.tasks": "TaskData",
-    "isoloss.lab.transfer.results": "TransferResult",
-    "isoloss.lab.transfer.compare": "AccuracyComparison",
+    "isoloss.transfer.tasks": "TaskData",
+    "isoloss.transfer.results": "TransferResult",
+    "isoloss.transfer.compare": "AccuracyComparison",
 }
 
 

@@ -28,7 +28,7 @@ PRELOADED = [
         "isoloss.flatness.comparison",
         "isoloss.lab.evaluation.pretraining",
         "isoloss.report.flatness",
-        "isoloss.lab.transfer.finetuning",
+        "isoloss.lab.finetuning",
     ),
 ]
 

@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from isoloss.lab.evaluation.compare import compare
     from isoloss.lab.evaluation.evaluator import evaluate
     from isoloss.lab.evaluation.pretraining import pretrain
+    from isoloss.lab.finetuning import finetune
     from isoloss.lab.languages.config import load_language
+    from isoloss.lab.tasks import make_task
     from isoloss.lab.training.averaging import average_checkpoints
-    from isoloss.lab.transfer.compare import compare_accuracy
-    from isoloss.lab.transfer.finetuning import finetune
-    from isoloss.lab.transfer.probe import linear_probe
-    from isoloss.lab.transfer.tasks import make_task
     from isoloss.registry import (
         register_algorithm,
         register_executor,
@@ -35,6 +33,8 @@ if TYPE_CHECKING:
     )
     from isoloss.statistics.estimate import Estimate
     from isoloss.studies.reading import read_study
+    from isoloss.transfer.compare import compare_accuracy
+    from isoloss.transfer.probe import linear_probe
 
     __version__: str
 
@@ -70,14 +70,14 @@ _load = lazy.exports(
         "Estimate": "isoloss.statistics.estimate",
         "average_checkpoints": "isoloss.lab.training.averaging",
         "compare": "isoloss.lab.evaluation.compare",
-        "compare_accuracy": "isoloss.lab.transfer.compare",
+        "compare_accuracy": "isoloss.transfer.compare",
         "evaluate": "isoloss.lab.evaluation.evaluator",
-        "finetune": "isoloss.lab.transfer.finetuning",
+        "finetune": "isoloss.lab.finetuning",
         "fisher_trace": "isoloss.flatness.fisher",
-        "linear_probe": "isoloss.lab.transfer.probe",
+        "linear_probe": "isoloss.transfer.probe",
         "load_language": "isoloss.lab.languages.config",
         "load_model": "isoloss.checkpoints.loading",
-        "make_task": "isoloss.lab.transfer.tasks",
+        "make_task": "isoloss.lab.tasks",
         "pretrain": "isoloss.lab.evaluation.pretraining",
         "read_study": "isoloss.studies.reading",
         **dict.fromkeys((name for name in __all__ if name.startswith("register_")), "isoloss.registry"),

@@ -550,9 +550,7 @@ def small_run(tmp_path_factory):
 
 def test_a_run_where_a_checkpoint_is_wanted_and_the_other_way_round(small_run, tmp_path, capsys):
     last = f"such as {small_run / 'checkpoints' / 'step-4'}"
-    with pytest.raises(
-        IsolossError, match="is not a checkpoint: .*; name a checkpoint in it"
-    ) as error:
+    with pytest.raises(IsolossError, match=r"is not a checkpoint: .*; name a checkpoint in it") as error:
         load_model(small_run)
     assert last in str(error.value)
     for words in (("flatness", small_run), ("sample", small_run), ("train", tmp_path / "x", "--language", small_run)):

@@ -493,7 +493,7 @@ def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
     first, second = (checkpoint[key] for checkpoint in pairs[0])
     if not first.is_accuracy:
         return f"paired over {len(first.examples['influence']):,} sentences"
-    from isoloss.lab.transfer.compare import mcnemar
+    from isoloss.transfer.compare import mcnemar
 
     probes, examples = first.examples["predictions"].shape
     test = mcnemar(second.votes, first.votes)

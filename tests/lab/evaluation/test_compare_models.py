@@ -22,13 +22,13 @@ from isoloss.lab.evaluation.compare import TITLES
 from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.languages.config import BracketsConfig, PCFGConfig
-from isoloss.lab.transfer.probe import fit_linear_probe
-from isoloss.lab.transfer.text_sources import own_text_task
-from isoloss.lab.transfer.text_tasks import read_examples
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.seeds import generator
 from isoloss.statistics.ratio import ratio, ratio_estimate
 from isoloss.text.inputs import read_inputs
+from isoloss.transfer.probe import fit_linear_probe
+from isoloss.transfer.text_sources import own_text_task
+from isoloss.transfer.text_tasks import read_examples
 
 
 def without_first_space():

@@ -34,7 +34,6 @@ from isoloss.lab.evaluation.context import Checkpoints, MeasureContext, data_con
 from isoloss.lab.evaluation.input_config import InputConfig, language_of_runs
 from isoloss.lab.evaluation.measures.base import MeasureResult
 from isoloss.lab.evaluation.measures.transfer import Probe, task_probes
-from isoloss.lab.transfer.compare import mcnemar
 from isoloss.runs import last_checkpoint
 from isoloss.statistics.checking import at_least, positive
 from isoloss.statistics.comparison import times
@@ -43,6 +42,7 @@ from isoloss.statistics.ratio import ratio_estimate
 from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, all_within, p_value
 from isoloss.statistics.tables import short_names, text_table
 from isoloss.text.inputs import drawn_rows
+from isoloss.transfer.compare import mcnemar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -19,16 +19,8 @@ from isoloss.errors import IsolossError
 from isoloss.lab.languages.base import Sentences
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.languages.pcfg import PCFG
-from isoloss.lab.transfer.features import (
-    LEAST_PROBABILITY,
-    causal_log_lookup_features,
-    causal_lookup_features,
-    extract,
-    lookup_features,
-    open_features,
-    store,
-    why_no_features,
-)
+from isoloss.lab.lookup import LEAST_PROBABILITY, causal_log_lookup_features, causal_lookup_features, lookup_features
+from isoloss.transfer.features import extract, open_features, store, why_no_features
 
 SHAPE = {
     "vocab_size": 20,

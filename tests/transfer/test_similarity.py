@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.transfer import effective_dimension, effective_rank, gram_matrix, linear_cka
-from isoloss.lab.transfer.similarity import exact_features, from_upper_triangle, upper_triangle
+from isoloss.transfer import effective_dimension, effective_rank, gram_matrix, linear_cka
+from isoloss.transfer.similarity import exact_features, from_upper_triangle, upper_triangle
 
 
 def features(n: int, width: int, seed: int = 0) -> np.ndarray:

@@ -11,11 +11,11 @@ import torch
 from transformers import BertConfig
 
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.lab.transfer.text_sources import MNLI, TextTask, own_text_task, registered_text_task
-from isoloss.lab.transfer.text_tasks import as_read_by, make_text_task, read_examples
 from isoloss.registry import TASKS
 from isoloss.text.text_classification import Coverage, encode_labeled_text, read_labeled_text
 from isoloss.text.tokenizers import load_tokenizer
+from isoloss.transfer.text_sources import MNLI, TextTask, own_text_task, registered_text_task
+from isoloss.transfer.text_tasks import as_read_by, make_text_task, read_examples
 
 ROWS = [
     ("au bu", "cu", "yes"),

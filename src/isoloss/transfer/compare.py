@@ -17,10 +17,10 @@ from scipy.special import bdtr
 
 from isoloss import seeds
 from isoloss.errors import IsolossError, require
-from isoloss.lab.transfer.results import TransferResult
 from isoloss.statistics.clusters import crossed_mean
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, rounded
 from isoloss.statistics.tables import text_table
+from isoloss.transfer.results import TransferResult
 
 _LEAST_BOOTSTRAP = 100
 
@@ -121,7 +121,7 @@ def compare_accuracy(
     Example:
         >>> import torch
         >>> from isoloss import compare_accuracy
-        >>> from isoloss.lab.transfer.results import score
+        >>> from isoloss.transfer.results import score
         >>> labels = torch.tensor([0, 1] * 20)
         >>> good, bad = labels.clone(), labels.clone()
         >>> good[:4], bad[2:16] = 1 - good[:4], 1 - bad[2:16]

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from finetuning import bert, small_task
 from torch.nn import functional as F
 
+from finetuning import bert, small_task
 from isoloss import seeds
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab.languages.pcfg import PCFG
 from isoloss.lab.models.architectures import BERT
-from isoloss.lab.transfer import probe
-from isoloss.lab.transfer.config import ClassifierConfig, Solver
-from isoloss.lab.transfer.features import extract, store
-from isoloss.lab.transfer.logistic_regression import fit
-from isoloss.lab.transfer.probe import _folds, fit_linear_probe, fit_probe, linear_probe
-from isoloss.lab.transfer.results import TransferResult
-from isoloss.lab.transfer.tasks import make_task
+from isoloss.lab.tasks import make_task
 from isoloss.run_config import ModelConfig
+from isoloss.transfer import probe
+from isoloss.transfer.config import ClassifierConfig, Solver
+from isoloss.transfer.features import extract, store
+from isoloss.transfer.logistic_regression import fit
+from isoloss.transfer.probe import _folds, fit_linear_probe, fit_probe, linear_probe
+from isoloss.transfer.results import TransferResult
 
 
 def blobs(n: int, *, spread: float, num_classes: int = 4, width: int = 10, seed: int = 0) -> tuple[torch.Tensor, ...]:

@@ -11,11 +11,8 @@ import torch
 
 from isoloss import seeds
 from isoloss.errors import IsolossError, warn
-from isoloss.lab.languages.base import Sentences
-from isoloss.lab.transfer.results import majority_rate
-from isoloss.lab.transfer.tasks import TaskData, overlap
-from isoloss.lab.transfer.text_sources import TextTask
 from isoloss.text import hub_datasets
+from isoloss.text.masking import Sentences
 from isoloss.text.text_classification import (
     LabeledText,
     coverage,
@@ -24,6 +21,9 @@ from isoloss.text.text_classification import (
     read_labeled_text,
     split_files,
 )
+from isoloss.transfer.results import majority_rate
+from isoloss.transfer.tasks import TaskData, overlap
+from isoloss.transfer.text_sources import TextTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

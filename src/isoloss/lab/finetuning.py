@@ -27,16 +27,16 @@ from torch import nn
 from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError, require
+from isoloss.lab.finetune_config import FinetuneConfig
 from isoloss.lab.training.algorithms.base import TrainingAlgorithm, TrainingContext
 from isoloss.lab.training.process import process_settings, seed_dropout, signals
 from isoloss.lab.training.train import Interrupted
-from isoloss.lab.transfer.config import FinetuneConfig
-from isoloss.lab.transfer.features import backbone_of, check_sentences, pool
-from isoloss.lab.transfer.results import TransferResult, absent_classes, check_labels, score
-from isoloss.lab.transfer.tasks import TaskData
 from isoloss.runs import versions
 from isoloss.seeds import derive, generator
 from isoloss.text.masking import Batch
+from isoloss.transfer.features import backbone_of, check_sentences, pool
+from isoloss.transfer.results import TransferResult, absent_classes, check_labels, score
+from isoloss.transfer.tasks import TaskData
 
 _DEVIATION = 0.02  # of the head's initial weights, as in BERT
 _PREDICTED_AT_ONCE = 256
@@ -85,7 +85,7 @@ def finetune(
         >>> from isoloss import finetune, load_language
         >>> from isoloss.lab.models.make import make_model
         >>> from isoloss.run_config import ModelConfig
-        >>> from isoloss.lab.transfer.tasks import make_task
+        >>> from isoloss.lab.tasks import make_task
         >>> language = load_language("pcfg-laptop")
         >>> model = make_model(ModelConfig(size="d16"), language, seed=0)
         >>> task = make_task(language, "prefix-4", num_train=64, num_test=32, seed=0)

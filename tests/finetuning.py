@@ -7,7 +7,8 @@ from transformers import BertConfig, BertForMaskedLM, OPTConfig, OPTForCausalLM,
 
 from isoloss import seeds
 from isoloss.lab.languages.base import Sentences
-from isoloss.lab.transfer.tasks import TaskData, majority_rate
+from isoloss.transfer.results import majority_rate
+from isoloss.transfer.tasks import TaskData
 
 
 def sentences(n: int, stream: str) -> Sentences:

@@ -10,8 +10,8 @@ from scipy.stats import binomtest
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.lab.transfer.compare import accuracy_difference, bootstrap95, compare_accuracy, mcnemar
-from isoloss.lab.transfer.results import score
+from isoloss.transfer.compare import accuracy_difference, bootstrap95, compare_accuracy, mcnemar
+from isoloss.transfer.results import score
 
 
 def crossed(

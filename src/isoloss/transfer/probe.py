@@ -18,13 +18,12 @@ import torch
 from isoloss import seeds
 from isoloss.config import replaced
 from isoloss.errors import IsolossError, require
-from isoloss.lab.languages.base import ExactLanguage, Language, Sentences
-from isoloss.lab.transfer import logistic_regression
-from isoloss.lab.transfer.config import ClassifierConfig, LinearProbeConfig
-from isoloss.lab.transfer.features import extract, lookup_features, projection_matrix, rows_at_once
-from isoloss.lab.transfer.results import TransferResult, absent_classes, check_labels, score
-from isoloss.lab.transfer.tasks import TaskData
 from isoloss.statistics.estimate import Estimate
+from isoloss.transfer import logistic_regression
+from isoloss.transfer.config import ClassifierConfig, LinearProbeConfig
+from isoloss.transfer.features import extract, projection_matrix, rows_at_once
+from isoloss.transfer.results import TransferResult, absent_classes, check_labels, score
+from isoloss.transfer.tasks import TaskData
 
 MEMORY_BYTES = 2**31  # of the features of a split that stay in memory, and of a standardized copy
 
@@ -68,7 +67,7 @@ def linear_probe(
         >>> from isoloss import linear_probe, load_language
         >>> from isoloss.lab.models.make import make_model
         >>> from isoloss.run_config import ModelConfig
-        >>> from isoloss.lab.transfer.tasks import make_task
+        >>> from isoloss.lab.tasks import make_task
         >>> language = load_language("pcfg-laptop")
         >>> model = make_model(ModelConfig(size="d16"), language, seed=0).eval()
         >>> task = make_task(language, "prefix-4", num_train=64, num_test=32)
@@ -96,61 +95,17 @@ def linear_probe(
                 ("test", task.test, task.test_types),
             )
         )
-        return _fit_on_task(task, train_x, test_x, config, device=next(model.parameters()).device)
+        return fit_on_task(task, train_x, test_x, config, device=next(model.parameters()).device)
 
 
-def lookup_probe(
-    language: ExactLanguage, task: TaskData, config: ClassifierConfig | None = None, **settings: Any
-) -> TransferResult:
-    r"""Return the test accuracy of a linear probe on the true conditionals (paper, section 2.3 and appendix A.5).
-
-    A model of the best pre-training loss has these probabilities as its outputs, whatever its token states are.
-
-    Args:
-        language: The language of the task's sentences.
-        task: Labeled sentences, from `make_task`.
-        config: The settings; None: those of `ClassifierConfig`.
-        settings: Fields of `ClassifierConfig` that replace those of `config`.
-
-    Raises:
-        IsolossError: As `fit_linear_probe`; or a sentence is not one of the language.
-
-    Example:
-        >>> from isoloss.lab.languages.pcfg import PCFG
-        >>> from isoloss.lab.transfer.tasks import make_task
-        >>> language = PCFG.from_text("S A 1\nS B 1\nA C D 1\nB D C 1\nC c 1\nD d 1")
-        >>> task = make_task(language, "root", num_train=100, num_test=50)
-        >>> print(lookup_probe(language, task, solver="convex").accuracy)
-        100 %
-    """
-    return language_probe(lookup_features, language, task, config, **settings)
-
-
-def language_probe(
-    features: Callable[[Language, Sentences], torch.Tensor],
-    language: Language,
-    task: TaskData,
-    config: ClassifierConfig | None = None,
-    **settings: Any,
-) -> TransferResult:
-    """Return the test accuracy of a linear probe on what `features` makes of sentences, without a model.
-
-    The other arguments and the errors are those of `lookup_probe`.
-    """
-    try:
-        train_x, test_x = (features(language, sentences) for sentences in (task.train, task.test))
-    except IsolossError as error:
-        raise IsolossError(f"task {task.name} cannot be probed without a model: {error}") from error
-    return _fit_on_task(task, train_x, test_x, config, **settings)
-
-
-def _fit_on_task(
+def fit_on_task(
     task: TaskData,
     train_x: torch.Tensor,
     test_x: torch.Tensor,
     config: ClassifierConfig | None,
     **settings: Any,
 ) -> TransferResult:
+    """Fit a linear classifier to features of the task's sentences, as `fit_linear_probe`."""
     return fit_linear_probe(
         train_x, task.train_labels, test_x, task.test_labels, config, classes=task.classes, bayes=task.bayes, **settings
     )
@@ -177,7 +132,7 @@ def fit_linear_probe(
     reaches 0.537; on raw features it reaches 0.442, and after 400 epochs 0.502, each ± 0.008.)
 
     With `solver="convex"` the probe is the minimum of the mean cross-entropy plus `regularization / 2 |W|^2`, to 1e-9
-    of it (`isoloss.lab.transfer.logistic_regression.fit`), in float64. It depends on no
+    of it (`isoloss.transfer.logistic_regression.fit`), in float64. It depends on no
     seed: its predictions are repeated for every seed, and the seeds' standard deviation is 0. Of several regularization
     strengths the one with the highest accuracy on held-out training examples, in five folds, is chosen (the largest
     where several are equal).
@@ -197,7 +152,7 @@ def fit_linear_probe(
         The accuracy in `[0, 1]` (unit "accuracy") with `accuracies` (one per seed), `seed_std`, `binomial_stderr`,
         `train_accuracy`, `majority_rate`, `num_train` and `num_test` among its details (and, of the convex probe,
         `regularization`, `objective_nats` and the bound `gap_nats` on its excess over the minimum), and the
-        predictions; see `isoloss.lab.transfer.results.score` for the error. On a CPU, the same arguments and number of
+        predictions; see `isoloss.transfer.results.score` for the error. On a CPU, the same arguments and number of
         threads give the same bits.
 
     Raises:
@@ -318,7 +273,7 @@ def over_projections(
 ) -> Fitted:
     """Return the predictions of one probe per random projection of the features to `width` columns.
 
-    The matrices come from `isoloss.lab.transfer.features.projection_matrix`, the same for all models of one width.
+    The matrices come from `isoloss.transfer.features.projection_matrix`, the same for all models of one width.
 
     Args:
         train_x: (n_train, D) features.

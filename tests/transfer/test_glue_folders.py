@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from isoloss.errors import IsolossWarning
-from isoloss.lab.transfer.text_sources import registered_text_task
-from isoloss.lab.transfer.text_tasks import TextExamples, read_examples
 from isoloss.text.text_classification import split_files
+from isoloss.transfer.text_sources import registered_text_task
+from isoloss.transfer.text_tasks import TextExamples, read_examples
 
 MNLI = ["index", "promptID", "pairID", "genre", "sentence1_binary_parse", "sentence2_binary_parse"]
 MNLI += ["sentence1_parse", "sentence2_parse", "sentence1", "sentence2"]

@@ -14,7 +14,7 @@ from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.config import HMMConfig, PCFGConfig
 from isoloss.lab.languages.hmm import HMM
 from isoloss.lab.languages.pcfg import PCFG
-from isoloss.lab.transfer.tasks import make_task
+from isoloss.lab.tasks import make_task
 
 GRAMMAR = PCFGConfig(
     levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=6, stop_probability=0.3, seed=1

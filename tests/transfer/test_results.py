@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.transfer.results import TransferResult, below_majority, majority_rate, score, write_predictions
 from isoloss.statistics.estimate import Estimate
+from isoloss.transfer.results import TransferResult, below_majority, majority_rate, score, write_predictions
 
 CLASSES = ("x", "y", "z")
 LABELS = torch.tensor([0, 0, 1, 1, 1, 1, 0, 1])

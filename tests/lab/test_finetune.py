@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from finetuning import bert, opt, small_task
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from finetuning import bert, opt, small_task
 from isoloss import seeds
 from isoloss.errors import IsolossError, IsolossWarning
+from isoloss.lab.finetune_config import FinetuneConfig
+from isoloss.lab.finetuning import finetune, num_steps
 from isoloss.lab.languages.base import Sentences
 from isoloss.lab.training.train import Interrupted
-from isoloss.lab.transfer.config import FinetuneConfig
-from isoloss.lab.transfer.finetuning import finetune, num_steps
-from isoloss.lab.transfer.tasks import TaskData
+from isoloss.transfer.tasks import TaskData
 
 FAST = FinetuneConfig(epochs=3, batch_size=8, seeds=2, learning_rate=0.01, warmup_steps=5)
 
@@ -146,7 +146,7 @@ import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
 from finetuning import bert, small_task
-from isoloss.lab.transfer.finetuning import finetune
+from isoloss.lab.finetuning import finetune
 from test_finetune import FAST
 
 def progress(step, note):

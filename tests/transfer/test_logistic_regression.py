@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from isoloss import load_language, seeds
 from isoloss.errors import IsolossError
-from isoloss.lab.transfer.features import lookup_features, store
-from isoloss.lab.transfer.logistic_regression import fit
-from isoloss.lab.transfer.tasks import make_task
+from isoloss.lab.lookup import lookup_features
+from isoloss.lab.tasks import make_task
+from isoloss.transfer.features import store
+from isoloss.transfer.logistic_regression import fit
 
 
 def planted(

@@ -11,8 +11,8 @@ import pytest
 from isoloss.lab.languages.config import PRESETS
 from isoloss.lab.languages.hmm import HMM
 from isoloss.lab.languages.pcfg import PCFG
-from isoloss.lab.transfer.probe import lookup_probe
-from isoloss.lab.transfer.tasks import make_task
+from isoloss.lab.lookup import lookup_probe
+from isoloss.lab.tasks import make_task
 
 Floats = npt.NDArray[np.float64]
 

@@ -163,7 +163,7 @@ class TransferResult:
 
     @property
     def correct(self) -> torch.Tensor:
-        """(S, n) bool, whether a prediction is the label; `isoloss.lab.transfer.compare` takes two models'."""
+        """(S, n) bool, whether a prediction is the label; `isoloss.transfer.compare` takes two models'."""
         return self.predictions == self.labels
 
     @property

@@ -15,9 +15,11 @@ from isoloss.lab.languages.base import Labeling, Sentences
 from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.config import HMMConfig, PCFGConfig
 from isoloss.lab.languages.pcfg import PCFG
-from isoloss.lab.transfer.probe import lookup_probe
-from isoloss.lab.transfer.tasks import TaskData, majority_rate, make_task
+from isoloss.lab.lookup import lookup_probe
+from isoloss.lab.tasks import make_task
 from isoloss.registry import TASKS, Entry
+from isoloss.transfer.results import majority_rate
+from isoloss.transfer.tasks import TaskData
 
 # ambiguous, of mixed lengths, with a chain of unary rules, and with prefixes that no symbol yields (any that ends in d)
 RULES = """

@@ -17,7 +17,7 @@ from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.config import HMMConfig, PCFGConfig
 from isoloss.lab.languages.hmm import HMM
 from isoloss.lab.languages.pcfg import PCFG
-from isoloss.lab.transfer.tasks import bayes_accuracy, labeling, make_task
+from isoloss.lab.tasks import bayes_accuracy, labeling, make_task
 
 # symbols on levels, some of which stop early: sentences of 1 to 4 tokens
 LEVELS = PCFGConfig(

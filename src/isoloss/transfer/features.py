@@ -1,4 +1,4 @@
-"""What a linear probe reads: a model's token states, or the look-up table's probabilities, one row per sentence.
+"""What a linear probe reads: a model's token states, one row per sentence.
 
 Features larger than memory are written to a file in blocks, and mapped from it: a safetensors file with one tensor,
 `features` (n, D), in float32 or bfloat16.
@@ -18,14 +18,12 @@ from safetensors import SafetensorError, safe_open
 
 from isoloss import files, seeds
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.base import Language, Sentences
-from isoloss.lab.transfer.config import Pooling
 from isoloss.model_checks import architecture, max_length, run_on_ids, states_before_output, takes_mask, unwrapped
+from isoloss.text.masking import Sentences
+from isoloss.transfer.config import Pooling
 
-LEAST_PROBABILITY = 1e-4  # the logarithms of the look-up table are clipped here
 _MOST_ONE_HOT_BYTES = 2**34  # of the tokens of real text, whose vocabularies are large
 _MAX_LOGITS = 2**26  # in a forward pass of your own module, which runs its output layer too
-_LOOKUP_CHUNK = 4096  # sentences whose conditionals are computed at once
 _BLOCK = 2**24  # numbers of features that are read at once
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 _NAME = "features"
@@ -188,109 +186,6 @@ def _states(backbone: Any, layer: int, inputs: dict[str, torch.Tensor]) -> torch
     if not -len(states) <= layer < len(states):
         raise IsolossError(f"no layer {layer}: the model has hidden states 0 to {len(states) - 1}")
     return states[layer]
-
-
-def lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
-    """Return the look-up table's representation: all true conditionals of a sentence, side by side (appendix A.5).
-
-    The look-up table is the model whose token states are the true conditional probabilities `Pr(x_t = c | x_-t)`. Its
-    pre-training loss is the best possible, and a probe on it tells how much the probabilities alone give away.
-
-    Returns:
-        (n, T * vocab_size) float32 probabilities of the n sentences padded to T tokens, zeros at padding.
-
-    Raises:
-        IsolossError: There are no sentences, or one that the language cannot produce.
-
-    Example:
-        >>> from isoloss.lab.languages.brackets import Brackets
-        >>> lookup_features(Brackets(2), Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))).tolist()
-        [[1.0, 0.0, 0.0, 1.0]]
-    """
-    return _table(language.log_conditionals, sentences)
-
-
-def causal_lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
-    """Return the look-up table of a causal model: all next-token conditionals (`Language.log_next`), side by side.
-
-    Returns:
-        (n, T * vocab_size) float32 probabilities of the n sentences padded to T tokens, zeros at padding.
-
-    Raises:
-        IsolossError: As `lookup_features`.
-
-    Example:
-        >>> from isoloss.lab.languages.brackets import Brackets
-        >>> causal_lookup_features(Brackets(2), Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))).tolist()
-        [[0.5, 0.5, 0.0, 1.0]]
-    """
-    return _table(language.log_next, sentences)
-
-
-def _table(conditionals: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], sentences: Sentences) -> torch.Tensor:
-    if len(sentences.lengths) == 0:
-        raise IsolossError("features need at least one sentence")
-    rows = []
-    for first in range(0, len(sentences.tokens), _LOOKUP_CHUNK):
-        tokens, lengths = (part[first : first + _LOOKUP_CHUNK] for part in sentences[:2])
-        # an impossible token has the log of a tiny number, whose exponential is 0 for every purpose here
-        probs = conditionals(tokens, lengths).exp().float()
-        present = Sentences(tokens, lengths).present().to(probs.device)
-        rows.append(probs.masked_fill(~present[:, :, None], 0.0).flatten(1))
-    return torch.cat(rows)
-
-
-def log_lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
-    r"""Return the logarithms of the true conditionals, side by side: `log max(Pr(x_t = c | x_-t), LEAST_PROBABILITY)`.
-
-    Probabilities are clipped at `LEAST_PROBABILITY`, 1e-4, from below. An impossible token has the logarithm minus
-    infinity. A much lower floor would be no better: all features are divided by one number, so a few huge ones would
-    make the others vanish. (With 4,096 + 4,096 sentences of the language `pcfg-laptop` and task
-    `prefix-4` the convex probe reaches 61.2 %; with a floor of 1e-3 62.0 %, of 1e-6 60.5 %, of 1e-9 59.0 %, with the
-    smallest normal number of float64 29.2 %, each ± 0.8 %. On the probabilities themselves it reaches 50.1 %.)
-
-    Returns:
-        (n, T * vocab_size) float32, nats, of the n sentences padded to T tokens, zeros at padding.
-
-    Raises:
-        IsolossError: As `lookup_features`.
-
-    Example:
-        >>> from isoloss.lab.languages.brackets import Brackets
-        >>> features = log_lookup_features(Brackets(2), Sentences(torch.tensor([[0, 1]]), torch.tensor([2])))
-        >>> [round(nats, 2) for nats in features[0].tolist()]
-        [0.0, -9.21, -9.21, 0.0]
-    """
-    return _logarithms(lookup_features(language, sentences), sentences)
-
-
-def causal_log_lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
-    """Return the logarithms of the next-token conditionals, otherwise as `log_lookup_features`."""
-    return _logarithms(causal_lookup_features(language, sentences), sentences)
-
-
-def _logarithms(table: torch.Tensor, sentences: Sentences) -> torch.Tensor:
-    floored = table.clamp(min=LEAST_PROBABILITY).log()
-    # the zeros at padding have become the logarithm of the floor
-    shape = (*sentences.tokens.shape, -1)
-    return floored.view(shape).masked_fill(~sentences.present().to(floored.device)[:, :, None], 0.0).flatten(1)
-
-
-def one_hot_features(language: Language, sentences: Sentences) -> torch.Tensor:
-    """Return the one-hot tokens, position by position: the features of a probe without a model.
-
-    Returns:
-        (n, T * vocab_size) float32 of the n sentences padded to T tokens, zeros at padding.
-
-    Raises:
-        IsolossError: There are no sentences.
-
-    Example:
-        >>> from isoloss.lab.languages.brackets import Brackets
-        >>> one_hot_features(Brackets(2), Sentences(torch.tensor([[1, 0], [1, 2]]), torch.tensor([2, 1]))).tolist()
-        [[0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
-    """
-    return one_hot(sentences, language.vocab_size)
 
 
 def one_hot(sentences: Sentences, width: int) -> torch.Tensor:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.transfer.features import rows_at_once
-from isoloss.lab.transfer.results import absent_classes, check_classes
+from isoloss.transfer.features import rows_at_once
+from isoloss.transfer.results import absent_classes, check_classes
 
 _EXACT_WIDTH = 1024  # features up to which the second moments are decomposed exactly
 _RANK = 256  # of their approximation above that
