@@ -13,9 +13,9 @@ import torch
 from transformers import PretrainedConfig
 
 from isoloss.checkpoints.loading import Kind, LoadedModel, header_of, load_model
+from isoloss.comparison.traces import Model, Outline
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
-from isoloss.flatness.comparison import Model, Outline
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.loss import ExactTargets, exact_targets
 from isoloss.lab.evaluation.measures.base import weights_digest
