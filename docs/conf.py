@@ -110,7 +110,7 @@ PACKAGES = [
     "lab.training",
     "transfer",
 ]
-PACKAGES += ["lab.tasks", "lab.lookup", "lab.finetuning", "lab.finetune_config"]
+PACKAGES += ["transfer", "lab.tasks", "lab.lookup", "lab.finetuning", "lab.finetune_config"]
 PACKAGES += ["lab.evaluation", "lab.presets", "lab.jit", "studies", "report", "paper", "ground"]
 RESULTS = {  # what the public functions take and return
     "isoloss.comparison.verdict": "TraceComparison",
