@@ -12,7 +12,7 @@ import known_estimates as known
 from isoloss import config as configs
 from isoloss.cli import study as command
 from isoloss.errors import IsolossError
-from isoloss.lab.transfer.tasks import make_task
+from isoloss.lab.tasks import make_task
 from isoloss.paper.algorithms import study as design
 from isoloss.paper.algorithms.study import STUDY
 from isoloss.report.html import Card

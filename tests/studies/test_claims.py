@@ -116,7 +116,11 @@ def test_the_source_of_a_claim_is_the_code_and_what_it_was_made_with(tmp_path):
     sources = functions(tmp_path)
     assert len(set(sources)) == 5
     assert sources[0] == "def made(results, name='a'):\n    return results.at(name)"
-    for old, new in (("# the last", "# why"), ("Return the pair.", "Give it."), ("    return results.at(name)  #", "\n    return results.at(name)  #")):
+    for old, new in (
+        ("# the last", "# why"),
+        ("Return the pair.", "Give it."),
+        ("results.at(name)  #", "(results.at(name))  #"),
+    ):
         assert functions(tmp_path, FUNCTIONS.replace(old, new)) == sources
     for old, new in (("at(name)  #", "at(name, 3)  #"), ('"b"', '"B"'), ('"c"', '"C"'), ('"d"', '"D"')):
         assert functions(tmp_path, FUNCTIONS.replace(old, new)) != sources

@@ -20,7 +20,7 @@ from isoloss.statistics import significance
 from isoloss.statistics.checking import positive
 from isoloss.statistics.estimate import Estimate, interval
 from isoloss.statistics.power import minimal_detectable_effect
-from isoloss.statistics.significance import SAME_LOSS_NATS, Equivalence, equivalence, holm, largest_size
+from isoloss.statistics.significance import SAME_LOSS_NATS, Equivalence, equivalence, holm, largest_size, mcnemar
 from isoloss.studies.results import UNITS, Pair, Results, change, common_measures, loss_key, mean
 from isoloss.studies.spec import AnyScale, call_study_hook
 
@@ -835,10 +835,8 @@ def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
     first, second = (checkpoint[key] for checkpoint in pairs[0])
     if not first.is_accuracy:
         return f"paired over {len(first.examples['influence']):,} sentences"
-    from isoloss.lab.transfer.compare import mcnemar
-
     probes, examples = first.examples["predictions"].shape
-    test = mcnemar(second.votes, first.votes)
+    test = mcnemar(second.votes.numpy(), first.votes.numpy())
     return (
         f"paired over {examples:,} test sentences and {probes} probes; McNemar's test on the probes' plurality "
         f"votes: {test.only_first} sentences gained, {test.only_second} lost, p = {test.p_value:.2g}"
