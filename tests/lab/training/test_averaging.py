@@ -7,11 +7,11 @@ from safetensors.torch import load_file
 from toy_language import PairLanguage
 from transformers import AutoModelForMaskedLM
 
+from isoloss.checkpoints.loading import load_model
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.lab.training.averaging import average_checkpoints
 from isoloss.lab.training.train import train
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig
 from isoloss.runs import Run
 

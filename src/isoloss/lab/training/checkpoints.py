@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from isoloss import config as configs
 from isoloss import files
+from isoloss.checkpoints.loading import quiet
+from isoloss.checkpoints.places import TRAINER, check_weights
 from isoloss.errors import IsolossError
-from isoloss.loading import quiet
 from isoloss.run_config import TrainConfig
-from isoloss.runs import TRAINER, Run, check_weights
+from isoloss.runs import Run
 
 WEIGHTS = "model.safetensors"
 TRAINER_TENSORS = "trainer.safetensors"
