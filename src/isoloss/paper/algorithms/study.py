@@ -378,6 +378,5 @@ STUDY = Study(
     verdicts_at=("laptop",),
     tables=tables,
     page="isoloss.paper.algorithms.page:parts",
-    first_page_blocks=2,
     block_name="grammars",
 )

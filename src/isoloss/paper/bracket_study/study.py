@@ -430,6 +430,5 @@ STUDY = Study(
     tables=tables,
     answer=answer,
     page="isoloss.paper.bracket_study.page:parts",
-    first_page_blocks=4,
     block_name="seeds",
 )

@@ -313,6 +313,5 @@ STUDY = Study(
     tables=tables,
     answer=answer,
     page="isoloss.paper.dose_response.page:parts",
-    first_page_blocks=3,
     block_name="grammars",
 )

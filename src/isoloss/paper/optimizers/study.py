@@ -362,6 +362,5 @@ STUDY = Study(
     tables=tables,
     answer=answer,
     page="isoloss.paper.optimizers.page:parts",
-    first_page_blocks=3,
     block_name="grammars",
 )

@@ -603,6 +603,5 @@ STUDY = Study(
     tables=tables,
     answer=answer,
     page="isoloss.paper.same_loss.page:parts",
-    first_page_blocks=2,
     block_name="grammars",
 )
