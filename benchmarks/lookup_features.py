@@ -19,7 +19,7 @@ from timing import heading, record_of
 from isoloss import linear_probe, load_model, make_task, pretrain
 from isoloss.files import write_text
 from isoloss.lab.languages.config import PRESETS
-from isoloss.lab.transfer import lookup_probe
+from isoloss.lab.lookup import lookup_probe
 from isoloss.run_config import ModelConfig, TrainConfig
 
 RESULTS = Path(__file__).parent / "results"

@@ -22,8 +22,8 @@ import torch  # noqa: E402
 from timing import machine, versions  # noqa: E402
 
 from isoloss.files import write_text  # noqa: E402
-from isoloss.lab.transfer.logistic_regression import fit  # noqa: E402
 from isoloss.seeds import generator  # noqa: E402
+from isoloss.transfer.logistic_regression import fit  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("isoloss", "torch", "numpy", "scikit-learn")
@@ -49,10 +49,10 @@ def planted(n: int, width: int, classes: int, *, decay: float) -> tuple[torch.Te
 
 def extracted(path: Path, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token states, side by side, of a run's last checkpoint on n sentences, and their prefix-4 labels."""
-    from isoloss.lab.transfer.features import extract
-    from isoloss.lab.transfer.tasks import make_task
+    from isoloss.lab.tasks import make_task
     from isoloss.loading import load_model
     from isoloss.runs import Run
+    from isoloss.transfer.features import extract
 
     run = Run(path)
     task = make_task(run.config.language.build(), "prefix-4", num_train=n, num_test=1, seed=0)

@@ -26,7 +26,7 @@ from isoloss.lab.languages import resolve
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 
-PACKAGES = ("isoloss", "isoloss.flatness", "isoloss.lab.languages", "isoloss.lab.transfer", "isoloss.studies")
+PACKAGES = ("isoloss", "isoloss.flatness", "isoloss.lab.languages", "isoloss.transfer", "isoloss.studies")
 IDS = "--data ids.npy --mask-id 1 --num-sequences 16"
 FLOW = "sgd-flow --model two-parameters --trajectories 8 --step-sizes 0.2 0.1 --times 0.5"
 
@@ -72,9 +72,7 @@ COMMANDS = {
 # public names whose example needs an extra: those of `lab` draw a grammar's sentences or train
 NAMES = {
     **dict.fromkeys((f"isoloss.{name}" for name in ("finetune", "linear_probe", "make_task", "pretrain")), "lab"),
-    **dict.fromkeys(
-        (f"isoloss.lab.transfer.{name}" for name in ("finetune", "linear_probe", "lookup_probe", "make_task")), "lab"
-    ),
+    "isoloss.transfer.linear_probe": "lab",
     **dict.fromkeys(("isoloss.read_study", "isoloss.studies.PageParts"), "study"),
 }
 

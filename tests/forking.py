@@ -25,10 +25,10 @@ PRELOADED = [
         "isoloss.lab.models.compiled_bert",
     ),
     *(
-        "isoloss.flatness.comparison",
+        "isoloss.comparison.traces",
         "isoloss.lab.evaluation.pretraining",
-        "isoloss.report.flatness",
-        "isoloss.lab.transfer.finetuning",
+        "isoloss.comparison.page",
+        "isoloss.lab.finetuning",
     ),
 ]
 

@@ -14,10 +14,10 @@ from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.hidden_bracket import CLOSE, MINUS, OPEN, PLUS, HiddenBracket
 from isoloss.lab.models.architectures import BRACKET_ATTENTION
 from isoloss.lab.models.make import make_model, predicted_logits
-from isoloss.lab.transfer.features import extract
 from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig
 from isoloss.text.masking import IGNORED
+from isoloss.transfer.features import extract
 
 LENGTH = 4
 LANGUAGE = HiddenBracket(LENGTH)

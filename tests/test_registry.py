@@ -148,7 +148,7 @@ WHY = {
     (MEASURES, "int"): "measure 'int' of builtins:int is int; it must be a dataclass that is a subclass of .*Measure",
     (ALGORITHMS, "no-config"): "of bad:NO_CONFIG is of the type int; it must be a dataclass .*AlgorithmConfig",
     (MODELS, "no-model"): "it must be an isoloss.lab.models.architectures.Architecture",
-    (TASKS, "no-task"): "it must be an isoloss.lab.transfer.text_sources.TextTask or a function",
+    (TASKS, "no-task"): "it must be an isoloss.transfer.text_sources.TextTask or a function",
     (EXECUTORS, "no-executor"): "it must be a function like isoloss.studies.run.local.run",
     (STUDIES, "no-study"): "it must be an isoloss.studies.spec.Study or a function that returns one",
 }

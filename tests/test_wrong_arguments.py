@@ -8,8 +8,8 @@ import isoloss
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.flatness import hessian_trace, largest_eigenvalues
-from isoloss.lab.transfer.probe import LinearProbeConfig
 from isoloss.run_config import TrainConfig
+from isoloss.transfer.probe import LinearProbeConfig
 
 
 @pytest.fixture(scope="module")

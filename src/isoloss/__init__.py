@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 from isoloss import lazy
 
 if TYPE_CHECKING:
+    from isoloss.comparison.traces import compare_traces
     from isoloss.flatness.fisher import fisher_trace
     from isoloss.lab.evaluation.compare import compare
     from isoloss.lab.evaluation.evaluator import evaluate
     from isoloss.lab.evaluation.pretraining import pretrain
+    from isoloss.lab.finetuning import finetune
     from isoloss.lab.languages.config import load_language
+    from isoloss.lab.tasks import make_task
     from isoloss.lab.training.averaging import average_checkpoints
-    from isoloss.lab.transfer.compare import compare_accuracy
-    from isoloss.lab.transfer.finetuning import finetune
-    from isoloss.lab.transfer.probe import linear_probe
-    from isoloss.lab.transfer.tasks import make_task
     from isoloss.loading import load_model
     from isoloss.registry import (
         register_algorithm,
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     )
     from isoloss.statistics.estimate import Estimate
     from isoloss.studies.reading import read_study
+    from isoloss.transfer.compare import compare_accuracy
+    from isoloss.transfer.probe import linear_probe
 
     __version__: str
 
@@ -44,6 +45,7 @@ __all__ = [
     "average_checkpoints",
     "compare",
     "compare_accuracy",
+    "compare_traces",
     "evaluate",
     "finetune",
     "fisher_trace",
@@ -70,14 +72,15 @@ _load = lazy.exports(
         "Estimate": "isoloss.statistics.estimate",
         "average_checkpoints": "isoloss.lab.training.averaging",
         "compare": "isoloss.lab.evaluation.compare",
-        "compare_accuracy": "isoloss.lab.transfer.compare",
+        "compare_accuracy": "isoloss.transfer.compare",
+        "compare_traces": "isoloss.comparison.traces",
         "evaluate": "isoloss.lab.evaluation.evaluator",
-        "finetune": "isoloss.lab.transfer.finetuning",
+        "finetune": "isoloss.lab.finetuning",
         "fisher_trace": "isoloss.flatness.fisher",
-        "linear_probe": "isoloss.lab.transfer.probe",
+        "linear_probe": "isoloss.transfer.probe",
         "load_language": "isoloss.lab.languages.config",
         "load_model": "isoloss.loading",
-        "make_task": "isoloss.lab.transfer.tasks",
+        "make_task": "isoloss.lab.tasks",
         "pretrain": "isoloss.lab.evaluation.pretraining",
         "read_study": "isoloss.studies.reading",
         **dict.fromkeys((name for name in __all__ if name.startswith("register_")), "isoloss.registry"),

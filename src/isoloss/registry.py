@@ -330,10 +330,10 @@ MEASURES = Registry(
 TASKS = Registry(
     "task",
     "tasks",
-    _entries("isoloss.lab.transfer.text_sources", builtin_components.TEXT_TASKS)
+    _entries("isoloss.transfer.text_sources", builtin_components.TEXT_TASKS)
     | _entries("isoloss.paper.dose_response.tasks", builtin_components.TWIN_TASKS),
     Form(
-        "isoloss.lab.transfer.text_sources:TextTask",
+        "isoloss.transfer.text_sources:TextTask",
         "a function of a language that returns an isoloss.lab.languages.base.Labeling",
     ),
 )

@@ -103,8 +103,8 @@ def test_the_loss_of_a_causal_model_is_entropy_and_kl(capsys, drawn):
 
 
 def test_a_causal_model_reads_a_task_from_the_start(drawn):
-    from isoloss.lab.transfer.features import extract
-    from isoloss.lab.transfer.tasks import make_task, read_from_start
+    from isoloss.lab.tasks import make_task, read_from_start
+    from isoloss.transfer.features import extract
 
     language = Run(drawn).config.language.build()
     task = make_task(language, "root", num_train=20, num_test=5, seed=0)

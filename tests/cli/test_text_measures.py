@@ -13,11 +13,11 @@ from speaking import as_json, refusal
 
 from isoloss.cli.main import main
 from isoloss.lab.evaluation.evaluator import evaluate
-from isoloss.lab.transfer.text_sources import registered_text_task
-from isoloss.lab.transfer.text_tasks import make_text_task, read_examples
 from isoloss.runs import Run
 from isoloss.studies.results import difference, measured
 from isoloss.text.tokenizers import load_tokenizer
+from isoloss.transfer.text_sources import registered_text_task
+from isoloss.transfer.text_tasks import make_text_task, read_examples
 
 GOOD, BAD = ("au", "bv", "cw"), ("dx", "ey", "fz")
 FEW = ("--num-train", "30", "--num-test", "20")
@@ -201,7 +201,7 @@ def test_few_shot_and_projected_probes_and_those_of_the_tokens(capsys, folder, r
 
     convex = ("--num-train", "all", "--num-test", "all", "--probe-solver", "convex")
     tokens = found(capsys, run, "one-hot-sst2", task, *convex)["estimates"]["accuracy"]
-    from isoloss.lab.transfer.probe import fit_linear_probe
+    from isoloss.transfer.probe import fit_linear_probe
 
     tokenizer = load_tokenizer(str(folder / "vocab.txt"))
     data = make_text_task(registered_text_task("sst2", str(task)), tokenizer, max_length=12)

@@ -14,9 +14,9 @@ from speaking import as_json, refusal
 from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.cli.main import main
-from isoloss.lab.transfer.compare import accuracy_difference
-from isoloss.lab.transfer.results import TransferResult
 from isoloss.text.tokenizers import load_tokenizer
+from isoloss.transfer.compare import accuracy_difference
+from isoloss.transfer.results import TransferResult
 
 SMALL = ("--num-train", "120", "--num-test", "80", "--epochs", "2", "--seeds", "2", "--threads", "1")
 

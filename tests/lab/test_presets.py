@@ -14,6 +14,7 @@ from isoloss.errors import IsolossError
 from isoloss.flatness import fisher
 from isoloss.lab import languages
 from isoloss.lab.evaluation.measures.base import make_measure
+from isoloss.lab.finetune_config import FinetuneConfig
 from isoloss.lab.languages.config import PRESETS as LANGUAGES
 from isoloss.lab.languages.config import (
     BracketsConfig,
@@ -24,9 +25,9 @@ from isoloss.lab.languages.config import (
     WithSpecialTokensConfig,
 )
 from isoloss.lab.presets import PRESETS, framed, load_preset, train_config
-from isoloss.lab.transfer.config import ClassifierConfig, FinetuneConfig, LinearProbeConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.seeds import generator
+from isoloss.transfer.config import ClassifierConfig, LinearProbeConfig
 
 GRAMMAR, MARKOV = LANGUAGES["pcfg-paper"][0], LANGUAGES["hmm-paper"][0]
 TEXT = CorpusConfig(paths=("text",), tokenizer="tokenizer")

@@ -10,7 +10,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab.languages.base import Sentences
 from isoloss.lab.languages.config import DyckConfig, PCFGConfig
 from isoloss.lab.languages.exact import all_sentences
-from isoloss.lab.transfer.tasks import make_task
+from isoloss.lab.tasks import make_task
 from isoloss.paper.dose_response import page
 from isoloss.paper.dose_response.design import ARMS, BASE, CONTROL, DOSES, SCALES, SHAM
 from isoloss.paper.dose_response.study import STUDY, answer, contrasts, measures, tables

@@ -115,9 +115,9 @@ def test_what_cannot_be_read_is_refused(finished, tmp_path):
     with pytest.raises(IsolossError, match=r"another plan \(they differ in study"):
         isoloss.read_study(finished, study=_other(tmp_path))
     with pytest.raises(IsolossError, match=r"there is no folder .*optimisers; did you mean .*optimizers"):
-        isoloss.read_study(f"{KEPT}/forth")
+        isoloss.read_study(f"{KEPT}/optimisers")
     kept = tmp_path / "kept"
-    shutil.copytree(KEPT / "pilot", kept)
+    shutil.copytree(KEPT / "same-loss-pilot", kept)
     (kept / "values.parquet").unlink()
     (kept / "values.csv").write_text("run\n")
     with pytest.raises(IsolossError, match=r"values.csv cannot be read"):

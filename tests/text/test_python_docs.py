@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from isoloss.errors import IsolossError
-from isoloss.lab.transfer.text_sources import DOCSTRING_KIND, DOCSTRING_MODULE, SENTENCE_ORDER
-from isoloss.lab.transfer.text_tasks import read_examples
 from isoloss.text import documents, python_docs
 from isoloss.text.hub_datasets import is_dataset, load, parse
 from isoloss.text.python_docs import MODULES, docstrings, rows
+from isoloss.transfer.text_sources import DOCSTRING_KIND, DOCSTRING_MODULE, SENTENCE_ORDER
+from isoloss.transfer.text_tasks import read_examples
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -46,7 +46,7 @@ COMMON = (
 
 def _say_below_majority(evaluations: Evaluations) -> None:
     """Say which accuracies are below the majority class's, and why; a row of the table looks like any other."""
-    from isoloss.lab.transfer.results import below_majority
+    from isoloss.transfer.results import below_majority
 
     for model, evaluation in zip(evaluations.models, evaluations, strict=True):
         accuracy = evaluation.estimates.get("accuracy")

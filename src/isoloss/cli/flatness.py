@@ -28,8 +28,7 @@ from isoloss.statistics.tables import short_names
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
-    from isoloss.flatness.comparison import TraceComparison
-    from isoloss.flatness.verdict import Reason
+    from isoloss.comparison.verdict import Reason, TraceComparison
     from isoloss.lab.evaluation.context import MeasureContext, ModelInfo
     from isoloss.lab.evaluation.flatness import FlatnessResults
     from isoloss.text.inputs import Inputs
@@ -143,7 +142,7 @@ def main(arguments: list[str]) -> int:
     common.use_threads(args.threads)
     import torch
 
-    from isoloss.flatness.verdict import verdict
+    from isoloss.comparison.verdict import verdict
     from isoloss.lab.evaluation.context import Checkpoints
     from isoloss.lab.evaluation.flatness import measure_flatness
 
@@ -204,7 +203,7 @@ def main(arguments: list[str]) -> int:
             reasons = judged.reasons if results.compared is not None else ()
             common.say_next([*_next(args, arguments, results, inputs, reasons)])
     if args.figure is not None and results.compared is not None:
-        from isoloss.report.flatness import trace_against_loss
+        from isoloss.comparison.page import trace_against_loss
 
         # last, so that a full disk does not cost the table
         common.save_figure(args.figure, trace_against_loss(results.compared, names))

@@ -16,24 +16,25 @@ from isoloss.cli import common, options
 from isoloss.cli.options import Loading, Options, option_name, sources_of
 from isoloss.config import check, setting
 from isoloss.errors import IsolossError
+from isoloss.lab.finetune_config import FinetuneConfig
 from isoloss.lab.languages.config import LATENT
 from isoloss.lab.presets import load_preset
-from isoloss.lab.transfer.config import ClassifierConfig, FinetuneConfig, LinearProbeConfig
-from isoloss.lab.transfer.text_sources import TextTask, registered_text_task
 from isoloss.registry import TASKS
 from isoloss.runs import Run, checkpoint_of, refuse_twice
 from isoloss.statistics.estimate import accuracy_bounds
 from isoloss.statistics.tables import short_names
 from isoloss.text import hub_datasets, tokenizers
+from isoloss.transfer.config import ClassifierConfig, LinearProbeConfig
+from isoloss.transfer.text_sources import TextTask, registered_text_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from isoloss.lab.transfer.compare import AccuracyComparison
-    from isoloss.lab.transfer.results import TransferResult
-    from isoloss.lab.transfer.tasks import TaskData
-    from isoloss.lab.transfer.text_tasks import TextExamples
     from isoloss.loading import LoadedModel
+    from isoloss.transfer.compare import AccuracyComparison
+    from isoloss.transfer.results import TransferResult
+    from isoloss.transfer.tasks import TaskData
+    from isoloss.transfer.text_tasks import TextExamples
 
 EXAMPLES = [
     ("isoloss transfer runs/first --task root", "a linear probe of the last checkpoint of a run"),
@@ -161,7 +162,7 @@ def main(arguments: list[str]) -> int:
     # before any model is loaded: a mistake in the task is told at once
     tasks = Tasks(args, models)
     from isoloss.lab.training.train import Interrupted
-    from isoloss.lab.transfer.compare import compare_accuracy
+    from isoloss.transfer.compare import compare_accuracy
 
     results: dict[str, tuple[TaskData, TransferResult]] = {}
     for subject in models:
@@ -202,7 +203,7 @@ def _measure(args: Args, config: Any, subject: Subject, tasks: Tasks) -> tuple[T
 
     label = f"{args.task}: {subject.name}"
     if args.method == "lookup":
-        from isoloss.lab.transfer.probe import lookup_probe
+        from isoloss.lab.lookup import lookup_probe
 
         task = tasks.of(subject, None)
         with common.Progress(label, 1, "probes"):
@@ -211,11 +212,11 @@ def _measure(args: Args, config: Any, subject: Subject, tasks: Tasks) -> tuple[T
     loaded = load_model(subject.checkpoint, **vars(args.loading))
     task = tasks.of(subject, loaded)
     if args.method == "probe":
-        from isoloss.lab.transfer.probe import linear_probe
+        from isoloss.transfer.probe import linear_probe
 
         with common.Progress(label, 1, "probes"):
             return task, linear_probe(loaded.model, task, config)
-    from isoloss.lab.transfer.finetuning import finetune, num_steps
+    from isoloss.lab.finetuning import finetune, num_steps
 
     folder = None if args.output is None else args.output / f"{_stem(args, subject)}.state"
     with common.Progress(label, config.seeds * num_steps(config, len(task.train_labels)), "steps") as progress:
@@ -325,7 +326,7 @@ class Tasks:
         Raises:
             IsolossError: Its vocabulary differs from the language's or the tokenizer's.
         """
-        from isoloss.lab.transfer.tasks import read_from_start
+        from isoloss.lab.tasks import read_from_start
 
         if self._synthetic is None:
             assert loaded is not None  # a look-up table of text was refused
@@ -341,7 +342,7 @@ class Tasks:
         return read_from_start(self._synthetic, self.language) if loaded.kind == "causal" else self._synthetic
 
     def _make_synthetic(self) -> TaskData:
-        from isoloss.lab.transfer.tasks import make_task
+        from isoloss.lab.tasks import make_task
 
         args, sentences = self.args, self.args.sentences
         preset, task = None if args.preset is None else load_preset(args.preset), args.task
@@ -364,8 +365,8 @@ class Tasks:
         )
 
     def _make_text(self, subject: Subject, loaded: LoadedModel) -> TaskData:
-        from isoloss.lab.transfer.text_tasks import as_read_by, read_examples
         from isoloss.model_checks import max_length
+        from isoloss.transfer.text_tasks import as_read_by, read_examples
 
         assert self._source is not None
         args, tokenizer = self.args, self._tokenizer(subject)
@@ -448,7 +449,7 @@ def _source(args: Args, registered: TextTask | None) -> TextTask:
 
 
 def _print_differences(compared: AccuracyComparison) -> None:
-    from isoloss.lab.transfer.compare import DIFFERENCE_COLUMNS
+    from isoloss.transfer.compare import DIFFERENCE_COLUMNS
 
     short = short_names(list(compared.results))
     rows = [pair.row(short[pair.first], short[pair.second]) for pair in compared.pairs]
@@ -461,7 +462,7 @@ def _print_differences(compared: AccuracyComparison) -> None:
 
 
 def _print(args: Args, name: str, task: TaskData, result: TransferResult) -> None:
-    from isoloss.lab.transfer.results import CLASS_COLUMNS, MOST_CLASSES, below_majority
+    from isoloss.transfer.results import CLASS_COLUMNS, MOST_CLASSES, below_majority
 
     accuracy = result.accuracy
     details = accuracy.details
@@ -518,7 +519,7 @@ def _stem(args: Args, subject: Subject) -> str:
 
 
 def _save(args: Args, folder: Path, subject: Subject, task: TaskData, result: TransferResult) -> None:
-    from isoloss.lab.transfer.results import write_predictions
+    from isoloss.transfer.results import write_predictions
 
     stem = _stem(args, subject)
     write_predictions(folder / f"{stem}.jsonl", result, task.inputs())

@@ -14,10 +14,11 @@ from typing import Any
 from isoloss import config as configs
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, did_you_mean
+from isoloss.lab.finetune_config import FinetuneConfig
 from isoloss.lab.languages.config import FileConfig, WithSpecialTokensConfig
-from isoloss.lab.transfer.config import ClassifierConfig, FinetuneConfig, LinearProbeConfig
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from isoloss.transfer.config import ClassifierConfig, LinearProbeConfig
 
 _MASKED = ObjectiveConfig(masking="fraction", fraction=0.15)
 # The paper's appendix A.1

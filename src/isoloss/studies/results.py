@@ -297,7 +297,7 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
     """Return later - factor * earlier, with the error of the difference on the same examples.
 
     Differences of accuracies are in percentage points; on sampled test examples, with the error of
-    `isoloss.lab.transfer.compare.accuracy_difference` over examples and probes. Otherwise the squared error is the sum
+    `isoloss.transfer.compare.accuracy_difference` over examples and probes. Otherwise the squared error is the sum
     of (psi_i - factor psi'_i)^2 over n (n - 1), where psi_i and psi'_i are the influences of example i (or, for an
     accuracy over all sentences, of draw i) on later and earlier. The difference of exact values is exact.
 
@@ -319,7 +319,7 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
     if of_accuracy and factor != 1:
         raise IsolossError(f"an accuracy is compared as it is, not with a factor of {factor:g}")
     if later.is_accuracy:
-        from isoloss.lab.transfer.compare import accuracy_difference
+        from isoloss.transfer.compare import accuracy_difference
 
         return _in_points(accuracy_difference(later.correct, earlier.correct))
     found = paired_difference(_by_example(later), times(_by_example(earlier), factor))
@@ -376,13 +376,13 @@ def _in_points(found: Estimate) -> Estimate:
 def cka(first: Measured, second: Measured) -> Estimate:
     """Return the linear CKA of the features of two checkpoints, by the `effective-dimension` of the measure `features`.
 
-    See `isoloss.lab.transfer.similarity.linear_cka`: 1 where the features are the same up to rotation and scale, 0
+    See `isoloss.transfer.similarity.linear_cka`: 1 where the features are the same up to rotation and scale, 0
     where they are uncorrelated. The error is over the draw of the sentences.
 
     Raises:
         IsolossError: One of the two is of another measure, or they are not of the same sentences.
     """
-    from isoloss.lab.transfer.similarity import from_upper_triangle, linear_cka
+    from isoloss.transfer.similarity import from_upper_triangle, linear_cka
 
     if not all("gram" in one.examples for one in (first, second)):
         raise IsolossError(

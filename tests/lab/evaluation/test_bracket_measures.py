@@ -13,9 +13,9 @@ from isoloss.lab.evaluation.measures.brackets import TASKS, targets
 from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.hidden_bracket import HiddenBracket
 from isoloss.lab.models.make import make_model
-from isoloss.lab.transfer.features import extract
-from isoloss.lab.transfer.ridge import STRENGTHS, leave_one_out_ridge, r_squared
 from isoloss.run_config import ModelConfig, ObjectiveConfig
+from isoloss.transfer.features import extract
+from isoloss.transfer.ridge import STRENGTHS, leave_one_out_ridge, r_squared
 
 LANGUAGE = HiddenBracket(4)
 CONTEXT = MeasureContext(read=None, objective=ObjectiveConfig(), language=LANGUAGE)

@@ -8,27 +8,28 @@ import numpy as np
 import pytest
 
 from isoloss import files
+from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.comparison import compare_traces
 from isoloss.lab.evaluation import loss
 from isoloss.lab.evaluation.context import language_inputs
 from isoloss.lab.evaluation.evaluator import Evaluator, pending
 from isoloss.lab.evaluation.loss import exact_targets as make_targets
 from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.lab.languages.config import PRESETS, CorpusConfig
+from isoloss.lab.lookup import lookup_probe
 from isoloss.lab.models.expansion import expand
 from isoloss.lab.models.sizes import SIZES
+from isoloss.lab.tasks import make_task
 from isoloss.lab.training.train import train
-from isoloss.lab.transfer.compare import accuracy_difference
-from isoloss.lab.transfer.probe import linear_probe, lookup_probe
-from isoloss.lab.transfer.tasks import make_task
 from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.comparison import paired_difference
 from isoloss.studies.results import difference, measured
 from isoloss.text.masking import IGNORED
+from isoloss.transfer.compare import accuracy_difference
+from isoloss.transfer.probe import linear_probe
 
 CONFIG = TrainConfig(
     language=PRESETS["pcfg-laptop"][0],

@@ -14,17 +14,18 @@ from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.transfer import Features
 from isoloss.lab.languages.config import CorpusConfig, DyckConfig, PCFGConfig
 from isoloss.lab.languages.exact import all_sentences
+from isoloss.lab.lookup import causal_lookup_features, lookup_features
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.train import train
-from isoloss.lab.transfer import effective_dimension, linear_cka
-from isoloss.lab.transfer.features import causal_lookup_features, extract, lookup_features
-from isoloss.lab.transfer.similarity import from_upper_triangle
 from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import generator
 from isoloss.studies.results import cka, difference, measured
 from isoloss.text.masking import with_start
+from isoloss.transfer import effective_dimension, linear_cka
+from isoloss.transfer.features import extract
+from isoloss.transfer.similarity import from_upper_triangle
 
 CONFIG = TrainConfig(
     language=DyckConfig(),

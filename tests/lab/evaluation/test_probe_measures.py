@@ -14,21 +14,23 @@ from scipy.optimize import minimize
 from scipy.special import log_softmax
 
 from isoloss.errors import IsolossError
+from isoloss.lab import lookup
 from isoloss.lab.evaluation.context import MeasureContext
 from isoloss.lab.evaluation.evaluator import Evaluator
 from isoloss.lab.evaluation.measures.base import make_measure, settings_of
+from isoloss.lab.finetuning import finetune
 from isoloss.lab.languages.base import Sentences
 from isoloss.lab.languages.config import BracketsConfig, DyckConfig, PCFGConfig
+from isoloss.lab.lookup import language_probe
 from isoloss.lab.models.make import make_model
+from isoloss.lab.tasks import labeling, make_task, read_from_start
 from isoloss.lab.training.train import train
-from isoloss.lab.transfer import features
-from isoloss.lab.transfer.finetuning import finetune
-from isoloss.lab.transfer.probe import language_probe, linear_probe
-from isoloss.lab.transfer.tasks import labeling, make_task, read_from_start
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.results import difference, measured
 from isoloss.text.masking import with_start
+from isoloss.transfer import features
+from isoloss.transfer.probe import linear_probe
 
 GRAMMAR = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=5)
 WHOLE = {"probe_solver": "convex", "num_test": "all", "num_train": 60}
@@ -170,7 +172,7 @@ def test_sentences_without_a_label_and_of_other_lengths():
         return hot.reshape(len(tokens), -1)
 
     tokens = np.concatenate([sentence.tokens.numpy() for sentence in sentences])
-    assert np.array_equal(features.one_hot_features(language, drawn.train).numpy(), one_hot(drawn.train.tokens.numpy()))
+    assert np.array_equal(lookup.one_hot_features(language, drawn.train).numpy(), one_hot(drawn.train.tokens.numpy()))
     fitted = scipy_probe(one_hot(drawn.train.tokens.numpy()), drawn.train_labels.numpy(), len(drawn.classes))
     assert one.value == pytest.approx(share_right(fitted(one_hot(tokens)), joint), abs=0.005)
     assert one.num_predictions == (joint.sum(axis=1) > 0).sum()
@@ -237,8 +239,8 @@ def test_a_projected_probe_is_the_probe_of_the_projected_features(model, languag
 def test_logarithms_of_the_look_up_table_have_a_floor():
     language = DyckConfig(kinds=2, max_length=6).build()
     sentences = language.sample(50, generator=torch.Generator().manual_seed(0))
-    table = features.lookup_features(language, sentences).view(50, sentences.tokens.shape[1], -1)
-    logs = features.log_lookup_features(language, sentences).view_as(table)
+    table = lookup.lookup_features(language, sentences).view(50, sentences.tokens.shape[1], -1)
+    logs = lookup.log_lookup_features(language, sentences).view_as(table)
     present = sentences.present()
     assert not present.all()
     assert (logs[~present] == 0).all()
@@ -248,7 +250,7 @@ def test_logarithms_of_the_look_up_table_have_a_floor():
 
 
 def test_tables_are_functions_of_the_language_and_take_a_sampled_test(model, language, context):
-    for how, table in (("lookup", features.lookup_features), ("log-lookup", features.log_lookup_features)):
+    for how, table in (("lookup", lookup.lookup_features), ("log-lookup", lookup.log_lookup_features)):
         sampled = accuracy(f"{how}-prefix-2", {**WHOLE, "num_test": 100}, None, context)
         task = make_task(language, "prefix-2", num_train=60, num_test=100, seed=0)
         fitted = scipy_probe(table(language, task.train).double().numpy(), task.train_labels.numpy(), 3)
@@ -265,8 +267,8 @@ def test_tables_of_causal_models_are_of_next_tokens(language, context):
     settings = {"num_train": 60, "num_test": 100, "probe_solver": "convex", "seed": 0}
     task = make_task(language, "prefix-2", num_train=60, num_test=100, seed=0)
     for how, table in (
-        ("lookup", features.causal_lookup_features),
-        ("log-lookup", features.causal_log_lookup_features),
+        ("lookup", lookup.causal_lookup_features),
+        ("log-lookup", lookup.causal_log_lookup_features),
     ):
         of_next = accuracy(f"{how}-prefix-2", settings, None, causal)
         assert of_next.value == language_probe(table, language, task, solver="convex", seeds=1).accuracy.value

@@ -25,7 +25,7 @@ from isoloss.lab.languages.config import (
     PCFGConfig,
     TeacherConfig,
 )
-from isoloss.lab.transfer.tasks import make_task
+from isoloss.lab.tasks import make_task
 from isoloss.registry import LANGUAGES, TASKS
 
 

@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from transformers import PretrainedConfig
 
+from isoloss.comparison.traces import Model, Outline
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
-from isoloss.flatness.comparison import Model, Outline
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.loss import ExactTargets, exact_targets
 from isoloss.lab.evaluation.measures.base import weights_digest
 from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.languages.exact import all_sentences, why_not_enumerable
+from isoloss.lab.tasks import WholeTask, make_task, whole_task
 from isoloss.lab.training import training_set
-from isoloss.lab.transfer.features import why_no_features
-from isoloss.lab.transfer.tasks import TaskData, WholeTask, make_task, whole_task
-from isoloss.lab.transfer.text_sources import TextTask
-from isoloss.lab.transfer.text_tasks import TextExamples, as_read_by, read_examples
 from isoloss.loading import Kind, LoadedModel, header_of, load_model
 from isoloss.model_checks import input_embeddings, is_causal, run_on_ids, text_config
 from isoloss.model_checks import max_length as most_positions
@@ -35,6 +32,10 @@ from isoloss.text.inputs import Inputs, check_model, holds_text, make_inputs, re
 from isoloss.text.masking import IGNORED, objective_batch
 from isoloss.text.tokenizer_difference import difference
 from isoloss.text.tokenizers import NoTokenizerError, files_key, load_tokenizer
+from isoloss.transfer.features import why_no_features
+from isoloss.transfer.tasks import TaskData
+from isoloss.transfer.text_sources import TextTask
+from isoloss.transfer.text_tasks import TextExamples, as_read_by, read_examples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -122,7 +123,7 @@ class MeasureContext:
     def text_examples(
         self, source: TextTask, *, num_train: int | None, num_test: int | None, draws: int | None, seed: int
     ) -> TextExamples:
-        """Return the examples of a task of text (`isoloss.lab.transfer.text_tasks.read_examples`)."""
+        """Return the examples of a task of text (`isoloss.transfer.text_tasks.read_examples`)."""
         return self._once(
             ("examples", source, num_train, num_test, draws, seed),
             lambda: read_examples(source, num_train=num_train, num_test=num_test, draws=draws, seed=seed),
@@ -147,14 +148,14 @@ class MeasureContext:
         )
 
     def task(self, name: str, *, num_train: int, num_test: int, seed: int) -> TaskData:
-        """Return labeled sentences of a downstream task (`isoloss.lab.transfer.tasks.make_task`)."""
+        """Return labeled sentences of a downstream task (`isoloss.lab.tasks.make_task`)."""
         return self._once(
             ("task", name, num_train, num_test, seed),
             lambda: make_task(self.language, name, num_train=num_train, num_test=num_test, seed=seed),
         )
 
     def whole_task(self, name: str, *, num_train: int, seed: int) -> WholeTask:
-        """Return a downstream task on all sentences (`isoloss.lab.transfer.tasks.whole_task`)."""
+        """Return a downstream task on all sentences (`isoloss.lab.tasks.whole_task`)."""
         return self._once(
             ("whole task", name, num_train, seed),
             lambda: whole_task(self.language, name, self.all_sentences(), num_train=num_train, seed=seed),

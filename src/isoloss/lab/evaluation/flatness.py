@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from isoloss.comparison.traces import InterruptedComparison, compare_traces
+from isoloss.comparison.verdict import TraceComparison, warn_unlike
 from isoloss.errors import IsolossError
 from isoloss.flatness import InterruptedEstimate
-from isoloss.flatness.comparison import InterruptedComparison, TraceComparison, compare_traces, warn_unlike
 from isoloss.lab.evaluation.context import MeasureContext
 from isoloss.lab.evaluation.measures.base import MeasureResult
 from isoloss.lab.evaluation.measures.flatness import (
@@ -74,7 +75,7 @@ def measure_flatness(
 
     The models are loaded one after another, for each measure anew. Of several models, the first decides where `rtol`
     or `seconds` of the context end a measurement, and the others are measured on as many sequences. Their traces and
-    minimal traces come from one pass (`isoloss.flatness.compare_traces`).
+    minimal traces come from one pass (`isoloss.compare_traces`).
 
     Args:
         models: What loads each, by name.

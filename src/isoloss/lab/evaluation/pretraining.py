@@ -39,7 +39,7 @@ def pretrain(
     """Pre-train a model into a run directory, from its newest checkpoint if it has one, and return the run.
 
     This is `isoloss.lab.training.train.train` with what the config needs besides: an algorithm that asks for the
-    training set of a downstream task gets it from `isoloss.lab.transfer.tasks.make_task` and the run's seed, and where
+    training set of a downstream task gets it from `isoloss.lab.tasks.make_task` and the run's seed, and where
     `measure_every` is set, metrics.jsonl gets the measurements of `Monitor`. A stage's target is compared with what
     `Validation` measures.
 
@@ -101,7 +101,7 @@ def next_update(run: Run, language: Language) -> dict[str, torch.Tensor]:
 
 
 def _task_examples(language: Language, seed: int, name: str, n: int) -> Examples:
-    from isoloss.lab.transfer.tasks import labeling, make_task
+    from isoloss.lab.tasks import labeling, make_task
 
     if labeling(language, name).draw is not None:
         raise IsolossError(f"the sentences of task {name!r} are not the language's, so it cannot be spoiled")

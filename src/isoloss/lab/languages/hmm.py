@@ -174,7 +174,7 @@ class HMM(ExactLanguage):
         return [[self.states[state] for state in states] for states in sentences.latent.tolist()]
 
     def labeling(self, name: str) -> Labeling:
-        """Return what the task `name` asks (see `isoloss.lab.transfer.tasks.make_task`).
+        """Return what the task `name` asks (see `isoloss.lab.tasks.make_task`).
 
         Scores are in float64 whatever the language computes in, so that the labels are the same.
         """

@@ -230,7 +230,7 @@ class PCFG(ExactLanguage):
         return derivations(sentences, self.symbols, self.vocabulary)
 
     def labeling(self, name: str) -> Labeling:
-        """Return what the task `name` asks (see `isoloss.lab.transfer.tasks.make_task`)."""
+        """Return what the task `name` asks (see `isoloss.lab.tasks.make_task`)."""
         return grammar_labeling(self, name)
 
     def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
@@ -533,7 +533,7 @@ class _Node:
 
 
 def grammar_labeling(language: PCFG, asked: str) -> Labeling:
-    """Return what the task `asked` asks of a grammar's sentences (see `isoloss.lab.transfer.tasks.make_task`).
+    """Return what the task `asked` asks of a grammar's sentences (see `isoloss.lab.tasks.make_task`).
 
     Scores are in float64 whatever the language computes in, so that the labels are the same.
     """

@@ -32,8 +32,9 @@ for name in (
     "isoloss.lab.models.expansion",
     "isoloss.lab.models.compiled_bert",
     "isoloss.lab.training.train",
-    "isoloss.lab.transfer.probe",
-    "isoloss.lab.transfer.tasks",
+    "isoloss.transfer.probe",
+    "isoloss.transfer.tasks",
+    "isoloss.lab.tasks",
     "transformers.models.bert.modeling_bert",
 ):
     importlib.import_module(name)

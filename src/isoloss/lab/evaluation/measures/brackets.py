@@ -131,7 +131,7 @@ class BracketProbes(SeededMeasure):
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Return `r2-TASK-NUMBER`, the mean over draws, with its standard error over draws."""
-        from isoloss.lab.transfer.features import extract
+        from isoloss.transfer.features import extract
 
         language: HiddenBracket = context.language
         return self._found(language, extract(model, language.strings(), pooling="last").cpu().double().numpy())
@@ -175,7 +175,7 @@ def scores_of(
     import torch
 
     from isoloss import seeds
-    from isoloss.lab.transfer.ridge import r_squared
+    from isoloss.transfer.ridge import r_squared
 
     rows = (
         torch.randperm(len(features), generator=seeds.generator(seed, "bracket strings", shots, draw))[:shots].numpy()

@@ -46,7 +46,7 @@ class FlatnessMeasure(Measure):
 
     @property
     def is_compared(self) -> bool:
-        """Whether `isoloss.flatness.compare_traces` takes it of several models."""
+        """Whether `isoloss.compare_traces` takes it of several models."""
         return False
 
     def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
@@ -151,7 +151,7 @@ class Trace(_Probed):
 
     @property
     def is_compared(self) -> bool:
-        """Whether `isoloss.flatness.compare_traces` takes it of several models: not by the paper's sampled labels."""
+        """Whether `isoloss.compare_traces` takes it of several models: not by the paper's sampled labels."""
         return self.trace_method == "ghost"
 
     def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:

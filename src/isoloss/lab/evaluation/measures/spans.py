@@ -54,9 +54,9 @@ class Span(Trained):
 
         from isoloss import seeds
         from isoloss.lab.languages.pcfg import symbols_on_level
-        from isoloss.lab.transfer.config import ClassifierConfig
-        from isoloss.lab.transfer.probe import over_draws
         from isoloss.statistics.ratio import ratio_estimate
+        from isoloss.transfer.config import ClassifierConfig
+        from isoloss.transfer.probe import over_draws
 
         if reason := self.why_not_applicable(context):
             raise IsolossError(reason)
@@ -101,8 +101,8 @@ class Span(Trained):
         import torch
 
         from isoloss.lab.languages.base import Sentences as Batch
-        from isoloss.lab.transfer.features import backbone_of, check_sentences
         from isoloss.text.masking import with_start
+        from isoloss.transfer.features import backbone_of, check_sentences
 
         plain = Batch(sentences.tokens, sentences.lengths)
         read = with_start(plain, context.language) if context.is_causal else plain

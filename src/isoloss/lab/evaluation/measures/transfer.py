@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 from isoloss.config import setting
 from isoloss.errors import IsolossError, did_you_mean
 from isoloss.lab.evaluation.measures.base import MeasureResult, SeededMeasure, digest, make_measure
-from isoloss.lab.transfer.config import ClassifierConfig
-from isoloss.lab.transfer.text_sources import TextTask, own_text_task, registered_name, registered_text_task
 from isoloss.registry import TASKS
+from isoloss.transfer.config import ClassifierConfig
+from isoloss.transfer.text_sources import TextTask, own_text_task, registered_name, registered_text_task
 
 if TYPE_CHECKING:
     import torch
 
     from isoloss.lab.evaluation.context import MeasureContext, ModelInfo
     from isoloss.lab.languages.base import Sentences
-    from isoloss.lab.transfer.probe import Fitted
-    from isoloss.lab.transfer.results import TransferResult
-    from isoloss.lab.transfer.tasks import TaskData, WholeTask
-    from isoloss.lab.transfer.text_tasks import TextExamples
+    from isoloss.lab.tasks import WholeTask
     from isoloss.statistics.estimate import Estimate
+    from isoloss.transfer.probe import Fitted
+    from isoloss.transfer.results import TransferResult
+    from isoloss.transfer.tasks import TaskData
+    from isoloss.transfer.text_tasks import TextExamples
 
 # --- any task --------------------------------------------------------------------------------------------------------
 
@@ -108,7 +109,7 @@ class TaskMeasure(SeededMeasure):
 
         Tested on all sentences, it comes instead with the influence of each draw, projection or seed.
         """
-        from isoloss.lab.transfer.tasks import WholeTask
+        from isoloss.lab.tasks import WholeTask
 
         if (source := self._source) is not None:
             return self._run_on_text(model, context, self._examples(source, context))
@@ -165,7 +166,7 @@ class TaskMeasure(SeededMeasure):
 
     def _read(self, data: TaskData, context: MeasureContext) -> TaskData:
         """Return the task as the model reads it."""
-        from isoloss.lab.transfer.tasks import read_from_start
+        from isoloss.lab.tasks import read_from_start
 
         return read_from_start(data, context.language) if self._takes_start(context) else data
 
@@ -245,8 +246,8 @@ class _ProbeMeasure(TaskMeasure):
         self, model: Any, context: MeasureContext, sentences: Sentences, types: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return (n, D), one row per sentence."""
-        from isoloss.lab.transfer.features import extract
         from isoloss.text.masking import with_start
+        from isoloss.transfer.features import extract
 
         read = with_start(sentences, context.language) if self._takes_start(context) else sentences
         features: Any = extract(model, read, types=types, pooling=self.probe_pooling, layer=self.probe_layer)
@@ -254,7 +255,7 @@ class _ProbeMeasure(TaskMeasure):
 
     def _fitted(self, model: Any, context: MeasureContext, data: TaskData | WholeTask) -> Fitted:
         """Return the predictions of each probe, and how they were fitted."""
-        from isoloss.lab.transfer.tasks import WholeTask
+        from isoloss.lab.tasks import WholeTask
 
         if isinstance(data, WholeTask):
             test = self._all_features(model, context, data.task.test)
@@ -269,13 +270,13 @@ class _ProbeMeasure(TaskMeasure):
         return context.features(model, self._features, model, context, sentences, states=states)
 
     def _fit(self, train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, classes: int) -> Fitted:
-        from isoloss.lab.transfer.probe import over_draws
+        from isoloss.transfer.probe import over_draws
 
         return over_draws(train_x, train_y, test_x, self._classifier(), classes=classes, draws=self._draws)
 
     def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
-        from isoloss.lab.transfer.probe import probe_method
-        from isoloss.lab.transfer.results import score
+        from isoloss.transfer.probe import probe_method
+        from isoloss.transfer.results import score
 
         began = time.perf_counter()
         predictions, details = self._fitted(model, context, data)
@@ -293,8 +294,8 @@ class _ProbeMeasure(TaskMeasure):
         return dataclasses.replace(result, accuracy=dataclasses.replace(result.accuracy, details=told))
 
     def _exact(self, model: Any, context: MeasureContext, data: WholeTask) -> Estimate:
-        from isoloss.lab.transfer.probe import probe_method
-        from isoloss.lab.transfer.tasks import weighted_overlap
+        from isoloss.lab.tasks import weighted_overlap
+        from isoloss.transfer.probe import probe_method
 
         began = time.perf_counter()
         config = self._classifier()
@@ -354,7 +355,7 @@ class Probe(_ProbeMeasure, Trained):
 
     def _one(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
         """Return the result of one draw, whose features may be larger than memory."""
-        from isoloss.lab.transfer.probe import linear_probe
+        from isoloss.transfer.probe import linear_probe
 
         reading: dict[str, Any] = {"pooling": self.probe_pooling, "layer": self.probe_layer}
         return linear_probe(model, self._read(data, context), **dataclasses.asdict(self._classifier()), **reading)
@@ -405,7 +406,7 @@ class Projected(_ProbeMeasure, Trained):
         return self.num_train, None
 
     def _fit(self, train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, classes: int) -> Fitted:
-        from isoloss.lab.transfer.probe import over_projections
+        from isoloss.transfer.probe import over_projections
 
         sizes = {"classes": classes, "width": self.width, "projections": self._draws, "seed": self.seed}
         return over_projections(train_x, train_y, test_x, self._classifier(), **sizes)
@@ -415,7 +416,7 @@ class Projected(_ProbeMeasure, Trained):
 class Lookup(Probe):
     """Accuracy of the same probe on the true conditionals: the look-up table, a model without parameters."""
 
-    features: ClassVar[str] = "lookup_features"  # of isoloss.lab.transfer.features
+    features: ClassVar[str] = "lookup_features"  # of isoloss.lab.lookup
 
     def __post_init__(self) -> None:
         """Leave out the settings of probes of a model's states: they decide nothing here."""
@@ -428,12 +429,12 @@ class Lookup(Probe):
 
     def _table(self, context: MeasureContext) -> Callable[[Any, Sentences], torch.Tensor]:
         """Return what makes the features (n, D) of sentences of a language."""
-        from isoloss.lab.transfer import features
+        from isoloss.lab import lookup
 
         # one-hot tokens are the same for both
         causal = f"causal_{self.features}"
-        name = causal if context.is_causal and hasattr(features, causal) else self.features
-        made: Callable[[Any, Sentences], torch.Tensor] = getattr(features, name)
+        name = causal if context.is_causal and hasattr(lookup, causal) else self.features
+        made: Callable[[Any, Sentences], torch.Tensor] = getattr(lookup, name)
         return made
 
     def _features(
@@ -445,7 +446,7 @@ class Lookup(Probe):
         return context.features(None, self._table(context), context.language, sentences)
 
     def _one(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
-        from isoloss.lab.transfer.probe import language_probe
+        from isoloss.lab.lookup import language_probe
 
         return language_probe(self._table(context), context.language, data, self._classifier())
 
@@ -486,8 +487,8 @@ class OneHot(Lookup):
     def _table(self, context: MeasureContext) -> Callable[[Any, Sentences], torch.Tensor]:
         if self._source is None:
             return super()._table(context)
-        from isoloss.lab.transfer.features import one_hot
         from isoloss.text.tokenizers import vocabulary
+        from isoloss.transfer.features import one_hot
 
         width = len(vocabulary(context.tokenizer()))
         return lambda _, sentences: one_hot(sentences, width)
@@ -510,7 +511,7 @@ class Finetune(TaskMeasure, Trained):
         return self.num_train, None
 
     def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
-        from isoloss.lab.transfer.finetuning import finetune
+        from isoloss.lab.finetuning import finetune
 
         return finetune(
             model,
@@ -568,9 +569,10 @@ class Features(SeededMeasure):
         sentences, the upper triangle of the features' Gram matrix comes with them, as `gram` of `effective-dimension`.
         The inputs are the sentences without a start, so that causal and masked models of a language have the same.
         """
-        from isoloss.lab.transfer import similarity
-        from isoloss.lab.transfer.features import causal_lookup_features, extract, lookup_features
+        from isoloss.lab.lookup import causal_lookup_features, lookup_features
         from isoloss.text.masking import with_start
+        from isoloss.transfer import similarity
+        from isoloss.transfer.features import extract
 
         takes_start = context.is_causal and context.language is not None
         table = causal_lookup_features if context.is_causal else lookup_features

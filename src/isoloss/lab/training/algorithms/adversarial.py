@@ -47,7 +47,7 @@ def ridge_predictions(
 def token_states(model: Any, sentences: Sentences, language: Language, *, causal: bool) -> torch.Tensor:
     """Return (n, T d): the last states of each unmasked sentence's tokens side by side, zeros at padding.
 
-    What the linear probe reads (`isoloss.lab.transfer.features.extract`), as a function that can be differentiated. A
+    What the linear probe reads (`isoloss.transfer.features.extract`), as a function that can be differentiated. A
     causal model reads the start before the sentence, whose own state is left out.
     """
     width = sentences.tokens.shape[1]

@@ -1,0 +1,138 @@
+"""The page of a comparison of models, one screen with the numbers below it; and the figure of trace against loss."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+
+from isoloss.comparison.models import ModelComparison
+from isoloss.comparison.verdict import TraceComparison, in_digits
+from isoloss.report.charts import BARS, Spec
+from isoloss.report.data import COLORS, MARKERS, TRACE
+from isoloss.report.html import Card, IntervalRow, Section, Tone, interval_rows, page, table
+from isoloss.report.panels import Axis, Panel, Series, draw
+from isoloss.statistics.estimate import Estimate, interval, number
+
+_TONES: dict[bool | None, Tone] = {True: "good", False: "bad", None: "unclear"}
+_COLORS = COLORS[:7]  # that everybody tells apart; further models have other markers
+_NAME = 50  # letters of a name on a line, such as fit the figure
+_WIDE = 4.0  # ratio of the largest trace to the smallest, from which the axis is logarithmic
+_RATIOS = ("trace", "minimal-trace", "without_embeddings")  # whose differences are read as ratios
+
+_LEDE = (
+    "Flatness is the trace of the Fisher information, the curvature of the loss summed over all weights: smaller is "
+    "flatter. The minimal trace is the smallest trace that rescaling the weights can reach without changing a "
+    "prediction."
+)
+_READING = (
+    "Every difference is paired: all models read the same inputs, with the same random probes and the same noise, so "
+    "the error that they share cancels. Intervals have 95 % confidence.\n"
+    "A model is called the flattest only if its trace and its minimal trace are both the smallest, the models have one "
+    "architecture, and their losses are shown to be the same. The trace alone is not enough: rescaling the weights can "
+    "change it without changing a prediction.\n"
+    "A rise is how far the loss grows under a change of the weights. With 8 bits, the weights of linear layers are "
+    "rounded to the nearest of 255 values per output; with 4 bits, to the nearest of 15 values per group of 128 "
+    "weights; both without calibration. With noise, Gaussian noise of a few percent of each tensor's root mean square "
+    "is added to all weights."
+)
+
+
+def comparison_page(comparison: ModelComparison, *, command: str = "", more: str = "more inputs") -> str:
+    """Return the page of a comparison as one HTML document that loads nothing.
+
+    Args:
+        comparison: The comparison of two models or more. If only one was measured, because another failed, the page has
+            its numbers alone.
+        command: The command line that made the page, which is shown at its end.
+        more: What would make the errors smaller.
+    """
+    names = comparison.short
+    first, *others = names.values()
+    title = f"Which of {len(names)} models is flatter?"
+    if len(others) < 2:
+        title = f"Which is flatter: {first} or {others[0]}?" if others else f"How flat is {first}?"
+    cards = [
+        Card(label=answer.question, value=answer.answer, detail=answer.detail, tone=_TONES[answer.holds])
+        for answer in comparison.answers()
+    ]
+    header, rows, left = comparison.table()
+    minus = f"{others[0]} minus {first}" if len(others) == 1 else f"minus {first}"
+    differences = (
+        interval_rows(list(_rows(comparison)), effect=f"{minus} (nats per token; traces: ratio)") if others else ""
+    )
+    rests_on, *texts = comparison.texts(more)
+    verdict = texts[0] if texts else ""  # the cards have the other answers
+    made = [comparison.inputs, command]
+    sections = [
+        Section(title="Verdict", body=verdict),
+        Section(title="Differences", body=differences),
+        Section(title="Numbers", body=table(header, rows, left=left, caption=rests_on)),
+        Section(title="How to read this", body=_READING, folded=True),
+        Section(title="How it was measured", body="\n".join(filter(None, made)), folded=True),
+    ]
+    return page(title=title, lede=_LEDE, cards=cards, sections=[each for each in sections if each.body])
+
+
+def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
+    """Yield a row for each measure and each model but the first."""
+    first, *others = comparison.models
+    names = comparison.short
+    for name, title in comparison.titles.items():
+        for other in others:
+            label = title if len(others) == 1 else names[other]
+            group = "" if len(others) == 1 else title
+            if name in _RATIOS:
+                ratio, (low, high) = comparison.ratio(name, other, first)
+                yield IntervalRow(
+                    label=label,
+                    effect=f"× {in_digits(ratio)}",
+                    interval=f"{in_digits(low)} to {in_digits(high)}",
+                    value=ratio,
+                    low=low,
+                    high=high,
+                    reference=1.0,
+                    log=True,
+                    scale="traces",
+                    group=group,
+                )
+            else:
+                difference = comparison.difference(name, other, first)
+                low, high = difference.ci95
+                yield IntervalRow(
+                    label=label,
+                    effect=number(difference),
+                    interval=interval(difference),
+                    value=difference.value,
+                    low=low,
+                    high=high,
+                    scale=name,
+                    claimed=(-comparison.same_loss, comparison.same_loss) if name == "loss" else None,
+                    group=group,
+                )
+
+
+def trace_against_loss(comparison: TraceComparison, names: Mapping[str, str] | None = None) -> Spec:
+    """Draw each model as a point: its loss to the right, its trace upwards; bars are 95 % intervals.
+
+    Where the traces lie far apart their axis is logarithmic. `isoloss.report.save.save` writes the chart to a file.
+    """
+    labels = {model: model for model in comparison.models} | dict(names or {})
+    traces = [trace.value for trace in comparison.of("trace").values()]
+    series = [
+        Series(
+            name=textwrap.fill(labels[model], _NAME),
+            color=_COLORS[index % len(_COLORS)],
+            marker=MARKERS[index // len(_COLORS) % len(MARKERS)],
+            points=[(estimates["loss"].value, estimates["trace"].value)],
+            errors=[_half(estimates["trace"])],
+            x_errors=[_half(estimates["loss"])],
+        )
+        for index, (model, estimates) in enumerate(comparison.models.items())
+    ]
+    x = Axis(title="Loss (nats per token)")
+    y = Axis(title=TRACE.axis_title, log=max(traces) > _WIDE * min(traces))
+    return draw([Panel(x=x, y=y, series=series)], note=BARS)
+
+
+def _half(estimate: Estimate) -> float:
+    return estimate.ci95[1] - estimate.value

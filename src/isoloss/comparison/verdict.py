@@ -1,0 +1,467 @@
+"""Traces of several models, and which model is the flattest, if that can be said.
+
+A model's estimates are `trace`, `without_embeddings` (the part of the trace that is not the embeddings') and `loss`;
+where the minimal trace was measured, also `minimal-trace` and `minimal_without_embeddings`.
+
+A model is called the flattest only where five things hold: all models have the same parameters, over which a trace is
+a sum; their losses are shown to be the same within a margin; its trace is the smallest; so is its minimal trace, which
+no rescaling of whole weight tensors can change (of units of an MLP or channels, with a finer granularity); and both
+traces of every other model are larger by a ratio that counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from isoloss.errors import warn
+from isoloss.statistics.checking import at_least
+from isoloss.statistics.comparison import Comparison, probability_above_zero
+from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, rounded, samples_of
+from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, equivalence, is_beyond
+from isoloss.statistics.tables import probability, text_table
+
+Reason = Literal[
+    "weights",
+    "function",
+    "parameters",
+    "loss",
+    "loss open",
+    "no minimal trace",
+    "gauges",
+    "open",
+    "near",
+    "disagree",
+    "rare",
+]
+
+TRACE_ESTIMATES = ("trace", "without_embeddings", "loss")
+MINIMAL_ESTIMATES = {  # by the name that each has in `by_measure`
+    "minimal-trace": "minimal-trace",
+    "minimal_without_embeddings": "without_embeddings",
+}
+# of two models: the 95 % interval of their difference then ends before 0
+_SURE = 0.975  # the probability from which a model's trace is the smallest
+_NEGLIGIBLE = 0.01  # of a standard error
+_MOST_NAMED = 3  # models whose losses are told one by one
+_SAME_NATS = 1e-5  # root mean square over samples, below which losses of two models differ by rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Which model is the flattest, or why that cannot be said; it prints as sentences.
+
+    Attributes:
+        flattest: The model's name; None: it cannot be said.
+        reasons: Why it cannot: the models have the same `weights` or compute the same `function`, they have different
+            `parameters` or architectures, their `loss` differs by more than the margin, the `loss open`: it takes more
+            inputs to tell whether they differ, there is `no minimal trace`, the models' minimal traces have different
+            `gauges`, an input is so `rare` that it makes up much of an error, a measure leaves `open` which is the
+            smallest, two traces are too `near`: their ratio is below what counts, or the two measures `disagree`.
+        text: The verdict in words, with what to do next.
+    """
+
+    flattest: str | None
+    reasons: tuple[Reason, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class TraceComparison(Comparison):
+    """The result of `isoloss.compare_traces`: it prints as tables with a verdict.
+
+    Attributes:
+        weights: The SHA-256 of each model's parameters, which identifies copies.
+        architectures: The SHA-256 of each model's layers, their shapes and its activations.
+        no_minimal: Why the minimal traces were not measured, though they were asked for.
+    """
+
+    weights: Mapping[str, str]
+    architectures: Mapping[str, str]
+    no_minimal: str = ""
+
+    @property
+    def traces(self) -> tuple[str, ...]:
+        """Which traces were measured: `trace` and, where the rescalings of all models are known, `minimal-trace`."""
+        return tuple(name for name in ("trace", "minimal-trace") if name in self.names)
+
+    @property
+    def by_measure(self) -> dict[str, Comparison]:
+        """A comparison by each of the measures `trace` and `minimal-trace` that was taken."""
+        by_measure = {
+            "trace": Comparison({m: {n: e[n] for n in TRACE_ESTIMATES} for m, e in self.models.items()}, "trace")
+        }
+        if "minimal-trace" in self.names:
+            least = {
+                m: {title: e[n] for n, title in MINIMAL_ESTIMATES.items()} | {"loss": e["loss"]}
+                for m, e in self.models.items()
+            }
+            by_measure["minimal-trace"] = Comparison(least, "minimal-trace")
+        return by_measure
+
+    @property
+    def warning(self) -> str:
+        """That one input makes up much of the error of a trace or of a difference of two; empty where none does."""
+        estimates: dict[str, Estimate] = {}
+        for name in self.traces:
+            words = name.replace("-", " ")
+            estimates |= {f"the {words} of {model}": estimate for model, estimate in self.of(name).items()}
+            for first, second in itertools.combinations(self.models, 2):
+                difference = self.difference(name, first, second)
+                estimates[f"the difference in {words} of {first} and {second}"] = difference
+        return rarity(estimates)
+
+    def verdict(self, *, same_loss: float = SAME_LOSS_NATS, min_ratio: float = MIN_RATIO) -> Verdict:
+        """Return which model is the flattest, or why that cannot be said (`isoloss.comparison.verdict`).
+
+        Args:
+            same_loss: Margin in nats per predicted token within which two losses count as the same.
+            min_ratio: The smallest ratio of two traces that counts.
+        """
+        return verdict(self, same_loss=same_loss, min_ratio=min_ratio)
+
+    def __repr__(self) -> str:
+        return f"TraceComparison({len(self.models)} models; flattest: {self.verdict().flattest or 'no verdict'})"
+
+    def __str__(self) -> str:
+        tables = [text_table(header, rows, left=left) for header, rows, left in self.tables()]
+        trace = next(iter(self.of("trace").values()))
+        over = f"{trace.unit}; ± is the standard error over {samples_of(trace)}"
+        verdict = str(self.verdict()) if len(self.models) > 1 else ""
+        return "\n\n".join(filter(None, [*tables, over, self.warning, verdict]))
+
+    def _repr_html_(self) -> str:
+        tables = "".join(html_table(rows, header) for header, rows, _ in self.tables())
+        return f"{tables}<p>{html.escape(str(self.verdict()))}</p>" if len(self.models) > 1 else tables
+
+    def tables(self, names: Mapping[str, str] | None = None) -> list[tuple[list[str], list[list[str]], int]]:
+        """Return two tables, of the models and of the differences: header, rows, and how many columns are text.
+
+        Args:
+            names: What the models are called there; None: their names.
+        """
+        names = names or {model: model for model in self.models}
+        split = any(trace.details["embeddings"] for trace in self.of("trace").values())
+        shown = ["loss", "trace", *["without_embeddings"] * split, *self.traces[1:]]
+        words = {name: name.replace("_", " ").replace("-", " ") for name in shown}
+        rows = []
+        for model in self.ranking("trace"):
+            estimates = self.models[model]
+            chances = [probability(self.probability_of_smallest(name)[model]) for name in self.traces]
+            size = f"{estimates['trace'].details['num_parameters']:,}"
+            rows.append([names[model], size, *(number(estimates[name]) for name in shown), *chances])
+        header = ["model", "parameters", *words.values(), *(f"P(smallest {words[name]})" for name in self.traces)]
+        models = header, rows, 1
+        best, *others = self.ranking("trace")
+        if not others:
+            return [models]
+        rows = []
+        for model in others:
+            title = f"{names[model]} minus {names[best]}"
+            for name in shown:
+                difference, of, ends = self.difference(name, model, best), "", ""
+                if name in self.traces:
+                    times, (low, high) = self.ratio(name, model, best)
+                    of, ends = f"{times:#.4g}", f"{low:#.4g} to {high:#.4g}"
+                rows.append([title, words[name], number(difference), interval(difference), of, ends])
+                title = ""
+        return [models, (["", "paired by input", "difference", "95 % interval", "ratio", "95 % interval"], rows, 2)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the models' estimates, their differences, rankings and probabilities as JSON types."""
+        models = {model: {name: e.to_dict() for name, e in each.items()} for model, each in self.models.items()}
+        about = {
+            "weights": dict(self.weights),
+            "architectures": dict(self.architectures),
+            "no_minimal": self.no_minimal,
+        }
+        return {"models": models, **super().to_dict(), **about}
+
+
+def verdict(
+    comparison: TraceComparison,
+    *,
+    same_loss: float = SAME_LOSS_NATS,
+    min_ratio: float = MIN_RATIO,
+    names: Mapping[str, str] | None = None,
+    more: str = "more inputs",
+    with_tasks: bool = False,
+) -> Verdict:
+    """Return the verdict on models that were compared.
+
+    Args:
+        comparison: What `isoloss.compare_traces` returned for them.
+        same_loss: Margin in nats per predicted token within which losses count as the same: by two one-sided tests at
+            5 % (`isoloss.statistics.significance`), of each model against the one with the smallest trace.
+        min_ratio: The smallest ratio of two traces that counts: the flattest model's trace and minimal trace are
+            smaller than any other's by this factor at least.
+        names: What the models are called; None: their names.
+        more: What would make the errors smaller.
+        with_tasks: Whether the models were compared on a task, so that this is no next step.
+
+    Raises:
+        IsolossError: The margin is not above 0, or the ratio is below 1.
+
+    Example:
+        >>> import torch
+        >>> from isoloss import compare_traces
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)
+        >>> model = GPT2LMHeadModel(config).eval()
+        >>> ids = torch.randint(0, 8, (16, 4))
+        >>> print(compare_traces({"a": model, "b": model}, [{"input_ids": ids, "labels": ids}]).verdict())
+        a and b have identical weights. There is nothing to compare.
+    """
+    at_least("min_ratio", min_ratio, 1)
+    names = names or {model: model for model in comparison.models}
+    weights = comparison.weights
+    originals: dict[str, str] = {}  # the first model that is the same as a model, or itself
+    told: dict[Reason, list[str]] = {"weights": [], "function": []}
+    for name in weights:
+        other = next(
+            (one for one in originals.values() if _is_rounding(comparison.difference("loss", one, name))), name
+        )
+        originals[name] = other
+        # not by the same weights alone: another config makes another function of them
+        if other != name:
+            reason: Reason = "weights" if weights[other] == weights[name] else "function"
+            told[reason].append(f"{names[other]} and {names[name]}")
+    same = []
+    if told["weights"]:
+        same.append(f"{_listed(told['weights'])} have identical weights.")
+    if told["function"]:
+        same.append(f"{_listed(told['function'])} have the same loss on every input: one function, different weights.")
+    number = len(set(originals.values()))
+    if number == 1:
+        reasons = tuple(reason for reason, pairs in told.items() if pairs)
+        return Verdict(flattest=None, reasons=reasons, text=" ".join([*same, "There is nothing to compare."]))
+
+    best = {trace: originals[comparison.ranking(trace)[0]] for trace in comparison.traces}
+    # copies share a place, so that their probabilities add up
+    chances = {
+        trace: sum(
+            chance
+            for model, chance in comparison.probability_of_smallest(trace).items()
+            if originals[model] == best[trace]
+        )
+        for trace in comparison.traces
+    }
+    against = dict(_reasons(comparison, originals, best, chances, names, same_loss, min_ratio, more))
+    if against:
+        text = ["No verdict on which is the flattest.", *against.values()]
+        steps = _next(against, more, with_tasks)
+        text += [f"Next: {', or '.join(steps)}."] if steps else []
+        return Verdict(flattest=None, reasons=tuple(against), text=" ".join([*same, *text]))
+    ratios = [
+        f"its {trace.replace('-', ' ')} is {times_in_words(ratio, interval)} {names[other]}'s"
+        for trace, (other, ratio, interval) in _rivals(comparison, originals, best).items()
+    ]
+    sentence = (
+        f"{names[best['trace']]} is the flattest: {_listed(ratios)}, at the same loss as the other{'s' * (number > 2)} "
+        f"within ± {same_loss:g} nats."
+    )
+    return Verdict(flattest=best["trace"], reasons=(), text=" ".join([*same, sentence]))
+
+
+def _reasons(
+    comparison: TraceComparison,
+    originals: Mapping[str, str],
+    best: Mapping[str, str],
+    chances: Mapping[str, float],
+    names: Mapping[str, str],
+    same_loss: float,
+    min_ratio: float,
+    more: str,
+) -> Iterator[tuple[Reason, str]]:
+    """Yield why the best models by measure, with these probabilities, are not called the flattest, and in words."""
+    if (two := unlike(comparison.of("trace"))) is not None:
+        one, other = (names[name] for name in two)
+        yield "parameters", f"{one} and {other} have different parameters, and a trace is a sum over them."
+        return
+    first, *rest = comparison.models
+    architectures = comparison.architectures
+    if (another := next((model for model in rest if architectures[model] != architectures[first]), None)) is not None:
+        yield (
+            "parameters",
+            f"{names[first]} and {names[another]} have different architectures: their layers differ in shape, "
+            "activation or heads.",
+        )
+        return
+    smallest = [
+        f"the smallest {trace.replace('-', ' ')} (probability {probability(chance)})"
+        for trace, chance in chances.items()
+    ]
+    if len(set(best.values())) == 1:
+        said = f"{names[best['trace']]} has {_listed(smallest)}"
+    else:
+        said = _listed([f"{names[name]} has {what}" for name, what in zip(best.values(), smallest, strict=True)])
+    minima = comparison.of("minimal-trace") if "minimal-trace" in comparison.traces else {}
+    if not minima:
+        why = comparison.no_minimal or "it was not measured"
+        yield (
+            "no minimal trace",
+            f"{said}, but rescaling the weights, which changes no prediction, can change this order. The minimal "
+            f"trace, which no rescaling of whole tensors changes, is missing: {why}.",
+        )
+    elif len({_conventions(least) for least in minima.values()}) > 1:
+        yield "gauges", f"{said}, but their minimal traces are fixed by different conventions (gauges)."
+    elif near := [
+        f"the {trace.replace('-', ' ')} of {names[best[trace]]} is {times_in_words(ratio, interval)} {names[other]}'s"
+        for trace, (other, ratio, interval) in _rivals(comparison, originals, best).items()
+        # sure to be smaller, or sure to be no smaller than that
+        if ratio * min_ratio > 1 and (chances[trace] >= _SURE or interval[0] * min_ratio > 1)
+    ]:
+        yield (
+            "near",
+            f"{said}, but {_listed(near)}: apart by less than a factor of {min_ratio:g}, the smallest that counts.",
+        )
+    elif min(chances.values()) < _SURE:
+        yield "open", f"{said}: it takes {more} to tell."
+    elif best["trace"] != best["minimal-trace"]:
+        yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
+    # last: a rare input is a reason only where there would be a verdict otherwise
+    elif warning := _rarity(comparison, originals, best["trace"], names):
+        yield "rare", f"{said}, but {warning}."
+    others = [name for name in originals if originals[name] == name != best["trace"]]
+    differences = {name: comparison.difference("loss", name, best["trace"]) for name in others}
+    apart = {name: each for name, each in differences.items() if not equivalence(each, same_loss).shown}
+    if apart:
+        # beyond the margin with confidence, or too uncertain to say
+        differ = {name: each for name, each in apart.items() if is_beyond(each, same_loss)}
+        apart = differ or apart
+        # of many models, the two ends
+        ordered = sorted(apart.items(), key=lambda item: item[1].value)
+        shown = ordered if len(ordered) <= _MOST_NAMED else [ordered[0], ordered[-1]]
+        losses = [f"{names[name]} {rounded(each.value, each.stderr)}" for name, each in shown]
+        found = (
+            f"Losses differ by more than {same_loss:g} nats from the loss of {names[best['trace']]}"
+            if differ
+            else f"It takes {more} to tell whether losses are within ± {same_loss:g} nats of the loss of "
+            f"{names[best['trace']]}"
+        )
+        yield (
+            "loss" if differ else "loss open",
+            f"{found}. Differences{f' of {len(apart)} models' * (len(shown) < len(apart))}: "
+            f"{' to '.join(losses) if len(shown) < len(apart) else _listed(losses)} nats.",
+        )
+
+
+def _conventions(least: Estimate) -> tuple[str, ...]:
+    """Return the gauges that a minimal trace depends on: none where it is as good as its infimum, which has none."""
+    details = least.details
+    if details["infimum"] is not None and details["in_sample"] - details["infimum"] < _NEGLIGIBLE * least.stderr:
+        return ()
+    return tuple(details["gauged"])
+
+
+def _rivals(
+    comparison: TraceComparison, originals: Mapping[str, str], best: Mapping[str, str]
+) -> dict[str, tuple[str, float, tuple[float, float]]]:
+    """Return by trace the model that comes next to the best, and the ratio of the best to it with its interval."""
+    rivals = {}
+    for trace, first in best.items():
+        other = next(name for name in comparison.ranking(trace) if originals[name] != first)
+        rivals[trace] = other, *comparison.ratio(trace, first, other)
+    return rivals
+
+
+def times_in_words(ratio: float, interval: tuple[float, float]) -> str:
+    """Return a ratio with its 95 % interval.
+
+    Example:
+        >>> times_in_words(0.4567, (0.4321, 0.4826))
+        '0.457 times (95 % 0.432 to 0.483)'
+    """
+    low, high = map(in_digits, interval)
+    return f"{in_digits(ratio)} times (95 % {low} to {high})"
+
+
+def in_digits(ratio: float) -> str:
+    """Return a ratio in three digits.
+
+    Example:
+        >>> in_digits(1.2), in_digits(123.4)
+        ('1.20', '123')
+    """
+    return f"{ratio:#.3g}".rstrip(".")
+
+
+def _rarity(comparison: TraceComparison, originals: Mapping[str, str], best: str, names: Mapping[str, str]) -> str:
+    """Return a warning where one input makes up much of the error of a difference, and the verdict rests on it.
+
+    With s_i the part of input i in the squared error, that error is worth 1 / sum s_i^2 equal inputs (Satterthwaite,
+    1946). A difference that is sure with so few is no matter of one input, and what an input does to both models alike
+    is not in the difference.
+    """
+    differences = {}
+    for trace in comparison.traces:
+        for name in (name for name in originals if originals[name] != best):
+            difference = comparison.difference(trace, name, best)
+            assert difference.influence is not None
+            squares = np.square(difference.influence)
+            if not squares.any():
+                continue
+            worth = dataclasses.replace(
+                difference, effective_samples=max(2.0, float(squares.sum() ** 2 / np.square(squares).sum()))
+            )
+            if probability_above_zero(worth) < _SURE:
+                title = f"the difference in {trace.replace('-', ' ')} of {names[name]} and {names[best]}"
+                differences[title] = difference
+    return rarity(differences)
+
+
+def unlike(models: Mapping[str, Estimate]) -> tuple[str, str] | None:
+    """Return the names of two models whose traces are sums over different parameters; None where all are alike."""
+    (first, one), *others = models.items()
+    for name, other in others:
+        if list(one.by_parameter or ()) != list(other.by_parameter or ()):
+            return first, name
+        if one.details["num_parameters"] != other.details["num_parameters"]:
+            return first, name
+    return None
+
+
+def _next(reasons: Mapping[Reason, str], more: str, with_tasks: bool) -> list[str]:
+    steps = []
+    if "parameters" in reasons:
+        steps.append("give BERT, RoBERTa or OPT models one architecture with isoloss expand")
+    if "loss" in reasons:
+        steps.append(
+            "compare checkpoints whose losses are nearer (isoloss compare takes all in a folder of checkpoints)"
+        )
+    if not reasons.keys().isdisjoint({"open", "rare", "loss open"}):
+        steps.append(f"take {more}")
+    if "near" in reasons:
+        steps.append("let a smaller ratio count (isoloss compare MODEL MODEL --min-ratio RATIO)")
+    if not with_tasks:
+        steps.append("ask which is better at a task (isoloss compare MODEL MODEL --task TASK)")
+    return steps
+
+
+def _is_rounding(loss: Estimate) -> bool:
+    """Whether a difference in loss is one of rounding alone, on every input: then the models are one function."""
+    # the mean square over inputs, from mean and variance: models of equal mean loss that differ on an input are no
+    # copies
+    return loss.value**2 + loss.samples * loss.stderr**2 < _SAME_NATS**2
+
+
+def _listed(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def warn_unlike(traces: Mapping[str, Estimate]) -> None:
+    """Warn where traces, by model, are sums over different parameters."""
+    if (two := unlike(traces)) is not None:
+        warn(
+            f"{two[0]} and {two[1]} have different parameters, and a trace is a sum over them, so the values are not "
+            "comparable: expand both into one architecture first, as isoloss expand does for BERT, RoBERTa and OPT"
+        )

@@ -1,0 +1,575 @@
+"""`isoloss.compare` against losses, bytes, rises and probes that are taken one by one."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest
+from tokenizers import normalizers
+from torch.nn import functional as F
+
+import small_checkpoints as small
+from isoloss import compare, pretrain
+from isoloss.comparison.models import TITLES
+from isoloss.comparison.traces import ComparisonError, InterruptedComparison
+from isoloss.errors import IsolossError, IsolossWarning
+from isoloss.flatness import loss_rises
+from isoloss.lab.evaluation.evaluator import evaluate
+from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.lab.languages.config import BracketsConfig, PCFGConfig
+from isoloss.run_config import ModelConfig, TrainConfig
+from isoloss.seeds import generator
+from isoloss.statistics.ratio import ratio, ratio_estimate
+from isoloss.text.inputs import read_inputs
+from isoloss.transfer.probe import fit_linear_probe
+from isoloss.transfer.text_sources import own_text_task
+from isoloss.transfer.text_tasks import read_examples
+
+
+def without_first_space():
+    """Pieces of SentencePiece with no space put before a text, which would stand for no byte of it."""
+    tokenizer = small.sentence_pieces()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    return tokenizer
+
+
+HOW = InputConfig(length=small.LENGTH)
+KINDS = {
+    "bytes, next tokens": (small.byte_level, small.gpt2),
+    "pieces, next tokens": (without_first_space, small.llama),
+    "bytes, masked": (small.byte_level, small.bert),
+    "pieces, masked": (without_first_space, small.bert),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in small.documents(60)))
+    return path
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def measured(request, text):
+    """Two models in memory, what they read, and their comparison."""
+    of_tokenizer, of_model = KINDS[request.param]
+    tokenizer = of_tokenizer()
+    models = {name: of_model(len(tokenizer), seed) for seed, name in enumerate("ab")}
+    comparison = compare(models, data=text, tokenizer=tokenizer, inputs=HOW, num_sequences=140)
+    kind = "causal" if "next" in request.param else "masked"
+    inputs = read_inputs(
+        text,
+        checkpoint="",
+        config=models["a"].config,
+        kind=kind,
+        tokenizer=tokenizer,
+        length=small.LENGTH,
+        num_sequences=140,
+        masking=HOW.objective("", is_causal=kind == "causal"),
+        batch_size=140,
+    )
+    (batch,) = inputs.batches
+    return models, tokenizer, kind, batch, comparison
+
+
+def losses(model, kind, batch):
+    """The nats of each sequence."""
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    labels = batch["labels"]
+    if kind == "causal":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return F.cross_entropy(logits.transpose(1, 2).double(), labels, reduction="none", ignore_index=-100).sum(dim=1)
+
+
+def predicted_bytes(tokenizer, kind, batch):
+    """The bytes of text that the predicted tokens of each sequence stand for, by decoding with and without them."""
+
+    single = tokenizer("☃").input_ids[-3:]  # a byte each, which a sequence may begin or end between
+
+    def size(ids):
+        decoded = tokenizer.decode([i for i in ids if i not in single], skip_special_tokens=True)
+        assert "\ufffd" not in decoded
+        return len(decoded.encode()) + sum(i in single for i in ids)
+
+    whole = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+    before = tokenizer("blue").input_ids  # a space at the start of a text is not shown
+    sizes = []
+    for ids, labels in zip(whole.tolist(), batch["labels"].tolist(), strict=True):
+        if kind == "causal":
+            sizes.append(size([*before, *ids[1:]]) - size(before))
+        else:
+            predicted = [i for i, label in zip(ids, labels, strict=True) if label != -100]
+            sizes.append(sum(size([*before, i]) - size(before) for i in predicted))
+    return torch.tensor(sizes)
+
+
+def by_document(batch, values):
+    numbers = torch.unique(batch["documents"], return_inverse=True)[1]
+    return torch.zeros(int(numbers.max()) + 1, dtype=torch.float64).index_add_(0, numbers, values.double())
+
+
+def test_losses_and_their_differences_are_over_documents(measured):
+    models, _, kind, batch, comparison = measured
+    labels = batch["labels"][:, 1:] if kind == "causal" else batch["labels"]
+    counts = by_document(batch, (labels != -100).sum(dim=1))
+    nats = {name: by_document(batch, losses(model, kind, batch)) for name, model in models.items()}
+    for name, sums in nats.items():
+        found = comparison.models[name]["loss"]
+        assert (found.value, found.stderr) == pytest.approx(ratio(sums, counts), rel=1e-5)
+        assert found.samples == len(counts)
+    difference = comparison.difference("loss", "b", "a")
+    assert (difference.value, difference.stderr) == pytest.approx(ratio(nats["b"] - nats["a"], counts), rel=1e-4)
+
+
+def test_bits_per_byte_are_of_the_bytes_that_predicted_tokens_stand_for(measured):
+    models, tokenizer, kind, batch, comparison = measured
+    sizes = by_document(batch, predicted_bytes(tokenizer, kind, batch))
+    for name, model in models.items():
+        bits = by_document(batch, losses(model, kind, batch)) / math.log(2)
+        found = comparison.models[name]["bits_per_byte"]
+        assert found.value == pytest.approx(ratio(bits, sizes)[0], rel=1e-5)
+        assert found.unit == "bits per byte"
+        # the bytes are given: a difference is as sure as in nats
+        loss = comparison.models[name]["loss"]
+        assert found.stderr / found.value == pytest.approx(loss.stderr / loss.value)
+
+
+def test_rises_are_of_64_sequences_drawn_at_random(measured):
+    models, _, _, batch, comparison = measured
+    rows = torch.randperm(140, generator=generator(0, "few"))[:64].sort().values
+    half = {name: value[rows] for name, value in batch.items()}
+    for name, model in models.items():
+        for rise, expected in loss_rises(model, [half]).items():
+            found = comparison.models[name][rise]
+            assert found.details["sequences"] == 64
+            assert (found.value, found.stderr) == pytest.approx((expected.value, expected.stderr), rel=1e-3, abs=1e-7)
+
+
+def test_the_seed_decides_the_noise():
+    ids = torch.randint(0, 64, (12, 8), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": ids, "labels": ids}]
+    rises = [compare({"a": small.gpt2(64, 0)}, batches, seed=seed).of("noise_10%_rise")["a"] for seed in (3, 4)]
+    assert rises[0].value != rises[1].value
+    assert [rise.details["seed"] for rise in rises] == [3, 4]
+
+
+def test_there_is_no_answer_where_much_of_a_model_was_not_rounded():
+    class Half(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.known = torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8, bias=False)
+            self.hidden = torch.nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, ids):
+            h = self.known(self.table(ids))
+            return (h[..., None] * torch.stack(list(self.hidden))).sum(dim=-2)  # a product that nothing shows
+
+    models = {name: Half() for name in "ab"}
+    ids = torch.randint(0, 8, (32, 6), generator=torch.Generator().manual_seed(0))
+    comparison = compare(models, [{"input_ids": ids, "labels": ids}], causal=True)
+    answer = comparison.answers()[-1]
+    assert (answer.question, answer.holds) == ("More robust at 4 bits?", None)
+    assert answer.answer == "No answer: 50 % of the weights of a's linear maps are rounded"
+    assert "rounded: 64 of 128 weights of linear maps" in str(comparison)
+
+
+def test_it_says_what_it_is_over_and_is_one_table(measured):
+    *_, comparison = measured
+    assert comparison.inputs.startswith("140 sequences of 12 tokens drawn from the ")
+    out = str(comparison)
+    assert out.splitlines()[0].split() == ["a", "b", "second", "minus", "first", "95", "%", "interval"]
+    assert [line for line in TITLES.values() if f"\n{line} " not in out] == []
+    assert " documents (with changed weights: over " in out
+    assert " documents in 64 of the sequences" in out
+    draws = comparison.models["a"]["noise_10%_rise"].details["draws"]
+    assert draws >= 40
+    assert f"; noise: over 20 groups of documents and {draws} draws, each added and subtracted; rounded: " in out
+    rounded = comparison.models["a"]["int4_rise"].details
+    assert rounded["rounded_weights"] == rounded["map_weights"] > 0
+    assert f"; rounded: {rounded['map_weights']:,} of {rounded['map_weights']:,} weights of linear maps" in out
+    assert "<table>" in comparison._repr_html_()
+    assert repr(comparison) == "ModelComparison(2 models; flattest: no verdict)"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Checkpoints a and b of GPT-2 with a tokenizer, and SST-2 in small."""
+    path, tokenizer = tmp_path_factory.mktemp("checkpoints"), small.byte_level()
+    for seed, name in enumerate("ab"):
+        small.gpt2(len(tokenizer), seed).save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
+    (path / "sst2").mkdir()
+    for split, number in (("train", 60), ("dev", 30)):
+        texts = small.documents(2 * number)[number * (split == "dev") :][:number]
+        lines = [f"{' '.join(text.split()[:6])}\t{'house' in text.split()[:6]:d}" for text in texts]
+        (path / "sst2" / f"{split}.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def unlike(folder, tmp_path_factory):
+    """Copies of checkpoint b that differ in their tokenizers alone."""
+    path = tmp_path_factory.mktemp("unlike")
+    changed = json.loads((folder / "b" / "tokenizer.json").read_text())
+    changed["model"]["merges"].reverse()
+    more = small.byte_level()
+    more.add_tokens(["<more>"], special_tokens=True)
+    for name in ("merges", "damaged", "more", "none"):
+        shutil.copytree(folder / "b", path / name)
+    (path / "merges" / "tokenizer.json").write_text(json.dumps(changed))
+    (path / "damaged" / "tokenizer.json").write_text("{")
+    more.save_pretrained(path / "more")
+    for file in (path / "none").glob("tokenizer*"):
+        file.unlink()
+    return path
+
+
+def compared(first, second, data, **options):
+    about = {"inputs": HOW, "device": "cpu", "robustness": False, "num_sequences": 12, **options}
+    return compare([str(first), str(second)], data=data, **about)
+
+
+def test_tokenizers_that_read_a_text_differently_are_refused_in_both_orders(folder, unlike, text):
+    for pair in ((folder / "a", unlike / "merges"), (unlike / "merges", folder / "a")):
+        with pytest.raises(IsolossError, match=rf"{pair[0]} and {pair[1]} have different tokenizers \(merge 0 is "):
+            compared(*pair, text)
+    told = compared(folder / "a", unlike / "merges", text, tokenizer=str(folder / "a"))
+    same = compared(folder / "a", folder / "b", text)
+    assert [e["loss"].value for e in told.models.values()] == [e["loss"].value for e in same.models.values()]
+
+
+def test_a_damaged_tokenizer_is_noticed_wherever_it_is(folder, unlike, text, tmp_path):
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(5, 200, (12, 8)))
+    for pair in ((folder / "a", unlike / "damaged"), (unlike / "damaged", folder / "a")):
+        with pytest.raises(
+            IsolossError, match=r"damaged/tokenizer.json is not a readable .*, or give one tokenizer for all"
+        ):
+            compared(*pair, text)
+        with pytest.warns(IsolossWarning, match="so it is not known whether .*damaged reads text as the others do"):
+            compared(*pair, tmp_path / "ids.npy")
+
+
+def test_other_special_tokens_and_none_at_all_do_not_matter(folder, unlike, text):
+    expected = compared(folder / "a", folder / "b", text).models[str(folder / "a")]["loss"].value
+    for name in ("more", "none"):
+        for pair in ((folder / "a", unlike / name), (unlike / name, folder / "a")):
+            with (
+                pytest.warns(IsolossWarning, match=r"have different special tokens \(<more>\)")
+                if name == "more"
+                else contextlib.nullcontext()
+            ):
+                found = compared(*pair, text)
+            assert found.models[str(folder / "a")]["loss"].value == expected
+
+
+def test_the_accuracy_of_a_task_is_the_probe_of_evaluate_and_paired_by_example(folder, text, tmp_path):
+    names, where = [str(folder / name) for name in "ab"], (f"sst2={folder / 'sst2'}",)
+    about = {"data": text, "inputs": HOW, "device": "cpu"}
+    comparison = compare(names, tasks=["sst2"], task_data=where, num_sequences=30, robustness=False, **about)
+    settings = {"probe_solver": "convex", "probe_pooling": "last", "task_data": where}
+    expected = evaluate(names, ["probe-sst2"], settings=settings, output=tmp_path, **about)
+    frame = expected.to_pandas()
+    accuracies = [evaluation.estimates["accuracy"] for evaluation in expected]
+    assert list(frame["model"]) == list(expected.models)
+    assert list(frame["value"]) == [accuracy.value for accuracy in accuracies]
+    assert list(frame["high95"]) == [accuracy.ci95[1] for accuracy in accuracies]
+    for name, evaluations in zip(names, expected, strict=True):
+        accuracy = evaluations.estimates["accuracy"]
+        found = comparison.models[name]["probe-sst2"]
+        assert found.value == pytest.approx(accuracy.value, abs=1e-12)
+        assert (found.samples, found.details["majority_rate"]) == (30, accuracy.details["majority_rate"])
+        assert found.details["pooling"] == "last"
+    assert "sst2: majority class " in str(comparison)
+    assert "another pooling may rank the models" in " ".join(str(comparison).split())
+    *others, task = comparison.answers()
+    assert [answer.question for answer in (*others, task)] == ["Same loss?", "Flatter?", "Better at sst2?"]
+    assert task.answer.endswith(", by a probe of the last token")
+
+
+LITTLE = {"inputs": HOW, "num_sequences": 12, "robustness": False}
+
+
+@pytest.fixture
+def reviews(tmp_path):
+    """A task of one's own, whose label is in the last word or, of a pair, in the second text."""
+    one = [f"the {word} of blue {'vu' if i % 3 else 'und'}\t{i % 3 > 0}" for i, word in enumerate(small.WORDS[:4] * 15)]
+    two = [line.replace(" blue ", "\t") for line in one]
+    for name, header, lines in (("one", "text\tlabel", one), ("two", "text\tpair\tlabel", two)):
+        (tmp_path / f"{name}.tsv").write_text("\n".join([header, *lines]) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("right", "wrong"), [(2, 0), (5, 0), (6, 0), (11, 2), (10, 3), (40, 10)])
+def test_a_model_is_better_at_a_task_where_an_exact_test_says_so(text, reviews, right, wrong):
+    """Of so many test examples, only a's probe is right, and only b's; McNemar's test is a binomial one."""
+    tokenizer = small.byte_level()
+    models = {name: small.gpt2(len(tokenizer), seed) for seed, name in enumerate("ab")}
+    task = [f"mine={reviews / 'one.tsv'}"]
+    found = compare(models, data=text, tokenizer=tokenizer, tasks=task, **LITTLE)
+    for model, counts in (("a", (right, wrong)), ("b", (wrong, right))):
+        correct = [1.0] * counts[0] + [0.0] * counts[1]
+        accuracy = ratio_estimate(correct if model == "a" else correct[::-1], unit="accuracy", method="probe")
+        details = found.models[model]["probe-mine"].details | {"num_test": right + wrong}
+        found.models[model]["probe-mine"] = dataclasses.replace(accuracy, details=details)
+    *_, answer = found.answers()
+    p_value = binomtest(right, right + wrong).pvalue
+    assert f", p {p_value:.2g} by McNemar's test" in answer.detail
+    assert answer.holds is (True if p_value < 0.05 else None)
+    assert answer.answer.startswith("a, by" if p_value < 0.05 else "No difference shown, by")
+    assert ("too few for errors to be right" in found.rests_on()) is (right + wrong < 20)
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize(("of_model", "pooling"), [(small.gpt2, "last"), (small.bert, "mean")])
+def test_a_task_of_ones_own_is_read_by_any_tokenizer(reviews, text, name, of_model, pooling):
+    """Pooled states of each text alone, without padding, and a logistic regression on them."""
+    tokenizer = small.byte_level()
+    tokenizer.pad_token = None  # as GPT-2's
+    models = {seed: of_model(len(tokenizer), int(seed)) for seed in "01"}
+    path = reviews / f"{name}.tsv"
+    found = compare(models, data=text, tokenizer=tokenizer, tasks=[f"mine={path}"], **LITTLE)
+    chosen = compare(models, data=text, tokenizer=tokenizer, tasks=[f"mine={path}"], pooling="concatenate", **LITTLE)
+    examples = read_examples(own_text_task("mine", str(path)))
+    for seed, model in models.items():
+        features = []
+        for part in (examples.train, examples.test):
+            joined = part.texts if part.pairs is None else map("\n".join, zip(part.texts, part.pairs, strict=True))
+            with torch.no_grad():
+                states = [
+                    model.base_model(torch.tensor([tokenizer(each).input_ids])).last_hidden_state for each in joined
+                ]
+            features.append(torch.cat([state[:, -1] if pooling == "last" else state.mean(dim=1) for state in states]))
+        labels = [torch.tensor(part.labels) for part in (examples.train, examples.test)]
+        x, y = zip(features, labels, strict=True)
+        expected = fit_linear_probe(*x, *y, solver="convex", classes=("False", "True")).accuracy
+        accuracy = found.models[seed]["probe-mine"]
+        assert (accuracy.value, accuracy.samples) == (pytest.approx(expected.value), 12)
+        assert accuracy.details["pooling"] == pooling
+        assert accuracy.details["num_features"] == 8
+        assert chosen.models[seed]["probe-mine"].details["num_features"] > 8
+    assert chosen.answers()[-1].answer.endswith(", by a probe of all tokens")
+    words = {"last": "the last token", "mean": "the mean over tokens"}[pooling]
+    assert found.answers()[-1].answer.endswith(f", by a probe of {words}")
+
+
+WRONG = {
+    "no label": ("text,class\na,1\n", "mine.csv has no column 'label'; it has text, class"),
+    "one label": ("text,label\n" + "a,1\n" * 20, "mine.csv: all 20 examples have the label 1; a task needs two labels"),
+    "four examples": ("text,label\na,1\nb,0\nc,1\nd,1\n", "mine.csv has 4 examples, too few to keep one in five"),
+    "five examples": ("text,label\na,1\nb,0\nc,1\nd,1\nd,0\n", "mine.csv gives 1 test example; an accuracy with"),
+    "no file": (None, "there is no file or folder .*mine.csv"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_task_is_refused_before_anything_is_measured(folder, text, tmp_path, case):
+    content, sentence = WRONG[case]
+    if content is not None:
+        (tmp_path / "mine.csv").write_text(content)
+    names, done = [str(folder / name) for name in "ab"], []
+    with pytest.raises(IsolossError, match=f"the task mine cannot be measured: .*{sentence}"):
+        compare(names, data=text, tasks=[f"mine={tmp_path / 'mine.csv'}"], progress=lambda *_: done.append(1), **LITTLE)
+    assert not done
+
+
+def test_examples_of_several_tasks_do_not_mix(folder, text, reviews):
+    names, where = [str(folder / name) for name in "ab"], (f"sst2={folder / 'sst2'}", f"mine={reviews / 'one.tsv'}")
+    found = compare(names, data=text, tasks=["mine", "sst2"], task_data=where, **LITTLE)
+    assert [found.models[names[0]][f"probe-{task}"].samples for task in ("mine", "sst2")] == [12, 30]
+    with pytest.raises(IsolossError, match="the task sst2 is named twice"):
+        compare(names, data=text, tasks=["sst2", f"sst2={folder / 'sst2'}"])
+    with pytest.raises(IsolossError, match="probe_pooling is 'max'; it must be one of"):
+        compare(names, data=text, tasks=["sst2"], pooling="max")
+    with pytest.raises(IsolossError, match="the first token of a causal model has seen no other"):
+        compare(names, data=text, tasks=["sst2"], task_data=where[:1], pooling="first")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs of one language, and one of another."""
+    path = tmp_path_factory.mktemp("runs")
+    for name, kind, seed in (("a", PCFGConfig, 0), ("b", PCFGConfig, 1), ("other", BracketsConfig, 0)):
+        language = kind(levels=2, vocab_size=8) if kind is PCFGConfig else kind(length=4)
+        config = TrainConfig(language=language, model=ModelConfig(size="d16"), steps=4, seed=seed)
+        pretrain(path / name, config)
+    return path
+
+
+def test_runs_of_a_language_are_compared_on_it(runs):
+    names = [str(runs / name) for name in "ab"]
+    found = compare(names, tasks=["root"], num_sequences=64, robustness=False)
+    assert found.inputs == "64 sentences sampled from the run's language"
+    settings = {"num_sequences": 64, "probe_solver": "convex", "probe_pooling": "mean"}
+    expected = {(each.measure, name): each for name, each in _by_model(names, settings)}
+    for name in names:
+        for mine, (measure, theirs) in {"trace": ("trace", "trace"), "probe-root": ("probe-root", "accuracy")}.items():
+            wanted = expected[measure, name].estimates[theirs]
+            assert found.models[name][mine].value == pytest.approx(wanted.value, rel=1e-5)
+
+
+def _by_model(names, settings):
+    found = evaluate(names, ["trace", "probe-root"], settings=settings, steps="last")
+    return zip(found.models, found, strict=True)
+
+
+def test_runs_of_other_languages_are_refused(runs, folder):
+    for other, sentence in (
+        (runs / "other", "are of runs with different languages or objectives: add --data"),
+        (folder / "a", "is not a checkpoint of a run, so there is no language to measure it on: add --data"),
+    ):
+        with pytest.raises(IsolossError, match=sentence):
+            compare([str(runs / "a"), str(other)])
+    with pytest.raises(IsolossError, match="is measured on its run's language, masked as in its training: leave out"):
+        compare([str(runs / name) for name in "ab"], inputs=InputConfig(length=8))
+    with pytest.raises(IsolossError, match="the task sst2 cannot be measured: the language has no tokenizer"):
+        compare([str(runs / name) for name in "ab"], tasks=["sst2"])
+
+
+def batches(vocabulary=8):
+    ids = torch.randint(0, vocabulary, (20, 6), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": ids[:10], "labels": ids[:10]}, {"input_ids": ids[10:], "labels": ids[10:]}]
+
+
+def test_a_model_that_fails_leaves_the_others_measured():
+    models = {name: small.gpt2(8, seed) for seed, name in enumerate("abc")}
+    with torch.no_grad():
+        models["b"].transformer.wpe.weight[0, 0] = math.nan
+    with pytest.raises(ComparisonError, match="b: batch 0: the model's logits are NaN or infinite") as failed:
+        compare(models, batches())
+    assert failed.value.name == "b"
+    assert list(failed.value.complete.models) == ["a"]
+    alone = failed.value.complete
+    assert alone.answers() == []
+    assert "int4_rise" in alone.names
+    assert "verdict" not in alone.to_dict()
+
+
+def test_ctrl_c_leaves_the_others_measured():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    models = {"a": small.gpt2(8, 0), "b": small.gpt2(8, 1), "c": interrupted}
+    with pytest.raises(InterruptedComparison) as stop:
+        compare(models, batches(), same_loss=10.0, robustness=False)
+    assert list(stop.value.complete.models) == ["a", "b"]
+    same_loss, *_ = stop.value.complete.answers()
+    assert same_loss.answer == "Yes, within ± 10 nats"
+
+
+def test_differences_are_in_the_order_of_the_table_whichever_model_is_better():
+    models = {"a": small.gpt2(8, 0), "b": small.gpt2(8, 1)}
+    for order in ("ab", "ba"):
+        comparison = compare({name: models[name] for name in order}, batches(), same_loss=10.0)
+        first, second = order
+        same_loss, flatter, robust = comparison.answers()
+        for answer in (same_loss, robust):
+            assert f"{second} minus {first} " in answer.detail.replace(":", "")
+        assert f"trace of {second} " in flatter.detail
+        assert f" times {first}'s" in flatter.detail
+
+
+def test_at_different_losses_no_model_is_called_more_robust():
+    comparison = compare({"a": small.gpt2(8, 0), "b": small.gpt2(8, 1)}, batches())
+    answers = {answer.question: answer for answer in comparison.answers()}
+    assert answers["Same loss?"].holds is not True
+    robust = answers["More robust at 4 bits?"]
+    assert (robust.answer, robust.holds) == ("Not judged: the losses are not shown to be the same", None)
+    at_ten = dataclasses.replace(comparison, same_loss=10.0)
+    assert at_ten.answers()[2].answer in ("a's loss rises least", "b's loss rises least", "No difference shown")
+
+
+def test_the_same_weights_are_identical_and_no_model_is_better():
+    comparison = compare({"a": small.gpt2(8), "copy": small.gpt2(8)}, batches())
+    assert str(comparison.verdict()) == "a and copy have identical weights. There is nothing to compare."
+    for name in comparison.names:
+        assert comparison.difference(name, "a", "copy").ci95 == (0, 0)
+    assert [answer.holds for answer in comparison.answers()] == [True, None, None]
+    assert comparison.answers()[1].answer == "No verdict: identical weights"
+
+
+def test_other_architectures_are_compared_without_a_flattest():
+    with pytest.warns(match="a and b have different parameters"):
+        comparison = compare({"a": small.gpt2(8), "b": small.llama(8)}, batches(), same_loss=100.0)
+    assert comparison.verdict().reasons == ("parameters",)
+    assert comparison.answers()[1].answer == "No verdict: different architectures"
+    assert "flattest:" not in str(comparison)
+    assert math.isfinite(comparison.difference("int8_rise", "a", "b").value)
+
+
+def test_models_that_end_texts_otherwise_are_not_paired_where_that_counts():
+    models = {"a": small.llama(8), "b": small.llama(8, 1, eos_token_id=5), "c": small.llama(8, 2)}
+    sentence = "b: its error is over 17 documents that separators show and the error of a over 18 .*: give `documents`"
+    with pytest.raises(ComparisonError, match=sentence) as failed:
+        compare(models, batches(), robustness=False)
+    assert list(failed.value.complete.models) == ["a"]
+    documents = torch.arange(10)
+    given = [{**batch, "documents": documents + 10 * i} for i, batch in enumerate(batches())]
+    comparison = compare(models, given, robustness=False)
+    assert comparison.difference("loss", "a", "b").samples == 20
+
+
+@pytest.mark.parametrize(
+    ("models", "options", "sentence"),
+    [
+        ({"a": 8, "b": 9}, {}, "a has a vocabulary of 8 tokens and b of 9"),
+        ({"a": 8}, {"data": "python:docs"}, "batches are given: leave out data, for reading text"),
+        ({"a": 8}, {"tasks": ["sst2"]}, "batches are given: leave out tasks"),
+        ({}, {}, "it is a mapping of names to models, or several names of checkpoints"),
+    ],
+)
+def test_models_and_batches_that_do_not_fit_are_refused(models, options, sentence):
+    made = {name: small.gpt2(vocabulary) for name, vocabulary in models.items()}
+    with pytest.raises(IsolossError, match=sentence):
+        compare(made, batches(), **options)
+
+
+def test_models_in_memory_need_a_tokenizer_for_text(text):
+    with pytest.raises(IsolossError, match="a is a model in memory, which has no tokenizer: give tokenizer"):
+        compare({"a": small.gpt2(8), "b": small.gpt2(8, 1)}, data=text)
+
+
+def test_rows_are_every_estimate_and_every_difference():
+    comparison = compare({"a": small.gpt2(8), "b": small.gpt2(8, 1), "c": small.gpt2(8, 2)}, batches())
+    rows = comparison.rows()
+    assert len(rows) == 5 * len(comparison.names)
+    for row in rows:
+        estimate = comparison.models[row["model"]][row["measure"]]
+        if row["minus"]:
+            assert row["minus"] == "a"
+            estimate = comparison.difference(row["measure"], row["model"], "a")
+        assert (row["value"], row["low95"], row["high95"]) == (estimate.value, *estimate.ci95)
+    frame = comparison.to_polars()
+    assert frame.height == len(rows)
+    assert np.array_equal(frame["stderr"].to_numpy(), [row["stderr"] for row in rows])
+
+
+def test_documents_that_return_in_turn_are_all_in_the_rises():
+    model, ids = small.gpt2(20, 0), torch.randint(0, 20, (256, 6))
+    batches = [{"input_ids": ids, "labels": ids, "documents": torch.arange(256) % 8}]
+    found = compare({"a": model, "b": small.gpt2(20, 1)}, batches)
+    assert found.models["a"]["int4_rise"].samples == 8
+
+
+@pytest.mark.parametrize("wrong", [{"same_loss": 0}, {"same_loss": -1}, {"same_loss": math.nan}, {"min_ratio": 0.9}])
+def test_a_margin_that_is_none_is_refused_before_anything_is_measured(wrong):
+    with pytest.raises(IsolossError, match=f"{next(iter(wrong))} is"):
+        compare({"a": small.gpt2(20, 0)}, [], **wrong)
+
+
+def test_what_only_text_takes_is_refused_beside_batches():
+    ids = torch.randint(0, 20, (8, 6))
+    batches = [{"input_ids": ids, "labels": ids}]
+    with pytest.raises(IsolossError, match="batches are given: leave out data and tokenizer, for reading text"):
+        compare({"a": small.gpt2(20, 0)}, batches, data="text", tokenizer="somewhere")
+
+
+def test_a_model_in_training_mode_is_named():
+    ids = torch.randint(0, 20, (8, 6))
+    with pytest.raises(IsolossError, match="a: the model is in training mode"):
+        compare({"a": small.gpt2(20, 0).train()}, [{"input_ids": ids, "labels": ids}])

@@ -1,0 +1,299 @@
+"""The verdict on several models, from estimates with known errors and from models with known relations."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.utils import ModelOutput
+
+from isoloss import compare_traces
+from isoloss.comparison.models import ModelComparison
+from isoloss.comparison.verdict import TraceComparison, verdict
+from isoloss.errors import IsolossError
+from isoloss.flatness._rescaling.apply import rescaled_at_random
+from isoloss.statistics.estimate import Estimate
+
+N = 64
+
+
+def estimate(value, error, draws, **details):
+    """A value with this error, whose influences are independent of those of other draws."""
+    influence = np.random.default_rng(draws).standard_normal(N)
+    influence *= error * np.sqrt(N * (N - 1) / (influence**2).sum())
+    return Estimate(
+        value=value,
+        stderr=error,
+        samples=N,
+        unit="nats per predicted token",
+        num_predictions=N,
+        method="known",
+        influence=influence,
+        by_parameter=details.pop("by_parameter", {"w": value}),
+        details={"num_parameters": 7, "embeddings": [], "gauged": [], "infimum": value, "in_sample": value, **details},
+    )
+
+
+def compared(models):
+    """The comparison of models, each with its trace and minimal trace (None: not measured), loss and weights."""
+    found = {}
+    for name, (trace, least, loss, weights) in models.items():
+        seed = 10 * int(weights)
+        rest = estimate(trace / 2, 0.1, seed)
+        found[name] = {"trace": estimate(trace, 0.1, seed + 1), "without_embeddings": rest}
+        found[name]["loss"] = estimate(loss, 0.001, seed + 3)
+        if least is not None:
+            found[name]["minimal-trace"] = estimate(least, 0.1, seed + 2)
+            found[name]["minimal_without_embeddings"] = rest
+    weights = {name: model[-1] for name, model in models.items()}
+    return TraceComparison(found, weights=weights, architectures=dict.fromkeys(models, ""))
+
+
+def test_a_model_is_the_flattest_where_both_measures_say_so_at_the_same_loss():
+    found = verdict(compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.004, "2"), "c": (7, 5, 2.0, "3")}))
+    assert (found.flattest, found.reasons) == ("a", ())
+    assert str(found) == (
+        "a is the flattest: its trace is 0.833 times (95 % 0.793 to 0.875) b's and its minimal trace is 0.750 times "
+        "(95 % 0.685 to 0.821) b's, at the same loss as the others within ± 0.01 nats."
+    )
+
+
+def test_the_answer_on_the_loss_is_about_the_same_models_as_the_verdict():
+    known = compared({"a": (6, 4, 2.0, "1"), "b": (5, 3, 1.992, "2"), "c": (7, 5, 2.008, "3")})
+    found = ModelComparison(known.models, weights=known.weights, architectures=known.architectures)
+    same_loss, _ = found.answers()
+    assert found.verdict().reasons == ("loss",)
+    assert (same_loss.answer, same_loss.holds) == ("No, 0.016 nats apart", False)
+    assert same_loss.detail.startswith("c minus b: 0.0160 ± ")
+
+
+def with_more(known, key, of):
+    """The comparison with one more estimate of each model: value and error."""
+    found = {
+        name: {**each, key: estimate(*of[name], 100 + place)} for place, (name, each) in enumerate(known.models.items())
+    }
+    return ModelComparison(found, weights=known.weights, architectures=known.architectures)
+
+
+def test_a_loss_that_surely_differs_is_no_less_so_beside_a_larger_uncertain_difference():
+    known = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.03, "2"), "c": (7, 5, 2.04, "3")})
+    wide = with_more(known, "loss", {"a": (2.0, 0.001), "b": (2.03, 0.001), "c": (2.04, 0.1)})
+    same_loss, _ = wide.answers()
+    assert wide.verdict().reasons == ("loss",)
+    assert (same_loss.answer, same_loss.holds) == ("No, 0.03 nats apart", False)
+    assert same_loss.detail.startswith("b minus a: 0.0300 ± ")
+
+
+def test_a_model_is_better_at_a_task_only_if_it_is_better_than_every_other():
+    known = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.0, "2"), "c": (7, 5, 2.0, "3")})
+    accuracies = {"a": (90.0, 0.1), "b": (88.0, 0.1), "c": (87.0, 5.0)}
+    task = with_more(known, "probe-mine", accuracies)
+    for each in task.models.values():
+        each["probe-mine"].details["pooling"] = "mean"
+    better = task.answers()[-1]
+    assert (better.answer, better.holds) == ("No difference shown, by a probe of the mean over tokens", None)
+    assert "a minus c 3.0 ± 5.0 points" in better.detail
+
+
+@pytest.mark.parametrize(
+    ("other", "flattest", "reasons"),
+    [(6, None, ("rare",)), (60, "a", ())],  # the second would hold with an error of one input alone
+)
+def test_an_input_that_makes_up_much_of_an_error_gives_no_verdict_unless_it_holds_without(other, flattest, reasons):
+    comparison = compared({"a": (5, 3, 2.0, "1"), "b": (other, 4, 2.0, "2")})
+    trace = comparison.models["a"]["trace"]
+    influence = np.full(N, 0.1)
+    influence[7] = 9
+    rare = comparison.models["a"] | {"trace": dataclasses.replace(trace, influence=influence)}
+    found = verdict(dataclasses.replace(comparison, models=comparison.models | {"a": rare}))
+    assert (found.flattest, found.reasons) == (flattest, reasons)
+    assert ("one of the samples makes up" in str(found)) == (flattest is None)
+
+
+def test_a_difference_that_is_sure_but_small_gives_no_verdict():
+    # thousands of standard errors apart, by 4 and by 6 %
+    near, apart = (compared({"a": (5000, 3000, 2.0, "1"), "b": (6000, least, 2.0, "2")}) for least in (3120, 3180))
+    assert (verdict(near).flattest, verdict(near).reasons) == (None, ("near",))
+    assert (
+        "the minimal trace of a is 0.962 times (95 % 0.961 to 0.962) b's: apart by less than a factor of 1.05, the "
+        "smallest that counts. Next: let a smaller ratio count (isoloss compare MODEL MODEL --min-ratio RATIO), or ask"
+    ) in str(verdict(near))
+    assert verdict(near, min_ratio=1.03).flattest == verdict(apart).flattest == "a"
+    with pytest.raises(IsolossError, match=r"min_ratio is 0\.9"):
+        verdict(near, min_ratio=0.9)
+
+
+def test_traces_that_are_shown_to_be_alike_need_no_more_inputs():
+    found = verdict(compared({"a": (500, 300, 2.0, "1"), "b": (500.01, 300.01, 2.0, "2")}))
+    assert found.reasons == ("near",)
+
+
+@pytest.mark.parametrize(
+    "change", [{"n_inner": 48, "n_positions": 16}, {"n_head": 4}, {"activation_function": "relu"}], ids=str
+)
+def test_architectures_of_as_many_parameters_are_not_compared(change):
+    sizes = {"vocab_size": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_inner": 32, "n_positions": 49}
+    models = []
+    for config in (sizes, {**sizes, **change}):
+        torch.manual_seed(0)
+        models.append(GPT2LMHeadModel(GPT2Config(**config, bos_token_id=0, eos_token_id=0)).eval())
+    first, second = (sum(p.numel() for p in model.parameters()) for model in models)
+    assert first == second
+    ids = torch.randint(0, 16, (64, 8), generator=torch.Generator().manual_seed(1))
+    found = compare_traces(dict(zip("ab", models, strict=True)), [{"input_ids": ids, "labels": ids}]).verdict()
+    assert (found.flattest, found.reasons) == (None, ("parameters",))
+    assert "a and b have different architectures" in str(found)
+
+
+def test_two_measures_that_disagree_give_no_verdict():
+    found = verdict(compared({"a": (5, 4, 2.0, "1"), "b": (6, 3, 2.0, "2")}), names={"a": "A", "b": "B"})
+    assert (found.flattest, found.reasons) == (None, ("disagree",))
+    assert str(found) == (
+        "No verdict on which is the flattest. A has the smallest trace (probability above 0.999) and B has the "
+        "smallest minimal trace (probability above 0.999): the scale of the weights decides the order of the traces. "
+        "Next: ask which is better at a task (isoloss compare MODEL MODEL --task TASK)."
+    )
+    # with a task, that step is behind them
+    same = verdict(compared({"a": (5, 4, 2.0, "1"), "b": (6, 3, 2.0, "2")}), with_tasks=True)
+    assert str(same).endswith("the scale of the weights decides the order of the traces.")
+
+
+def test_other_losses_give_no_verdict_but_a_wider_margin_does():
+    comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.02, "2")})
+    found = comparison.verdict()
+    assert (found.flattest, found.reasons) == (None, ("loss",))
+    assert "Losses differ by more than 0.01 nats from the loss of a. Differences: b 0.02" in str(found)
+    assert " nats. Next: compare checkpoints whose losses are nearer (isoloss compare takes all" in str(found)
+    assert comparison.verdict(same_loss=0.03).flattest == "a"
+    with pytest.raises(IsolossError, match="margin"):
+        comparison.verdict(same_loss=0)
+
+
+def test_losses_that_may_be_the_same_take_more_inputs_and_no_other_checkpoints():
+    comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.0006, "2")})
+    for name in comparison.models:
+        loss = comparison.models[name]["loss"]
+        comparison.models[name]["loss"] = dataclasses.replace(loss, stderr=0.007, influence=7 * loss.influence)
+    found = verdict(comparison, more="more luck")
+    assert (found.flattest, found.reasons) == (None, ("loss open",))
+    assert "It takes more luck to tell whether losses are within ± 0.01 nats of the loss of a." in str(found)
+    assert "Next: take more luck, or ask which is better at a task" in str(found)
+
+
+def test_a_small_difference_leaves_it_open():
+    found = verdict(compared({"a": (5, 3, 2.0, "1"), "b": (6, 3.1, 2.0, "2")}), more="more luck")
+    assert (found.flattest, found.reasons) == (None, ("open",))
+    assert "a has the smallest trace (probability above 0.999) and the smallest minimal trace" in str(found)
+    assert "it takes more luck to tell. Next: take more luck, or ask which is better at a task" in str(found)
+
+
+def test_one_measure_alone_gives_no_verdict():
+    found = verdict(compared({"a": (5, None, 2.0, "1"), "b": (6, None, 2.0, "2")}))
+    assert (found.flattest, found.reasons) == (None, ("no minimal trace",))
+    assert "is missing: it was not measured" in str(found)
+
+
+def test_minimal_traces_by_different_conventions_give_no_verdict():
+    comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.0, "2")})
+    details = comparison.models["b"]["minimal-trace"].details
+    details["gauged"].append("residual stream")
+    assert comparison.verdict().flattest == "a"  # a gauge that the value does not depend on, as it is the infimum
+    details["infimum"] = 3.5
+    found = comparison.verdict()
+    assert (found.flattest, found.reasons) == (None, ("gauges",))
+
+
+def test_other_parameters_give_no_verdict_whatever_the_numbers():
+    comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 3.0, "2")})
+    comparison.models["b"]["trace"].by_parameter["v"] = 0.0
+    found = comparison.verdict()
+    assert (found.flattest, found.reasons) == (None, ("parameters",))
+    assert "a and b have different parameters" in str(found)
+
+
+def test_identical_models_share_their_place():
+    found = verdict(compared({"a": (5, 3, 2.0, "1"), "copy": (5, 3, 2.0, "1")}))
+    assert (found.flattest, found.reasons) == (None, ("weights",))
+    assert str(found) == "a and copy have identical weights. There is nothing to compare."
+    models = {"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.004, "2"), "copy": (5, 3, 2.0, "1")}
+    found = verdict(compared(models))
+    assert found.flattest == "a"  # although either copy has but half of the probability
+    assert str(found).startswith("a and copy have identical weights. a is the flattest")
+
+
+def test_equal_weights_under_another_config_are_another_function():
+    found = verdict(compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.004, "1")}))
+    assert found.flattest == "a"
+    assert "identical" not in str(found)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=11, max_position_embeddings=8, initializer_range=0.5, bos_token_id=None, eos_token_id=None, **sizes
+    )
+    return LlamaForCausalLM(config).double().eval()
+
+
+@pytest.fixture(scope="module")
+def batches():
+    ids = torch.randint(0, 11, (64, 6), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": ids, "labels": ids}]
+
+
+def test_a_rescaled_model_is_said_to_be_the_same_function(model, batches):
+    comparison = compare_traces(
+        {"it": model, "rescaled": rescaled_at_random(model, granularity="tensor", seed=0)}, batches
+    )
+    assert not 0.9 < comparison.ratio("trace", "it", "rescaled")[0] < 1.1
+    found = comparison.verdict()
+    assert (found.flattest, found.reasons) == (None, ("function",))
+    assert "it and rescaled have the same loss on every input: one function, different weights." in str(comparison)
+
+
+def test_the_same_weights_are_said_to_be_identical(model, batches):
+    found = compare_traces({"a": model, "b": copy.deepcopy(model)}, batches).verdict()
+    assert found.reasons == ("weights",)
+
+
+def test_a_rescaling_does_not_make_a_model_the_flattest(model):
+    """The plain trace alone said so, with a probability above 0.99."""
+    ids = torch.randint(0, 11, (1024, 6), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": ids, "labels": ids}]
+    torch.manual_seed(1)
+    models = {"a": model, "b": LlamaForCausalLM(model.config).double().eval()}
+    flatter, sharper = compare_traces(models, batches).ranking("minimal-trace")
+    models[flatter] = rescaled_at_random(models[flatter], granularity="tensor", seed=0)
+    comparison = compare_traces(models, batches)
+    assert comparison.ranking("trace") == (sharper, flatter)
+    assert comparison.probability_of_smallest("trace")[sharper] > 0.99
+    assert comparison.ranking("minimal-trace") == (flatter, sharper)
+    found = comparison.verdict(same_loss=1)
+    assert (found.flattest, found.reasons) == (None, ("disagree",))
+
+
+def test_a_model_without_known_rescalings_is_compared_without_a_verdict(batches):
+    class Bigram(torch.nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.config = None
+            self.embed, self.head = torch.nn.Embedding(11, 4), torch.nn.Linear(4, 11)
+
+        def forward(self, input_ids, **_):
+            return ModelOutput(logits=self.head(self.embed(input_ids)))
+
+    models = {"a": Bigram(0).eval(), "b": Bigram(1).eval()}
+    comparison = compare_traces(models, batches, causal=True)
+    assert comparison.traces == ("trace",)
+    assert comparison.verdict().reasons[0] == "no minimal trace"
+    assert f"is missing: {comparison.no_minimal}" in str(comparison)
+    with pytest.raises(IsolossError, match=r"^a: "):
+        compare_traces(models, batches, causal=True, minimal=True)
