@@ -11,14 +11,9 @@ from scipy.stats import binomtest
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-<<<<<<< HEAD:tests/lab/transfer/test_compare_accuracies.py
-from isoloss.lab.transfer.compare import accuracy_difference, bootstrap95, compare_accuracy
-from isoloss.lab.transfer.results import score
 from isoloss.statistics.significance import mcnemar
-=======
-from isoloss.transfer.compare import accuracy_difference, bootstrap95, compare_accuracy, mcnemar
+from isoloss.transfer.compare import accuracy_difference, bootstrap95, compare_accuracy
 from isoloss.transfer.results import score
->>>>>>> main:tests/transfer/test_compare_accuracies.py
 
 
 def crossed(

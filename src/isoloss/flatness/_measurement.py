@@ -36,7 +36,7 @@ from isoloss.flatness._parameters import (
     quantized_weights,
     requiring_gradients,
 )
-from isoloss.memory import keep_freed
+from isoloss.machine import disable_malloc_trim
 from isoloss.model_checks import architecture, device_of, is_causal, plainly, refuse_dropout, unwrapped
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import AuxiliaryMeans, ClusteredRatio, ClusteredRatioEstimator, ColumnRatios
@@ -48,7 +48,7 @@ _MOST_PROBES = 1024  # where rtol or seconds decides
 _EVERY_SECONDS = 30.0  # a resume file is written; less often where writing it takes longer than a second
 
 # what it changes lasts as long as the process: activations then stay in memory from one batch to the next
-keep_freed()
+disable_malloc_trim()
 
 State = tuple[dict[str, Any], dict[str, torch.Tensor]]  # JSON types, and tensors
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.evaluator import Evaluator, evaluate, pending
 from isoloss.lab.evaluation.input_config import InputConfig
@@ -17,7 +18,6 @@ from isoloss.lab.languages.config import BracketsConfig, HMMConfig, PCFGConfig
 from isoloss.lab.languages.hmm import HMM
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.train import train
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.comparison import paired_difference

@@ -14,11 +14,11 @@ from transformers import BertConfig, BertForMaskedLM
 
 from isoloss import config as configs
 from isoloss import evaluate, pretrain
+from isoloss.checkpoints.loading import load_model, quiet
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
 from isoloss.lab.languages.config import TeacherConfig
 from isoloss.lab.languages.teacher import Teacher
-from isoloss.loading import load_model, quiet
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies import Experiment, Scale, Study
