@@ -182,7 +182,7 @@ class Run:
     def has_its_teacher(self) -> bool:
         """Whether the checkpoint that writes its sentences, if one beside it does, is the one that it began with."""
         began = self.record.get(_TEACHER)
-        return began is None or began == self.config.language.weights_within(self.path)
+        return began is None or began == self.config.language.teacher_sha256(self.path)
 
     def _check_teacher(self) -> None:
         if not self.has_its_teacher:
@@ -218,7 +218,7 @@ class Run:
             self._check_teacher()
             return
         self.check_folder()
-        teacher = config.language.weights_within(self.path)
+        teacher = config.language.teacher_sha256(self.path)
         files.write_sealed(
             self.path / "run.json",
             {

@@ -37,7 +37,7 @@ from isoloss.flatness._parameters import (
     requiring_gradients,
 )
 from isoloss.machine import disable_malloc_trim
-from isoloss.model_checks import architecture, device_of, is_causal, plainly, refuse_dropout, unwrapped
+from isoloss.model_checks import architecture, device_of, eager_with_grad, is_causal, refuse_dropout, unwrapped
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import AuxiliaryMeans, ClusteredRatio, ClusteredRatioEstimator, ColumnRatios
 from isoloss.text.clusters import Blocks, SequenceClusters, equal_blocks
@@ -661,7 +661,7 @@ class Measurement(Accumulation):
             raise IsolossError("both the batches and the auxiliary sample have `documents`, or neither has")
         self._source.batch_begun = time.perf_counter()
         try:
-            with plainly(self._model):
+            with eager_with_grad(self._model):
                 terms = self._source.measure(replace(item, first=self._first + item.first))
             controls = terms.controls
             if auxiliary is not None:
