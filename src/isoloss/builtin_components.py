@@ -11,7 +11,6 @@ LANGUAGE_CONFIGS = {
     "corpus": ("CorpusConfig", "real text"),
     "teacher": ("TeacherConfig", "a causal language model that writes sentences"),
     "framed": ("WithSpecialTokensConfig", "another language between [CLS] and [SEP]"),
-    "file": ("FileConfig", "a stored language"),
 }
 ALGORITHM_CONFIGS = {
     "gradient": ("GradientConfig", "the gradient of the loss alone"),

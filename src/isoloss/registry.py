@@ -293,7 +293,8 @@ def run_python(path: Path, prefix: str) -> ModuleType:
 LANGUAGES = Registry(
     "language",
     "languages",
-    _entries("isoloss.lab.languages.config", builtin_components.LANGUAGE_CONFIGS),
+    _entries("isoloss.lab.languages.config", builtin_components.LANGUAGE_CONFIGS)
+    | _entries("isoloss.lab.languages.serialization", {"file": ("FileConfig", "a stored language")}),
     Form("isoloss.config:LanguageConfig", is_config=True, has_kind=True),
 )
 ALGORITHMS = Registry(
