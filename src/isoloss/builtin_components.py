@@ -38,6 +38,11 @@ ARCHITECTURES = {
     "modernbert": ("MODERN_BERT", "ModernBERT: rotary positions, gated blocks, mostly local attention"),
     "bracket-attention": ("BRACKET_ATTENTION", "the paper's model of brackets (section 5): one head, ReLU neurons"),
 }
+# of models of our own, by `model_type`: the module that makes them known to transformers
+MODEL_TYPES = {
+    "isoloss-bracket-attention": "isoloss.lab.models.bracket_attention",
+    "isoloss-lstm": "isoloss.lab.models.lstm",
+}
 # by module of `isoloss.lab.evaluation.measures`, the classes, each of whose docstrings is the line about it
 MEASURES = {
     "loss": {"loss": "Loss", "generalization-gap": "GeneralizationGap"},

@@ -249,7 +249,7 @@ class LanguageConfig:
         """Return the config as a run in this folder reads it: with paths that are relative to it made absolute."""
         return self
 
-    def weights_within(self, folder: Path) -> str:
+    def teacher_sha256(self, folder: Path) -> str:
         """Return the SHA-256 of the weights at such a path; empty: it names none, or they are not there."""
         return ""
 

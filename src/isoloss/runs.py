@@ -22,7 +22,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -30,12 +30,11 @@ from typing import Any
 
 from isoloss import config as configs
 from isoloss import files
+from isoloss.checkpoints.places import AVERAGE, TRAINER, checkpoint_damage
 from isoloss.errors import IsolossError, warn
 from isoloss.run_config import TrainConfig
 from isoloss.statistics.estimate import Estimate, rounded
 
-AVERAGE = "ema"  # the folder of what belongs to the averaged weights
-TRAINER = "trainer.json"  # in each checkpoint of a run: where training stood, and the SHA-256 of the other files
 _METRICS = "metrics.jsonl"
 # the files that, besides the weights, decide a checkpoint's model and how it reads text
 _MODEL_FILES = ("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -183,7 +182,7 @@ class Run:
     def has_its_teacher(self) -> bool:
         """Whether the checkpoint that writes its sentences, if one beside it does, is the one that it began with."""
         began = self.record.get(_TEACHER)
-        return began is None or began == self.config.language.weights_within(self.path)
+        return began is None or began == self.config.language.teacher_sha256(self.path)
 
     def _check_teacher(self) -> None:
         if not self.has_its_teacher:
@@ -219,7 +218,7 @@ class Run:
             self._check_teacher()
             return
         self.check_folder()
-        teacher = config.language.weights_within(self.path)
+        teacher = config.language.teacher_sha256(self.path)
         files.write_sealed(
             self.path / "run.json",
             {
@@ -424,7 +423,7 @@ class Run:
         recorded = result.get("sha256", {})
         for folder in self._checkpoints():
             try:
-                yield from _checkpoint_damage(folder, lambda name: tensors or not name.endswith(".safetensors"))
+                yield from checkpoint_damage(folder, lambda name: tensors or not name.endswith(".safetensors"))
                 trainer = folder / TRAINER
                 if recorded.get(trainer.relative_to(self.path).as_posix()) not in (None, _sha256(trainer)):
                     yield f"{trainer} and {self.path / 'result.json'} are from different runs"
@@ -546,39 +545,6 @@ def checkpoint_of(path: Path) -> tuple[Run, int] | None:
     if run.exists and step.isdecimal() and int(step) in run.steps() and run.checkpoint(int(step)) == folder:
         return run, int(step)
     return None
-
-
-def check_weights(folder: Path) -> None:
-    """Refuse a checkpoint of a run, or its averaged weights, whose files are not those that training wrote.
-
-    Checked are weights, config and tokenizer, not the state of training. Checkpoints made elsewhere have no record and
-    pass.
-
-    Raises:
-        IsolossError: A file does not have the SHA-256 in trainer.json, or trainer.json itself is damaged.
-    """
-    is_average = folder.name == AVERAGE and (folder.parent / TRAINER).is_file()
-
-    def is_wanted(name: str) -> bool:
-        return name.startswith(f"{AVERAGE}/") == is_average and name != "trainer.safetensors"
-
-    for problem in _checkpoint_damage(folder.parent if is_average else folder, is_wanted):
-        raise IsolossError(problem)
-
-
-def _checkpoint_damage(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[str]:
-    """Yield a sentence for each wanted file of a checkpoint that does not have the SHA-256 in trainer.json."""
-    record = folder / TRAINER
-    remedy = (
-        f"restore the file, or delete {folder} and all later checkpoints of the run, and its result.json, and train "
-        "again"
-    )
-    recorded = files.read_sealed(record, remedy).get("sha256") if record.is_file() else None
-    for name, sha256 in recorded.items() if isinstance(recorded, dict) else ():
-        if is_wanted(name) and _sha256(folder / name) != sha256:
-            yield (
-                f"{folder / name} is damaged: its SHA-256 is not the one that training recorded in {record}; {remedy}"
-            )
 
 
 def _sha256(path: Path) -> str:

@@ -300,9 +300,9 @@ def test_the_summary_the_page_and_what_is_printed_say_it(tmp_path, capsys, quick
     shown = {claim["claim"]: claim["answers"][0]["numbers"] for claim in claims}
     assert shown["adversarial-transfer"]["difference"] == "-18.0 ± 3.0 percentage points"
     # at a scale without verdicts there is none
-    file = tmp_path / "claims.toml"
-    file.write_text(STUDY.claims.read_text().replace('["laptop"]', '["smoke"]'))
-    elsewhere = StudyFolder(dataclasses.replace(STUDY, answer=answer, claims=file), tmp_path, "laptop").summary()
+    elsewhere = StudyFolder(
+        dataclasses.replace(STUDY, answer=answer, verdicts_at=("smoke",)), tmp_path, "laptop"
+    ).summary()
     assert elsewhere.answer == ()
     assert elsewhere.warning.startswith("Scale laptop is too small to say anything, and no verdict is given.")
     assert {each.verdict for result in elsewhere.claims for each in result.answers} == {Verdict.NO_VERDICT}
@@ -312,11 +312,3 @@ def test_an_answer_that_is_no_card_is_refused(tmp_path):
     folder = StudyFolder(dataclasses.replace(STUDY, answer=lambda claims, results: ["Yes."]), tmp_path, "laptop")
     with pytest.raises(IsolossError, match=r"answer of the study algorithms returns a str; it must return isoloss\.st"):
         folder.summary(known_results(tmp_path))
-
-
-def test_a_bad_file_of_claims_is_refused_before_anything_is_trained(tmp_path):
-    file = tmp_path / "claims.toml"
-    file.write_text(STUDY.claims.read_text().replace('["laptop"]', '["lapdog"]'))
-    with pytest.raises(IsolossError, match="scales has 'lapdog'; the study's scales are laptop, smoke"):
-        StudyFolder(dataclasses.replace(STUDY, claims=file), tmp_path / "study", "laptop").prepare()
-    assert not (tmp_path / "study").exists()

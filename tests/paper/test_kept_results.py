@@ -22,7 +22,6 @@ from isoloss.paper.same_loss.study import STUDY
 from isoloss.statistics.clusters import slope_within
 from isoloss.statistics.correlation import correlation, jackknife
 from isoloss.statistics.estimate import Estimate, number
-from isoloss.studies.claims import read_claims
 from isoloss.studies.reading import read_study
 from isoloss.studies.repetition import compare
 
@@ -84,7 +83,7 @@ def test_results_are_of_the_present_design(name, study):
 )
 def test_results_are_of_claims_that_are_still_asked(name, study):
     # they had no roles when these results were judged
-    asked = {claim.id for claim in read_claims(study.claims).claims}
+    asked = {claim.id for claim in study.claims}
     assert set(read_study(RESULTS / name).claims["claim"]) == asked
 
 

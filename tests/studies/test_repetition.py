@@ -285,12 +285,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path, offset, other, message):
         compare(save(tmp_path / "a", 0, {}), save(tmp_path / "b", offset, {}, **other))
 
 
-def test_an_export_with_the_hash_of_the_bytes_alone_is_of_the_same_claims(tmp_path):
-    ours = save(tmp_path / "a", 0, {}, claims_sha256="bytes")
-    theirs = save(tmp_path / "b", 1, {}, claims_sha256="content", claims_file_sha256="bytes")
-    assert compare(ours, theirs).seed_offsets == (0, 1)
-
-
 def test_claims_are_compared_by_name(tmp_path):
     ours = {"a": [answer("shown", estimate(1.0, 0.1, 4))], "b": [answer("not shown", estimate(2.0, 0.1, 4))]}
     theirs = dict(reversed(ours.items()))

@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 import shutil
 import sys
@@ -370,7 +371,9 @@ def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
     """The strings below the fields of each class of a module."""
     found: dict[str, dict[str, str]] = {}
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
-        for field, below in zip(node.body, node.body[1:], strict=False) if isinstance(node, ast.ClassDef) else ():
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, below in itertools.pairwise(node.body):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     found.setdefault(node.name, {})[name] = " ".join(text.split())
@@ -432,7 +435,8 @@ class Options(dict[str, Any]):
     def add(cls, parser: Any, name: str, *, shown: Collection[str] | None, describes: bool) -> None:
         """Add an option to a parser or a group of it."""
         field, configs = cls.sources[name]
-        defaults = {word: _default(config.__dataclass_fields__[field]) for word, config in configs.items()}
+        every: Any = configs
+        defaults = {word: _default(config.__dataclass_fields__[field]) for word, config in every.items()}
         hints = [get_type_hints(config, include_extras=True)[field] for config in configs.values()]
         # configs that share an option may list other choices: all are taken here, and each config checks its own
         if get_origin(hint := hints[0]) is Literal:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isoloss import files, interrupts
+from isoloss.checkpoints.places import check_checkpoint, expand_checkpoints
 from isoloss.cli import common, options
-from isoloss.early_checks import check_checkpoint, expand_checkpoints
 from isoloss.errors import IsolossError, printable, require_package
 from isoloss.registry import EXECUTORS, STUDIES
 from isoloss.runs import Run, checkpoint_of

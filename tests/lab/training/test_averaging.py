@@ -14,12 +14,12 @@ from toy_language import PairLanguage
 from transformers import AutoModelForMaskedLM
 
 from isoloss import config as configs
+from isoloss.checkpoints.loading import load_model
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.lab.training.algorithms.config import GradientConfig, SAMConfig
 from isoloss.lab.training.averaging import WeightAverage, average_checkpoints, averaged
 from isoloss.lab.training.train import Interrupted, train
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig
 from isoloss.runs import Run, checkpoint_of
 

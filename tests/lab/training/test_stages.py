@@ -12,11 +12,11 @@ from toy_language import PairLanguage
 
 from isoloss import config as configs
 from isoloss import files
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.training.algorithms.config import AdversarialConfig, SAMConfig
 from isoloss.lab.training.objectives import training_batch
 from isoloss.lab.training.train import Interrupted, train
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.runs import Run
 

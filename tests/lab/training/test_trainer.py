@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from toy_language import PairLanguage
 
 from isoloss import files
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.models.architectures import BERT
 from isoloss.lab.training.algorithms.config import SAMConfig
 from isoloss.lab.training.objectives import prediction_loss, training_batch
 from isoloss.lab.training.train import Interrupted, Progress, train
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig
 from isoloss.runs import Run
 

@@ -280,9 +280,9 @@ class WithSpecialTokensConfig(_Config):
         """Return the config with paths that are relative to the folder made absolute."""
         return dataclasses.replace(self, language=self.language.within(folder))
 
-    def weights_within(self, folder: Path) -> str:
+    def teacher_sha256(self, folder: Path) -> str:
         """Return the SHA-256 of the weights of a teacher at such a path."""
-        return self.language.weights_within(folder)
+        return self.language.teacher_sha256(folder)
 
     @classmethod
     def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
@@ -363,7 +363,7 @@ class TeacherConfig(_Config):
         path = self._beside(folder)
         return self if path is None else dataclasses.replace(self, checkpoint=str(path))
 
-    def weights_within(self, folder: Path) -> str:
+    def teacher_sha256(self, folder: Path) -> str:
         """Return the SHA-256 of the checkpoint's weights where its path is relative to the folder."""
         path = self._beside(folder)
         weights = path and path / "model.safetensors"

@@ -19,7 +19,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from isoloss import loading, seeds
+from isoloss import seeds
+from isoloss.checkpoints import loading
 from isoloss.config import check
 from isoloss.errors import IsolossError
 from isoloss.lab.languages import batches

@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isoloss import files
-from isoloss.checkpoint_files import (
+from isoloss.checkpoints.loading import quiet, reason
+from isoloss.checkpoints.places import CONFIG, check_folder, check_weights
+from isoloss.checkpoints.stored import (
     StoredWeight,
     adapter_config,
     check_layers,
@@ -22,11 +24,9 @@ from isoloss.checkpoint_files import (
     read_config,
     stored_weights,
 )
-from isoloss.early_checks import CONFIG, check_folder
 from isoloss.errors import IsolossError, warn
 from isoloss.lab.training import distributed
-from isoloss.loading import quiet, reason
-from isoloss.runs import Run, check_weights, refuse_twice
+from isoloss.runs import Run, refuse_twice
 from isoloss.same_function import check_one_function, function_of_config
 from isoloss.text.tokenizer_difference import difference
 from isoloss.text.tokenizers import files_key, load_tokenizer

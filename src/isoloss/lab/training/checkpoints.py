@@ -21,11 +21,12 @@ from safetensors.torch import load_file, save_file
 
 from isoloss import config as configs
 from isoloss import files
+from isoloss.checkpoints.loading import quiet
+from isoloss.checkpoints.places import AVERAGE, TRAINER, check_weights
 from isoloss.errors import IsolossError
 from isoloss.lab.training.averaging import averaged, without_average
-from isoloss.loading import quiet
 from isoloss.run_config import TrainConfig
-from isoloss.runs import AVERAGE, TRAINER, Run, check_weights
+from isoloss.runs import Run
 
 WEIGHTS = "model.safetensors"
 TRAINER_TENSORS = "trainer.safetensors"

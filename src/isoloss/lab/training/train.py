@@ -27,6 +27,7 @@ import torch
 
 from isoloss import config as configs
 from isoloss import files
+from isoloss.checkpoints.places import TRAINER
 from isoloss.errors import IsolossError, require_package
 from isoloss.lab.languages.base import Language
 from isoloss.lab.models.make import make_model
@@ -48,10 +49,10 @@ from isoloss.lab.training.loggers import Loggers
 from isoloss.lab.training.objectives import TrainingBatch, prediction_loss, training_batch
 from isoloss.lab.training.process import process_settings, seed_dropout, signals
 from isoloss.lab.training.training_set import check_training_set
-from isoloss.memory import check_fits
+from isoloss.machine import check_fits
 from isoloss.registry import MODELS, OPTIMIZERS
 from isoloss.run_config import TrainConfig
-from isoloss.runs import TRAINER, Run
+from isoloss.runs import Run
 from isoloss.seeds import derive
 
 Measure = Callable[[Any], Mapping[str, float]]  # of a model in eval mode, by name

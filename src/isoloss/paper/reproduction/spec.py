@@ -239,7 +239,7 @@ class Dataset:
     @property
     def cooldown_lengths(self) -> tuple[int, ...]:
         """All lengths of the cooldown after `branch`, ascending; 0 stands for the usual one, as in `cooldown_run`."""
-        # in the order of the KL after them, so that neighbors can enclose a loss (`compare.at_same_loss`)
+        # in the order of the KL after them, so that neighbors can enclose a loss (`compare.interpolated_control`)
         lengths = sorted((*self.other_cooldowns, self.cooldown_steps))
         return tuple(0 if length == self.cooldown_steps else length for length in lengths)
 

@@ -478,8 +478,8 @@ class Barrier(Int8Rise):
         return super().why_not_applicable(context) if self.barrier_with else "barrier_with names no other checkpoint"
 
     def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
+        from isoloss.checkpoints.loading import load_model
         from isoloss.flatness import interpolation_barrier
-        from isoloss.loading import load_model
         from isoloss.runs import Run
 
         run = Run(Path(self.barrier_with))
