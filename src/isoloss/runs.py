@@ -3,10 +3,8 @@
 run.json                              resolved config, fingerprint, seed, versions, commit
 metrics.jsonl                         one line every `log_every` steps
 checkpoints/step-N/                   a Hugging Face folder, plus trainer.json and trainer.safetensors
-checkpoints/step-N/ema/               a Hugging Face folder with the averaged weights, if the run averages them
 evaluations/<measure>@step-N.json     an `Evaluation`
 evaluations/<measure>@step-N.safetensors   what each example adds to it, for the errors of differences
-evaluations/ema/                      the same of the averaged weights
 log.jsonl                             timing and resumes; no result depends on it
 result.json                           written last: the run is complete
 """
@@ -30,7 +28,7 @@ from typing import Any
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.checkpoints.places import AVERAGE, TRAINER, checkpoint_damage
+from isoloss.checkpoints.places import TRAINER, checkpoint_damage
 from isoloss.errors import IsolossError, warn
 from isoloss.run_config import TrainConfig
 from isoloss.statistics.estimate import Estimate, rounded
@@ -96,7 +94,6 @@ class Run:
 
     Attributes:
         path: The folder.
-        is_average: Whether checkpoints and evaluations are meant of the averaged weights.
 
     Example:
         >>> Run(Path("runs/no-such-run"))
@@ -104,11 +101,9 @@ class Run:
     """
 
     path: Path
-    is_average: bool = False
 
     def __repr__(self) -> str:
-        average = ", averaged weights" if self.is_average else ""
-        return f"Run({str(self.path)!r}, {self._progress}{average})"
+        return f"Run({str(self.path)!r}, {self._progress})"
 
     def _repr_html_(self) -> str:
         rows = {"run": str(self.path), "progress": self._progress}
@@ -130,11 +125,6 @@ class Run:
     def name(self) -> str:
         """The folder's name."""
         return self.path.name
-
-    @property
-    def averaged(self) -> Run:
-        """The same run, with the checkpoints and evaluations of its averaged weights."""
-        return dataclasses.replace(self, is_average=True)
 
     @property
     def exists(self) -> bool:
@@ -305,8 +295,7 @@ class Run:
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint at `step`, there or not."""
-        folder = self.path / "checkpoints" / f"step-{step}"
-        return folder / AVERAGE if self.is_average else folder
+        return self.path / "checkpoints" / f"step-{step}"
 
     def weights(self, step: int) -> str:
         """The SHA-256 of the weights at `step`; the checkpoint must be there."""
@@ -324,8 +313,7 @@ class Run:
         """The steps that have a checkpoint, in order."""
         folder = self.path / "checkpoints"
         matches = (_STEP.fullmatch(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
-        steps = sorted(int(match[1]) for match in matches if match)
-        return [step for step in steps if self.checkpoint(step).is_dir()] if self.is_average else steps
+        return sorted(int(match[1]) for match in matches if match)
 
     def last_step(self) -> int:
         """The step of the last checkpoint; an error if there is none yet."""
@@ -361,8 +349,7 @@ class Run:
 
     @property
     def _evaluations(self) -> Path:
-        folder = self.path / "evaluations"
-        return folder / AVERAGE if self.is_average else folder
+        return self.path / "evaluations"
 
     def save(self, evaluation: Evaluation, examples: bytes = b"") -> None:
         """Write an evaluation to its file, after the file of its examples, if it has any."""
@@ -434,14 +421,13 @@ class Run:
         metrics = self.path / _METRICS
         if _sha256(metrics) != recorded[_METRICS] if _METRICS in recorded else not self._metrics_match():
             yield f"{metrics} is damaged: its lines are not those of the run's last checkpoint; restore the file"
-        for run in (self, self.averaged) if evaluations else ():
-            for key in run._evaluated():
-                try:
-                    one = run.evaluation(*key)
-                    if tensors and one is not None and one.examples:
-                        run.examples(one)
-                except IsolossError as error:
-                    yield str(error)
+        for key in self._evaluated() if evaluations else ():
+            try:
+                one = self.evaluation(*key)
+                if tensors and one is not None and one.examples:
+                    self.examples(one)
+            except IsolossError as error:
+                yield str(error)
 
     def _checkpoints(self) -> list[Path]:
         return [self.path / "checkpoints" / f"step-{step}" for step in self.steps()]
@@ -534,14 +520,10 @@ def last_checkpoint(name: str | Path) -> str:
 
 
 def checkpoint_of(path: Path) -> tuple[Run, int] | None:
-    """Return the run and the step of a checkpoint folder, or None if it does not lie in a run.
-
-    The run of the folder of averaged weights is `Run.averaged`.
-    """
+    """Return the run and the step of a checkpoint folder, or None if it does not lie in a run."""
     folder = path.resolve()
-    step_folder = folder.parent if folder.name == AVERAGE else folder
-    run = Run(step_folder.parent.parent, is_average=folder != step_folder)
-    step = step_folder.name.removeprefix("step-")
+    run = Run(folder.parent.parent)
+    step = folder.name.removeprefix("step-")
     if run.exists and step.isdecimal() and int(step) in run.steps() and run.checkpoint(int(step)) == folder:
         return run, int(step)
     return None

@@ -171,7 +171,7 @@ def test_doctor_and_version(capsys):
     assert found["software"]["python"] == sys.version.split()[0]
     installed, missing = found["software"]["extras"].split("; not installed: ")
     assert installed.startswith("lab, study, hub")
-    assert ("wandb" in missing.split(", ")) == (importlib.util.find_spec("wandb") is None)
+    assert ("tensorboard" in missing.split(", ")) == (importlib.util.find_spec("tensorboard") is None)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("isoloss ")
 

@@ -13,11 +13,10 @@ from isoloss import files
 from isoloss.errors import IsolossError, warn
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_STEP = re.compile(r"step-\d+|ema")  # the checkpoints of a run
+_STEP = re.compile(r"step-\d+")  # the checkpoints of a run
 _IN_SERIES = re.compile(r"(checkpoint|step|epoch)[-_]?\d+")  # the checkpoints of a Trainer, and of other trainers
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-AVERAGE = "ema"  # in a checkpoint of isoloss, the folder of the averaged weights
-TRAINER = "trainer.json"  # beside it: where training stood, and the SHA-256 of the other files
+TRAINER = "trainer.json"  # in a checkpoint of isoloss: where training stood, and the SHA-256 of the other files
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -326,7 +325,7 @@ def _below(folder: Path, pattern: str) -> list[Path]:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a checkpoint of a run, or its averaged weights, whose files are not those that training wrote.
+    """Refuse a checkpoint of a run whose files are not those that training wrote.
 
     Checked are weights, config and tokenizer, not the state of training. Checkpoints made elsewhere have no record and
     pass.
@@ -334,12 +333,7 @@ def check_weights(folder: Path) -> None:
     Raises:
         IsolossError: A file does not have the SHA-256 in trainer.json, or trainer.json itself is damaged.
     """
-    is_average = folder.name == AVERAGE and (folder.parent / TRAINER).is_file()
-
-    def is_wanted(name: str) -> bool:
-        return name.startswith(f"{AVERAGE}/") == is_average and name != "trainer.safetensors"
-
-    for problem in checkpoint_damage(folder.parent if is_average else folder, is_wanted):
+    for problem in checkpoint_damage(folder, lambda name: name != "trainer.safetensors"):
         raise IsolossError(problem)
 
 

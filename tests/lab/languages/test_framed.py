@@ -14,12 +14,12 @@ from isoloss.lab.evaluation.loss import exact_targets, pretraining_loss, why_no_
 from isoloss.lab.languages.config import (
     BracketsConfig,
     DyckConfig,
-    FileConfig,
     HMMConfig,
     PCFGConfig,
     WithSpecialTokensConfig,
 )
 from isoloss.lab.languages.exact import all_sentences, masked_sentences, why_not_enumerable
+from isoloss.lab.languages.serialization import FileConfig
 from isoloss.lab.languages.special_tokens import WithSpecialTokens
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.objectives import training_batch

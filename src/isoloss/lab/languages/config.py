@@ -294,40 +294,6 @@ class WithSpecialTokensConfig(_Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileConfig(LanguageConfig):
-    """A language in a file, as `isoloss.lab.languages.save` writes it."""
-
-    kind: Literal["file"] = "file"
-    path: str
-    """A safetensors file with the language's tables."""
-    content: str = ""
-    """SHA-256 of the file; filled in when a run is made and checked whenever it is opened."""
-
-    def build(self, progress: Progress | None = None) -> Any:
-        """Return the language; a file of another content than `content` says is an error."""
-        serialization = importlib.import_module("isoloss.lab.languages.serialization")  # which imports this module
-        return serialization.load(self.path, content=self.content)
-
-    def resolved(self) -> LanguageConfig:
-        """Return the config that the language itself has, with the content filled in."""
-        config: LanguageConfig = self.build().config
-        return config
-
-    @classmethod
-    def of(cls, path: Path) -> FileConfig:
-        """Return the config of the language in `path`: where the file is, and its content."""
-        return cls(path=str(path.resolve()), content=files.sha256(path))
-
-    @classmethod
-    def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
-        """Return the config of the language in a `.safetensors` file."""
-        if not spec.endswith(SUFFIX) or not Path(spec).exists():
-            return None
-        refuse_options(spec, options)
-        return cls(path=spec).resolved()
-
-
-@dataclass(frozen=True, kw_only=True)
 class TeacherConfig(_Config):
     """A causal language model that writes the sentences (see `isoloss.lab.languages.teacher.Teacher`)."""
 
