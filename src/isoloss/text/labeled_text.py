@@ -223,10 +223,10 @@ def _label(value: Any, known: Sequence[str] | None, column: str, place: str) -> 
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        value = value.strip()
-        if value.lower() in ("", "nan"):
+        name = str(value).strip()
+        if name.lower() in ("", "nan"):
             return None
-        return value.removesuffix(".0") if _WHOLE.fullmatch(value) else value
+        return name.removesuffix(".0") if _WHOLE.fullmatch(name) else name
     # a column of numbers some of which are missing is one of floats in pandas, and so in its CSV
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return str(int(value))
