@@ -463,7 +463,7 @@ class MaskedLM:
     def move(
         self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
     ) -> None:
-        """Draw sentences and masks for every trajectory and step down the mean gradient; (n, P) contiguous, in place."""
+        """Step down the mean gradient, in place, on sentences and masks of every trajectory; theta is contiguous."""
         (n, parameters), vocab = theta.shape, self.joint.shape[0]
         # rows of all trajectories; a view, as is the decoder (n, V, d)
         table = theta.reshape(-1, self.width)
