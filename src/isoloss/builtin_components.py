@@ -130,4 +130,3 @@ PILOT = "what the study same-loss is planned with: slopes of transfer on the los
 BRACKETS = "the paper's model of section 5, trained: does label noise flatten it, and what transfers better?"
 DOSE_RESPONSE = "flatter and sharper models of one loss, by a penalty of either sign: how does transfer respond?"
 BY_OPTIMIZER = "causal models that eight optimizers bring to one loss: which measure predicts which outcome?"
-COMPARED = "the paper's algorithms and others, several seeds of each: loss, flatness and transfer"

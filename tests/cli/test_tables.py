@@ -160,9 +160,9 @@ def test_a_row_of_a_wide_list_keeps_its_ranges_and_paths(capsys, monkeypatch, tm
 
 def test_a_plan_opens_with_its_totals_and_says_where_the_commands_are(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "algorithms"]))
+    lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "same-loss"]))
     assert max(map(len, lines)) <= 80
-    assert lines[0].startswith("algorithms at scale laptop: ")
+    assert lines[0].startswith("same-loss at scale laptop: ")
     text = " ".join(line.strip() for line in lines)
     assert "--json has the command of each" in text
     assert re.search(r"\d+ min with 2 workers; the longest chain of units takes \d+ s with any number", text)

@@ -365,9 +365,9 @@ def test_watching_ends_when_all_is_done_or_nothing_can_go_on(capsys, file, done,
 
 def test_the_folder_of_a_study_names_it_and_other_paths_are_refused_in_a_sentence(capsys, file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    StudyFolder(load_study("algorithms"), Path("begun"), "smoke", 1).prepare()
+    StudyFolder(load_study("same-loss"), Path("begun"), "smoke", 1).prepare()
     assert json.loads(call(capsys, "plan", "begun", "--json"))["folder"] == "begun"
-    with pytest.raises(IsolossError, match=r"; isoloss study run algorithms --scale smoke --seed-offset 1 --fo"):
+    with pytest.raises(IsolossError, match=r"; isoloss study run same-loss --scale smoke --seed-offset 1 --fo"):
         call(capsys, "report", "begun")
     StudyFolder(load_study(file), Path("own")).prepare()
     Path("other").mkdir()

@@ -13,7 +13,6 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
-from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.runs import Run
 from isoloss.statistics.significance import p_value
 from isoloss.studies.export import export
@@ -37,24 +36,6 @@ def test_other_seeds_and_nothing_else(file):
         assert b.measurements[0].settings == a.measurements[0].settings | {
             "seed": a.measurements[0].settings["seed"] + 200
         }
-
-
-@pytest.mark.parametrize("name", list(ALGORITHMS.scales))
-def test_a_repetition_of_the_algorithms_shares_no_grammar_and_no_seed(name):
-    drawn, grammars = [], []
-    for offset in range(4):
-        runs = ALGORITHMS.scale(name, seed_offset=offset).experiments
-        drawn.append(
-            {e.config.seed for e in runs.values()} | {e.measurements[0].settings["seed"] for e in runs.values()}
-        )
-        grammars.append({e.config.language.seed for e in runs.values()})
-        differing = [
-            {line.partition(" is ")[0] for line in configs.differences(a.config, b.config)}
-            for a, b in zip(ALGORITHMS.scale(name).experiments.values(), runs.values(), strict=True)
-        ]
-        assert all(keys == ({"seed", "language.seed"} if offset else set()) for keys in differing)
-    for each in (drawn, grammars):
-        assert sum(map(len, each)) == len(set.union(*each))
 
 
 def test_a_study_without_other_seeds_is_refused(tmp_path):
@@ -339,7 +320,7 @@ def test_wrong_words_are_refused(capsys, tmp_path, monkeypatch, words, message):
             ("run", "same-loss", "--output", "b"),
             ("--output is an option of isoloss study export; isoloss study run --help lists all",),
         ),
-        (("export", "same-loss"), ("--output PATH is missing",)),
+        (("export", "same-loss"), ("--output is missing",)),
         (
             ("export", "same-loss", "--output", "b", "--workers", "2"),
             ("--workers is an option of isoloss study plan, isoloss study run,",),

@@ -33,8 +33,8 @@ def _claim(*, dataset: str, compares: str, measures: str, **stated: Any) -> Clai
 #
 # The gates come in the order in which they should be easiest to show: SGD flattens, the helper (which is ours)
 # transfers better, the adversary worse, the look-up table worse. A gate that is not decided ends the sequence, and all
-# claims after it are not tested. So the claims about SGD, longer training and size, of which earlier runs
-# (results/paper-first-design) showed nothing, are secondary. The smallest effect of interest is that of the study
+# claims after it are not tested. So the claims about SGD, longer training and size, of which the first design
+# showed nothing (results/README.md), are secondary. The smallest effect of interest is that of the study
 # same-loss. The task of the gates is B, which is also the adversary's and the helper's: C, the symbol over two tokens,
 # can almost be read off the tokens.
 #

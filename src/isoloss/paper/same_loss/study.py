@@ -199,7 +199,7 @@ def flatness_in_one_architecture(scale: StudySize) -> Mapping[str, str]:
 # The smallest effect of interest is 0.5 percentage points. The primary claim and the positive control are judged by the
 # difference adjusted to the same loss, with the pilot's slopes (pilot.toml, d32), so neither needs a test of the loss:
 # for that test alone, 27 grammars were needed. Number of grammars, by isoloss.statistics.power and the standard
-# deviations of results/first to results/fourth: over 78 grammars the primary difference has one of 0.39 points, below
+# deviations of the four earlier draws: over 78 grammars the primary difference has one of 0.39 points, below
 # 0.42 with 80 % confidence. At 2.5 %, the level of a claim that is tested both ways, 10 grammars then show with 80 %
 # power that there is no effect of 0.5 points if there is none (12 if it is 0.1 points), and 10 find one of 0.5 points.
 # Over 20 grammars the helper's difference, 1.37 points, has one of 1.18, below 1.42: 8 to 11 grammars show it. So there
@@ -209,7 +209,7 @@ def flatness_in_one_architecture(scale: StudySize) -> Mapping[str, str]:
 # of 0.5 points of prefix-4, by the end of the 95 % interval of the pilot's slope that is farther from 0. Of the
 # adversary and the helper, whose effect in the paper is 5.5 points, 2.5 points are the smallest effect of interest, and
 # the margin is five times as large. So it is for the manipulation check: by the traces of the longer arm in
-# results/third and results/fourth, which differ by 6 nats for a KL of 0.0005, it is worth 4 nats, of a flattening of
+# the two draws of 27 grammars, which differ by 6 nats for a KL of 0.0005, it is worth 4 nats, of a flattening of
 # 51.
 _NOISE, _SGD, _LONGER, _ADVERSARY, _HELPER, _DECAY = (
     functools.partial(arms_compared, name=name)
