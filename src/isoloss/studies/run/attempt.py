@@ -3,8 +3,9 @@
 A unit has a folder in `units` of the study's folder. Attempt N belongs to the process that manages to create `N.json`
 there, which is opened for exclusive creation and stays locked while that process lives; its modification time is the
 heartbeat. When the attempt ends, the file says how. An attempt that has not ended is lost when its owner, on this
-machine, no longer locks the file, or when the file rests for longer than the expiry, by the clock of whoever looks. Attempts are numbered: of two processes that find one lost, the slower could otherwise remove the lease
-that the faster has just taken.
+machine, no longer locks the file, or when the file rests for longer than the expiry, by the clock of whoever looks.
+Attempts are numbered: of two processes that find one lost, the slower could otherwise remove the lease that the faster
+has just taken.
 
 Attempt N at the run `runs/NAME` is made beside it, in `runs/.NAME.attempt-N`, so that relative paths to other runs
 still hold. It goes on from what the attempt before left, whose folder it renames, and a rename publishes it. So a
