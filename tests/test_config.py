@@ -82,6 +82,7 @@ class Draws:
     number: int | Literal["all"] | None = configs.setting(4, minimum=1)
     word: Literal["one", "two"] | None = None
     pair: tuple[float, float] = configs.setting((0.5, 0.5), below=1)
+    path: Path | None = None
 
 
 @pytest.mark.parametrize("value", [1, 70, "all"])
@@ -107,6 +108,10 @@ def test_a_value_that_does_not_fit_is_refused_alike_in_a_config_and_in_a_documen
         configs.from_dict(Draws, configs.to_dict(Draws(**changes)))
     assert str(checked.value) == message
     assert str(read.value).replace("list;", "tuple;") == message
+
+
+def test_a_type_that_no_document_has_is_not_looked_at():
+    configs.check(Draws(path=Path("here")))
 
 
 def test_unreadable_toml_is_named(tmp_path):
