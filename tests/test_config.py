@@ -1,6 +1,7 @@
 """Configs: TOML and JSON both ways, strictness, and what the fingerprint is over."""
 
 import dataclasses
+import json
 import math
 import re
 import tomllib
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isoloss import config as configs
+from isoloss.cli.main import main
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import CorpusConfig, GrammarConfig, PCFGConfig
@@ -198,6 +200,11 @@ def test_what_is_refused_does_not_fit_the_schema(changes):
     fits = jsonschema.Draft202012Validator(json_schema(TrainConfig)).is_valid
     assert fits({**tomllib.loads(configs.to_toml(whole))})
     assert not fits({**tomllib.loads(configs.to_toml(whole)), **changes})
+
+
+def test_the_command_line_prints_the_schema(capsys):
+    assert main(["train", "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == json_schema(TrainConfig)
 
 
 def test_every_field_of_a_schema_is_described():
