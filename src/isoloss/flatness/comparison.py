@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isoloss import files
 from isoloss.errors import IsolossError, naming, require, warn
 from isoloss.flatness._batches import CheckedBatch, as_tensors
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample
@@ -32,7 +33,6 @@ from isoloss.flatness._measurement import (
     InterruptedEstimate,
     Measurement,
     StopCriteria,
-    weights_digest,
 )
 from isoloss.flatness._rescaling.symmetries import Granularity
 from isoloss.flatness.fisher import ExactLabels
@@ -405,7 +405,8 @@ def compare_traces(
             stopping = StopCriteria(num_sequences=trace.details["sequences"])
         if one_estimator and not done:
             controls = torch.cat(source.own_controls)
-        done[name], weights[name], architectures[name] = estimates, weights_digest(model), _architecture(model)
+        done[name], architectures[name] = estimates, _architecture(model)
+        weights[name] = files.tensors_sha256(model.named_parameters())
         del model, source, measurement, estimator  # so that two models are never held
     if not one_estimator:
         warn_unlike({name: estimates["trace"] for name, estimates in done.items()})

@@ -16,7 +16,7 @@ from isoloss import files
 from isoloss.cli.main import main
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
-from isoloss.flatness import _measurement, fisher_trace
+from isoloss.flatness import fisher_trace
 from isoloss.flatness._rescaling.apply import rescaled_at_random
 from isoloss.lab.evaluation.context import MeasureContext
 from isoloss.lab.evaluation.evaluator import evaluate
@@ -220,28 +220,6 @@ def context_of(checkpoints, **more):
         masking=ObjectiveConfig(masking="fraction"),
     )
     return MeasureContext(read=lambda number, seed: inputs.cut(8), objective=ObjectiveConfig(), **more)
-
-
-@pytest.mark.parametrize("dies_at", [3, 8])
-def test_the_control_goes_on_from_either_of_its_two_measurements(checkpoints, dies_at, tmp_path, monkeypatch):
-    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
-    measure, calls = make_measure("rescaling-control"), []
-    model = load_model(checkpoints / "a", device="cpu").model
-    straight = measure.run(model, context_of(checkpoints)).estimates
-
-    def stop(done):
-        calls.append(done)
-        if len(calls) == dies_at:  # five batches of the plain trace, and then those of the minimal one
-            raise RuntimeError("the machine went down")
-
-    with pytest.raises(RuntimeError, match="went down"):
-        measure.run(model, context_of(checkpoints, resume=tmp_path / "half", progress=stop))
-    assert len(list(tmp_path.iterdir())) == 1
-    found = measure.run(model, context_of(checkpoints, resume=tmp_path / "half", progress=calls.append)).estimates
-    assert calls[dies_at:] == ([24, 32, 40, 8, 16, 24, 32, 40] if dies_at == 3 else [8, 16, 24, 32, 40, 24, 32, 40])
-    for name, estimate in straight.items():
-        assert found[name] == dataclasses.replace(estimate, seconds=found[name].seconds)
-    assert not list(tmp_path.iterdir())
 
 
 def test_progress_counts_to_as_many_probes_as_may_be_taken(checkpoints):

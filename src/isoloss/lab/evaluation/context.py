@@ -57,7 +57,6 @@ class MeasureContext:
     rtol: float | None = None  # stop when the standard error is at most this fraction of the value
     seconds: float | None = None  # stop after this time
     num_sequences: int | None = None  # stop after as many sequences
-    resume: Path | None = None  # a file to resume from, and to write to
     progress: Callable[[int], None] | None = None  # called with the number of sequences done
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _latest: tuple[weakref.ref[torch.nn.Module], tuple[str, Hashable], torch.Tensor] | None = field(

@@ -86,8 +86,6 @@ def measure_flatness(
         progress: Called with a measure, a model and the number of its sequences done.
     """
     made = {name: flatness_measure(name, settings) for name in measures}
-    if context.resume is not None and (len(made) > 1 or len(models) > 1):
-        raise IsolossError("a measurement can be resumed where one measure of one model is taken")
     for name, measure in made.items():
         if reason := measure.why_not_applicable(context):
             raise IsolossError(f"{name} cannot be measured: {reason}")

@@ -80,7 +80,7 @@ class SquaredNorm(FlatnessMeasure):
         return squared_parameter_norm(model)
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
-        """Return which of `rtol`, `seconds` and `resume` are set, although an exact value has no use for them."""
+        """Return which of `rtol` and `seconds` are set, although an exact value has no use for them."""
         return _without_limits(context)
 
     def run(self, model: Any, context: MeasureContext) -> Mapping[str, Estimate]:
@@ -89,7 +89,7 @@ class SquaredNorm(FlatnessMeasure):
 
 
 def _without_limits(context: MeasureContext) -> str | None:
-    unused = [name for name in ("rtol", "seconds", "resume") if getattr(context, name) is not None]
+    unused = [name for name in ("rtol", "seconds") if getattr(context, name) is not None]
     return f"it takes no {' and no '.join(unused)}" if unused else None
 
 
@@ -107,7 +107,6 @@ class SampledFlatness(FlatnessMeasure, SequenceMeasure):
             num_sequences=context.num_sequences,
             rtol=context.rtol,
             seconds=context.seconds,
-            resume=context.resume,
             progress=context.progress,
             **self.further_options(inputs, context),
         )
@@ -197,11 +196,7 @@ class RescalingControl(MinimalTrace):
 
         other = rescaled_at_random(model, granularity=self.rescaling_granularity, seed=self.seed)
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(Trace)}
-        # each of the two measurements resumes from a file of its own
-        of_plain = context
-        if context.resume is not None:
-            of_plain = dataclasses.replace(context, resume=context.resume.with_name(f"{context.resume.name}.plain"))
-        plain, minimal = Trace(**settings).run(other, of_plain), super().run(other, context)
+        plain, minimal = Trace(**settings).run(other, context), super().run(other, context)
         estimates = {
             "trace-rescaled-at-random": plain.estimates["trace"],
             "minimal-trace-rescaled-at-random": minimal.estimates[self.name],
@@ -443,7 +438,7 @@ class Int8Rise(SampledFlatness):
     name: ClassVar[str] = "int8-rise"
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
-        """Return which of `rtol`, `seconds` and `resume` are set: the rise takes two passes over the inputs."""
+        """Return which of `rtol` and `seconds` are set: the rise takes two passes over the inputs."""
         return _without_limits(context)
 
     def _estimate(self, model: Any, batches: Any, **options: Any) -> Estimate:
