@@ -26,9 +26,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from isoloss import compare
+from isoloss import compare, compare_traces
 from isoloss.files import write_text
-from isoloss.flatness import compare_traces, fisher_trace
+from isoloss.flatness import fisher_trace
 from isoloss.text import python_docs
 
 RESULTS = Path(__file__).parent / "results"

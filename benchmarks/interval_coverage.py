@@ -37,12 +37,12 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from isoloss import compare  # noqa: E402
+from isoloss import compare, compare_traces  # noqa: E402
+from isoloss.comparison.models import TITLES  # noqa: E402
 from isoloss.errors import IsolossError  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
-from isoloss.flatness import FlatnessCallback, compare_traces, loss_rises  # noqa: E402
+from isoloss.flatness import FlatnessCallback, loss_rises  # noqa: E402
 from isoloss.flatness.robustness import ROBUSTNESS, Noise  # noqa: E402
-from isoloss.lab.evaluation.compare import TITLES  # noqa: E402
 from isoloss.lab.evaluation.input_config import InputConfig  # noqa: E402
 from isoloss.text.packing import pack  # noqa: E402
 

@@ -99,11 +99,11 @@ def run_gallery() -> None:
         assert process.exitcode == 0, f"{process.name}.py fails"
 
 
-PACKAGES = ["statistics", "text", "flatness", "lab.languages", "lab.models", "lab.training", "transfer"]
+PACKAGES = ["statistics", "text", "flatness", "comparison", "lab.languages", "lab.models", "lab.training", "transfer"]
 PACKAGES += ["lab.tasks", "lab.lookup", "lab.finetuning", "lab.finetune_config"]
 PACKAGES += ["lab.evaluation", "lab.presets", "lab.jit", "studies", "report", "paper", "ground"]
 RESULTS = {  # what the public functions take and return
-    "isoloss.flatness.comparison": "TraceComparison",
+    "isoloss.comparison.verdict": "TraceComparison",
     "isoloss.runs": "Run",
     "isoloss.lab.evaluation.evaluator": "Evaluations",
     "isoloss.loading": "LoadedModel",

@@ -25,9 +25,9 @@ PRELOADED = [
         "isoloss.lab.models.compiled_bert",
     ),
     *(
-        "isoloss.flatness.comparison",
+        "isoloss.comparison.traces",
         "isoloss.lab.evaluation.pretraining",
-        "isoloss.report.flatness",
+        "isoloss.comparison.page",
         "isoloss.lab.finetuning",
     ),
 ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from isoloss import lazy
 
 if TYPE_CHECKING:
+    from isoloss.comparison.traces import compare_traces
     from isoloss.flatness.fisher import fisher_trace
     from isoloss.lab.evaluation.compare import compare
     from isoloss.lab.evaluation.evaluator import evaluate
@@ -44,6 +45,7 @@ __all__ = [
     "average_checkpoints",
     "compare",
     "compare_accuracy",
+    "compare_traces",
     "evaluate",
     "finetune",
     "fisher_trace",
@@ -71,6 +73,7 @@ _load = lazy.exports(
         "average_checkpoints": "isoloss.lab.training.averaging",
         "compare": "isoloss.lab.evaluation.compare",
         "compare_accuracy": "isoloss.transfer.compare",
+        "compare_traces": "isoloss.comparison.traces",
         "evaluate": "isoloss.lab.evaluation.evaluator",
         "finetune": "isoloss.lab.finetuning",
         "fisher_trace": "isoloss.flatness.fisher",

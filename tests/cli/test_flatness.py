@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from isoloss.cli.main import main
+from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossWarning
 from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
-from isoloss.flatness.comparison import compare_traces
 from isoloss.lab.evaluation import context as contexts
 from isoloss.statistics.estimate import rounded
 from isoloss.statistics.ratio import ClusteredRatio

@@ -13,11 +13,11 @@ from small_models import cut
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
+from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
 from isoloss.flatness._ghost import auxiliary
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample, Bigrams, _Tokens
-from isoloss.flatness.comparison import compare_traces
 from isoloss.seeds import generator
 
 VOCAB, LENGTH, TOPICS = 24, 8, 4

@@ -15,16 +15,17 @@ import torch
 from dense_curvature import batch_of, windows
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
+from isoloss.comparison import traces
+from isoloss.comparison.traces import InterruptedComparison, Outline
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.flatness import comparison, fisher_trace
-from isoloss.flatness.comparison import InterruptedComparison, Outline
+from isoloss.flatness import fisher_trace
 from isoloss.statistics.estimate import Estimate, rounded
 from isoloss.statistics.ratio import ClusteredRatio
 from known_estimates import leave_one_out_error
 
 VOCAB = 5
 
-compare = functools.partial(comparison.compare_traces, minimal=False)  # of the plain traces
+compare = functools.partial(traces.compare_traces, minimal=False)  # of the plain traces
 
 
 def bert(seed=0, *, size=8, vocab=VOCAB):
@@ -276,7 +277,7 @@ def test_it_prints_as_one_line_and_as_tables():
 
 
 def test_a_comparison_is_json():
-    found = comparison.compare_traces({"a": bert(), "b": bert(1)}, inputs(20))
+    found = traces.compare_traces({"a": bert(), "b": bert(1)}, inputs(20))
     document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert Estimate.from_dict(document["models"]["b"]["minimal-trace"]) == found.models["b"]["minimal-trace"]
     pairs = {pair["estimate"]: pair for pair in document["pairs"]}

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from test_position_selection import VOCAB, all_signs, assert_exact, sentences  # noqa: F401 (a fixture)
 from torch import nn
 
+from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError
 from isoloss.flatness import check_rescaling, fisher_trace, rescaled_at_random, rescalings_of
 from isoloss.flatness._ghost.engine import GhostNorms
 from isoloss.flatness._rescaling.apply import rescaled
-from isoloss.flatness.comparison import compare_traces
 from isoloss.model_checks import max_length, run_on_ids
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_gpt.py"

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from plain_gradients import batch_of, build, reference
 from torch import nn
 
+from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import (
     empirical_fisher_trace,
@@ -21,7 +22,6 @@ from isoloss.flatness import (
     weighted_fisher_trace,
 )
 from isoloss.flatness._parameters import embeddings, quantized_weights
-from isoloss.flatness.comparison import compare_traces
 
 BY_GRADIENT = {
     "fisher": fisher_trace,

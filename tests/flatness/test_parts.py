@@ -9,13 +9,13 @@ import torch.distributed as dist
 from plain_gradients import ARCHITECTURES, DEBERTA, assert_norms, batch_of, build, make
 from small_models import bert, cut, gpt2, llama, rows
 
+from isoloss.comparison.traces import WithLoss
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace, hessian_trace, weighted_fisher_trace
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample
 from isoloss.flatness._ghost.engine import GhostNorms
 from isoloss.flatness._measurement import InterruptedEstimate, Measurement, StopCriteria, measure
 from isoloss.flatness._parameters import ParameterBlocks, ParameterColumns
-from isoloss.flatness.comparison import WithLoss
 from isoloss.flatness.fisher import ExactLabels, SampledLabels
 from isoloss.flatness.hessian import _PublishedCode, _WithResidual
 from isoloss.flatness.norms import _Weighted

@@ -12,6 +12,7 @@ from test_position_selection import all_signs, assert_exact  # noqa: F401 (a fix
 from torch import nn
 
 from isoloss.cli import flatness as command
+from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import (
     empirical_fisher_trace,
@@ -26,7 +27,6 @@ from isoloss.flatness import (
     weighted_fisher_trace,
 )
 from isoloss.flatness._curvature import MeanLoss
-from isoloss.flatness.comparison import compare_traces
 from isoloss.model_checks import is_causal
 
 pytestmark = [

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from finetuning import bert, opt, small_task
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from finetuning import bert, opt, small_task
 from isoloss import seeds
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab.finetune_config import FinetuneConfig

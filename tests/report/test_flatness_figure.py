@@ -3,8 +3,8 @@
 import pytest
 from panel_rows import panels, xy
 
-from isoloss.flatness.comparison import TraceComparison
-from isoloss.report.flatness import trace_against_loss
+from isoloss.comparison.page import trace_against_loss
+from isoloss.comparison.verdict import TraceComparison
 from isoloss.report.save import PANEL, printed, save
 from isoloss.statistics.estimate import Estimate
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import binomtest
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.transfer.compare import accuracy_difference, bootstrap95, compare_accuracy, mcnemar
+from isoloss.statistics.significance import mcnemar
+from isoloss.transfer.compare import accuracy_difference, bootstrap95, compare_accuracy
 from isoloss.transfer.results import score
 
 
@@ -99,15 +101,15 @@ def test_the_same_answers_differ_by_exactly_nothing() -> None:
     a = torch.tensor([[True, False, True], [False, True, True]])
     assert (accuracy_difference(a, a).value, accuracy_difference(a, a).stderr) == (0.0, 0.0)
     assert bootstrap95(a, a) == (0.0, 0.0)
-    assert mcnemar(a[0], a[0]).p_value == 1.0
+    assert mcnemar(a[0].numpy(), a[0].numpy()).p_value == 1.0
 
 
 @pytest.mark.parametrize(
     ("only_a", "only_b"), [(0, 0), (1, 0), (0, 7), (5, 5), (3, 12), (40, 60), (700, 800), (5200, 4800)]
 )
 def test_mcnemar_is_the_exact_binomial_test(only_a: int, only_b: int) -> None:
-    a = torch.tensor([True] * only_a + [False] * only_b + [True, False])
-    b = torch.tensor([False] * only_a + [True] * only_b + [True, False])
+    a = np.array([True] * only_a + [False] * only_b + [True, False])
+    b = np.array([False] * only_a + [True] * only_b + [True, False])
     found = mcnemar(a, b)
     assert (found.only_first, found.only_second) == (only_a, only_b)
     expected = binomtest(only_a, only_a + only_b).pvalue if only_a + only_b else 1.0
@@ -193,4 +195,4 @@ def test_results_of_other_examples_are_not_compared() -> None:
     with pytest.raises(IsolossError, match="at least two results, not 1"):
         compare_accuracy([first])
     with pytest.raises(IsolossError, match="McNemar's test needs"):
-        mcnemar(torch.ones(2, dtype=torch.bool), torch.ones(3, dtype=torch.bool))
+        mcnemar(np.ones(2, dtype=bool), np.ones(3, dtype=bool))

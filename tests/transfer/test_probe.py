@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from finetuning import bert, small_task
 from torch.nn import functional as F
 
+from finetuning import bert, small_task
 from isoloss import seeds
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab.languages.pcfg import PCFG

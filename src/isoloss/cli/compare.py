@@ -16,7 +16,7 @@ from isoloss.cli import common, options
 from isoloss.cli.options import ModuleLoading
 from isoloss.errors import IsolossError, require_package
 from isoloss.lab.evaluation.input_config import InputConfig, language_of_runs
-from isoloss.lab.evaluation.measures.flatness import Trace
+from isoloss.lab.evaluation.measures.base import SequenceMeasure
 from isoloss.lab.evaluation.measures.transfer import task_probes
 from isoloss.runs import last_checkpoint, refuse_twice
 from isoloss.statistics.checking import at_least, positive
@@ -25,8 +25,8 @@ from isoloss.statistics.tables import csv_table
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
-    from isoloss.flatness.verdict import Reason
-    from isoloss.lab.evaluation.compare import ModelComparison
+    from isoloss.comparison.models import ModelComparison
+    from isoloss.comparison.verdict import Reason
 
 EXAMPLES = [
     ("isoloss compare A B", "on a text that comes with Python"),
@@ -68,7 +68,7 @@ class Args:
     data: Path | None = None
     """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy); default: python:docs,
     the language reference that comes with Python."""
-    num_sequences: int = configs.setting(Trace.num_sequences, minimum=2)
+    num_sequences: int = configs.setting(SequenceMeasure.num_sequences, minimum=2)
     """The most sequences to measure the models on."""
     task: tuple[str, ...] = ()
     """Tasks (isoloss ls tasks), or tasks of your own as NAME=FILE: the accuracy of a linear probe on the last hidden
@@ -115,7 +115,7 @@ def main(arguments: list[str]) -> int:
     common.use_threads(args.threads)
     import torch
 
-    from isoloss.flatness.comparison import ComparisonError, InterruptedComparison
+    from isoloss.comparison.traces import ComparisonError, Incomplete
     from isoloss.lab.evaluation.compare import DATA, compare
 
     inputs = dict(args.inputs)
@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> int:
         run = None if inputs.get("tokenizer") else language_of_runs(list(models.values()))
         data = f"{DATA}, the language reference that comes with Python" if run is None else "the language of their runs"
         common.note(f"no --data: models are compared on {data}")
-    failed: ComparisonError | InterruptedComparison | None = None
+    failed: Incomplete | None = None
     with common.Progress("measuring", args.num_sequences, "sequences") as bar:
         try:
             compared = compare(
@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> int:
                 progress=lambda model, done: bar(done, model),
                 **vars(args.loading),
             )
-        except (ComparisonError, InterruptedComparison) as stop:
+        except Incomplete as stop:
             if stop.complete is None:
                 raise
             compared, failed = cast("ModelComparison", stop.complete), stop
@@ -216,7 +216,7 @@ def _next(args: Any, arguments: list[str], reasons: Collection[Reason], *, has_m
 def _write(args: Any, compared: ModelComparison, command: str, more: str) -> None:
     """Write the files that were asked for, and say so."""
     if args.html is not None:
-        from isoloss.report.comparison import comparison_page
+        from isoloss.comparison.page import comparison_page
 
         files.write_text(args.html, comparison_page(compared, command=command, more=more))
         common.note(f"page: {args.html}")

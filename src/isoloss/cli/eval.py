@@ -11,6 +11,7 @@ import tyro
 from isoloss.cli import common, options
 from isoloss.cli.options import Loading
 from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.lab.evaluation.measures.base import measure_class
 from isoloss.lab.presets import load_preset
 from isoloss.registry import MEASURES
 
@@ -91,7 +92,7 @@ class Args:
 
 def arguments_class() -> type:
     """Return the arguments with the settings of all measures."""
-    return options.with_measures(Args, MEASURES.loaded())
+    return options.with_measures(Args, MEASURES.loaded(measure_class))
 
 
 def main(arguments: list[str]) -> int:

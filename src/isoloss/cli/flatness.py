@@ -18,8 +18,7 @@ from isoloss.cli import common, options
 from isoloss.cli.options import ModuleLoading
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.input_config import InputConfig, common_run_config
-from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure, flatness_measure
-from isoloss.registry import MEASURES
+from isoloss.lab.evaluation.measures.flatness import flatness_measure, flatness_measures
 from isoloss.runs import refuse_run, refuse_twice
 from isoloss.statistics.checking import positive
 from isoloss.statistics.estimate import Estimate, interval, rarity, rounded, samples_of
@@ -28,8 +27,7 @@ from isoloss.statistics.tables import short_names
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
-    from isoloss.flatness.comparison import TraceComparison
-    from isoloss.flatness.verdict import Reason
+    from isoloss.comparison.verdict import Reason, TraceComparison
     from isoloss.lab.evaluation.context import MeasureContext, ModelInfo
     from isoloss.lab.evaluation.flatness import FlatnessResults
     from isoloss.text.inputs import Inputs
@@ -118,7 +116,7 @@ class Args:
 
 def arguments_class() -> type:
     """Return the arguments with the settings of all measures of flatness."""
-    known = {name: measure for name, measure in MEASURES.loaded().items() if issubclass(measure, FlatnessMeasure)}
+    known = flatness_measures()
     return options.with_measures(Args, known)
 
 
@@ -140,7 +138,7 @@ def main(arguments: list[str]) -> int:
     common.use_threads(args.threads)
     import torch
 
-    from isoloss.flatness.verdict import verdict
+    from isoloss.comparison.verdict import verdict
     from isoloss.lab.evaluation.context import Checkpoints
     from isoloss.lab.evaluation.flatness import measure_flatness
 
@@ -197,7 +195,7 @@ def main(arguments: list[str]) -> int:
             reasons = judged.reasons if results.compared is not None else ()
             common.say_next([*_next(args, arguments, results, inputs, reasons)])
     if args.figure is not None and results.compared is not None:
-        from isoloss.report.flatness import trace_against_loss
+        from isoloss.comparison.page import trace_against_loss
 
         # last, so that a full disk does not cost the table
         common.save_figure(args.figure, trace_against_loss(results.compared, names))

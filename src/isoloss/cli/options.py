@@ -308,7 +308,8 @@ def _texts(config: type) -> Mapping[str, str]:
     for cls in reversed(config.__mro__[:-1]):
         for param in docstring_parser.parse_from_object(cls).params:
             texts[param.arg_name] = " ".join((param.description or "").split())
-    return texts
+    # of a setting that is the argument of a function
+    return texts | {one.name: one.metadata["help"] for one in dataclasses.fields(config) if "help" in one.metadata}
 
 
 def settings(config: type, *, exclude: Collection[str], prefix: str = "") -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from isoloss.flatness._rescaling.apply import check_rescaling, rescaled, rescaled_at_random
     from isoloss.flatness._rescaling.symmetries import Rescalings, Signals, rescalings_of
     from isoloss.flatness.barrier import interpolation_barrier
-    from isoloss.flatness.comparison import compare_traces
     from isoloss.flatness.directional import directional_sharpness
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
     from isoloss.flatness.hessian import hessian_trace
@@ -36,7 +35,6 @@ __all__ = [
     "Signals",
     "SpectralDensity",
     "check_rescaling",
-    "compare_traces",
     "directional_sharpness",
     "empirical_fisher_trace",
     "evaluating",
@@ -59,7 +57,6 @@ __all__ = [
 
 _MODULES = {
     "barrier": ("interpolation_barrier",),
-    "comparison": ("compare_traces",),
     "_measurement": ("InterruptedEstimate", "MeasureOptions"),
     "_rescaling.apply": ("check_rescaling", "rescaled", "rescaled_at_random"),
     "_rescaling.symmetries": ("Rescalings", "Signals", "rescalings_of"),

@@ -1,14 +1,19 @@
-"""Tests of a mean difference: whether it is 0, whether it is shown to be near 0, and Holm's correction of several."""
+"""Tests of a mean difference: is it 0, is it shown to be near 0; Holm's correction of several; McNemar's test."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from isoloss.errors import IsolossError
 from isoloss.statistics.checking import fraction, positive
 from isoloss.statistics.estimate import Estimate, rounded
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 SAME_LOSS_NATS = 0.01  # default margin within which two models have the same loss, per predicted token
 MIN_RATIO = 1.05  # default of the smallest ratio of two traces that counts
@@ -210,3 +215,39 @@ def _interval(difference: Estimate, alpha: float) -> tuple[float, float]:
         raise IsolossError(f"a test of equivalence needs at least 2 independent samples, not {difference.samples}")
     half = float(stdtrit(difference.freedom, 1 - alpha)) * difference.stderr
     return difference.value - half, difference.value + half
+
+
+@dataclass(frozen=True, kw_only=True)
+class McNemar:
+    """The exact test of whether two classifiers err equally often (McNemar, 1947)."""
+
+    only_first: int  # examples that the first classifies correctly and the second does not
+    only_second: int  # the reverse
+    p_value: float  # two-sided probability, if both err equally often, of a split of these at least as uneven
+
+
+def mcnemar(correct_a: NDArray[np.bool_], correct_b: NDArray[np.bool_]) -> McNemar:
+    """Return McNemar's test of two classifiers, from which of the same n examples each gets right.
+
+    Given that the two disagree on m examples, the number that only the first gets right is binomial (m, 1/2) if both
+    err equally often. The probability is exact, not from the chi-squared approximation.
+
+    Raises:
+        IsolossError: The shapes differ.
+
+    Example:
+        >>> import numpy as np
+        >>> mcnemar(np.array([True] * 6), np.array([False] * 5 + [True]))
+        McNemar(only_first=5, only_second=0, p_value=0.0625)
+    """
+    from scipy.special import bdtr
+
+    if correct_a.shape != correct_b.shape or correct_a.ndim != 1:
+        raise IsolossError(
+            f"McNemar's test needs two (examples,) arrays of one shape, not {correct_a.shape} and {correct_b.shape}"
+        )
+    only_a, only_b = int((correct_a & ~correct_b).sum()), int((correct_b & ~correct_a).sum())
+    # scipy.stats.binomtest gives the same, and takes long to import
+    p_value = 2 * float(bdtr(min(only_a, only_b), only_a + only_b, 0.5))
+    # where the split is even, both tails have the middle, and twice the probability is above 1
+    return McNemar(only_first=only_a, only_second=only_b, p_value=min(1.0, p_value))

@@ -493,10 +493,10 @@ def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
     first, second = (checkpoint[key] for checkpoint in pairs[0])
     if not first.is_accuracy:
         return f"paired over {len(first.examples['influence']):,} sentences"
-    from isoloss.transfer.compare import mcnemar
+    from isoloss.statistics.significance import mcnemar
 
     probes, examples = first.examples["predictions"].shape
-    test = mcnemar(second.votes, first.votes)
+    test = mcnemar(second.votes.numpy(), first.votes.numpy())
     return (
         f"paired over {examples:,} test sentences and {probes} probes; McNemar's test on the probes' plurality "
         f"votes: {test.only_first} sentences gained, {test.only_second} lost, p = {test.p_value:.2g}"

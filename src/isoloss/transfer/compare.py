@@ -13,25 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.special import bdtr
 
 from isoloss import seeds
 from isoloss.errors import IsolossError, require
 from isoloss.statistics.clusters import crossed_mean
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, rounded
+from isoloss.statistics.significance import McNemar, mcnemar
 from isoloss.statistics.tables import text_table
 from isoloss.transfer.results import TransferResult
 
 _LEAST_BOOTSTRAP = 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class McNemar:
-    """The exact test of whether two classifiers err equally often (McNemar, 1947)."""
-
-    only_first: int  # examples that the first classifies correctly and the second does not
-    only_second: int  # the reverse
-    p_value: float  # two-sided probability, if both err equally often, of a split of these at least as uneven
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -158,7 +149,7 @@ def _difference(
         second=second,
         difference=accuracy_difference(result.correct, other.correct),
         bootstrap95=bootstrap95(result.correct, other.correct, resamples=resamples, seed=seed),
-        mcnemar=mcnemar(*votes),
+        mcnemar=mcnemar(*(vote.numpy() for vote in votes)),
         resamples=resamples,
     )
 
@@ -191,27 +182,6 @@ def accuracy_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Est
         num_predictions=num_examples,
         details={"seeds": num_seeds, "differences": difference.mean(dim=1).tolist()},
     )
-
-
-def mcnemar(correct_a: torch.Tensor, correct_b: torch.Tensor) -> McNemar:
-    """Return McNemar's test of two classifiers, from which of the same n examples each gets right.
-
-    Given that the two disagree on m examples, the number that only the first gets right is binomial (m, 1/2) if both
-    err equally often. The probability is exact, not from the chi-squared approximation.
-
-    Raises:
-        IsolossError: The shapes differ.
-
-    Example:
-        >>> mcnemar(torch.tensor([True] * 6), torch.tensor([False] * 5 + [True]))
-        McNemar(only_first=5, only_second=0, p_value=0.0625)
-    """
-    _check_shapes("McNemar's test", "examples,", correct_a, correct_b, 1)
-    only_a, only_b = int((correct_a & ~correct_b).sum()), int((correct_b & ~correct_a).sum())
-    # scipy.stats.binomtest gives the same, and takes long to import
-    p_value = 2 * float(bdtr(min(only_a, only_b), only_a + only_b, 0.5))
-    # where the split is even, both tails have the middle, and twice the probability is above 1
-    return McNemar(only_first=only_a, only_second=only_b, p_value=min(1.0, p_value))
 
 
 def bootstrap95(
@@ -250,13 +220,10 @@ def bootstrap95(
     return float(low), float(high)
 
 
-def _check_shapes(what: str, shape: str, a: torch.Tensor, b: torch.Tensor, ndim: int) -> None:
-    if a.shape != b.shape or a.ndim != ndim:
-        raise IsolossError(f"{what} needs two ({shape}) arrays of one shape, not {tuple(a.shape)} and {tuple(b.shape)}")
-
-
 def _check(correct_a: torch.Tensor, correct_b: torch.Tensor) -> None:
-    _check_shapes("a paired comparison", "seeds, examples", correct_a, correct_b, 2)
+    if correct_a.shape != correct_b.shape or correct_a.ndim != 2:
+        shapes = f"{tuple(correct_a.shape)} and {tuple(correct_b.shape)}"
+        raise IsolossError(f"a paired comparison needs two (seeds, examples) arrays of one shape, not {shapes}")
     num_seeds, num_examples = correct_a.shape
     if num_seeds < 1 or num_examples < 2:
         raise IsolossError(

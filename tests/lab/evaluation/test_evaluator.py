@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from isoloss import files
+from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.flatness.comparison import compare_traces
 from isoloss.lab.evaluation import loss
 from isoloss.lab.evaluation.context import language_inputs
 from isoloss.lab.evaluation.evaluator import Evaluator, pending

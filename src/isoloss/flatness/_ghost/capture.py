@@ -81,6 +81,12 @@ class Capture(TorchFunctionMode):
     are selected, so is what meets them in a call: the residual stream that they are added to, or a scale for each
     position. A call that gives them the shape of all positions gives them their own.
 
+    The way of a torch function: `__torch_function__` sees every call; `_watched` makes it, by a rule of `_ghost.rules`
+    if it takes a parameter; `_note` appends a `ParameterUse` to `uses`. Where the engine says so, a call selects the
+    predicted positions: activations are (B, T, ...) before it and (1, m, ...) after it, and `_together` selects the
+    same positions of whatever else later calls take. `_ghost.engine` then hooks the edge of each use, so that its
+    backward pass brings the cotangents there.
+
     Args:
         parameters: The parameters to watch, by name.
         predicted: (B, T) the positions that are predicted.
@@ -115,8 +121,10 @@ class Capture(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # arguments that have all positions (B, T, ...) are cut to (1, m, ...) once the predicted ones are selected
         if self.has_selected:
             args, kwargs = self._together(func, args, kwargs)
+        # a linear map may be where to select, and the last one is the decoder; all else goes straight to `_watched`
         if func is F.linear:
             return self._linear(*args, **kwargs)
         return self._watched(func, args, kwargs)
@@ -228,10 +236,12 @@ class Capture(TorchFunctionMode):
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # every torch function of a forward pass comes through here, so that what follows is kept cheap where no
         # parameter is near
+        # --- 1. which measured parameters are among the arguments, or behind arguments that all sequences share
         values = list(tensors_in((args, kwargs)))
         touched = {handle.name for value in values if (handle := self._handles.get(id(value))) is not None}
         shared = self._independent.names(values)
         touched |= shared
+        # --- 2. the call, by its rule or else as it is
         # a rule is about one activation for each token. What all sequences share has no sequences, and is followed
         # until it meets an activation
         rule = rule_of(func) if touched and not shared and torch.is_grad_enabled() else None
@@ -251,7 +261,9 @@ class Capture(TorchFunctionMode):
             if result.contributions and not output.requires_grad:
                 # below the first trainable use nothing requires a gradient, and no node would tell the cotangent
                 output = output.requires_grad_().clone()  # a node of its own, and the model may overwrite it
+        # --- 3. which sequence each value of the output belongs to
         self._sequence_ids.follow(func, args, kwargs, output, self.layout)
+        # --- 4. the use, noted for the backward pass; the engine takes over from `self.uses`
         if result is not None and not result.contributions:
             return output
         if result is not None and not (self.has_selected and self._is_lost(output)):

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from transformers import PretrainedConfig
 
+from isoloss import files
+from isoloss.comparison.traces import Model, Outline
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
-from isoloss.flatness.comparison import Model, Outline
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.loss import ExactTargets, exact_targets
-from isoloss.lab.evaluation.measures.base import weights_digest
 from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.languages.exact import all_sentences, why_not_enumerable
 from isoloss.lab.tasks import WholeTask, make_task, whole_task
@@ -182,7 +182,7 @@ class MeasureContext:
         if model is None:
             return self._once(("features", make), lambda: make(*inputs))
         # by the object, which the reference does not keep alive, and by its weights, which may have changed in place
-        key = (weights_digest(model), states)
+        key = (files.tensors_sha256(sorted(model.state_dict().items())), states)
         if self._latest is None or self._latest[0]() is not model or self._latest[1] != key:
             self._latest = (weakref.ref(model), key, make(*inputs))
         return self._latest[2]

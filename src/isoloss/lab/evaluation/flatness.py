@@ -8,18 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from isoloss.comparison.traces import InterruptedComparison, compare_traces
+from isoloss.comparison.verdict import TraceComparison, warn_unlike
 from isoloss.errors import IsolossError
 from isoloss.flatness import InterruptedEstimate
-from isoloss.flatness.comparison import InterruptedComparison, TraceComparison, compare_traces, warn_unlike
 from isoloss.lab.evaluation.context import MeasureContext
-from isoloss.lab.evaluation.measures.base import MeasureResult
-from isoloss.lab.evaluation.measures.flatness import (
-    FlatnessMeasure,
-    MinimalTrace,
-    SampledFlatness,
-    Trace,
-    flatness_measure,
-)
+from isoloss.lab.evaluation.measures.base import FunctionMeasure, MeasureResult
+from isoloss.lab.evaluation.measures.flatness import flatness_measure
 from isoloss.statistics.comparison import Comparison, Estimates
 from isoloss.statistics.estimate import Estimate
 
@@ -74,7 +69,7 @@ def measure_flatness(
 
     The models are loaded one after another, for each measure anew. Of several models, the first decides where `rtol`
     or `seconds` of the context end a measurement, and the others are measured on as many sequences. Their traces and
-    minimal traces come from one pass (`isoloss.flatness.compare_traces`).
+    minimal traces come from one pass (`isoloss.compare_traces`).
 
     Args:
         models: What loads each, by name.
@@ -90,18 +85,23 @@ def measure_flatness(
         if reason := measure.why_not_applicable(context):
             raise IsolossError(f"{name} cannot be measured: {reason}")
     results = FlatnessResults(estimates={model: {} for model in models})
-    traces = {name: measure for name, measure in made.items() if len(models) > 1 and measure.is_compared}
+    traces = {name: measure for name, measure in made.items() if len(models) > 1 and _is_compared(name, measure)}
     for name, measure in made.items():
         if name not in traces:
             _measure_each(results, models, name, measure, context, progress)
         elif results.compared is None:  # for the second of the two there is nothing left to do
-            is_asked = any(isinstance(each, MinimalTrace) for each in traces.values())
+            is_asked = "minimal-trace" in traces
             # None: `compare` takes the minimal traces if it can, and says why if it cannot
             minimal = None if is_asked and where_known else is_asked
             _compare_traces(results, models, traces, minimal, context, progress)
         if results.interrupted is not None:
             break
     return results
+
+
+def _is_compared(name: str, measure: Any) -> bool:
+    """Whether `compare_traces` takes it of several models: not by the paper's sampled labels."""
+    return name in ("trace", "minimal-trace") and measure.trace_method == "ghost"
 
 
 def _compare_traces(
@@ -114,7 +114,7 @@ def _compare_traces(
 ) -> None:
     """Take the traces of several models, with their losses and the control variates that they share."""
     name, measure = next(iter(traces.items()))
-    granularities = [each.rescaling_granularity for each in traces.values() if isinstance(each, MinimalTrace)]
+    granularities = [each.rescaling_granularity for name, each in traces.items() if name == "minimal-trace"]
     inputs = context.inputs(measure.num_sequences, measure.seed)
     try:
         results.compared = compare_traces(
@@ -141,7 +141,7 @@ def _measure_each(
     results: FlatnessResults,
     models: Models,
     name: str,
-    measure: FlatnessMeasure,
+    measure: FunctionMeasure,
     context: MeasureContext,
     progress: Progress | None,
 ) -> None:
@@ -161,10 +161,10 @@ def _measure_each(
             results.interrupted = name, model, None
             break
         results.estimates[model][name] = result.estimates
-        if isinstance(current, SampledFlatness) and current_context is context:
+        if current_context is context:
             current, current_context = current.continued(context, next(iter(result.estimates.values())))
     done = {model: estimates[name] for model, estimates in results.estimates.items() if name in estimates}
     if len(done) > 1:
-        if isinstance(measure, Trace):
+        if hasattr(measure, "trace_method"):
             warn_unlike({model: next(iter(estimates.values())) for model, estimates in done.items()})
         results.comparisons[name] = Comparison(done, name)

@@ -276,10 +276,11 @@ def loss_and_gradient(
     words, position = matrix(theta, at[WORDS], z.ids, d), matrix(theta, at[POSITIONS], length, d)
     kind, norm, shift = theta[at[TYPES] :][:d], theta[at[NORM] :][:d], theta[at[SHIFT] :][:d]
 
-    # --- forward
+    # --- forward 1, the embedding: tokens (T, n) -> states (N, d)
     u0, inverse0, states = empty(rows, d), vector(rows), empty(rows, d)
     embed(words, position, kind, norm, shift, tokens, _taken(bits, 0, rows, d), level, scale, u0, inverse0, states)
     drawn = rows * d
+    # --- forward 2, the layers: inputs (d, N) -> outputs (d, N), in the last layer -> (d, n)
     # What each layer keeps for the backward pass. The last one has n columns, so it fills only the start of its part.
     # x: inputs of the layers. mixed: values mixed by attention. between: states between attention and feed-forward.
     # u, inverse: normalized columns of a layer norm and their scale. slope, hidden: GELU's derivative and value.
@@ -308,6 +309,7 @@ def loss_and_gradient(
             matrix(x, start + of_layer, d, columns),
         )
         residual = matrix(x, start, d, rows)
+        # attention: residual (d, N) -> mixture (d, columns)
         if layer < last:
             layer_qkv, square = matrix(qkv, 3 * start, 3 * d, rows), heads * length * rows
             product(matrix(theta, a[QKV], 3 * d, d), residual, layer_qkv)
@@ -336,6 +338,7 @@ def loss_and_gradient(
             transpose(values, mixture)
             transpose(selected, chosen)
             residual = chosen
+        # after = norm(residual + dropout(out(mixture))), then y = norm(after + dropout(outer(gelu(inner(after)))))
         sum1, sum2 = matrix(u1, start, d, columns), matrix(u2, start, d, columns)
         slopes, inside = matrix(slope, inner, m, columns), matrix(hidden, inner, m, columns)
         product(matrix(theta, a[OUT], d, d), mixture, sum1)
@@ -352,6 +355,7 @@ def loss_and_gradient(
             sum2, theta[a[OUTER_BIAS] :], after, more, level, scale, theta[a[NORM2] :], theta[a[SHIFT2] :],
             inverse2[layer * rows :], y,
         )  # fmt: skip
+    # --- forward 3, the head: top (d, n) -> features (d, n) -> logits (V, n) -> losses (n,)
     top = matrix(x, layers * of_layer, d, n)
     head, head_slope, features = matrix(theta, at[HEAD], d, d), empty(d, n), empty(d, n)
     # In front of the head's layer norm stand no bias, residual or dropout: `zero` serves as the first two.
@@ -365,7 +369,7 @@ def loss_and_gradient(
     product(words, features, logits[: z.ids])
     cross_entropy(logits[: z.ids], theta[at[OUTPUT] :], labels, targets, losses)
 
-    # --- backward
+    # --- backward 3, the head: logits (V, n) -> d_features (d, n), the gradient of the last layer's output
     d_features, d_top, unused, unused_bias = empty(d, n), empty(d, n), empty(d, n), vector(d)
     # `logits` holds the gradient now. This product sets the words' gradient, as decoder; `embed_backward`, which adds
     # to it, must come later.
@@ -380,6 +384,7 @@ def loss_and_gradient(
     outer_product(d_top, top, matrix(grad, at[HEAD], d, d))
     add_rows(d_top, grad[at[HEAD_BIAS] :])
     product(transposed(head), d_top, d_features)
+    # --- backward 2, the layers from the last to the first: d_y -> d_x, of a layer's output and input
     d_states, d_values, d_selected = zeros(rows, d), empty(n, d), empty(n, d)
     d_x, d_qkv = empty(d, rows), empty(3 * d, rows)
     # (d, n) above the last layer, (d, N) above the others
@@ -392,6 +397,7 @@ def loss_and_gradient(
         dropped, more = _taken(bits, drawn, d, columns), _taken(bits, drawn + columns * d, d, columns)
         d_product, d_between, d_more = empty(d, columns), empty(d, columns), empty(d, columns)
         d_hidden, d_mixed, d_residual = empty(m, columns), empty(d, columns), empty(d, columns)
+        # the feed-forward block: d_y -> d_between, the gradient of `after` above
         add_norm_backward(
             d_y, matrix(u2, start, d, columns), inverse2[layer * rows :], more, level, scale, theta[a[NORM2] :],
             d_product, d_between, grad[a[OUTER_BIAS] :], grad[a[NORM2] :], grad[a[SHIFT2] :],
@@ -403,12 +409,14 @@ def loss_and_gradient(
         add_rows(d_hidden, grad[a[INNER_BIAS] :])
         product(transposed(matrix(theta, a[INNER], m, d)), d_hidden, d_more)
         _add(d_between, d_more)
+        # the attention's output: d_between -> d_mixed and d_residual, each (d, columns)
         add_norm_backward(
             d_between, matrix(u1, start, d, columns), inverse1[layer * rows :], dropped, level, scale,
             theta[a[NORM1] :], d_product, d_residual, grad[a[OUT_BIAS] :], grad[a[NORM1] :], grad[a[SHIFT1] :],
         )  # fmt: skip
         outer_product(d_product, matrix(mixed, start, d, columns), matrix(grad, a[OUT], d, d))
         product(transposed(matrix(theta, a[OUT], d, d)), d_product, d_mixed)
+        # attention: d_mixed and d_residual -> d_x (d, N); of all layers, the last one alone spreads n columns over N
         if layer < last:
             layer_qkv, square = matrix(qkv, 3 * start, 3 * d, rows), heads * length * rows
             before, thinned = (
@@ -437,6 +445,7 @@ def loss_and_gradient(
             if last:
                 transpose(d_states, d_x)
         d_y = d_x
+    # --- backward 1, the embedding: d_states (N, d) -> the gradients of words, positions, types and the norm
     if last:
         transpose(d_x, d_states)
     sums = zeros(2, d)

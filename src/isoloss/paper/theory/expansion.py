@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isoloss.flatness.comparison import compare_traces
+from isoloss.comparison.traces import compare_traces
 from isoloss.lab.models.expansion import Expanded, Part
 from isoloss.model_checks import device_of
 from isoloss.paper.theory.statements import Statement

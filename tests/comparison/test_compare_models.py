@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 import small_checkpoints as small
 from isoloss import compare, pretrain
+from isoloss.comparison.models import TITLES
+from isoloss.comparison.traces import ComparisonError, InterruptedComparison
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import loss_rises
-from isoloss.flatness.comparison import ComparisonError, InterruptedComparison
-from isoloss.lab.evaluation.compare import TITLES
 from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.languages.config import BracketsConfig, PCFGConfig

@@ -1,8 +1,5 @@
 """Several models on the same inputs with the same random signs: paired differences of their flatness and loss.
 
-A model's estimates are `trace`, `without_embeddings` (the part of the trace that is not the embeddings') and `loss`;
-where the minimal trace was measured, also `minimal-trace` and `minimal_without_embeddings`.
-
 Shapes: m predicted positions, V vocabulary, N clusters.
 """
 
@@ -11,11 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import html
-import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +18,8 @@ import torch
 from torch import nn
 
 from isoloss import files
-from isoloss.errors import IsolossError, naming, require, warn
+from isoloss.comparison.verdict import MINIMAL_ESTIMATES, TraceComparison, warn_unlike
+from isoloss.errors import IsolossError, naming, require
 from isoloss.flatness._batches import CheckedBatch, as_tensors
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample
 from isoloss.flatness._ghost.engine import Predictions
@@ -37,168 +33,39 @@ from isoloss.flatness._measurement import (
 from isoloss.flatness._rescaling.symmetries import Granularity
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.flatness.minimal_trace import MinimalTraceEstimator, minimal_trace
-from isoloss.flatness.verdict import Verdict, unlike, verdict
 from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, text_config, unwrapped
-from isoloss.statistics.comparison import Comparison
-from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, samples_of
+from isoloss.statistics.estimate import Estimate, samples_of
 from isoloss.statistics.ratio import ClusteredRatioEstimator, Weighted
-from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS
-from isoloss.statistics.tables import probability, text_table
 from isoloss.text.clusters import Blocks
 
 Model = nn.Module | Callable[[], nn.Module]
 
 _CHUNK = 1 << 22  # logits widened at a time
-_OF_TRACE = ("trace", "without_embeddings", "loss")
-_OF_MINIMAL = {  # what each is called in `by_measure`
-    "minimal-trace": "minimal-trace",
-    "minimal_without_embeddings": "without_embeddings",
-    "loss": "loss",
-}
 
 
-@dataclass(frozen=True, repr=False, kw_only=True)
-class TraceComparison(Comparison):
-    """The result of `isoloss.flatness.compare_traces`: it prints as tables with a verdict.
-
-    Attributes:
-        weights: The SHA-256 of each model's parameters, which identifies copies.
-        architectures: The SHA-256 of each model's layers, their shapes and its activations.
-        no_minimal: Why the minimal traces were not measured, though they were asked for.
-    """
-
-    weights: Mapping[str, str]
-    architectures: Mapping[str, str]
-    no_minimal: str = ""
-
-    @property
-    def traces(self) -> tuple[str, ...]:
-        """Which traces were measured: `trace` and, where the rescalings of all models are known, `minimal-trace`."""
-        return tuple(name for name in ("trace", "minimal-trace") if name in self.names)
-
-    @property
-    def by_measure(self) -> dict[str, Comparison]:
-        """A comparison by each of the measures `trace` and `minimal-trace` that was taken."""
-        by_measure = {"trace": Comparison({m: {n: e[n] for n in _OF_TRACE} for m, e in self.models.items()}, "trace")}
-        if "minimal-trace" in self.names:
-            least = {m: {title: e[n] for n, title in _OF_MINIMAL.items()} for m, e in self.models.items()}
-            by_measure["minimal-trace"] = Comparison(least, "minimal-trace")
-        return by_measure
-
-    @property
-    def warning(self) -> str:
-        """That one input makes up much of the error of a trace or of a difference of two; empty where none does."""
-        estimates: dict[str, Estimate] = {}
-        for name in self.traces:
-            words = name.replace("-", " ")
-            estimates |= {f"the {words} of {model}": estimate for model, estimate in self.of(name).items()}
-            for first, second in itertools.combinations(self.models, 2):
-                difference = self.difference(name, first, second)
-                estimates[f"the difference in {words} of {first} and {second}"] = difference
-        return rarity(estimates)
-
-    def verdict(self, *, same_loss: float = SAME_LOSS_NATS, min_ratio: float = MIN_RATIO) -> Verdict:
-        """Return which model is the flattest, or why that cannot be said (`isoloss.flatness.verdict`).
-
-        Args:
-            same_loss: Margin in nats per predicted token within which two losses count as the same.
-            min_ratio: The smallest ratio of two traces that counts.
-        """
-        return verdict(self, same_loss=same_loss, min_ratio=min_ratio)
-
-    def __repr__(self) -> str:
-        return f"TraceComparison({len(self.models)} models; flattest: {self.verdict().flattest or 'no verdict'})"
-
-    def __str__(self) -> str:
-        tables = [text_table(header, rows, left=left) for header, rows, left in self.tables()]
-        trace = next(iter(self.of("trace").values()))
-        over = f"{trace.unit}; ± is the standard error over {samples_of(trace)}"
-        verdict = str(self.verdict()) if len(self.models) > 1 else ""
-        return "\n\n".join(filter(None, [*tables, over, self.warning, verdict]))
-
-    def _repr_html_(self) -> str:
-        tables = "".join(html_table(rows, header) for header, rows, _ in self.tables())
-        return f"{tables}<p>{html.escape(str(self.verdict()))}</p>" if len(self.models) > 1 else tables
-
-    def tables(self, names: Mapping[str, str] | None = None) -> list[tuple[list[str], list[list[str]], int]]:
-        """Return two tables, of the models and of the differences: header, rows, and how many columns are text.
-
-        Args:
-            names: What the models are called there; None: their names.
-        """
-        names = names or {model: model for model in self.models}
-        split = any(trace.details["embeddings"] for trace in self.of("trace").values())
-        shown = ["loss", "trace", *["without_embeddings"] * split, *self.traces[1:]]
-        words = {name: name.replace("_", " ").replace("-", " ") for name in shown}
-        rows = []
-        for model in self.ranking("trace"):
-            estimates = self.models[model]
-            chances = [probability(self.probability_of_smallest(name)[model]) for name in self.traces]
-            size = f"{estimates['trace'].details['num_parameters']:,}"
-            rows.append([names[model], size, *(number(estimates[name]) for name in shown), *chances])
-        header = ["model", "parameters", *words.values(), *(f"P(smallest {words[name]})" for name in self.traces)]
-        models = header, rows, 1
-        best, *others = self.ranking("trace")
-        if not others:
-            return [models]
-        rows = []
-        for model in others:
-            title = f"{names[model]} minus {names[best]}"
-            for name in shown:
-                difference, of, ends = self.difference(name, model, best), "", ""
-                if name in self.traces:
-                    times, (low, high) = self.ratio(name, model, best)
-                    of, ends = f"{times:#.4g}", f"{low:#.4g} to {high:#.4g}"
-                rows.append([title, words[name], number(difference), interval(difference), of, ends])
-                title = ""
-        return [models, (["", "paired by input", "difference", "95 % interval", "ratio", "95 % interval"], rows, 2)]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the models' estimates, their differences, rankings and probabilities as JSON types."""
-        models = {model: {name: e.to_dict() for name, e in each.items()} for model, each in self.models.items()}
-        about = {
-            "weights": dict(self.weights),
-            "architectures": dict(self.architectures),
-            "no_minimal": self.no_minimal,
-        }
-        return {"models": models, **super().to_dict(), **about}
-
-
-def warn_unlike(traces: Mapping[str, Estimate]) -> None:
-    """Warn where traces, by model, are sums over different parameters."""
-    if (two := unlike(traces)) is not None:
-        warn(
-            f"{two[0]} and {two[1]} have different parameters, and a trace is a sum over them, so the values are not "
-            "comparable: expand both into one architecture first, as isoloss expand does for BERT, RoBERTa and OPT"
-        )
-
-
-class InterruptedComparison(KeyboardInterrupt):
-    """Ctrl-C during a comparison that already has a result.
+class Incomplete(BaseException):
+    """A comparison that ended before all of its models were measured.
 
     Attributes:
         complete: The comparison of the models that were done; None where none was.
         name: The model that was being measured.
-        partial: Its trace so far; None where there was no error bar yet.
+        partial: After Ctrl-C, its trace so far; None where there was no error bar yet.
     """
 
-    def __init__(self, complete: TraceComparison | None, name: str, partial: Estimate | None) -> None:
-        super().__init__(f"interrupted while {name} was measured")
+    def __init__(
+        self, problem: str, *, complete: TraceComparison | None, name: str, partial: Estimate | None = None
+    ) -> None:
+        super().__init__(problem)
         self.complete, self.name, self.partial = complete, name, partial
 
 
-class ComparisonError(IsolossError):
-    """A model could not be measured after others were.
+class InterruptedComparison(Incomplete, KeyboardInterrupt):
+    """Ctrl-C during a comparison that already has a result."""
 
-    Attributes:
-        complete: The comparison of the models that were done.
-        name: The model that failed.
-    """
 
-    def __init__(self, problem: str, complete: TraceComparison, name: str) -> None:
-        super().__init__(problem)
-        self.complete, self.name = complete, name
+class ComparisonError(Incomplete, IsolossError):
+    """A model could not be measured after others were."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +158,7 @@ def compare_traces(
     Example:
         >>> import math
         >>> import torch
-        >>> from isoloss.flatness import compare_traces
+        >>> from isoloss import compare_traces
         >>> from transformers import BertConfig, BertForMaskedLM
         >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
         ...                     intermediate_size=16, max_position_embeddings=8)
@@ -316,101 +183,156 @@ def compare_traces(
         name: functools.partial(_load, given) if isinstance(given, str | Path) else given
         for name, given in named_models(models).items()
     }
-    stopping = StopCriteria(num_sequences=num_sequences, rtol=rtol, seconds=seconds)
     if not isinstance(batches, Mapping):  # that one is refused by the measurement
         # the first model would use up a stream
         batches = list(as_tensors(batches))
-    first: Outline | None = None
-    sample: AuxiliarySample | None = None
-    controls: torch.Tensor | None = None
+    shared = _Shared(
+        batches=batches,
+        stopping=StopCriteria(num_sequences=num_sequences, rtol=rtol, seconds=seconds),
+        seed=seed,
+        num_probes=1 if num_probes is None else num_probes,
+        causal=causal,
+        auxiliary_sample=auxiliary_sample,
+        one_estimator=one_estimator,
+        minimal=minimal,
+        granularity=granularity,
+    )
     done: dict[str, dict[str, Estimate]] = {}
     weights, architectures = dict[str, str](), dict[str, str]()
-    has_minimal, no_minimal = minimal is not False, ""
 
-    def so_far() -> TraceComparison:
-        left_out = () if has_minimal else _OF_MINIMAL.keys() - _OF_TRACE
-        models = {m: {n: e for n, e in estimates.items() if n not in left_out} for m, estimates in done.items()}
-        return TraceComparison(models, weights=weights, architectures=architectures, no_minimal=no_minimal)
-
-    def without_minimal(error: IsolossError) -> None:
-        nonlocal has_minimal, no_minimal
-        if minimal:
-            raise error
-        has_minimal, no_minimal = False, str(error)
+    def so_far() -> TraceComparison | None:
+        if not done:
+            return None
+        left_out = () if shared.has_minimal else MINIMAL_ESTIMATES
+        models = {model: {n: e for n, e in each.items() if n not in left_out} for model, each in done.items()}
+        return TraceComparison(models, weights=weights, architectures=architectures, no_minimal=shared.no_minimal)
 
     for name, given in loaders.items():
-        step = None if progress is None else functools.partial(progress, name)
         try:
             # parameters that are loaded in a caller's inference mode would have no gradients
             with torch.inference_mode(False):
                 model = given if isinstance(given, nn.Module) else given()
-            outline = Outline.of(name, model, causal)
-            first = first or outline
-            first.check(outline)
-            estimator: MinimalTraceEstimator | None = None
-            if has_minimal:
-                try:
-                    with naming(name):
-                        sequences = stopping.num_sequences
-                        estimator = minimal_trace(model, "minimal", granularity, None, batches, sequences)
-                except IsolossError as error:
-                    without_minimal(error)
-            with naming(name):
-                source = WithLoss(
-                    model,
-                    num_probes=1 if num_probes is None else num_probes,
-                    seed=seed,
-                    causal=outline.causal,
-                    parameter_blocks=None if estimator is None else estimator.parameter_blocks,
-                )
-            source.controls, source.separate = controls, not one_estimator
-            if auxiliary_sample is not None and sample is None:
-                sample = AuxiliarySample.read(model, auxiliary_sample)
-            measurement = Measurement(source, auxiliary_sample=sample)
-            with naming(name):
-                trace = _above_zero(measurement.measure(batches, stopping, progress=step))
-                _check_paired(trace, {other: estimates["trace"] for other, estimates in done.items()})
-            result = measurement.result()
-            rest = Weighted(result.part, result.part_stderr, result.part_influence)
-            # over the same blocks as the trace, so that influences of the two belong to the same samples
-            loss = source.loss(measurement.blocks())
-            estimates = {"trace": trace, "without_embeddings": _without_embeddings(trace, rest), "loss": loss}
-            if estimator is not None:
-                try:
-                    with naming(name):
-                        least = estimator.finish(trace, measurement.columns())
-                        least = _above_zero(estimator.checked(least, next(iter(batches))))
-                    part = _without_embeddings(least, estimator.without_embeddings(least))
-                    estimates |= {"minimal-trace": least, "minimal_without_embeddings": part}
-                except IsolossError as error:
-                    without_minimal(error)
+            estimates = shared.measure(name, model, None if progress is None else functools.partial(progress, name))
             if further is not None:
                 with naming(name):
                     estimates |= further(model)
-        except InterruptedEstimate as stop:
-            raise InterruptedComparison(so_far() if done else None, name, stop.partial) from stop
         except KeyboardInterrupt as stop:
-            if not done:
+            partial = stop.partial if isinstance(stop, InterruptedEstimate) else None
+            if not done and not isinstance(stop, InterruptedEstimate):
                 raise
-            raise InterruptedComparison(so_far(), name, None) from stop
+            problem = f"interrupted while {name} was measured"
+            raise InterruptedComparison(problem, complete=so_far(), name=name, partial=partial) from stop
         except IsolossError as error:
             if not done:
                 raise
-            raise ComparisonError(str(error), so_far(), name) from error
-        if not done and sample is not None:
-            # the others use as many of its controls: what these take from one model's noise they take from all, and it
-            # cancels
-            sample = dataclasses.replace(sample, number=sum(result.auxiliary_controls))
-        if not done and (rtol is not None or seconds is not None):
-            stopping = StopCriteria(num_sequences=trace.details["sequences"])
-        if one_estimator and not done:
-            controls = torch.cat(source.own_controls)
+            raise ComparisonError(str(error), complete=so_far(), name=name) from error
         done[name], architectures[name] = estimates, _architecture(model)
         weights[name] = files.tensors_sha256(model.named_parameters())
-        del model, source, measurement, estimator  # so that two models are never held
+        del model  # so that two models are never held
     if not one_estimator:
         warn_unlike({name: estimates["trace"] for name, estimates in done.items()})
-    return so_far()
+    compared = so_far()
+    assert compared is not None
+    return compared
+
+
+@dataclass(kw_only=True)
+class _Shared:
+    """What all models of a comparison have in common, so that their differences are paired.
+
+    The first model decides how many sequences there are, which control variates are used, and how many.
+    """
+
+    batches: Any
+    stopping: StopCriteria
+    seed: int
+    num_probes: int
+    causal: bool | None
+    auxiliary_sample: Iterable[Mapping[str, Any]] | None
+    one_estimator: bool
+    minimal: bool | None
+    granularity: Granularity
+    no_minimal: str = ""  # why the minimal traces are left out, though they were asked for
+    first: Outline | None = None
+    sample: AuxiliarySample | None = None
+    controls: torch.Tensor | None = None
+    traces: dict[str, Estimate] = field(default_factory=dict)  # of the models so far
+
+    @property
+    def has_minimal(self) -> bool:
+        return self.minimal is not False and not self.no_minimal
+
+    def measure(self, name: str, model: nn.Module, progress: Callable[[int], None] | None) -> dict[str, Estimate]:
+        """Return the estimates of a model by their names."""
+        outline = Outline.of(name, model, self.causal)
+        self.first = self.first or outline
+        self.first.check(outline)
+        # 1. the minimal trace says by which blocks of parameters the squared norms are kept
+        minimizing = self._minimizing(name, model)
+        with naming(name):
+            source = WithLoss(
+                model,
+                num_probes=self.num_probes,
+                seed=self.seed,
+                causal=outline.causal,
+                parameter_blocks=None if minimizing is None else minimizing.parameter_blocks,
+            )
+            source.controls, source.separate = self.controls, not self.one_estimator
+        if self.auxiliary_sample is not None and self.sample is None:
+            self.sample = AuxiliarySample.read(model, self.auxiliary_sample)
+        # 2. one pass over the inputs
+        measurement = Measurement(source, auxiliary_sample=self.sample)
+        with naming(name):
+            trace = _above_zero(measurement.measure(self.batches, self.stopping, progress=progress))
+            _check_paired(trace, self.traces)
+            result = measurement.result()
+            rest = Weighted(result.part, result.part_stderr, result.part_influence)
+            # 3. the loss over the same blocks as the trace, so that influences of the two belong to the same samples
+            loss = source.loss(measurement.blocks())
+            estimates = {"trace": trace, "without_embeddings": _without_embeddings(trace, rest), "loss": loss}
+        if minimizing is not None:
+            estimates |= self._minimum(name, minimizing, trace, measurement)
+        if not self.traces:
+            if self.sample is not None:
+                # the others use as many of its controls: what these take from one model's noise they take from all,
+                # and it cancels
+                self.sample = dataclasses.replace(self.sample, number=sum(result.auxiliary_controls))
+            if self.stopping.rtol is not None or self.stopping.seconds is not None:
+                self.stopping = StopCriteria(num_sequences=trace.details["sequences"])
+            if self.one_estimator:
+                self.controls = torch.cat(source.own_controls)
+        self.traces[name] = trace
+        return estimates
+
+    def _minimizing(self, name: str, model: nn.Module) -> MinimalTraceEstimator | None:
+        """Return what minimizes the trace; None where it is not asked for, or the rescalings are not known."""
+        if not self.has_minimal:
+            return None
+        try:
+            with naming(name):
+                sequences = self.stopping.num_sequences
+                return minimal_trace(model, "minimal", self.granularity, None, self.batches, sequences)
+        except IsolossError as error:
+            self._leave_out_minimal(error)
+            return None
+
+    def _minimum(
+        self, name: str, minimizing: MinimalTraceEstimator, trace: Estimate, measurement: Measurement
+    ) -> dict[str, Estimate]:
+        try:
+            with naming(name):
+                least = minimizing.finish(trace, measurement.columns())
+                least = _above_zero(minimizing.checked(least, next(iter(self.batches))))
+        except IsolossError as error:
+            self._leave_out_minimal(error)
+            return {}
+        part = _without_embeddings(least, minimizing.without_embeddings(least))
+        return {"minimal-trace": least, "minimal_without_embeddings": part}
+
+    def _leave_out_minimal(self, error: IsolossError) -> None:
+        if self.minimal:
+            raise error
+        self.no_minimal = str(error)
 
 
 def _above_zero(trace: Estimate) -> Estimate:

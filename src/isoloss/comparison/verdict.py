@@ -1,4 +1,7 @@
-"""Which of several models is the flattest, if that can be said: one verdict from the trace and the minimal trace.
+"""Traces of several models, and which model is the flattest, if that can be said.
+
+A model's estimates are `trace`, `without_embeddings` (the part of the trace that is not the embeddings') and `loss`;
+where the minimal trace was measured, also `minimal-trace` and `minimal_without_embeddings`.
 
 A model is called the flattest only where five things hold: all models have the same parameters, over which a trace is
 a sum; their losses are shown to be the same within a margin; its trace is the smallest; so is its minimal trace, which
@@ -9,20 +12,20 @@ traces of every other model are larger by a ratio that counts.
 from __future__ import annotations
 
 import dataclasses
+import html
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from isoloss.errors import warn
 from isoloss.statistics.checking import at_least
-from isoloss.statistics.comparison import probability_above_zero
-from isoloss.statistics.estimate import Estimate, rarity, rounded
+from isoloss.statistics.comparison import Comparison, probability_above_zero
+from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, rounded, samples_of
 from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, equivalence, is_beyond
-from isoloss.statistics.tables import probability
-
-if TYPE_CHECKING:
-    from isoloss.flatness.comparison import TraceComparison
+from isoloss.statistics.tables import probability, text_table
 
 Reason = Literal[
     "weights",
@@ -38,6 +41,11 @@ Reason = Literal[
     "rare",
 ]
 
+TRACE_ESTIMATES = ("trace", "without_embeddings", "loss")
+MINIMAL_ESTIMATES = {  # by the name that each has in `by_measure`
+    "minimal-trace": "minimal-trace",
+    "minimal_without_embeddings": "without_embeddings",
+}
 # of two models: the 95 % interval of their difference then ends before 0
 _SURE = 0.975  # the probability from which a model's trace is the smallest
 _NEGLIGIBLE = 0.01  # of a standard error
@@ -67,6 +75,118 @@ class Verdict:
         return self.text
 
 
+@dataclass(frozen=True, repr=False, kw_only=True)
+class TraceComparison(Comparison):
+    """The result of `isoloss.compare_traces`: it prints as tables with a verdict.
+
+    Attributes:
+        weights: The SHA-256 of each model's parameters, which identifies copies.
+        architectures: The SHA-256 of each model's layers, their shapes and its activations.
+        no_minimal: Why the minimal traces were not measured, though they were asked for.
+    """
+
+    weights: Mapping[str, str]
+    architectures: Mapping[str, str]
+    no_minimal: str = ""
+
+    @property
+    def traces(self) -> tuple[str, ...]:
+        """Which traces were measured: `trace` and, where the rescalings of all models are known, `minimal-trace`."""
+        return tuple(name for name in ("trace", "minimal-trace") if name in self.names)
+
+    @property
+    def by_measure(self) -> dict[str, Comparison]:
+        """A comparison by each of the measures `trace` and `minimal-trace` that was taken."""
+        by_measure = {
+            "trace": Comparison({m: {n: e[n] for n in TRACE_ESTIMATES} for m, e in self.models.items()}, "trace")
+        }
+        if "minimal-trace" in self.names:
+            least = {
+                m: {title: e[n] for n, title in MINIMAL_ESTIMATES.items()} | {"loss": e["loss"]}
+                for m, e in self.models.items()
+            }
+            by_measure["minimal-trace"] = Comparison(least, "minimal-trace")
+        return by_measure
+
+    @property
+    def warning(self) -> str:
+        """That one input makes up much of the error of a trace or of a difference of two; empty where none does."""
+        estimates: dict[str, Estimate] = {}
+        for name in self.traces:
+            words = name.replace("-", " ")
+            estimates |= {f"the {words} of {model}": estimate for model, estimate in self.of(name).items()}
+            for first, second in itertools.combinations(self.models, 2):
+                difference = self.difference(name, first, second)
+                estimates[f"the difference in {words} of {first} and {second}"] = difference
+        return rarity(estimates)
+
+    def verdict(self, *, same_loss: float = SAME_LOSS_NATS, min_ratio: float = MIN_RATIO) -> Verdict:
+        """Return which model is the flattest, or why that cannot be said (`isoloss.comparison.verdict`).
+
+        Args:
+            same_loss: Margin in nats per predicted token within which two losses count as the same.
+            min_ratio: The smallest ratio of two traces that counts.
+        """
+        return verdict(self, same_loss=same_loss, min_ratio=min_ratio)
+
+    def __repr__(self) -> str:
+        return f"TraceComparison({len(self.models)} models; flattest: {self.verdict().flattest or 'no verdict'})"
+
+    def __str__(self) -> str:
+        tables = [text_table(header, rows, left=left) for header, rows, left in self.tables()]
+        trace = next(iter(self.of("trace").values()))
+        over = f"{trace.unit}; ± is the standard error over {samples_of(trace)}"
+        verdict = str(self.verdict()) if len(self.models) > 1 else ""
+        return "\n\n".join(filter(None, [*tables, over, self.warning, verdict]))
+
+    def _repr_html_(self) -> str:
+        tables = "".join(html_table(rows, header) for header, rows, _ in self.tables())
+        return f"{tables}<p>{html.escape(str(self.verdict()))}</p>" if len(self.models) > 1 else tables
+
+    def tables(self, names: Mapping[str, str] | None = None) -> list[tuple[list[str], list[list[str]], int]]:
+        """Return two tables, of the models and of the differences: header, rows, and how many columns are text.
+
+        Args:
+            names: What the models are called there; None: their names.
+        """
+        names = names or {model: model for model in self.models}
+        split = any(trace.details["embeddings"] for trace in self.of("trace").values())
+        shown = ["loss", "trace", *["without_embeddings"] * split, *self.traces[1:]]
+        words = {name: name.replace("_", " ").replace("-", " ") for name in shown}
+        rows = []
+        for model in self.ranking("trace"):
+            estimates = self.models[model]
+            chances = [probability(self.probability_of_smallest(name)[model]) for name in self.traces]
+            size = f"{estimates['trace'].details['num_parameters']:,}"
+            rows.append([names[model], size, *(number(estimates[name]) for name in shown), *chances])
+        header = ["model", "parameters", *words.values(), *(f"P(smallest {words[name]})" for name in self.traces)]
+        models = header, rows, 1
+        best, *others = self.ranking("trace")
+        if not others:
+            return [models]
+        rows = []
+        for model in others:
+            title = f"{names[model]} minus {names[best]}"
+            for name in shown:
+                difference, of, ends = self.difference(name, model, best), "", ""
+                if name in self.traces:
+                    times, (low, high) = self.ratio(name, model, best)
+                    of, ends = f"{times:#.4g}", f"{low:#.4g} to {high:#.4g}"
+                rows.append([title, words[name], number(difference), interval(difference), of, ends])
+                title = ""
+        return [models, (["", "paired by input", "difference", "95 % interval", "ratio", "95 % interval"], rows, 2)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the models' estimates, their differences, rankings and probabilities as JSON types."""
+        models = {model: {name: e.to_dict() for name, e in each.items()} for model, each in self.models.items()}
+        about = {
+            "weights": dict(self.weights),
+            "architectures": dict(self.architectures),
+            "no_minimal": self.no_minimal,
+        }
+        return {"models": models, **super().to_dict(), **about}
+
+
 def verdict(
     comparison: TraceComparison,
     *,
@@ -79,7 +199,7 @@ def verdict(
     """Return the verdict on models that were compared.
 
     Args:
-        comparison: What `isoloss.flatness.compare_traces` returned for them.
+        comparison: What `isoloss.compare_traces` returned for them.
         same_loss: Margin in nats per predicted token within which losses count as the same: by two one-sided tests at
             5 % (`isoloss.statistics.significance`), of each model against the one with the smallest trace.
         min_ratio: The smallest ratio of two traces that counts: the flattest model's trace and minimal trace are
@@ -93,7 +213,7 @@ def verdict(
 
     Example:
         >>> import torch
-        >>> from isoloss.flatness import compare_traces
+        >>> from isoloss import compare_traces
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)
         >>> model = GPT2LMHeadModel(config).eval()
@@ -336,3 +456,12 @@ def _is_rounding(loss: Estimate) -> bool:
 
 def _listed(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def warn_unlike(traces: Mapping[str, Estimate]) -> None:
+    """Warn where traces, by model, are sums over different parameters."""
+    if (two := unlike(traces)) is not None:
+        warn(
+            f"{two[0]} and {two[1]} have different parameters, and a trace is a sum over them, so the values are not "
+            "comparable: expand both into one architecture first, as isoloss expand does for BERT, RoBERTa and OPT"
+        )

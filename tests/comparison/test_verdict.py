@@ -9,12 +9,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.utils import ModelOutput
 
+from isoloss import compare_traces
+from isoloss.comparison.models import ModelComparison
+from isoloss.comparison.verdict import TraceComparison, verdict
 from isoloss.errors import IsolossError
-from isoloss.flatness import compare_traces
 from isoloss.flatness._rescaling.apply import rescaled_at_random
-from isoloss.flatness.comparison import TraceComparison
-from isoloss.flatness.verdict import verdict
-from isoloss.lab.evaluation.compare import ModelComparison
 from isoloss.statistics.estimate import Estimate
 
 N = 64

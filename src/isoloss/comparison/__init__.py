@@ -1,0 +1,1 @@
+"""Several models on the same inputs: one table, one verdict, one page."""
