@@ -33,6 +33,7 @@ from tiny_models import HEAD, PAD, VARIANTS, VOCABULARY, Architecture, architect
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from isoloss.checkpoints.loading import load_model, quiet  # noqa: E402
 from isoloss.cli.main import main as isoloss  # noqa: E402
 from isoloss.errors import IsolossError  # noqa: E402
 from isoloss.files import write_text  # noqa: E402
@@ -40,7 +41,6 @@ from isoloss.flatness import fisher_trace  # noqa: E402
 from isoloss.flatness._ghost import controls  # noqa: E402
 from isoloss.lab.evaluation.context import ModelInfo, data_context  # noqa: E402
 from isoloss.lab.evaluation.input_config import InputConfig  # noqa: E402
-from isoloss.loading import load_model, quiet  # noqa: E402
 from isoloss.seeds import generator  # noqa: E402
 
 FEWEST = 150  # classes that can be built, or the script no longer fits transformers

@@ -49,8 +49,8 @@ def planted(n: int, width: int, classes: int, *, decay: float) -> tuple[torch.Te
 
 def extracted(path: Path, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token states, side by side, of a run's last checkpoint on n sentences, and their prefix-4 labels."""
+    from isoloss.checkpoints.loading import load_model
     from isoloss.lab.tasks import make_task
-    from isoloss.loading import load_model
     from isoloss.runs import Run
     from isoloss.transfer.features import extract
 

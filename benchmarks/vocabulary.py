@@ -30,7 +30,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from isoloss.files import write_text  # noqa: E402
 from isoloss.flatness import fisher_trace  # noqa: E402
-from isoloss.memory import keep_freed  # noqa: E402
+from isoloss.machine import disable_malloc_trim  # noqa: E402
 from isoloss.seeds import derive, generator  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -102,7 +102,7 @@ def times(name: str, vocabulary: int, sequences: int, rounds: int) -> dict[str, 
     """Return the processor seconds of plain passes and of the trace, batch by batch of one call."""
     model = built(name, vocabulary)
     trained = copy.deepcopy(model)
-    keep_freed()
+    disable_malloc_trim()
     seconds: dict[str, list[float]] = {"plain": [], "trace": []}
     begun = 0.0
 
@@ -137,7 +137,7 @@ def reset_peak() -> None:
 def memory(name: str, vocabulary: int, sequences: int) -> dict[str, Callable[[], list[float]]]:
     """Return contenders that give the peak in MiB above the model alone: in the first of 3 batches, and in the rest."""
     model = built(name, vocabulary)
-    keep_freed()
+    disable_malloc_trim()
     before = resident("VmRSS")
     given = list(batches(vocabulary, sequences, 3))
     peaks: list[float] = []

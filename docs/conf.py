@@ -99,14 +99,24 @@ def run_gallery() -> None:
         assert process.exitcode == 0, f"{process.name}.py fails"
 
 
-PACKAGES = ["statistics", "text", "flatness", "comparison", "lab.languages", "lab.models", "lab.training", "transfer"]
-PACKAGES += ["lab.tasks", "lab.lookup", "lab.finetuning", "lab.finetune_config"]
+PACKAGES = [
+    "statistics",
+    "checkpoints",
+    "text",
+    "flatness",
+    "comparison",
+    "lab.languages",
+    "lab.models",
+    "lab.training",
+    "transfer",
+]
+PACKAGES += ["transfer", "lab.tasks", "lab.lookup", "lab.finetuning", "lab.finetune_config"]
 PACKAGES += ["lab.evaluation", "lab.presets", "lab.jit", "studies", "report", "paper", "ground"]
 RESULTS = {  # what the public functions take and return
     "isoloss.comparison.verdict": "TraceComparison",
     "isoloss.runs": "Run",
     "isoloss.lab.evaluation.evaluator": "Evaluations",
-    "isoloss.loading": "LoadedModel",
+    "isoloss.checkpoints.loading": "LoadedModel",
     "isoloss.transfer.tasks": "TaskData",
     "isoloss.transfer.results": "TransferResult",
     "isoloss.transfer.compare": "AccuracyComparison",

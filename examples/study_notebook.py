@@ -1,6 +1,6 @@
 """Read a study's results: its values, the claims with intervals, flatness against transfer, and its tables.
 
-    marimo edit examples/study_notebook.py -- --study results/fourth
+    marimo edit examples/study_notebook.py -- --study results/same-loss-27-grammars-repeated
 
 `--study` is a folder that `isoloss study export` wrote, or the folder of a registered study. With `python` instead of
 `marimo edit`, it runs without a browser.
@@ -23,7 +23,7 @@ with app.setup:
 
 @app.cell
 def _():
-    kept = Path(__file__).resolve().parent.parent / "results" / "fourth"
+    kept = Path(__file__).resolve().parent.parent / "results" / "same-loss-27-grammars-repeated"
     folder = mo.ui.text(value=str(mo.cli_args().get("study") or kept), label="Folder of the results", full_width=True)
     folder
     return (folder,)

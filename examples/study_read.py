@@ -10,7 +10,7 @@ import polars as pl
 
 from isoloss import read_study
 
-study = read_study(Path(__file__).parent.parent / "results" / "fourth")
+study = read_study(Path(__file__).parent.parent / "results" / "same-loss-27-grammars-repeated")
 print(f"{study.provenance['study']}: {study.provenance['blocks']} grammars, {len(study.provenance['runs'])} runs\n")
 
 print("claims, written before the runs, and what came out")

@@ -1,18 +1,18 @@
 """Judge the claims of a study from its exported table alone: nothing here is isoloss's own code.
 
-    python results/verdicts.py EXPORT CLAIMS [--family N]
+    python results/verdicts.py EXPORT [--family N]
 
-EXPORT is a folder that `isoloss study export` wrote, CLAIMS a claims.toml. From each difference with its standard
-error and number of samples in EXPORT/summary.json, every p-value and verdict is computed again, by the rule that the
-study's page prints. If the export has verdicts by that rule, they are compared, and any that differs is an error. An
-earlier export is judged anew: its own verdicts are printed beside, as the old ones.
+EXPORT is a folder that `isoloss study export` wrote. From each difference with its standard error and number of samples
+in EXPORT/summary.json, every p-value and verdict is computed again, by the rule that the study's page prints. If the
+export has verdicts by that rule, they are compared, and any that differs is an error. An earlier export is judged anew:
+its own verdicts are printed beside, as the old ones. Exports whose summary does not say what is claimed are judged by
+claims.json, beside this script.
 """
 
 import argparse
 import json
 import math
 import sys
-import tomllib
 from pathlib import Path
 
 from scipy.stats import t
@@ -53,14 +53,14 @@ def p_of_difference(claim, estimate):
 
 def tested(claim, answer, margin):
     """The row of an answer: the difference that is judged and its p-values, which are None if it is not tested."""
-    adjusts = claim.get("at_same_loss") == "adjusted"
+    adjusts = claim.get("loss_rule") == "adjusted"
     difference = answer["adjusted"] if adjusts else answer["difference"]
     loss = None if adjusts else answer["same_loss"]
     row = {"case": answer["case"], "difference": difference, "old": answer["verdict"], "verdict": "not tested"}
     row |= dict.fromkeys([*COMPARED[1:], "why"])
     in_case = claim.get("case", "") in ("", answer["case"])
     row["role"] = claim.get("role", "secondary") if in_case else "secondary"
-    margin = claim.get("same_loss_nats", margin)
+    margin = claim.get("loss_margin", margin)
     same = loss is None or one_sided(margin - abs(loss["difference"]["value"]), loss["difference"]) < LEVEL
     if difference is None or not same or answer.get("withheld") == "the weights are identical":
         row["why"] = "no pair" if difference is None else "identical weights" if same else "the losses may differ"
@@ -170,24 +170,36 @@ def differing(row, answer):
             yield f"{answer['case']}: {key} is {theirs} in the export, {ours} here"
 
 
+def stated(summary):
+    """The claims of an export, the margin of the loss, and the number of secondary tests; None: it does not say."""
+    claims = [{"id": each["claim"], **each} for each in summary["claims"]]
+    if all("direction" in each for each in claims):
+        margin, family = summary["family"]["loss_margin"], summary["family"]["secondary_tests"]
+    else:
+        document = json.loads(Path(__file__).with_name("claims.json").read_text())[summary["study"]]
+        claims, margin = document["claims"], document.get("same_loss_nats", 0.01)
+        family = (summary.get("claims_file") or {}).get("secondary_tests")
+    names = {"same_loss_nats": "loss_margin", "at_same_loss": "loss_rule"}
+    known = [{names.get(key, key): value for key, value in each.items() if value is not None} for each in claims]
+    return known, margin, family
+
+
 def main(arguments=None):
     """Print a row for each claim and case; return 1 if the export has another verdict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("export", type=Path)
-    parser.add_argument("claims", type=Path)
     parser.add_argument("--family", type=int, help="number of secondary tests, of an export that does not say it")
     options = parser.parse_args(arguments)
     try:
         summary = json.loads((options.export / "summary.json").read_text())
-        document = tomllib.loads(options.claims.read_text())
+        claims, margin, family = stated(summary)
     except FileNotFoundError as error:
         parser.error(f"there is no {error.filename}")
-    claims, margin = document["claims"], document.get("same_loss_nats", 0.01)
     answers = {each["claim"]: each["answers"] for each in summary["claims"]}
     if any(one["verdict"] == "no verdict at this scale" for some in answers.values() for one in some):
         parser.error(f"{options.export} is of a scale at which no verdict is given")
     rows = {each["id"]: [tested(each, answer, margin) for answer in answers[each["id"]]] for each in claims}
-    judge(claims, rows, options.family or summary["claims_file"]["secondary_tests"])
+    judge(claims, rows, options.family or family)
     wrong = []
     has_old = any("role" not in answer for some in answers.values() for answer in some)
     print(f"| results | claim | case | difference | 95 % interval | unit |{' old verdict |' * has_old} verdict |")

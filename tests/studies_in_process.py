@@ -8,11 +8,10 @@ from isoloss.studies.spec import load_study
 
 BLOCKS = """
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, TrainConfig
-from isoloss.studies import Contrast, Experiment, Measurement, Study, SummaryTable
+from isoloss.studies import Claim, Contrast, Experiment, Measurement, Study, SummaryTable
 from isoloss.studies.results import change, over_seeds
 
 
@@ -51,8 +50,8 @@ def pairs(results):
     return [(results.at(f"plain-{seed}"), results.at(f"dropped-{seed}")) for seed in seeds]
 
 
-def contrasts(results):
-    return {"dropout": [Contrast(names=("plain", "dropped"), pairs=pairs(results), at_same_loss=False)]}
+def dropout(results):
+    return Contrast(names=("plain", "dropped"), pairs=pairs(results), needs_same_loss=False)
 
 
 def tables(results):
@@ -66,36 +65,21 @@ def tables(results):
 STUDY = Study(
     name="blocks",
     scales={"tiny": Scale()},
-    claims=Path(__file__).with_name("claims.toml"),
-    contrasts=contrasts,
+    claims=(
+        Claim(id="dropout-flatter", statement="Dropout makes a model flatter", paper="none", of=dropout,
+              measures="flatness", direction="decrease"),
+        Claim(id="dropout-same-loss", statement="Dropout leaves the loss where it is", paper="none", of=dropout,
+              measures="kl", direction="no change within", margin=0.5),
+    ),
     tables=tables,
     first_page_blocks=2,
     block_name="grammars",
 )
 """
-CLAIMS = """
-[[claims]]
-id = "dropout-flatter"
-statement = "Dropout makes a model flatter"
-paper = "none"
-compares = "dropout"
-measures = "flatness"
-direction = "decrease"
-
-[[claims]]
-id = "dropout-same-loss"
-statement = "Dropout leaves the loss where it is"
-paper = "none"
-compares = "dropout"
-measures = "kl"
-direction = "no change within"
-margin = 0.5
-"""
 
 
 def write(folder):
-    """Write the study's file and its claims; return the file."""
-    (folder / "claims.toml").write_text(CLAIMS)
+    """Write the study's file; return it."""
     (folder / "blocks.py").write_text(BLOCKS)
     return folder / "blocks.py"
 

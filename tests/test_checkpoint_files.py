@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from isoloss import fisher_trace
+from isoloss.checkpoints.loading import load_model, quiet
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab.languages.config import TeacherConfig
-from isoloss.loading import load_model, quiet
 
 # peft asks transformers by a name that it is about to drop
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -142,3 +142,11 @@ def test_differences_name_the_fields():
     a = TrainConfig(language=PCFGConfig(), steps=10)
     b = TrainConfig(language=PCFGConfig(levels=4), steps=20, threads=3)
     assert configs.differences(a, b) == ["language.levels is 3 here and 4 there", "steps is 10 here and 20 there"]
+
+
+@pytest.mark.parametrize(("name", "nothing", "value"), [("ema", 0.0, 0.9), ("loggers", [], ["wandb"])])
+def test_a_setting_of_an_earlier_version_may_stand_where_it_does_nothing(name, nothing, value):
+    config = TrainConfig(language=PCFGConfig())
+    assert configs.from_dict(TrainConfig, document(**{name: nothing})) == config
+    with pytest.raises(IsolossError, match=f"^{name} is .*, and isoloss no longer has this setting: leave it out$"):
+        configs.from_dict(TrainConfig, document(**{name: value}))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isoloss.early_checks import expand_checkpoints
+from isoloss.checkpoints.places import expand_checkpoints
 from isoloss.errors import IsolossError, IsolossWarning
 
 

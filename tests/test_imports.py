@@ -13,13 +13,12 @@ SOURCE = Path(__file__).parent.parent / "src" / "isoloss"
 
 # from the ground up; a module may import its own layer and those before it
 LAYERS = [
-    ("errors", "lazy", "seeds", "files", "interrupts", "memory", "model_checks", "same_function", "builtin_components"),
+    ("builtin_components", "errors", "files", "interrupts", "lazy", "machine", "seeds"),
+    ("model_checks", "same_function"),
     ("registry", "config", "statistics"),
+    ("checkpoints",),
     ("run_config",),
     ("runs",),
-    ("lstm", "bracket_attention", "early_checks"),
-    ("checkpoint_files",),
-    ("loading",),
     ("text",),
     ("transfer",),
     ("lab.jit",),

@@ -46,9 +46,9 @@ from transformers import (
     XLNetLMHeadModel,
 )
 
+from isoloss.checkpoints.loading import load_model, quiet
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab.models.architectures import BERT
-from isoloss.loading import load_model, quiet, resolve_device
 from isoloss.model_checks import is_causal
 from isoloss.run_config import ModelConfig
 
@@ -365,7 +365,7 @@ def test_a_path_is_never_asked_for_on_the_hub_and_a_name_once(tmp_path):
     code = """
 import sys
 from isoloss.errors import IsolossError
-from isoloss.loading import load_model
+from isoloss.checkpoints.loading import load_model
 for name in sys.argv[1:]:
     if name == "wait":
         sys.stdin.readline()
@@ -448,8 +448,8 @@ def test_a_model_in_the_hubs_cache_is_loaded_at_once_where_there_is_no_network(b
         shutil.copytree(bert_folder, repository / "snapshots" / commit)
         (repository / "refs" / ref).write_text(commit)
     code = """
-from isoloss.early_checks import expand_checkpoints
-from isoloss.loading import load_model
+from isoloss.checkpoints.places import expand_checkpoints
+from isoloss.checkpoints.loading import load_model
 for name in ["owner/model", *expand_checkpoints(["owner/model@step*"]), "owner/model@" + 40 * "b"]:
     print(load_model(name, device="cpu").name)
 """
@@ -624,28 +624,3 @@ def test_a_copy_is_loaded_from_any_place(bert_folder, tmp_path):
 
 
 # --- devices
-
-
-def test_devices_by_name():
-    assert resolve_device("cpu") == torch.device("cpu")
-    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cpu:0", "", "auto:1"])
-def test_an_unknown_device_names_the_choices(name):
-    with pytest.raises(IsolossError, match=f"the device is '{name}'; it must be auto, cpu, cuda, cuda:N or mps"):
-        resolve_device(name)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
-def test_a_device_that_is_not_here(name, bert_folder):
-    with pytest.raises(IsolossError, match="torch finds no CUDA device here; use cpu or auto"):
-        resolve_device(name)
-    refused("no CUDA device", bert_folder, device=name)
-
-
-@pytest.mark.skipif(torch.backends.mps.is_available(), reason="says what happens without an Apple GPU")
-def test_mps_where_there_is_none():
-    with pytest.raises(IsolossError, match="no Apple GPU"):
-        resolve_device("mps")

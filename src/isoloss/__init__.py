@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from isoloss import lazy
 
 if TYPE_CHECKING:
+    from isoloss.checkpoints.loading import load_model
     from isoloss.comparison.traces import compare_traces
     from isoloss.flatness.fisher import fisher_trace
     from isoloss.lab.evaluation.compare import compare
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from isoloss.lab.languages.config import load_language
     from isoloss.lab.tasks import make_task
     from isoloss.lab.training.averaging import average_checkpoints
-    from isoloss.loading import load_model
     from isoloss.registry import (
         register_algorithm,
         register_executor,
@@ -79,7 +79,7 @@ _load = lazy.exports(
         "fisher_trace": "isoloss.flatness.fisher",
         "linear_probe": "isoloss.transfer.probe",
         "load_language": "isoloss.lab.languages.config",
-        "load_model": "isoloss.loading",
+        "load_model": "isoloss.checkpoints.loading",
         "make_task": "isoloss.lab.tasks",
         "pretrain": "isoloss.lab.evaluation.pretraining",
         "read_study": "isoloss.studies.reading",

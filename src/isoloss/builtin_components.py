@@ -11,7 +11,6 @@ LANGUAGE_CONFIGS = {
     "corpus": ("CorpusConfig", "real text"),
     "teacher": ("TeacherConfig", "a causal language model that writes sentences"),
     "framed": ("WithSpecialTokensConfig", "another language between [CLS] and [SEP]"),
-    "file": ("FileConfig", "a stored language"),
 }
 ALGORITHM_CONFIGS = {
     "gradient": ("GradientConfig", "the gradient of the loss alone"),
@@ -37,6 +36,11 @@ ARCHITECTURES = {
     "llama": ("LLAMA", "Llama: RMS norms, rotary positions, gated blocks, a tied decoder without bias"),
     "modernbert": ("MODERN_BERT", "ModernBERT: rotary positions, gated blocks, mostly local attention"),
     "bracket-attention": ("BRACKET_ATTENTION", "the paper's model of brackets (section 5): one head, ReLU neurons"),
+}
+# of models of our own, by `model_type`: the module that makes them known to transformers
+MODEL_TYPES = {
+    "isoloss-bracket-attention": "isoloss.lab.models.bracket_attention",
+    "isoloss-lstm": "isoloss.lab.models.lstm",
 }
 # by module of `isoloss.lab.evaluation.measures`, the functions or classes; the first line of a docstring is about it
 MEASURES = {
@@ -126,4 +130,3 @@ PILOT = "what the study same-loss is planned with: slopes of transfer on the los
 BRACKETS = "the paper's model of section 5, trained: does label noise flatten it, and what transfers better?"
 DOSE_RESPONSE = "flatter and sharper models of one loss, by a penalty of either sign: how does transfer respond?"
 BY_OPTIMIZER = "causal models that eight optimizers bring to one loss: which measure predicts which outcome?"
-COMPARED = "the paper's algorithms and others, several seeds of each: loss, flatness and transfer"

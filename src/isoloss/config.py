@@ -249,7 +249,7 @@ class LanguageConfig:
         """Return the config as a run in this folder reads it: with paths that are relative to it made absolute."""
         return self
 
-    def weights_within(self, folder: Path) -> str:
+    def teacher_sha256(self, folder: Path) -> str:
         """Return the SHA-256 of the weights at such a path; empty: it names none, or they are not there."""
         return ""
 
@@ -373,6 +373,7 @@ def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
             ...
         isoloss.errors.IsolossError: no setting 'dropot'; did you mean dropout?
     """
+    document = _without_removed(cls, document)
     try:
         config = _converter.structure(document, cls)
     except cattrs.BaseValidationError as error:
@@ -381,6 +382,17 @@ def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
         raise IsolossError("; ".join(reasons)) from error
     check(config)
     return config
+
+
+def _without_removed(cls: Any, document: Any) -> Any:
+    """Return a document without the settings that `cls` once had, which must have done nothing in it."""
+    removed = getattr(cls, "removed", {})
+    if not isinstance(document, Mapping) or document.keys().isdisjoint(removed):
+        return document
+    for name, nothing in removed.items():
+        if (value := document.get(name, nothing)) != nothing:
+            raise IsolossError(f"{name} is {value!r}, and isoloss no longer has this setting: leave it out")
+    return {name: value for name, value in document.items() if name not in removed}
 
 
 def _told(error: BaseException, target: Any) -> str:

@@ -20,7 +20,7 @@ EXTRAS = {  # pyproject.toml's, by the modules that are imported from their pack
     **dict.fromkeys(("pytorch_optimizer", "schedulefree"), "optimizers"),
     "ray": "ray",
     "submitit": "slurm",
-    **{name: name for name in ("tensorboard", "trackio", "wandb")},
+    "tensorboard": "tensorboard",
 }
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

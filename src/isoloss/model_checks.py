@@ -1,4 +1,4 @@
-"""What every measure asks of a model before it runs, and how it runs it: plainly, whatever it is wrapped in."""
+"""What every measure asks of a model before it runs, and how a model is run: eagerly, whatever it is wrapped in."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def virtual_tokens(model: nn.Module) -> int:
 
 
 @contextmanager
-def plainly(model: nn.Module) -> Iterator[nn.Module]:
+def eager_with_grad(model: nn.Module) -> Iterator[nn.Module]:
     """Yield a model so that each function that it calls can be watched and differentiated, and leave it as found.
 
     Inside, gradients are enabled, `torch.inference_mode` is off, nothing runs compiled, and no activation is

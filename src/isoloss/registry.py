@@ -293,7 +293,8 @@ def run_python(path: Path, prefix: str) -> ModuleType:
 LANGUAGES = Registry(
     "language",
     "languages",
-    _entries("isoloss.lab.languages.config", builtin_components.LANGUAGE_CONFIGS),
+    _entries("isoloss.lab.languages.config", builtin_components.LANGUAGE_CONFIGS)
+    | _entries("isoloss.lab.languages.serialization", {"file": ("FileConfig", "a stored language")}),
     Form("isoloss.config:LanguageConfig", is_config=True, has_kind=True),
 )
 ALGORITHMS = Registry(
@@ -352,7 +353,6 @@ STUDIES = Registry(
     | _entries("isoloss.paper.same_loss.pilot", {"same-loss-pilot": ("STUDY", builtin_components.PILOT)})
     | _entries("isoloss.paper.bracket_study.study", {"brackets": ("STUDY", builtin_components.BRACKETS)})
     | _entries("isoloss.paper.dose_response.study", {"dose-response": ("STUDY", builtin_components.DOSE_RESPONSE)})
-    | _entries("isoloss.paper.algorithms.study", {"algorithms": ("STUDY", builtin_components.COMPARED)})
     | _entries("isoloss.paper.optimizers.study", {"optimizers": ("STUDY", builtin_components.BY_OPTIMIZER)})
     | _entries("isoloss.paper.reproduction.study", {"paper": ("STUDY", builtin_components.REPRODUCED)}),
     Form("isoloss.studies.spec:Study", "a function that returns one"),

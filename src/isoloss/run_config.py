@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from isoloss import builtin_components
 from isoloss.config import AlgorithmConfig, LanguageConfig, check, setting
@@ -218,6 +218,9 @@ class StageConfig:
 class TrainConfig:
     """One pre-training run."""
 
+    # settings of earlier versions, and the values at which they did nothing
+    removed: ClassVar[Mapping[str, Any]] = {"ema": 0.0, "loggers": [], "prefetch": False}
+
     language: LanguageConfig
     model: ModelConfig = field(default_factory=ModelConfig)
     objective: ObjectiveConfig = field(default=ObjectiveConfig())
@@ -255,21 +258,17 @@ class TrainConfig:
     batch."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Matrix products of the loss and its gradient in float32 or, by autocast, bfloat16; weights are float32."""
-    ema: float = setting(0.0, minimum=0, below=1, note="0: no average", omit_default=True)
-    """Decay per step of an exponential moving average of the weights, saved beside each checkpoint; 0: none."""
     compiled: bool = setting(False, omit_default=True)
     """Compute loss and gradient in one compiled piece, several times as fast where the model is narrow: BERT, one
     masked token a sentence, one thread of a CPU. `isoloss train` turns it on by itself where it is faster."""
-    loggers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = setting((), exclude_from_fingerprint=True)
-    """What else gets the lines of metrics.jsonl; each needs its package."""
+    tensorboard: bool = setting(False, exclude_from_fingerprint=True)
+    """Write the numbers of metrics.jsonl also as TensorBoard's files, in the run's folder."""
     parallel: Literal["ddp", "fsdp"] = setting("ddp", exclude_from_fingerprint=True)
     """Several processes each have the whole model (ddp), or a shard of every parameter (fsdp), to save memory."""
     device: str = setting("auto", exclude_from_fingerprint=True)
     """Device to train on: auto, cpu, cuda, cuda:1, mps."""
     threads: int = setting(0, minimum=0, note="0: all cores", exclude_from_fingerprint=True)
     """CPU threads; 0: all cores."""
-    prefetch: bool = setting(False, exclude_from_fingerprint=True)
-    """Make the next step's batch in a background thread during a step; needs `threads` = 1 and a core for it."""
     save_every_seconds: float = setting(60.0, minimum=0, exclude_from_fingerprint=True)
     """Seconds between two checkpoints kept only for resuming."""
 
@@ -315,13 +314,6 @@ class TrainConfig:
             raise IsolossError(
                 f"measure_every is {self.measure_every}; it must be a multiple of log_every, {self.log_every}"
             )
-        if self.prefetch and self.threads != 1:
-            raise IsolossError(
-                f"prefetch is on and threads is {self.threads}; it must be 1, as making a batch may set the number of "
-                "threads of the whole process"
-            )
-        if len({*self.loggers}) < len(self.loggers):
-            raise IsolossError(f"loggers is {', '.join(self.loggers)}; name each once")
         architecture = MODELS.load(self.model.architecture)
         if self.objective.kind != architecture.objective:
             raise IsolossError(

@@ -3,10 +3,8 @@
 run.json                              resolved config, fingerprint, seed, versions, commit
 metrics.jsonl                         one line every `log_every` steps
 checkpoints/step-N/                   a Hugging Face folder, plus trainer.json and trainer.safetensors
-checkpoints/step-N/ema/               a Hugging Face folder with the averaged weights, if the run averages them
 evaluations/<measure>@step-N.json     an `Evaluation`
 evaluations/<measure>@step-N.safetensors   what each example adds to it, for the errors of differences
-evaluations/ema/                      the same of the averaged weights
 log.jsonl                             timing and resumes; no result depends on it
 result.json                           written last: the run is complete
 """
@@ -22,7 +20,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -30,12 +28,11 @@ from typing import Any
 
 from isoloss import config as configs
 from isoloss import files
+from isoloss.checkpoints.places import TRAINER, checkpoint_damage
 from isoloss.errors import IsolossError, warn
 from isoloss.run_config import TrainConfig
 from isoloss.statistics.estimate import Estimate, rounded
 
-AVERAGE = "ema"  # the folder of what belongs to the averaged weights
-TRAINER = "trainer.json"  # in each checkpoint of a run: where training stood, and the SHA-256 of the other files
 _METRICS = "metrics.jsonl"
 # the files that, besides the weights, decide a checkpoint's model and how it reads text
 _MODEL_FILES = ("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -97,7 +94,6 @@ class Run:
 
     Attributes:
         path: The folder.
-        is_average: Whether checkpoints and evaluations are meant of the averaged weights.
 
     Example:
         >>> Run(Path("runs/no-such-run"))
@@ -105,11 +101,9 @@ class Run:
     """
 
     path: Path
-    is_average: bool = False
 
     def __repr__(self) -> str:
-        average = ", averaged weights" if self.is_average else ""
-        return f"Run({str(self.path)!r}, {self._progress}{average})"
+        return f"Run({str(self.path)!r}, {self._progress})"
 
     def _repr_html_(self) -> str:
         rows = {"run": str(self.path), "progress": self._progress}
@@ -131,11 +125,6 @@ class Run:
     def name(self) -> str:
         """The folder's name."""
         return self.path.name
-
-    @property
-    def averaged(self) -> Run:
-        """The same run, with the checkpoints and evaluations of its averaged weights."""
-        return dataclasses.replace(self, is_average=True)
 
     @property
     def exists(self) -> bool:
@@ -183,7 +172,7 @@ class Run:
     def has_its_teacher(self) -> bool:
         """Whether the checkpoint that writes its sentences, if one beside it does, is the one that it began with."""
         began = self.record.get(_TEACHER)
-        return began is None or began == self.config.language.weights_within(self.path)
+        return began is None or began == self.config.language.teacher_sha256(self.path)
 
     def _check_teacher(self) -> None:
         if not self.has_its_teacher:
@@ -219,7 +208,7 @@ class Run:
             self._check_teacher()
             return
         self.check_folder()
-        teacher = config.language.weights_within(self.path)
+        teacher = config.language.teacher_sha256(self.path)
         files.write_sealed(
             self.path / "run.json",
             {
@@ -306,8 +295,7 @@ class Run:
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint at `step`, there or not."""
-        folder = self.path / "checkpoints" / f"step-{step}"
-        return folder / AVERAGE if self.is_average else folder
+        return self.path / "checkpoints" / f"step-{step}"
 
     def weights(self, step: int) -> str:
         """The SHA-256 of the weights at `step`; the checkpoint must be there."""
@@ -325,8 +313,7 @@ class Run:
         """The steps that have a checkpoint, in order."""
         folder = self.path / "checkpoints"
         matches = (_STEP.fullmatch(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
-        steps = sorted(int(match[1]) for match in matches if match)
-        return [step for step in steps if self.checkpoint(step).is_dir()] if self.is_average else steps
+        return sorted(int(match[1]) for match in matches if match)
 
     def last_step(self) -> int:
         """The step of the last checkpoint; an error if there is none yet."""
@@ -362,8 +349,7 @@ class Run:
 
     @property
     def _evaluations(self) -> Path:
-        folder = self.path / "evaluations"
-        return folder / AVERAGE if self.is_average else folder
+        return self.path / "evaluations"
 
     def save(self, evaluation: Evaluation, examples: bytes = b"") -> None:
         """Write an evaluation to its file, after the file of its examples, if it has any."""
@@ -424,7 +410,7 @@ class Run:
         recorded = result.get("sha256", {})
         for folder in self._checkpoints():
             try:
-                yield from _checkpoint_damage(folder, lambda name: tensors or not name.endswith(".safetensors"))
+                yield from checkpoint_damage(folder, lambda name: tensors or not name.endswith(".safetensors"))
                 trainer = folder / TRAINER
                 if recorded.get(trainer.relative_to(self.path).as_posix()) not in (None, _sha256(trainer)):
                     yield f"{trainer} and {self.path / 'result.json'} are from different runs"
@@ -435,14 +421,13 @@ class Run:
         metrics = self.path / _METRICS
         if _sha256(metrics) != recorded[_METRICS] if _METRICS in recorded else not self._metrics_match():
             yield f"{metrics} is damaged: its lines are not those of the run's last checkpoint; restore the file"
-        for run in (self, self.averaged) if evaluations else ():
-            for key in run._evaluated():
-                try:
-                    one = run.evaluation(*key)
-                    if tensors and one is not None and one.examples:
-                        run.examples(one)
-                except IsolossError as error:
-                    yield str(error)
+        for key in self._evaluated() if evaluations else ():
+            try:
+                one = self.evaluation(*key)
+                if tensors and one is not None and one.examples:
+                    self.examples(one)
+            except IsolossError as error:
+                yield str(error)
 
     def _checkpoints(self) -> list[Path]:
         return [self.path / "checkpoints" / f"step-{step}" for step in self.steps()]
@@ -535,50 +520,13 @@ def last_checkpoint(name: str | Path) -> str:
 
 
 def checkpoint_of(path: Path) -> tuple[Run, int] | None:
-    """Return the run and the step of a checkpoint folder, or None if it does not lie in a run.
-
-    The run of the folder of averaged weights is `Run.averaged`.
-    """
+    """Return the run and the step of a checkpoint folder, or None if it does not lie in a run."""
     folder = path.resolve()
-    step_folder = folder.parent if folder.name == AVERAGE else folder
-    run = Run(step_folder.parent.parent, is_average=folder != step_folder)
-    step = step_folder.name.removeprefix("step-")
+    run = Run(folder.parent.parent)
+    step = folder.name.removeprefix("step-")
     if run.exists and step.isdecimal() and int(step) in run.steps() and run.checkpoint(int(step)) == folder:
         return run, int(step)
     return None
-
-
-def check_weights(folder: Path) -> None:
-    """Refuse a checkpoint of a run, or its averaged weights, whose files are not those that training wrote.
-
-    Checked are weights, config and tokenizer, not the state of training. Checkpoints made elsewhere have no record and
-    pass.
-
-    Raises:
-        IsolossError: A file does not have the SHA-256 in trainer.json, or trainer.json itself is damaged.
-    """
-    is_average = folder.name == AVERAGE and (folder.parent / TRAINER).is_file()
-
-    def is_wanted(name: str) -> bool:
-        return name.startswith(f"{AVERAGE}/") == is_average and name != "trainer.safetensors"
-
-    for problem in _checkpoint_damage(folder.parent if is_average else folder, is_wanted):
-        raise IsolossError(problem)
-
-
-def _checkpoint_damage(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[str]:
-    """Yield a sentence for each wanted file of a checkpoint that does not have the SHA-256 in trainer.json."""
-    record = folder / TRAINER
-    remedy = (
-        f"restore the file, or delete {folder} and all later checkpoints of the run, and its result.json, and train "
-        "again"
-    )
-    recorded = files.read_sealed(record, remedy).get("sha256") if record.is_file() else None
-    for name, sha256 in recorded.items() if isinstance(recorded, dict) else ():
-        if is_wanted(name) and _sha256(folder / name) != sha256:
-            yield (
-                f"{folder / name} is damaged: its SHA-256 is not the one that training recorded in {record}; {remedy}"
-            )
 
 
 def _sha256(path: Path) -> str:

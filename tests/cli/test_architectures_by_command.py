@@ -6,9 +6,9 @@ import tiny_models
 import torch
 from speaking import as_json, refusal, trace_of
 
+from isoloss.checkpoints.loading import quiet
 from isoloss.cli.main import main
 from isoloss.flatness import fisher_trace
-from isoloss.loading import quiet
 
 
 @pytest.fixture

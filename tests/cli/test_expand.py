@@ -9,8 +9,8 @@ from speaking import trace_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
+from isoloss.checkpoints.loading import load_model
 from isoloss.cli.main import main
-from isoloss.loading import load_model
 from isoloss.statistics.estimate import Estimate
 
 COMMON = ("--num-sequences", "32", "--device", "cpu")

@@ -13,9 +13,9 @@ from speaking import as_json, refusal, trace_of
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.loading import load_model
 from isoloss.registry import run_python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_gpt.py"

@@ -3,8 +3,8 @@
 import pytest
 from speaking import as_json, refusal
 
+from isoloss.checkpoints.loading import load_model
 from isoloss.cli.main import main
-from isoloss.loading import load_model
 from isoloss.runs import Run
 
 QUICK = ("--batch-size", "8", "--device", "cpu", "--threads", "1")

@@ -12,8 +12,8 @@ from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.answer import card_of
-from isoloss.studies.claims import Answer, Claim, ClaimResult, ClaimsFile, Verdict
-from isoloss.studies.summary import Summary, SummaryTable
+from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict
+from isoloss.studies.summary import Family, Summary, SummaryTable
 
 COLUMNS = ("run", "step", "KL (nats/token)", "trace (nats/token)", "root (accuracy, %)", "prefix-4 (accuracy, %)")
 ROWS = [
@@ -160,9 +160,9 @@ def test_a_row_of_a_wide_list_keeps_its_ranges_and_paths(capsys, monkeypatch, tm
 
 def test_a_plan_opens_with_its_totals_and_says_where_the_commands_are(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "algorithms"]))
+    lines = printed(capsys, monkeypatch, 80, lambda: study.main(["plan", "same-loss"]))
     assert max(map(len, lines)) <= 80
-    assert lines[0].startswith("algorithms at scale laptop: ")
+    assert lines[0].startswith("same-loss at scale laptop: ")
     text = " ".join(line.strip() for line in lines)
     assert "--json has the command of each" in text
     assert re.search(r"\d+ min with 2 workers; the longest chain of units takes \d+ s with any number", text)
@@ -186,16 +186,19 @@ def estimate(value, stderr, unit="nats per predicted token"):
     return Estimate(value=value, stderr=stderr, samples=9, unit=unit, num_predictions=9, method="known")
 
 
+ABOUT = {"direction": "increase", "of": print, "measures": "trace"}
+
+
 def summary():
     flatter = Claim(
         id="sgd-flatter",
         statement="SGD, started from a converged model, makes it flatter: the trace falls by at least half",
         paper="theorem 3.3",
-        direction="decrease",
+        **ABOUT | {"direction": "decrease"},
     )
-    untested = Claim(id="adversarial", statement="A model is sharper", paper="table 2", direction="increase")
+    untested = Claim(id="adversarial", statement="A model is sharper", paper="table 2", **ABOUT)
     ours = {"AdamW's last": estimate(33.88, 0.13), "SGD's last": estimate(9.343, 0.082)}
-    better = Claim(id="sgd-transfer", statement="SGD improves transfer", paper="figure 10", direction="increase")
+    better = Claim(id="sgd-transfer", statement="SGD improves transfer", paper="figure 10", **ABOUT)
     numbers = {**ours, "half": estimate(-7.6, 0.11)}
     half = Answer(
         case="",
@@ -231,11 +234,11 @@ def summary():
         ClaimResult(claim=untested, answers=(untold,)),
     )
     rows = [(("sgd-d64", 8000), {"kl": estimate(0.04125, 0.00074), "trace": estimate(9.343, 0.082)})]
-    file = ClaimsFile(name="claims.toml", sha256="0a1b", claims=(flatter, better, untested))
+    family = Family(claims_sha256="0a1b", loss_margin=0.01, secondary_tests=3)
     tables = (SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),)
     cards = (card_of(better.statement, results[1]),)
     cards = tuple(dataclasses.replace(card, detail="a; 95 %: 1.85 to 4.15") for card in cards)
-    return Summary(tables, results, file, "Scale smoke: no verdict is given.", cards)
+    return Summary(tables, results, family, "Scale smoke: no verdict is given.", cards)
 
 
 def test_the_answer_is_printed_and_a_line_for_each_claim(capsys, monkeypatch):

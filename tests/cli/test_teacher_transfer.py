@@ -14,9 +14,9 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from isoloss import files
+from isoloss.checkpoints.loading import quiet
 from isoloss.cli.main import main
 from isoloss.lab.languages.teacher import Teacher
-from isoloss.loading import quiet
 
 GOOD = ["a fine film", "fresh and funny", "warm , witty and wise", "the best of the year"]
 BAD = ["a dull film", "stale and sad", "cold , clumsy and cheap", "the worst of the year"]

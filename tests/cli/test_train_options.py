@@ -7,7 +7,7 @@ import pytest
 from speaking import refusal
 
 from isoloss import config as configs
-from isoloss import memory
+from isoloss import machine
 from isoloss.cli.main import main
 from isoloss.lab.models.architectures import BERT
 from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
@@ -43,7 +43,7 @@ def test_an_algorithm_and_its_options(capsys, tmp_path, options, algorithm):
 
 @pytest.mark.parametrize("option", ["--width 1e9", "--layers 1e6", "--batch-size 1e9", "--batch-size 1e9 --compiled"])
 def test_what_cannot_fit_into_memory_is_refused_before_a_run_is_made(capsys, tmp_path, monkeypatch, option):
-    monkeypatch.setattr(memory, "physical_memory", lambda: 2.0**38)
+    monkeypatch.setattr(machine, "physical_memory", lambda: 2.0**38)
     told = refusal(capsys, "train", tmp_path / "run", "--language", "pcfg-laptop", *option.split())
     assert "is too large: it needs at least" in told
     assert "and this machine has 256 GiB" in told

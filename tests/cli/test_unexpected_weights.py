@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from speaking import as_json, refusal
 
+from isoloss.checkpoints.loading import quiet
 from isoloss.lab.models.architectures import BERT
-from isoloss.loading import quiet
 from isoloss.run_config import ModelConfig
 
 NAME = "bert.encoder.layer.0.attention.self.query_norm.weight"

@@ -7,7 +7,8 @@ from blocks import PAGES, ROOT
 
 WITH_LINKS = [
     *PAGES,
-    *(ROOT / name for name in ("CHANGELOG.md", "results/README.md", "results/verdicts.md", "benchmarks/README.md")),
+    *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("results/README.md", "results/verdicts.md", "benchmarks/README.md")),
 ]
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from isoloss.lstm import LSTMConfig, LSTMForMaskedLM
+from isoloss.lab.models.lstm import LSTMConfig, LSTMForMaskedLM
 
 VOCABULARY, WIDTH, INNER, HEADS, SIZE, LAYERS = 11, 12, 10, 4, 4, 2
 ENCODER = {

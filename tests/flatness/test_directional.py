@@ -7,12 +7,12 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from isoloss import evaluate, pretrain
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.flatness import directional_sharpness
 from isoloss.lab.evaluation.pretraining import next_update
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.training.algorithms.config import AdversarialConfig
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 
 VOCAB = 5

@@ -19,7 +19,7 @@ from isoloss.flatness._parameters import ParameterBlocks, ParameterColumns
 from isoloss.flatness.fisher import ExactLabels, SampledLabels
 from isoloss.flatness.hessian import _PublishedCode, _WithResidual
 from isoloss.flatness.norms import _Weighted
-from isoloss.lstm import LSTMConfig, LSTMForMaskedLM
+from isoloss.lab.models.lstm import LSTMConfig, LSTMForMaskedLM
 
 OPTIONS = [["whole", "blocks"], ["whole", "each"], ["mixed", "whole"], ["whole", "mixed"], ["each", "blocks"]]
 OPTIONS += [["each", "whole"], ["blocks", "blocks"], ["blocks", "whole"], ["whole", "whole"]]

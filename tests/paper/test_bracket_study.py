@@ -10,13 +10,12 @@ from isoloss import config as configs
 from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.paper.bracket_study import page
 from isoloss.paper.bracket_study.design import BASE, SHAM, TARGET_KL
-from isoloss.paper.bracket_study.study import SCALES, STUDY, answer, contrast_cases, contrasts, measures, tables
+from isoloss.paper.bracket_study.study import SCALES, STUDY, answer, compared, tables
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import Verdict, read_claims
+from isoloss.studies.claims import Verdict, judge_claims
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
 from isoloss.studies.results import Measured, Results
-from isoloss.studies.verdicts import answer_all
 
 LAPTOP = SCALES["laptop"]
 FEW = dataclasses.replace(LAPTOP, seeds=LAPTOP.seeds[:5])
@@ -70,8 +69,7 @@ def known_results(folder, scale=FEW, changes=None):
 
 
 def judged(results, scale="laptop"):
-    file, cases = read_claims(STUDY.claims, scales=STUDY.scales), contrast_cases(results.scale)
-    return answer_all(file, contrasts(results), measures(results.scale), cases=cases, scale=scale)
+    return judge_claims(STUDY.claims, results, loss_margin=STUDY.loss_margin, has_verdicts=STUDY.has_verdicts(scale))
 
 
 def verdicts(results, scale="laptop"):
@@ -151,7 +149,7 @@ def test_pairs_that_are_not_at_one_loss_are_left_out_and_counted(tmp_path):
     first, second, third, *_ = FEW.seeds
     noise = {("label-noise", "r2-abs-g-8"): 0.2}
     results = with_missed(known_results(tmp_path, changes=FLATTER | PENALTY | noise), "label-noise", [first])
-    cases = {contrast.case: contrast for contrast in contrasts(results)["label noise"]}
+    cases = {contrast.case: contrast for contrast in compared(results, name="label noise")}
     assert [len(cases[case].pairs) for case in ("T = 6", "T = 8")] == [4, 5]
     assert f"seed {first}" not in cases["T = 6"].clusters
     assert cases["T = 6"].where == "Left out at T = 6: 1 of 5 pairs, as a run missed the target."

@@ -13,12 +13,11 @@ from isoloss.lab.languages.exact import all_sentences
 from isoloss.lab.tasks import make_task
 from isoloss.paper.dose_response import page
 from isoloss.paper.dose_response.design import ARMS, BASE, CONTROL, DOSES, SCALES, SHAM
-from isoloss.paper.dose_response.study import STUDY, answer, contrasts, measures, tables
+from isoloss.paper.dose_response.study import STUDY, answer, tables
 from isoloss.paper.dose_response.tasks import needed, spare, twins
 from isoloss.report.save import save
-from isoloss.studies.claims import read_claims
+from isoloss.studies.claims import judge_claims
 from isoloss.studies.results import Results
-from isoloss.studies.verdicts import answer_all
 from known_estimates import measured
 
 GRAMMAR = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=6, seed=4)
@@ -183,7 +182,7 @@ def test_tables_and_answer_are_of_the_arms_and_their_controls():
     ]
     assert first["slope"].value == pytest.approx(np.mean(per_unit), rel=0.1)
     assert set(untrained.rows[0][1]) == set(FEW.probes.values())
-    claims = answer_all(read_claims(STUDY.claims), contrasts(results), measures(FEW), scale="laptop")
+    claims = judge_claims(STUDY.claims, results, loss_margin=STUDY.loss_margin)
     assert all(one.difference is not None for claim in claims for one in claim.answers)
     assert len(answer(claims, results)) == 3
 

@@ -8,11 +8,10 @@ import pytest
 from isoloss import files
 from isoloss.paper.optimizers import page
 from isoloss.paper.optimizers.design import ADAMW, ARMS, BRANCHES, OPTIMIZERS, SCALES, STABLE
-from isoloss.paper.optimizers.study import FLATNESS, STUDY, answer, associations, contrasts, measures, outcomes, tables
+from isoloss.paper.optimizers.study import FLATNESS, STUDY, answer, associations, outcomes, tables
 from isoloss.report.save import save
-from isoloss.studies.claims import read_claims
+from isoloss.studies.claims import judge_claims
 from isoloss.studies.results import Results
-from isoloss.studies.verdicts import answer_all
 from known_estimates import measured
 
 FEW = dataclasses.replace(SCALES["laptop"], grammars=SCALES["laptop"].grammars[:6])
@@ -93,7 +92,7 @@ def test_tables_answer_and_page_are_of_the_arms(tmp_path):
     ratio = np.exp(np.mean([np.log(second / first) for first, second in pairs]))
     assert dict(differences.rows)["Muon",]["trace"].value == pytest.approx(ratio, rel=1e-9)
     assert list(spans.rows[0][1]) == ["layer-0", "layer-1", "layer-2", "bayes", "majority"]
-    claims = answer_all(read_claims(STUDY.claims), contrasts(results), measures(FEW), scale="laptop")
+    claims = judge_claims(STUDY.claims, results, loss_margin=STUDY.loss_margin)
     assert all(one.difference is not None for claim in claims for one in claim.answers)
     first, *_ = answer(claims, results)
     assert first.value == "Minimal trace: the sharper, the lower the accuracy on prefix-4"

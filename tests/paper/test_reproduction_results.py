@@ -13,17 +13,16 @@ from scipy import stats
 
 from isoloss.paper.reproduction import band, page, published
 from isoloss.paper.reproduction.band import Model
-from isoloss.paper.reproduction.compare import at_same_loss, by_dataset, contrast_cases, contrasts, measures
+from isoloss.paper.reproduction.compare import by_dataset, contrasts, interpolated_control
 from isoloss.paper.reproduction.cpu_scales import EVENING, SMOKE
 from isoloss.paper.reproduction.spec import StudySize
 from isoloss.paper.reproduction.study import STUDY, answer
 from isoloss.paper.reproduction.tables import _ranking, compared, tables
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import Answer, ClaimResult, Verdict, read_claims
+from isoloss.studies.claims import Answer, ClaimResult, Verdict, judge_claims
+from isoloss.studies.claims import answer as studies_answer
 from isoloss.studies.page import _beside_the_paper
 from isoloss.studies.results import Measured, Results, change, difference
-from isoloss.studies.verdicts import answer as studies_answer
-from isoloss.studies.verdicts import answer_all
 
 
 def measured(value, influence=(), unit="nats per predicted token"):
@@ -48,7 +47,7 @@ def test_a_model_at_another_kl_is_on_the_line_between_its_neighbors():
     )
 
     def found_at(kl):
-        return at_same_loss([first, second, third], checkpoint(kl, 70.0, []))[0]
+        return interpolated_control([first, second, third], checkpoint(kl, 70.0, []))[0]
 
     found = found_at(0.08)  # half way in the logarithm
     assert found["kl"].value == 0.08
@@ -66,14 +65,14 @@ def test_a_model_at_another_kl_is_on_the_line_between_its_neighbors():
 
 def test_a_kl_that_no_two_neighbors_enclose_has_no_model():
     pair = [checkpoint(0.16, 100.0, []), checkpoint(0.04, 60.0, [])]
-    assert at_same_loss(pair, checkpoint(0.03, 70.0, [])) is None
-    assert at_same_loss(pair, checkpoint(0.17, 70.0, [])) is None
-    assert at_same_loss(pair[:1], checkpoint(0.16, 70.0, [])) is None
+    assert interpolated_control(pair, checkpoint(0.03, 70.0, [])) is None
+    assert interpolated_control(pair, checkpoint(0.17, 70.0, [])) is None
+    assert interpolated_control(pair[:1], checkpoint(0.16, 70.0, [])) is None
 
 
 def test_neighbors_may_come_in_any_order_of_their_kl():
     rising = [checkpoint(0.04, 60.0, []), checkpoint(0.16, 100.0, [])]
-    assert at_same_loss(rising, checkpoint(0.08, 70.0, []))[0]["trace"].value == pytest.approx(80.0)
+    assert interpolated_control(rising, checkpoint(0.08, 70.0, []))[0]["trace"].value == pytest.approx(80.0)
 
 
 def test_accuracies_on_sampled_examples_are_interpolated_by_example():
@@ -90,7 +89,7 @@ def test_accuracies_on_sampled_examples_are_interpolated_by_example():
     first = model(4.0, [[0, 1, 0, 1], [0, 1, 1, 1]])  # correct: 1, 1, 1/2, 0
     second = model(1.0, [[0, 0, 1, 0], [0, 0, 1, 0]])  # correct: 1, 0, 1, 1
     treated = model(2.0, [[0, 1, 1, 0], [0, 1, 1, 1]])  # correct: 1, 1, 1, 1/2
-    control, same = at_same_loss([first, second], treated)
+    control, same = interpolated_control([first, second], treated)
     found = difference(same["probe"], control["probe"])
     by_hand = np.array([1, 1, 1, 0.5]) - (np.array([1, 1, 0.5, 0]) + np.array([1, 0, 1, 1])) / 2
     assert found.unit == "percentage points"
@@ -394,9 +393,8 @@ def test_without_a_cooldown_the_last_checkpoint_that_the_other_encloses_is_compa
 
 
 def test_what_no_checkpoint_of_the_other_encloses_is_not_tested():
-    made = contrasts(known_text({**LOSSES, "unregularized": (2.5, 2.0)}))
-    scale = STUDY.scale("smoke")
-    results = answer_all(read_claims(STUDY.claims), made, measures(scale), cases=contrast_cases(scale), scale="evening")
+    found = known_text({**LOSSES, "unregularized": (2.5, 2.0)})
+    results = judge_claims(STUDY.claims, found, loss_margin=STUDY.loss_margin, has_verdicts=False)
     (answered,) = next(each for each in results if each.claim.id == "text-unregularized-transfer").answers
     assert answered.verdict is Verdict.NOT_TESTED
     assert "vs. AdamW: only 0 of 2 pairs, from 0 seeds, could be matched in loss" in answered.explanation
@@ -428,7 +426,7 @@ def test_claims_need_half_of_the_models_and_three_languages(seeds, enclosed, is_
         kl = 0.15 if place in enclosed else 9.0
         at["kl"] = dataclasses.replace(at["kl"], value=kl)
     (made,) = contrasts(results)["pcfg adversary"]
-    claim = next(each for each in read_claims(STUDY.claims).claims if each.id == "adversary-transfer")
+    claim = next(each for each in STUDY.claims if each.id == "adversary-transfer")
     (answered,) = studies_answer(claim, made, {"prefix-4": "probe-prefix-4"})
     assert (answered.difference is not None) == is_tested
     if not is_tested:
@@ -443,7 +441,7 @@ def test_claims_need_half_of_the_models_and_three_languages(seeds, enclosed, is_
 def test_a_trajectory_against_itself_has_no_difference():
     """Its loss falls and rises again, so an early checkpoint has the loss of a late one and another accuracy."""
     path = [{"loss": measured(loss), "trace": measured(10.0 * step)} for step, loss in enumerate((4.0, 2.0, 3.0, 3.5))]
-    (control, treated) = at_same_loss(path, path[-1])
+    (control, treated) = interpolated_control(path, path[-1])
     assert control["trace"].value == treated["trace"].value == 30.0
 
 
@@ -525,13 +523,7 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
     whole = STUDY.scale(name)
     few = [dataclasses.replace(each, languages=each.languages[:3], seeds=min(each.seeds, 2)) for each in whole.datasets]
     results = drawn_results(dataclasses.replace(whole, datasets=tuple(few)))
-    claims = answer_all(
-        read_claims(STUDY.claims),
-        contrasts(results),
-        measures(results.scale),
-        cases=contrast_cases(results.scale),
-        scale=name,
-    )
+    claims = judge_claims(STUDY.claims, results, loss_margin=STUDY.loss_margin, has_verdicts=STUDY.has_verdicts(name))
     tested = {each.claim.id for each in claims if any(one.difference is not None for one in each.answers)}
     assert tested >= (
         {"noise-transfer", "lookup-transfer"} if whole.datasets[0].cooldown_steps else {"adversary-transfer"}
@@ -559,7 +551,7 @@ def test_the_first_table_has_a_line_for_each_case_under_its_verdict():
         estimate = Estimate(value=value, stderr=0.5, samples=6, **unit)
         return Answer(case=case, verdict=verdict, difference=estimate, numbers={}, explanation="")
 
-    claim = next(each for each in read_claims(STUDY.claims).claims if each.id == "adversary-transfer")
+    claim = next(each for each in STUDY.claims if each.id == "adversary-transfer")
     cases = (
         answered("A", Verdict.NOT_SHOWN, -1.0),
         answered("B", Verdict.SHOWN, -4.0),
@@ -633,7 +625,7 @@ def points(spec):
 
 
 def test_the_papers_values_are_those_that_the_claims_quote():
-    quoted = {claim.id: claim.paper for claim in read_claims(STUDY.claims).claims}
+    quoted = {claim.id: claim.paper for claim in STUDY.claims}
     rows = published.BY_ALGORITHM
 
     def against(row, first, second, unit=" %"):
@@ -663,7 +655,7 @@ def test_losses_of_the_papers_models_are_those_of_figure_1():
 def claims(verdicts):
     """The result of every claim, by its id: verdict and difference; else not shown."""
     found = []
-    for claim in read_claims(STUDY.claims).claims:
+    for claim in STUDY.claims:
         verdict, value = verdicts.get(claim.id, (Verdict.NOT_SHOWN, 0.1))
         about = {"samples": 6, "num_predictions": 6, "method": "known", "unit": "percentage points"}
         estimate = Estimate(value=value, stderr=0.5, **about)

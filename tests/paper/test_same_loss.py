@@ -11,17 +11,15 @@ import pytest
 import known_estimates as known
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.measures.base import settings_of
-from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.paper.same_loss import page, pilot
 from isoloss.paper.same_loss.design import BASE, GROUPS, UNTOUCHED, cooldown_run
-from isoloss.paper.same_loss.study import SCALES, STUDY, contrast_cases, contrasts, factor, measures, tables
+from isoloss.paper.same_loss.study import SCALES, STUDY, factor, tables
 from isoloss.report.data import TRACE
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import Verdict, read_claims
+from isoloss.studies.claims import Verdict, claims_sha256, judge_claims
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
-from isoloss.studies.results import Measured, Results, common_measures, run_of
-from isoloss.studies.verdicts import answer_all
+from isoloss.studies.results import Measured, Results, run_of
 
 SCALE = SCALES["laptop"]
 FIRST = SCALE.units[0].prefix
@@ -98,9 +96,7 @@ def estimates(measure, settings, arm, grammar, changes):
 
 def claims(results, scale="laptop"):
     """The result of every claim."""
-    file = read_claims(STUDY.claims, scales=STUDY.scales)
-    cases = contrast_cases(results.scale)
-    return answer_all(file, contrasts(results), measures(results.scale), cases=cases, scale=scale)
+    return judge_claims(STUDY.claims, results, loss_margin=STUDY.loss_margin, has_verdicts=STUDY.has_verdicts(scale))
 
 
 def verdicts(results):
@@ -111,19 +107,10 @@ def verdicts(results):
 # --- the design ------------------------------------------------------------------------------------------------------
 
 
-def test_every_claim_compares_what_there_is_and_every_contrast_is_asked_of(tmp_path):
-    found = known_results(tmp_path)
-    asked = read_claims(STUDY.claims, scales=STUDY.scales).claims
-    assert {claim.compares for claim in asked} == set(contrasts(found))
-    assert all(not claim.not_tested for claim in asked)
-
-
-@pytest.mark.parametrize("study", [STUDY, ALGORITHMS])
-def test_every_claim_about_flatness_is_asked_with_both_traces(study):
-    known_measures = (study.measures or common_measures)(study.scale())
-    for claim in read_claims(study.claims).claims:
+def test_every_claim_about_flatness_is_asked_with_both_traces():
+    for claim in STUDY.claims:
         if "flat" in claim.id or "sharp" in claim.id:
-            names = known_measures[claim.measures].values()
+            names = claim.keys(STUDY.scale()).values()
             assert {"minimal-trace" in name for name in names} == {True, False}
 
 
@@ -206,13 +193,11 @@ def test_the_slopes_are_those_of_the_pilot():
 def test_the_margin_of_the_loss_is_worth_a_fifth_of_the_smallest_effect():
     from isoloss.paper.same_loss.pilot import loss_margin
 
-    file = read_claims(STUDY.claims)
     margin = loss_margin(pilot.slopes(SCALE.main_size)["probe-prefix-4"])
-    assert file.same_loss_nats == pytest.approx(margin, rel=0.02)
-    others = {claim.id: claim.same_loss_nats for claim in file.claims if claim.same_loss_nats}
-    assert others == dict.fromkeys(
-        ("noise-flatter", "adversary-transfer", "adversary-sharper", "helper-flatter"), 5 * file.same_loss_nats
-    )
+    assert STUDY.loss_margin == pytest.approx(margin, rel=0.02)
+    others = {claim.id: claim.loss_margin for claim in STUDY.claims if claim.loss_margin}
+    wider = "noise-flatter", "adversary-transfer", "adversary-sharper", "helper-flatter"
+    assert others == pytest.approx(dict.fromkeys(wider, 5 * STUDY.loss_margin))
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -404,7 +389,7 @@ def test_the_page_has_every_part_and_is_the_same_every_time(tmp_path, quick_figu
     index = folder.report()
     text = index.read_text()
     assert "Scale smoke is too small to say anything, and no verdict is given." in text
-    assert str(read_claims(STUDY.claims)) in text
+    assert claims_sha256(STUDY.claims, smoke) in text
     assert "The same models, rescaled at random" in text
     assert f'"{smoke.units[0].prefix}-helper"' in text  # among the configs
     assert {p.stem for p in (index.parent / "figures").iterdir()} == {

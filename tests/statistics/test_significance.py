@@ -13,8 +13,7 @@ from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import ratio_estimate
 from isoloss.statistics.significance import equivalence, holm, largest_size, p_value
-from isoloss.studies.claims import Verdict
-from isoloss.studies.verdicts import judge
+from isoloss.studies.claims import Verdict, judge
 
 
 def named(p_values):

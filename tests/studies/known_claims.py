@@ -1,12 +1,14 @@
-"""Files of claims, and the checkpoints of studies with known differences, light enough to make thousands of."""
+"""Claims, and the checkpoints of studies with known differences, light enough to make thousands of."""
+
+import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.significance import equivalence
-from isoloss.studies.claims import Answer, Claim, ClaimResult, ClaimsFile, Contrast, Verdict
+from isoloss.studies.claims import Answer, Claim, ClaimResult, Contrast, Verdict, in_sequence, judge_claims, p_value
 from isoloss.studies.results import Measured
-from isoloss.studies.verdicts import answer_all, in_sequence, p_value
 from known_estimates import ON, estimate
 
 INFLUENCE = {"influence": np.zeros(2, np.float32)}  # measured without error: pairs alone differ
@@ -19,12 +21,8 @@ def measured(value):
 BEFORE = dict.fromkeys(["kl", *(f"m{i}" for i in range(20))], measured(0.0))
 
 
-def claims_file(*claims, **more):
-    return ClaimsFile(name="claims.toml", sha256="0", claims=claims, **more)
-
-
 def claim(i, direction="increase", **more):
-    known = {"id": f"c{i}", "statement": "", "compares": "sgd", "measures": f"m{i}"}
+    known = {"id": f"c{i}", "statement": "", "of": contrast, "measures": {"": f"m{i}"}}
     return Claim(direction=direction, **known | more)
 
 
@@ -38,10 +36,10 @@ def contrast(moves, loss=0.0, **more):
     return Contrast(names=("before", "after"), pairs=pairs, **more)
 
 
-def in_order(file, effects, stderr=1.0, samples=30, tests=None):
+def in_order(claims, effects, stderr=1.0, samples=30, tests=None):
     """The results of claims with one case each, whose differences are these, judged in their order."""
     results = []
-    for claim, value, error in zip(file.claims, effects, np.broadcast_to(stderr, len(effects)), strict=True):
+    for claim, value, error in zip(claims, effects, np.broadcast_to(stderr, len(effects)), strict=True):
         known = {"samples": samples, "unit": "points", "num_predictions": 9, "method": "known"}
         difference = Estimate(value=float(value), stderr=float(error), **known)
         within = claim.no_effect_within
@@ -56,11 +54,16 @@ def in_order(file, effects, stderr=1.0, samples=30, tests=None):
             p_no_effect=None if within is None else equivalence(difference, within).p_value,
         )
         results.append(ClaimResult(claim=claim, answers=(answer,)))
-    planned = sum(claim.role == "secondary" for claim in file.claims)
-    return [result.answer() for result in in_sequence(file, results, planned if tests is None else tests)]
+    planned = sum(claim.role == "secondary" for claim in claims)
+    return [result.answer() for result in in_sequence(results, planned if tests is None else tests)]
 
 
-def answers(file, one, **more):
+def results_of(claims, *contrasts, **more):
+    """The result of each claim about these contrasts."""
+    asked = [dataclasses.replace(each, of=lambda _: contrasts) for each in claims]
+    return judge_claims(asked, SimpleNamespace(scale=None), **more)
+
+
+def answers(claims, one, **more):
     """The one answer to each claim."""
-    measures = {"kl": {"": "kl"}, **{name: {"": name} for name in BEFORE}}
-    return [result.answer() for result in answer_all(file, {"sgd": [one]}, measures, **more)]
+    return [result.answer() for result in results_of(claims, one, **more)]

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from known_claims import answers, claim, claims_file, contrast
+from known_claims import answers, claim, contrast, results_of
 from scipy import stats
 
 from isoloss.errors import IsolossError
@@ -14,9 +14,8 @@ from isoloss.statistics.clusters import at_same_loss, cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import paired_power
 from isoloss.statistics.significance import holm
-from isoloss.studies.claims import Answer, ClaimResult, Verdict
-from isoloss.studies.summary import Summary, claim_table, explanations
-from isoloss.studies.verdicts import answer_all, p_value
+from isoloss.studies.claims import Answer, ClaimResult, Verdict, p_value
+from isoloss.studies.summary import Family, Summary, claim_table, explanations
 
 GRAMMARS = [f"g{i // 2}" for i in range(12)]
 NOISE = np.random.default_rng(0).normal(size=(4, 12))
@@ -32,7 +31,7 @@ def by_hand(moves):
 
 
 def test_all_tests_but_the_primary_are_adjusted_for_their_number():
-    found = answers(claims_file(*PRIMARY_FIRST), contrast(MOVES, clusters=GRAMMARS))
+    found = answers(PRIMARY_FIRST, contrast(MOVES, clusters=GRAMMARS))
     p = [by_hand(own).pvalue for own in MOVES]
     assert [each.p_value for each in found] == pytest.approx(p)
     others = holm({str(i): p[i] for i in (0, 2, 3)})
@@ -40,25 +39,25 @@ def test_all_tests_but_the_primary_are_adjusted_for_their_number():
     assert [each.role for each in found] == ["secondary", "primary", "secondary", "secondary"]
     assert 0.05 / 3 < p[1] < 0.05  # shown by itself only
     assert [each.verdict.value for each in found] == ["shown", "shown", "not shown", "contradicted"]
-    without = answers(claims_file(*FOUR), contrast(MOVES, clusters=GRAMMARS))
+    without = answers(FOUR, contrast(MOVES, clusters=GRAMMARS))
     assert [each.p_adjusted for each in without] == pytest.approx(list(holm(dict(enumerate(p))).values()))
     assert [each.verdict.value for each in without] == ["shown", "not shown", "not shown", "contradicted"]
     assert {each.role for each in without} == {"secondary"}
 
 
 def test_the_interval_is_over_the_clusters():
-    (found,) = answers(claims_file(claim(0)), contrast(MOVES[:1], clusters=GRAMMARS))
+    (found,) = answers([claim(0)], contrast(MOVES[:1], clusters=GRAMMARS))
     assert found.interval95 == pytest.approx(tuple(by_hand(MOVES[0]).confidence_interval(0.95)))
     assert found.explanation == (
         "after vs. before, 12 pairs by seed, 95 % interval over 6 grammars (t with 5 degrees of freedom)."
     )
     assert found.numbers["after"].value == pytest.approx(MOVES[0].mean())
     other = contrast(MOVES[:1], clusters=GRAMMARS, clusters_are="corpora")
-    assert "over 6 corpora" in answers(claims_file(claim(0)), other)[0].explanation
+    assert "over 6 corpora" in answers([claim(0)], other)[0].explanation
 
 
 def test_power_is_that_of_the_test_that_is_made():
-    found = answers(claims_file(*PRIMARY_FIRST), contrast(MOVES, clusters=GRAMMARS))
+    found = answers(PRIMARY_FIRST, contrast(MOVES, clusters=GRAMMARS))
     for each, alpha in zip(found, (0.05 / 3, 0.05, 0.05 / 3, 0.05 / 3), strict=True):
         sd = each.difference.stderr * math.sqrt(6)
         assert paired_power(each.detectable, sd, 6, alpha=alpha) == pytest.approx(0.8)
@@ -68,20 +67,19 @@ def test_power_is_that_of_the_test_that_is_made():
     assert [each.below for each in found if each.verdict is not Verdict.NOT_SHOWN] == [None] * 3
     # beyond a margin, a difference is found that goes beyond it by as much
     plain, beyond = (
-        answers(claims_file(claim(0, margin=margin)), contrast(MOVES[:1], clusters=GRAMMARS))[0]
-        for margin in (0.0, 0.2)
+        answers([claim(0, margin=margin)], contrast(MOVES[:1], clusters=GRAMMARS))[0] for margin in (0.0, 0.2)
     )
     assert beyond.detectable == pytest.approx(plain.detectable + 0.2)
 
 
 def test_what_is_exact_has_no_power():
-    (found,) = answers(claims_file(claim(0)), contrast([[1.0, 1.0, 1.0]]))
+    (found,) = answers([claim(0)], contrast([[1.0, 1.0, 1.0]]))
     assert (found.verdict, found.p_value, found.detectable, found.below) == (Verdict.SHOWN, 0.0, None, None)
 
 
 def test_models_of_another_loss_are_not_tested_and_their_numbers_are_given():
-    file = claims_file(claim(0, role="primary"), FOUR[1], claim(2, "no change within", margin=1.0))
-    found = answers(file, contrast(MOVES[:3], 0.02 + NOISE[3] / 1000, clusters=GRAMMARS))
+    asked = claim(0, role="primary"), FOUR[1], claim(2, "no change within", margin=1.0)
+    found = answers(asked, contrast(MOVES[:3], 0.02 + NOISE[3] / 1000, clusters=GRAMMARS))
     assert {each.verdict for each in found} == {Verdict.NOT_TESTED}
     assert all(each.p_value is each.p_adjusted is each.detectable is each.below is None for each in found)
     assert [each.difference.value for each in found] == pytest.approx(MOVES[:3].mean(axis=1))
@@ -94,14 +92,11 @@ def test_models_of_another_loss_are_not_tested_and_their_numbers_are_given():
     for number in (f"{gate.difference}", "90 % interval", "smallest margin 0.02128", "p = 1"):
         assert number in found[0].explanation
     # a wider margin lets them through, and a claim about the loss itself is always tested
-    wide = answers(claims_file(*FOUR[:1], same_loss_nats=0.05), contrast(MOVES[:1], 0.02, clusters=GRAMMARS))
+    wide = answers(FOUR[:1], contrast(MOVES[:1], 0.02, clusters=GRAMMARS), loss_margin=0.05)
     assert wide[0].verdict is Verdict.SHOWN
     losses = 0.02 + NOISE[3] / 1000
-    about = claims_file(claim(0), claim(1, "no change within", margin=0.01))
-    of_loss = {"m0": {"": "m0"}, "m1": {"": "kl"}}
-    (first,), (second,) = (
-        r.answers for r in answer_all(about, {"sgd": [contrast(MOVES[:1], losses, clusters=GRAMMARS)]}, of_loss)
-    )
+    about = claim(0), claim(1, "no change within", margin=0.01, measures={"": "kl"})
+    first, second = answers(about, contrast(MOVES[:1], losses, clusters=GRAMMARS))
     assert (first.verdict, second.verdict) == (Verdict.NOT_TESTED, Verdict.CONTRADICTED)
     assert second.same_loss is None
     # the other test counts, though it could not be made
@@ -114,8 +109,7 @@ def test_the_adjusted_difference_is_beside_the_verdict_and_does_not_make_it():
         losses = loss + NOISE[3] / 1000
         slopes = {"m0": slope}
         plain, adjusted = (
-            answers(claims_file(*FOUR[:2]), contrast(MOVES[:2], losses, clusters=GRAMMARS, slopes=given))
-            for given in ({}, slopes)
+            answers(FOUR[:2], contrast(MOVES[:2], losses, clusters=GRAMMARS, slopes=given)) for given in ({}, slopes)
         )
         wanted = at_same_loss(
             cluster_mean(MOVES[0], GRAMMARS, unit=""),
@@ -134,8 +128,8 @@ def test_the_adjusted_difference_is_judged_where_the_claim_says_so():
     slope = Estimate(value=-20.0, stderr=3.0, samples=8, unit="points per nat", num_predictions=8, method="slope")
     losses = 0.05 + NOISE[3] / 1000
     one = contrast(MOVES[:1], losses, clusters=GRAMMARS, slopes={"m0": slope})
-    asked = claim(0, at_same_loss="adjusted", role="primary", no_effect_within=5.0)
-    (found,), (plain,) = (answers(claims_file(each), one) for each in (asked, claim(0, role="primary")))
+    asked = claim(0, loss_rule="adjusted", role="primary", no_effect_within=5.0)
+    (found,), (plain,) = (answers([each], one) for each in (asked, claim(0, role="primary")))
     assert plain.verdict is Verdict.NOT_TESTED
     assert found.difference == found.adjusted == plain.adjusted
     assert found.same_loss is None
@@ -144,40 +138,33 @@ def test_the_adjusted_difference_is_judged_where_the_claim_says_so():
     assert found.verdict is Verdict.SHOWN
     assert list(found.numbers) == ["before", "after", "difference at the same loss"]
     assert f"without the adjustment to the same loss is {plain.difference}" in found.explanation
-    with pytest.raises(
-        IsolossError, match=r"at_same_loss of the claim c0 is 'adjusted', but the contrast of before and"
-    ):
-        answers(claims_file(asked), contrast(MOVES[:1], losses, clusters=GRAMMARS))
+    with pytest.raises(IsolossError, match=r"loss_rule of the claim c0 is 'adjusted', but the contrast of before and"):
+        answers([asked], contrast(MOVES[:1], losses, clusters=GRAMMARS))
     # a scale without verdicts need not have slopes
-    file = claims_file(asked, scales=("laptop",))
-    (smoke,) = answers(file, contrast(MOVES[:1], losses, clusters=GRAMMARS), scale="smoke")
+    (smoke,) = answers([asked], contrast(MOVES[:1], losses, clusters=GRAMMARS), has_verdicts=False)
     assert smoke.difference.value == pytest.approx(MOVES[0].mean())
 
 
 def test_at_another_scale_no_verdict_is_given():
     other = claim(1, role="primary", case="a case of the laptop")
-    file = claims_file(FOUR[0], other, *FOUR[2:], scales=("laptop",))
+    asked = FOUR[0], other, *FOUR[2:]
     for loss in (0.0, 0.02):
-        found = answers(file, contrast(MOVES, loss, clusters=GRAMMARS), scale="smoke")
+        found = answers(asked, contrast(MOVES, loss, clusters=GRAMMARS), has_verdicts=False)
         assert {each.verdict for each in found} == {Verdict.NO_VERDICT}
         assert all(each.p_value is each.detectable is each.below is None for each in found)
         assert [each.difference.value for each in found] == pytest.approx(MOVES.mean(axis=1))
-    with pytest.raises(IsolossError, match=r"claims\.toml: case of the claim c1 is 'a case of the lap"):
-        answers(file, contrast(MOVES, clusters=GRAMMARS), scale="laptop")
-    at_home = claims_file(*PRIMARY_FIRST, scales=("laptop",))
-    assert answers(at_home, contrast(MOVES, clusters=GRAMMARS), scale="laptop")[0].verdict is Verdict.SHOWN
+    with pytest.raises(IsolossError, match="case of the claim c1 is 'a case of the lap"):
+        answers(asked, contrast(MOVES, clusters=GRAMMARS))
 
 
 def test_a_summary_is_json():
     one = contrast(MOVES, clusters=GRAMMARS)
-    file = claims_file(*PRIMARY_FIRST)
-    results = answer_all(file, {"sgd": [one]}, {f"m{i}": {"": f"m{i}"} for i in range(4)})
-    summary = Summary((), results, file, "Mind.", [Card(label="Is it?", value="So.")], 3)
+    results = results_of(PRIMARY_FIRST, one)
+    family = Family(claims_sha256="0", loss_margin=0.01, secondary_tests=3)
+    summary = Summary((), results, family, "Mind.", [Card(label="Is it?", value="So.")])
     document = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
-    assert document["claims_file"] == {
-        **{"name": "claims.toml", "sha256": "0", "same_loss_nats": 0.01},
-        "secondary_tests": 3,
-    }
+    assert document["family"] == {"claims_sha256": "0", "loss_margin": 0.01, "secondary_tests": 3}
+    assert [(one["claim"], one["direction"]) for one in document["claims"]] == [(f"c{i}", "increase") for i in range(4)]
     assert (document["warning"], document["answer"][0]["value"]) == ("Mind.", "So.")
     shown, primary, *_ = (one["answers"][0] for one in document["claims"])
     assert shown["p_adjusted"] == results[0].answer().p_adjusted

@@ -30,7 +30,7 @@ def run(*arguments):
 
 
 def test_it_shows_the_kept_results():
-    values = pl.read_parquet(ROOT / "results" / "fourth" / "values.parquet")
+    values = pl.read_parquet(ROOT / "results" / "same-loss-27-grammars-repeated" / "values.parquet")
     points = [
         set(values.filter(pl.col("estimate") == key).select("run", "step").rows())
         for key in ("trace", "probe-prefix-4")
@@ -39,7 +39,7 @@ def test_it_shows_the_kept_results():
 
 
 def test_it_shows_other_results():
-    assert run("--study", ROOT / "results" / "algorithms")[1:] == ["27", "last"]
+    assert run("--study", ROOT / "results" / "brackets")[1:] == ["56", "arms-attention-6"]
 
 
 def test_a_script_names_what_is_wrong():

@@ -4,13 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from known_claims import BEFORE, claim, claims_file, contrast, in_order
+from known_claims import claim, contrast, in_order, results_of
 from scipy import stats
 
 from isoloss.errors import IsolossError
 from isoloss.studies.answer import claim_cards
-from isoloss.studies.claims import ClaimResult, Verdict
-from isoloss.studies.verdicts import answer_all, planned_tests
+from isoloss.studies.claims import ClaimResult, Verdict, planned_tests
 
 CHECK, CONTROL = claim(0, "decrease", role="manipulation check"), claim(1, role="positive control")
 PRIMARY, OTHERS = claim(2, role="primary"), (claim(3), claim(4))
@@ -22,7 +21,7 @@ def p_of(t, samples=30):
 
 
 def verdicts(effects, *claims, **more):
-    return [each.verdict.value for each in in_order(claims_file(*(claims or ALL)), effects, **more)]
+    return [each.verdict.value for each in in_order(claims or ALL, effects, **more)]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def test_a_gate_that_is_not_passed_ends_the_sequence(effects, expected):
 
 
 def test_what_a_gate_keeps_from_being_tested_says_so_and_has_its_numbers():
-    check, control, *later = in_order(claims_file(*ALL), (-9, 1.5, 9, 9, 9))
+    check, control, *later = in_order(ALL, (-9, 1.5, 9, 9, 9))
     assert check.positive_control == control.positive_control == ""
     for each in later:
         assert each.withheld == "the positive control is not shown"
@@ -54,26 +53,26 @@ def test_what_a_gate_keeps_from_being_tested_says_so_and_has_its_numbers():
         )
         assert (each.p_value, each.p_adjusted, each.tests, each.detectable) == (None,) * 4
         assert each.difference.value == 9
-    failed = in_order(claims_file(*ALL), (-1, 9, 9, 9, 9))
+    failed = in_order(ALL, (-1, 9, 9, 9, 9))
     assert {each.withheld for each in failed[1:]} == {"the manipulation check is not shown"}
     assert failed[0].positive_control == "positive control not tested"
-    is_open = in_order(claims_file(*ALL), (-9, 9, 1, 9, 9))
+    is_open = in_order(ALL, (-9, 9, 1, 9, 9))
     assert is_open[2].positive_control == "positive control shown"
     assert {each.withheld for each in is_open[3:]} == {"the primary claim is undecided"}
-    assert in_order(claims_file(*OTHERS), (0, 9))[0].positive_control == "no positive control"
+    assert in_order(OTHERS, (0, 9))[0].positive_control == "no positive control"
 
 
 @pytest.mark.parametrize(("effects", "labels"), [((1, -1, 9), "201"), ((1, -9, 9), "210"), ((9, -9, 9), "210")])
 def test_the_card_of_the_check_that_failed_comes_after_the_primary_claims(effects, labels):
     # here the control stands before the check, and the primary claim last
     claims = [dataclasses.replace(each, statement=each.id[1:]) for each in (CONTROL, CHECK, PRIMARY)]
-    pairs = zip(claims, in_order(claims_file(*claims), effects), strict=True)
+    pairs = zip(claims, in_order(claims, effects), strict=True)
     cards = claim_cards([ClaimResult(claim=claim, answers=(answer,)) for claim, answer in pairs])
     assert "".join(card.label for card in cards) == labels
 
 
 def test_gates_are_judged_by_their_own_p_and_the_others_by_holms_method_for_all_that_were_planned():
-    found = in_order(claims_file(*ALL), (-2.2, 2.3, 2.4, 3.0, 2.5), tests=7)
+    found = in_order(ALL, (-2.2, 2.3, 2.4, 3.0, 2.5), tests=7)
     p = [p_of(t) for t in (2.2, 2.3, 2.4)]
     assert [each.p_adjusted for each in found[:3]] == pytest.approx(p)
     assert [each.p_adjusted for each in found[3:]] == pytest.approx([7 * p_of(3.0), 6 * p_of(2.5)])
@@ -90,15 +89,14 @@ def test_both_tests_of_a_claim_with_a_smallest_effect_of_interest():
         (1.0, "not shown", "not shown; no positive control"),
     ):
         spread = 2.5 if verdict == "not shown" else 1.0
-        file = claims_file(one)
-        (found,) = in_order(file, (value,), stderr=spread)
+        (found,) = in_order([one], (value,), stderr=spread)
         p_absent = stats.t.sf((5 - abs(value)) / spread, 29)
         assert found.p_no_effect == found.p_no_effect_adjusted == pytest.approx(p_absent)
         assert found.verdict.value == verdict
-        (result,) = answer_all(file, {"sgd": [known(value, spread)]}, {"m0": {"": "m0"}})
+        (result,) = results_of([one], known(value, spread))
         assert result.words(result.answer()).replace("nats/token", "points") == words
     single = claim(0, no_effect_within=1.0)
-    (found,) = in_order(claims_file(single), (0.1,), stderr=0.1)
+    (found,) = in_order([single], (0.1,), stderr=0.1)
     assert ClaimResult(claim=single, answers=(found,)).words(found) == "no effect of 1 point or more: shown"
 
 
@@ -113,34 +111,33 @@ def known(mean, stderr, measure=0, n=30, **more):
 
 def test_a_gate_that_either_answer_passes_leaves_half_of_the_level():
     primary = claim(2, role="primary", no_effect_within=5.0)
-    found = in_order(claims_file(CHECK, CONTROL, primary, *OTHERS), (-2.2, 2.2, 0.3, 3.0, 0.0))
+    found = in_order([CHECK, CONTROL, primary, *OTHERS], (-2.2, 2.2, 0.3, 3.0, 0.0))
     assert [each.verdict.value for each in found] == ["shown", "shown", "no effect of interest", "shown", "not shown"]
     assert found[1].p_adjusted == pytest.approx(p_of(2.2))
     assert found[2].p_adjusted == 1.0
     assert found[2].p_no_effect_adjusted == pytest.approx(2 * found[2].p_no_effect)
     assert found[3].p_adjusted == pytest.approx(2 * 2 * p_of(3.0))
     # 0.05 < 2 p: not shown, where p alone would show it
-    assert in_order(claims_file(primary), (2.2,), stderr=1.0)[0].verdict is Verdict.NO_EFFECT
-    assert in_order(claims_file(claim(2, no_effect_within=5.0)), (2.2,))[0].verdict is Verdict.SHOWN
+    assert in_order([primary], (2.2,), stderr=1.0)[0].verdict is Verdict.NO_EFFECT
+    assert in_order([claim(2, no_effect_within=5.0)], (2.2,))[0].verdict is Verdict.SHOWN
 
 
 def test_rejecting_one_of_two_exclusive_hypotheses_does_not_relax_the_others():
     margin = [claim(i, no_effect_within=6.0) for i in range(4)]
     # three without an effect of interest; by Holm's method on the smaller p of each, the fourth would have p x 1
-    found = in_order(claims_file(*margin), (0.0, 0.1, 0.2, 2.4))
+    found = in_order(margin, (0.0, 0.1, 0.2, 2.4))
     assert [each.verdict.value for each in found] == ["no effect of interest"] * 4
     assert found[3].p_adjusted == pytest.approx(4 * p_of(2.4))
 
 
 def test_a_gate_with_several_cases_is_shown_if_all_are():
-    measures = {"both": {"trace": "m0", "minimal-trace": "m1"}, "m2": {"": "m2"}}
-    gate = claim(0, role="manipulation check", measures="both")
+    gate = claim(0, role="manipulation check", measures={"trace": "m0", "minimal-trace": "m1"})
 
     def found(second):
         g = np.random.default_rng(0).normal(size=(3, 20)) * 0.1
         moves = g - g.mean(axis=1, keepdims=True) + np.array([[1.0], [second], [1.0]])
         one = contrast(moves, clusters=[f"g{i}" for i in range(20)])
-        return answer_all(claims_file(gate, claim(2)), {"sgd": [one]}, measures)
+        return results_of([gate, claim(2)], one)
 
     for second, both, later in ((1.0, "shown", "shown"), (0.01, "not shown", "not tested")):
         results = found(second)
@@ -151,28 +148,26 @@ def test_a_gate_with_several_cases_is_shown_if_all_are():
 
 
 def test_the_other_cases_of_a_gate_are_secondary():
-    measures = {"both": {"a": "m0", "b": "m1"}, "m2": {"": "m2"}}
-    gate = claim(0, role="primary", case="a", measures="both")
-    file = claims_file(gate, claim(2))
+    gate = claim(0, role="primary", case="a", measures={"a": "m0", "b": "m1"})
     one = contrast(np.random.default_rng(1).normal(size=(3, 9)) + 2, clusters=[f"g{i}" for i in range(9)])
-    (a, b), (other,) = (result.answers for result in answer_all(file, {"sgd": [one]}, measures))
+    (a, b), (other,) = (result.answers for result in results_of([gate, claim(2)], one))
     assert [each.role for each in (a, b, other)] == ["primary", "secondary", "secondary"]
     assert [each.tests for each in (a, b, other)] == [1, 2, 2]
+    other = dataclasses.replace(gate, measures={"b": "m1"})
     with pytest.raises(IsolossError, match=r"case of the claim c0 is 'a'; its cases are b"):
-        answer_all(file, {"sgd": [one]}, {"both": {"b": "m1"}, "m2": {"": "m2"}})
-    # a scale without verdicts need not have it
-    file = claims_file(gate, claim(2), scales=("laptop",))
-    answer_all(file, {"sgd": [one]}, {"both": {"b": "m1"}, "m2": {"": "m2"}}, scale="smoke")
+        results_of([other, claim(2)], one)
+    results_of([other, claim(2)], one, has_verdicts=False)  # a scale without verdicts need not have it
 
 
 def test_the_family_is_known_before_the_runs():
-    measures = {"kl": {"": "kl"}, **{name: {"": name} for name in BEFORE}, "m3": {"a": "m3", "b": "m4"}}
-    file = claims_file(PRIMARY, *OTHERS, claim(5, not_tested="Too large."))
-    assert planned_tests(file, measures, {}) == 3
-    assert planned_tests(file, measures, {"sgd": ["small", "large"]}) == 6
-    assert planned_tests(claims_file(claim(3, role="primary", case="a"), claim(4)), measures, {}) == 2
+    two = {"a": "m3", "b": "m4"}
+    asked = PRIMARY, claim(3, measures=two), claim(4)
+    assert planned_tests(asked, None) == 3
+    cased = [dataclasses.replace(each, cases=lambda scale: scale) for each in asked]
+    assert planned_tests(cased, ["small", "large"]) == 6
+    assert planned_tests([claim(3, role="primary", case="a", measures=two), claim(4)], None) == 2
     # two contrasts of which one cannot be tested count as two, declared or not
     pair = known(1.0, 0.1, measure=4, case="x"), known(1.0, 0.1, measure=4, case="y", not_tested="Too few.")
-    found = answer_all(claims_file(claim(3)), {"sgd": pair}, measures)[0].answers
+    found = results_of([claim(3, measures=two)], *pair)[0].answers
     assert [each.verdict.value for each in found] == ["not shown", "shown", "not tested"]
     assert [each.tests for each in found] == [4, 4, None]

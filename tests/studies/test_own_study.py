@@ -1,6 +1,5 @@
 """A study of one's own: a Python file, with the machinery's tables and page, run by any executor."""
 
-import hashlib
 import json
 import re
 import shlex
@@ -40,24 +39,16 @@ STUDY = Study(
 """
 
 CLAIMS = """
-[[claims]]
-id = "flatter"
-statement = "Dropout flattens"
-paper = "not tried"
-compares = "dropout"
-measures = "flatness"
-direction = "decrease"
-"""
-CONTRASTS = """
 import dataclasses
-from pathlib import Path
-from isoloss.studies import Contrast
+from isoloss.studies import Claim, Contrast
 
-def contrasts(results):
+def dropout(results):
+    '''The last checkpoints.'''
     pair = results.at("without", 6), results.at("with", 6)
-    return {"dropout": [Contrast(names=("without", "with"), pairs=[pair], at_same_loss=False)]}
+    return Contrast(names=("without", "with"), pairs=[pair], needs_same_loss=False)
 
-STUDY = dataclasses.replace(STUDY, claims=Path(__file__).with_name("claims.toml"), contrasts=contrasts)
+CLAIM = Claim(id="flatter", statement="Dropout flattens", direction="decrease", of=dropout, measures="flatness")
+STUDY = dataclasses.replace(STUDY, claims=[CLAIM])
 """
 
 
@@ -72,8 +63,7 @@ def file(tmp_path):
 def once(tmp_path_factory):
     """The folder of the study with its claims, carried out without a page."""
     folder = tmp_path_factory.mktemp("once")
-    (folder / "my_study.py").write_text(FILE + CONTRASTS)
-    (folder / "claims.toml").write_text(CLAIMS)
+    (folder / "my_study.py").write_text(FILE + CLAIMS)
     made = StudyFolder(load_study(folder / "my_study.py"), folder / "out")
     made.prepare()
     carry_out(made.plan(), made.path)
@@ -264,52 +254,35 @@ def test_a_plan_names_a_run_that_is_not_in_the_study(file, tmp_path):
 
 @pytest.fixture
 def claiming(file):
-    claims = file.with_name("claims.toml")
-    claims.write_text(CLAIMS)
-    file.write_text(FILE + CONTRASTS)
-    return claims
+    file.write_text(FILE + CLAIMS)
+    return file
 
 
-def test_claims_that_change_after_the_start_are_said_to_have_changed(capsys, file, claiming, done):
-    where = ("--folder", done)
-    started = json.loads(call(capsys, "report", file, *where, "--json"))
+def test_claims_that_change_after_the_start_are_said_to_have_changed(capsys, claiming, done):
+    def report(old="", new=""):
+        claiming.write_text(FILE + CLAIMS.replace(old, new))
+        return json.loads(call(capsys, "report", claiming, "--folder", done, "--json"))
+
+    started = report()
     assert (started["warning"], started["claims"][0]["claim"]) == ("", "flatter")
-    claiming.write_text(CLAIMS.replace("decrease", "increase"))
-    changed = json.loads(call(capsys, "report", file, *where, "--json"))
-    was, now = started["claims_file"]["sha256"], changed["claims_file"]["sha256"]
-    assert was != now
-    assert changed["warning"] == f"claims.toml was changed after this study was started: its SHA-256 was {was}."
+    for old, new in (('"decrease"', '"increase"'), ('"without", 6)', '"without", 3)'), ("flattens", "makes flat")):
+        changed = report(old, new)
+        assert started["family"]["claims_sha256"] != changed["family"]["claims_sha256"]
+        assert changed["warning"] == "These claims were changed after this study was started: flatter."
     assert changed["warning"] in (done / "report" / "index.html").read_text()
-    # a comment is no change
-    claiming.write_text(f"# why this direction\n{CLAIMS}")
-    assert json.loads(call(capsys, "report", file, *where, "--json"))["warning"] == ""
-
-
-@pytest.mark.parametrize(
-    ("started", "now", "warns"),
-    [
-        pytest.param("bytes", "", False, id="an earlier version hashed the file's bytes"),
-        pytest.param("bytes", "# of which a comment is one change\n", True, id="bytes that are others now"),
-        pytest.param(None, "", False, id="a version before wrote down no hash"),
-    ],
-)
-def test_the_claims_that_an_earlier_version_wrote_down_are_recognized(
-    capsys, file, claiming, done, started, now, warns
-):
+    # comments and docstrings are no change, nor is a study that an earlier version started
+    assert report("'''The last", "'''Of course the last")["warning"] == ""
+    assert report("    pair =", "    # why these\n    pair =")["warning"] == ""
     document = json.loads((done / "study.json").read_text())
-    del document["claims_sha256"]
-    if started:
-        document["claims_sha256"] = hashlib.sha256(claiming.read_bytes()).hexdigest()
+    del document["claims"]
     (done / "study.json").write_text(json.dumps(document))
-    claiming.write_text(now + CLAIMS)
-    found = json.loads(call(capsys, "report", file, "--folder", done, "--json"))["warning"]
-    assert found.startswith("claims.toml was changed after this study was started") == warns
+    assert report('"decrease"', '"increase"')["warning"] == ""
 
 
-def test_a_claim_about_something_else_is_refused_before_training(file, claiming, tmp_path):
-    claiming.write_text(CLAIMS.replace('"flatness"', '"flattness"'))
+def test_a_claim_about_something_else_is_refused_before_training(claiming, tmp_path):
+    claiming.write_text(FILE + CLAIMS.replace('"flatness"', '"flattness"'))
     with pytest.raises(IsolossError, match=r"measures of the claim flatter is 'flattness'; the study has kl"):
-        StudyFolder(load_study(file), tmp_path / "out").prepare()
+        StudyFolder(load_study(claiming), tmp_path / "out").prepare()
     assert not (tmp_path / "out").exists()
 
 
@@ -317,10 +290,10 @@ def test_a_plan_names_a_wrong_claim_or_measure_and_not_only_that_the_plan_has_ch
     capsys, file, claiming, tmp_path, here
 ):
     where = ("--folder", str(tmp_path / "out"))
-    claiming.write_text(CLAIMS.replace('"flatness"', '"flattness"'))
+    file.write_text(FILE + CLAIMS.replace('"flatness"', '"flattness"'))
     with pytest.raises(IsolossError, match=r"measures of the claim flatter is 'flattness'"):
         command.main(["plan", str(file), *where])
-    claiming.write_text(CLAIMS)
+    file.write_text(FILE + CLAIMS)
     StudyFolder(load_study(file), tmp_path / "out").prepare()
     file.write_text(file.read_text().replace('"loss", "trace"', '"loss", "tracee"'))
     for words in (["plan"], ["run", *here]):
@@ -331,9 +304,11 @@ def test_a_plan_names_a_wrong_claim_or_measure_and_not_only_that_the_plan_has_ch
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("contrasts=contrasts", "contrasts={}", "contrasts of the study dropout is a dict; it must be a function"),
-        ("contrasts=contrasts", "answer='flatter'", "answer of the study dropout is a str; it must be a function"),
-        (", contrasts=contrasts", "", "the study dropout has claims but no contrasts"),
+        ("of=dropout", "of={}", "claim flatter: of is a dict; it must be a function"),
+        ("claims=[CLAIM]", "answer='flatter'", "answer of the study dropout is a str; it must be a function"),
+        ("claims=[CLAIM]", "claims='claims.toml'", "claims of the study dropout is a file, claims.toml: state them in"),
+        ("[CLAIM]", "[CLAIM], verdicts_at=['lapdog']", "verdicts_at of the study dropout has 'lapdog'; its scales"),
+        ("[CLAIM]", "[CLAIM], loss_margin=0", "loss_margin of the study dropout is 0"),
     ],
 )
 def test_a_part_of_a_study_that_is_no_function_is_refused_at_once(file, claiming, old, new, message):
@@ -350,11 +325,11 @@ def test_a_part_of_a_study_that_is_no_function_is_refused_at_once(file, claiming
         (
             "pairs=",
             "pair=",
-            r"contrasts of the study dropout fails with TypeError: .*'pair'.* \(my_study.py, line 26\)",
+            r"of of the claim flatter fails with TypeError: .*'pair'.* \(my_study.py, line 26\)",
         ),
     ],
 )
-def test_contrasts_that_fail_are_one_sentence(capsys, file, claiming, done, old, new, message):
+def test_a_claim_that_fails_is_one_sentence(capsys, file, claiming, done, old, new, message):
     file.write_text(file.read_text().replace(old, new))
     with pytest.raises(IsolossError, match=message):
         call(capsys, "report", file, "--folder", done)
@@ -390,9 +365,9 @@ def test_watching_ends_when_all_is_done_or_nothing_can_go_on(capsys, file, done,
 
 def test_the_folder_of_a_study_names_it_and_other_paths_are_refused_in_a_sentence(capsys, file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    StudyFolder(load_study("algorithms"), Path("begun"), "smoke", 1).prepare()
+    StudyFolder(load_study("same-loss"), Path("begun"), "smoke", 1).prepare()
     assert json.loads(call(capsys, "plan", "begun", "--json"))["folder"] == "begun"
-    with pytest.raises(IsolossError, match=r"; isoloss study run algorithms --scale smoke --seed-offset 1 --fo"):
+    with pytest.raises(IsolossError, match=r"; isoloss study run same-loss --scale smoke --seed-offset 1 --fo"):
         call(capsys, "report", "begun")
     StudyFolder(load_study(file), Path("own")).prepare()
     Path("other").mkdir()

@@ -90,7 +90,7 @@ def test_kept_exports_are_read(path):
 
 
 def test_what_was_not_measured_is_null():
-    study = isoloss.read_study(KEPT / "fourth")
+    study = isoloss.read_study(KEPT / "same-loss-27-grammars-repeated")
     for name, count in study.values.group_by("estimate").len().iter_rows():
         assert study.wide()[name].count() == count
 
@@ -114,10 +114,10 @@ def test_what_cannot_be_read_is_refused(finished, tmp_path):
         isoloss.read_study(finished)
     with pytest.raises(IsolossError, match=r"another plan \(they differ in study"):
         isoloss.read_study(finished, study=_other(tmp_path))
-    with pytest.raises(IsolossError, match=r"there is no folder .*forth; did you mean .*fourth"):
-        isoloss.read_study(f"{KEPT}/forth")
+    with pytest.raises(IsolossError, match=r"there is no folder .*optimisers; did you mean .*optimizers"):
+        isoloss.read_study(f"{KEPT}/optimisers")
     kept = tmp_path / "kept"
-    shutil.copytree(KEPT / "pilot", kept)
+    shutil.copytree(KEPT / "same-loss-pilot", kept)
     (kept / "values.parquet").unlink()
     (kept / "values.csv").write_text("run\n")
     with pytest.raises(IsolossError, match=r"values.csv cannot be read"):
@@ -145,7 +145,9 @@ def test_an_export_is_read_without_torch():
         "import sys, isoloss; assert isoloss.read_study(sys.argv[1]).wide().height > 9; "
         "assert not {'torch', 'transformers', 'altair'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, KEPT / "fourth"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, KEPT / "same-loss-27-grammars-repeated"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -13,7 +13,6 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
-from isoloss.paper.algorithms.study import STUDY as ALGORITHMS
 from isoloss.runs import Run
 from isoloss.statistics.significance import p_value
 from isoloss.studies.export import export
@@ -37,24 +36,6 @@ def test_other_seeds_and_nothing_else(file):
         assert b.measurements[0].settings == a.measurements[0].settings | {
             "seed": a.measurements[0].settings["seed"] + 200
         }
-
-
-@pytest.mark.parametrize("name", list(ALGORITHMS.scales))
-def test_a_repetition_of_the_algorithms_shares_no_grammar_and_no_seed(name):
-    drawn, grammars = [], []
-    for offset in range(4):
-        runs = ALGORITHMS.scale(name, seed_offset=offset).experiments
-        drawn.append(
-            {e.config.seed for e in runs.values()} | {e.measurements[0].settings["seed"] for e in runs.values()}
-        )
-        grammars.append({e.config.language.seed for e in runs.values()})
-        differing = [
-            {line.partition(" is ")[0] for line in configs.differences(a.config, b.config)}
-            for a, b in zip(ALGORITHMS.scale(name).experiments.values(), runs.values(), strict=True)
-        ]
-        assert all(keys == ({"seed", "language.seed"} if offset else set()) for keys in differing)
-    for each in (drawn, grammars):
-        assert sum(map(len, each)) == len(set.union(*each))
 
 
 def test_a_study_without_other_seeds_is_refused(tmp_path):
@@ -283,12 +264,6 @@ def test_numbers_by_hand(tmp_path):
 def test_what_cannot_be_compared_is_refused(tmp_path, offset, other, message):
     with pytest.raises(IsolossError, match=message):
         compare(save(tmp_path / "a", 0, {}), save(tmp_path / "b", offset, {}, **other))
-
-
-def test_an_export_with_the_hash_of_the_bytes_alone_is_of_the_same_claims(tmp_path):
-    ours = save(tmp_path / "a", 0, {}, claims_sha256="bytes")
-    theirs = save(tmp_path / "b", 1, {}, claims_sha256="content", claims_file_sha256="bytes")
-    assert compare(ours, theirs).seed_offsets == (0, 1)
 
 
 def test_claims_are_compared_by_name(tmp_path):

@@ -8,13 +8,12 @@ from scipy import stats
 
 import known_estimates as known
 from isoloss.errors import IsolossError
-from isoloss.studies.claims import Claim, Contrast, Verdict
+from isoloss.studies.claims import Claim, Contrast, Verdict, same_loss
+from isoloss.studies.claims import answer as answers
 from isoloss.studies.results import Measured, change, difference, over_seeds
-from isoloss.studies.verdicts import answer as answers
-from isoloss.studies.verdicts import same_loss
 
-FLATTER = Claim(id="flatter", statement="Flatter.", paper="", direction="decrease")
-BETTER = Claim(id="better", statement="Better.", paper="", direction="increase")
+FLATTER = Claim(id="flatter", statement="Flatter.", direction="decrease", of=print, measures="trace")
+BETTER = Claim(id="better", statement="Better.", direction="increase", of=print, measures="transfer")
 TRACE, ROOT = {"": "trace"}, {"root": "probe-root"}
 
 
@@ -209,5 +208,5 @@ def test_models_of_different_loss_are_not_compared():
     assert "(p = 0.5, 90 % interval -0.053 to 0.073, smallest margin 0.073)" in result.explanation
     assert result.explanation.endswith(" All last.")
     assert result.difference.value == pytest.approx(-39)  # the numbers are there all the same
-    anyway = Contrast(names=("table", "model"), pairs=pairs[1:], at_same_loss=False)
+    anyway = Contrast(names=("table", "model"), pairs=pairs[1:], needs_same_loss=False)
     assert answers(FLATTER, anyway, TRACE)[0].verdict is Verdict.SHOWN

@@ -4,13 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from known_claims import answers, claim, claims_file, contrast, in_order
+from known_claims import answers, claim, contrast, in_order
 from scipy import stats
 
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import equivalence_power, minimal_detectable_effect, paired_power
-from isoloss.studies.claims import Verdict
-from isoloss.studies.verdicts import DECIDED
+from isoloss.studies.claims import DECIDED, Verdict
 
 CLAIMS, GRAMMARS, SEEDS = 8, 6, 2
 CLUSTERS = [f"g{i}" for i in range(GRAMMARS) for _ in range(SEEDS)]
@@ -50,12 +49,12 @@ def is_wrong(one, answer, effect):
 
 def wrong_and_decided(claims, effects, number, seed, together=0.0):
     """The share of studies with any wrong verdict, and the share whose primary claim is decided."""
-    g, file, samples = np.random.default_rng(seed), claims_file(*claims), 30
+    g, samples = np.random.default_rng(seed), 30
     wrong = decided = 0
     for _ in range(number):
         common = together * g.normal() + math.sqrt(1 - together**2) * g.normal(size=len(claims))
         errors = np.sqrt(g.chisquare(samples - 1, size=len(claims)) / (samples - 1))
-        found = in_order(file, np.asarray(effects) + common, stderr=errors, samples=samples)
+        found = in_order(claims, np.asarray(effects) + common, stderr=errors, samples=samples)
         wrong += any(map(is_wrong, claims, found, effects))
         decided += any(each.role == "primary" and each.verdict in DECIDED for each in found)
     return wrong / number, decided / number
@@ -118,7 +117,7 @@ def both_at_once(effect, within, samples, alpha):
 
 
 def test_losses_at_the_margin_are_let_through_as_rarely_as_they_say():
-    number, file = 400, claims_file(claim(0))
+    number, file = 400, [claim(0)]
     losses = 0.01 + draws(number, seed=4, between=0.001, within=0.001)
     through = sum(
         answers(file, contrast([np.zeros(len(loss))], loss, clusters=CLUSTERS))[0].verdict is not Verdict.NOT_TESTED
@@ -130,12 +129,12 @@ def test_losses_at_the_margin_are_let_through_as_rarely_as_they_say():
 def test_the_stated_effect_is_found_with_the_stated_power():
     number, alphas = 500, (0.05, 0.05 / (CLAIMS - 1))
     effects = [minimal_detectable_effect(1.0, GRAMMARS, alpha=alpha) for alpha in alphas]
-    files = claims_file(claim(0, role="primary")), claims_file(*(claim(i) for i in range(1, CLAIMS)))
+    files = [claim(0, role="primary")], [claim(i) for i in range(1, CLAIMS)]
     g, root = np.random.default_rng(5), math.sqrt(GRAMMARS)
     found, squares = [0, 0], [0.0, 0.0]
     for _ in range(number):
         for i, (file, effect) in enumerate(zip(files, effects, strict=True)):
-            true = np.zeros(len(file.claims))
+            true = np.zeros(len(file))
             true[0] = effect
             errors = np.sqrt(g.chisquare(GRAMMARS - 1, size=len(true)) / (GRAMMARS - 1)) / root
             measured = true + g.normal(size=len(true)) / root
@@ -153,7 +152,7 @@ def test_the_stated_effect_is_found_with_the_stated_power():
 
 @pytest.mark.parametrize("of_loss", [0.004, 0.05])  # through the gate in most cases, and never
 def test_the_adjusted_interval_holds_the_difference_at_the_same_loss(of_loss):
-    number, degrees, slope, true, error, file = 300, 7, -20.0, 0.5, 4.0, claims_file(claim(0))
+    number, degrees, slope, true, error, file = 300, 7, -20.0, 0.5, 4.0, [claim(0)]
     g = np.random.default_rng(6)
     losses = of_loss + draws(number, seed=7, between=0.002, within=0.002)
     moves = true + slope * losses + draws(number, seed=8, between=0.05, within=0.05)

@@ -7,8 +7,7 @@ from scipy import stats
 from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.significance import equivalence
-from isoloss.studies.claims import Verdict
-from isoloss.studies.verdicts import judge, p_value
+from isoloss.studies.claims import Verdict, judge, p_value
 
 
 def estimate(value, stderr):

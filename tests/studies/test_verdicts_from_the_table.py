@@ -11,16 +11,13 @@ import pytest
 
 import studies_in_process
 from isoloss import files
-from isoloss.studies.claims import read_claims
+from isoloss.studies.claims import Claim, planned_tests
 from isoloss.studies.export import export
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.reading import read_study
-from isoloss.studies.results import common_measures
 from isoloss.studies.spec import load_study
-from isoloss.studies.verdicts import planned_tests
 
 RESULTS = Path(__file__).parents[2] / "results"
-CLAIM = '[[claims]]\nid = "{id}"\nstatement = ""\ncompares = "dropout"\nmeasures = "{measures}"\ndirection = "{way}"\n'
 
 
 def script():
@@ -30,49 +27,44 @@ def script():
     return module
 
 
-def claims(*tables):
-    return "".join(
-        CLAIM.format(id=f"c{i}", measures=measures, way=way) + "".join(f"{line}\n" for line in more)
-        for i, (measures, way, *more) in enumerate(tables)
-    )
-
-
-FILES = {
-    "no gates": claims(
-        ("kl", "decrease", "no_effect_within = 2"), ("flatness", "decrease"), ("loss", "no change within", "margin = 1")
-    ),
-    "all tested": claims(
-        ("kl", "no change within", "margin = 4", 'role = "manipulation check"'),
-        ("both", "no change within", "margin = 4", 'role = "positive control"'),
-        ("kl", "increase", 'role = "primary"', "no_effect_within = 3"),
-        ("flatness", "decrease"),
-        ("flatness", "increase", "margin = 0.1"),
-        ("loss", "increase", "no_effect_within = 50", "margin = 0.1"),
-    ),
-    "an open primary claim": claims(("flatness", "decrease", 'role = "primary"'), ("kl", "increase")),
-    "a failed control": claims(
-        ("flatness", "increase", "margin = 60", 'role = "positive control"'),
-        ("kl", "increase"),
-        ("flatness", "increase"),
-    ),
+NO_CHANGE = {"direction": "no change within", "margin": 4.0}
+BOTH = {"a": "kl", "b": "loss"}
+ASKED = {
+    "no gates": [
+        {"measures": "kl", "direction": "decrease", "no_effect_within": 2.0},
+        {"measures": "flatness", "direction": "decrease"},
+        {"measures": "loss", "direction": "no change within", "margin": 1.0},
+    ],
+    "all tested": [
+        {"measures": "kl", "role": "manipulation check", **NO_CHANGE},
+        {"measures": BOTH, "role": "positive control", **NO_CHANGE},
+        {"measures": "kl", "direction": "increase", "role": "primary", "no_effect_within": 3.0},
+        {"measures": "flatness", "direction": "decrease"},
+        {"measures": "flatness", "direction": "increase", "margin": 0.1},
+        {"measures": "loss", "direction": "increase", "no_effect_within": 50.0, "margin": 0.1},
+    ],
+    "an open primary claim": [
+        {"measures": "flatness", "direction": "decrease", "role": "primary"},
+        {"measures": "kl", "direction": "increase"},
+    ],
+    "a failed control": [
+        {"measures": "flatness", "direction": "increase", "margin": 60.0, "role": "positive control"},
+        {"measures": "kl", "direction": "increase"},
+        {"measures": "flatness", "direction": "increase"},
+    ],
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ASKED)
 def test_every_verdict_and_p_value_follows_from_the_table(tmp_path, finished, capsys, name):
     study = load_study(studies_in_process.write(tmp_path))
-    (tmp_path / "claims.toml").write_text(FILES[name])
-    measures = {
-        "kl": {"": "kl"},
-        "loss": {"": "loss"},
-        "flatness": {"trace": "trace"},
-        "both": {"a": "kl", "b": "loss"},
-    }
-    study = dataclasses.replace(study, measures=lambda scale: measures)
+    of = study.claims[0].of
+    claims = [Claim(id=f"c{i}", statement="", of=of, **one) for i, one in enumerate(ASKED[name])]
+    study = dataclasses.replace(study, claims=claims)
     folder = StudyFolder(study, finished, "tiny")
     export(folder, tmp_path / "kept", formats=("csv",))
     judged = script()
-    assert judged.main([str(tmp_path / "kept"), str(tmp_path / "claims.toml")]) == 0
+    assert judged.main([str(tmp_path / "kept")]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| kept")]
     answers = [one for each in files.read_json(tmp_path / "kept/summary.json")["claims"] for one in each["answers"]]
     assert len(rows) == len(answers)
@@ -88,28 +80,45 @@ def test_every_verdict_and_p_value_follows_from_the_table(tmp_path, finished, ca
     document = files.read_json(tmp_path / "kept/summary.json")
     document["claims"][0]["answers"][0]["verdict"] = "as wished"
     files.write_json(tmp_path / "kept/summary.json", document)
-    assert judged.main([str(tmp_path / "kept"), str(tmp_path / "claims.toml")]) == 1
+    assert judged.main([str(tmp_path / "kept")]) == 1
     assert "verdict is as wished in the export" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("kept", "study", "scale", "planned"),
-    [
-        ("third", "same-loss", "laptop", 50),
-        ("fourth", "same-loss", "laptop", 50),
-        ("algorithms", "algorithms", "laptop", 26),
-    ],
-)
-def test_the_kept_results_are_judged_anew_as_their_table_says(capsys, kept, study, scale, planned):
-    made = load_study(study)
-    assert script().main([str(RESULTS / kept), str(made.claims), "--family", str(planned)]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {kept}")]
+@pytest.mark.parametrize("kept", ["same-loss-27-grammars", "same-loss-27-grammars-repeated"])
+def test_the_kept_results_are_judged_anew_as_their_table_says(capsys, kept):
+    assert script().main([str(RESULTS / kept), "--family", "50"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {kept} |")]
     table = (RESULTS / "verdicts.md").read_text().splitlines()
-    assert rows == [line for line in table if line.startswith(f"| {kept}")]
+    assert rows == [line for line in table if line.startswith(f"| {kept} |")]
     # the number of tests that the study plans, which these exports do not have
-    measures = (made.measures or common_measures)(made.scale(scale))
-    cases = {} if made.contrast_cases is None else made.contrast_cases(made.scale(scale))
-    assert planned_tests(read_claims(made.claims), measures, cases) == planned
+    made = load_study("same-loss")
+    assert planned_tests(made.claims, made.scale("laptop")) == 50
+
+
+KEPT = files.read_json(RESULTS / "claims.json")
+
+
+@pytest.mark.parametrize("study", KEPT)
+def test_the_claims_by_which_kept_results_are_judged_are_still_those_of_the_study(study):
+    made, kept = load_study(study), KEPT[study]
+    assert (made.loss_margin, list(made.verdicts_at)) == (kept.get("same_loss_nats", 0.01), kept["scales"])
+    names = {"same_loss_nats": "loss_margin", "at_same_loss": "loss_rule"}
+    defaults = {each.name: each.default for each in dataclasses.fields(Claim)}
+    for claim, old in zip(made.claims, kept["claims"], strict=True):
+        changed = {key: value for key, value in claim.document().items() if value != defaults[key]}
+        assert changed == {names.get(k, k): v for k, v in old.items() if k not in ("compares", "measures")}
+
+
+SUMMARIES = [path for path in sorted(RESULTS.glob("*/summary.json")) if "secondary_tests" in path.read_text()]
+
+
+@pytest.mark.parametrize("kept", [path.parent.name for path in SUMMARIES])
+def test_the_verdicts_of_kept_results_follow_from_their_table(kept, capsys):
+    summary = files.read_json(RESULTS / kept / "summary.json")
+    assert script().main([str(RESULTS / kept)]) == 0
+    made = load_study(summary["study"])
+    scale = made.scale(summary["scale"], seed_offset=summary["seed_offset"])
+    assert planned_tests(made.claims, scale) == summary["claims_file"]["secondary_tests"]
 
 
 def test_the_script_imports_nothing_of_ours():

@@ -16,7 +16,7 @@ from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab.evaluation.context import language_inputs
 from isoloss.lab.languages import resolve
 from isoloss.lab.languages.config import CorpusConfig, PCFGConfig
-from isoloss.lstm import LSTMConfig
+from isoloss.lab.models.lstm import LSTMConfig
 from isoloss.model_checks import max_length
 from isoloss.run_config import ObjectiveConfig, TrainConfig
 from isoloss.text.inputs import check_model, read_inputs

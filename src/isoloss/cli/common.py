@@ -23,8 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from isoloss import files
-from isoloss.early_checks import check_threads
 from isoloss.errors import IsolossError, printable, require_package
+from isoloss.machine import check_threads
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import tyro
 
 from isoloss import config as configs
-from isoloss import early_checks, files, interrupts
+from isoloss import files, interrupts, machine
+from isoloss.checkpoints import places
 from isoloss.cli import common, options
 from isoloss.cli.options import ModuleLoading
 from isoloss.errors import IsolossError, require_package
@@ -109,7 +110,7 @@ def arguments_class() -> type:
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args: Any = options.parse(arguments_class(), "compare", arguments, examples=EXAMPLES, common=COMMON)
-    names = early_checks.expand_checkpoints(args.models, common.note)
+    names = places.expand_checkpoints(args.models, common.note)
     models = {name: _last(name) for name in names}
     _check(args, [models[name] for name in names])
     common.use_threads(args.threads)
@@ -184,7 +185,7 @@ def _check(args: Any, models: list[str]) -> None:
     if not models:
         raise IsolossError("no checkpoint is named: give folders, or names on the Hugging Face hub")
     for name in models:
-        early_checks.check_reachable(name, args.loading.module)
+        places.check_reachable(name, args.loading.module)
     refuse_twice(models)
     if len(models) == 1:
         raise IsolossError(f"{models[0]} alone has nothing to be compared with: name another, or see isoloss flatness")
@@ -195,7 +196,7 @@ def _check(args: Any, models: list[str]) -> None:
     task_probes(args.task, args.task_data, {})
     if args.data is not None:
         hub_datasets.check_data(args.data)
-    early_checks.check_device(args.loading.device)
+    machine.check_device(args.loading.device)
     if args.parquet is not None:
         require_package("polars")
     common.check_outputs(args, models, "html", "csv", "parquet")

@@ -40,7 +40,7 @@ def _findings() -> dict[str, dict[str, Any]]:
     import torch
 
     from isoloss.lab.languages.backend import describe_backend
-    from isoloss.loading import resolve_device
+    from isoloss.machine import resolve_device
 
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     gpus = {f"cuda:{i}": f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(properties)}

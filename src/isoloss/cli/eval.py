@@ -22,7 +22,7 @@ EXAMPLES = [
     ("isoloss eval runs/first", "loss and trace of every checkpoint"),
     ("isoloss eval runs/first --measures loss trace probe-root --steps 1000 2000", "chosen measures and steps"),
     ("isoloss eval runs/first --measures few-shot-root-100 --num-test 10000", "probes on 100 sentences each"),
-    ("isoloss eval runs/first/checkpoints/step-2000/ema", "one checkpoint; this one holds averaged weights (--ema)"),
+    ("isoloss eval runs/first/checkpoints/step-2000", "one checkpoint"),
     ("isoloss eval runs/first runs/second --steps 2000", "two runs in one table"),
     ("isoloss eval runs/first --preset paper", "on as many sentences as the paper, by its estimators"),
     ("isoloss eval CHECKPOINT --data text.txt --measures loss fisher-rao --output out", "any checkpoint, on your text"),
@@ -64,7 +64,7 @@ class Args:
     """
 
     models: tyro.conf.Positional[tuple[str, ...]]
-    """Run directories, checkpoint folders (RUN/checkpoints/step-N, or step-N/ema for averaged weights), or, with --data
+    """Run directories, checkpoint folders (RUN/checkpoints/step-N), or, with --data
     or --language, any checkpoint folder or name on the Hugging Face hub (NAME@REVISION)."""
     measures: tuple[str, ...] | None = None
     """Names of measures (isoloss ls measures lists them, isoloss ls measures NAME the settings of one); default:

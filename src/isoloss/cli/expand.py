@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from isoloss import early_checks, files
+from isoloss import files, machine
+from isoloss.checkpoints import places
 from isoloss.cli import common, options
 from isoloss.cli.options import Loading
 from isoloss.errors import IsolossError
@@ -20,7 +21,7 @@ from isoloss.statistics.estimate import rounded
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
-    from isoloss.loading import LoadedModel
+    from isoloss.checkpoints.loading import LoadedModel
     from isoloss.paper.theory.expansion import Result
     from isoloss.text.inputs import Inputs
 
@@ -112,15 +113,15 @@ def main(arguments: list[str]) -> int:
         files.check_new(args.output)
     run = Run(Path(args.model))
     name = str(run.checkpoint(run.last_step())) if run.exists else args.model
-    early_checks.check_reachable(name)
-    early_checks.check_device(args.loading.device)
+    places.check_reachable(name)
+    machine.check_device(args.loading.device)
     if args.data is not None:
         hub_datasets.check_data(args.data)
     common.use_threads(args.threads)
     import torch
 
+    from isoloss.checkpoints.loading import load_model
     from isoloss.lab.models.expansion import check_fits, expand, shape_of
-    from isoloss.loading import load_model
     from isoloss.paper.theory.expansion import judge_expansion
 
     loaded = load_model(name, dtype=getattr(torch, args.dtype), **vars(args.loading))
@@ -201,8 +202,8 @@ def _write(out: Path, model: Any, source: str, document: dict[str, Any]) -> None
     """Write the model with its source's tokenizer, if that has one, and the record, whole or not at all."""
     from safetensors import SafetensorError
 
+    from isoloss.checkpoints.loading import quiet
     from isoloss.lab.training.checkpoints import save_model
-    from isoloss.loading import quiet
     from isoloss.text.tokenizers import load_tokenizer
 
     try:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from isoloss import config as configs
-from isoloss import early_checks, interrupts
+from isoloss import interrupts, machine
+from isoloss.checkpoints import places
 from isoloss.cli import common, options
 from isoloss.cli.options import ModuleLoading
 from isoloss.errors import IsolossError
@@ -123,7 +124,7 @@ def arguments_class() -> type:
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args: Any = options.parse(arguments_class(), "flatness", arguments, examples=EXAMPLES, common=COMMON)
-    args = dataclasses.replace(args, models=tuple(early_checks.expand_checkpoints(args.models, common.note)))
+    args = dataclasses.replace(args, models=tuple(places.expand_checkpoints(args.models, common.note)))
     # all measures see the same inputs: how many and which is asked of the trace's settings, which every measure shares
     trace: Any = flatness_measure("trace", args.measure)
     where_known = not (args.measures or args.control)
@@ -214,14 +215,14 @@ def _check(args: Any) -> None:
     configs.check(args)
     for name in args.models:
         refuse_run(Path(name), "and flatness is measured of a checkpoint")
-        early_checks.check_reachable(name, args.loading.module)
+        places.check_reachable(name, args.loading.module)
     refuse_twice(args.models)
     if args.data is not None:
         hub_datasets.check_data(args.data)
     else:
         common_run_config(args.models)
         inputs.check_run(args.models[0])
-    early_checks.check_device(args.loading.device)
+    machine.check_device(args.loading.device)
     if args.figure is not None and (len(args.models) == 1 or "trace" not in args.measures):
         raise IsolossError("--figure shows the traces of several models beside each other: name more, or leave it out")
     common.check_figure(args.figure)

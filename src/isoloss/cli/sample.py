@@ -14,7 +14,7 @@ from isoloss.cli import common, options
 from isoloss.cli.options import LanguageOptions
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import check_name
-from isoloss.memory import check_fits
+from isoloss.machine import check_fits
 
 if TYPE_CHECKING:
     from isoloss.lab.languages import Entropy, ExactLanguage, Language, Sentences

@@ -11,7 +11,7 @@ from isoloss import config as configs
 from isoloss.cli import common, options
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.evaluator import Evaluations
-from isoloss.runs import Evaluation, Run
+from isoloss.runs import Run
 
 EXAMPLES = [("isoloss show runs/first", "config, progress, checkpoints and evaluations")]
 
@@ -33,7 +33,6 @@ def main(arguments: list[str]) -> int:
     if run.exists and (damage := [*run.damage()]):
         raise IsolossError("\n".join(damage))
     record, config, evaluations = run.record, run.config, run.evaluations()
-    of_averages = run.averaged.evaluations()
     metrics = run.metrics()
     if args.json:
         common.emit_json(
@@ -45,7 +44,6 @@ def main(arguments: list[str]) -> int:
                 "metrics": metrics,
                 "stages": run.stages(),
                 "evaluations": [e.to_dict() for e in evaluations],
-                "evaluations_of_averages": [e.to_dict() for e in of_averages],
             }
         )
         return 0
@@ -62,15 +60,8 @@ def main(arguments: list[str]) -> int:
     common.say(configs.to_toml(config).rstrip())
     common.say("")
     if evaluations:
-        _print("evaluations", evaluations)
+        columns, rows, num_text = Evaluations(("",) * len(evaluations), tuple(evaluations)).table()
+        common.print_table("evaluations", columns, rows, left=num_text)
     else:
         common.say("no evaluation yet: " + common.command("eval", run.path))
-    if of_averages:
-        common.say("")
-        _print("evaluations of the averaged weights", of_averages)
     return 0
-
-
-def _print(title: str, evaluations: list[Evaluation]) -> None:
-    columns, rows, num_text = Evaluations(("",) * len(evaluations), tuple(evaluations)).table()
-    common.print_table(title, columns, rows, left=num_text)

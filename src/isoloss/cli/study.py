@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from isoloss import files, interrupts
+from isoloss.checkpoints.places import check_checkpoint, expand_checkpoints
 from isoloss.cli import common, options
-from isoloss.early_checks import check_checkpoint, expand_checkpoints
 from isoloss.errors import IsolossError, printable, require_package
 from isoloss.registry import EXECUTORS, STUDIES
 from isoloss.runs import Run, checkpoint_of
@@ -43,8 +43,8 @@ EXAMPLES = [
     ("isoloss study new mine --checkpoints A B --data text.txt", "one that compares checkpoints trained elsewhere"),
     ("isoloss study status same-loss --scale laptop", "which units are done, which have started"),
     ("isoloss study verify same-loss --scale laptop", "check every file against what it was made from"),
-    ("isoloss study run algorithms --seed-offset 1", "a repetition with other seeds, in a folder of its own"),
-    ("isoloss study export algorithms --output results/a", "the results of a finished study, in one small folder"),
+    ("isoloss study run brackets --seed-offset 1", "a repetition with other seeds, in a folder of its own"),
+    ("isoloss study export brackets --output results/a", "the results of a finished study, in one small folder"),
     ("isoloss study compare results/a results/b", "compare a study with its repetition"),
 ]
 

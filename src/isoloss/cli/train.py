@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from isoloss import config as configs
-from isoloss import early_checks, files, interrupts
+from isoloss import files, interrupts, machine
 from isoloss.cli import common, options
 from isoloss.cli.options import LanguageOptions, Options, option_name, sources_of
 from isoloss.config import AlgorithmConfig, LanguageConfig
@@ -239,8 +239,8 @@ def _suggest_longer(run: Run, args: Args, arguments: Sequence[str]) -> None:
 
 def _check_machine(run: Run, config: TrainConfig) -> None:
     """Refuse a device, a number of threads and first weights that there cannot be on this machine."""
-    early_checks.check_device(config.device)
-    early_checks.check_threads(config.threads)
+    machine.check_device(config.device)
+    machine.check_threads(config.threads)
     if config.init_from is not None and not run.steps():
         first = run.path / config.init_from
         # resolved, as the path may begin with `..` of a folder that is not there yet
@@ -263,7 +263,7 @@ def _is_compiled(run: Run, config: TrainConfig) -> bool:
     if width > COMPILED_WIDTH or config.compiled_lacks() or _is_one_of_several():
         return False
     if config.device == "auto":
-        from isoloss.loading import resolve_device
+        from isoloss.machine import resolve_device
 
         return resolve_device("auto").type == "cpu"
     return config.device == "cpu"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from isoloss import early_checks, files, interrupts
+from isoloss import files, interrupts, machine
+from isoloss.checkpoints import places
 from isoloss.cli import common, options
 from isoloss.cli.options import Loading, Options, option_name, sources_of
 from isoloss.config import check, setting
@@ -30,7 +31,7 @@ from isoloss.transfer.text_sources import TextTask, registered_text_task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from isoloss.loading import LoadedModel
+    from isoloss.checkpoints.loading import LoadedModel
     from isoloss.transfer.compare import AccuracyComparison
     from isoloss.transfer.results import TransferResult
     from isoloss.transfer.tasks import TaskData
@@ -199,7 +200,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _measure(args: Args, config: Any, subject: Subject, tasks: Tasks) -> tuple[TaskData, TransferResult]:
-    from isoloss.loading import load_model
+    from isoloss.checkpoints.loading import load_model
 
     label = f"{args.task}: {subject.name}"
     if args.method == "lookup":
@@ -287,10 +288,10 @@ def check_args(args: Args, models: list[Subject]) -> None:
     check(args.sentences)
     check(args.labeled_text)
     check(args)
-    early_checks.check_device(args.loading.device)
+    machine.check_device(args.loading.device)
     for subject in models:
         if subject.checkpoint is not None:
-            early_checks.check_reachable(subject.checkpoint)
+            places.check_reachable(subject.checkpoint)
     for path in (args.labeled_text.data, args.labeled_text.test_data):
         if path is not None and not hub_datasets.is_dataset(path) and not Path(path).expanduser().exists():
             raise IsolossError(f"there is no file or folder {path}{files.nearest(path)}")

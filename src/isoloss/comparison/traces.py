@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from isoloss import files
+from isoloss.checkpoints.loading import load_model
 from isoloss.comparison.verdict import MINIMAL_ESTIMATES, TraceComparison, warn_unlike
 from isoloss.errors import IsolossError, naming, require
 from isoloss.flatness._batches import CheckedBatch, as_tensors
@@ -33,7 +34,6 @@ from isoloss.flatness._measurement import (
 from isoloss.flatness._rescaling.symmetries import Granularity
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.flatness.minimal_trace import MinimalTraceEstimator, minimal_trace
-from isoloss.loading import load_model
 from isoloss.model_checks import is_causal, text_config, unwrapped
 from isoloss.statistics.estimate import Estimate, samples_of
 from isoloss.statistics.ratio import ClusteredRatioEstimator, Weighted

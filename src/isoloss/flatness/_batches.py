@@ -19,9 +19,9 @@ from isoloss.errors import NOTHING_PREDICTED, IsolossError, warn
 from isoloss.flatness._parameters import quantized_weights
 from isoloss.model_checks import (
     device_of,
+    eager_with_grad,
     forward_arguments,
     logits_of_output,
-    plainly,
     position_ids,
     takes_mask,
     text_config,
@@ -225,7 +225,7 @@ def _warn_of_leaks(batch: Batch, model: nn.Module) -> bool:
         name: value[:, present] if isinstance(value, torch.Tensor) and value.shape[1:2] == present.shape else value
         for name, value in sequence.inputs.items()
     }
-    with plainly(model) as plain, torch.no_grad():
+    with eager_with_grad(model) as plain, torch.no_grad():
         try:
             alone, whole = (
                 logits_of_output(plain(**forward_arguments(plain, inputs)))[0] for inputs in (part, sequence.inputs)

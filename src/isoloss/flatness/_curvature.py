@@ -22,7 +22,7 @@ from isoloss.flatness._ghost.capture import Capture, PositionSelection
 from isoloss.flatness._ghost.engine import plain_logits, predict
 from isoloss.flatness._measurement import MeasureOptions, model_details
 from isoloss.flatness._parameters import check_reached, counted_parameters, requiring_gradients
-from isoloss.model_checks import architecture, device_of, is_causal, plainly, refuse_dropout
+from isoloss.model_checks import architecture, device_of, eager_with_grad, is_causal, refuse_dropout
 from isoloss.text.clusters import SequenceClusters
 
 # what torch says where a function has a first derivative only
@@ -183,7 +183,7 @@ class MeanLoss:
             # a sequence at a time: each needs a v^T H v of its own, and unlike the Gauss-Newton form it is no function
             # of J v
             for row in batch.checked.predicted.any(dim=1).nonzero()[:, 0].tolist():
-                with second_derivatives(), plainly(self.model), requiring_gradients(self.parameters):
+                with second_derivatives(), eager_with_grad(self.model), requiring_gradients(self.parameters):
                     loss = _total_loss(self.model, batch.checked.rows(torch.tensor([row])))
                     gradients = torch.autograd.grad(loss, self._leaves, create_graph=True, allow_unused=True)
                     products = hessian_vector_product(gradients, self._leaves, directions)
@@ -203,7 +203,7 @@ class MeanLoss:
         return list(self.parameters.values())
 
     def _mean(self, of_batch: Callable[[Batch], Sequence[torch.Tensor]], what: str) -> torch.Tensor:
-        with plainly(self.model), requiring_gradients(self.parameters):
+        with eager_with_grad(self.model), requiring_gradients(self.parameters):
             # at least float32: a sum over many batches in half precision would lose the last ones
             total = torch.zeros(self.num_parameters, dtype=self.dtype, device=device_of(self.model))
             for batch in self._batches:
@@ -256,7 +256,7 @@ def prediction_variances(
 
     That is v^T J^T (diag p - p p^T) J v, the quadratic form of each position's Gauss-Newton matrix.
     """
-    with second_derivatives(), plainly(model), requiring_gradients(parameters):
+    with second_derivatives(), eager_with_grad(model), requiring_gradients(parameters):
         logits = predicted_logits(model, batch)
         derivative = derivative_along(logits, list(parameters.values()), directions).double()
     p = logits.detach().double().softmax(dim=-1)

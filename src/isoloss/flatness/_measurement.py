@@ -29,8 +29,8 @@ from isoloss.flatness._parameters import (
     quantized_weights,
     requiring_gradients,
 )
-from isoloss.memory import keep_freed
-from isoloss.model_checks import architecture, device_of, is_causal, plainly, refuse_dropout, unwrapped
+from isoloss.machine import disable_malloc_trim
+from isoloss.model_checks import architecture, device_of, eager_with_grad, is_causal, refuse_dropout, unwrapped
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import AuxiliaryMeans, ClusteredRatio, ClusteredRatioEstimator, ColumnRatios
 from isoloss.text.clusters import Blocks, SequenceClusters, equal_blocks
@@ -40,7 +40,7 @@ FIRST_CHECK = 64  # samples, before a measurement may end early because its erro
 _MOST_PROBES = 1024  # where rtol or seconds decides
 
 # what it changes lasts as long as the process: activations then stay in memory from one batch to the next
-keep_freed()
+disable_malloc_trim()
 
 
 class InterruptedEstimate(KeyboardInterrupt):
@@ -443,7 +443,7 @@ class Measurement(Accumulation):
             raise IsolossError("both the batches and the auxiliary sample have `documents`, or neither has")
         self._source.batch_begun = time.perf_counter()
         try:
-            with plainly(self._model):
+            with eager_with_grad(self._model):
                 terms = self._source.measure(replace(item, first=self._first + item.first))
             controls = terms.controls
             if auxiliary is not None:

@@ -22,7 +22,7 @@ from isoloss.flatness._ghost.engine import GhostNorms, Predictions, intermediate
 from isoloss.flatness._measurement import BatchSums, Estimator, MeasureOptions, measure
 from isoloss.flatness._rescaling.symmetries import Granularity
 from isoloss.flatness.minimal_trace import Rescaling, minimal_trace
-from isoloss.model_checks import plainly
+from isoloss.model_checks import eager_with_grad
 from isoloss.statistics.estimate import Estimate
 
 _PAPER_LABELS = 50  # appendix B.1
@@ -351,7 +351,7 @@ class SampledLabels(Estimator):
         for row in predicted.any(dim=1).nonzero()[:, 0].tolist():
             # by the sequence's index, as the probes are
             generator = seeds.generator(self.seed, "labels", batch.first + row)
-            with plainly(self.model):
+            with eager_with_grad(self.model):
                 logits = predicted_logits(self.model, batch.checked.rows(torch.tensor([row])))
                 log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
                 for position in log_p:

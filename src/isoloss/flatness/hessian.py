@@ -20,7 +20,7 @@ from isoloss.flatness._ghost import controls
 from isoloss.flatness._measurement import BatchSums, Estimator, MeasureOptions, measure
 from isoloss.flatness._parameters import requiring_gradients
 from isoloss.flatness.fisher import ExactLabels
-from isoloss.model_checks import device_of, plainly
+from isoloss.model_checks import device_of, eager_with_grad
 from isoloss.statistics.estimate import Estimate
 
 
@@ -107,7 +107,7 @@ class _WithResidual(ExactLabels):
             part = batch.checked.rows(members)
             if not part.predicts:
                 continue
-            with second_derivatives(), plainly(self.model):
+            with second_derivatives(), eager_with_grad(self.model):
                 logits = predicted_logits(self.model, part)
                 # p - y without its graph: differentiated too, it would add the Fisher's part, which is measured with
                 # far less noise

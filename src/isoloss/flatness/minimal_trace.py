@@ -25,7 +25,7 @@ from isoloss.flatness._rescaling.apply import (
 )
 from isoloss.flatness._rescaling.solve import CrossFit, cross_fit, minimize, responses
 from isoloss.flatness._rescaling.symmetries import Granularity, rescalings_of
-from isoloss.memory import physical_memory
+from isoloss.machine import physical_memory
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import FOLDS, ColumnRatios, Weighted

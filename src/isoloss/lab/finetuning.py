@@ -64,7 +64,7 @@ def finetune(
     number of threads. When more `seeds` are asked for, those in the folder are kept.
 
     Args:
-        model: A Hugging Face model in float32, as `isoloss.loading.load_model` gives it; it stays as it is.
+        model: A Hugging Face model in float32, as `isoloss.checkpoints.loading.load_model` gives it; it stays as it is.
         task: Labeled sentences.
         config: The settings; None: the paper's.
         output: Folder where the state is kept; new, or of the same model, task and config. None: nowhere.

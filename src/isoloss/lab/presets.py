@@ -15,7 +15,8 @@ from isoloss import config as configs
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, did_you_mean
 from isoloss.lab.finetune_config import FinetuneConfig
-from isoloss.lab.languages.config import FileConfig, WithSpecialTokensConfig
+from isoloss.lab.languages.config import WithSpecialTokensConfig
+from isoloss.lab.languages.serialization import FileConfig
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.transfer.config import ClassifierConfig, LinearProbeConfig

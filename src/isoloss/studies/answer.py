@@ -103,7 +103,7 @@ def card_of(label: str, result: ClaimResult) -> Card:
         return Card(label=label, value=ANSWERS[answer.verdict], detail=answer.explanation, tone=tone)
     more, same_loss = len(result.answers) - 1, answer.same_loss
     effect = told(answer.difference)
-    words = [f"{title_of(answer.case or result.claim.measures)}: {detail(answer.difference)}"]
+    words = [f"{_title(answer, result.claim)}: {detail(answer.difference)}"]
     if answer.verdict is Verdict.NOT_TESTED and same_loss is not None and not same_loss.shown:
         value = "Not tested: the losses may differ"
         words = [f"by {told(same_loss.difference)}, not shown to be within {same_loss.margin:g}"]
@@ -128,7 +128,7 @@ def claim_rows(results: Sequence[ClaimResult]) -> list[IntervalRow]:
 
 def _row(result: ClaimResult, answer: Answer) -> IntervalRow:
     claim = result.claim
-    label, difference = title_of(answer.case or claim.measures or "all"), answer.difference
+    label, difference = _title(answer, claim), answer.difference
     bare = IntervalRow(label=label, effect="") if difference is None else interval_row(label, difference)
     return dataclasses.replace(
         bare,
@@ -139,6 +139,12 @@ def _row(result: ClaimResult, answer: Answer) -> IntervalRow:
         verdict=result.words(answer),
         tone=TONES[answer.verdict],
     )
+
+
+def _title(answer: Answer, claim: Claim) -> str:
+    measures = claim.measures
+    name = measures.get("", "") if isinstance(measures, Mapping) else measures if isinstance(measures, str) else ""
+    return title_of(answer.case or name or claim.id)
 
 
 def interval_row(label: str, difference: Estimate, *, group: str = "") -> IntervalRow:
@@ -155,7 +161,7 @@ def claimed(claim: Claim) -> tuple[float | None, float | None]:
     """Return the ends of the range of differences that a claim states; None: open.
 
     Example:
-        >>> claimed(Claim(id="a", statement="", direction="decrease", margin=0.1))
+        >>> claimed(Claim(id="a", statement="", direction="decrease", margin=0.1, of=print, measures="kl"))
         (None, -0.1)
     """
     return {
@@ -169,7 +175,7 @@ def claim_lines(result: ClaimResult) -> list[tuple[Tone, str, str]]:
     """Return for each case of a claim its tone, the case, and the verdict with its effect and 95 % interval.
 
     Example:
-        >>> claim = Claim(id="longer", statement="", direction="increase")
+        >>> claim = Claim(id="longer", statement="", direction="increase", of=print, measures="kl")
         >>> known = {"stderr": 1.0, "samples": 9, "unit": "percentage points", "num_predictions": 9, "method": "paired"}
         >>> answer = Answer(case="root", numbers={}, verdict=Verdict.CONTRADICTED, explanation="",
         ...                 difference=Estimate(value=-3.0, **known))

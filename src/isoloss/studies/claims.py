@@ -1,27 +1,34 @@
-"""Claims, the file that states them, and a study's result for each."""
+"""Claims, the rule by which measured differences show or contradict them, and the order in which they are tested."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import functools
 import hashlib
-import json
-import tomllib
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from types import CodeType
+from typing import Any, Literal, get_args
 
-from isoloss import config
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, did_you_mean
+from isoloss.statistics import significance
 from isoloss.statistics.checking import positive
-from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.significance import SAME_LOSS_NATS, Equivalence
-from isoloss.studies.results import UNITS, Pair
+from isoloss.statistics.estimate import Estimate, interval
+from isoloss.statistics.power import minimal_detectable_effect
+from isoloss.statistics.significance import SAME_LOSS_NATS, Equivalence, equivalence, holm, largest_size, mcnemar
+from isoloss.studies.results import UNITS, Pair, Results, change, common_measures, loss_key, mean
+from isoloss.studies.spec import AnyScale, call_study_hook
 
 ALPHA = 0.05  # the level of all tests
 
 Direction = Literal["decrease", "increase", "no change within"]
 Role = Literal["manipulation check", "positive control", "primary", "secondary"]
+LossRule = Literal["tested", "adjusted"]
 GATES: tuple[Role, ...] = ("manipulation check", "positive control", "primary")  # in the order in which they are tested
 
 
@@ -36,184 +43,33 @@ class Verdict(StrEnum):
     NO_VERDICT = "no verdict at this scale"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """One sentence that can be measured: a `[[claims]]` table of a study's claims.toml.
+DECIDED = frozenset({Verdict.SHOWN, Verdict.CONTRADICTED, Verdict.NO_EFFECT})
 
-    It says what is compared and measured, but not on which tasks: it is tested on all tasks of the study.
-
-    Attributes:
-        id: Short name, e.g. `flatter-with-sgd`.
-        statement: What is claimed, in plain words.
-        direction: Direction of the measured difference if the claim holds.
-        role: What depends on it. The claims of the first three roles are gates, tested in this order: whether the
-            treatment did what it should (manipulation check), whether the study finds an effect that is known to be
-            there (positive control), and the question itself (primary). All others are secondary.
-        case: Of a gate, the case that is tested, e.g. `prefix-4`; its other cases are secondary tests. Empty: the gate
-            is shown only if all its cases are.
-        paper: What a paper says about it, its figure with its setting; empty: the claim is one's own.
-        margin: How far beyond 0 the difference must be, or, for no change, how far from 0 it may be; in its unit.
-        compares: The study's name of the contrast: which two models are compared.
-        measures: The study's name of what is measured, e.g. `kl`, or `transfer`: the probes of all tasks.
-        factor: Factor of the first model's value before it is subtracted from the second's; above 0.
-        no_effect_within: The smallest effect of interest, above 0, in the difference's unit: the claim is tested for
-            the absence of such an effect as well. None: it is not.
-        at_same_loss: How the claim is judged at the same loss: the difference as it is, once the two losses are shown
-            to be the same (tested), or the difference less what the difference in loss explains, by the contrast's
-            slope from other runs (adjusted).
-        same_loss_nats: Equivalence margin of the loss for this claim; None: the file's. A claim with a larger smallest
-            effect of interest can have a larger margin.
-        not_tested: Why the study cannot test the claim; then nothing is compared.
-    """
-
-    id: str
-    statement: str
-    direction: Direction
-    role: Role = "secondary"
-    case: str = ""
-    paper: str = ""
-    margin: float = 0.0
-    compares: str = ""
-    measures: str = ""
-    factor: float = 1.0
-    no_effect_within: float | None = None
-    at_same_loss: Literal["tested", "adjusted"] = "tested"
-    same_loss_nats: float | None = None
-    not_tested: str = ""
+# the page prints this: it has to say what `judge`, `in_sequence` and `answer` do
+RULE = (
+    "A claim is shown if p < 0.05 and the measured difference is on the claimed side of the margin, and contradicted "
+    "if p < 0.05 and it is on the other side. For a claim of no change, the claimed side is inside the margin around "
+    "0. p is two-sided, by Student's t, for the null hypothesis that the true difference is at the edge of the margin.",
+    "A claim with a smallest effect of interest is also tested for the absence of such an effect: no effect of that "
+    "size or more is shown if two one-sided t tests have p < 0.05. A claim is “not shown” if none of these is: "
+    "neither it nor its opposite is significant.",
+    "Manipulation checks, then positive controls, then primary claims are tested first, each by its own p, or by the "
+    "largest p of its cases where the claim names no case. A check or control that is not shown ends the sequence, and "
+    "so does a primary claim that is “not shown”: what comes later is not tested.",
+    "p of all other, secondary tests is adjusted by Holm's method for the number of tests that the study planned, "
+    "whatever was measured.",
+    "If one of the claims that are tested first is also tested for the absence of an effect, its p and all later p are "
+    "doubled, because both of its answers can let the sequence go on. So the chance of any wrong verdict in the whole "
+    "study is at most 5 %.",
+    "A claim about two models of the same loss is tested only if two one-sided tests at 5 % show that the mean "
+    "difference in loss is within its margin. Or, where the claim says so, it is judged by the difference at the same "
+    "loss: the difference minus the part that the difference in loss explains, by a slope from other runs.",
+    "“Found with 80 % power” is the smallest true difference that four in five such studies would find. “Smaller than” "
+    "is an upper bound, with 95 % confidence, on the size of the true difference where no difference is shown.",
+)
 
 
-# the keys that the TOML file may have; `ClaimsFile` adds what is known of the file itself, which no file may state
-@dataclass(frozen=True, kw_only=True)
-class _Document:
-    claims: tuple[Claim, ...]
-    same_loss_nats: float = SAME_LOSS_NATS
-    scales: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClaimsFile(_Document):
-    """What a study's claims.toml states, fixed before the study is run.
-
-    Attributes:
-        name: The file's name.
-        sha256: Of its parsed content, as JSON with sorted keys, so comments and layout do not count.
-        claims: The claims, in order.
-        same_loss_nats: Equivalence margin of the mean difference in loss between two models.
-        scales: The scales at which verdicts are given; empty: all.
-    """
-
-    name: str
-    sha256: str
-
-    def __str__(self) -> str:
-        return f"{self.name}, SHA-256 of its content {self.sha256}"
-
-    @property
-    def gates(self) -> tuple[Claim, ...]:
-        """The claims that are tested in order before the secondary ones, in that order."""
-        return tuple(claim for role in GATES for claim in self.claims if claim.role == role)
-
-    def judged_at(self, scale: str | None) -> bool:
-        """Whether verdicts are given at a scale; always if it is None."""
-        return scale is None or not self.scales or scale in self.scales
-
-    def warning(self, scale: str) -> str:
-        """Return the warning for a scale without verdicts; empty for one with verdicts."""
-        if self.judged_at(scale):
-            return ""
-        return (
-            f"Scale {scale} is too small to say anything, and no verdict is given. "
-            f"Verdicts are given at scale {' and '.join(self.scales)}."
-        )
-
-
-def read_claims(path: Path, *, scales: Collection[str] | None = None) -> ClaimsFile:
-    """Return what a TOML file states: the keys of `ClaimsFile`, and `[[claims]]` tables with the keys of `Claim`.
-
-    Args:
-        path: The file.
-        scales: The scales of the study; None: the scales that the file names are not checked.
-
-    Raises:
-        IsolossError: The file cannot be read, a key is unknown, missing or of the wrong type, a number or case does not
-            fit its claim, two claims share an id, a trace is measured without the minimal trace, or a scale does not
-            exist.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp(), "claims.toml")
-        >>> _ = path.write_text('''
-        ... [[claims]]
-        ... id = "flatter"
-        ... statement = "Label noise in SGD makes the model flatter."
-        ... role = "primary"
-        ... direction = "decrease"
-        ... compares = "noise"
-        ... measures = "flatness"
-        ... case = "minimal-trace"
-        ... ''')
-        >>> [(claim.id, claim.role, claim.direction, claim.margin) for claim in read_claims(path).claims]
-        [('flatter', 'primary', 'decrease', 0.0)]
-    """
-    try:
-        document = config.read_toml(_Document, path)
-    except IsolossError as error:
-        if "no setting 'primary" in str(error):  # keys of earlier files
-            raise IsolossError(
-                f'{path}: primary and primary_case are now keys of the claim itself: role = "primary", and case'
-            ) from error
-        raise
-    ids = [claim.id for claim in document.claims]
-    for claim in document.claims:
-        if ids.count(claim.id) > 1:
-            raise IsolossError(f"{path} has two claims with the id {claim.id!r}")
-        try:
-            _check(claim)
-        except IsolossError as error:
-            raise IsolossError(f"{path}: claim {claim.id}: {error}") from error
-    minimal = {claim.compares for claim in document.claims if claim.measures == "minimal-trace"}
-    if alone := [claim for claim in document.claims if claim.measures == "trace" and claim.compares not in minimal]:
-        raise IsolossError(
-            f"{path}: claim {alone[0].id}: a rescaling that changes no prediction changes the trace; measure flatness "
-            "(the trace and the minimal trace), or add a claim about the minimal-trace of the same models"
-        )
-    positive(f"{path}: same_loss_nats", document.same_loss_nats)
-    for scale in document.scales:
-        if scales is not None and scale not in scales:
-            raise IsolossError(f"{path}: scales has {scale!r}; the study's scales are {', '.join(scales)}")
-    # the file, not the dataclasses: another version may have more fields with defaults
-    content = json.dumps(tomllib.loads(path.read_text(encoding="utf-8")), sort_keys=True)
-    return ClaimsFile(**vars(document), name=path.name, sha256=hashlib.sha256(content.encode()).hexdigest())
-
-
-def _check(claim: Claim) -> None:
-    check_margin(claim.direction, claim.margin)
-    positive("factor", claim.factor)
-    if claim.same_loss_nats is not None:
-        positive("same_loss_nats", claim.same_loss_nats)
-    if claim.case and claim.role == "secondary":
-        raise IsolossError(f"case is {claim.case!r}, but the role is secondary, of which all cases are tested")
-    if claim.role != "secondary" and claim.not_tested:
-        raise IsolossError(f"it is a {claim.role} and cannot be not_tested: what depends on it would not be tested")
-    if claim.no_effect_within is not None:
-        positive("no_effect_within", claim.no_effect_within)
-        if claim.direction == "no change within":
-            raise IsolossError("no_effect_within is for claims of a change: margin says how small no change is")
-        if claim.no_effect_within <= claim.margin:
-            raise IsolossError(
-                f"no_effect_within is {claim.no_effect_within:g}; it must be above the margin, {claim.margin:g}: a "
-                "claim and the absence of an effect must exclude each other"
-            )
-
-
-def check_margin(direction: str, margin: float) -> None:
-    """Refuse a margin that is negative or not finite, or that is 0 for a claim of no change."""
-    if not 0 <= margin < float("inf"):
-        raise IsolossError(f"a claim's margin is a finite number of at least 0, not {margin}")
-    if direction == "no change within" and margin == 0:
-        raise IsolossError(
-            "a claim of no change needs a margin above 0: no measurement shows that two numbers are equal"
-        )
+# --- what a study claims ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,8 +80,8 @@ class Contrast:
         names: What the first and the second are called.
         pairs: One pair of checkpoints, or several.
         where: A sentence that says which checkpoints these are, for the explanation.
-        case: Distinguishes contrasts of the same kind, e.g. `d16 to d32`.
-        at_same_loss: Whether claims about anything but the loss need the two to have the same loss.
+        case: Distinguishes the contrasts of one claim, e.g. `d16 to d32`.
+        needs_same_loss: Whether claims about anything but the loss need the two to have the same loss.
         clusters: The independent unit of each pair, such as its grammar: errors are over these. Empty: over pairs, or
             over the examples of a single pair.
         clusters_are: What the clusters are, in the plural.
@@ -238,7 +94,7 @@ class Contrast:
     pairs: Sequence[Pair]
     where: str = ""
     case: str = ""
-    at_same_loss: bool = True
+    needs_same_loss: bool = True
     clusters: Sequence[str] = ()
     clusters_are: str = "grammars"
     slopes: Mapping[str, Estimate] = field(default_factory=dict)
@@ -250,6 +106,232 @@ class Contrast:
                 f"the contrast of {self.names[0]} and {self.names[1]} has slopes but no clusters: give the cluster of "
                 "each pair"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One sentence that can be measured, stated before the runs.
+
+    It is tested on every contrast that `of` returns and on every measure.
+
+    Attributes:
+        id: Short name, e.g. `flatter-with-sgd`.
+        statement: What is claimed, in plain words.
+        direction: Direction of the measured difference, second minus first, if the claim holds.
+        of: The models that are compared: a function of the study's `Results` that returns a `Contrast`, or several with
+            a case each. It is called once for all claims that share it.
+        measures: What is measured of them: `kl`, `flatness` (both traces), `transfer` (the probes of all tasks), or one
+            of the study's measures; or the keys of estimates by case; or a function of the scale that returns these.
+        role: What depends on it. The claims of the first three roles are gates, tested in this order: whether the
+            treatment did what it should (manipulation check), whether the study finds an effect that is known to be
+            there (positive control), and the question itself (primary). All others are secondary.
+        case: Of a gate, the case that is tested, e.g. `prefix-4`; its other cases are secondary tests. Empty: the gate
+            is shown only if all its cases are.
+        cases: The cases of the contrasts, where there are several, or a function of the scale that returns them: with
+            them the number of tests is known before the runs.
+        paper: What a paper says about it, its figure with its setting; empty: the claim is one's own.
+        margin: How far beyond 0 the difference must be, or, for no change, how far from 0 it may be; in its unit.
+        factor: Factor of the first model's value before it is subtracted from the second's; above 0.
+        no_effect_within: The smallest effect of interest, above 0, in the difference's unit: the claim is tested for
+            the absence of such an effect as well. None: it is not.
+        loss_rule: How the claim is judged at the same loss: the difference as it is, once the two losses are shown to
+            be the same (tested), or the difference less what the difference in loss explains, by the contrast's slope
+            from other runs (adjusted).
+        loss_margin: Equivalence margin of the loss for this claim, in nats; None: the study's. A claim with a larger
+            smallest effect of interest can have a larger margin.
+
+    Raises:
+        IsolossError: A number, role or case does not fit the claim.
+
+    Example:
+        >>> def noise(results):
+        ...     pair = results.at("exact-labels"), results.at("sampled-labels")
+        ...     return Contrast(names=("exact labels", "sampled labels"), pairs=[pair])
+        >>> claim = Claim(id="flatter", statement="Label noise in SGD makes the model flatter.", role="primary",
+        ...               direction="decrease", of=noise, measures="flatness", case="minimal-trace")
+        >>> claim.margin
+        0.0
+    """
+
+    id: str
+    statement: str
+    direction: Direction
+    of: Callable[[Results], Contrast | Sequence[Contrast]]
+    measures: str | Mapping[str, str] | Callable[[Any], Mapping[str, str]]
+    role: Role = "secondary"
+    case: str = ""
+    cases: Sequence[str] | Callable[[Any], Sequence[str]] = ("",)
+    paper: str = ""
+    margin: float = 0.0
+    factor: float = 1.0
+    no_effect_within: float | None = None
+    loss_rule: LossRule = "tested"
+    loss_margin: float | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            self._check()
+        except IsolossError as error:
+            raise IsolossError(f"claim {self.id}: {error}") from error
+
+    def _check(self) -> None:
+        for name, choices in (("direction", Direction), ("role", Role), ("loss_rule", LossRule)):
+            if (value := getattr(self, name)) not in get_args(choices):
+                raise IsolossError(f"{name} is {value!r}; it must be one of {', '.join(get_args(choices))}")
+        if not callable(self.of):
+            raise IsolossError(f"of is a {type(self.of).__name__}; it must be a function of the study's results")
+        check_margin(self.direction, self.margin)
+        positive("factor", self.factor)
+        if self.loss_margin is not None:
+            positive("loss_margin", self.loss_margin)
+        if self.case and self.role == "secondary":
+            raise IsolossError(f"case is {self.case!r}, but the role is secondary, of which all cases are tested")
+        if self.no_effect_within is not None:
+            positive("no_effect_within", self.no_effect_within)
+            if self.direction == "no change within":
+                raise IsolossError("no_effect_within is for claims of a change: margin says how small no change is")
+            if self.no_effect_within <= self.margin:
+                raise IsolossError(
+                    f"no_effect_within is {self.no_effect_within:g}; it must be above the margin, {self.margin:g}: a "
+                    "claim and the absence of an effect must exclude each other"
+                )
+
+    def keys(self, scale: AnyScale) -> Mapping[str, str]:
+        """Return the keys of the estimates that are compared at a scale, by case, e.g. the task."""
+        if callable(self.measures):
+            keys: Mapping[str, str] = call_study_hook(f"measures of the claim {self.id}", self.measures, scale)
+            return keys
+        if not isinstance(self.measures, str):
+            return self.measures
+        if self.measures not in (known := common_measures(scale)):
+            raise IsolossError(
+                f"measures of the claim {self.id} is {self.measures!r}; the study has {', '.join(known)}"
+                f"{did_you_mean(self.measures, known)}"
+            )
+        return known[self.measures]
+
+    def contrast_cases(self, scale: AnyScale) -> Sequence[str]:
+        """Return the cases of the contrasts that it plans at a scale."""
+        if not callable(self.cases):
+            return self.cases
+        cases: Sequence[str] = call_study_hook(f"cases of the claim {self.id}", self.cases, scale)
+        return cases
+
+    def document(self) -> dict[str, Any]:
+        """Return what it states as JSON types: all but its functions."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if name not in ("of", "measures", "cases")}
+
+    def sha256(self, scale: AnyScale) -> str:
+        """Return the hash of what it states at a scale, with the source of `of` but without comments and docstrings."""
+        stated = {**self.document(), "measures": {**self.keys(scale)}, "cases": [*self.contrast_cases(scale)]}
+        text = f"{sorted(stated.items())}\n{source_of(self.of)}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_margin(direction: str, margin: float) -> None:
+    """Refuse a margin that is negative or not finite, or that is 0 for a claim of no change."""
+    if not 0 <= margin < float("inf"):
+        raise IsolossError(f"a claim's margin is a finite number of at least 0, not {margin}")
+    if direction == "no change within" and margin == 0:
+        raise IsolossError(
+            "a claim of no change needs a margin above 0: no measurement shows that two numbers are equal"
+        )
+
+
+def source_of(function: Any) -> str:
+    """Return the source of a function without comments, docstrings and layout, with the values that it was made with.
+
+    Raises:
+        IsolossError: It is not written in a file.
+    """
+    if isinstance(function, functools.partial):
+        given = [*map(_written, function.args), *(f"{name}={_written(one)}" for name, one in function.keywords.items())]
+        return f"{source_of(function.func)}\n{given}"
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if not isinstance(code, CodeType):
+        raise IsolossError(f"of a claim is a {type(function).__name__}; it must be a function")
+    try:
+        tree = ast.parse(Path(code.co_filename).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise IsolossError(f"the function {code.co_name} of a claim must be written in a file: {error}") from error
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+    # a decorated function begins with its first decorator; of several lambdas on a line, all count
+    first = [min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) for node in functions]
+    found = [node for node, line in zip(functions, first, strict=True) if line == code.co_firstlineno]
+    for node in (inner for one in found for inner in ast.walk(one) if isinstance(inner, ast.FunctionDef)):
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    values = {**inspect.getclosurevars(inspect.unwrap(function)).nonlocals}
+    return "\n".join([*map(ast.unparse, found), *(f"{name} = {_written(each)}" for name, each in values.items())])
+
+
+def _written(value: Any) -> str:
+    """Return a value as it is written: the same in every process, as an object's address would not be."""
+    return source_of(value) if callable(value) else repr(value)
+
+
+def claims_sha256(claims: Sequence[Claim], scale: AnyScale) -> str:
+    """Return the hash of what all claims of a study state at a scale, in their order."""
+    return hashlib.sha256(" ".join(claim.sha256(scale) for claim in claims).encode()).hexdigest()
+
+
+def gates(claims: Sequence[Claim]) -> list[Claim]:
+    """Return the claims that are tested in order before the secondary ones, in that order."""
+    return [claim for role in GATES for claim in claims if claim.role == role]
+
+
+def check_claims(claims: Sequence[Claim], scale: AnyScale, *, has_verdicts: bool = True) -> None:
+    """Refuse claims that could not be judged, before the runs.
+
+    Raises:
+        IsolossError: Two claims share an id, one measures something or is a gate in a case that the study does not
+            have, or a trace is measured without the minimal trace.
+    """
+    ids = [claim.id for claim in claims]
+    minimal = {claim.of for claim in claims if claim.measures == "minimal-trace"}
+    for claim in claims:
+        if ids.count(claim.id) > 1:
+            raise IsolossError(f"two claims have the id {claim.id!r}")
+        if claim.measures == "trace" and claim.of not in minimal:
+            raise IsolossError(
+                f"claim {claim.id}: a rescaling that changes no prediction changes the trace; measure flatness (the "
+                "trace and the minimal trace), or add a claim about the minimal-trace of the same models"
+            )
+        names = [_case(m, c) for c in claim.contrast_cases(scale) for m in claim.keys(scale)]
+        if claim.case and claim.case not in names and has_verdicts:
+            raise IsolossError(
+                f"case of the claim {claim.id} is {claim.case!r}; its cases are {', '.join(names) or 'none'}"
+            )
+
+
+def planned_tests(
+    claims: Sequence[Claim], scale: AnyScale, made: Mapping[str, Sequence[Contrast]] | None = None
+) -> int:
+    """Return the number of secondary tests of a study: a claim has one for each of its cases and contrasts.
+
+    It does not depend on what was measured: a case that could not be compared counts.
+
+    Args:
+        claims: The claims.
+        scale: The scale of the study.
+        made: The contrasts that were made, by the claim's id, if there are results: at least as many count.
+    """
+    number = 0
+    for claim in claims:
+        if claim.role == "secondary" or claim.case:
+            contrasts = max(len(claim.contrast_cases(scale)), len((made or {}).get(claim.id, ())))
+            # the one case of a gate that is tested as the gate is not a secondary test
+            number += len(claim.keys(scale)) * contrasts - bool(claim.case)
+    return number
+
+
+def _case(case: str, contrast: str) -> str:
+    """Return what the case of a measure in the case of a contrast is called."""
+    return f"{case} ({contrast})" if case and contrast else case or contrast
+
+
+# --- what a study says to them ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,10 +348,10 @@ class Answer:
         role: The role of this test: of the claim, or secondary for a case of a gate that is not the one tested.
         difference: The difference that is judged; None if nothing was compared.
         same_loss: The test of equivalence of the two losses; None if the claim does not need it.
-        p_value: Of the difference (`isoloss.studies.verdicts.p_value`); None if it was not tested.
+        p_value: Of the difference (`p_value`); None if it was not tested.
         p_no_effect: Of the larger of two one-sided tests: for a difference as large as the smallest effect of interest.
             None if the claim has none, or was not tested.
-        p_adjusted: `p_value`, adjusted as the verdict needs (`isoloss.studies.verdicts.RULE`).
+        p_adjusted: `p_value`, adjusted as the verdict needs (`RULE`).
         p_no_effect_adjusted: `p_no_effect`, adjusted in the same way.
         tests: Number of tests that the adjustment is for; None if it was not tested.
         withheld: What kept it from being tested, in a few words: a gate, identical weights, or that there are no such
@@ -330,7 +412,7 @@ class ClaimResult:
         """The verdict of all cases, or of each case where they differ.
 
         Example:
-            >>> claim = Claim(id="longer", statement="", direction="increase")
+            >>> claim = Claim(id="longer", statement="", direction="increase", of=print, measures="kl")
             >>> answers = [Answer(case="root", numbers={}, verdict=Verdict.CONTRADICTED, explanation=""),
             ...            Answer(case="prefix-4", numbers={}, verdict=Verdict.SHOWN, explanation="")]
             >>> ClaimResult(claim=claim, answers=tuple(answers)).verdict
@@ -347,7 +429,8 @@ class ClaimResult:
         """Return the verdict of one answer in words: with the smallest effect of interest where that is excluded.
 
         Example:
-            >>> claim = Claim(id="longer", statement="", direction="increase", no_effect_within=0.5)
+            >>> claim = Claim(id="longer", statement="", direction="increase", no_effect_within=0.5, of=print,
+            ...               measures="kl")
             >>> known = {"case": "", "numbers": {}, "explanation": "", "p_no_effect_adjusted": 0.01}
             >>> answers = [Answer(verdict=each, **known) for each in (Verdict.NO_EFFECT, Verdict.SHOWN)]
             >>> result = ClaimResult(claim=claim, answers=tuple(answers))
@@ -368,3 +451,393 @@ class ClaimResult:
         if answer.withheld:
             return f"{answer.verdict.value}: {answer.withheld}"
         return answer.verdict.value + (f"; {answer.positive_control}" if answer.positive_control else "")
+
+
+# --- the rule of a verdict -------------------------------------------------------------------------------------------
+
+
+def judge(
+    difference: Estimate, direction: Direction, margin: float = 0.0, *, p_adjusted: float | None = None
+) -> Verdict:
+    """Return whether a measured difference shows or contradicts a claim, at 5 %.
+
+    By its own p-value (`p_value`), this is the rule of the 95 % confidence interval [a, b]. Shown: b < -margin for a
+    decrease, a > margin for an increase, -margin <= a and b <= margin for no change within the margin. Contradicted:
+    a > -margin for a decrease, b < margin for an increase, a > margin or b < -margin for no change. Otherwise not
+    shown.
+
+    Args:
+        difference: After minus before, or treated minus control, with its own standard error.
+        direction: The claimed direction.
+        margin: At least 0, and above 0 for `no change within`; in the difference's unit.
+        p_adjusted: The p-value, adjusted for the number of tests; None: its own.
+
+    Raises:
+        IsolossError: A margin that does not fit the direction.
+
+    Example:
+        >>> gain = Estimate(value=0.024, stderr=0.008, samples=5, unit="accuracy", num_predictions=1000, method="probe")
+        >>> judge(gain, "increase").value, judge(gain, "increase", margin=0.02).value, judge(gain, "decrease").value
+        ('shown', 'not shown', 'contradicted')
+        >>> judge(gain, "increase", p_adjusted=0.12).value
+        'not shown'
+    """
+    p = p_value(difference, direction, margin) if p_adjusted is None else p_adjusted
+    if p >= ALPHA:
+        return Verdict.NOT_SHOWN
+    beyond = _beyond(difference.value, direction, margin)
+    return Verdict.SHOWN if beyond > 0 or _at_the_edge_of_no_change(beyond, direction) else Verdict.CONTRADICTED
+
+
+def p_value(difference: Estimate, direction: Direction, margin: float = 0.0) -> float:
+    """Return the two-sided p-value of a difference against the nearest edge of the claim's margin.
+
+    It is below alpha exactly when the interval of level 1 - alpha shows or contradicts the claim. For no change within
+    the margin, it is twice the smaller of two p-values: for being within, the larger one of two one-sided tests; for
+    being outside, the test on the side where the difference is. Arguments and errors are as for `judge`.
+
+    Example:
+        >>> gain = Estimate(value=3.0, stderr=1.0, samples=9, unit="points", num_predictions=9, method="probe")
+        >>> [round(p_value(gain, "increase", margin), 3) for margin in (0.0, 1.0, 3.0, 5.0)]
+        [0.017, 0.081, 1.0, 0.081]
+    """
+    check_margin(direction, margin)
+    beyond = _beyond(difference.value, direction, margin)
+    # by the general rule p would be 1 here, but the margin itself counts as within
+    if difference.stderr == 0 and _at_the_edge_of_no_change(beyond, direction):
+        return 0.0
+    # the distance from the edge of the margin, against 0
+    return significance.p_value(dataclasses.replace(difference, value=beyond))
+
+
+def _beyond(value: float, direction: str, margin: float) -> float:
+    """Return how far a difference lies on the claimed side of the edge; below 0 on the other side."""
+    if direction == "no change within":
+        return margin - abs(value)
+    return (value if direction == "increase" else -value) - margin
+
+
+def _at_the_edge_of_no_change(beyond: float, direction: str) -> bool:
+    return beyond == 0 and direction == "no change within"  # the margin itself counts as within
+
+
+def judge_claims(
+    claims: Sequence[Claim], results: Results, *, loss_margin: float = SAME_LOSS_NATS, has_verdicts: bool = True
+) -> tuple[ClaimResult, ...]:
+    """Return the result of every claim, in their order: each tested on every contrast and every measure.
+
+    Args:
+        claims: The claims.
+        results: The results of the study.
+        loss_margin: Equivalence margin of the mean difference in loss, of claims that set none, in nats.
+        has_verdicts: False: the differences are given without tests and verdicts.
+
+    Raises:
+        IsolossError: As for `check_claims`; or a claim is to be judged by an adjusted difference without a slope.
+    """
+    scale = results.scale
+    check_claims(claims, scale, has_verdicts=has_verdicts)
+    by_function: dict[Any, Sequence[Contrast]] = {}
+    for claim in claims:
+        if claim.of not in by_function:
+            made = call_study_hook(f"of of the claim {claim.id}", claim.of, results)
+            by_function[claim.of] = [made] if isinstance(made, Contrast) else made
+    found = []
+    for claim in claims:
+        # without verdicts, the differences are given as they are: such a scale need not have slopes
+        asked = claim if has_verdicts else dataclasses.replace(claim, loss_rule="tested")
+        keys, margin = claim.keys(scale), claim.loss_margin or loss_margin
+        answers = [one for each in by_function[claim.of] for one in answer(asked, each, keys, margin=margin)]
+        if not answers:
+            none, why = "The study has no pair of models with this measurement.", "there are no such models"
+            answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=none, withheld=why)]
+        roles: list[Role] = [claim.role if claim.case in ("", each.case) else "secondary" for each in answers]
+        in_roles = (dataclasses.replace(each, role=role) for each, role in zip(answers, roles, strict=True))
+        found.append(ClaimResult(claim=claim, answers=tuple(in_roles)))
+    if has_verdicts:
+        planned = planned_tests(claims, scale, {claim.id: by_function[claim.of] for claim in claims})
+        return in_sequence(found, planned)
+    return tuple(dataclasses.replace(each, answers=tuple(_unjudged(one) for one in each.answers)) for each in found)
+
+
+def answer(
+    claim: Claim,
+    contrast: Contrast,
+    keys: Mapping[str, str],
+    *,
+    margin: float = SAME_LOSS_NATS,
+) -> list[Answer]:
+    """Return the answers to a claim for one contrast, from second - factor * first of each estimate.
+
+    Each is judged at 5 % without adjustment. A claim that is not about the loss needs two models of the same loss, or
+    a slope on the loss, unless the contrast says otherwise. What was not measured of both models has no answer.
+
+    Args:
+        claim: The claim.
+        contrast: The two models.
+        keys: The key of the estimate to compare, by case.
+        margin: Equivalence margin of the mean difference in loss, in nats.
+
+    Raises:
+        IsolossError: An adjusted difference is to be judged, and the contrast has no slope for it.
+
+    Example:
+        >>> from isoloss.studies.results import Measured
+        >>> def checkpoint(trace):
+        ...     exact = {"stderr": 0, "samples": 0, "unit": "nats", "num_predictions": 9, "method": "trace"}
+        ...     return {"trace": Measured(value=trace, **exact, inputs="", settings={}, examples={})}
+        >>> pairs = [(checkpoint(before), checkpoint(after)) for before, after in ((90, 40), (80, 41), (86, 43))]
+        >>> noise = Contrast(names=("AdamW", "SGD"), pairs=pairs, clusters=("a", "b", "c"), needs_same_loss=False)
+        >>> flatter = Claim(id="flatter", statement="", direction="decrease", of=lambda _: noise, measures="trace")
+        >>> [(each.verdict.value, str(each.difference)) for each in answer(flatter, noise, {"": "trace"})]
+        [('shown', '-44.0 ± 3.2 nats')]
+    """
+    if contrast.not_tested:
+        case, why = contrast.case, contrast.not_tested
+        return [Answer(case=case, contrast=case, numbers={}, verdict=Verdict.NOT_TESTED, explanation=why)]
+    gate = None
+    # a claim about the loss itself cannot require that the losses are the same
+    is_needed = contrast.needs_same_loss and claim.loss_rule == "tested"
+    if is_needed and loss_key(contrast.pairs) not in keys.values():
+        gate = same_loss(contrast.pairs, clusters=contrast.clusters, margin=margin)
+    measured = {case: key for case, key in keys.items() if all(key in one for pair in contrast.pairs for one in pair)}
+    return [_answer(claim, contrast, key, case, gate) for case, key in measured.items()]
+
+
+def same_loss(pairs: Sequence[Pair], *, clusters: Sequence[str] = (), margin: float = SAME_LOSS_NATS) -> Equivalence:
+    """Test whether the mean difference in loss over the pairs is within a margin of 0: two one-sided tests at 5 %.
+
+    Args:
+        pairs: The pairs of checkpoints.
+        clusters: The cluster of each pair, as for `isoloss.studies.results.change`.
+        margin: In nats, above 0.
+    """
+    return equivalence(change(pairs, loss_key(pairs), clusters=clusters), margin, alpha=ALPHA)
+
+
+def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equivalence | None) -> Answer:
+    (first, second), pairs, factor = contrast.names, contrast.pairs, claim.factor
+    measured = change(pairs, key, factor=factor, clusters=contrast.clusters)
+    explanation = f"{second} vs. {first}, {_paired_over(measured, contrast, key)}."
+    if gate is not None and not gate.shown:
+        loss = "KL" if loss_key(pairs) == "kl" else "loss"
+        explanation = (
+            f"The two models are not shown to have the same loss: the {loss} of {second} minus that of {first} is "
+            f"{gate.difference}, {gate}. {explanation}"
+        )
+    adjusted = _at_same_loss(contrast, key, measured)
+    name = "difference" if factor == 1 else f"{second} minus {factor:g} times {first}"
+    judged = measured
+    if claim.loss_rule == "adjusted":
+        if adjusted is None:
+            raise IsolossError(
+                f"loss_rule of the claim {claim.id} is 'adjusted', but the contrast of {first} and {second} has no "
+                f"slope of {key} on the loss: give it in Contrast.slopes, or set loss_rule to 'tested'"
+            )
+        judged, name = adjusted, f"{name} at the same loss"
+        explanation = f"{explanation} The difference without the adjustment to the same loss is {measured}."
+    # first, second, difference: the columns of `summary.claim_table` rely on this order
+    numbers = {
+        name: mean([pair[i][key] for pair in pairs], clusters=contrast.clusters)
+        for i, name in enumerate(contrast.names)
+    }
+    numbers[name] = judged
+    measured_answer = Answer(
+        case=_case(case, contrast.case),
+        contrast=contrast.case,
+        numbers=numbers,
+        verdict=Verdict.NOT_TESTED,
+        explanation=f"{explanation} {contrast.where}".rstrip(),
+        difference=judged,
+        same_loss=gate,
+        adjusted=adjusted,
+    )
+    if gate is not None and not gate.shown:
+        return measured_answer
+    # the difference is exactly 0 ± 0: a test would show "no change" of a model compared with itself
+    if all(one[key].weights == two[key].weights != "" for one, two in pairs):
+        return dataclasses.replace(measured_answer, withheld="the weights are identical")
+    p, within = p_value(judged, claim.direction, claim.margin), claim.no_effect_within
+    p_no_effect = None if within is None else equivalence(judged, within, alpha=ALPHA).p_value
+    return _judged(claim, dataclasses.replace(measured_answer, p_value=p, p_no_effect=p_no_effect))
+
+
+def _judged(
+    claim: Claim,
+    tested: Answer,
+    *,
+    p: float | None = None,
+    p_no_effect: float | None = None,
+    tests: int | None = None,
+    factor: int = 1,
+) -> Answer:
+    """Return a tested answer with its verdict, by adjusted p-values or by its own, and its power as one of `tests`.
+
+    Args:
+        claim: The claim.
+        tested: The answer.
+        p: The adjusted p-value of the difference; None: its own.
+        p_no_effect: The adjusted p-value of the absence of an effect; None: its own.
+        tests: The number of tests that p-values are adjusted for; None: they are not.
+        factor: What p-values are multiplied by beside that.
+    """
+    difference = tested.difference
+    assert difference is not None
+    verdict = judge(difference, claim.direction, claim.margin, p_adjusted=p)
+    absent = tested.p_no_effect if p_no_effect is None else p_no_effect
+    if verdict is Verdict.NOT_SHOWN and absent is not None and absent < ALPHA:
+        verdict = Verdict.NO_EFFECT
+    detectable = below = None
+    if difference.stderr > 0:
+        samples, sd = difference.samples, difference.stderr * math.sqrt(difference.samples)
+        # at Holm's strictest level: which of his levels a test gets depends on the other p-values
+        alpha = ALPHA / factor / (tests or 1)
+        detectable = claim.margin + minimal_detectable_effect(sd, samples, alpha=alpha)
+        below = largest_size(difference, alpha=ALPHA) if verdict in (Verdict.NOT_SHOWN, Verdict.NO_EFFECT) else None
+    return dataclasses.replace(
+        tested,
+        verdict=verdict,
+        p_adjusted=p,
+        p_no_effect_adjusted=p_no_effect,
+        tests=tests,
+        detectable=detectable,
+        below=below,
+    )
+
+
+def _unjudged(each: Answer) -> Answer:
+    """Return an answer without a verdict: the numbers and no test."""
+    verdict = Verdict.NOT_TESTED if each.difference is None else Verdict.NO_VERDICT
+    return dataclasses.replace(each, verdict=verdict, p_value=None, p_no_effect=None, detectable=None, below=None)
+
+
+# --- the order of the tests ------------------------------------------------------------------------------------------
+
+
+def in_sequence(results: Sequence[ClaimResult], tests: int) -> tuple[ClaimResult, ...]:
+    """Return the results with verdicts: of each gate in its order, then of the secondary tests by Holm's method.
+
+    The probability of any wrong verdict is at most 5 %. A gate with one null hypothesis leaves its whole 5 % to what
+    follows: where that hypothesis is true, only an error lets the sequence go on, and the error counts already
+    (Maurer, Hothorn and Lehmacher, 1995). With a smallest effect of interest there are two null hypotheses, no effect
+    and an effect of that size. One of them can be true while the other is rightly rejected and the sequence goes on, so
+    such a gate keeps half of the 5 % and leaves half.
+
+    Args:
+        results: The claims, with the p-values and roles of answers that can be tested.
+        tests: How many secondary tests were planned (`planned_tests`).
+    """
+    claims = [result.claim for result in results]
+    answers = {result.claim.id: list(result.answers) for result in results}
+    control, factor, ended = "no positive control", 1, ("", "")
+    if any(claim.role == "positive control" for claim in claims):
+        control = "positive control not tested"
+    for claim in gates(claims):
+        own, factor = answers[claim.id], factor if claim.no_effect_within is None else 2 * factor
+        gate = [i for i, each in enumerate(own) if each.role == claim.role]
+        # an intersection-union test: all cases are shown if the one with the largest p is
+        p = min(1.0, factor * max((_or_one(own[i].p_value) for i in gate), default=1.0))
+        p_no_effect = min(1.0, factor * max((_or_one(own[i].p_no_effect) for i in gate), default=1.0))
+        for i in gate:
+            if ended[0]:
+                own[i] = _withheld(own[i], *ended)
+            elif own[i].p_value is not None:
+                absent = None if claim.no_effect_within is None else p_no_effect
+                own[i] = _judged(claim, own[i], p=p, p_no_effect=absent, tests=1, factor=factor)
+        passing = DECIDED if claim.role == "primary" else {Verdict.SHOWN}
+        is_passed = bool(gate) and all(own[i].verdict in passing for i in gate)
+        if claim.role == "positive control" and not ended[0]:
+            control = f"positive control {'shown' if is_passed else 'not shown'}"
+        if not is_passed and not ended[0]:
+            ended = _reason(claim, [own[i] for i in gate])
+    secondary = [
+        (claim, i)
+        for claim in claims
+        for i, each in enumerate(answers[claim.id])
+        if each.role == "secondary" and each.p_value is not None
+    ]
+    adjusted = _by_holm([answers[claim.id][i] for claim, i in secondary], tests)
+    for (claim, i), (p, absent) in zip(secondary, adjusted, strict=True):
+        own = answers[claim.id]
+        if ended[0]:
+            own[i] = _withheld(own[i], *ended)
+        else:
+            p, absent = min(1.0, factor * p), None if absent is None else min(1.0, factor * absent)
+            own[i] = _judged(claim, own[i], p=p, p_no_effect=absent, tests=tests, factor=factor)
+    for own in answers.values():
+        for i, each in enumerate(own):
+            if each.verdict is Verdict.NOT_SHOWN and each.role != "positive control":
+                own[i] = dataclasses.replace(each, positive_control=control)
+    return tuple(dataclasses.replace(result, answers=tuple(answers[result.claim.id])) for result in results)
+
+
+def _or_one(p: float | None) -> float:
+    return 1.0 if p is None else p
+
+
+def _by_holm(tested: Sequence[Answer], tests: int) -> list[tuple[float, float | None]]:
+    """Return the adjusted p-values of each answer's difference and of its absence."""
+    p_values = {f"{i} difference": _or_one(one.p_value) for i, one in enumerate(tested)}
+    p_values |= {f"{i} absence": one.p_no_effect for i, one in enumerate(tested) if one.p_no_effect is not None}
+    adjusted = holm(p_values, tests=tests, exclusive={name: name.split()[0] for name in p_values}) if tested else {}
+    return [(adjusted[f"{i} difference"], adjusted.get(f"{i} absence")) for i in range(len(tested))]
+
+
+def _withheld(each: Answer, why: str, sentence: str) -> Answer:
+    """Return an answer that a gate keeps from being tested, with its numbers; if it was not tested anyway, itself."""
+    if each.p_value is None:
+        return each
+    return dataclasses.replace(
+        _unjudged(each), verdict=Verdict.NOT_TESTED, withheld=why, explanation=f"{sentence} {each.explanation}"
+    )
+
+
+def _reason(claim: Claim, gate: Sequence[Answer]) -> tuple[str, str]:
+    """Return why a gate that is not passed ends the sequence: in a few words, and as a sentence with its effects."""
+    effects = [
+        f"{each.case or 'difference'} {each.difference}, 95 % interval {interval(each.difference)}"
+        for each in gate
+        if each.difference is not None
+    ]
+    words = {
+        "manipulation check": ("the manipulation check is not shown", "The manipulation check is not shown"),
+        "positive control": (
+            "the positive control is not shown",
+            "A null result would say little, as the positive control is not shown",
+        ),
+        "primary": ("the primary claim is undecided", "The primary claim is undecided"),
+    }
+    short, sentence = words[claim.role]
+    return short, f"{sentence} ({claim.id}: {'; '.join(effects) or 'not tested'})."
+
+
+def _at_same_loss(contrast: Contrast, key: str, measured: Estimate) -> Estimate | None:
+    if key not in contrast.slopes:
+        return None
+    from isoloss.statistics.clusters import at_same_loss
+
+    loss = change(contrast.pairs, loss_key(contrast.pairs), clusters=contrast.clusters)
+    return at_same_loss(measured, loss, contrast.slopes[key], same_clusters=False)
+
+
+def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
+    """Return what the error of a difference is over, with McNemar's test for a single pair of probes."""
+    pairs = contrast.pairs
+    if contrast.clusters:
+        return (
+            f"{len(pairs)} pairs by seed, 95 % interval over {measured.samples} {contrast.clusters_are} (t with "
+            f"{measured.samples - 1} degrees of freedom)"
+        )
+    if len(pairs) > 1:
+        return f"paired by seed, 95 % interval over {len(pairs)} seeds (t with {len(pairs) - 1} degrees of freedom)"
+    if measured.is_exact:
+        return "both exact: the verdict is on these two models, not on others that are trained alike"
+    first, second = (checkpoint[key] for checkpoint in pairs[0])
+    if not first.is_accuracy:
+        return f"paired over {len(first.examples['influence']):,} sentences"
+    probes, examples = first.examples["predictions"].shape
+    test = mcnemar(second.votes.numpy(), first.votes.numpy())
+    return (
+        f"paired over {examples:,} test sentences and {probes} probes; McNemar's test on the probes' plurality "
+        f"votes: {test.only_first} sentences gained, {test.only_second} lost, p = {test.p_value:.2g}"
+    )

@@ -7,8 +7,7 @@ import functools
 import itertools
 import math
 import shlex
-import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -23,12 +22,11 @@ from isoloss.report.html import Card
 from isoloss.run_config import StageConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.answer import Comparison, claim_cards
-from isoloss.studies.claims import ClaimResult, ClaimsFile, read_claims
+from isoloss.studies.claims import ClaimResult, check_claims, claims_sha256, judge_claims, planned_tests
 from isoloss.studies.plan import Resources, Unit
-from isoloss.studies.results import Results, common_measures, run_of
-from isoloss.studies.spec import Experiment, Measurement, Study
-from isoloss.studies.summary import Summary, checkpoint_tables, control_tables
-from isoloss.studies.verdicts import answer_all, check_claims, planned_tests
+from isoloss.studies.results import Results, run_of
+from isoloss.studies.spec import Experiment, Measurement, Study, call_study_hook
+from isoloss.studies.summary import Family, Summary, checkpoint_tables, control_tables
 
 CONFIGS = "configs"  # the folder of the runs' configs, written before study.json
 # seconds on one core of a recent server, of the models that studies on a laptop have; only the order matters before
@@ -40,7 +38,7 @@ COMPILED = 3.0  # how many times as fast compiled runs train
 TO_TARGET = 1 / 8  # of its steps, that a stage with a target makes: they are the most that it may make
 _NOT_THE_PLAN = ("needs", "expected")  # fields of a measurement that do not decide its results
 _MAX_NAMED = 3  # of the runs that missed a target
-CLAIMS = "claims_sha256"  # the key in study.json of the hash that the claims had at the start
+CLAIMS = "claims"  # the key in study.json of each claim's hash at the start
 
 
 class StudyFolder:
@@ -128,7 +126,7 @@ class StudyFolder:
 
         Raises:
             IsolossError: As for `plan`; a config that cannot be trained, an unknown measure or setting, a checkpoint
-                that does not exist, or a file of claims that cannot be read or names what the study does not measure.
+                that does not exist, or a claim that cannot be judged.
         """
         require_package("polars")  # of its tables; units would only find out one by one
         self._check_runs()
@@ -143,9 +141,8 @@ class StudyFolder:
             for part in experiment.measurements:
                 for measure in part.measures:
                     settings_of(measure, part.settings)
-        claims = self.claims_file()
-        if claims is not None:
-            check_claims(claims, self._measures(), self._cases(), scale=self.scale_name)
+        check_claims(self.study.claims, self.scale, has_verdicts=self.has_verdicts)
+        self._claims_hashes()  # refuses a function whose source is not known
 
     def prepare(self) -> None:
         """Check the study, and write the plan's files into the folder.
@@ -162,7 +159,7 @@ class StudyFolder:
         Raises:
             IsolossError: As for `exists`.
         """
-        claims, is_new = self.claims_file(), not self.exists()
+        is_new = not self.exists()
         for name, experiment in self.scale.experiments.items():
             # written again each time, as the checkpoint's folder may have moved
             if isinstance(experiment.config, ExternalCheckpoint):
@@ -172,9 +169,8 @@ class StudyFolder:
             return
         for name, experiment in self.scale.experiments.items():
             files.write_text(self._config(name), configs.to_toml(experiment.config))
-        started = {} if claims is None else {CLAIMS: claims.sha256}
         # last: until it is there, `exists` takes the folder for a new one, and the same command writes all of it again
-        files.write_json(self.path / "study.json", self.document() | started)
+        files.write_json(self.path / "study.json", self.document() | {CLAIMS: self._claims_hashes()})
 
     def plan(self) -> list[Unit]:
         """Return the study's units: the training of each run, and the measuring of checkpoints.
@@ -260,42 +256,45 @@ class StudyFolder:
         """
         return Results.read(self.path, self.scale, complete)
 
-    def claims_file(self) -> ClaimsFile | None:
-        """Return what the study's claims.toml states; None: it tests no claims."""
-        path = self.study.claims
-        return None if path is None else read_claims(path, scales=self.study.scales)
+    @property
+    def has_verdicts(self) -> bool:
+        """Whether claims are judged at its scale."""
+        return self.study.has_verdicts(self.scale_name)
 
     def claims(self, results: Results) -> tuple[ClaimResult, ...]:
         """Return the result of every claim of the study; none before the study is finished.
 
         Looking at verdicts while results come in would inflate their error rates.
         """
-        study, file = self.study, self.claims_file()
-        if file is None or results.blocks_done < results.blocks:
+        if results.blocks_done < results.blocks:
             return ()
-        contrasts = {} if study.contrasts is None else self._own("contrasts", results)
-        return answer_all(file, contrasts, self._measures(), cases=self._cases(), scale=self.scale_name)
+        study = self.study
+        return judge_claims(study.claims, results, loss_margin=study.loss_margin, has_verdicts=self.has_verdicts)
 
     @property
     def secondary_tests(self) -> int | None:
         """How many secondary tests the study plans; None: it tests no claims."""
-        file = self.claims_file()
-        return None if file is None else planned_tests(file, self._measures(), self._cases())
+        return planned_tests(self.study.claims, self.scale) if self.study.claims else None
 
     def summary(self, results: Results | None = None) -> Summary:
         """Return the summary of these results, by default of the finished study; only verdicts come with an answer."""
         study, results = self.study, results or self.results()
         tables = checkpoint_tables(results) if study.tables is None else self._own("tables", results)
-        file, claims = self.claims_file(), self.claims(results)
-        unjudged = "" if file is None else file.warning(self.scale_name)
+        claims, unjudged = self.claims(results), "" if self.has_verdicts else self._unjudged()
         warning = " ".join(
-            filter(None, (unjudged, self._claims_warning(file), self._missed_targets(results), results.identical))
+            filter(None, (unjudged, self._changed_claims(), self._missed_targets(results), results.identical))
         )
         answer = () if unjudged or results.blocks_done < results.blocks else self._answer(claims, results)
         # a study may make more contrasts than it says beforehand
         made = max((one.tests or 0 for each in claims for one in each.answers), default=0)
-        tests = None if file is None else max(made, self.secondary_tests or 0)
-        return Summary((*tables, *control_tables(results)), claims, file, warning, answer, tests)
+        family = None
+        if study.claims:
+            family = Family(
+                claims_sha256=claims_sha256(study.claims, self.scale),
+                loss_margin=study.loss_margin,
+                secondary_tests=max(made, self.secondary_tests or 0),
+            )
+        return Summary((*tables, *control_tables(results)), claims, family, warning, answer)
 
     def _answer(self, claims: Sequence[ClaimResult], results: Results) -> tuple[Card, ...]:
         """Return the cards of a finished study: its own, or of its first claims, or of its runs compared."""
@@ -345,35 +344,29 @@ class StudyFolder:
                             said.add(check)
                             yield check
 
-    def _measures(self) -> Mapping[str, Mapping[str, str]]:
-        """What claims can name in `Claim.measures`."""
-        return common_measures(self.scale) if self.study.measures is None else self._own("measures", self.scale)
-
-    def _cases(self) -> Mapping[str, Sequence[str]]:
-        """The cases of the contrasts that have several."""
-        return {} if self.study.contrast_cases is None else self._own("contrast_cases", self.scale)
-
     def _own(self, part: str, *arguments: Any) -> Any:
-        """Call a function of the study; the error says where it fails."""
-        try:
-            return getattr(self.study, part)(*arguments)
-        except IsolossError:
-            raise
-        except Exception as error:  # whatever a function of another package does
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{Path(place.filename).name}, line {place.lineno}"
-            raise IsolossError(
-                f"{part} of the study {self.study.name} fails with {type(error).__name__}: {error} ({where})"
-            ) from error
+        return call_study_hook(f"{part} of the study {self.study.name}", getattr(self.study, part), *arguments)
 
-    def _claims_warning(self, file: ClaimsFile | None) -> str:
-        """The warning that the claims are not those that the study was started with; empty if they are."""
-        path, claims = self.path / "study.json", self.study.claims
+    def _unjudged(self) -> str:
+        scales = " and ".join(self.study.verdicts_at)
+        return (
+            f"Scale {self.scale_name} is too small to say anything, and no verdict is given. "
+            f"Verdicts are given at scale {scales}."
+        )
+
+    def _claims_hashes(self) -> dict[str, str]:
+        return {claim.id: claim.sha256(self.scale) for claim in self.study.claims}
+
+    def _changed_claims(self) -> str:
+        """The warning that claims are not those that the study was started with; empty if they are."""
+        path = self.path / "study.json"
         started = files.read_json(path).get(CLAIMS) if path.is_file() else None
-        # studies that earlier versions started have the hash of the file's bytes
-        if file is None or claims is None or started in (None, file.sha256, files.sha256(claims)):
+        now = self._claims_hashes()
+        if started is None or [*started.items()] == [*now.items()]:
             return ""
-        return f"{file.name} was changed after this study was started: its SHA-256 was {started}."
+        changed = [name for name in {**started, **now} if started.get(name) != now.get(name)]
+        named = f"These claims were changed after this study was started: {', '.join(changed)}."
+        return named if changed else "The order of the claims was changed after this study was started."
 
     def _missed_targets(self, results: Results) -> str:
         """A warning about runs that missed their target loss, with the next step; empty if none did."""

@@ -21,10 +21,9 @@ from isoloss.report.html import table as html_table
 from isoloss.report.save import save
 from isoloss.report.study_page import Figure, render
 from isoloss.studies.answer import Comparison, claim_rows, detail, setup, title_of, told
-from isoloss.studies.claims import ClaimResult, ClaimsFile, Verdict
+from isoloss.studies.claims import RULE, Claim, ClaimResult, Verdict, gates
 from isoloss.studies.results import Measured, Results
-from isoloss.studies.summary import VERDICT, Summary, SummaryTable, claim_table, explanations
-from isoloss.studies.verdicts import RULE
+from isoloss.studies.summary import VERDICT, Family, Summary, SummaryTable, claim_table, explanations
 
 if TYPE_CHECKING:
     from isoloss.studies.folder import StudyFolder
@@ -95,7 +94,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
             **parts.settings,
             **_seeds(folder.seed_offset, parts.settings),
             **_measuring(results),
-            **_claiming(summary.claims_file, summary.secondary_tests),
+            **_claiming(study.claims, summary.family),
             **_making(results),
         },
     )
@@ -304,18 +303,16 @@ def _told(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:,}"
 
 
-def _claiming(file: ClaimsFile | None, secondary: int | None) -> dict[str, str]:
-    """Return the claims file and its settings that hold for all claims."""
-    if file is None:
+def _claiming(claims: Sequence[Claim], family: Family | None) -> dict[str, str]:
+    """Return the hash of the claims and the settings that hold for all of them."""
+    if family is None:
         return {}
+    first = [f"{claim.role}: {' for '.join(filter(None, (claim.id, claim.case)))}" for claim in gates(claims)]
     return {
-        "Claims": str(file),
-        "Tested first, in order": "; ".join(
-            f"{claim.role}: {' for '.join(filter(None, (claim.id, claim.case)))}" for claim in file.gates
-        )
-        or "none: all tests are secondary",
-        "Family": f"{secondary} secondary tests, as planned before the runs",
-        "Same loss": f"mean difference shown to be within {file.same_loss_nats:g} nats by two one-sided tests at 5 %, "
+        "Claims": f"SHA-256 {family.claims_sha256}",
+        "Tested first, in order": "; ".join(first) or "none: all tests are secondary",
+        "Family": f"{family.secondary_tests} secondary tests, as planned before the runs",
+        "Same loss": f"mean difference shown to be within {family.loss_margin:g} nats by two one-sided tests at 5 %, "
         "unless a claim sets another margin",
     }
 

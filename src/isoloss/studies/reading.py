@@ -15,6 +15,7 @@ from isoloss import files
 from isoloss.errors import IsolossError, naming_extras
 from isoloss.registry import STUDIES
 from isoloss.statistics.tables import FORMULA
+from isoloss.studies.claims import claims_sha256
 from isoloss.studies.results import COLUMNS
 from isoloss.studies.spec import Study, load_study
 from isoloss.studies.summary import tables_in
@@ -234,7 +235,6 @@ def _table(rows: list[dict[str, Any]]) -> pl.DataFrame:
 
 def provenance(folder: StudyFolder, results: Results) -> dict[str, Any]:
     """Return how results of a study were made."""
-    claims, path = folder.claims_file(), folder.study.claims
     made: dict[str, dict[str, Any]] = {}  # most often one; a study that went on with another version has two
     for name in results.experiments:
         record = {key: results.run(name).record[key] for key in ("versions", "commit")}
@@ -249,8 +249,7 @@ def provenance(folder: StudyFolder, results: Results) -> dict[str, Any]:
         "blocks": results.blocks,
         "blocks_done": results.blocks_done,
         "runs": {name: one.fingerprint for name, one in results.experiments.items()},
-        "claims_sha256": claims and claims.sha256,
-        "claims_file_sha256": path and files.sha256(path),
+        "claims_sha256": claims_sha256(folder.study.claims, folder.scale) if folder.study.claims else None,
         "made_with": list(made.values()),
         "exported_with": {"isoloss": metadata.version("isoloss"), "processor": processor()},
         "units": len(folder.plan()),

@@ -130,8 +130,7 @@ def compare(first: Path, second: Path) -> Repetition:
                 f"{first} and {second} are results of different {what}: {ours[key]} and {theirs[key]}, which cannot be "
                 "compared"
             )
-    hashes, others = _claims_hashes(ours), _claims_hashes(theirs)
-    if hashes != others and not hashes & others:
+    if ours.get("claims_sha256") != theirs.get("claims_sha256"):
         raise IsolossError(f"{first} and {second} are results of different claims, which cannot be compared")
     if ours["seed_offset"] == theirs["seed_offset"]:
         raise IsolossError(
@@ -166,11 +165,6 @@ def _provenance(path: Path) -> dict[str, Any]:
         raise IsolossError(f"{path} is no export of a study: it has no {PROVENANCE}")
     document: dict[str, Any] = files.read_json(path / PROVENANCE)
     return document
-
-
-def _claims_hashes(provenance: dict[str, Any]) -> set[str]:
-    """Return the hashes of what the claims state and of their file; an export of an earlier version has the latter."""
-    return {provenance[key] for key in ("claims_sha256", "claims_file_sha256") if provenance.get(key)}
 
 
 def _claims(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Repeated]:

@@ -85,7 +85,7 @@ Checkpoint = Mapping[str, Measured]  # what was measured of one checkpoint: kl, 
 Pair = tuple[Checkpoint, Checkpoint]  # what is compared: control and treated, or earlier and later
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Results:
     """All evaluations of a finished study, or of the complete blocks of one that is not finished.
 

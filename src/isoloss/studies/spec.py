@@ -5,6 +5,7 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,14 @@ from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.registry import STUDIES, run_python
 from isoloss.run_config import TrainConfig
+from isoloss.statistics.checking import positive
+from isoloss.statistics.significance import SAME_LOSS_NATS
 from isoloss.studies.plan import Expected, Resources
 
 if TYPE_CHECKING:
     from isoloss.report.html import Card
     from isoloss.runs import Run
-    from isoloss.studies.claims import ClaimResult, Contrast
+    from isoloss.studies.claims import Claim, ClaimResult
     from isoloss.studies.page import PageParts
     from isoloss.studies.results import Results
     from isoloss.studies.summary import SummaryTable
@@ -155,11 +158,9 @@ class Study:
         title: The page's heading, a question; empty: the name.
         lead: What the study is about, a paragraph each. The first one opens the page: a sentence that defines every
             word that the title and the answer use.
-        claims: A `claims.toml` (`isoloss.studies.claims.Claim`); None: the study tests no claims.
-        contrasts: The pairs of checkpoints that claims compare, by the name in `Claim.compares`.
-        contrast_cases: The cases of the contrasts that have several, by the name in `Claim.compares`, of a scale: with
-            them the number of tests is known before the runs. None: each has one.
-        measures: The keys of the estimates, by the name in `Claim.measures` and by case; None: `common_measures`.
+        claims: What it claims, fixed before the runs.
+        loss_margin: Equivalence margin of the mean difference in loss between two models, in nats.
+        verdicts_at: The scales at which verdicts are given; empty: all.
         answer: The study's answer from the results of the claims and all results: cards, three at best, that open the
             page and the command's output; None: the first claims or, without claims, the runs compared.
         tables: The tables of the summary; None: every checkpoint.
@@ -181,10 +182,9 @@ class Study:
     scales: Mapping[str, AnyScale]
     title: str = ""
     lead: tuple[str, ...] = ()
-    claims: Path | None = None
-    contrasts: Callable[[Results], Mapping[str, Sequence[Contrast]]] | None = None
-    contrast_cases: Callable[[Any], Mapping[str, Sequence[str]]] | None = None
-    measures: Callable[[Any], Mapping[str, Mapping[str, str]]] | None = None
+    claims: Sequence[Claim] = ()
+    loss_margin: float = SAME_LOSS_NATS
+    verdicts_at: Sequence[str] = ()
     answer: Callable[[Sequence[ClaimResult], Results], Sequence[Card]] | None = None
     tables: Callable[[Results], Sequence[SummaryTable]] | None = None
     page: Callable[[Results], PageParts] | str | None = None
@@ -193,17 +193,28 @@ class Study:
 
     def __post_init__(self) -> None:
         # checked here, when the file is loaded: these are called only once all units are done, perhaps days later
-        for name in ("contrasts", "contrast_cases", "measures", "answer", "tables"):
+        for name in ("answer", "tables"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise IsolossError(
                     f"{name} of the study {self.name} is a {type(value).__name__}; it must be a function "
                     "(isoloss.studies.Study says of what) or None"
                 )
-        if self.claims is not None and self.contrasts is None:
+        if isinstance(self.claims, str | Path):
             raise IsolossError(
-                f"the study {self.name} has claims but no contrasts: a function that returns what each claim compares"
+                f"claims of the study {self.name} is a file, {self.claims}: state them in the study, each as an "
+                "isoloss.studies.Claim"
             )
+        positive(f"loss_margin of the study {self.name}", self.loss_margin)
+        for scale in self.verdicts_at:
+            if scale not in self.scales:
+                raise IsolossError(
+                    f"verdicts_at of the study {self.name} has {scale!r}; its scales are {', '.join(self.scales)}"
+                )
+
+    def has_verdicts(self, scale: str) -> bool:
+        """Whether its claims are judged at a scale."""
+        return not self.verdicts_at or scale in self.verdicts_at
 
     def scale(self, name: str | None = None, *, seed_offset: int = 0) -> AnyScale:
         """Return the scale called `name`, by default the first; with other seeds if `seed_offset` is not 0.
@@ -228,6 +239,18 @@ class Study:
                 f"with_seed_offset: the seed offset must be 0, not {seed_offset}"
             )
         return repeated(seed_offset)
+
+
+def call_study_hook(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a study; the error says where it fails."""
+    try:
+        return function(*arguments)
+    except IsolossError:
+        raise
+    except Exception as error:  # whatever a function of another package does
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}, line {place.lineno}"
+        raise IsolossError(f"{name} fails with {type(error).__name__}: {error} ({where})") from error
 
 
 def load_study(name: str | Path) -> Study:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isoloss.statistics.estimate import Estimate, interval, number, rounded
-from isoloss.studies.claims import Answer, ClaimResult, ClaimsFile
+from isoloss.studies.claims import Answer, ClaimResult
 from isoloss.studies.results import RESCALED, UNITS, Results
 
 if TYPE_CHECKING:
@@ -56,35 +56,45 @@ class SummaryTable:
         ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What the verdicts of a study share.
+
+    Attributes:
+        claims_sha256: Hash of what the claims state.
+        loss_margin: Equivalence margin of the loss, unless a claim sets another, in nats.
+        secondary_tests: How many secondary tests the study has, made or not.
+    """
+
+    claims_sha256: str
+    loss_margin: float
+    secondary_tests: int
+
+
 @dataclass(frozen=True)
 class Summary:
     """Summary of a study's results."""
 
     tables: Sequence[SummaryTable]  # tables of estimates
     claims: Sequence[ClaimResult]  # the result of each claim
-    claims_file: ClaimsFile | None = None  # the file that states them
+    family: Family | None = None  # what the verdicts share; None: there are no claims
     warning: str = ""  # that no verdict is given at this scale, or that models are identical
     answer: Sequence[Card] = ()  # the study's answer
-    secondary_tests: int | None = None  # how many secondary tests the study has, made or not
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as JSON types."""
-        file = self.claims_file
         return {
             **{table.name: table.to_dict() for table in self.tables},
             "claims": [
                 {
                     "claim": result.claim.id,
+                    **{name: value for name, value in result.claim.document().items() if name != "id"},
                     "verdict": result.verdict,
                     "answers": [_answer_to_dict(result, answer) for answer in result.answers],
                 }
                 for result in self.claims
             ],
-            "claims_file": file
-            and {
-                **{"name": file.name, "sha256": file.sha256, "same_loss_nats": file.same_loss_nats},
-                "secondary_tests": self.secondary_tests,
-            },
+            "family": self.family and dataclasses.asdict(self.family),
             "warning": self.warning,
             "answer": [dataclasses.asdict(card) for card in self.answer],
         }
@@ -252,7 +262,7 @@ def explanations(result: ClaimResult) -> list[str]:
         >>> def answer(case, text):
         ...     return Answer(case=case, numbers={}, verdict=Verdict.NOT_TESTED, explanation=text)
         >>> answers = answer("root", "No pair."), answer("prefix-4", "No pair."), answer("last", "No probe.")
-        >>> claim = Claim(id="flatter", statement="", direction="decrease")
+        >>> claim = Claim(id="flatter", statement="", direction="decrease", of=print, measures="kl")
         >>> explanations(ClaimResult(claim=claim, answers=answers))
         ['root, prefix-4: No pair.', 'last: No probe.']
     """

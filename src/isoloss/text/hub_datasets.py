@@ -137,7 +137,7 @@ def _loaded(name: DatasetName, split: str) -> Any:
     require_package("datasets")
     import datasets
 
-    from isoloss.early_checks import hub_answers
+    from isoloss.checkpoints.places import hub_answers
 
     with _quiet():
         try:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isoloss import files
-from isoloss.early_checks import check_content, may_be_hub_name
+from isoloss.checkpoints.places import check_content, may_be_hub_name
 from isoloss.errors import IsolossError, warn
 from isoloss.text.documents import reading
 
@@ -348,7 +348,7 @@ def _from_hub(spec: str) -> PreTrainedTokenizerFast:
         return _auto(name, message, revision=revision, local_files_only=True)
     except NoTokenizerError:
         pass  # only the model may be here
-    from isoloss.early_checks import hub_answers
+    from isoloss.checkpoints.places import hub_answers
 
     if not hub_answers(name, what="tokenizer", revision=revision or None):
         raise NoTokenizerError(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from isoloss import files
+from isoloss.checkpoints.loading import load_model
 from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
@@ -22,7 +23,6 @@ from isoloss.lab.models.expansion import expand
 from isoloss.lab.models.sizes import SIZES
 from isoloss.lab.tasks import make_task
 from isoloss.lab.training.train import train
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.comparison import paired_difference

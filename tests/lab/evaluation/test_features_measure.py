@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.context import run_context
 from isoloss.lab.evaluation.evaluator import evaluate
@@ -17,7 +18,6 @@ from isoloss.lab.languages.exact import all_sentences
 from isoloss.lab.lookup import causal_lookup_features, lookup_features
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.train import train
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import generator

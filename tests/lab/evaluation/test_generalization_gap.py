@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from isoloss import evaluate, pretrain
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PCFGConfig
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.seeds import derive
 from isoloss.studies.results import difference, measured

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.evaluator import Evaluator, evaluate, pending
 from isoloss.lab.evaluation.input_config import InputConfig
@@ -17,15 +18,13 @@ from isoloss.lab.languages.config import BracketsConfig, HMMConfig, PCFGConfig
 from isoloss.lab.languages.hmm import HMM
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.train import train
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.comparison import paired_difference
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import Claim, Contrast, Verdict
+from isoloss.studies.claims import Claim, Contrast, Verdict, answer
 from isoloss.studies.results import difference, measured
 from isoloss.studies.spec import Experiment
-from isoloss.studies.verdicts import answer
 from isoloss.studies.verify import verify_run
 
 ONE = ObjectiveConfig(masking="one")
@@ -215,9 +214,9 @@ def test_differences_of_exact_values_are_exact(run):
     assert moved.is_exact
     assert halved.is_exact
     assert moved.unit == "nats per predicted token"
-    claim = Claim(id="less", statement="Less.", paper="", direction="decrease" if a < b else "increase")
+    claim = Claim(id="less", statement="Less.", direction="decrease" if a < b else "increase", of=print, measures="kl")
     (found,) = answer(
-        claim, Contrast(names=("early", "late"), pairs=((earlier, later),), at_same_loss=False), {"": "kl"}
+        claim, Contrast(names=("early", "late"), pairs=((earlier, later),), needs_same_loss=False), {"": "kl"}
     )
     assert found.verdict is Verdict.SHOWN
     assert "early, both exact: " in found.explanation

@@ -15,6 +15,7 @@ import torch
 
 import isoloss.flatness
 from isoloss import files
+from isoloss.checkpoints.loading import load_model
 from isoloss.cli.main import main
 from isoloss.config import LanguageConfig, setting
 from isoloss.errors import IsolossError
@@ -37,7 +38,6 @@ from isoloss.lab.evaluation.measures.flatness import flatness_measures
 from isoloss.lab.languages.base import Language
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.models.make import make_model
-from isoloss.loading import load_model
 from isoloss.registry import MEASURES
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.statistics.estimate import Estimate

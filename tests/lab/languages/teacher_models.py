@@ -14,7 +14,7 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from isoloss.loading import quiet
+from isoloss.checkpoints.loading import quiet
 
 VOCAB = 9
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}

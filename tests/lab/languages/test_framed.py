@@ -7,22 +7,22 @@ import torch
 
 from isoloss import config as configs
 from isoloss import evaluate, finetune, linear_probe, make_task, pretrain
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
 from isoloss.lab.evaluation.loss import exact_targets, pretraining_loss, why_no_exact_targets
 from isoloss.lab.languages.config import (
     BracketsConfig,
     DyckConfig,
-    FileConfig,
     HMMConfig,
     PCFGConfig,
     WithSpecialTokensConfig,
 )
 from isoloss.lab.languages.exact import all_sentences, masked_sentences, why_not_enumerable
+from isoloss.lab.languages.serialization import FileConfig
 from isoloss.lab.languages.special_tokens import WithSpecialTokens
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.objectives import training_batch
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.text.masking import IGNORED, mask, predict_next
 

@@ -13,8 +13,9 @@ from isoloss import config as configs
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
-from isoloss.lab.languages.config import FileConfig, HMMConfig
+from isoloss.lab.languages.config import HMMConfig
 from isoloss.lab.languages.hmm import HMM
+from isoloss.lab.languages.serialization import FileConfig
 from isoloss.seeds import generator
 
 

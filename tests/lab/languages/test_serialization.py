@@ -15,9 +15,10 @@ from isoloss import config as configs
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab import languages
-from isoloss.lab.languages.config import PRESETS, CorpusConfig, DyckConfig, FileConfig, GrammarConfig
+from isoloss.lab.languages.config import PRESETS, CorpusConfig, DyckConfig, GrammarConfig
 from isoloss.lab.languages.hmm import HMM
 from isoloss.lab.languages.pcfg import PCFG
+from isoloss.lab.languages.serialization import FileConfig
 from isoloss.lab.languages.text import Corpus
 from isoloss.seeds import generator
 

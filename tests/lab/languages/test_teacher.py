@@ -14,11 +14,11 @@ from transformers import BertConfig, BertForMaskedLM
 
 from isoloss import config as configs
 from isoloss import evaluate, pretrain
+from isoloss.checkpoints.loading import load_model, quiet
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
 from isoloss.lab.languages.config import TeacherConfig
 from isoloss.lab.languages.teacher import Teacher
-from isoloss.loading import load_model, quiet
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies import Experiment, Scale, Study
@@ -425,8 +425,8 @@ def test_only_a_path_that_leads_out_of_the_runs_folder_is_relative_to_it(tmp_pat
         (folder / "model.safetensors").write_bytes(b"weights")
     beside = TeacherConfig(checkpoint="../teacher").within(run)
     assert beside.checkpoint == str((tmp_path / "runs" / "teacher").resolve())
-    assert TeacherConfig(checkpoint="../teacher").weights_within(run)
+    assert TeacherConfig(checkpoint="../teacher").teacher_sha256(run)
     for other in ("checkpoints", "../nowhere"):  # the first is also the name of a folder in the run's
         config = TeacherConfig(checkpoint=other)
         assert config.within(run) == config
-        assert config.weights_within(run) == ""
+        assert config.teacher_sha256(run) == ""

@@ -9,10 +9,10 @@ from scipy import stats
 from teacher_models import VOCAB, build, next_logs
 from transformers import BertTokenizerFast, GPT2Config, GPT2LMHeadModel
 
+from isoloss.checkpoints.loading import quiet
 from isoloss.errors import IsolossError
 from isoloss.lab.languages import teacher
 from isoloss.lab.languages.config import TeacherConfig
-from isoloss.loading import quiet
 
 
 def test_ties_go_to_the_smaller_id_and_what_does_not_occur_is_left_out():

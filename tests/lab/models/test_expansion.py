@@ -22,10 +22,10 @@ from transformers import (
     RobertaPreLayerNormForMaskedLM,
 )
 
+from isoloss.checkpoints.loading import quiet
 from isoloss.errors import IsolossError
 from isoloss.lab.models.expansion import Part, check_fits, expand, shape_of
 from isoloss.lab.models.sizes import SIZES, Shape
-from isoloss.loading import quiet
 
 VOCAB, LENGTH, PAD = 11, 5, 9
 SMALL = Shape(d_model=8, num_heads=2, num_layers=2, intermediate=12)

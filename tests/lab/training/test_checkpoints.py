@@ -8,11 +8,11 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, BertTokenizerFast
 
 from isoloss import config as configs
 from isoloss import files
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.models.architectures import BERT
 from isoloss.lab.training.checkpoints import TrainerState, load, load_weights, remove_except, save, weights_sha256
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.runs import Run
 

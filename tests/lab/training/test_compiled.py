@@ -46,7 +46,6 @@ def trained(path, config, language=None):
 DIFFERENT = {
     "plain": compiled(),
     "clipped": compiled(seed=2, optimizer=OptimizerConfig(learning_rate=0.01, max_grad_norm=0.1)),
-    "averaged": compiled(seed=4, ema=0.9),
     "stages": compiled(
         seed=5,
         stages=(
@@ -58,7 +57,6 @@ DIFFERENT = {
         log_every=2,
         checkpoints=(),
     ),
-    "prefetched": compiled(seed=6, prefetch=True),
     "adversary": compiled(seed=7, algorithm=ADVERSARY),
 }
 

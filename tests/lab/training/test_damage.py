@@ -7,9 +7,9 @@ from running import Signalling, small, trained
 from toy_language import PairLanguage
 
 from isoloss import files
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab.training.train import Interrupted, train
-from isoloss.loading import load_model
 from isoloss.runs import Run
 
 

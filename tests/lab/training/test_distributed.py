@@ -30,6 +30,7 @@ from stepping import batches, context, gradients_of, plain_loss, reference, tiny
 from toy_language import PairLanguage
 from transformers import AutoModelForMaskedLM
 
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.algorithms.adversarial import Adversarial
@@ -38,7 +39,6 @@ from isoloss.lab.training.data_parallel import SingleProcess
 from isoloss.lab.training.distributed import ProcessGroup
 from isoloss.lab.training.objectives import prediction_loss, training_batch
 from isoloss.lab.training.train import Interrupted, train
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.runs import Run
 from isoloss.seeds import derive

@@ -9,10 +9,10 @@ from stepping import batches, loss_of, tiny
 from toy_language import PairLanguage
 
 from isoloss.errors import IsolossError
+from isoloss.lab.models.lstm import has_bfloat16_lstm
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.objectives import prediction_loss, training_batch
 from isoloss.lab.training.train import Interrupted, train
-from isoloss.lstm import has_bfloat16_lstm
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.runs import Run
 

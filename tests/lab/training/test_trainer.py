@@ -1,10 +1,12 @@
 """The loop: what a run directory holds at the end, and resuming bit for bit."""
 
+import gc
 import json
 import math
 import os
 import signal
 import threading
+import weakref
 
 import pytest
 import torch
@@ -13,12 +15,12 @@ from safetensors.torch import load_file
 from toy_language import PairLanguage
 
 from isoloss import files
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.models.architectures import BERT
 from isoloss.lab.training.algorithms.config import SAMConfig
 from isoloss.lab.training.objectives import prediction_loss, training_batch
-from isoloss.lab.training.train import Interrupted, Progress, train
-from isoloss.loading import load_model
+from isoloss.lab.training.train import Interrupted, Progress, Training, train
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig
 from isoloss.runs import Run
 
@@ -463,3 +465,23 @@ def test_initial_weights_that_do_not_fit_are_refused(tmp_path):
         trained(tmp_path / "wide", small(model=ModelConfig(size="d32"), init_from="../first/checkpoints/step-10"))
     with pytest.raises(IsolossError, match="is not a checkpoint folder"):
         trained(tmp_path / "none", small(init_from="../first/checkpoints/step-11"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"compiled": True}])
+def test_what_was_trained_is_freed_at_its_end(tmp_path, monkeypatch, settings):
+    if "compiled" in settings:  # numba's compiler keeps its callers until they are collected
+        trained(tmp_path / "first", small(**settings))
+        gc.collect()
+    made, begin = [], Training.__post_init__
+
+    def noted(training):
+        made.append(weakref.ref(training))
+        begin(training)
+
+    monkeypatch.setattr(Training, "__post_init__", noted)
+    gc.disable()
+    try:
+        trained(tmp_path / "run", small(**settings))
+        assert [training() for training in made] == [None]
+    finally:
+        gc.enable()

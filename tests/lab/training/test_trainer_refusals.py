@@ -6,9 +6,9 @@ import pytest
 from running import Signalling, content, small, trained
 
 from isoloss import files
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.training.train import Interrupted, train
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from isoloss.runs import Run
 

@@ -203,7 +203,7 @@ class Capture(TorchFunctionMode):
             return type(value)(self._at_selected(part, is_here=is_here) for part in value)
         return value
 
-    def lose_shared(self, logits: torch.Tensor) -> None:
+    def mark_batch_independent(self, logits: torch.Tensor) -> None:
         """Note that parameters have no rule behind logits that all sequences seem to share: they met none."""
         self.without_rule |= self._independent.names([logits])
 

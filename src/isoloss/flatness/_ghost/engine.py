@@ -32,11 +32,11 @@ from isoloss.flatness._ghost.controls import NUM_INTERMEDIATES
 from isoloss.flatness._parameters import ParameterBlocks, ParameterColumns
 from isoloss.model_checks import (
     device_of,
+    eager_with_grad,
     forward_arguments,
     logits_of_output,
     max_length,
     measured_parameters,
-    plainly,
     refuse_dropout,
     refuse_random_training,
     text_config,
@@ -89,13 +89,13 @@ class Predictions:
 
 def predict(model: nn.Module, batch: Batch, capture: Capture, selection: PositionSelection) -> Predictions | None:
     """Run the model once under a capture, which knows the weight of `selection`."""
-    with plainly(model) as plain:
+    with eager_with_grad(model) as plain:
         return _predict(plain, batch, capture, selection)
 
 
 def plain_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the logits (m, V) of a model that is run as it is, without gradients."""
-    with plainly(model) as plain, torch.no_grad():
+    with eager_with_grad(model) as plain, torch.no_grad():
         logits: torch.Tensor = logits_of_output(plain(**forward_arguments(plain, batch.inputs)))
         return logits[batch.predicted]
 
@@ -128,7 +128,7 @@ def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positi
     _check_logits(model, logits, shape, batch)
     assert logits is not None
     # logits that all sequences share have met no activation, and no cotangent comes to their parameters by rules
-    capture.lose_shared(logits)
+    capture.mark_batch_independent(logits)
     last_linear = capture.decoder(logits)
     if capture.has_selected:
         # a view where there can be one: the backward pass of an index fills a buffer of the logits' shape
@@ -290,7 +290,7 @@ class GhostNorms:
             self._checked |= {(name, several) for name in new}
             predictions = self._run(read)
         # positions may meet behind the selection on this batch alone
-        if not self._is_like_alone(read, predictions):
+        if not self._matches_solo_run(read, predictions):
             logits = predictions.logits.detach()
             del predictions
             if not mostly_agree(logits, plain_logits(self._model, read)):
@@ -442,7 +442,7 @@ class GhostNorms:
             # rows ascend by sequence, so that a slice will do, which copies no logits
             part = slice(int(chosen[0]), int(chosen[-1]) + 1)
             # where the caller has switched gradients off, the slice would have no graph
-            with plainly(self._model):
+            with eager_with_grad(self._model):
                 logits = predictions.logits[part]
             gradients = torch.autograd.grad(logits, wanted, cotangent[part], retain_graph=True, allow_unused=True)
             for name, gradient in zip(names, gradients, strict=True):
@@ -468,7 +468,7 @@ class GhostNorms:
         # a model is often measured again, in training for one; the last place is checked and the search left out
         last = LAST_SELECTION.get(self._model)
         candidates = (
-            [last] if last is not None and self._gives(plain, batch, last) else self._search(plain, batch, made)
+            [last] if last is not None and self._is_exact(plain, batch, last) else self._search(plain, batch, made)
         )
         while candidates and not self._separates(plain, batch, candidates[-1]):
             candidates.pop()
@@ -480,15 +480,15 @@ class GhostNorms:
         candidates: list[PositionSelection] = []
         if plain.decoder is not None:
             decoder = PositionSelection(weight=plain.capture.last_weight)
-            candidates += [decoder] if self._gives(plain, batch, decoder) else []
+            candidates += [decoder] if self._is_exact(plain, batch, decoder) else []
         # from the end: as soon as a place is wrong, so are all before it
         for call in reversed(made):
-            if not self._gives(plain, batch, earlier := PositionSelection(call=call)):
+            if not self._is_exact(plain, batch, earlier := PositionSelection(call=call)):
                 break
             candidates.append(earlier)
         return candidates
 
-    def _gives(self, plain: Predictions, batch: Batch, selection: PositionSelection) -> bool:
+    def _is_exact(self, plain: Predictions, batch: Batch, selection: PositionSelection) -> bool:
         """Whether selection there gives the logits and the rules of a plain pass, and mixes no positions' gradients."""
         try:
             with self._same_draws():
@@ -524,7 +524,7 @@ class GhostNorms:
         """
         batch = batch.without_coincidence()
         with self._same_draws():
-            logits, cotangent, exact = self._plainly(batch)
+            logits, cotangent, exact = self._autograd_reference(batch)
         agrees, far = self._compare(batch, logits, cotangent, exact)
         if self.selection.is_early and (far or not agrees):
             early, self.selection = self.selection, PositionSelection()
@@ -543,7 +543,7 @@ class GhostNorms:
         self._slow |= far
         self._switch_on(self._slow)
 
-    def _is_like_alone(self, batch: Batch, predictions: Predictions) -> bool:
+    def _matches_solo_run(self, batch: Batch, predictions: Predictions) -> bool:
         """Whether the last sequence has the logits that it has by itself with all its positions.
 
         On a later batch, positions or sequences may meet behind the selection: a branch that the
@@ -604,7 +604,7 @@ class GhostNorms:
                     misplaced |= set(use.contributions)
         return misplaced
 
-    def _plainly(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _autograd_reference(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return logits (m, V), a random cotangent (m, V) and (B, P) squared norms, with no rule and no selection."""
         self._switch_on(self.names)
         before = self._random_states()

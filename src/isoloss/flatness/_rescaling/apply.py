@@ -19,9 +19,9 @@ from isoloss.errors import IsolossError
 from isoloss.flatness._rescaling.symmetries import Granularity, Rescalings, rescalings_of
 from isoloss.model_checks import (
     device_of,
+    eager_with_grad,
     forward_arguments,
     logits_of_output,
-    plainly,
     refuse_dropout,
     text_config,
     unwrapped,
@@ -201,7 +201,7 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, d
 
     Attention kernels that do not take every type, such as FlashAttention, are replaced by the eager one.
     """
-    with plainly(model) as network:
+    with eager_with_grad(model) as network:
         # by identity: modules share configs, and each must be set back to the kernel that it had
         configs = {id(config): config for module in network.modules() if (config := getattr(module, "config", None))}
         kernels = [(config, getattr(config, "_attn_implementation", None)) for config in configs.values()]

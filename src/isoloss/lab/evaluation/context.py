@@ -13,6 +13,7 @@ import torch
 from transformers import PretrainedConfig
 
 from isoloss import files
+from isoloss.checkpoints.loading import Kind, LoadedModel, header_of, load_model
 from isoloss.comparison.traces import Model, Outline
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
@@ -22,7 +23,6 @@ from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.languages.exact import all_sentences, why_not_enumerable
 from isoloss.lab.tasks import WholeTask, make_task, whole_task
 from isoloss.lab.training import training_set
-from isoloss.loading import Kind, LoadedModel, header_of, load_model
 from isoloss.model_checks import input_embeddings, is_causal, run_on_ids, text_config
 from isoloss.model_checks import max_length as most_positions
 from isoloss.run_config import ObjectiveConfig, TrainConfig
@@ -243,8 +243,8 @@ class ModelInfo:
 class Checkpoints:
     """Models that are measured one after another, with information on all before the first is measured.
 
-    A checkpoint with the same header (`isoloss.loading.header_of`) as an earlier one is loaded only when it is
-    measured. The first model is kept in memory until it is measured. No other two are in memory at a time.
+    A checkpoint with the same header (`isoloss.checkpoints.loading.header_of`) as an earlier one is loaded only when it
+    is measured. The first model is kept in memory until it is measured. No other two are in memory at a time.
 
     Args:
         models: By name, checkpoints, models, or functions that load them.

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from isoloss import config as configs
-from isoloss import early_checks, files
+from isoloss import files, machine
+from isoloss.checkpoints import places
 from isoloss.errors import IsolossError, warn
 from isoloss.lab.evaluation.external import ExternalRun
 from isoloss.lab.evaluation.input_config import InputConfig
@@ -108,7 +109,7 @@ def evaluate(
     for name in measures or DEFAULT:
         # a mistake in a name or a setting is refused before anything is loaded
         make_measure(name, settings)
-    early_checks.check_device(device)
+    machine.check_device(device)
     if data is None and language is None:
         if output is not None:
             raise IsolossError("the evaluations of a run are kept in its folder: output is for data or a language")
@@ -121,7 +122,7 @@ def evaluate(
         (inputs or InputConfig()).check_run(str(names[0]), "batch_size")
         for given in names:
             if not Path(given).is_dir():
-                early_checks.check_checkpoint(str(given))
+                places.check_checkpoint(str(given))
         parts = [(str(name), *_checkpoints_of(Path(name), steps)) for name in names]
         return _evaluate_runs(parts, measures, settings, device, progress)
     if steps:
@@ -133,7 +134,7 @@ def evaluate(
     checkpoints = [str(name) for name in names]
     refuse_twice(checkpoints)
     for name in checkpoints:
-        early_checks.check_reachable(name)
+        places.check_reachable(name)
     if data is not None:
         hub_datasets.check_data(data)
     else:
@@ -222,7 +223,7 @@ class Evaluator:
         self, run: Run, settings: Settings | None = None, *, device: str = "cpu", context: MeasureContext | None = None
     ) -> None:
         from isoloss.lab.evaluation.context import run_context
-        from isoloss.loading import resolve_device
+        from isoloss.machine import resolve_device
 
         self.run, self.settings, self.device = run, settings or {}, resolve_device(device)
         if context is None:
@@ -253,7 +254,7 @@ class Evaluator:
         if reason := make_measure(measure, self.settings).why_not_applicable(self.context):
             raise IsolossError(f"{measure} of {self.run.path} cannot be measured: {reason}")
         if self._loaded is None or self._loaded[0] != step:
-            from isoloss.loading import load_model
+            from isoloss.checkpoints.loading import load_model
 
             self._loaded = (step, load_model(self.run.checkpoint(step), device=self.device).model)
         evaluation, examples = _measured(

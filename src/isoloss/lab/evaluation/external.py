@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
 from isoloss import files
+from isoloss.checkpoints.places import check_checkpoint
 from isoloss.config import LanguageConfig, setting
-from isoloss.early_checks import check_checkpoint
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.runs import Run, commit, versions
@@ -122,7 +122,7 @@ class ExternalCheckpoint:
             pass
         if not download:
             raise IsolossError(f"{self.checkpoint} is not on this machine: it was not downloaded yet")
-        from isoloss.early_checks import hub_answers
+        from isoloss.checkpoints.places import hub_answers
 
         if not hub_answers(name, revision=revision or None):
             raise IsolossError(
@@ -199,8 +199,8 @@ class ExternalRun(Run):
 
     def context(self, device: Any) -> MeasureContext:
         """Return what it is measured on, after writing down what the checkpoint is."""
+        from isoloss.checkpoints.loading import load_model
         from isoloss.lab.evaluation import context as contexts
-        from isoloss.loading import load_model
 
         external = self.external
         loaded = load_model(external.folder(download=True), device=device)

@@ -17,7 +17,7 @@ from isoloss.lab.training.algorithms.base import Examples
 from isoloss.lab.training.distributed import process_group
 from isoloss.lab.training.process import process_settings
 from isoloss.lab.training.train import Progress, Training, is_complete, train
-from isoloss.loading import resolve_device
+from isoloss.machine import resolve_device
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import derive

@@ -280,9 +280,9 @@ class WithSpecialTokensConfig(_Config):
         """Return the config with paths that are relative to the folder made absolute."""
         return dataclasses.replace(self, language=self.language.within(folder))
 
-    def weights_within(self, folder: Path) -> str:
+    def teacher_sha256(self, folder: Path) -> str:
         """Return the SHA-256 of the weights of a teacher at such a path."""
-        return self.language.weights_within(folder)
+        return self.language.teacher_sha256(folder)
 
     @classmethod
     def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
@@ -291,40 +291,6 @@ class WithSpecialTokensConfig(_Config):
         if prefix != "framed" or not colon:
             return None
         return cls(language=resolve(inner, **options))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileConfig(LanguageConfig):
-    """A language in a file, as `isoloss.lab.languages.save` writes it."""
-
-    kind: Literal["file"] = "file"
-    path: str
-    """A safetensors file with the language's tables."""
-    content: str = ""
-    """SHA-256 of the file; filled in when a run is made and checked whenever it is opened."""
-
-    def build(self, progress: Progress | None = None) -> Any:
-        """Return the language; a file of another content than `content` says is an error."""
-        serialization = importlib.import_module("isoloss.lab.languages.serialization")  # which imports this module
-        return serialization.load(self.path, content=self.content)
-
-    def resolved(self) -> LanguageConfig:
-        """Return the config that the language itself has, with the content filled in."""
-        config: LanguageConfig = self.build().config
-        return config
-
-    @classmethod
-    def of(cls, path: Path) -> FileConfig:
-        """Return the config of the language in `path`: where the file is, and its content."""
-        return cls(path=str(path.resolve()), content=files.sha256(path))
-
-    @classmethod
-    def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
-        """Return the config of the language in a `.safetensors` file."""
-        if not spec.endswith(SUFFIX) or not Path(spec).exists():
-            return None
-        refuse_options(spec, options)
-        return cls(path=spec).resolved()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,7 +329,7 @@ class TeacherConfig(_Config):
         path = self._beside(folder)
         return self if path is None else dataclasses.replace(self, checkpoint=str(path))
 
-    def weights_within(self, folder: Path) -> str:
+    def teacher_sha256(self, folder: Path) -> str:
         """Return the SHA-256 of the checkpoint's weights where its path is relative to the folder."""
         path = self._beside(folder)
         weights = path and path / "model.safetensors"

@@ -20,7 +20,8 @@ from isoloss.errors import IsolossError
 from isoloss.lab.languages import batches
 from isoloss.lab.languages._hmm.forward_backward import Components, ForwardBackward, Index
 from isoloss.lab.languages.base import UNDEFINED, ExactLanguage, Labeling, Perturbation, Sentences, Stored
-from isoloss.lab.languages.config import LATENT, MAX_LENGTH, STATE_TASKS, FileConfig, HMMConfig, canonical, task_number
+from isoloss.lab.languages.config import LATENT, MAX_LENGTH, STATE_TASKS, HMMConfig, canonical, task_number
+from isoloss.lab.languages.serialization import FileConfig
 
 if TYPE_CHECKING:
     from isoloss.lab.languages.alias_sampling import AliasTables

@@ -6,22 +6,58 @@ The tables decide: a language is read as it was written, whatever a generator dr
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Literal
 
 import isoloss
 from isoloss import config as configs
 from isoloss import files
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.base import Language, Stored
-from isoloss.lab.languages.config import check_name, check_unchanged
+from isoloss.lab.languages.config import SUFFIX, Progress, check_name, check_unchanged, refuse_options
 from isoloss.registry import LANGUAGES
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from isoloss.lab.languages.base import Language, Stored
+
 _HEADER = "isoloss"  # the one key of a file's metadata: the order of several is not fixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileConfig(LanguageConfig):
+    """A language in a file, as `isoloss.lab.languages.save` writes it."""
+
+    kind: Literal["file"] = "file"
+    path: str
+    """A safetensors file with the language's tables."""
+    content: str = ""
+    """SHA-256 of the file; filled in when a run is made and checked whenever it is opened."""
+
+    def build(self, progress: Progress | None = None) -> Any:
+        """Return the language; a file of another content than `content` says is an error."""
+        return load(self.path, content=self.content)
+
+    def resolved(self) -> LanguageConfig:
+        """Return the config that the language itself has, with the content filled in."""
+        config: LanguageConfig = self.build().config
+        return config
+
+    @classmethod
+    def of(cls, path: Path) -> FileConfig:
+        """Return the config of the language in `path`: where the file is, and its content."""
+        return cls(path=str(path.resolve()), content=files.sha256(path))
+
+    @classmethod
+    def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
+        """Return the config of the language in a `.safetensors` file."""
+        if not spec.endswith(SUFFIX) or not Path(spec).exists():
+            return None
+        refuse_options(spec, options)
+        return cls(path=spec).resolved()
 
 
 def save(language: Language, path: Path | str, *, overwrite: bool = False) -> None:
@@ -55,6 +91,7 @@ def save(language: Language, path: Path | str, *, overwrite: bool = False) -> No
         ...     load(path).vocabulary
         ('a', 'b')
     """
+    import numpy as np
     from safetensors.numpy import save as to_bytes
 
     path = Path(path).expanduser()
@@ -102,6 +139,8 @@ def load(path: Path | str, *, content: str = "") -> Language:
 
 def _read(path: Path) -> tuple[Stored, Any]:
     """Return what a file holds, and the config in its header, which may be anything."""
+    from isoloss.lab.languages.base import Stored
+
     metadata, tables = _read_tensors(path)
     if _HEADER not in metadata:
         raise IsolossError(f"{path} holds no language: there is no {_HEADER!r} in the metadata of its header")

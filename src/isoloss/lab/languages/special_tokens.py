@@ -17,7 +17,8 @@ from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab.languages import batches
 from isoloss.lab.languages.base import ExactLanguage, Labeling, Language, Sentences, Stored
-from isoloss.lab.languages.config import FileConfig, WithSpecialTokensConfig
+from isoloss.lab.languages.config import WithSpecialTokensConfig
+from isoloss.lab.languages.serialization import FileConfig
 from isoloss.registry import LANGUAGES
 from isoloss.text.masking import Start
 

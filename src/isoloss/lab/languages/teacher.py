@@ -19,7 +19,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from isoloss import loading, seeds
+from isoloss import seeds
+from isoloss.checkpoints import loading
 from isoloss.config import check
 from isoloss.errors import IsolossError
 from isoloss.lab.languages import batches
@@ -219,49 +220,6 @@ class Teacher(ExactLanguage):
             # abs turns -0.0 into 0.0.
             out[rows, columns] = terms.sum(dim=1).neg_().abs_()
         return out
-
-    def truncated_log_conditionals(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        positions: torch.Tensor,
-        mass: float = 0.999,
-        candidates: int | None = None,
-    ) -> Truncated:
-        r"""Return conditionals over the likeliest tokens by `Pr(c | x_<t)` only, and a bound on the mass left out.
-
-        Write `q(c) = Pr(c | x_<t)`, `s(c) = Pr(x_>t | x_<t, c)`, A for the sum of q s over the kept tokens, B for the
-        sum of q s over the others and R for the sum of q over the others. The posterior mass left out is B / (A + B).
-        It grows with B, and B <= R as s <= 1, so that it is at most R / (A + R). A model may have s = 1 for every other
-        token: without scoring them no smaller bound holds. The bound is R itself at the last position, and near 1 where
-        A, the chance of the rest of the sentence, is small against R. Over sentences that the language draws, however,
-        the mean of the mass left out is the mean of R: both are the chance that x_t is not kept, which x_<t decides.
-        The true conditional of a kept token is at most the one returned, and at least (1 - bound) times it.
-
-        Args:
-            tokens: As for `log_prob`.
-            lengths: As for `log_prob`.
-            positions: As for `log_conditionals`; with (n,) the results lack the dimension k.
-            mass: Keep the fewest tokens whose q have this sum, above 0 and at most 1.
-            candidates: Keep this many instead, from 1 to K.
-        """
-        if candidates is not None and not 1 <= candidates <= self.vocab_size:
-            raise IsolossError(f"candidates is {candidates}; it must be from 1 to {self.vocab_size}")
-        if not 0 < mass <= 1:
-            raise IsolossError(f"mass is {mass}; it must be above 0 and at most 1")
-        ids, lengths = self._checked(tokens, lengths)
-        ids, _ = self._masked(ids, lengths)
-        wide = batches.checked_positions(positions, lengths)
-        assert wide is not None
-        parts: list[tuple[torch.Tensor, torch.Tensor, Truncated]] = []
-        for chunk, prefix in self._read(ids, lengths):
-            for position in sorted(set(wide[chunk].flatten().tolist())):
-                rows, columns = (wide[chunk] == position).nonzero(as_tuple=True)
-                kept = choose_kept(prefix.logs[rows, position], mass=mass, candidates=candidates)
-                parts.append((chunk[rows], columns, truncate(self._scorer, prefix, rows, position, kept)))
-        joined = join_parts(parts, wide.shape, self.pad_id, self.dtype, self.device)
-        return Truncated(*(field.view(*positions.shape, *field.shape[2:]) for field in joined))
 
     def _conditionals(
         self, ids: torch.Tensor, lengths: torch.Tensor, wide: torch.Tensor
@@ -544,90 +502,6 @@ def check_possible(totals: torch.Tensor) -> None:
         raise IsolossError("the teacher's logits are not finite: its weights are damaged, or too large for the dtype")
     if bool((totals == -math.inf).any()):
         raise IsolossError("a sentence has probability 0: the teacher cannot produce it")
-
-
-# --- over the likeliest tokens only --------------------------------------------------------------------------------
-
-
-class Truncated(NamedTuple):
-    """Conditionals over the tokens that are likely by what stands before them; k positions, C tokens at most.
-
-    Attributes:
-        tokens: (n, k, C) int64, the kept tokens, likeliest first by `Pr(c | x_<t)`; `pad_id` where fewer are kept.
-        log_conditionals: (n, k, C): `log Pr(x_t = c | x_-t, x_t is kept)`, in nats; where there is no token, the log of
-            the dtype's smallest normal number.
-        left_out_prior: (n, k): `Pr(x_t is not kept | x_<t)`.
-        left_out_bound: (n, k): no less than `Pr(x_t is not kept | x_-t)`.
-    """
-
-    tokens: torch.Tensor
-    log_conditionals: torch.Tensor
-    left_out_prior: torch.Tensor
-    left_out_bound: torch.Tensor
-
-
-def choose_kept(logs: torch.Tensor, *, mass: float, candidates: int | None) -> torch.Tensor:
-    """Return (r, K) bool: which ranks, likeliest first, are kept of (r, K) log-probabilities.
-
-    The fewest whose sum is at least `mass`, or so many `candidates` instead.
-
-    Example:
-        >>> choose_kept(torch.tensor([[0.2, 0.7, 0.1]]).log(), mass=0.85, candidates=None)
-        tensor([[ True,  True, False]])
-    """
-    if candidates is not None:
-        return torch.arange(logs.shape[1], device=logs.device).expand_as(logs) < candidates
-    q = logs.sort(dim=1, descending=True, stable=True).values.exp()
-    # The sum before each token: so the first is always kept, and the one that reaches the mass.
-    return q.cumsum(dim=1) - q < mass
-
-
-def truncate(scorer: Scorer, prefix: Prefix, rows: torch.Tensor, position: int, kept: torch.Tensor) -> Truncated:
-    """Return the truncated conditionals of (r,) sentences at one position, each field without the dimension k.
-
-    The kept ranks, (r, K) bool as from `choose_kept`, are the first ones of each row.
-    """
-    tiny = math.log(torch.finfo(prefix.logs.dtype).tiny)
-    logs, order = prefix.logs[rows, position].sort(dim=1, descending=True, stable=True)
-    weights = torch.full_like(logs, -math.inf)
-    members, ranks = kept.nonzero(as_tuple=True)
-    for part in scorer.parts(len(members), prefix.tokens.shape[1]):
-        member, rank = members[part], ranks[part]
-        ends = prefix.tokens[rows[member], position:]
-        ends[:, 0] = order[member, rank]
-        weights[member, rank] = scorer.ending(prefix, rows[member], ends)
-    total = weights.logsumexp(dim=1)
-    check_possible(total)
-    # From the least likely on: small numbers are added before they are lost beside larger ones.
-    left_out = logs.exp().masked_fill(kept, 0.0).flip(1).sum(dim=1)
-    width = int(kept.sum(dim=1).max())
-    return Truncated(
-        order.masked_fill(~kept, scorer.ids.shape[0])[:, :width],
-        (weights - total[:, None]).clamp(min=tiny)[:, :width],
-        left_out,
-        # R / (R + A) by their logs: A, the chance of a whole ending, may underflow.
-        torch.sigmoid(left_out.log() - total),
-    )
-
-
-def join_parts(
-    parts: Iterable[tuple[torch.Tensor, torch.Tensor, Truncated]],
-    shape: torch.Size,
-    pad_id: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Truncated:
-    """Return one `Truncated` of (n, k) positions, out of parts with their rows and columns."""
-    parts = list(parts)
-    widest = max((part.tokens.shape[1] for *_, part in parts), default=1)
-    tokens = torch.full((*shape, widest), pad_id, device=device)
-    logs = torch.full((*shape, widest), math.log(torch.finfo(dtype).tiny), dtype=dtype, device=device)
-    prior, bound = torch.zeros(2, *shape, dtype=dtype, device=device)
-    for rows, columns, part in parts:
-        width = part.tokens.shape[1]
-        tokens[rows, columns, :width], logs[rows, columns, :width] = part.tokens, part.log_conditionals
-        prior[rows, columns], bound[rows, columns] = part.left_out_prior, part.left_out_bound
-    return Truncated(tokens, logs, prior, bound)
 
 
 def vocab_size(model: Any) -> int:

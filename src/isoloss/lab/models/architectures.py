@@ -372,7 +372,7 @@ class _LSTM(Architecture):
     The paper (appendix A.4) names widths and numbers of layers; that both sides are read, it leaves unsaid.
     """
 
-    model_class, library = "LSTMForMaskedLM", "isoloss.lstm"
+    model_class, library = "LSTMForMaskedLM", "isoloss.lab.models.lstm"
     sizes, default_size = LSTM_SIZES, "h64"
     supports_fsdp = False  # torch's LSTM kernels need full weights
 
@@ -421,7 +421,7 @@ class _LSTM(Architecture):
 class _BracketAttention(Architecture):
     """The paper's model of brackets (section 5), which reads the language `hidden-bracket` alone and has no dropout."""
 
-    model_class, library = "BracketAttentionForMaskedLM", "isoloss.bracket_attention"
+    model_class, library = "BracketAttentionForMaskedLM", "isoloss.lab.models.bracket_attention"
     sizes, default_size = BRACKET_SIZES, "m64"
     supports_fsdp = False  # the output layer is made of the weight at every step
 

@@ -24,9 +24,9 @@ from transformers import (
     RobertaPreLayerNormForMaskedLM,
 )
 
+from isoloss.checkpoints.loading import quiet
 from isoloss.errors import IsolossError
 from isoloss.lab.models.sizes import SIZES, Shape
-from isoloss.loading import quiet
 
 Scale = Literal["exact", "balanced", "paper"]
 

@@ -1,7 +1,6 @@
 """Checkpoints of a run: a Hugging Face folder, plus what training needs to go on from there bit for bit.
 
 config.json, model.safetensors     what transformers loads, and the tokenizer's files where the language has one
-ema/                               the same with the averaged weights, in the kept checkpoints of a run that has them
 trainer.safetensors                the training algorithm's tensors
 trainer.json                       step, sums for metrics, config, targets reached, SHA-256 of the other files
 """
@@ -21,11 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from isoloss import config as configs
 from isoloss import files
+from isoloss.checkpoints.loading import quiet
+from isoloss.checkpoints.places import TRAINER, check_weights
 from isoloss.errors import IsolossError
-from isoloss.lab.training.averaging import averaged, without_average
-from isoloss.loading import quiet
 from isoloss.run_config import TrainConfig
-from isoloss.runs import AVERAGE, TRAINER, Run, check_weights
+from isoloss.runs import Run
 
 WEIGHTS = "model.safetensors"
 TRAINER_TENSORS = "trainer.safetensors"
@@ -51,7 +50,6 @@ def save(
     state: TrainerState,
     *,
     tokenizer: Any = None,
-    average: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write the checkpoint `path`, whole or not at all; one that is there is replaced.
 
@@ -61,7 +59,6 @@ def save(
         tensors: The training algorithm's state.
         state: Where the run stands.
         tokenizer: Saved along, so that the folder can be used by itself.
-        average: What `WeightAverage.state` returned, to be saved in the folder `ema` as a model; empty or None: none.
 
     Raises:
         IsolossError: The weights are not all finite, or the folder cannot be written.
@@ -72,12 +69,8 @@ def save(
             raise IsolossError(f"after step {state.step} the weights {name} are not finite: lower the learning rate")
     try:
         with files.new_directory(path) as folder, quiet():
-            save_model(folder, model, tokenizer)
-            if average:
-                with averaged(model, average):
-                    save_model(folder / AVERAGE, model, tokenizer)
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / TRAINER_TENSORS)
-            (folder / TRAINER_TENSORS).chmod((folder / "config.json").stat().st_mode)
+            save_model(folder, model, tokenizer)
             written = sorted(path for path in folder.rglob("*") if path.is_file())
             hashes = {path.relative_to(folder).as_posix(): files.sha256(path) for path in written}
             files.write_sealed(folder / TRAINER, {**dataclasses.asdict(state), "sha256": hashes})
@@ -132,7 +125,7 @@ def load_branch(path: Path, config: TrainConfig) -> dict[str, torch.Tensor]:
             f"seed is {config.seed}, as in the run that {path} is of, whose first batches this run would see again: "
             "choose another seed"
         )
-    if not (tensors := without_average(_read_tensors(path / TRAINER_TENSORS))):
+    if not (tensors := _read_tensors(path / TRAINER_TENSORS)):
         raise IsolossError(f"{path} has no state of its optimizer, which begins anew there: leave out init_optimizer")
     return tensors
 

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from isoloss.errors import IsolossError
-from isoloss.loading import resolve_device
+from isoloss.machine import resolve_device
 
 TIMEOUT = timedelta(minutes=30)  # for a process that lives and does not answer; rank 0 may be measuring or saving
 
@@ -76,7 +76,7 @@ class ProcessGroup:
         """Return this process's device of the kind `name`: of CUDA devices, the one with its local rank.
 
         Raises:
-            IsolossError: As for `isoloss.loading.resolve_device`, or there are fewer devices than processes.
+            IsolossError: As for `isoloss.machine.resolve_device`, or there are fewer devices than processes.
         """
         device = resolve_device(name)
         if self.world_size == 1 or device.type == "cpu":

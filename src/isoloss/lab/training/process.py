@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from isoloss import interrupts
-from isoloss.memory import give_back_freed, keep_freed
+from isoloss.machine import disable_malloc_trim, trim_malloc
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def process_settings(threads: int, device: torch.device, *, compiled: bool = Fal
     devices = [torch.cuda.current_device() if device.index is None else device.index] if is_cuda else []
     if threads or compiled:
         torch.set_num_threads(1 if compiled else threads)
-    keep_freed()
+    disable_malloc_trim()
     try:
         with (
             torch.cuda.device(devices[0]) if is_cuda else contextlib.nullcontext(),
@@ -36,7 +36,7 @@ def process_settings(threads: int, device: torch.device, *, compiled: bool = Fal
             yield
     finally:
         torch.set_num_threads(before)
-        give_back_freed()
+        trim_malloc()
 
 
 @contextlib.contextmanager

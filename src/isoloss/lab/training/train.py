@@ -1,7 +1,7 @@
 """Training a run directory, from wherever an earlier process left it until it is complete.
 
 Everything a step draws is a function of seed and step. So a checkpoint holds the weights, the state of the algorithm
-and of the averages, and a few counts (`TrainerState`), but no random state; and a run that was killed ends with the
+and a few counts (`TrainerState`), but no random state; and a run that was killed ends with the
 same bytes as one that was not.
 
 In the order in which it runs: `train` refuses and locks, `Training.__post_init__` makes the model and what updates it,
@@ -18,15 +18,15 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from isoloss import config as configs
 from isoloss import files
+from isoloss.checkpoints.places import TRAINER
 from isoloss.errors import IsolossError, require_package
 from isoloss.lab.languages.base import Language
 from isoloss.lab.models.make import make_model
@@ -40,25 +40,22 @@ from isoloss.lab.training.algorithms.base import (
     no_task_examples,
     without_dropout,
 )
-from isoloss.lab.training.averaging import WeightAverage, without_average
 from isoloss.lab.training.checkpoints import TrainerState
 from isoloss.lab.training.data_parallel import make_parallel
 from isoloss.lab.training.distributed import ProcessGroup, process_group
-from isoloss.lab.training.loggers import Loggers
-from isoloss.lab.training.objectives import TrainingBatch, prediction_loss, training_batch
+from isoloss.lab.training.objectives import prediction_loss, training_batch
 from isoloss.lab.training.process import process_settings, seed_dropout, signals
+from isoloss.lab.training.tensorboard import TensorBoard
 from isoloss.lab.training.training_set import check_training_set
-from isoloss.memory import check_fits
+from isoloss.machine import check_fits
 from isoloss.registry import MODELS, OPTIMIZERS
 from isoloss.run_config import TrainConfig
-from isoloss.runs import TRAINER, Run
+from isoloss.runs import Run
 from isoloss.seeds import derive
 
 Measure = Callable[[Any], Mapping[str, float]]  # of a model in eval mode, by name
 Validate = Callable[[str, Any], Mapping[str, float]]  # takes "kl" or "loss" and a model: `validation_kl_nats`, ...
 REPORT_SECONDS = 1.0  # between two calls of `progress`
-
-T = TypeVar("T")
 
 
 class Interrupted(IsolossError):  # noqa: N818  (nothing went wrong)
@@ -188,7 +185,7 @@ class Training:
 
     def __post_init__(self) -> None:
         config, language, device, group = self.config, self.language, self.device, self.group
-        self.loggers: Loggers | None = None
+        self.tensorboard: TensorBoard | None = None
         self.stages = Stages(config)
         # drawn and loaded on the CPU, so that the initial weights are the same on every device
         self.model: Any = make_model(config.model, language, seed=config.seed)
@@ -209,20 +206,14 @@ class Training:
 
             self.loss = self.compiled = CompiledLoss(self.model)
 
-        # Below, the optimizer and the average take the parameters as FSDP or the compiled loss has left them.
+        # Below, the optimizer takes the parameters as FSDP or the compiled loss has left them.
         # Stages to come have their algorithms already, so that what one of them refuses is told at once; their
         # optimizers hold no tensors before their first step. With every stage done but result.json, one is left.
         first = min(self.stages.num_ended(self.step), len(self.stages.configs) - 1)
         self.algorithms = deque(self._algorithm(index) for index in range(first, len(self.stages.configs)))
-        if algorithm_tensors := without_average(saved_tensors):
-            self.algorithms[0].load_state(algorithm_tensors)
-        self.average = WeightAverage(self.model, config.ema)
-        # a run that begins, also as a branch of another, begins its average
-        if self.step:
-            self.average.load_state(saved_tensors)
+        if saved_tensors:
+            self.algorithms[0].load_state(saved_tensors)
         self.timing = Timing(self.step, config.steps, self.progress if group.is_main else None)
-        # the batches of the stage that is being trained
-        self.batches: Batches[TrainingBatch]
 
     def _load(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Give the model the weights to go on from; return the step they are of and the trainer's tensors."""
@@ -294,40 +285,36 @@ class Training:
         """Make the steps that are left of a stage, and return whether a signal ended it early."""
         stage, begin, end = self.stages.configs[index], self.stages.begin(index), self.stages.ends[index]
         stop = False
-        # a partial of what it needs alone: with `self` in it, this and the batches would hold each other, and the
-        # model would not be freed at the end
-        make = partial(training_batch, self.language, stage, device=torch.device("cpu"), rows=self.group.rows())
-        with Batches(make, last=end, ahead=self.config.prefetch) as self.batches:
-            while not stop and self.stages.num_ended(self.step) == index:
-                number = self.step + 1
-                inputs, num_tokens = self.batches.of(number)
-                batch = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        rows = self.group.rows()
+        while not stop and self.stages.num_ended(self.step) == index:
+            number = self.step + 1
+            inputs, num_tokens = training_batch(self.language, stage, number, device=torch.device("cpu"), rows=rows)
+            batch = {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
-                is_logged = number % self.config.log_every == 0 or number == end
-                # at every step, so that there is no random state to save
-                seed_dropout(derive(self.config.seed, "dropout", number, *self.group.stream), self.device)
-                # where nothing is clipped, the norm is one more pass over the gradients for metrics.jsonl alone
-                result = self.algorithms[0].step(number - begin, batch, self.loss, with_norm=is_logged)
-                self.average.update()
+            is_logged = number % self.config.log_every == 0 or number == end
+            # at every step, so that there is no random state to save
+            seed_dropout(derive(self.config.seed, "dropout", number, *self.group.stream), self.device)
+            # where nothing is clipped, the norm is one more pass over the gradients for metrics.jsonl alone
+            result = self.algorithms[0].step(number - begin, batch, self.loss, with_norm=is_logged)
 
-                # before the step counts: an update from such a gradient gets into no line and no checkpoint
-                self._check_finite({"loss": result.loss_nats, **result.details}, number)
-                self.step = number
-                self.loss_sum += result.loss_nats
-                self.loss_count += 1
-                if is_logged:
-                    # this may end the stage, at its target
-                    self._log(index, result)
-                self.timing.tick(number, result.loss_nats, num_tokens)
+            # before the step counts: an update from such a gradient gets into no line and no checkpoint
+            self._check_finite({"loss": result.loss_nats, **result.details}, number)
+            self.step = number
+            self.loss_sum += result.loss_nats
+            self.loss_count += 1
+            if is_logged:
+                # this may end the stage, at its target
+                self._log(index, result)
+            self.timing.tick(number, result.loss_nats, num_tokens)
 
-                if self.stages.num_ended(self.step) > index and len(self.algorithms) > 1:
-                    # before the checkpoint, which is then that of a stage that begins: without an optimizer's state
-                    self.algorithms.popleft().optimizer.to_evaluated()
-                is_due = self.group.is_main and self.timing.save_is_due(self.config.save_every_seconds)
-                # saving puts shards together, so that all must agree; one sum answers both questions
-                stop, is_due = self.group.any(interrupted(), is_due)
-                if stop or is_due or self.step in self.kept_steps:
-                    self._save()
+            if self.stages.num_ended(self.step) > index and len(self.algorithms) > 1:
+                # before the checkpoint, which is then that of a stage that begins: without an optimizer's state
+                self.algorithms.popleft().optimizer.to_evaluated()
+            is_due = self.group.is_main and self.timing.save_is_due(self.config.save_every_seconds)
+            # saving puts shards together, so that all must agree; one sum answers both questions
+            stop, is_due = self.group.any(interrupted(), is_due)
+            if stop or is_due or self.step in self.kept_steps:
+                self._save()
         return stop
 
     def _check_finite(self, values: Mapping[str, float], number: int) -> None:
@@ -390,11 +377,11 @@ class Training:
         every, ends = self.config.log_every, self.stages.ends
         num_lines = self.step // every + sum(end <= self.step and end % every != 0 for end in ends)
         _truncate_metrics(self.run, self.step, num_lines, self.metrics_sha256)
-        if self.config.loggers:
-            # after metrics.jsonl was cut, as loggers begin with its lines
-            self.loggers = Loggers(self.config.loggers, self.run)
-            # however training ends, loggers write what they have
-            until_the_end.callback(self.loggers.close)
+        if self.config.tensorboard:
+            # after metrics.jsonl was cut, as TensorBoard begins with its lines
+            self.tensorboard = TensorBoard(self.run)
+            # however training ends, it writes what it has
+            until_the_end.callback(self.tensorboard.close)
 
     def _log(self, index: int, result: StepResult) -> None:
         """Add a line to metrics.jsonl; in a run with stages, compare with the target of the stage, and end it there."""
@@ -422,8 +409,6 @@ class Training:
                 return {}
             # a copy that was put together from shards is on the CPU
             model.to(self.device)
-            # a measure may use the language, which need not stand two threads
-            self.batches.wait()
             # each step seeds its own random state, so none has to be kept
             with without_dropout(model):
                 return measure(model)
@@ -445,19 +430,18 @@ class Training:
         return values
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        """Add a line to metrics.jsonl and to the loggers."""
+        """Add a line to metrics.jsonl and to TensorBoard."""
         files.append_json(self.run.path / "metrics.jsonl", line)
-        if self.loggers is not None:
-            self.loggers.log(line)
+        if self.tensorboard is not None:
+            self.tensorboard.log(line)
         if "stage_ended" in line:
             self.run.log("stage ended", stage=line["stage"], step=line["step"], why=line["stage_ended"])
 
     def _save(self) -> None:
         """Save this step, and drop the checkpoints that were only there to go on from."""
         # all processes put the shards together, then rank 0 writes
-        average = self.average.state()
         # before the model has the weights that are evaluated: the state has those that are trained
-        tensors = {**self._algorithm_state(), **average}
+        tensors = self._algorithm_state()
 
         def write(model: Any) -> None:
             state = TrainerState(
@@ -475,8 +459,6 @@ class Training:
                 tensors,
                 state,
                 tokenizer=getattr(self.language, "tokenizer", None),
-                # as a model of its own, for readers; training goes on from the one in `tensors`
-                average=average if self.step in self.kept_steps else None,
             )
             # only now: killed at any moment, the run has a whole checkpoint
             checkpoints.remove_except(self.run, {*self.kept_steps, self.step})
@@ -537,8 +519,8 @@ def check_request(
 ) -> None:
     """Refuse a config that cannot be trained, or that asks for measurements without a `measure` or `validate`."""
     configs.check(config)
-    # a logger is called after its package; numba draws sentences, orders and masks
-    for package in (*config.loggers, "numba"):
+    # numba draws sentences, orders and masks
+    for package in ("numba", *["tensorboard"] * config.tensorboard):
         require_package(package)
     for stage in config.stage_configs():
         objectives.check_language(stage.objective, language)
@@ -648,51 +630,6 @@ class Stages:
         if self._config.stages[index].target is None:
             return "steps done"
         return "target reached" if step in self.reached else "target not reached"
-
-
-class Batches(Generic[T]):
-    """What `make` gives for the steps up to `last`; a context, which ends with the background thread gone.
-
-    A batch is a function of its step, so that nothing but time depends on where it is made. With `ahead`, the next
-    step's is made in a background thread: at most one, and `make` never runs twice at once.
-
-    Example:
-        >>> with Batches(lambda step: step * step, last=3, ahead=True) as batches:
-        ...     [batches.of(step) for step in (1, 2, 3)]
-        [1, 4, 9]
-    """
-
-    def __init__(self, make: Callable[[int], T], *, last: int, ahead: bool) -> None:
-        self._make, self._last = make, last
-        self._next: tuple[int, Future[T]] | None = None
-        self._pool = ThreadPoolExecutor(1, "batches") if ahead else None
-
-    def __enter__(self) -> Batches[T]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Wait for the batch that is being made, and let go of the thread."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        # a stage that ended at its target leaves a batch that nobody asks for
-        self._next = None
-
-    def of(self, step: int) -> T:
-        """Return the batch of `step`, and begin the next one; what `make` raised is raised here, at its own step."""
-        if self._pool is None:
-            return self._make(step)
-        prefetched, self._next = self._next, None
-        ready = prefetched[1] if prefetched and prefetched[0] == step else self._pool.submit(self._make, step)
-        batch = ready.result()
-        if step < self._last:
-            self._next = step + 1, self._pool.submit(self._make, step + 1)
-        return batch
-
-    def wait(self) -> None:
-        """Wait until nothing is being made: for what must not use the language at the same time."""
-        if self._next is not None:
-            # not `result`: an error of its making belongs to its own step
-            wait([self._next[1]])
 
 
 class Timing:

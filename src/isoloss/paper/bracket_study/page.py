@@ -16,7 +16,7 @@ from isoloss.paper.bracket_study.design import (
     Replicate,
     StudySize,
 )
-from isoloss.paper.bracket_study.study import contrasts, ends_of, mean
+from isoloss.paper.bracket_study.study import arms_of, compared, ends_of, mean
 from isoloss.report.data import COLORS
 from isoloss.report.intervals import Interval, IntervalPanel, intervals
 from isoloss.report.panels import Axis, Panel, Series, draw
@@ -136,9 +136,13 @@ def _doses(results: Results, model: Model, length: int) -> Figure:
 
 
 def _arms(results: Results) -> Figure:
-    made = contrasts(results)
+    scale: StudySize = results.scale
+    models: tuple[Model, ...] = ("attention", "transformer")
+    made = [
+        each for model in models for name in arms_of(scale, model) for each in compared(results, name=name, model=model)
+    ]
     rows, differences = [], []
-    for each in (contrast for of_name in made.values() for contrast in of_name if not contrast.not_tested):
+    for each in (contrast for contrast in made if not contrast.not_tested):
         kind = "transformer" if any(name == "trace" for name in each.pairs[0][0]) else "section 5's model"
         row = f"{each.names[1]} − {each.names[0]}"
         rows.append(row)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from isoloss.paper.bracket_study.design import (
     BASE,
@@ -21,14 +21,12 @@ from isoloss.report.html import Card
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.answer import card_of
-from isoloss.studies.claims import ClaimResult, Contrast
+from isoloss.studies.claims import Claim, ClaimResult, Contrast
 from isoloss.studies.results import Checkpoint, Results
 from isoloss.studies.spec import Study
 from isoloss.studies.summary import SummaryTable
 
 OVER = "mean ± standard error over seeds"
-# what the names of a model's contrasts end with
-ENDINGS: Mapping[Model, str] = {"attention": "", "transformer": ", transformer"}
 FLATNESS: Mapping[Model, Mapping[str, str]] = {
     "attention": {"trace": "parts-trace", "minimal-trace": "parts-minimal-trace"},
     "transformer": {"trace": "trace", "minimal-trace": "minimal-trace"},
@@ -40,7 +38,7 @@ PARTS = ("attention-trace", "neurons-trace", "neurons-minimal-trace", "cancellat
 
 
 def arms_of(scale: StudySize, model: Model) -> Mapping[str, tuple[str, str]]:
-    """Return the arms that claims compare, the control first, by what claims.toml calls them."""
+    """Return the arms that claims compare, the control first, by name."""
     strongest = f"{scale.penalties[-1]:g}"
     first = scale.dosed(model).get(scale.doses[0], "") if scale.doses else ""
     return {
@@ -54,19 +52,14 @@ def arms_of(scale: StudySize, model: Model) -> Mapping[str, tuple[str, str]]:
     }
 
 
-def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
-    """Return the pairs of checkpoints that are compared, by what claims.toml calls them; each case is a T."""
+def compared(results: Results, *, name: str, model: Model = "attention") -> list[Contrast]:
+    """Return a contrast of two arms for each T at which both were run."""
     scale: StudySize = results.scale
-    made: dict[str, list[Contrast]] = {}
-    for model, ending in ENDINGS.items():
-        for name, arms in arms_of(scale, model).items():
-            made[name + ending] = []
-            for length in scale.lengths.get(model, ()):
-                units = [
-                    u for u in scale.units(model, length) if all(u.run(arm) in results.experiments for arm in arms)
-                ]
-                if units:
-                    made[name + ending].append(_contrast(results, units, arms, f"T = {length}"))
+    arms, made = arms_of(scale, model)[name], []
+    for length in scale.lengths.get(model, ()):
+        units = [u for u in scale.units(model, length) if all(u.run(arm) in results.experiments for arm in arms)]
+        if units:
+            made.append(_contrast(results, units, arms, f"T = {length}"))
     return made
 
 
@@ -89,26 +82,6 @@ def _contrast(results: Results, units: Sequence[Replicate], arms: tuple[str, str
 def missed(end: Checkpoint) -> bool:
     """Return whether the run of a last checkpoint missed the target."""
     return end["kl"].value > MISSED_KL
-
-
-def contrast_cases(scale: StudySize) -> Mapping[str, Sequence[str]]:
-    """Return the lengths of the sentences, by contrast."""
-    return {
-        name + ending: [f"T = {length}" for length in scale.lengths.get(model, ())]
-        for model, ending in ENDINGS.items()
-        for name in arms_of(scale, model)
-    }
-
-
-def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
-    """Return what is measured of two models, by what claims.toml calls it."""
-    return {
-        "flatness": FLATNESS["attention"],
-        "transformer's flatness": FLATNESS["transformer"],
-        "|g|": {f"|g|, {shots} strings": f"r2-abs-g-{shots}" for shots in (8, 16)},
-        "g": {"g, 16 strings": "r2-g-16"},
-        "kl": {"": "kl"},
-    }
 
 
 def clusters_of(units: Sequence[Replicate]) -> list[str]:
@@ -219,26 +192,214 @@ def mean(ends: Mapping[Replicate, Checkpoint], key: str) -> Estimate:
     return cluster_mean([each.value for each in found], clusters_of(list(ends)), unit=found[0].unit)
 
 
+# --- what is claimed --------------------------------------------------------------------------------------------------
+
+
+def lengths(scale: StudySize) -> list[str]:
+    """Return the cases of the contrasts of the model of section 5."""
+    return [f"T = {length}" for length in scale.lengths.get("attention", ())]
+
+
+def transformer_lengths(scale: StudySize) -> list[str]:
+    """Return the cases of the transformer's contrasts."""
+    return [f"T = {length}" for length in scale.lengths.get("transformer", ())]
+
+
+# What the study is asked, stated before it is run. A direction is that of the second model of the comparison minus the
+# first. R² of a perfect model is 1, of a probe that knows the mean alone 0; the smallest difference of interest is
+# 0.05.
+#
+# The claims follow from a pilot on other seeds (900 to 903), T = 6: after 6,000 steps of label noise the minimal trace
+# had fallen from 1.3 to 0.3, R² of |g| from 8 strings had risen from 0.2 to 0.6. Tried there, in this order: standard
+# deviations of the initial V of 0.3 to 4 (0.7 gives a cancellation of 1.7); SGD with rates 0.25 to 4 and 2 to 32
+# sentences (from rate 2 with 16 sentences on it diverged; at T = 8 one of three seeds did at rate 1, none of five at
+# 0.7, the rate there); penalties of AdamW with three strengths of each sign. Of the transformer one seed was looked at;
+# its R² from 8 strings varied by more than 1.
+#
+# The demo has seeds of its own. It was run once before the probes' strengths were made for features of mean squared
+# norm 1 over all strings, as they are now; the transformer of the pilot, with R² of -600 from strings that were nearly
+# alike, led to that.
+#
+# A first draw (seeds 100 to 119) led to two changes, which were committed before any other seeds were run. One of its
+# 20 runs with label noise at T = 6 collapsed, to a KL of 0.33, so the losses were not shown to be the same and nothing
+# was tested: now a pair is left out if one of its runs missed the target, with a KL above 2e-5. And R² of the
+# transformer went from -782 to 0.9, as the weakest ridge, 1e-6, magnified what the strings hardly differ in: now the
+# weakest is 0.01. On five of those seeds, this changes R² of the paper's model by at most 0.02, and the mean R² of the
+# transformer after label noise from 0.60 to 0.78.
+#
+# Every base and every arm ends at a KL of at most 1e-5 nats on validation sentences; the margin of the loss is twice
+# that.
+IMBALANCE = {f"|g|, {shots} strings": f"r2-abs-g-{shots}" for shots in (8, 16)}
+_claim = functools.partial(Claim, cases=lengths)
+_of_transformer = functools.partial(Claim, cases=transformer_lengths)
+_NOISE, _FIRST_PHASE, _PENALTY, _REWARD, _SHAM, _ADAMW, _SAM = (
+    functools.partial(compared, name=name)
+    for name in ("label noise", "first phase", "penalty", "reward", "sham", "adamw", "sam")
+)
+_T_NOISE, _T_PENALTY, _T_REWARD, _T_SHAM = (
+    functools.partial(compared, name=name, model="transformer") for name in ("label noise", "penalty", "reward", "sham")
+)
+CLAIMS = (
+    _claim(
+        id="noise-flatter",
+        statement="At the same loss, SGD with sampled labels is flatter than SGD with exact labels",
+        paper="theorem 3.3: label noise is what drives the trace down; not tried in this model",
+        role="manipulation check",
+        case="minimal-trace (T = 6)",
+        of=_NOISE,
+        measures=FLATNESS["attention"],
+        direction="decrease",
+    ),
+    _claim(
+        id="penalty-imbalance",
+        statement="At the same loss, a penalty on the trace of the neurons makes |g| easier to learn from few strings",
+        paper="theorem 5.1: the flattest solution is the transferable one; not tried",
+        role="positive control",
+        case="|g|, 8 strings (T = 6)",
+        of=_PENALTY,
+        measures=IMBALANCE,
+        direction="increase",
+    ),
+    _claim(
+        id="noise-imbalance",
+        statement="At the same loss, label noise makes |g| easier to learn from few strings",
+        paper="theorems 3.3 and 5.1 together; not tried",
+        role="primary",
+        case="|g|, 8 strings (T = 6)",
+        of=_NOISE,
+        measures=IMBALANCE,
+        direction="increase",
+        no_effect_within=0.05,
+    ),
+    _claim(
+        id="noise-count",
+        statement="At the same loss, label noise makes g easier to learn from few strings",
+        paper="theorem 5.1 is about g",
+        of=_NOISE,
+        measures={"g, 16 strings": "r2-g-16"},
+        direction="increase",
+    ),
+    _claim(
+        id="first-phase-flatter",
+        statement="Little label noise already flattens",
+        of=_FIRST_PHASE,
+        measures=FLATNESS["attention"],
+        direction="decrease",
+    ),
+    _claim(
+        id="first-phase-imbalance",
+        statement="Little label noise, which evens out the attention, does not change how easy |g| is",
+        of=_FIRST_PHASE,
+        measures=IMBALANCE,
+        direction="no change within",
+        margin=0.1,
+    ),
+    _claim(
+        id="reward-imbalance",
+        statement="At the same loss, a reward for the trace of the neurons makes |g| harder to learn from few strings",
+        of=_REWARD,
+        measures=IMBALANCE,
+        direction="decrease",
+    ),
+    _claim(
+        id="sham-imbalance",
+        statement="The same steps with a penalty of weight 0 change nothing",
+        of=_SHAM,
+        measures=IMBALANCE,
+        direction="no change within",
+        margin=0.1,
+    ),
+    _claim(
+        id="adamw-flatter",
+        statement="At the same loss, AdamW on sampled labels is flatter than SGD on exact labels",
+        of=_ADAMW,
+        measures=FLATNESS["attention"],
+        direction="decrease",
+    ),
+    _claim(
+        id="adamw-imbalance",
+        statement="At the same loss, AdamW on sampled labels makes |g| easier to learn from few strings",
+        of=_ADAMW,
+        measures=IMBALANCE,
+        direction="increase",
+    ),
+    _claim(
+        id="sam-flatter",
+        statement="At the same loss, SAM is flatter than SGD",
+        of=_SAM,
+        measures=FLATNESS["attention"],
+        direction="decrease",
+    ),
+    _claim(
+        id="sam-imbalance",
+        statement="At the same loss, SAM makes |g| easier to learn from few strings",
+        of=_SAM,
+        measures=IMBALANCE,
+        direction="increase",
+    ),
+    _of_transformer(
+        id="transformer-noise-flatter",
+        statement="Transformer: at the same loss, SGD with sampled labels is flatter than SGD with exact labels",
+        of=_T_NOISE,
+        measures=FLATNESS["transformer"],
+        direction="decrease",
+    ),
+    _of_transformer(
+        id="transformer-noise-imbalance",
+        statement="Transformer: at the same loss, label noise makes |g| easier to learn from few strings",
+        of=_T_NOISE,
+        measures=IMBALANCE,
+        direction="increase",
+    ),
+    _of_transformer(
+        id="transformer-penalty-imbalance",
+        statement="Transformer: at the same loss, a penalty on the trace makes |g| easier to learn from few strings",
+        of=_T_PENALTY,
+        measures=IMBALANCE,
+        direction="increase",
+    ),
+    _of_transformer(
+        id="transformer-reward-imbalance",
+        statement="Transformer: at the same loss, a reward for the trace makes |g| harder to learn from few strings",
+        of=_T_REWARD,
+        measures=IMBALANCE,
+        direction="decrease",
+    ),
+    _of_transformer(
+        id="transformer-sham-imbalance",
+        statement="Transformer: the same steps with a penalty of weight 0 change nothing",
+        of=_T_SHAM,
+        measures=IMBALANCE,
+        direction="no change within",
+        margin=0.1,
+    ),
+)
+
+
 # --- the answer ------------------------------------------------------------------------------------------------------
 
 
 def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
     """Return whether flattening helps transfer: by label noise, by a penalty, by SAM, which the demo does not have."""
     by_id = {result.claim.id: result for result in claims}
-    made = contrasts(results)
 
     def card(label: str, result: ClaimResult) -> Card:
         found = card_of(label, result)
-        left_out = [each.where for each in made[result.claim.compares] if each.where]
+        left_out = [each.where for each in _contrasts_of(result, results) if each.where]
         return dataclasses.replace(found, detail=". ".join([found.detail, *left_out]))
 
     return [
         card("Does label noise help transfer?", by_id["noise-imbalance"]),
         card("Does a penalty on the trace help?", by_id["penalty-imbalance"]),
         card("Does SAM, which flattens too?", by_id["sam-imbalance"])
-        if made["sam"]
+        if _contrasts_of(by_id["sam-imbalance"], results)
         else card("Does label noise flatten?", by_id["noise-flatter"]),
     ]
+
+
+def _contrasts_of(result: ClaimResult, results: Results) -> list[Contrast]:
+    made: list[Contrast] = result.claim.of(results)  # type: ignore[assignment]
+    return made
 
 
 STUDY = Study(
@@ -263,10 +424,9 @@ STUDY = Study(
         "sharpens; the sham has weight 0. A one-layer transformer goes through the main arms too. Standard errors are "
         "over seeds, which decide initial weights, sentences, labels and the strings of the probes.",
     ),
-    claims=Path(__file__).with_name("claims.toml"),
-    contrasts=contrasts,
-    contrast_cases=contrast_cases,
-    measures=measures,
+    claims=CLAIMS,
+    loss_margin=0.00002,
+    verdicts_at=("laptop", "demo"),
     tables=tables,
     answer=answer,
     page="isoloss.paper.bracket_study.page:parts",

@@ -201,7 +201,7 @@ SCALES: Mapping[str, StudySize] = {
     "evening": dataclasses.replace(LAPTOP, description="two hours on two cores", grammars=tuple(range(800, 830))),
     "pilot": dataclasses.replace(
         LAPTOP,
-        description="six minutes on two cores: what claims.toml is planned with, no verdict is given",
+        description="six minutes on two cores: what the claims are planned with, no verdict is given",
         grammars=tuple(range(9000, 9004)),
         seeds_per_grammar=1,
         settings={**SETTINGS, "probe_draws": 24},

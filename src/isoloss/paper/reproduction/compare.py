@@ -18,7 +18,7 @@ from isoloss.studies.results import Checkpoint, Measured, Pair, Results, loss_ke
 
 TRAJECTORY = "AdamW at the same loss"
 PAIR = Callable[[Replicate], Pair | None]
-CONTRASTS = {  # the names of claims.toml, after the name of the dataset
+CONTRASTS = {  # the names of contrasts, by dataset
     "pcfg": ("sgd", "label noise", "longer", "larger", "adversary", "helper", "pre-ln", "look-up table"),
     "hmm": ("sgd", "longer", "larger"),
     "generated": ("longer", "larger"),
@@ -80,7 +80,7 @@ def by_dataset(results: Results) -> list[DatasetResults]:
     return [data for dataset in scale.datasets if (data := DatasetResults(results, dataset)).replicates]
 
 
-def at_same_loss(controls: Sequence[Checkpoint], treated: Checkpoint) -> Pair | None:
+def interpolated_control(controls: Sequence[Checkpoint], treated: Checkpoint) -> Pair | None:
     """Return the control at the treated model's loss, and the treated model.
 
     The loss is the KL to the truth where it is known. The control is interpolated, linearly in the logarithm of the
@@ -142,9 +142,10 @@ def mean(estimates: Sequence[tuple[Replicate, Estimate]]) -> Estimate:
     return cluster_mean([each.value for _, each in estimates], clusters, unit=estimates[0][1].unit)
 
 
+@functools.lru_cache(maxsize=1)  # many claims ask for them, one after the other
 def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
-    """Return the pairs of checkpoints that are compared, by what claims.toml calls them; none of what was not run."""
-    # claims.toml names them all, and a scale need not have all
+    """Return the pairs of checkpoints that are compared, by dataset and name; none of what was not run."""
+    # claims are about all of them, and a scale need not have all
     named: dict[str, Sequence[Contrast]] = {f"{name} {each}": () for name, all_ in CONTRASTS.items() for each in all_}
     for data in by_dataset(results):
         made = (_after_cooldown if data.dataset.cooldown_steps else _along_training)(data)
@@ -185,7 +186,7 @@ def _against_adamw(data: DatasetResults, name: str, arm: str, between: str, *, c
     def pair(one: Replicate) -> Pair | None:
         is_run = one.run(cooled) in data.results.experiments
         treated = data.at(one, cooled) if is_run else data.end(one, arm)
-        return at_same_loss(data.by_cooldown(one, data.dataset.main), treated)
+        return interpolated_control(data.by_cooldown(one, data.dataset.main), treated)
 
     return _contrast(
         data,
@@ -193,7 +194,7 @@ def _against_adamw(data: DatasetResults, name: str, arm: str, between: str, *, c
         pair,
         INTERPOLATED.format(between=between),
         case=case,
-        at_same_loss=False,
+        needs_same_loss=False,
     )
 
 
@@ -210,9 +211,9 @@ def _after_cooldown(data: DatasetResults) -> dict[str, list[Contrast]]:
         "longer": _contrast(
             data,
             (f"{dataset.start:,} steps", f"{dataset.last:,} steps"),
-            lambda one: at_same_loss(data.by_cooldown(one, main), data.end(one, main)),
+            lambda one: interpolated_control(data.by_cooldown(one, main), data.end(one, main)),
             INTERPOLATED.format(between=between),
-            at_same_loss=False,
+            needs_same_loss=False,
         ),
         "larger": [
             each
@@ -225,7 +226,7 @@ def _after_cooldown(data: DatasetResults) -> dict[str, list[Contrast]]:
                 "first has had the longest cooldown that leaves its KL between the second's. So both have the same KL "
                 "by construction.",
                 case=f"{smaller} to {larger}",
-                at_same_loss=False,
+                needs_same_loss=False,
             )
         ],
     }
@@ -252,16 +253,18 @@ def _after_cooldown(data: DatasetResults) -> dict[str, list[Contrast]]:
                 f"{main} after {dataset.last:,} steps and the cooldown. The features of the look-up table are the true "
                 f"conditionals, as {words}; its KL is 0.",
                 case=words,
-                at_same_loss=False,
+                needs_same_loss=False,
             )
         ]
     if "pre-ln" in dataset.arms:
         made["pre-ln"] = _contrast(
             data,
             ("Post-layer-norm", "Pre-layer-norm"),
-            lambda one: at_same_loss(data.by_cooldown(one, main), data.at(one, cooldown_run("pre-ln", dataset.start))),
+            lambda one: interpolated_control(
+                data.by_cooldown(one, main), data.at(one, cooldown_run("pre-ln", dataset.start))
+            ),
             INTERPOLATED.format(between=between),
-            at_same_loss=False,
+            needs_same_loss=False,
         )
     return made
 
@@ -288,15 +291,15 @@ def _along_training(data: DatasetResults) -> dict[str, list[Contrast]]:
             return None if at_one_loss is None else (at_one_loss[1], at_one_loss[0])
 
         where = ALONG.format(treated=arm.title)
-        made.setdefault(kind, []).extend(_contrast(data, names, pair, where, case=case, at_same_loss=False))
+        made.setdefault(kind, []).extend(_contrast(data, names, pair, where, case=case, needs_same_loss=False))
     if dataset.shown.longer:
         made["longer"] = _contrast(
             data,
             ("Fewer steps", f"{dataset.last:,} steps"),
-            lambda one: at_same_loss(data.trained(one, dataset.main)[:-1], data.end(one, dataset.main)),
+            lambda one: interpolated_control(data.trained(one, dataset.main)[:-1], data.end(one, dataset.main)),
             "The first model is interpolated, linearly in log loss, between two checkpoints of the same run whose "
             "losses bracket that of the last step.",
-            at_same_loss=False,
+            needs_same_loss=False,
         )
     for smaller, larger in itertools.pairwise(dataset.sizes):
         made.setdefault("larger", []).extend(
@@ -306,7 +309,7 @@ def _along_training(data: DatasetResults) -> dict[str, list[Contrast]]:
                 lambda one, pair=(smaller, larger): enclosed(one, *pair),  # type: ignore[misc]
                 ALONG.format(treated=smaller),
                 case=f"{smaller} to {larger}",
-                at_same_loss=False,
+                needs_same_loss=False,
             )
         )
     return made
@@ -315,7 +318,7 @@ def _along_training(data: DatasetResults) -> dict[str, list[Contrast]]:
 def _last(firsts: Sequence[Checkpoint], seconds: Sequence[Checkpoint]) -> Pair | None:
     """Return the last of the first whose loss two neighbors among the second enclose, and these, interpolated."""
     for first in reversed(firsts):
-        if (pair := at_same_loss(seconds, first)) is not None:
+        if (pair := interpolated_control(seconds, first)) is not None:
             return pair[1], pair[0]
     return None
 
@@ -326,43 +329,44 @@ def look_up(data: DatasetResults, one: Replicate, kind: str) -> Checkpoint:
     return {key: tables[f"{kind}-{key.removeprefix('probe-')}"] for key in data.dataset.tasks.values()}
 
 
-def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
-    """Return what can be measured of two models, by what claims.toml calls it."""
-    by_name: dict[str, Mapping[str, str]] = {}
-    for name in CONTRASTS:
-        dataset = scale.dataset(name)
-        if dataset is None:
-            continue
-        probes = {_case(dataset, key): key for key in dataset.tasks.values()}
-        projected = [key for key in dataset.size_measures if key.startswith("projected-")]
-        by_name |= {
-            f"{name} transfer": {**probes, **{_case(dataset, key): key for key in dataset.few_shot}},
-            f"{name} probes": probes,
-            f"{name} projected probes": {_case(dataset, key): key for key in projected},
-            f"{name} flatness": {key: key for key in ("trace", "minimal-trace") if key in dataset.measures},
-            f"{name} gap": {key: key for key in ("generalization-gap",) if key in dataset.measures},
-            # the claims are about the paper's expansion; the exact one is in a table alone
-            f"{name} flatness in one architecture": {
-                key: key for key in dataset.when_expanded if not key.endswith("-exact")
-            },
-        }
-    return by_name
+# --- what claims are about -------------------------------------------------------------------------------------------
 
 
-def contrast_cases(scale: StudySize) -> Mapping[str, Sequence[str]]:
-    """Return the cases of the contrasts that have several, by what claims.toml calls them."""
-    named: dict[str, list[str]] = {}
-    for name in CONTRASTS:
-        if (dataset := scale.dataset(name)) is not None:
-            named[f"{name} larger"] = [
-                f"{smaller} to {larger}" for smaller, larger in itertools.pairwise(dataset.sizes)
-            ]
-            for kind, task in (_kind(dataset, arm) for arm in dataset.arms):
-                if kind in ("adversary", "helper"):
-                    named.setdefault(f"{name} {kind}", []).append(task)
-            if dataset.shown.baselines:
-                named[f"{name} look-up table"] = ["probabilities", "logarithms"]
-    return named
+def compared(results: Results, *, name: str) -> Sequence[Contrast]:
+    """Return the contrasts of a name."""
+    return contrasts(results)[name]
+
+
+def cases(scale: StudySize, *, name: str) -> Sequence[str]:
+    """Return the cases of the contrasts of a name."""
+    of_dataset, _, kind = name.partition(" ")
+    if (dataset := scale.dataset(of_dataset)) is None:
+        return ("",)
+    if kind == "larger":
+        return [f"{smaller} to {larger}" for smaller, larger in itertools.pairwise(dataset.sizes)]
+    if kind == "look-up table" and dataset.shown.baselines:
+        return ["probabilities", "logarithms"]
+    if kind in ("adversary", "helper"):
+        return [task for other, task in (_kind(dataset, arm) for arm in dataset.arms) if other == kind] or ("",)
+    return ("",)
+
+
+def measured(scale: StudySize, *, dataset: str, name: str) -> Mapping[str, str]:
+    """Return the keys of what is measured of two models of a dataset, by case."""
+    of = scale.dataset(dataset)
+    if of is None:
+        return {}
+    probes = {_case(of, key): key for key in of.tasks.values()}
+    keys: dict[str, dict[str, str]] = {
+        "transfer": {**probes, **{_case(of, key): key for key in of.few_shot}},
+        "probes": probes,
+        "projected probes": {_case(of, key): key for key in of.size_measures if key.startswith("projected-")},
+        "flatness": {key: key for key in ("trace", "minimal-trace") if key in of.measures},
+        "gap": {key: key for key in ("generalization-gap",) if key in of.measures},
+        # the claims are about the paper's expansion; the exact one is in a table alone
+        "flatness in one architecture": {key: key for key in of.when_expanded if not key.endswith("-exact")},
+    }
+    return keys[name]
 
 
 def _case(dataset: Dataset, key: str) -> str:

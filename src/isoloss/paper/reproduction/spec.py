@@ -125,7 +125,6 @@ class Dataset:
         sizes: The models of figure 3 and its like by name, ascending.
         expanded: Models that are compared inside the last of them, the largest (Table 4); some may be `sizes` too.
         main: The size that is followed over its steps and that the arms are compared with.
-        main_title: What its runs are called in figures; empty: the size.
         followed: The size of figure 2, where it is another one.
         watched: The measured steps; the last is the end of training.
         branch: The watched step of the main model that arms continue from; 0: its last.
@@ -142,7 +141,6 @@ class Dataset:
         measures: What is measured of every watched checkpoint.
         size_measures: What is also measured at the end of every size and of its cooldowns.
         arm_measures: What is also measured at the end of the main model's cooldowns and of its arms.
-        first_measures: What is also measured at the end of the first replicate's runs.
         expanded_measures: What is also measured of the models in `expanded` at their last step.
         settings: Settings of the measures.
         shown: The paper's figures and tables.
@@ -161,7 +159,6 @@ class Dataset:
     sizes: Mapping[str, ModelConfig]
     expanded: Mapping[str, ModelConfig] = field(default_factory=dict)
     main: str
-    main_title: str = ""
     followed: str = ""
     watched: tuple[int, ...]
     branch: int = 0
@@ -174,7 +171,6 @@ class Dataset:
     measures: tuple[str, ...]
     size_measures: tuple[str, ...] = ()
     arm_measures: tuple[str, ...] = ()
-    first_measures: tuple[str, ...] = ()
     expanded_measures: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     shown: Shown = field(default_factory=Shown)
@@ -239,7 +235,7 @@ class Dataset:
     @property
     def cooldown_lengths(self) -> tuple[int, ...]:
         """All lengths of the cooldown after `branch`, ascending; 0 stands for the usual one, as in `cooldown_run`."""
-        # in the order of the KL after them, so that neighbors can enclose a loss (`compare.at_same_loss`)
+        # in the order of the KL after them, so that neighbors can enclose a loss (`compare.interpolated_control`)
         lengths = sorted((*self.other_cooldowns, self.cooldown_steps))
         return tuple(0 if length == self.cooldown_steps else length for length in lengths)
 
@@ -308,9 +304,8 @@ class _Runs:
             tables = (self._measurement(dict.fromkeys(features), (0,), "measure the baselines of", model),)
         shown, more = tuple(dict.fromkeys(shown_in)), (*tables, *self._inside(size))
         is_main = size == dataset.main
-        group = dataset.main_title if is_main and dataset.main_title else size
         ends = dataset.size_measures
-        runs = {size: self._trained(config, group, steps=dataset.watched, shown_in=shown, ends=ends, more=more)}
+        runs = {size: self._trained(config, size, steps=dataset.watched, shown_in=shown, ends=ends, more=more)}
         ends = (*ends, *(dataset.arm_measures if is_main else ()))
         for step in dataset.steps_before_cooldown(size):
             runs[cooldown_run(size, step)] = self._cooldown(size, step, config, size, ends=ends)
@@ -405,10 +400,7 @@ class _Runs:
             micro = costs.micro_batch_size(model, dataset.tokens, config.batch_size, processes)
             config = dataclasses.replace(config, micro_batch_size=micro if micro * processes < config.batch_size else 0)
             expected = costs.training(config, dataset.tokens, needs, kept=len({*config.checkpoints, config.steps}))
-        at_end = dict.fromkeys(ends)
-        if self.replicate.place == self.replicate.index == 0:
-            at_end |= dict.fromkeys(dataset.first_measures)
-        common = dict.fromkeys(dataset.measures)
+        at_end, common = dict.fromkeys(ends), dict.fromkeys(dataset.measures)
         # one unit of work instead of two, which would load the same checkpoint
         if steps == (config.steps,):
             common, at_end = common | at_end, {}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
-from isoloss.paper.reproduction.compare import contrast_cases, contrasts, measures
+from isoloss.paper.reproduction.claims import CLAIMS
 from isoloss.paper.reproduction.cpu_scales import EVENING, LAPTOP, SMOKE
 from isoloss.paper.reproduction.gpu_scales import AUTHORS, PAPER, WORKSTATION
 from isoloss.paper.reproduction.tables import tables
@@ -111,10 +110,9 @@ STUDY = Study(
         "are exact sums; on grammars, all models are measured on the same sampled sentences. Models are compared at "
         "the same loss: one of the two is interpolated between two of its checkpoints.",
     ),
-    claims=Path(__file__).with_name("claims.toml"),
-    contrasts=contrasts,
-    contrast_cases=contrast_cases,
-    measures=measures,
+    claims=CLAIMS,
+    loss_margin=0.002,
+    verdicts_at=("laptop", "evening", "paper", "authors"),
     tables=tables,
     answer=answer,
     page="isoloss.paper.reproduction.page:parts",

@@ -10,7 +10,7 @@ from typing import Any
 
 from isoloss.errors import IsolossError
 from isoloss.paper.reproduction import band, published
-from isoloss.paper.reproduction.compare import DatasetResults, at_same_loss, by_dataset, look_up, mean
+from isoloss.paper.reproduction.compare import DatasetResults, by_dataset, interpolated_control, look_up, mean
 from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replicate, cooldown_run, paired_by
 from isoloss.statistics.comparison import times
 from isoloss.statistics.correlation import Kind, correlation, granulated_kendall
@@ -221,7 +221,7 @@ def _interpolation(data: DatasetResults) -> SummaryTable:
             pairs = []
             for one in data.replicates:
                 cooldowns = data.by_cooldown(one, size)
-                if pair := at_same_loss([cooldowns[place - 1], cooldowns[place + 1]], cooldowns[place]):
+                if pair := interpolated_control([cooldowns[place - 1], cooldowns[place + 1]], cooldowns[place]):
                     pairs.append((one, pair))
             if missed := _differences(pairs, keys):
                 rows.append(((size, lengths[place] or dataset.cooldown_steps), missed))

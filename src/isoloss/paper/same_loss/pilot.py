@@ -1,6 +1,6 @@
 """The pilot of the study same-loss: slopes of transfer on the loss, and how much the primary difference varies.
 
-It runs on grammars of its own. Its results are in pilot.toml; the study's claims.toml rests on them.
+It runs on grammars of its own. Its results are in pilot.toml; the study's claims rest on them.
 """
 
 from __future__ import annotations

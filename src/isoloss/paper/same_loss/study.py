@@ -7,7 +7,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from isoloss.paper.same_loss import pilot
 from isoloss.paper.same_loss.design import (
@@ -26,8 +25,8 @@ from isoloss.report.html import Card
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.answer import ANSWERS, card_of, title_of
-from isoloss.studies.claims import ClaimResult, Contrast, Verdict
-from isoloss.studies.results import RESCALED, Checkpoint, Measured, Pair, Results, change, common_measures
+from isoloss.studies.claims import Claim, ClaimResult, Contrast, Verdict
+from isoloss.studies.results import RESCALED, Checkpoint, Measured, Pair, Results, change
 from isoloss.studies.spec import Study
 from isoloss.studies.summary import SummaryTable
 
@@ -37,52 +36,55 @@ OVER = "mean ± standard error over grammars"
 # --- what is compared ------------------------------------------------------------------------------------------------
 
 
-def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
-    """Return the pairs of checkpoints that are compared, by what claims.toml calls them.
-
-    The pair of a grammar and seed has the same initial weights and sentences up to the end of the base.
-    """
+def arms_compared(results: Results, *, name: str) -> Contrast:
+    """Return two arms; the pair of a grammar and seed has the same initial weights and sentences up to the base."""
     scale: StudySize = results.scale
-    slopes = pilot.slopes(scale.main_size)
-    where = f"Both after the same cooldown of {scale.cooldown_steps:,} steps."
-    task = f"The task used in training is {scale.tasks[0]}."
-    by_name = {
-        name: [
-            Contrast(
-                names=(GROUPS[arms[0]], GROUPS[arms[1]]),
-                pairs=pairs_of(results, units := replicates_with(results, *arms), arms),
-                clusters=grammars_of(units),
-                where=f"{where} {task}" if name in ("adversary", "helper") else where,
-                slopes=slopes,
-            )
-        ]
-        for name, arms in CONTRASTS.items()
-    }
-    all_units = replicates_with(results, BASE, UNTOUCHED)
-    by_name["larger"] = [
-        _sizes_contrast(results, smaller, larger, where) for smaller, larger in itertools.pairwise(scale.sizes)
-    ]
-    by_name["look-up table"] = [
+    arms = CONTRASTS[name]
+    units = replicates_with(results, *arms)
+    task = f" The task used in training is {scale.tasks[0]}." if name in ("adversary", "helper") else ""
+    return Contrast(
+        names=(GROUPS[arms[0]], GROUPS[arms[1]]),
+        pairs=pairs_of(results, units, arms),
+        clusters=grammars_of(units),
+        where=f"Both after the same cooldown of {scale.cooldown_steps:,} steps.{task}",
+        slopes=pilot.slopes(scale.main_size),
+    )
+
+
+def larger(results: Results) -> list[Contrast]:
+    """Return each size against the next larger one."""
+    return [_sizes_contrast(results, *sizes) for sizes in itertools.pairwise(results.scale.sizes)]
+
+
+LOOK_UP = {"lookup": "probabilities", "log-lookup": "logarithms"}
+
+
+def look_up_table(results: Results) -> list[Contrast]:
+    """Return the look-up table, whose features are the true conditionals, against the untouched model."""
+    units = replicates_with(results, BASE, UNTOUCHED)
+    return [
         Contrast(
             names=("Look-up table", GROUPS[UNTOUCHED]),
-            pairs=_against_tables(results, all_units, kind),
-            clusters=grammars_of(all_units),
+            pairs=_against_tables(results, units, kind),
+            clusters=grammars_of(units),
             where=f"The features of the look-up table are the true conditionals, as {words}; its KL is 0.",
             case=words,
-            at_same_loss=False,
+            needs_same_loss=False,
         )
-        for kind, words in (("lookup", "probabilities"), ("log-lookup", "logarithms"))
+        for kind, words in LOOK_UP.items()
     ]
-    by_name["random rescaling"] = [
-        Contrast(
-            names=(GROUPS[UNTOUCHED], "rescaled at random"),
-            pairs=_rescaled(results, all_units),
-            clusters=grammars_of(all_units),
-            where="The same models, their weights rescaled by factors of 2 to 3; every prediction is unchanged.",
-            at_same_loss=False,
-        )
-    ]
-    return by_name
+
+
+def random_rescaling(results: Results) -> Contrast:
+    """Return the untouched model against itself after a random rescaling."""
+    units = replicates_with(results, BASE, UNTOUCHED)
+    return Contrast(
+        names=(GROUPS[UNTOUCHED], "rescaled at random"),
+        pairs=_rescaled(results, units),
+        clusters=grammars_of(units),
+        where="The same models, their weights rescaled by factors of 2 to 3; every prediction is unchanged.",
+        needs_same_loss=False,
+    )
 
 
 def replicates_with(results: Results, *arms: str) -> list[Replicate]:
@@ -115,7 +117,7 @@ def pairs_of(
     return [(at(results, unit, control), at(results, unit, arm)) for unit in units]
 
 
-def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> Contrast:
+def _sizes_contrast(results: Results, smaller: str, larger: str) -> Contrast:
     scale: StudySize = results.scale
     arms = {size: scale.arm_of_size(size) for size in (smaller, larger)}
     units = replicates_with(results, *arms.values())
@@ -126,8 +128,8 @@ def _sizes_contrast(results: Results, smaller: str, larger: str, where: str) -> 
         names=(smaller, larger),
         pairs=list(zip(first, second, strict=True)),
         clusters=grammars_of(units),
-        where=f"{where} The slope on the loss is the mean of the two sizes' slopes, and its error includes half "
-        "their difference.",
+        where=f"Both after the same cooldown of {scale.cooldown_steps:,} steps. The slope on the loss is the mean "
+        "of the two sizes' slopes, and its error includes half their difference.",
         case=f"{smaller} to {larger}",
         slopes=pilot.slopes(smaller, larger),
     )
@@ -154,18 +156,214 @@ def _rescaled(results: Results, units: Sequence[Replicate]) -> list[Pair]:
     return pairs
 
 
-def measures(scale: StudySize) -> Mapping[str, Mapping[str, str]]:
-    """Return what can be measured of two models, by what claims.toml calls it."""
-    expanded = {f"trace, scale {name}": key for name, key in scale.expanded_traces.items()}
-    # they are in the order of the number of examples, then of the tasks
-    fewest = dict(itertools.islice(scale.few_shot_probes.items(), len(scale.tasks)))
+# --- what is claimed --------------------------------------------------------------------------------------------------
+
+
+def sizes_compared(scale: StudySize) -> list[str]:
+    """Return the cases of the contrasts of two sizes."""
+    return [f"{smaller} to {larger}" for smaller, larger in itertools.pairwise(scale.sizes)]
+
+
+def transfer(scale: StudySize) -> Mapping[str, str]:
+    """Return the probes on all examples and those on the fewest."""
+    # few-shot probes are in the order of the number of examples, then of the tasks
+    return scale.probes | dict(itertools.islice(scale.few_shot_probes.items(), len(scale.tasks)))
+
+
+def probes(scale: StudySize) -> Mapping[str, str]:
+    """Return the probes on all examples."""
+    return scale.probes
+
+
+def projected(scale: StudySize) -> Mapping[str, str]:
+    """Return the probes of as many features for every size."""
+    return scale.projected_probes
+
+
+def flatness_in_one_architecture(scale: StudySize) -> Mapping[str, str]:
+    """Return the traces after expansion, one for each scale of the embedding, and the minimal trace."""
     return {
-        **common_measures(scale),
-        "transfer": scale.probes | fewest,
-        "probes": scale.probes,
-        "projected transfer": scale.projected_probes,
-        "flatness in one architecture": {**expanded, "minimal-trace": scale.expanded_minimum},
+        **{f"trace, scale {name}": key for name, key in scale.expanded_traces.items()},
+        "minimal-trace": scale.expanded_minimum,
     }
+
+
+# What the study is asked, stated before it is run. A direction is that of the second model of the comparison minus the
+# first. Claims about transfer are tested on every task of the study, by probes on all training examples and on the
+# fewest (those about sizes and the look-up table on all), claims about flatness with the trace and with the minimal
+# trace.
+#
+# Order of the tests: label noise flattens by both traces (manipulation check); the helper, trained to do well on
+# prefix-4, does better on it (positive control); label noise improves prefix-4 (primary). Only then the others.
+#
+# The smallest effect of interest is 0.5 percentage points. The primary claim and the positive control are judged by the
+# difference adjusted to the same loss, with the pilot's slopes (pilot.toml, d32), so neither needs a test of the loss:
+# for that test alone, 27 grammars were needed. Number of grammars, by isoloss.statistics.power and the standard
+# deviations of the four earlier draws: over 78 grammars the primary difference has one of 0.39 points, below
+# 0.42 with 80 % confidence. At 2.5 %, the level of a claim that is tested both ways, 10 grammars then show with 80 %
+# power that there is no effect of 0.5 points if there is none (12 if it is 0.1 points), and 10 find one of 0.5 points.
+# Over 20 grammars the helper's difference, 1.37 points, has one of 1.18, below 1.42: 8 to 11 grammars show it. So there
+# are 12 grammars, with all arms each.
+#
+# Other claims are tested once the losses are shown to be the same. The margin is the KL that is worth at most a fifth
+# of 0.5 points of prefix-4, by the end of the 95 % interval of the pilot's slope that is farther from 0. Of the
+# adversary and the helper, whose effect in the paper is 5.5 points, 2.5 points are the smallest effect of interest, and
+# the margin is five times as large. So it is for the manipulation check: by the traces of the longer arm in
+# the two draws of 27 grammars, which differ by 6 nats for a KL of 0.0005, it is worth 4 nats, of a flattening of
+# 51.
+_NOISE, _SGD, _LONGER, _ADVERSARY, _HELPER, _DECAY = (
+    functools.partial(arms_compared, name=name)
+    for name in ("label noise", "sgd", "longer", "adversary", "helper", "weight decay")
+)
+CLAIMS = (
+    Claim(
+        id="noise-transfer",
+        statement="At the same loss, SGD with sampled labels transfers better than SGD with exact labels",
+        paper="follows from sections 3 and 4 together: label noise is what flattens; not tried",
+        role="primary",
+        case="prefix-4",
+        of=_NOISE,
+        measures=transfer,
+        direction="increase",
+        no_effect_within=0.5,
+        loss_rule="adjusted",
+    ),
+    Claim(
+        id="noise-flatter",
+        statement="At the same loss, SGD with sampled labels is flatter than SGD with exact labels",
+        paper="theorem 3.3: label noise is what drives the trace down; not tried",
+        role="manipulation check",
+        of=_NOISE,
+        loss_margin=0.00028,
+        measures="flatness",
+        direction="decrease",
+    ),
+    Claim(
+        id="sgd-transfer",
+        statement="At the same loss, a model trained on with SGD and sampled labels transfers better",
+        paper="figure 4 and section 2.3 (PCFG, 235M, task C): +1.6 points; tasks A and B (figure 10): increasing, no "
+        "number given",
+        of=_SGD,
+        measures=transfer,
+        direction="increase",
+    ),
+    Claim(
+        id="sgd-flatter",
+        statement="At the same loss, a model trained on with SGD and sampled labels is flatter",
+        paper="theorem 3.3; figure 4 (PCFG, 235M, SGD): the trace falls steadily, by no stated factor",
+        of=_SGD,
+        measures="flatness",
+        direction="decrease",
+    ),
+    Claim(
+        id="longer-transfer",
+        statement="At the same loss, a model that AdamW trained for longer transfers better",
+        paper="figure 2 (PCFG, 41M, task C): accuracy rises at constant loss",
+        of=_LONGER,
+        measures=transfer,
+        direction="increase",
+    ),
+    Claim(
+        id="longer-flatter",
+        statement="At the same loss, a model that AdamW trained for longer is flatter",
+        paper="OpenWebText, 400,000 to 1,400,000 steps: the trace falls by 0.67 (absolute; no levels given)",
+        of=_LONGER,
+        measures="flatness",
+        direction="decrease",
+    ),
+    Claim(
+        id="larger-transfer",
+        statement="Of two models of the same loss, the larger transfers better, by probes of as many features",
+        paper="figure 5 (PCFG, above 9M parameters): probe accuracy from 40.4 to 50.5 %",
+        of=larger,
+        cases=sizes_compared,
+        measures=projected,
+        direction="increase",
+    ),
+    Claim(
+        id="larger-flatter",
+        statement="Of two models of the same loss, the larger is flatter when both are expanded into one architecture",
+        paper="figure 5 (PCFG, above 9M parameters): trace from 19.8 to 12.6; section 4: sizes are compared in one "
+        "parameter space",
+        of=larger,
+        cases=sizes_compared,
+        measures=flatness_in_one_architecture,
+        direction="decrease",
+    ),
+    Claim(
+        id="adversary-transfer",
+        statement="At the same loss, the adversary's model transfers worse than one trained for longer without it",
+        paper="table 2 (PCFG, 235M, task C): 50.2 ± 1.0 against 55.7 ± 0.6 %",
+        of=_ADVERSARY,
+        loss_margin=0.00028,
+        measures=transfer,
+        direction="decrease",
+    ),
+    Claim(
+        id="adversary-sharper",
+        statement="At the same loss, the adversary's model is sharper than one trained for longer without it",
+        paper="table 2 (PCFG, 235M): trace 19.34 ± 0.92 against 8.01 ± 0.73",
+        of=_ADVERSARY,
+        loss_margin=0.00028,
+        measures="flatness",
+        direction="increase",
+    ),
+    Claim(
+        id="helper-transfer",
+        statement="At the same loss, the helper's model transfers better than one trained for longer without it",
+        paper="not tried: the adversary's term with its sign turned",
+        role="positive control",
+        case="prefix-4",
+        of=_HELPER,
+        measures=transfer,
+        direction="increase",
+        loss_rule="adjusted",
+    ),
+    Claim(
+        id="helper-flatter",
+        statement="At the same loss, the helper's model is flatter, as it is if flatness is what tells transfer apart",
+        paper="follows from section 2; not tried",
+        of=_HELPER,
+        loss_margin=0.00028,
+        measures="flatness",
+        direction="decrease",
+    ),
+    Claim(
+        id="decay-transfer",
+        statement="At the same loss, a model trained with weight decay transfers better",
+        paper="table 1 (BookCorpus, 330M, with dropout, QNLI): 84.4 against 83.0 %",
+        of=_DECAY,
+        measures=transfer,
+        direction="increase",
+    ),
+    Claim(
+        id="decay-flatter",
+        statement="At the same loss, a model trained with weight decay is flatter",
+        paper="table 2 (BookCorpus, 330M, with dropout): trace 24.55 ± 0.18 against 34.91 ± 0.40",
+        of=_DECAY,
+        measures="flatness",
+        direction="decrease",
+    ),
+    Claim(
+        id="lookup-transfer",
+        statement="A pre-trained model transfers better than the look-up table, whose loss is perfect",
+        paper="table 1 (PCFG, 235M): task A 89.9 ± 0.3 % against 71.2 %, task B 49.2 ± 0.8 % against 39.7 %",
+        of=look_up_table,
+        cases=tuple(LOOK_UP.values()),
+        measures=probes,
+        direction="increase",
+    ),
+    Claim(
+        id="rescaling",
+        statement="A random rescaling, which changes no prediction, leaves the measure of flatness unchanged: the "
+        "negative control",
+        paper="not tried",
+        of=random_rescaling,
+        measures="flatness",
+        direction="no change within",
+        margin=0.1,
+    ),
+)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -381,14 +579,6 @@ def flatter_card(label: str, result: ClaimResult, pairs: Sequence[Pair], cluster
     )
 
 
-def contrast_cases(scale: StudySize) -> Mapping[str, Sequence[str]]:
-    """Return the cases of the contrasts that have several, by what claims.toml calls them."""
-    return {
-        "larger": [f"{smaller} to {larger}" for smaller, larger in itertools.pairwise(scale.sizes)],
-        "look-up table": ["probabilities", "logarithms"],
-    }
-
-
 STUDY = Study(
     name="same-loss",
     scales=SCALES,
@@ -407,10 +597,9 @@ STUDY = Study(
         "to bring all to the same loss; whether the losses are the same is tested. Differences are paired by grammar "
         "and seed, and standard errors are over grammars.",
     ),
-    claims=Path(__file__).with_name("claims.toml"),
-    contrasts=contrasts,
-    contrast_cases=contrast_cases,
-    measures=measures,
+    claims=CLAIMS,
+    loss_margin=0.000056,
+    verdicts_at=("laptop",),
     tables=tables,
     answer=answer,
     page="isoloss.paper.same_loss.page:parts",

@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 
 from isoloss.errors import IsolossError
-from isoloss.memory import physical_memory
+from isoloss.machine import physical_memory
 from isoloss.studies.plan import Resources, Unit
 from isoloss.studies.run import fork_server
 from isoloss.studies.run.attempt import Attempt, last_line

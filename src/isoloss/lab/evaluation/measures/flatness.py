@@ -405,7 +405,7 @@ def barrier(
 ) -> Estimate:
     """Largest rise of the loss on the line to the weights of another checkpoint, above the line between the losses."""
     from isoloss import flatness
-    from isoloss.loading import load_model
+    from isoloss.checkpoints.loading import load_model
     from isoloss.runs import Run
 
     run = Run(Path(barrier_with))

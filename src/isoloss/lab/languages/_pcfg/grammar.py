@@ -102,13 +102,13 @@ class Grammar:
     def rules_obstacle(self) -> str | None:
         """Return why plain rule lines cannot hold this grammar, or None where they can."""
         for name in (*self.symbols, *self.vocabulary):
-            if name.split() != [name] or "->" in name:
+            if name.split() != [name] or ARROW.search(name):
                 return f"the name {name!r} has a space or an arrow, which a plain rule line cannot hold"
         for name in self.symbols:
             if name.startswith("#"):
                 return f"the symbol {name!r} would start a comment in a plain rule line"
-            if name.startswith("%") or ARROW.search(f"{name} "):
-                return f"the symbol {name!r} could be taken for an arrow or a directive in a plain rule line"
+            if name.startswith("%"):
+                return f"the symbol {name!r} could be taken for a directive in a plain rule line"
         if numbers_only(self.symbols):
             return "all symbols are numbers, so that plain rule lines would begin and end with one"
         both = sorted(set(self.symbols) & set(self.vocabulary))
@@ -116,12 +116,12 @@ class Grammar:
 
 
 def parse_grammar(text: str, *, source: str = "<text>") -> Grammar:
-    r"""Return the grammar that `text` holds, in any of the forms that people write grammars in.
+    r"""Return the grammar that `text` holds, in one of the forms that public grammars have.
 
-    - **With arrows**, as NLTK: `S -> NP VP [0.8] | 'tok' [0.2]`. The arrow may also be `→`, `=>`, `::=`, `:=`, `:`, `=`
-      or `|||`. A right side's weight is in brackets behind it, after # or :, its last word, or in front of the line
-      (`[0.8] S -> NP VP`). What stands in quotes is a token; if nothing does, a name without a rule of its own is one.
-      Weights in brackets are probabilities, which add up to 1 within 0.01.
+    - **With arrows** (`->`, `-->` or `→`), as NLTK: `S -> NP VP [0.8] | 'tok' [0.2]`. A right side's weight is in
+      brackets behind it, after #, its last word, or in front of the line (`[0.8] S -> NP VP`). What stands in quotes
+      is a token; if nothing does, a name without a rule of its own is one. Weights in brackets are probabilities,
+      which add up to 1 within 0.01.
     - **Plain rule lines**: `LHS RHS ... weight` or `weight LHS RHS ...`. A name that never stands on a left side is a
       token.
 

@@ -1,11 +1,11 @@
 r"""The rules of a grammar as text, in the forms that people write them in, read into `Rule`s.
 
-A file has arrows (`S -> NP VP [0.8] | 'tok' [0.2]`) or none (`S NP VP 0.8`, `0.8 S NP VP`); `_is_arrow_file` decides.
-A line with an arrow is
+A file has arrows (`S -> NP VP [0.8] | 'tok' [0.2]`), in one line at least, or none (`S NP VP 0.8`, `0.8 S NP VP`).
+A line with an arrow (`->`, `-->` or `→`) is
 
     line        = [weight] NAME arrow alternative {"|" alternative} ["#" comment]
     alternative = {NAME | 'token' | "token"} [weight]
-    weight      = "[0.5]" | "(0.5)" | "0.5" | "# 0.5" | ": 0.5" | "||| 0.5"
+    weight      = "[0.5]" | "(0.5)" | "0.5" | "# 0.5"
 
 where each alternative has one weight, or the line has one in front. A name is what stands between two spaces, so that
 `S|<VP-.>`, `PRP$`, `''` and `,` are names; the spaces around arrows, quoted tokens and weights may be missing.
@@ -27,8 +27,7 @@ _NLTK_TOLERANCE = 0.01  # nltk.PCFG.EPSILON: what NLTK itself refuses
 NLTK_SYMBOL = re.compile(r"[\w/][\w/^<>-]*")  # a nonterminal that NLTK reads
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _BRACKETED = rf"[\[(]\s*{_NUMBER}\s*[\])]"
-# : and = are arrows only where a space follows: names contain them
-ARROW = re.compile(r"--?>|→|⟶|=>|⇒|::=|:=|\|\|\||[:=](?=\s)")
+ARROW = re.compile(r"--?>|→")
 _FRONT = rf"(?:(?P<front>{_BRACKETED}|{_NUMBER}(?=\s))\s*)?"
 # A name may contain an arrow (NLTK makes `X|<-RRB->`), so an arrow between spaces counts before one without.
 _SPACED = re.compile(rf"{_FRONT}(?P<lhs>\S+)\s+(?P<arrow>{ARROW.pattern})(?!\S)\s*(?P<rest>.*)")
@@ -36,12 +35,12 @@ _TIGHT = re.compile(rf"{_FRONT}(?P<lhs>\S+?)\s*(?P<arrow>{ARROW.pattern})\s*(?P<
 # a token in quotes inside a name: `Det'dog'`, but neither the primes of N' nor the quotes of NLTK's `S|<''-VP>`
 _INNER = r"(?<!')'(?!')[^'\s]+'(?!')|(?<!\")\"(?!\")[^\"\s]+\"(?!\")"
 _LEXEME = re.compile(
-    rf"\s*(?:(?P<bracketed>{_BRACKETED})|(?P<token>\"[^\"]+\"|'[^']+')|(?P<bar>\|(?!\|))"
+    rf"\s*(?:(?P<bracketed>{_BRACKETED})|(?P<token>\"[^\"]+\"|'[^']+')|(?P<bar>\|)"
     rf"|(?P<number>{_NUMBER})(?=[\s|]|$)|(?P<name>\S(?:(?!{_BRACKETED}|{_INNER})\S)*))"
 )
 _HASH_WEIGHT = re.compile(rf"#\s*(?P<number>{_NUMBER})\s*(?=[|#]|$)")
 _PRINTED = re.compile(r"Grammar with [\d,]+ productions? \(start state = (.+)\)")  # how NLTK prints a grammar
-_WAYS = "write it as [0.5], after # or :, or as the last word, or in front of the rule"
+_WAYS = "write it as [0.5], after #, or as the last word, or in front of the rule"
 
 
 class Rule(NamedTuple):
@@ -76,8 +75,8 @@ def read_rules(text: str, source: str) -> RuleText:
     if not lines:
         raise IsolossError(f"{source} holds no rules: it is empty, or all of it is comments")
     notes: list[str] = []
-    read = _read_arrows if _is_arrow_file(lines) else _read_plain
-    rules = read(lines, source, notes)
+    with_arrow = any(_SPACED.match(line) or _TIGHT.match(line) for _, line in lines)
+    rules = (_read_arrows if with_arrow else _read_plain)(lines, source, notes)
     return RuleText(_split_long(rules, notes), start or rules[0].lhs, notes)
 
 
@@ -108,7 +107,7 @@ def _rule_lines(text: str, source: str) -> list[tuple[int, str]]:
         # A treebank has a tag #, whose rules are no comments.
         if not line or (line.startswith("#") and not re.match(rf"#\s+{ARROW.pattern}.*[\d\])]$", line)):
             continue
-        if lines and (continued or re.match(r"\|(?!\|)", line)):
+        if lines and (continued or line.startswith("|")):
             lines[-1] = lines[-1][0], f"{lines[-1][1]} {line}"
         else:
             lines.append((number, line))
@@ -130,40 +129,22 @@ def _header(lines: list[tuple[int, str]], source: str) -> tuple[list[tuple[int, 
             start = directive[1]
         elif index == 0 and (printed := _PRINTED.fullmatch(line)):
             start = printed[1]
-        # A space is added, because : and = count as arrows only before one.
-        elif index == 0 and len(lines) > 1 and line.split() == [line] and not ARROW.search(f"{line} "):
+        elif index == 0 and len(lines) > 1 and line.split() == [line] and not ARROW.search(line):
             start = line
         else:
             rules.append((number, line))
     return rules, start
 
 
-def _is_arrow_file(lines: Sequence[tuple[int, str]]) -> bool:
-    """Return whether the second word of rules is an arrow, and no token.
-
-    A `->` between spaces always is. Of the others more than half of the lines must have one, and something behind it
-    besides the weight: `S = 1` is a plain rule line, where S emits the token =.
-    """
-    with_arrow = 0
-    for _, line in lines:
-        match = _SPACED.match(line) or _TIGHT.match(line)
-        if match and match["arrow"] == "->" and _SPACED.match(line):
-            return True
-        with_arrow += bool(match and (match["front"] or not re.fullmatch(_NUMBER, match["rest"])))
-    return 2 * with_arrow > len(lines)
-
-
 def _read_arrows(lines: Sequence[tuple[int, str]], source: str, notes: list[str]) -> list[Rule]:
-    matches, arrows = [], dict[str, None]()
+    matches = []
     for number, line in lines:
         match = _SPACED.match(line) or _TIGHT.match(line)
         if not match:
-            arrow = f" {next(iter(arrows))} ..." if arrows else " -> ..."
             raise IsolossError(
-                f"{source}, line {number}: expected `SYMBOL{arrow}`, found {line!r} (other rules have an arrow)"
+                f"{source}, line {number}: expected `SYMBOL -> ...`, found {line!r} (other rules have an arrow)"
             )
         matches.append((number, match))
-        arrows[match["arrow"]] = None
     # All left sides before any right side: only then is it known which unquoted names are tokens.
     symbols = {match["lhs"] for _, match in matches}
     alternatives = [
@@ -174,7 +155,6 @@ def _read_arrows(lines: Sequence[tuple[int, str]], source: str, notes: list[str]
     per_line: dict[int, int] = {}
     for one in alternatives:
         per_line[one.line] = per_line.get(one.line, 0) + 1
-    colons = _colons_mark_weights(alternatives, symbols, source)
     in_quotes = any(kind == "token" for one in alternatives for kind, _ in one.parts)
     rules, kinds = [], dict[str, None]()
     sums_to_one = dict[str, bool]()
@@ -184,7 +164,7 @@ def _read_arrows(lines: Sequence[tuple[int, str]], source: str, notes: list[str]
                 f"{location(source, one)}: the weight {one.front} stands in front of {per_line[one.line]} right sides; "
                 "write one rule a line, or each right side's weight in brackets after it"
             )
-        weight, names, kind = _weigh(one, source, colons=colons)
+        weight, names, kind = _weigh(one, source)
         rhs = tuple(_named(text, kind, symbols, in_quotes=in_quotes) for kind, text in names)
         if not rhs or ("", True) in rhs:
             raise IsolossError(
@@ -194,8 +174,6 @@ def _read_arrows(lines: Sequence[tuple[int, str]], source: str, notes: list[str]
         kinds[kind] = None
         sums_to_one[one.lhs] = sums_to_one.get(one.lhs, True) and kind == "in brackets"
         rules.append(Rule(one.line, one.lhs, rhs, weight))
-    if list(arrows) != ["->"]:
-        notes.append(f"rules are written with {', '.join(arrows)}")
     if not in_quotes:
         tokens = dict.fromkeys(name for rule in rules for name, is_token in rule.rhs if is_token)
         notes.append(f"nothing stands in quotes, so that names without a rule are tokens: {first_of(list(tokens))}")
@@ -232,22 +210,7 @@ def _alternatives(text: str, symbols: set[str], where: str) -> Iterator[list[tup
     yield parts
 
 
-def _colons_mark_weights(alternatives: Sequence[_Alternative], symbols: set[str], source: str) -> bool:
-    """Return whether a : before the last number is part of the weight, as it is where all right sides have one."""
-    if ":" in symbols:
-        return False
-    bare = [one for one in alternatives if not one.front and one.parts[1:] and one.parts[-1][0] == "number"]
-    bare = [one for one in bare if one.parts[:-1] != [("name", ":")]]  # `A -> : 0.5` emits a :
-    with_colon = [one for one in bare if one.parts[-2] == ("name", ":")]
-    if 0 < len(with_colon) < len(bare):
-        raise IsolossError(
-            f"{location(source, with_colon[0])}: the : before the weight may belong to it or be a token, for other "
-            "rules have none; write ':' for the token, or the weights in brackets"
-        )
-    return bool(with_colon)
-
-
-def _weigh(one: _Alternative, source: str, *, colons: bool) -> tuple[float, list[tuple[str, str]], str]:
+def _weigh(one: _Alternative, source: str) -> tuple[float, list[tuple[str, str]], str]:
     """Return the weight of a right side, the lexemes without it, and in words where it stands."""
     where, parts = location(source, one), list(one.parts)
     last = parts[-1][0] if parts else ""
@@ -262,9 +225,6 @@ def _weigh(one: _Alternative, source: str, *, colons: bool) -> tuple[float, list
     elif last in ("bracketed", "after #", "number"):
         number = parts.pop()[1].strip("[]() ")
         kind = {"bracketed": "in brackets", "number": "as the last word"}.get(last, last)
-        marks = ("|||", ":") if colons else ("|||",)
-        if last == "number" and len(parts) > 1 and parts[-1][0] == "name" and parts[-1][1] in marks:
-            kind = f"after {parts.pop()[1]}"
     else:
         raise IsolossError(f"{where}: the right side `{one.lhs} ->{text}` has no weight; {_WAYS}")
     if any(kind in ("bracketed", "after #") for kind, _ in parts):

@@ -6,45 +6,23 @@ import fnmatch
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from isoloss import files
 from isoloss.errors import IsolossError, warn
-from isoloss.runs import refuse_run
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_STEP = re.compile(r"step-\d+|ema")  # the checkpoints of a run
+_STEP = re.compile(r"step-\d+")  # the checkpoints of a run
 _IN_SERIES = re.compile(r"(checkpoint|step|epoch)[-_]?\d+")  # the checkpoints of a Trainer, and of other trainers
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
+TRAINER = "trainer.json"  # in a checkpoint of isoloss: where training stood, and the SHA-256 of the other files
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 HUB_UNREACHABLE = "the Hugging Face hub does not answer"
 FROM_CACHE = f"cannot be loaded from earlier downloads, and {HUB_UNREACHABLE}"
 _POINTER = b"version https://git-lfs"
-_MOST_THREADS = 1024  # on a machine with fewer cores; OpenMP ends the process where it cannot start a thread
-
-
-def check_device(name: str) -> None:
-    """Refuse what is not the name of a device; whether there is such a device here, torch knows.
-
-    Example:
-        >>> check_device("gpu")
-        Traceback (most recent call last):
-            ...
-        isoloss.errors.IsolossError: the device is 'gpu'; it must be auto, cpu, cuda, cuda:N or mps
-    """
-    kind, _, index = name.partition(":")
-    if name not in ("auto", "cpu", "cuda", "mps") and not (kind == "cuda" and index.isdecimal()):
-        raise IsolossError(f"the device is {name!r}; it must be auto, cpu, cuda, cuda:N or mps")
-
-
-def check_threads(threads: int) -> None:
-    """Refuse a number of CPU threads that is negative, or more than can be started."""
-    most = max(_MOST_THREADS, os.cpu_count() or 1)
-    if not 0 <= threads <= most:
-        raise IsolossError(f"--threads is {threads}; it must be at least 0 (0: all cores) and at most {most}")
 
 
 def may_be_hub_name(name: str) -> bool:
@@ -295,7 +273,6 @@ def check_folder(folder: Path) -> None:
     if (folder / ADAPTER).is_file():
         return
     if not (folder / CONFIG).is_file():
-        refuse_run(folder, "not a checkpoint")
         instead = _instead(folder)
         raise IsolossError(f"{folder} is not a checkpoint: it has no config.json{instead and f'; {instead}'}")
     if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
@@ -345,3 +322,31 @@ def _instead(folder: Path) -> str:
 
 def _below(folder: Path, pattern: str) -> list[Path]:
     return sorted([*folder.glob(f"*/{pattern}"), *folder.glob(f"*/*/{pattern}")])
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a checkpoint of a run whose files are not those that training wrote.
+
+    Checked are weights, config and tokenizer, not the state of training. Checkpoints made elsewhere have no record and
+    pass.
+
+    Raises:
+        IsolossError: A file does not have the SHA-256 in trainer.json, or trainer.json itself is damaged.
+    """
+    for problem in checkpoint_damage(folder, lambda name: name != "trainer.safetensors"):
+        raise IsolossError(problem)
+
+
+def checkpoint_damage(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[str]:
+    """Yield a sentence for each wanted file of a checkpoint that does not have the SHA-256 in trainer.json."""
+    record = folder / TRAINER
+    remedy = (
+        f"restore the file, or delete {folder} and all later checkpoints of the run, and its result.json, and train "
+        "again"
+    )
+    recorded = files.read_sealed(record, remedy).get("sha256") if record.is_file() else None
+    for name, sha256 in recorded.items() if isinstance(recorded, dict) else ():
+        if is_wanted(name) and (not (folder / name).is_file() or files.sha256(folder / name) != sha256):
+            yield (
+                f"{folder / name} is damaged: its SHA-256 is not the one that training recorded in {record}; {remedy}"
+            )

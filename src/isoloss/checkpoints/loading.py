@@ -28,7 +28,17 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import logging
 
 from isoloss import files
-from isoloss.checkpoint_files import (
+from isoloss.checkpoints.places import (
+    FROM_CACHE,
+    check_folder,
+    check_weights,
+    check_weights_file,
+    downloaded,
+    hub_answers,
+    may_be_hub_name,
+    split_module,
+)
+from isoloss.checkpoints.stored import (
     StoredWeight,
     adapter_config,
     check_archive,
@@ -38,20 +48,10 @@ from isoloss.checkpoint_files import (
     read_config,
     stored_weights,
 )
-from isoloss.early_checks import (
-    FROM_CACHE,
-    check_device,
-    check_folder,
-    check_weights_file,
-    downloaded,
-    hub_answers,
-    may_be_hub_name,
-    split_module,
-)
 from isoloss.errors import IsolossError, require, warn
+from isoloss.machine import resolve_device
 from isoloss.model_checks import is_causal_class, run_on_ids
 from isoloss.registry import run_python
-from isoloss.runs import check_weights
 
 Kind = Literal["masked", "causal"]
 Attention = Literal["auto", "sdpa", "eager"]
@@ -91,35 +91,6 @@ class LoadedModel:
     def __repr__(self) -> str:
         number = sum(parameter.numel() for parameter in self.model.parameters())
         return f"LoadedModel({self.name}: {self.architecture}, {self.kind}, {number:,} parameters)"
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device called `name`.
-
-    Args:
-        name: `auto` (the current CUDA device if there is one, otherwise the CPU), `cpu`, `cuda`, `cuda:N` or `mps`.
-            Apple's `mps` is never chosen by itself, as it has no float64.
-
-    Raises:
-        IsolossError: No such name, or this machine or this torch has no such device.
-
-    Example:
-        >>> resolve_device("cpu")
-        device(type='cpu')
-    """
-    check_device(name)
-    kind, _, index = name.partition(":")
-    if kind == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count == 0:
-            raise IsolossError(f"the device is {name!r}, but torch finds no CUDA device here; use cpu or auto")
-        if index and int(index) >= count:
-            raise IsolossError(f"the device is {name!r}, but the CUDA devices here are cuda:0 to cuda:{count - 1}")
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise IsolossError("the device is 'mps', but torch finds no Apple GPU here; use cpu or auto")
-    return torch.device(name)
 
 
 def load_model(
@@ -294,7 +265,7 @@ class _Source(NamedTuple):
 
     @property
     def place(self) -> dict[str, Any]:
-        """The place and the revision, as `isoloss.checkpoint_files` takes them."""
+        """The place and the revision, as `isoloss.checkpoints.stored` takes them."""
         return {"where": self.where, "revision": self.revision}
 
 

@@ -6,15 +6,15 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from isoloss import config as configs
-from isoloss.bracket_attention import BracketAttentionConfig, BracketAttentionForMaskedLM
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
 from isoloss.lab.evaluation.measures.brackets import parts
 from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.hidden_bracket import CLOSE, MINUS, OPEN, PLUS, HiddenBracket
 from isoloss.lab.models.architectures import BRACKET_ATTENTION
+from isoloss.lab.models.bracket_attention import BracketAttentionConfig, BracketAttentionForMaskedLM
 from isoloss.lab.models.make import make_model, predicted_logits
-from isoloss.loading import load_model
 from isoloss.run_config import ModelConfig
 from isoloss.text.masking import IGNORED
 from isoloss.transfer.features import extract

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
+from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
 from isoloss.flatness._ghost.engine import GhostNorms
-from isoloss.loading import load_model
-from isoloss.lstm import LSTMConfig, LSTMForMaskedLM, LSTMModel
+from isoloss.lab.models.lstm import LSTMConfig, LSTMForMaskedLM, LSTMModel
 
 LENGTHS = (6, 1, 3, 6, 4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -12,10 +13,9 @@ from safetensors import safe_open
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file
 
-import isoloss.bracket_attention
-import isoloss.lstm  # noqa: F401  (makes its checkpoints known to transformers)
 from isoloss import files
-from isoloss.early_checks import ADAPTER, CONFIG, INDEX, WEIGHTS
+from isoloss.builtin_components import MODEL_TYPES
+from isoloss.checkpoints.places import ADAPTER, CONFIG, INDEX, WEIGHTS
 from isoloss.errors import IsolossError, warn
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
@@ -133,6 +133,8 @@ def read_config(where: str, revision: str = "main", *, trust_remote_code: bool =
         raise IsolossError(
             f"{path} is not a model's config: its architectures are {architectures!r}, not a list of names"
         )
+    if model_type in MODEL_TYPES:
+        importlib.import_module(MODEL_TYPES[model_type])
     if model_type not in CONFIG_MAPPING and not trust_remote_code:
         if "auto_map" in document:
             raise IsolossError(
