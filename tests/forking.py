@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 PRELOADED = [
-    *("datasets", "rich.progress", "tokenizers", "torch", "tyro"),
+    *("datasets", "rich.progress", "tokenizers", "torch"),
     *("transformers.models.auto.modeling_auto", "transformers.models.bert.modeling_bert"),
     *("transformers.models.opt.modeling_opt", "transformers.trainer"),
     *(
@@ -106,7 +106,7 @@ def serve(address, ready, preloaded):
 
 
 def _warm_up():
-    """Have done once what takes most of a second at its first use: numba's and transformers' registries, tyro's types.
+    """Have done once what takes most of a second at its first use: numba's and transformers' registries.
 
     Nothing here starts a thread, and there is no backward pass: the children could not go on with either.
     """

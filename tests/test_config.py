@@ -2,18 +2,23 @@
 
 import dataclasses
 import math
+import re
 import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isoloss import config as configs
+from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import CorpusConfig, GrammarConfig, PCFGConfig
-from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
+from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig, TrainConfig
+from isoloss.schema import json_schema
 
 text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=20)
 languages = st.one_of(
@@ -46,20 +51,23 @@ def document(**changes):
     ("changes", "words"),
     [
         ({"stepz": 3}, ["no setting 'stepz'; did you mean steps?"]),
-        ({"steps": "100"}, ["steps: it must be a whole number, not '100'"]),
+        ({"steps": "100"}, ["steps is '100'; it must be a whole number, at least 1"]),
         ({"steps": True}, ["steps"]),
         ({"steps": 1.5}, ["steps"]),
         ({"language": {"kind": "ngram"}}, ["pcfg", "grammar", "corpus", "ngram"]),
         ({"language": {"kind": "pcfg", "level": 3}}, ["level", "language"]),
         ({"optimizer": {"name": "adam"}}, ["no optimizer 'adam'"]),
-        ({"language": {"kind": "corpus"}}, ["language.paths: it is missing"]),
-        ({"optimizer": {"warmup_steps": "x"}}, ["optimizer.warmup_steps: it must be a whole number, not 'x'"]),
-        ({"checkpoints": 3}, ["checkpoints: it must be a list, each a whole number"]),
+        ({"language": {"kind": "corpus"}}, ["language: paths is missing"]),
+        (
+            {"optimizer": {"warmup_steps": "x"}},
+            ["optimizer.warmup_steps is 'x'; it must be a whole number, at least 0"],
+        ),
+        ({"checkpoints": 3}, ["checkpoints is 3; it must be a list, each a whole number"]),
         ({"steps": 0}, ["steps is 0; it must be at least 1"]),
         ({"optimizer": {"learning_rate": math.inf}}, ["optimizer.learning_rate is inf; it must be finite, above 0"]),
         ({"model": {"architecture": "gpt"}}, ["no model 'gpt'", "bert-pre-ln"]),
         ({"algorithm": {"kind": "sam"}, "batch_size": 7}, ["batch_size is 7; sam's halves need a multiple of 2"]),
-        ({"model": 3}, ["model: it must be a table of settings"]),
+        ({"model": 3}, ["model is 3; it must be a table of settings"]),
     ],
 )
 def test_what_is_wrong_is_named(changes, words):
@@ -73,6 +81,7 @@ def test_what_is_wrong_is_named(changes, words):
 class Draws:
     number: int | Literal["all"] | None = configs.setting(4, minimum=1)
     word: Literal["one", "two"] | None = None
+    pair: tuple[float, float] = configs.setting((0.5, 0.5), below=1)
 
 
 @pytest.mark.parametrize("value", [1, 70, "all"])
@@ -81,27 +90,23 @@ def test_a_number_or_a_word(value):
 
 
 @pytest.mark.parametrize(
-    ("changes", "checked", "read"),
+    ("changes", "message"),
     [
-        (
-            {"number": "al"},
-            "number is 'al'; it must be a whole number, at least 1, or all",
-            "a whole number, or all, not 'al'",
-        ),
-        ({"number": 0}, "number is 0; it must be at least 1, or all", "number is 0; it must be at least 1, or all"),
-        (
-            {"number": 2.5},
-            "number is 2.5; it must be a whole number, at least 1, or all",
-            "a whole number, or all, not 2.5",
-        ),
-        ({"word": "al"}, "word is 'al'; it must be one of one, two", "word: it must be one of one, two"),
+        ({"number": "al"}, "number is 'al'; it must be a whole number, at least 1, or all"),
+        ({"number": 0}, "number is 0; it must be at least 1, or all"),
+        ({"number": 2.5}, "number is 2.5; it must be a whole number, at least 1, or all"),
+        ({"word": "al"}, "word is 'al'; it must be one of one, two"),
+        ({"pair": (0.5,)}, "pair is of the type tuple; it must be 2 values, each a number, below 1"),
+        ({"pair": (0.5, 1.0)}, "pair[1] is 1.0; it must be below 1"),
     ],
 )
-def test_what_is_neither_a_number_nor_the_word(changes, checked, read):
-    with pytest.raises(IsolossError, match=checked):
+def test_a_value_that_does_not_fit_is_refused_alike_in_a_config_and_in_a_document(changes, message):
+    with pytest.raises(IsolossError) as checked:
         configs.check(Draws(**changes))
-    with pytest.raises(IsolossError, match=read):
-        configs.from_dict(Draws, changes)
+    with pytest.raises(IsolossError) as read:
+        configs.from_dict(Draws, configs.to_dict(Draws(**changes)))
+    assert str(checked.value) == message
+    assert str(read.value).replace("list;", "tuple;") == message
 
 
 def test_unreadable_toml_is_named(tmp_path):
@@ -150,3 +155,48 @@ def test_a_setting_of_an_earlier_version_may_stand_where_it_does_nothing(name, n
     assert configs.from_dict(TrainConfig, document(**{name: nothing})) == config
     with pytest.raises(IsolossError, match=f"^{name} is .*, and isoloss no longer has this setting: leave it out$"):
         configs.from_dict(TrainConfig, document(**{name: value}))
+
+
+# --- the schema
+
+
+ROOT = Path(__file__).parents[1]
+LISTED = {  # configs, and a TOML file of each that is in the documentation or the paper
+    TrainConfig: [configs.to_toml(TrainConfig(language=PCFGConfig(seed=4), stages=(StageConfig(steps=5),)))],
+    LanguageConfig: re.findall(r"```toml\n(kind = .*?)```", (ROOT / "docs" / "languages.md").read_text(), re.DOTALL),
+}
+
+
+@pytest.mark.parametrize(("cls", "text"), [(cls, text) for cls, texts in LISTED.items() for text in texts])
+def test_files_that_are_read_fit_the_schema(cls, text):
+    schema = json_schema(cls)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(tomllib.loads(text), schema)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stepz": 3},
+        {"steps": "100"},
+        {"steps": 0},
+        {"checkpoints": 3},
+        {"precision": "float16"},
+        {"language": {"kind": "pcfg", "level": 3}},
+        {"language": {"kind": "corpus"}},
+        {"language": {"kind": "ngram"}},
+        {"optimizer": {"betas": [0.5, 1.0]}},
+    ],
+)
+def test_what_is_refused_does_not_fit_the_schema(changes):
+    whole = {key: value for key, value in document().items() if value is not None}
+    fits = jsonschema.Draft202012Validator(json_schema(TrainConfig)).is_valid
+    assert fits({**tomllib.loads(configs.to_toml(whole))})
+    assert not fits({**tomllib.loads(configs.to_toml(whole)), **changes})
+
+
+def test_every_field_of_a_schema_is_described():
+    for name, schema in json_schema(TrainConfig)["$defs"].items():
+        for field, one in schema.get("properties", {}).items():
+            is_told = one["description"] or field == "kind" or "$ref" in one
+            assert is_told, f"{name}.{field}"

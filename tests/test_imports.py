@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "isoloss"
 LAYERS = [
     ("builtin_components", "errors", "files", "interrupts", "lazy", "machine", "seeds"),
     ("model_checks", "same_function"),
-    ("registry", "config", "statistics"),
+    ("registry", "config", "schema", "statistics"),
     ("checkpoints",),
     ("run_config",),
     ("runs",),

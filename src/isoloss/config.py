@@ -1,7 +1,8 @@
 """Configs: frozen dataclasses whose fields carry their ranges, read strictly from TOML and JSON, with a fingerprint.
 
-A config is checked in one place, `check`: choices and ranges field by field, then the rules between fields, in its
-method `check_fields`. A component (a language, an algorithm) is a config with a `kind`, its name in `isoloss.registry`.
+A config is checked in one place, `check`: types, choices and ranges field by field, then the rules between fields, in
+its method `check_fields`. A component (a language, an algorithm) is a config with a `kind`, its name in
+`isoloss.registry`.
 """
 
 from __future__ import annotations
@@ -12,20 +13,17 @@ import hashlib
 import json
 import math
 import numbers
-import operator
 import pkgutil
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
-
-import cattrs
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from isoloss import files
 from isoloss.errors import IsolossError, did_you_mean, require
-from isoloss.registry import ALGORITHMS, LANGUAGES, Registry
+from isoloss.registry import ALGORITHMS, LANGUAGES
 
 T = TypeVar("T")
 hints_of = functools.cache(get_type_hints)  # a study checks the same few classes thousands of times
@@ -51,9 +49,9 @@ class Range:
     note: str = ""
     """Appended in parentheses where the range is told, e.g. what 0 stands for."""
 
-    def __contains__(self, value: object) -> bool:
+    def __contains__(self, value: Any) -> bool:
         return (
-            isinstance(value, int | float)
+            _is_a(value, float)
             and math.isfinite(value)
             and (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
@@ -94,11 +92,48 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+class Form(NamedTuple):
+    """What an annotation allows; several of these, where it is a union."""
+
+    choices: tuple[Any, ...] = ()  # listed values, and None
+    kinds: tuple[type, ...] = ()  # of bool, int, float and str, in this order
+    config: Any = None  # a dataclass
+    items: Any = None  # the annotation of a tuple's items
+    length: int | None = None  # how many; None: any number
+
+
+@functools.cache
+def form_of(hint: Any) -> Form:
+    """Return what an annotation allows; an empty form, which nothing is held against, of any other than these.
+
+    Example:
+        >>> form_of(int | Literal["all"] | None)
+        Form(choices=('all', None), kinds=(<class 'int'>,), config=None, items=None, length=None)
+    """
+    if get_origin(hint) in (Union, UnionType):
+        forms = [form_of(part) for part in get_args(hint)]
+        choices = tuple(choice for form in forms for choice in form.choices)
+        kinds = tuple(kind for kind in _WORDS if any(kind in form.kinds for form in forms))
+        other = next((form for form in forms if form.config or form.items), Form())
+        return other._replace(choices=choices, kinds=kinds)
+    if get_origin(hint) is Literal:
+        return Form(choices=get_args(hint))
+    if get_origin(hint) is tuple:
+        first, *rest = get_args(hint)
+        return Form(items=first, length=None if rest == [...] else 1 + len(rest))
+    if hint in (None, NoneType):
+        return Form(choices=(None,))
+    return Form(kinds=(hint,)) if hint in _WORDS else Form(config=hint if dataclasses.is_dataclass(hint) else None)
+
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
 def check(config: Any, path: str = "") -> None:
     """Check every field of a config dataclass, then the rules between them; `path` precedes the names in messages.
 
     Raises:
-        IsolossError: A value that is none of the choices or out of its range; it is named.
+        IsolossError: A value of another type, that is none of the choices or out of its range; it is named.
 
     Example:
         >>> @dataclass(frozen=True, kw_only=True)
@@ -112,53 +147,32 @@ def check(config: Any, path: str = "") -> None:
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         # no kind fits `()`, so this always refuses
         require(path or "the config", config, (), "a config, such as isoloss.run_config.TrainConfig(...)")
+    hints = hints_of(config.__class__)
     for field in dataclasses.fields(config):
-        value, name = getattr(config, field.name), f"{path}.{field.name}" if path else field.name
-        if dataclasses.is_dataclass(hint := hints_of(config.__class__)[field.name]) and isinstance(hint, type):
-            require(name, value, hint, f"an isoloss config, {hint.__name__}")
-        if dataclasses.is_dataclass(value):
-            check(value, name)
-            continue
-        choices, kinds = _choices(hint), _primitives(hint)
-        bounds = field.metadata.get("range")
-        parts = get_args(hint) if get_origin(hint) is tuple and dataclasses.is_dataclass(get_args(hint)[0]) else ()
-        for number, item in enumerate(value if isinstance(value, tuple | list) else (value,)):
-            if parts:
-                require(f"{name}[{number}]", item, parts[0], f"an isoloss config, {parts[0].__name__}")
-                check(item, f"{name}[{number}]")
-            # a listed word, or None, is exempt from the type and the range of the number that it stands for
-            if choices and item in choices:
-                continue
-            if kinds and not any(_is_a(item, kind) for kind in kinds):
-                told = f"{_WORDS[kinds[0]]}{f', {bounds}' if bounds else ''}{_or(choices)}"
-                raise IsolossError(f"{name} is {item!r}; it must be {told}")
-            if choices and not kinds:
-                raise IsolossError(f"{name} is {item!r}; it must be one of {', '.join(map(str, choices))}")
-            if bounds is not None and item is not None and item not in bounds:
-                finite = "" if math.isfinite(item) else "finite, "
-                raise IsolossError(f"{name} is {item!r}; it must be {finite}{bounds}{_or(choices)}")
+        name = f"{path}.{field.name}" if path else field.name
+        _check_value(name, getattr(config, field.name), form_of(hints[field.name]), field.metadata.get("range"))
     # last, as the rules rely on every field being one that the config can have
     if rules := getattr(config, "check_fields", None):
         rules()
 
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "nothing"}
-
-
-@functools.cache
-def _primitives(hint: Any) -> tuple[type, ...]:
-    """Return the primitive types that an annotation is made of, None last; none where it is made of others too.
-
-    Values that it lists (see `_choices`) are no other type, and None is one of these.
-    """
-    if hint in _WORDS:
-        return (hint,)
-    if get_origin(hint) in (Union, UnionType, tuple):
-        listed = {Literal, type(None)} if _choices(hint) else set()
-        args = [part for part in get_args(hint) if part is not Ellipsis and not {part, get_origin(part)} & listed]
-        parts = [_primitives(part) for part in args]
-        return tuple(sorted({kind for part in parts for kind in part}, key=list(_WORDS).index)) if all(parts) else ()
-    return ()
+def _check_value(name: str, value: Any, form: Form, bounds: Range | None) -> None:
+    # by type too: True equals 1, and an array has no one truth value
+    if any(type(value) is type(choice) and value == choice for choice in form.choices):
+        return
+    if form.config is not None:
+        require(name, value, form.config, f"an isoloss config, {form.config.__name__}")
+        check(value, name)
+    elif form.items is not None and isinstance(value, tuple | list) and form.length in (None, len(value)):
+        for number, item in enumerate(value):
+            _check_value(f"{name}[{number}]", item, form_of(form.items), bounds)
+    elif any(_is_a(value, kind) for kind in form.kinds):
+        if bounds is not None and value not in bounds:
+            finite = "" if math.isfinite(value) else "finite, "
+            raise IsolossError(f"{name} is {value!r}; it must be {finite}{bounds}{_or(form)}")
+    elif form != Form():
+        # no kind fits `()`
+        require(name, value, (), _words(form, bounds))
 
 
 def _is_a(value: object, kind: type) -> bool:
@@ -166,6 +180,22 @@ def _is_a(value: object, kind: type) -> bool:
     if kind in (int, float) and not isinstance(value, bool):
         return isinstance(value, numbers.Integral if kind is int else numbers.Real)
     return isinstance(value, kind)
+
+
+def _words(form: Form, bounds: Range | None) -> str:
+    """Return what a value must be."""
+    if form.items is not None:
+        inner = form_of(form.items)
+        each = f"an isoloss config, {inner.config.__name__}" if inner.config else _words(inner, bounds)
+        return f"{'a list' if form.length is None else f'{form.length} values'}, each {each}"
+    if not form.kinds:
+        return f"one of {', '.join(str(choice) for choice in form.choices if choice is not None)}"
+    return f"{_WORDS[form.kinds[0]]}{f', {bounds}' if bounds else ''}{_or(form)}"
+
+
+def _or(form: Form) -> str:
+    """Return what is told of values that may stand for a number, e.g. `, or all`."""
+    return "".join(f", or {choice}" for choice in form.choices if choice is not None)
 
 
 def replaced(config: T, settings: Mapping[str, Any]) -> T:
@@ -190,22 +220,6 @@ def replaced(config: T, settings: Mapping[str, Any]) -> T:
     config = dataclasses.replace(config, **settings)  # type: ignore[type-var]
     check(config)
     return config
-
-
-@functools.cache
-def _choices(hint: Any) -> tuple[Any, ...]:
-    """Return the values that an annotation lists, also inside a tuple or an optional; none where it lists none."""
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    if get_origin(hint) in (Union, UnionType, tuple):
-        found = tuple(choice for part in get_args(hint) for choice in _choices(part))
-        return (*found, None) if found and type(None) in get_args(hint) else found
-    return ()
-
-
-def _or(choices: tuple[Any, ...]) -> str:
-    """Return what is told of values that may stand for a number, e.g. `, or all`."""
-    return "".join(f", or {choice}" for choice in choices if choice is not None)
 
 
 # --- components ------------------------------------------------------------------------------------------------------
@@ -313,50 +327,7 @@ class AlgorithmConfig:
 
 # --- TOML, JSON, fingerprint -----------------------------------------------------------------------------------------
 
-_converter = cattrs.Converter(forbid_extra_keys=True)
-
-
-def _structure_component(document: Any, _: Any, *, registry: Registry) -> Any:
-    """Return the component that a document names by its `kind`."""
-    kind = document.get("kind") if isinstance(document, Mapping) else None
-    if not isinstance(kind, str) or kind not in registry:
-        other = "; another may be in a package that is not installed" if isinstance(kind, str) else ""
-        raise IsolossError(f"the kind of a {registry.kind} is one of {', '.join(registry)}, not {kind!r}{other}")
-    return _converter.structure(document, registry.load(kind))
-
-
-class _OtherTypeError(TypeError):
-    """A value is of another type than it must be."""
-
-
-def _structure_strict(value: Any, target: Any) -> Any:
-    """Refuse a value of another type instead of converting it: steps = "100" is a mistake, not a number."""
-    if target is float and type(value) is int:
-        return float(value)
-    # not isinstance: True is an int
-    if type(value) is not target:
-        raise _OtherTypeError(f", not {value!r}")
-    return value
-
-
-def _is_number_or_word(target: Any) -> bool:
-    return get_origin(target) in (Union, UnionType) and bool(_choices(target) and _primitives(target))
-
-
-def _structure_number_or_word(value: Any, target: Any) -> Any:
-    """Return one of the values that an annotation lists, or what is of its primitive type."""
-    return value if value in _choices(target) else _structure_strict(value, _primitives(target)[0])
-
-
-for _primitive in (bool, int, float, str):
-    _converter.register_structure_hook(_primitive, _structure_strict)
-_converter.register_structure_hook_func(_is_number_or_word, _structure_number_or_word)
-for _base, _registry in ((LanguageConfig, LANGUAGES), (AlgorithmConfig, ALGORITHMS)):
-    _converter.register_structure_hook_func(
-        # of the base alone: a hook for its subclasses too would be asked for the kind that it has just found, forever
-        functools.partial(operator.is_, _base),
-        functools.partial(_structure_component, registry=_registry),
-    )
+REGISTRIES = {LanguageConfig: LANGUAGES, AlgorithmConfig: ALGORITHMS}  # of configs that their kind names
 
 
 def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
@@ -373,46 +344,51 @@ def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
             ...
         isoloss.errors.IsolossError: no setting 'dropot'; did you mean dropout?
     """
-    document = _without_removed(cls, document)
-    try:
-        config = _converter.structure(document, cls)
-    except cattrs.BaseValidationError as error:
-        told = (line.rpartition(" @ ") for line in cattrs.transform_error(error, path="", format_exception=_told))
-        reasons = (f"{path.lstrip('.')}: {text}" if path else text for text, _, path in told)
-        raise IsolossError("; ".join(reasons)) from error
+    config: T = _read(cls, document, "")
     check(config)
     return config
 
 
-def _without_removed(cls: Any, document: Any) -> Any:
-    """Return a document without the settings that `cls` once had, which must have done nothing in it."""
-    removed = getattr(cls, "removed", {})
-    if not isinstance(document, Mapping) or document.keys().isdisjoint(removed):
-        return document
-    for name, nothing in removed.items():
-        if (value := document.get(name, nothing)) != nothing:
-            raise IsolossError(f"{name} is {value!r}, and isoloss no longer has this setting: leave it out")
-    return {name: value for name, value in document.items() if name not in removed}
+def _read(cls: Any, document: Any, path: str) -> Any:
+    """Return the config in a table of a document, with every value checked, but not the rules between them."""
+    where = f"{path}: " if path else ""
+    if not isinstance(document, Mapping):
+        require(path or "the config", document, (), "a table of settings")
+    if (registry := REGISTRIES.get(cls)) is not None:
+        kind = document.get("kind")
+        if not isinstance(kind, str) or kind not in registry:
+            other = "; another may be in a package that is not installed" if isinstance(kind, str) else ""
+            raise IsolossError(
+                f"{where}the kind of a {registry.kind} is one of {', '.join(registry)}, not {kind!r}{other}"
+            )
+        cls = registry.load(kind)
+    removed, hints, values = getattr(cls, "removed", {}), hints_of(cls), {}
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key, value in document.items():
+        if key in fields:
+            name = f"{path}.{key}" if path else key
+            values[key] = _converted(value, form_of(hints[key]), name)
+            # before the class is made, whose `__post_init__` may rely on it
+            _check_value(name, values[key], form_of(hints[key]), fields[key].metadata.get("range"))
+        elif key not in removed:
+            raise IsolossError(
+                f"{where}no setting {key!r}" + (did_you_mean(key, fields) or f"; they are {', '.join(fields)}")
+            )
+        elif value != removed[key]:
+            raise IsolossError(f"{where}{key} is {value!r}, and isoloss no longer has this setting: leave it out")
+    for key, field in fields.items():
+        if key not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise IsolossError(f"{where}{key} is missing")
+    return cls(**values)
 
 
-def _told(error: BaseException, target: Any) -> str:
-    """Return what is wrong with a value, of the type `target`, or with the keys of a table."""
-    if isinstance(error, IsolossError):
-        return str(error)
-    if isinstance(error, cattrs.ForbiddenExtraKeysError):
-        known = [field.name for field in dataclasses.fields(error.cl)]
-        wrong = min(error.extra_fields)
-        return f"no setting {wrong!r}" + (did_you_mean(wrong, known) or f"; they are {', '.join(known)}")
-    if isinstance(error, KeyError):
-        return "it is missing"
-    choices = _choices(target)
-    if kinds := _primitives(target):
-        given = error.args[0] if isinstance(error, _OtherTypeError) else ""
-        many = "a list, each " * (get_origin(target) is tuple)
-        return f"it must be {many}{_WORDS[kinds[0]]}{_or(choices)}{given}"
-    if choices:
-        return f"it must be one of {', '.join(str(choice) for choice in choices if choice is not None)}"
-    return "it must be a table of settings" if dataclasses.is_dataclass(target) else f"it cannot be read: {error}"
+def _converted(value: Any, form: Form, name: str) -> Any:
+    """Return a value as a config has it: a table as its dataclass, a list as a tuple, and 1 as 1.0 for a number."""
+    if form.config is not None and value is not None:
+        return _read(form.config, value, name)
+    if form.items is not None and isinstance(value, list):
+        return tuple(_converted(item, form_of(form.items), f"{name}[{n}]") for n, item in enumerate(value))
+    return float(value) if form.kinds == (float,) and type(value) is int else value
 
 
 def to_dict(config: Any) -> dict[str, Any]:

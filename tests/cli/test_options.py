@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import subprocess
 from importlib import import_module
 from typing import Literal
 
@@ -127,29 +126,6 @@ def test_help_fits_on_a_screen_and_a_half(words, capsys):
     assert main([*words, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(max(1, math.ceil(len(line) / 100)) for line in lines) <= 60
-
-
-def test_a_shell_completes_what_was_begun(tmp_path):
-    script = tmp_path / "isoloss"
-    assert main(["--tyro-write-completion", "bash", str(script)]) == 0
-    begun = ["fl", "flatness --num-s", "flatness --dtype fl", "study re", "study run --sca", "train --adversarial-t"]
-    ask = 'COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=(); _tyro_isoloss; echo "${COMPREPLY[@]}"'
-    lines = "\n".join([f"source {script}", *(f"COMP_WORDS=(isoloss {words}); {ask}" for words in begun)])
-    done = subprocess.run(["bash"], input=lines, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
-        "flatness",
-        "--num-sequences",
-        "float32 float64",
-        "report",
-        "--scale",
-        "--adversarial-task --adversarial-task-examples",
-    ]
-
-
-@pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "here", "there"]])
-def test_a_completion_needs_a_shell_that_is_known(words, capsys):
-    assert main(["--tyro-print-completion", *words]) == 2
-    assert "the shell is one of bash, zsh, fish" in capsys.readouterr().err
 
 
 def test_an_option_of_another_algorithm_is_refused(capsys):

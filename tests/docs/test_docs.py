@@ -62,7 +62,7 @@ def test_blocks_are_found_with_what_the_comment_above_says(tmp_path):
     [
         ("```sh\nfalse\ntrue\n```\n", "exit status 1"),
         ("```sh\nfalse | cat\n```\n", "exit status 1"),
-        ("```sh\nisoloss train runs/x --lr 1\n```\n", "did you mean --learning-rate?"),
+        ("```sh\nisoloss train runs/x --larning-rate 1\n```\n", "did you mean --learning-rate?"),
         ("```sh\necho Warning: careful >&2\n```\n", "a warning"),
         ("```python\nfrom isoloss.flatness import fisher_tracee\n```\n", "ImportError"),
         ("```python\nimport warnings\nwarnings.warn('careful')\n```\n", "UserWarning: careful"),

@@ -125,7 +125,7 @@ def test_a_hub_that_does_not_answer_is_one_clear_error(capfd):
 
 def test_the_library_is_loaded_only_where_it_is_used():
     code = (
-        "import sys, isoloss.lab.languages.text, isoloss.text.text_classification\n"
+        "import sys, isoloss.lab.languages.text, isoloss.text.labeled_text\n"
         "assert not {'datasets', 'pyarrow', 'pandas'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

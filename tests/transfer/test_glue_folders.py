@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isoloss.errors import IsolossWarning
-from isoloss.text.text_classification import split_files
+from isoloss.text.labeled_text import split_files
 from isoloss.transfer.text_sources import registered_text_task
 from isoloss.transfer.text_tasks import TextExamples, read_examples
 

@@ -12,10 +12,11 @@ from transformers import BertConfig
 
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.registry import TASKS
-from isoloss.text.text_classification import Coverage, encode_labeled_text, read_labeled_text
+from isoloss.text.labeled_text import number_labels, read_rows
 from isoloss.text.tokenizers import load_tokenizer
+from isoloss.transfer.tasks import Coverage
 from isoloss.transfer.text_sources import MNLI, TextTask, own_text_task, registered_text_task
-from isoloss.transfer.text_tasks import as_read_by, make_text_task, read_examples
+from isoloss.transfer.text_tasks import as_read_by, encode_labeled_text, make_text_task, read_examples
 
 ROWS = [
     ("au bu", "cu", "yes"),
@@ -175,7 +176,7 @@ def test_real_glue(shared_data: Path, name: str) -> None:
     folder = shared_data / f"glue-{name}"
     source = registered_text_task(name, str(folder))
     task = make_text_task(source, tokenizer, num_train=200, max_length=64)
-    dev = read_labeled_text(folder, text=source.text, pair=source.pair, split="dev")
+    (dev,) = number_labels([read_rows(folder, [(source.text, source.pair, source.label)], split="dev")])
     assert task.classes == dev.label_names
     assert task.test_labels.tolist() == list(dev.labels)
     encoded = encode_labeled_text(tokenizer, dev, max_length=64)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from isoloss import files
 from isoloss.cli import common, options
 
@@ -20,7 +18,7 @@ EXAMPLES = [
 class Args:
     """Average the weights of checkpoints of one architecture, and write the mean as a Hugging Face folder."""
 
-    checkpoints: tyro.conf.Positional[tuple[Path, ...]]
+    checkpoints: options.Positional[tuple[Path, ...]]
     """Checkpoint folders, or runs for their last checkpoints; at least two."""
     output: Path
     """Folder to write, new or empty."""

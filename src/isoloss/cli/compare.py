@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import tyro
-
 from isoloss import config as configs
 from isoloss import files, interrupts, machine
 from isoloss.checkpoints import places
@@ -62,7 +60,7 @@ class Args:
     weights of 8 and 4 bits and under noise. All differences are paired by input, with errors over documents.
     """
 
-    models: tyro.conf.Positional[tuple[str, ...]]
+    models: options.Positional[tuple[str, ...]]
     """Checkpoint folders, runs of isoloss (their last checkpoint), folders of checkpoints such as a Trainer's output,
     or names on the Hugging Face hub (NAME@REVISION); also by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'. With
     --module: files of weights."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
 from isoloss.cli import common, options
 from isoloss.cli.options import Loading
 from isoloss.lab.evaluation.input_config import InputConfig
@@ -63,7 +61,7 @@ class Args:
     The evaluations of a run are kept in its folder, and what is there is not measured again.
     """
 
-    models: tyro.conf.Positional[tuple[str, ...]]
+    models: options.Positional[tuple[str, ...]]
     """Run directories, checkpoint folders (RUN/checkpoints/step-N), or, with --data
     or --language, any checkpoint folder or name on the Hugging Face hub (NAME@REVISION)."""
     measures: tuple[str, ...] | None = None

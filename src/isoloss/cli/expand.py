@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
 from isoloss import files, machine
 from isoloss.checkpoints import places
 from isoloss.cli import common, options
@@ -63,7 +61,7 @@ class Args:
     Reports how far logits and hidden states differ, and the Fisher's trace before and after, by parameter.
     """
 
-    model: tyro.conf.Positional[str]
+    model: options.Positional[str]
     """A run (its last checkpoint), a checkpoint folder, or a name on the Hugging Face hub."""
     into: str
     """Size of the large model, e.g. d384 (isoloss ls sizes)."""

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
 from isoloss import config as configs
 from isoloss import interrupts, machine
 from isoloss.checkpoints import places
@@ -76,7 +74,7 @@ class Args:
     and the models have one architecture and the same loss.
     """
 
-    models: tyro.conf.Positional[tuple[str, ...]]
+    models: options.Positional[tuple[str, ...]]
     """Checkpoint folders, folders of checkpoints such as a Trainer's output, or names on the Hugging Face hub
     (NAME@REVISION); also by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'. With --module: files of weights."""
     measures: tuple[str, ...] = ()

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
 from isoloss.cli import common, options
 from isoloss.errors import IsolossError, did_you_mean
 from isoloss.lab.evaluation.measures.base import measure_class, name_fields
@@ -91,10 +89,8 @@ COUNTED = f"parameters for {VOCABULARY:,} tokens and a length of {LENGTH}"
 class Args:
     """List what can be named: languages, models, sizes, measures, runs and so on."""
 
-    what: Annotated[tyro.conf.Positional[What], tyro.conf.arg(help=f"A kind: {', '.join(KINDS)}; all lists all.")] = (
-        "kinds"
-    )
-    name: tyro.conf.Positional[str | None] = None
+    what: Annotated[options.Positional[What], f"A kind: {', '.join(KINDS)}; all lists all."] = "kinds"
+    name: options.Positional[str | None] = None
     """One of the kind, to be shown with its settings."""
     folder: Path = Path("runs")
     """Where runs are looked for."""

@@ -44,9 +44,6 @@ GOES_ON = {  # what is said of an interruption, before the command that was inte
     "study": "; what was done is kept. The same command goes on:",
 }
 
-COMPLETION = {"--tyro-write-completion": ("SHELL", "FILE"), "--tyro-print-completion": ("SHELL",)}
-SHELLS = ("bash", "zsh", "fish")
-
 TEMPORARY_FAILURE = 75  # EX_TEMPFAIL
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 
@@ -67,9 +64,7 @@ subcommands:
 
 options:
   --help, -h    this text
-  --version     the version
-  --tyro-write-completion SHELL FILE    completion for bash, zsh or fish, for example in
-                ~/.local/share/bash-completion/completions/isoloss"""
+  --version     the version"""
 
 
 def main(arguments: list[str]) -> int:
@@ -88,7 +83,7 @@ def main(arguments: list[str]) -> int:
 
         print(f"isoloss {__version__}")
         return 0
-    if subcommand not in (*SUBCOMMANDS, *COMPLETION):
+    if subcommand not in SUBCOMMANDS:
         _tell(
             f"isoloss: no subcommand {subcommand!r}{did_you_mean(subcommand, SUBCOMMANDS) or ';'} "
             f"the subcommands are {', '.join(SUBCOMMANDS)}"
@@ -96,11 +91,9 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         with _warnings_as_lines(subcommand), naming_extras():
-            if subcommand in COMPLETION:
-                return _complete(arguments)
             # only this subcommand's module: importing all of them would take seconds
             return int(importlib.import_module(f"isoloss.cli.{subcommand}").main(rest))
-    except SystemExit as end:  # of tyro, which has printed the help, or what is wrong with the command line
+    except SystemExit as end:  # after the help
         return int(end.code or 0)
     except IsolossError as error:
         _tell(f"isoloss {subcommand}: {error}")
@@ -117,28 +110,6 @@ def main(arguments: list[str]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         _tell(f"isoloss {subcommand}: {where}{error.strerror or error}")
         return TEMPORARY_FAILURE if _is_temporary(error) else 2
-
-
-def _complete(arguments: list[str]) -> int:
-    """Let the library of the command line write a shell's completion, which needs every subcommand's arguments.
-
-    Raises:
-        IsolossError: It knows no such shell, or the file is missing.
-    """
-    from isoloss.cli import options
-
-    wanted = COMPLETION[arguments[0]]
-    if len(arguments) != 1 + len(wanted) or arguments[1] not in SHELLS:
-        raise IsolossError(f"give {' '.join(wanted)} after it; the shell is one of {', '.join(SHELLS)}")
-    kinds: dict[str, Any] = {}
-    for name in SUBCOMMANDS:
-        module = importlib.import_module(f"isoloss.cli.{name}")
-        if hasattr(module, "arguments_class"):
-            kinds[name] = module.arguments_class()
-        else:
-            kinds[name] = getattr(module, "SUBCOMMANDS", None) or module.Args
-    options.complete(kinds, arguments)
-    return 0
 
 
 def _tell(text: str) -> None:

@@ -1,44 +1,54 @@
-"""Command lines by tyro: options from configs, whole numbers as 1e4, and help that opens with examples."""
+"""Command lines by argparse: options from dataclasses and configs, whole numbers as 1e4, examples first in the help."""
 
 from __future__ import annotations
 
-import contextlib
+import argparse
+import ast
 import dataclasses
 import functools
 import inspect
-import io
 import itertools
 import re
 import shutil
+import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
-
-import tyro
-from tyro.constructors import (
-    MISSING_NONPROP,
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-    UnsupportedTypeAnnotationError,
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
 )
 
 from isoloss.errors import IsolossError, did_you_mean, most_like
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import name_fields
 
+T = TypeVar("T")
+_BY_PLACE = object()
+Positional = Annotated[T, _BY_PLACE]  # an argument that is named by its place; a string in `Annotated` is its help
+
 Sources = Mapping[str, tuple[str, Mapping[str, type]]]
 HELP = ("--help", "-h")
 HELP_ALL = "--help-all"
-FOREIGN = {"--bs": "--batch-size", "--lr": "--learning-rate", "--wd": "--weight-decay"}  # of other programs
+ALIASES = {  # of other programs, and of earlier versions
+    "--bs": "--batch-size",
+    "--lr": "--learning-rate",
+    "--wd": "--weight-decay",
+}
 _FEW = 4  # examples in a short help
-_WIDEST = 100  # columns of prose
+_WIDEST = 100  # columns of help
 _MOST_DIGITS = 18
 
 
@@ -64,130 +74,257 @@ def parse(
     Raises:
         IsolossError: There is no such subcommand or option, a value does not fit, or one is missing.
     """
-    parent, others = command, dict[str, type]()
+    others: Mapping[str, Any] = {}
+    parent = command
     if isinstance(cls, Mapping):
         name, *rest = arguments or HELP
-        if name in cls:
-            others, cls, command, arguments = dict(cls), cls[name], f"{command} {name}", rest
-            examples = [(line, text) for line, text in examples if f"{line} ".startswith(f"isoloss {command} ")]
-        elif name in (*HELP, HELP_ALL):
-            cls, arguments = subcommands(cls), HELP[:1]
-        else:
+        if name in (*HELP, HELP_ALL):
+            lines = [f"  {name:<10} {_first_sentence(inspect.cleandoc(kind.__doc__))}" for name, kind in cls.items()]
+            listed = "\n".join(["subcommands:", *lines])
+            print(f"usage: isoloss {command} SUBCOMMAND [...]\n\n{_listed(examples)}\n\n{listed}")
+            raise SystemExit(0)
+        if name not in cls:
             guess = did_you_mean(name, cls) or ";"
             raise IsolossError(f"no subcommand {name!r}{guess} the subcommands are {', '.join(cls)}")
-    is_help = not {*HELP, HELP_ALL}.isdisjoint(arguments)
-    names = {f"isoloss {parent} {name}": _option_names(other) for name, other in others.items()}
+        others, cls, command, arguments = cls, cls[name], f"{command} {name}", rest
+        examples = [(line, text) for line, text in examples if f"{line} ".startswith(f"isoloss {command} ")]
     more = f"isoloss {command} {HELP_ALL if common else HELP[0]}"
-    if not is_help and (problem := _problem(_option_names(cls), names, arguments)):
-        raise IsolossError(f"{problem} {more} lists all")
-    is_short = bool(common) and is_help and HELP_ALL not in arguments
-    described = inspect.cleandoc(cls.__doc__ or "").split("\n\n") if dataclasses.is_dataclass(cls) else []
-    shown = examples[:_FEW] if is_short else examples
-    lines = [f"  {line}\n      {text}" for line, text in shown]
-    paragraphs = [_wrapped(text) for text in described[: 1 if is_short else None]] + [
-        "\n".join(["examples:", *lines])
-    ] * bool(lines)
-    if common:
-        paragraphs.append(f"{more} shows all options and examples.")
-    try:
-        with contextlib.redirect_stderr(io.StringIO()) as told:
-            return _run(
-                cls,
-                f"isoloss {command}",
-                ["--help" if word == HELP_ALL else word for word in arguments],
-                "\n\n".join(paragraphs),
-                common if is_short else None,
-            )
-    except SystemExit as end:
-        # after the help, it is not an error
-        if not end.code:
-            raise
-        raise IsolossError(f"{_sentence(told.getvalue())}; {more} says more") from None
+    parser = Parser(f"isoloss {command}", more)
+    if not {*HELP, HELP_ALL}.isdisjoint(arguments):
+        shown = common if common and HELP_ALL not in arguments else None
+        parser.print_described(cls, examples, shown, more if common else "")
+        raise SystemExit(0)
+    add_options(parser, cls)
+    words = [parser.known_as(word) for word in arguments]
+    for word, given in zip(words, arguments, strict=True):
+        if word.startswith("--") and word != "--" and word.partition("=")[0] not in parser.options:
+            raise IsolossError(f"{_unknown(given.partition('=')[0], parser, parent, others)} {more} lists all")
+    found, rest = parser.parse_known_intermixed_args(words)
+    if rest:
+        parser.error(f"there is no argument: {', '.join(rest)}")
+    return _made(cls, vars(found))
 
 
-def subcommands(kinds: Mapping[str, Any]) -> Any:
-    """Return what tyro takes for subcommands, given the dataclass of each or, of each that has its own, these."""
-    made = {name: subcommands(kind) if isinstance(kind, Mapping) else kind for name, kind in kinds.items()}
-    return Union.__getitem__(tuple(_annotated(kind, tyro.conf.subcommand(name)) for name, kind in made.items()))
+class Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are one sentence."""
+
+    def __init__(self, prog: str, more: str = "", **others: Any) -> None:
+        super().__init__(
+            prog,
+            usage="",
+            add_help=False,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=functools.partial(
+                argparse.RawDescriptionHelpFormatter, max_help_position=26, width=_columns()
+            ),
+            **others,
+        )
+        self.more = more
+        # argparse takes -1e-3 for an option
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
+    @property
+    def options(self) -> Collection[str]:
+        """The options that were added."""
+        return self._option_string_actions.keys()
+
+    def known_as(self, word: str) -> str:
+        """Return a word of the command line with the option in it by the name that it has here."""
+        if not word.startswith("--"):
+            return word
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        alias = ALIASES.get(name, name)
+        return f"{alias if alias in self.options else name}{equals}{value}"
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse says of a command line."""
+        if found := re.fullmatch(r"argument (\S+): expected (one|at least one|\d+) arguments?", message):
+            number = found[2] if found[2].isdecimal() else "1"
+            message = f"{found[1]} needs {number} value{'s' * (number != '1')}"
+        elif found := re.fullmatch(r"the following arguments are required: (.*)", message):
+            names = found[1].split(", ")
+            message = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} missing"
+        message = message.removeprefix("argument ").replace(": is ", " is ", 1)
+        raise IsolossError(f"{message}; {self.more} says more")
+
+    def print_described(
+        self, cls: Any, examples: Sequence[tuple[str, str]], shown: Collection[str] | None, more: str
+    ) -> None:
+        """Print the help; `shown`: the only fields that are in it."""
+        self.add_argument(*HELP[::-1], action="help", help="this text")
+        add_options(self, cls, shown=shown, describes=True)
+        described = inspect.cleandoc(cls.__doc__ or "").split("\n\n")
+        text = [textwrap.fill(paragraph, _columns()) for paragraph in described[: 1 if shown else None]]
+        text += [_listed(examples[: _FEW if shown else None])] * bool(examples)
+        text += [f"{more} shows all options and examples."] * bool(more)
+        places = [str(action.metavar) for action in self._get_positional_actions()]
+        self.usage = " ".join([f"{self.prog} [OPTIONS]", *places])
+        self.description = "\n\n".join(text)
+        self.print_help()
 
 
-def complete(kinds: Mapping[str, Any], arguments: Sequence[str]) -> None:
-    """Let tyro write a shell's completion of all subcommands; `arguments`: `--tyro-print-completion bash`."""
-    _run(subcommands(kinds), "isoloss", arguments, "", None)
+def _columns() -> int:
+    return min(_WIDEST, shutil.get_terminal_size(fallback=(_WIDEST, 24)).columns)
 
 
-def _run(cls: Any, prog: str, arguments: Sequence[str], description: str, shown: Collection[str] | None) -> Any:
-    return tyro.cli(
-        cls,
-        prog=prog,
-        args=arguments,
-        description=description,
-        config=(
-            tyro.conf.FlagCreatePairsOff,
-            # tyro would take comments beside fields for their help
-            tyro.conf.HelptextFromCommentsOff,
-            tyro.conf.OmitArgPrefixes,
-            tyro.conf.PositionalMetavarFromFieldName,
-        ),
-        registry=_registry(shown),
-    )
+def _listed(examples: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(["examples:", *(f"  {line}\n      {text}" for line, text in examples)])
 
 
-def _wrapped(text: str) -> str:
-    columns = shutil.get_terminal_size(fallback=(_WIDEST, 24)).columns
-    # tyro would join lines that are not indented
-    return textwrap.fill(text, min(_WIDEST, columns), subsequent_indent="  ")
+def _unknown(option: str, parser: Parser, parent: str, others: Mapping[str, Any]) -> str:
+    """Return what is wrong with an option that there is not; `others`: the subcommands beside this one."""
+    names: dict[str, Collection[str]] = {}
+    for name, cls in others.items():
+        add_options(other := Parser(name), cls)
+        names[f"isoloss {parent} {name}"] = other.options
+    if having := [other for other, options in names.items() if option.replace("_", "-") in options]:
+        return f"{option} is an option of {', '.join(having)};"
+    # without the dashes, which would make all short options alike
+    choices = [known.removeprefix("--") for options in (parser.options, *names.values()) for known in options]
+    guess = most_like(option.removeprefix("--"), choices)
+    return f"there is no option {option}{f'; did you mean --{guess}?' if guess else ':'}"
 
 
-def _sentence(box: str) -> str:
-    """Return what tyro says of a command line in a box, as the end of a sentence."""
-    title, *parts = re.split(r"^[│╰ ]*[─-]{3,}[─│╯ -]*$", box, flags=re.MULTILINE)
-    # a rule stands below the title where the terminal has no frames; below another stand hints
-    _, *message = title.strip().splitlines()
-    # two characters are the frame; the help of an argument is indented
-    lines = [line[2:].rstrip(" │") for line in message or parts[0].strip("\n").splitlines()]
-    lines = [line.strip() for line in lines if not line.startswith(8 * " ")]
-    text = " ".join(lines)
-    if found := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\) ?\.", text):
-        value, name, choices = found[1], found[2], re.findall("'(.*?)'", found[3])
-        wanted = f"{'one of ' * (len(choices) > 1)}{', '.join(choices)}"
-        return f"{name} is {value!r}{did_you_mean(value, choices) or ';'} it must be {wanted}"
-    if found := re.fullmatch(r"Missing value for argument '(.*)'\. Expected (\d+) values\.", text):
-        return f"{found[1]} needs {found[2]} value{'s' * (found[2] != '1')}"
-    if lines[0].startswith("Missing from "):
-        return f"{' and '.join(lines[1:])} {'are' if len(lines) > 2 else 'is'} missing"
-    return text.replace("Error parsing ", "", 1).replace("Unrecognized options", "there is no argument", 1)
+def add_options(parser: Any, cls: Any, *, shown: Collection[str] | None = None, describes: bool = False) -> None:
+    """Add the options of a dataclass, and of the groups in it, to a parser.
 
-
-def _problem(known: Collection[str], others: Mapping[str, Collection[str]], words: Iterable[str]) -> str:
-    """Return what is wrong with the options in a command line; `others`: the options of other subcommands."""
-    for word in words:
-        option = word.partition("=")[0]
-        name = option.replace("_", "-")
-        if name == "--" or not name.startswith("--") or name.startswith("--tyro-") or name in known:
+    Args:
+        parser: The parser, or a group of it.
+        cls: The dataclass.
+        shown: The only fields that are in the help.
+        describes: Whether there is a help, for which docstrings are read.
+    """
+    for field, hint in _hinted(cls):
+        kind = _bare(hint)
+        if _is_group(kind):
+            fields = kind.sources if issubclass(kind, Options) else [inner.name for inner in dataclasses.fields(kind)]
+            is_shown = describes and (shown is None or not set(shown).isdisjoint(fields))
+            about = inspect.cleandoc(kind.__doc__ or "") if shown is None else None
+            title = f"{field.name.replace('_', ' ')} options"
+            group = parser.add_argument_group(title, about) if is_shown else parser
+            if issubclass(kind, Options):
+                for name in kind.sources:
+                    kind.add(group, name, shown=shown, describes=describes)
+            else:
+                add_options(group, kind, shown=shown, describes=describes)
             continue
-        if having := [other for other, names in others.items() if name in names]:
-            return f"{option} is an option of {', '.join(having)};"
-        guess = FOREIGN.get(name, "")
-        # without the dashes, which would make all short options alike
-        if guess not in known:
-            choices = [other.removeprefix("--") for other in (*known, *itertools.chain(*others.values()))]
-            guess = f"--{most_like(name.removeprefix('--'), choices) or ''}"
-        return f"there is no option {option}{f'; did you mean {guess}?' if guess != '--' else ':'}"
-    return ""
+        help_of = functools.partial(_help_of, cls, field, hint)
+        _add(parser, field.name, hint, _default(field), help_of if describes else None, shown)
 
 
-def _option_names(cls: Any) -> set[str]:
-    """The options of a dataclass, and of the groups in it."""
-    if isinstance(cls, type) and issubclass(cls, Options):
-        return {option_name(name) for name in cls.sources}
-    names: set[str] = set()
-    for name, hint in get_type_hints(cls, include_extras=True).items() if dataclasses.is_dataclass(cls) else ():
-        if _is_group(hint) or dataclasses.is_dataclass(_bare(hint)):
-            names |= _option_names(_bare(hint))
-        elif tyro.conf.Positional not in get_args(hint)[1:]:
-            names.add(option_name(name))
-    return names
+def _add(
+    parser: Any,
+    name: str,
+    hint: Any,
+    default: Any,
+    help_of: Callable[[], str] | None,
+    shown: Collection[str] | None,
+) -> None:
+    """Add one option or, by its place, one argument."""
+    about = "" if help_of is None or (shown is not None and name not in shown) else help_of()
+    if shown is not None:
+        about = _first_sentence(about) if name in shown else argparse.SUPPRESS
+    kind, is_by_place = _bare(hint), _BY_PLACE in get_args(hint)[1:]
+    of = [inner for inner in get_args(kind) if inner is not NoneType]
+    if NoneType in get_args(kind) and len(of) == 1:
+        kind = of[0]
+    told: dict[str, Any] = {"help": about if about == argparse.SUPPRESS else about.replace("%", "%%")}
+    if kind is bool and default is False:
+        parser.add_argument(option_name(name), action="store_true", **told)
+        return
+    items = get_args(kind) if get_origin(kind) is tuple else ()
+    told["type"], told["metavar"] = _reader(items[0] if items else kind)
+    if items:
+        told["nargs"] = "*" if items[1:] == (...,) else len(items)
+    if not is_by_place:
+        parser.add_argument(option_name(name), required=default is dataclasses.MISSING, dest=name, **told)
+        return
+    told["metavar"] = f"{name.upper()}{' ...' * bool(items)}"
+    if items:
+        told["default"] = None
+    elif default is not dataclasses.MISSING:
+        # argparse would give a default that is a word, as SUPPRESS is, to the reader
+        told |= {"nargs": "?", "default": None, "metavar": f"[{told['metavar']}]"}
+    parser.add_argument(name, **told)
+
+
+def _made(cls: Any, values: Mapping[str, Any]) -> Any:
+    """Return a dataclass with the values that were given."""
+    made: dict[str, Any] = {}
+    for field, hint in _hinted(cls):
+        kind = _bare(hint)
+        if _is_group(kind):
+            made[field.name] = kind.of(values) if issubclass(kind, Options) else _made(kind, values)
+        elif values.get(field.name) is not None:
+            value = values[field.name]
+            made[field.name] = tuple(value) if isinstance(value, list) else value
+        elif _default(field) is dataclasses.MISSING:
+            made[field.name] = ()  # what may be any number of values is not required by argparse
+    return cls(**made)
+
+
+# --- types -----------------------------------------------------------------------------------------------------------
+
+
+def _reader(kind: Any) -> tuple[Callable[[str], Any], str]:
+    """Return how a word becomes a value of a type, and what stands for it in the help."""
+    kinds = [inner for inner in get_args(kind) if inner is not NoneType] if _is_union(kind) else [kind]
+    words = {str(word): word for inner in kinds if get_origin(inner) is Literal for word in get_args(inner)}
+    if bool in kinds:
+        words |= {"True": True, "False": False}
+    plain = [inner for inner in kinds if get_origin(inner) is not Literal and inner is not bool]
+    if unknown := [inner for inner in plain if inner not in _READERS]:
+        raise TypeError(f"the command line reads no {unknown[0]}")
+
+    def read(word: str) -> Any:
+        if word in words:
+            return words[word]
+        if not plain:
+            one = f"{'one of ' * (len(words) > 1)}{', '.join(words)}"
+            raise argparse.ArgumentTypeError(f"is {word!r}{did_you_mean(word, words) or ';'} it must be {one}")
+        for inner in plain:
+            try:
+                return _READERS[inner](word)
+            except ValueError as error:
+                told = str(error)
+        raise argparse.ArgumentTypeError(told + f", and not {' or '.join(words)}" * bool(words))
+
+    names = [inner.__name__.upper() for inner in plain]
+    return read, "|".join([*names, *words]) if names else f"{{{','.join(words)}}}"
+
+
+def _read_whole(word: str) -> int:
+    """Whole numbers may be written as 10000, 10_000 or 1e4."""
+    try:
+        number = Decimal(word)
+        # the exponent is looked at first: as an int, 1e999999999 would fill the memory
+        if number.is_finite() and number.adjusted() < _MOST_DIGITS and number == number.to_integral_value():
+            return int(number)
+    except InvalidOperation:
+        pass
+    raise ValueError(f"{word!r} is not a whole number, such as 1000 or 1e3")
+
+
+_READERS: dict[Any, Callable[[str], Any]] = {int: _read_whole, float: float, str: str, Path: Path}
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, UnionType)
+
+
+def _bare(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and (issubclass(kind, Options) or dataclasses.is_dataclass(kind))
+
+
+def _hinted(cls: Any) -> list[tuple[dataclasses.Field[Any], Any]]:
+    hints = get_type_hints(cls, include_extras=True)
+    return [(field, hints[field.name]) for field in dataclasses.fields(cls)]
 
 
 def option_name(field: str) -> str:
@@ -198,6 +335,83 @@ def option_name(field: str) -> str:
         '--learning-rate'
     """
     return f"--{field.replace('_', '-')}"
+
+
+# --- help ------------------------------------------------------------------------------------------------------------
+
+
+def _help_of(cls: Any, field: dataclasses.Field[Any], hint: Any) -> str:
+    """Return the help of an argument; no default of None or False, as the text says what these are."""
+    own = next((word for word in get_args(hint)[1:] if isinstance(word, str)), None)
+    text = own or _texts(cls).get(field.name, "")
+    default = _default(field)
+    if default is dataclasses.MISSING:
+        return f"{text} (required)"
+    return text if (told := _shown(default)) is None or default is False else f"{text} (default: {told})"
+
+
+def _first_sentence(text: str) -> str:
+    sentence = re.split(r"(?<=\.) (?=[A-Z])", " ".join(text.split()))[0]
+    default = re.search(r" \(default: [^)]*\)$", text)
+    return sentence + (default[0] if default and default[0] not in sentence else "")
+
+
+@functools.cache
+def _texts(config: type) -> Mapping[str, str]:
+    """The docstring of each field of a config, inherited ones too: read for help alone."""
+    texts: dict[str, str] = {}
+    # a subclass may describe a field anew, so it comes after its bases
+    for cls in reversed(config.__mro__[:-1]):
+        texts |= _docstrings(cls.__module__).get(cls.__name__, {})
+    return texts
+
+
+@functools.cache
+def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
+    """The strings below the fields of each class of a module."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, below in itertools.pairwise(node.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found.setdefault(node.name, {})[name] = " ".join(text.split())
+    return found
+
+
+def settings(config: type, *, exclude: Collection[str], prefix: str = "") -> list[dict[str, Any]]:
+    """Return the name, default and description of each field of a config."""
+    return [
+        {
+            "setting": f"{prefix}{field.name}",
+            "default": _shown(_default(field)),
+            "description": _texts(config)[field.name],
+        }
+        for field in dataclasses.fields(config)
+        if field.name not in exclude
+    ]
+
+
+def _shown(default: Any) -> str | None:
+    """Return a default as the help has it; None where it says nothing, or where the text says what it stands for."""
+    if default in (None, (), "", dataclasses.MISSING):
+        return None
+    return " ".join(map(str, default if isinstance(default, tuple) else (default,)))
+
+
+def _by_word(values: Mapping[str, str], separator: str, *, always: bool = False) -> str:
+    """Return the one value, or each with the words for the configs that it is of."""
+    words: dict[str, list[str]] = {}
+    for word, value in values.items():
+        words.setdefault(value, []).append(word)
+    if len(words) == 1 and not always:
+        return next(iter(words))
+    return separator.join(f"{' and '.join(own)}: {value}" for value, own in words.items())
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 # --- options from configs --------------------------------------------------------------------------------------------
@@ -211,6 +425,32 @@ class Options(dict[str, Any]):
 
     sources: ClassVar[Sources] = {}
     names_configs: ClassVar[bool] = False  # whether the help says which configs an option is of
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return those of the values that are options of this kind."""
+        return cls({name: values[name] for name in cls.sources if name in values})
+
+    @classmethod
+    def add(cls, parser: Any, name: str, *, shown: Collection[str] | None, describes: bool) -> None:
+        """Add an option to a parser or a group of it."""
+        field, configs = cls.sources[name]
+        every: Any = configs
+        defaults = {word: _default(config.__dataclass_fields__[field]) for word, config in every.items()}
+        hints = [get_type_hints(config, include_extras=True)[field] for config in configs.values()]
+        # configs that share an option may list other choices: all are taken here, and each config checks its own
+        if get_origin(hint := hints[0]) is Literal:
+            hint = Literal.__getitem__(tuple(dict.fromkeys(choice for one in hints for choice in get_args(one))))
+
+        def help_of() -> str:
+            everybody = {word for _, others in cls.sources.values() for word in others}
+            texts = {word: _texts(config).get(field, "") for word, config in configs.items()}
+            text = _by_word(texts, " ", always=cls.names_configs and configs.keys() != everybody)
+            told = {word: value for word, default in defaults.items() if (value := _shown(default)) is not None}
+            return f"{text} (default: {_by_word(told, ', ')})" if told and not is_flag else text
+
+        is_flag = hint is bool and not any(defaults.values())
+        _add(parser, name, hint, False if is_flag else None, help_of if describes else None, shown)
 
 
 def sources_of(
@@ -296,232 +536,3 @@ def with_measures(cls: type, measures: Mapping[str, type]) -> type:
     )
     made.__doc__ = cls.__doc__
     return made
-
-
-@functools.cache
-def _texts(config: type) -> Mapping[str, str]:
-    """The docstring of each field of a config, inherited ones too: read for help alone, as it takes a second."""
-    import docstring_parser
-
-    texts: dict[str, str] = {}
-    # a subclass may describe a field anew, so it comes after its bases
-    for cls in reversed(config.__mro__[:-1]):
-        for param in docstring_parser.parse_from_object(cls).params:
-            texts[param.arg_name] = " ".join((param.description or "").split())
-    # of a setting that is the argument of a function
-    return texts | {one.name: one.metadata["help"] for one in dataclasses.fields(config) if "help" in one.metadata}
-
-
-def settings(config: type, *, exclude: Collection[str], prefix: str = "") -> list[dict[str, Any]]:
-    """Return the name, default and description of each field of a config."""
-    return [
-        {
-            "setting": f"{prefix}{field.name}",
-            "default": _shown(_default(field)),
-            "description": _texts(config)[field.name],
-        }
-        for field in dataclasses.fields(config)
-        if field.name not in exclude
-    ]
-
-
-def _shown(default: Any) -> str | None:
-    """Return a default as the help has it; None where it says nothing, or where the text says what it stands for."""
-    if default in (None, (), "", dataclasses.MISSING):
-        return None
-    return " ".join(map(str, default if isinstance(default, tuple) else (default,)))
-
-
-def _by_word(values: Mapping[str, str], separator: str, *, always: bool = False) -> str:
-    """Return the one value, or each with the words for the configs that it is of."""
-    words: dict[str, list[str]] = {}
-    for word, value in values.items():
-        words.setdefault(value, []).append(word)
-    if len(words) == 1 and not always:
-        return next(iter(words))
-    return separator.join(f"{' and '.join(own)}: {value}" for value, own in words.items())
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-
-
-def _option(options: type[Options], name: str) -> StructFieldSpec:
-    """Return an option that is None unless given; a flag, which can only turn on, stands at False."""
-    field, configs = options.sources[name]
-    fields = {word: next(one for one in dataclasses.fields(cfg) if one.name == field) for word, cfg in configs.items()}
-    defaults = {word: _default(one) for word, one in fields.items()}
-    hints = [get_type_hints(config, include_extras=True)[field] for config in configs.values()]
-    hint, is_flag = hints[0], hints[0] is bool and not any(defaults.values())
-    # configs that share an option may list other choices: all are taken here, and each config checks its own
-    if get_origin(hint) is Literal:
-        hint = Literal.__getitem__(tuple(dict.fromkeys(choice for one in hints for choice in get_args(one))))
-    shown = {word: told for word, value in defaults.items() if (told := _shown(value)) is not None}
-    mark = tyro.conf.arg(help_behavior_hint=f"(default: {_by_word(shown, ', ')})" if shown else "")
-    everybody = {word for _, others in options.sources.values() for word in others}
-    is_told = options.names_configs and configs.keys() != everybody
-
-    # a function, as only --help needs the text, and reading docstrings takes a second
-    def text() -> str:
-        return _by_word({word: _texts(cfg).get(field, "") for word, cfg in configs.items()}, " ", always=is_told)
-
-    return StructFieldSpec(
-        name=name,
-        type=_annotated(hint if is_flag else hint | None, mark),
-        default=False if is_flag else None,
-        helptext=text,
-    )
-
-
-def _argument(field: dataclasses.Field[Any], hint: Any, cls: Any, default: Any) -> StructFieldSpec:
-    """Return an argument of a command: no `(default: None)` or `(default: False)`, as the text says what these are."""
-    # tyro would show a tuple as optional, though without a default it is required
-    if default is MISSING_NONPROP and get_origin(_bare(hint)) is tuple:
-        mark = tyro.conf.arg(metavar=f"{field.name.upper()} ...", help_behavior_hint="(required)")
-    else:
-        mark = tyro.conf.arg(help_behavior_hint="" if default in (None, (), "") or default is False else None)
-    return StructFieldSpec(
-        name=field.name,
-        type=_annotated(hint, mark),
-        default=default,
-        helptext=lambda: _bare(hint).__doc__ if _is_group(hint) else _texts(cls).get(field.name),
-    )
-
-
-def _annotated(hint: Any, mark: object) -> Any:
-    return Annotated[hint, mark]
-
-
-def _bare(hint: Any) -> Any:
-    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
-
-
-def _is_group(hint: Any) -> bool:
-    return isinstance(_bare(hint), type) and issubclass(_bare(hint), Options)
-
-
-# --- what tyro is told of types --------------------------------------------------------------------------------------
-
-
-def _registry(shown: Collection[str] | None) -> ConstructorRegistry:
-    """Return the rules by which tyro reads our types; `shown`: the only fields that are in the help."""
-    registry = ConstructorRegistry()
-    registry.primitive_rule(_whole_number)
-    registry.primitive_rule(_number_or_word)
-    registry.primitive_rule(_optional)
-    registry.primitive_rule(_list)
-    registry.struct_rule(functools.partial(_struct, shown))
-    return registry
-
-
-def _struct(shown: Collection[str] | None, info: StructTypeInfo) -> StructConstructorSpec | None:
-    cls: Any = info.type
-    make: Callable[..., Any] = cls
-    if isinstance(cls, type) and issubclass(cls, Options):
-        specs = [_option(cls, name) for name in cls.sources]
-        unset = {spec.name: spec.default for spec in specs}
-
-        def make(**values: Any) -> Any:
-            return cls({name: value for name, value in values.items() if value != unset[name]})
-
-    elif dataclasses.is_dataclass(cls) and cls.__module__.partition(".")[0] != "tyro":  # which wraps unions in its own
-        hints, specs = get_type_hints(cls, include_extras=True), []
-        for field in dataclasses.fields(cls):
-            default = _default(field)
-            is_missing = default is dataclasses.MISSING or _is_group(hints[field.name])
-            specs.append(_argument(field, hints[field.name], cls, MISSING_NONPROP if is_missing else default))
-    else:
-        return None
-    if shown is not None:
-        for place, spec in enumerate(specs):
-            if spec.name in shown:
-                specs[place] = dataclasses.replace(spec, helptext=functools.partial(_first_sentence, spec.helptext))
-            elif _is_group(spec.type) or dataclasses.is_dataclass(_bare(spec.type)):
-                specs[place] = dataclasses.replace(spec, helptext="")
-            else:
-                specs[place] = dataclasses.replace(spec, type=_annotated(spec.type, tyro.conf.Suppress))
-    return StructConstructorSpec(instantiate=make, fields=tuple(specs))
-
-
-def _first_sentence(text: str | Callable[[], str | None] | None) -> str:
-    return re.split(r"(?<=\.) (?=[A-Z])", (text() if callable(text) else text) or "")[0]
-
-
-def _whole_number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
-    """Whole numbers may be written as 10000, 10_000 or 1e4."""
-    if info.type is not int:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT",
-        instance_from_str=lambda words: _read_whole(words[0]),
-        is_instance=lambda value: isinstance(value, int) and not isinstance(value, bool),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
-def _read_whole(word: str) -> int:
-    try:
-        number = Decimal(word)
-        # the exponent is looked at first: as an int, 1e999999999 would fill the memory
-        if number.is_finite() and number.adjusted() < _MOST_DIGITS and number == number.to_integral_value():
-            return int(number)
-    except InvalidOperation:
-        pass
-    raise ValueError(f"{word!r} is not a whole number, such as 1000 or 1e3")
-
-
-def _number_or_word(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int | str] | None:
-    """A whole number or one of some words, such as `all`: tyro's own message about neither fills ten lines."""
-    kinds = get_args(info.type) if get_origin(info.type) in (Union, UnionType) else ()
-    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    if int not in kinds or not words or len(kinds) > 2:
-        return None
-
-    def read(found: list[str]) -> int | str:
-        try:
-            return found[0] if found[0] in words else _read_whole(found[0])
-        except ValueError as error:
-            raise ValueError(f"{error}, and not {' or '.join(words)}") from error
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="|".join(["INT", *words]),
-        instance_from_str=read,
-        is_instance=lambda value: isinstance(value, int) or value in words,
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
-def _list(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]] | None:
-    """Any number of values of one type: tyro's own message about a wrong one does not say what is wrong."""
-    kinds = get_args(info.type) if get_origin(info.type) is tuple else ()
-    if kinds[1:] != (...,):
-        return None
-    one = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kinds[0], set(info.markers)))
-    if isinstance(one, UnsupportedTypeAnnotationError) or one.nargs != 1:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs="*",
-        metavar=f"[{one.metavar} [{one.metavar} ...]]",
-        instance_from_str=lambda words: tuple(one.instance_from_str([word]) for word in words),
-        is_instance=lambda values: isinstance(values, tuple) and all(map(one.is_instance, values)),
-        str_from_instance=lambda values: [word for value in values for word in one.str_from_instance(value)],
-        choices=one.choices,
-    )
-
-
-def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | UnsupportedTypeAnnotationError | None:
-    """An option that may be left out is read as its type without None, so that help and messages list no None."""
-    kinds = get_args(info.type) if get_origin(info.type) in (Union, UnionType) else ()
-    if NoneType not in kinds:
-        return None
-    inner: Any = Union.__getitem__(tuple(kind for kind in kinds if kind is not NoneType))
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(inner, set(info.markers)))
-    if isinstance(spec, UnsupportedTypeAnnotationError):
-        return spec
-    return dataclasses.replace(
-        spec,
-        is_instance=lambda value: value is None or spec.is_instance(value),
-        str_from_instance=lambda value: [] if value is None else spec.str_from_instance(value),
-    )

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
 from isoloss import config as configs
 from isoloss import files
 from isoloss.cli import common, options
@@ -41,7 +39,7 @@ class Args:
     what a few masked tokens can be, and the entropy of the language.
     """
 
-    language: tyro.conf.Positional[str]
+    language: options.Positional[str]
     """A preset (isoloss ls languages), a file, the folder of a causal model, or, with --tokenizer, text or hf:NAME."""
     num_sentences: int = 5
     """Sentences to draw."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from isoloss import config as configs
 from isoloss.cli import common, options
 from isoloss.errors import IsolossError
@@ -20,7 +18,7 @@ EXAMPLES = [("isoloss show runs/first", "config, progress, checkpoints and evalu
 class Args:
     """Show a run: its config, how far it is, and what was measured."""
 
-    run: tyro.conf.Positional[Path]
+    run: options.Positional[Path]
     """The run directory."""
     json: bool = False
     """Print one JSON document."""

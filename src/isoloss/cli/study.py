@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
 from isoloss import files, interrupts
 from isoloss.checkpoints.places import check_checkpoint, expand_checkpoints
 from isoloss.cli import common, options
@@ -64,7 +62,7 @@ BEGUN = ("running", "failed", "interrupted")
 class _Command:
     """A subcommand about one study, whose whole state is in its folder."""
 
-    name: tyro.conf.Positional[str]
+    name: options.Positional[str]
     """The study (isoloss ls studies) or the path of a Python file that defines one, which is code and is run."""
     scale: str | None = None
     """Scale of the study (isoloss ls studies); default: the study's first scale."""
@@ -355,9 +353,9 @@ class _Export(_Command):
 class _Compare:
     """Compare two exports of a study with different seeds, number by number."""
 
-    first: tyro.conf.Positional[Path]
+    first: options.Positional[Path]
     """An exported folder."""
-    second: tyro.conf.Positional[Path]
+    second: options.Positional[Path]
     """The exported folder of the same study with other seeds."""
     json: bool = False
     """Print one JSON document."""
@@ -382,7 +380,7 @@ class _Compare:
 class _New:
     """Write NAME.py into the current folder: a study to start from."""
 
-    name: tyro.conf.Positional[str]
+    name: options.Positional[str]
     """What the study is to be called."""
     checkpoints: tuple[str, ...] = ()
     """Checkpoint folders, or names on the Hugging Face hub, that the study compares on --data."""

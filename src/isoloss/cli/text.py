@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 from isoloss.cli import common, options
 
 EXAMPLES = [("isoloss text python-docs text/", "Python's language reference, about 80 files of English prose")]
@@ -18,9 +16,9 @@ EXAMPLES = [("isoloss text python-docs text/", "Python's language reference, abo
 class Args:
     """Write a small sample text to files, to try the commands that need text."""
 
-    name: tyro.conf.Positional[Literal["python-docs"]]
+    name: options.Positional[Literal["python-docs"]]
     """python-docs: the language reference of the Python that runs isoloss."""
-    folder: tyro.conf.Positional[Path]
+    folder: options.Positional[Path]
     """Folder for the .txt files, new or empty."""
     json: bool = False
     """Print one JSON document."""

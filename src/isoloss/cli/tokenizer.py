@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import tyro
-
 from isoloss import files
 from isoloss.cli import common, options
 from isoloss.errors import IsolossError, warn
@@ -28,7 +26,7 @@ EXAMPLES = [
 class Args:
     """Learn a tokenizer from text and write it as a Hugging Face folder, which --tokenizer takes."""
 
-    texts: tyro.conf.Positional[tuple[str, ...]]
+    texts: options.Positional[tuple[str, ...]]
     """Text (.txt, .jsonl or a folder), or datasets hf:NAME."""
     output: Path
     """Folder for the tokenizer, new or empty."""

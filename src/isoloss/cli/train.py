@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
 from isoloss import config as configs
 from isoloss import files, interrupts, machine
 from isoloss.cli import common, options
@@ -122,7 +120,7 @@ class _Algorithms(Options):
 class Args:
     """Pre-train a masked or causal language model; the same command resumes, bit for bit."""
 
-    run: tyro.conf.Positional[Path]
+    run: options.Positional[Path]
     """The run directory."""
     config: Path | None = None
     """A TOML file with the whole config; of the options below, only those that decide no result may be added."""
@@ -134,10 +132,10 @@ class Args:
     """Put [CLS] before and [SEP] after each sentence of a synthetic language; default: none, or the preset's."""
     objective: Literal["masked", "causal"] | None = None
     """Predict masked tokens, or each token from those before it; default: what the architecture learns."""
-    algorithm: Annotated[str, tyro.conf.arg(help=f"The training algorithm: {', '.join(ALGORITHMS)}.")] = "gradient"
-    optimizer: Annotated[
-        str, tyro.conf.arg(help=f"What turns the gradient into an update: {', '.join(OPTIMIZERS)}.")
-    ] = OptimizerConfig.name
+    algorithm: Annotated[str, f"The training algorithm: {', '.join(ALGORITHMS)}."] = "gradient"
+    optimizer: Annotated[str, f"What turns the gradient into an update: {', '.join(OPTIMIZERS)}."] = (
+        OptimizerConfig.name
+    )
     compiled: bool = False
     """Compute loss and gradient of a narrow BERT in one compiled piece, several times as fast; default: where a run
     has this architecture, a width up to 64, one masked token a sentence, one process and a CPU."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
 from isoloss import files, interrupts, machine
 from isoloss.checkpoints import places
 from isoloss.cli import common, options
@@ -123,7 +121,7 @@ class Args:
     Several models are compared on the same examples.
     """
 
-    models: tyro.conf.Positional[tuple[str, ...]]
+    models: options.Positional[tuple[str, ...]]
     """Runs (their last checkpoints), checkpoint folders, or names on the Hugging Face hub."""
     task: str
     """A task of the language (root, prefix-L, ...), of GLUE (SST-2, RTE, ...), or a name of your own for --data; see

@@ -212,7 +212,7 @@ def slope_within(outcomes: ArrayLike, losses: ArrayLike, clusters: Sequence[Any]
 
 
 def adjusted_to_loss(difference: Estimate, change: Estimate, slope: Estimate, *, same_clusters: bool) -> Estimate:
-    """Return a difference of outcomes adjusted to equal loss: less the part that the loss accounts for, with the slope's error.
+    """Return a difference of outcomes less the part that the loss accounts for, with the error of the slope.
 
     The value is D - b L, for the difference D, the change of loss L and the slope b; by the delta method its
     influence by cluster is psi_D - b psi_L - L psi_b. Where the slope is from other data, its L^2 s_b^2 is added to the

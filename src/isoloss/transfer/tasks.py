@@ -9,7 +9,18 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Estimate
 from isoloss.text.masking import Sentences
-from isoloss.text.text_classification import Coverage
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of some examples a tokenizer and a length let through."""
+
+    num_examples: int
+    num_cut: int  # examples that are longer than the length and lose tokens at the end
+    num_tokens: int  # of their texts, before anything is cut, without special tokens
+    num_unknown: int  # tokens that the tokenizer does not know
+    num_unlabeled: int = 0  # rows without a label, which are none of the examples
+    num_incomplete: int = 0  # rows without all texts, or with other fields than the header, which are none either
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

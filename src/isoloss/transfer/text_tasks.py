@@ -7,22 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from isoloss import seeds
 from isoloss.errors import IsolossError, warn
 from isoloss.text import hub_datasets
+from isoloss.text.labeled_text import LabeledText, number_labels, read_rows, split_files
 from isoloss.text.masking import Sentences
-from isoloss.text.text_classification import (
-    LabeledText,
-    coverage,
-    encode_labeled_text,
-    missing_labels,
-    read_labeled_text,
-    split_files,
-)
+from isoloss.text.tokenizers import encode
 from isoloss.transfer.results import majority_rate
-from isoloss.transfer.tasks import TaskData, overlap
+from isoloss.transfer.tasks import Coverage, TaskData, overlap
 from isoloss.transfer.text_sources import TextTask
 
 if TYPE_CHECKING:
@@ -182,82 +178,139 @@ def _checked_ids(sentences: Sentences, vocab_size: int, task: str, model: str) -
     return Sentences(sentences.tokens.masked_fill(unknown, 0), sentences.lengths)
 
 
+def encode_labeled_text(
+    tokenizer: PreTrainedTokenizerFast, data: LabeledText, *, max_length: int, token_types: int = 2
+) -> dict[str, torch.Tensor]:
+    """Return what a classifier takes, with the labels: [CLS] a [SEP], or [CLS] a [SEP] b [SEP].
+
+    Special tokens are those that the tokenizer itself puts around one and two texts; GPT-2's puts none. Where it puts
+    none between two texts, a newline separates them. An example that is too long loses tokens from the end of the
+    longer text, one at a time; while the two are equally long, from the one that was shorter at first (if neither was,
+    the first). What a text spells is never a special token.
+
+    Args:
+        tokenizer: Any tokenizer. Without a padding token, the padding is id 0, hidden by the attention mask.
+        data: n examples.
+        max_length: The most tokens of an example, the special ones included.
+        token_types: Token types that the model knows (`type_vocab_size`).
+
+    Returns:
+        `input_ids` and `attention_mask` (n, T), padded on the right to the longest example; `token_type_ids` (n, T), 1
+        at b and the [SEP] after it and 0 elsewhere, where the model has two types and the tokenizer gives them;
+        `labels` (n,). All int64.
+
+    Raises:
+        IsolossError: `max_length` leaves less than one token for each text, or an example has no token.
+    """
+    pairs = _second_texts(tokenizer, data)
+    special = tokenizer.num_special_tokens_to_add(pair=pairs is not None)
+    # a newline before the second text takes a token of its own
+    least = special + (1 if pairs is None else 2 + (pairs != data.pairs))
+    if max_length < least:
+        raise IsolossError(f"max_length is {max_length}; with {special} special tokens it must be at least {least}")
+    has_types = token_types >= 2 and "token_type_ids" in tokenizer.model_input_names
+    # whatever side its config says: models are compared on the same part of a text
+    side, tokenizer.truncation_side = tokenizer.truncation_side, "right"
+    try:
+        encoded = tokenizer(
+            list(data.texts),
+            None if pairs is None else list(pairs),
+            truncation="longest_first",
+            max_length=max_length,
+            # what a text spells is never a special token
+            split_special_tokens=True,
+            return_attention_mask=True,
+            return_token_type_ids=has_types,
+        )
+    finally:
+        tokenizer.truncation_side = side
+    for text, ids in zip(data.texts, encoded["input_ids"], strict=True):
+        if not ids:
+            raise IsolossError(f"the tokenizer makes no token of the text {text!r}: leave this example out")
+    padding = {"input_ids": tokenizer.pad_token_id or 0}
+    padded = {
+        name: pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=padding.get(name, 0))
+        for name, rows in encoded.items()
+    }
+    return {**padded, "labels": torch.tensor(data.labels)}
+
+
+def _second_texts(tokenizer: PreTrainedTokenizerFast, data: LabeledText) -> tuple[str, ...] | None:
+    """Return the second texts of pairs, after a newline where the tokenizer does not separate them from the first."""
+    if data.pairs is None:
+        return None
+    one, both = (tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True))
+    return data.pairs if both > one else tuple(f"\n{text}" for text in data.pairs)
+
+
+def coverage(tokenizer: PreTrainedTokenizerFast, data: LabeledText, *, max_length: int) -> Coverage:
+    """Return how many examples `encode_labeled_text` cuts, and how many of their tokens are unknown."""
+    lengths = np.full(len(data), tokenizer.num_special_tokens_to_add(pair=data.pairs is not None))
+    num_tokens = num_unknown = 0
+    for texts in (data.texts, _second_texts(tokenizer, data) or ()):
+        for row, ids in enumerate(encode(tokenizer, texts)):
+            lengths[row] += len(ids)
+            num_tokens += len(ids)
+            num_unknown += int((ids == tokenizer.unk_token_id).sum())
+    num_cut = int((lengths > max_length).sum())
+    return Coverage(len(data), num_cut, num_tokens, num_unknown, data.num_unlabeled, data.num_incomplete)
+
+
 def _encoded(
     examples: TextExamples, tokenizer: PreTrainedTokenizerFast, *, max_length: int, token_types: int
 ) -> TaskData:
     train, test = examples.train, examples.test
-    encoded = [
-        encode_labeled_text(tokenizer, part, max_length=max_length, token_types=token_types) for part in (train, test)
-    ]
-    width = max(part["input_ids"].shape[1] for part in encoded)
-    pad = tokenizer.pad_token_id or 0
-    splits = [Sentences(_padded(part["input_ids"], width, pad), part["attention_mask"].sum(dim=1)) for part in encoded]
-    types = [_padded(part["token_type_ids"], width, 0) if "token_type_ids" in part else None for part in encoded]
-    test_labels = encoded[1]["labels"]
+    both = LabeledText(
+        texts=train.texts + test.texts,
+        pairs=None if train.pairs is None or test.pairs is None else train.pairs + test.pairs,
+        labels=train.labels + test.labels,
+        label_names=train.label_names,
+        num_unlabeled=train.num_unlabeled + test.num_unlabeled,
+        num_incomplete=train.num_incomplete + test.num_incomplete,
+    )
+    batch = encode_labeled_text(tokenizer, both, max_length=max_length, token_types=token_types)
+    lengths, n = batch["attention_mask"].sum(dim=1), len(train)
+    sentences = Sentences(batch["input_ids"][:n], lengths[:n]), Sentences(batch["input_ids"][n:], lengths[n:])
+    types, labels = batch.get("token_type_ids"), batch["labels"]
     return TaskData(
         name=examples.name,
-        train=splits[0],
-        train_labels=encoded[0]["labels"],
-        test=splits[1],
-        test_labels=test_labels,
+        train=sentences[0],
+        train_labels=labels[:n],
+        test=sentences[1],
+        test_labels=labels[n:],
         classes=train.label_names,
-        majority_rate=majority_rate(test_labels),
-        overlap=overlap(splits[0].tokens, splits[1].tokens),
-        train_types=types[0],
-        test_types=types[1],
+        majority_rate=majority_rate(labels[n:]),
+        overlap=overlap(sentences[0].tokens, sentences[1].tokens),
+        train_types=None if types is None else types[:n],
+        test_types=None if types is None else types[n:],
         texts=tuple(zip(test.texts, *([] if test.pairs is None else [test.pairs]), strict=True)),
-        coverage=coverage(tokenizer, train, max_length=max_length) + coverage(tokenizer, test, max_length=max_length),
+        coverage=coverage(tokenizer, both, max_length=max_length),
     )
 
 
-def _read(source: TextTask, seed: int) -> tuple[LabeledText, LabeledText]:
+def _read(source: TextTask, seed: int) -> list[LabeledText]:
     """Return the training and the test examples, with the same names of labels."""
-    columns: dict[str, Any] = {
-        name: getattr(source, name) for name in ("text", "pair", "label", "other_columns", "header", "label_names")
-    }
-    train = read_labeled_text(source.train, **columns, split=source.train_split)
+    choices = [(source.text, source.pair, source.label), *source.other_columns]
+    train = read_rows(source.train, choices, split=source.train_split, header=source.header)
     where = source.test or source.train
     if source.test is None and Path(source.train).expanduser().is_file():
+        (data,) = number_labels([train], source.label_names)
         # by the file alone and the seed, so that a test example stays one whatever `num_train` and `num_test` are
-        order = torch.randperm(len(train), generator=seeds.generator(seed, "held-out", source.name)).tolist()
-        held_out = len(train) // _HELD_OUT
+        order = torch.randperm(len(data), generator=seeds.generator(seed, "held-out", source.name)).tolist()
+        held_out = len(data) // _HELD_OUT
         if held_out == 0:
-            raise IsolossError(f"{source.train} has {len(train)} examples, too few to keep one in five for testing")
+            raise IsolossError(f"{source.train} has {len(data)} examples, too few to keep one in five for testing")
         # what is left out is counted once, with the training examples
-        test = dataclasses.replace(train, num_unlabeled=0, num_incomplete=0)
-        return _rows(train, sorted(order[held_out:])), _rows(test, sorted(order[:held_out]))
+        test = dataclasses.replace(data, num_unlabeled=0, num_incomplete=0)
+        return [_rows(data, sorted(order[held_out:])), _rows(test, sorted(order[:held_out]))]
     split = source.test_split or _test_split(where)
     if source.test is None and split == source.train_split:
         raise IsolossError(f"the split {split!r} of {where} would be used for training and for testing")
-    test = read_labeled_text(where, **columns, split=split)
-    if (train.pairs is None) != (test.pairs is None):
+    test_rows = read_rows(where, choices, split=split, header=source.header)
+    both = number_labels([train, test_rows], source.label_names)
+    if (both[0].pairs is None) != (both[1].pairs is None):
         raise IsolossError(f"{source.train} and {where} do not match: one has two texts per row, and the other has one")
-    missing = missing_labels({*train.label_names, *test.label_names}, source.label_names or ())
-    train, test = (_without(data, missing) for data in (train, test))
-    # a split has numbered only the labels that it has
-    names = tuple(dict.fromkeys([*train.label_names, *test.label_names]))
-    return _renamed(train, names), _renamed(test, names)
-
-
-def _without(data: LabeledText, missing: set[str]) -> LabeledText:
-    """Return the examples without labels that stand for a missing one; one split alone may not show that they do."""
-    rows = [row for row, label in enumerate(data.labels) if data.label_names[label] not in missing]
-    left_out = len(data) - len(rows)
-    if not left_out:
-        return data
-    warn(f"{left_out:,} rows with the label {' or '.join(sorted(missing))}, read as a missing label, are left out")
-    if not rows:
-        raise IsolossError("no example of one of the splits has a label")
-    return _renamed(
-        dataclasses.replace(_rows(data, rows), num_unlabeled=data.num_unlabeled + left_out),
-        tuple(name for name in data.label_names if name not in missing),
-    )
-
-
-def _renamed(data: LabeledText, names: tuple[str, ...]) -> LabeledText:
-    """Return the same examples with labels that are indices into `names`."""
-    labels = tuple(names.index(data.label_names[label]) for label in data.labels)
-    return dataclasses.replace(data, labels=labels, label_names=names)
+    return both
 
 
 def _test_split(where: str) -> str:
@@ -293,7 +346,3 @@ def _rows(data: LabeledText, rows: list[int]) -> LabeledText:
         pairs=None if data.pairs is None else tuple(data.pairs[row] for row in rows),
         labels=tuple(data.labels[row] for row in rows),
     )
-
-
-def _padded(ids: torch.Tensor, width: int, value: int) -> torch.Tensor:
-    return torch.nn.functional.pad(ids, (0, width - ids.shape[1]), value=value)

@@ -424,7 +424,7 @@ def test_defaults_are_recorded_as_before():
         ("probe-root", {**WHOLE, "probe_seeds": 2}, "probe_seeds has no effect with the solver convex"),
         ("probe-root", {"probe_solver": "newton"}, "probe_solver is 'newton'; it must be one of adamw, convex"),
         ("few-shot-root-9", {"probe_regularization": ()}, "probe_regularization is empty"),
-        ("few-shot-root-9", {"probe_regularization": (0.0,)}, "probe_regularization is 0.0; it must be above 0"),
+        ("few-shot-root-9", {"probe_regularization": (0.0,)}, r"probe_regularization\[0\] is 0.0; it must be above 0"),
         ("few-shot-root-many", {}, "number is 'many'; it must be a whole number, at least 1"),
         ("few-shot-root-0", {}, "number is 0; it must be at least 1"),
         ("projected-root-wide", {}, "width is 'wide'; it must be a whole number, at least 1"),

@@ -76,7 +76,7 @@ def test_all_steps_after_the_warm_up_may_decay_by_the_square_root():
         ({"warmup_proportion": float("nan")}, "warmup_proportion is nan"),
         ({"schedule": "step"}, "schedule is 'step'; it must be one of constant, linear, cosine, 1-sqrt"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1; it must be at least 0"),
-        ({"betas": (0.9, 1.0)}, "betas is 1.0; it must be at least 0 and below 1"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0; it must be at least 0 and below 1"),
         ({"name": "sgd", "momentum": 1.0}, "momentum is 1.0; it must be at least 0 and below 1"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; it must be above 0"),
     ],

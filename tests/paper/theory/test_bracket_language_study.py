@@ -230,7 +230,7 @@ def test_the_same_seed_gives_the_same_numbers(found):
         ({"lengths": (5,)}, "the lengths are 5"),
         ({"width": 1}, "width is 1; it must be at least 2 and at most 1024"),
         ({"steps": 0}, "steps is 0; it must be at least 1"),
-        ({"samples": (0, 2)}, "samples is 0; it must be at least 1"),
+        ({"samples": (0, 2)}, r"samples\[0\] is 0; it must be at least 1"),
         ({"samples": ()}, "the sizes of training sets are none"),
         ({"trials": 1}, "trials is 1; it must be at least 2"),
         ({"trials": 10**8}, "100000000 training sets of 8 strings are too many"),

@@ -257,7 +257,7 @@ def _class_of(pattern: str, function: Callable[..., Any]) -> type[FunctionMeasur
     taken = tuple(name for name in _FILLED if name in parameters or (takes_any and name in _OPTIONS))
     seeded = (SequenceMeasure,) if "batches" in parameters else (SeededMeasure,) if "seed" in parameters else ()
     namespace = {
-        "__module__": function.__module__,
+        "__module__": __name__,
         "__doc__": inspect.getdoc(function),
         "pattern": pattern,
         "function": staticmethod(function),

@@ -12,8 +12,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.text.text_classification import LabeledText, encode_labeled_text, read_labeled_text
+from isoloss.text.labeled_text import LabeledText, number_labels, read_rows
 from isoloss.text.tokenizers import load_tokenizer
+from isoloss.transfer.text_tasks import encode_labeled_text
+
+
+def read_labeled_text(source, *, text, pair=None, label="label", label_names=None, other_columns=(), **options):
+    """The examples of one split."""
+    return number_labels([read_rows(source, [(text, pair, label), *other_columns], **options)], label_names)[0]
+
 
 CLS, SEP, PAD, MASK = 3, 4, 0, 64
 ROWS = [('He said "no', "a, b", "yes"), ("x", '"quoted"', "no"), ("é\u2028y", "z", "yes")]
