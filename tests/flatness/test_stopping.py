@@ -268,12 +268,6 @@ def test_the_error_over_batches_is_that_of_their_mean(name):
     assert means[-1].stderr == pytest.approx(every.std(ddof=1) / math.sqrt(8), rel=1e-9)
 
 
-@pytest.mark.parametrize("measure", [fisher_trace, noise_sharpness, largest_eigenvalues, spectral_density])
-def test_an_unknown_option_is_refused_with_the_names_of_all(measure):
-    with pytest.raises(TypeError, match="unexpected argument 'rtoll'; the options are num_sequences, rtol"):
-        measure(windows(), stream(2, 3), rtoll=0.1)
-
-
 def test_an_eigenvalue_says_how_many_products_ended_its_search():
     with pytest.warns(IsolossWarning, match="ended with product 4 with the matrix"):
         found = first_eigenvalue(windows(), stream(2, 6), max_iterations=4, causal=False, rtol=1e-9)
