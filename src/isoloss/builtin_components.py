@@ -55,33 +55,33 @@ MODEL_TYPES = {
     "isoloss-bracket-attention": "isoloss.lab.models.bracket_attention",
     "isoloss-lstm": "isoloss.lab.models.lstm",
 }
-# the docstring of a measure's class is the line about it
+# functions or classes: the first line of a docstring is the line about it
 MEASURES = {
     "isoloss.lab.evaluation.measures.loss": {
         "loss": "Loss",
         "generalization-gap": "GeneralizationGap",
     },
     "isoloss.lab.evaluation.measures.flatness": {
-        "trace": "Trace",
-        "minimal-trace": "MinimalTrace",
-        "rescaling-control": "RescalingControl",
-        "trace-in-SIZE-EMBEDDING_SCALE": "TraceIn",
-        "minimal-trace-in-SIZE": "MinimalTraceIn",
-        "empirical-fisher": "EmpiricalFisher",
-        "hessian-trace": "HessianTrace",
-        "weighted-trace": "WeightedTrace",
-        "fisher-rao": "FisherRao",
-        "relative-flatness": "RelativeFlatness",
-        "largest-eigenvalue": "LargestEigenvalue",
-        "spectral-density": "SpectralDensity",
-        "sam-sharpness": "SAMSharpness",
-        "adaptive-sharpness": "AdaptiveSharpness",
-        "noise-sharpness": "NoiseSharpness",
-        "int8-rise": "Int8Rise",
-        "int4-rise": "Int4Rise",
-        "barrier": "Barrier",
-        "directional-sharpness": "DirectionalSharpness",
-        "squared-norm": "SquaredNorm",
+        "trace": "trace",
+        "minimal-trace": "minimal_trace",
+        "rescaling-control": "rescaling_control",
+        "trace-in-SIZE-EMBEDDING_SCALE": "trace_in",
+        "minimal-trace-in-SIZE": "minimal_trace_in",
+        "empirical-fisher": "empirical_fisher",
+        "hessian-trace": "hessian_trace",
+        "weighted-trace": "weighted_trace",
+        "fisher-rao": "fisher_rao",
+        "relative-flatness": "relative_flatness",
+        "largest-eigenvalue": "largest_eigenvalue",
+        "spectral-density": "spectral_density",
+        "sam-sharpness": "sam_sharpness",
+        "adaptive-sharpness": "adaptive_sharpness",
+        "noise-sharpness": "noise_sharpness",
+        "int8-rise": "int8_rise",
+        "int4-rise": "int4_rise",
+        "barrier": "barrier",
+        "directional-sharpness": "directional_sharpness",
+        "squared-norm": "squared_norm",
     },
     "isoloss.lab.evaluation.measures.transfer": {
         "probe-TASK": "Probe",
@@ -99,9 +99,9 @@ MEASURES = {
         "span-LEVEL": "Span",
     },
     "isoloss.lab.evaluation.measures.brackets": {
-        "bracket-parts": "BracketParts",
-        "bracket-probes": "BracketProbes",
-        "bracket-tokens": "BracketTokens",
+        "bracket-parts": "bracket_parts",
+        "bracket-probes": "bracket_probes",
+        "bracket-tokens": "bracket_tokens",
     },
 }
 TASKS = {
@@ -122,7 +122,7 @@ TASKS = {
         "sentence-source": ("SENTENCE_SOURCE", "whether a sentence is of Python's reference or of a docstring"),
         "sentence-order": ("SENTENCE_ORDER", "whether two halves of a sentence about Python are in the right order"),
     },
-    "isoloss.paper.dose_response.tasks": {
+    "isoloss.paper.dose_response_tasks": {
         "needed-LENGTH": ("needed", "what later tokens need of the first ones (languages that can be enumerated)"),
         "spare-LENGTH": ("spare", "what later tokens do not need of the first ones (languages that can be enumerated)"),
     },
@@ -139,31 +139,31 @@ EXECUTORS = {
     },
 }
 STUDIES = {
-    "isoloss.paper.same_loss.study": {
+    "isoloss.paper.same_loss": {
         "same-loss": (
             "STUDY",
             "models of the same pre-training loss that differ in flatness: do they differ in transfer?",
         ),
     },
-    "isoloss.paper.same_loss.pilot": {
+    "isoloss.paper.same_loss_pilot": {
         "same-loss-pilot": (
             "STUDY",
             "what the study same-loss is planned with: slopes of transfer on the loss, and variances",
         ),
     },
-    "isoloss.paper.bracket_study.study": {
+    "isoloss.paper.brackets": {
         "brackets": (
             "STUDY",
             "the paper's model of section 5, trained: does label noise flatten it, and what transfers better?",
         ),
     },
-    "isoloss.paper.dose_response.study": {
+    "isoloss.paper.dose_response": {
         "dose-response": (
             "STUDY",
             "flatter and sharper models of one loss, by a penalty of either sign: how does transfer respond?",
         ),
     },
-    "isoloss.paper.optimizers.study": {
+    "isoloss.paper.optimizers": {
         "optimizers": (
             "STUDY",
             "causal models that eight optimizers bring to one loss: which measure predicts which outcome?",

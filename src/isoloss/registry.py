@@ -190,18 +190,21 @@ class Registry:
         what = component.__name__ if is_class else f"of the type {type(component).__name__}"
         told = f"{self.kind} {name!r}{where} is {what}"
         base: Any = pkgutil.resolve_name(self._base) if self._base else ()
+        fits = bool(self._function) and callable(component) and not (self._is_config and is_class)
         if self._is_config:
             # fields that a class adds are settings only where it is decorated itself
-            fits = (is_class and issubclass(component, base)) and (
+            is_decorated = is_class and (
                 "__dataclass_fields__" in vars(component) or not inspect.get_annotations(component)
             )
+            fits = fits or (is_decorated and issubclass(component, base))
         else:
-            fits = isinstance(component, base) or (bool(self._function) and callable(component))
+            fits = fits or isinstance(component, base)
         if not fits:
             an = "a dataclass that is a subclass of" if self._is_config else "an"
             classes = f"{an} {self._base.replace(':', '.')}" if self._base else ""
             raise IsolossError(f"{told}; it must be {' or '.join(filter(None, [classes, self._function]))}")
-        if self._is_config and "kind" in base.__dataclass_fields__ and name not in (kinds := kinds_of(component)):
+        has_kind = "kind" in getattr(base, "__dataclass_fields__", ())
+        if has_kind and name not in (kinds := kinds_of(component)):
             found = f"is {' or '.join(map(repr, kinds))}" if kinds else "has no default"
             raise IsolossError(f"{told}, whose kind {found}; it must be {name!r}, the name that it is registered under")
         self._checked[name] = component
@@ -319,6 +322,7 @@ MEASURES = Registry(
     "measures",
     builtin_components.MEASURES,
     base="isoloss.lab.evaluation.measures.base:Measure",
+    function="a function of a model and batches",
     is_config=True,
 )
 TASKS = Registry(
