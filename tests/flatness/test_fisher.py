@@ -77,59 +77,7 @@ def test_padding_and_extra_inputs_are_passed_on(monkeypatch):
     assert sum(without) != pytest.approx(sum(truth), rel=1e-3)
 
 
-def test_only_parameters_that_require_a_gradient_count(monkeypatch):
-    model, batch = bert(3), rows(2, 4, 3, seed=3)
-    frozen = [p for name, p in model.named_parameters() if "layer.0" in name]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    mean, _ = expectation_over_signs(monkeypatch, model, batch, causal=None, positions=1, vocab=3)
-    truth, _ = exact(model, batch, causal=False)
-    assert mean == pytest.approx(sum(truth) / 2, rel=1e-10)
-    found = fisher_trace(model, [batch])
-    assert not any("layer.0" in name for name in found.by_parameter)
-    assert found.details["num_parameters"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert not any(parameter.requires_grad for parameter in frozen)
-
-
 # --- statistics ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "method", "options"),
-    [
-        ("bert untied", "ghost", {}),
-        ("gpt2", "ghost", {"num_probes": 2}),
-        ("gpt2", "paper", {"num_probes": 3}),
-    ],
-)
-def test_the_estimate_agrees_with_enumeration_on_the_same_inputs(name, method, options):
-    make, causal = MODELS[name]
-    sequences = {"ghost": 48, "paper": 9}[method]  # the paper's takes a backward pass for each prediction
-    model, batch = make(11), rows(sequences, 6, 11, seed=5, predicted=((2,), (1, 4), (5,)))
-    truth, split = exact(model, batch, causal=causal)
-    mean = sum(truth) / len(truth)
-    given = {**batch, "documents": torch.arange(sequences)}  # what looks like separators is drawn at random
-    e = fisher_trace(model, [given], method=method, **options)
-    # inputs are the same in every copy, so only the probes vary
-    copies = {"ghost": 32, "paper": 8}[method]
-    several = fisher_trace(model, [copied(batch, copies)], method=method, seed=1, **options)
-    assert abs(several.value - mean) < 4 * several.stderr
-    of_probes = several.stderr * math.sqrt(copies)
-    assert abs(e.value - mean) < 4 * of_probes < mean
-    splits, errors = (torch.tensor(list(of.values())) for of in (several.by_parameter, several.by_parameter_stderr))
-    assert bool(((splits - split).abs() <= 5 * errors + 1e-12).all())
-    assert e.stderr > of_probes  # it covers the inputs too
-    assert sum(e.by_parameter.values()) == pytest.approx(e.value, rel=1e-12)
-    assert list(e.by_parameter_stderr) == list(e.by_parameter)
-    assert sum(e.by_layer.values()) == pytest.approx(e.value, rel=1e-12)
-    assert list(e.by_layer_stderr) == list(e.by_layer)
-    assert all(0 <= error <= 2 * e.stderr for error in e.by_parameter_stderr.values())
-    assert list(e.by_parameter) == [n for n, _ in model.named_parameters()]
-    assert e.num_predictions == len(truth) == 4 * sequences // 3
-    assert e.num_probes == options.get("num_probes", 1)
-    assert e.samples == sequences
-    assert e.method == {"ghost": "Fisher, exact expectation over labels", "paper": "Fisher, sampled labels"}[method]
-    assert e.unit == "nats per predicted token"
 
 
 @pytest.mark.parametrize(

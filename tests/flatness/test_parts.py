@@ -120,22 +120,6 @@ def test_every_part_has_the_norm_of_its_entries(name):
         assert_norms(found, expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_single_positions_are_parts_of_the_exact_expectation(name):
-    """Where one position is predicted, `separate` changes nothing, so that the parts are those of its gradient."""
-    model, causal = build(name), ARCHITECTURES[name][3]
-    batch = batch_of()
-    batch["labels"][:, 3:] = -100
-    batch["labels"][:, :2] = -100
-    batch["labels"][:, 2] = batch["input_ids"][:, 2]
-    splits = splits_of(dict(model.named_parameters()), 1)
-    with GhostNorms(model, causal=causal, parameter_blocks=splits) as predictor:
-        predictions = predictor.forward(batch)
-        cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(5)).double()
-        found = predictor.squared_norms(predictions, cotangent, separate=True).by_column
-    torch.testing.assert_close(found, dense(model, batch, cotangent, splits, causal=causal), rtol=1e-8, atol=1e-12)
-
-
 # --- measurements ----------------------------------------------------------------------------------------------------
 
 
@@ -181,19 +165,6 @@ def test_parts_add_up_to_the_plain_estimate(made):
         expected = plain.by_parameter[name], plain.by_parameter_stderr[name]
         assert columns.weighted(own)[:2] == pytest.approx(expected, rel=1e-8, abs=1e-12 * plain.value)
     assert columns.a.shape == (80, start) == (found.samples, len(columns.ratios))
-
-
-def test_without_splits_the_kept_rows_change_nothing():
-    model, batches = bert(7), stream()
-    plain = fisher_trace(model, batches, seed=4)
-    one_each = {
-        name: ParameterBlocks(groups_of(len(p), "whole"), groups_of(p.shape[-1] if p.ndim > 1 else 1, "whole"))
-        for name, p in model.named_parameters()
-    }
-    for splits in ({}, one_each):
-        of_parts, found = measured(model, batches, splits)
-        assert {**found.to_dict(), "seconds": 0} == {**plain.to_dict(), "seconds": 0}
-        assert of_parts.columns().ratios.tolist() == list(plain.by_parameter.values())
 
 
 def test_a_part_that_is_rescaled_has_the_trace_of_the_rescaled_model():
