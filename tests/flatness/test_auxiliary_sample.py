@@ -151,20 +151,6 @@ def test_a_sequence_is_in_one_half_whatever_is_hidden_or_padded():
     assert all(len(set(by_document[i : i + 3])) == 1 for i in range(0, 399, 3))
 
 
-def test_a_measured_sequence_is_scored_alike_in_the_pool_and_out_of_it():
-    """Its own tokens are not among those that it is scored by."""
-    model, batch = bert(), topical(60, "pool")
-    inside = AuxiliarySample.read(model, [batch]).features(batch)
-    for row in range(0, 60, 7):
-        rest = {name: torch.cat([value[:row], value[row + 1 :]]) for name, value in batch.items()}
-        one = {name: value[row : row + 1] for name, value in batch.items()}
-        outside = AuxiliarySample.read(model, [rest])
-        here = outside.features(one)[0, 0] + outside.mean[0]
-        assert float(here) == pytest.approx(
-            float(inside[row, 0] + AuxiliarySample.read(model, [batch]).mean[0]), rel=1e-12
-        )
-
-
 @pytest.mark.parametrize(("within", "by_document"), [(True, False), (False, True)])
 def test_features_have_the_mean_and_the_error_that_they_say(within, by_document):
     """Of measured sequences in a pool, whose pairs it counts, and of others; the first feature alone, in its error."""
@@ -305,14 +291,6 @@ def test_documents_are_the_clusters_of_a_pool_too():
     assert found.stderr < 0.7 * alone.stderr
     assert sum(found.by_parameter.values()) == pytest.approx(found.value, rel=1e-12)
     assert sum(found.by_layer.values()) == pytest.approx(found.value, rel=1e-12)
-
-
-def test_the_papers_estimator_takes_a_pool():
-    batch, pool = topical(160, "measured"), [topical(1600, "pool")]
-    options = {"method": "paper", "num_probes": 8}
-    pooled, alone = (measure(Topical(), batch, auxiliary_sample=p, **options) for p in (pool, None))
-    assert pooled.details["auxiliary_directions"] == 8
-    assert pooled.stderr < 0.8 * alone.stderr
 
 
 def test_a_pool_of_something_else_is_not_used():

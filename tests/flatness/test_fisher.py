@@ -1,27 +1,25 @@
 """The Fisher trace against enumeration of every label and every probe; invariances, processes, and what it refuses."""
 
 import itertools
-import math
-import pytest
-import torch
-from small_models import MODELS, Windows, bert, cut, exact, gpt2, patch_probes, rows
-from isoloss.flatness import _parameters, fisher, fisher_trace
-from isoloss.flatness._ghost import controls, engine
 import json
+import math
 import os
 import subprocess
 import sys
 import types
 from pathlib import Path
-from small_models import Windows, bert, cut, gpt2, llama, patch_probes, rows
+
+import pytest
+import torch
+from small_models import MODELS, Windows, bert, cut, exact, gpt2, llama, patch_probes, rows
 from torch import nn
 from transformers import BertForSequenceClassification, BertForTokenClassification, T5Config, T5ForConditionalGeneration
+
 from isoloss.errors import IsolossError
-from isoloss.flatness import _measurement, empirical_fisher_trace, fisher_trace
-from isoloss.flatness._ghost import controls
+from isoloss.flatness import _measurement, _parameters, empirical_fisher_trace, fisher, fisher_trace
+from isoloss.flatness._ghost import controls, engine
 from isoloss.model_checks import is_causal
 from isoloss.statistics.estimate import Estimate
-
 
 # --- exactness -------------------------------------------------------------------------------------------------------
 
@@ -257,8 +255,6 @@ def test_the_estimate_says_what_was_done_and_survives_json():
 
 
 # --- stopping, going on, documents ----------------------------------------------------------------------------------
-
-
 
 
 def test_cross_terms_of_the_empirical_fisher_vanish_over_all_signs(monkeypatch):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from dense_curvature import VOCAB, batch_of, bert, dense_gauss_newton, dense_hessian, flat, gpt2, windows
-from flatness_measures import BY_BATCH, MEASURES, PROBES, STREAMS, WAYS, cut, stream, unlabeled
+from flatness_measures import BY_BATCH, MEASURES, PROBES, STREAMS, WAYS, stream, unlabeled
+from small_models import cut
 from torch import nn
 
 from isoloss.errors import IsolossError

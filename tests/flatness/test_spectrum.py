@@ -2,9 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from dense_curvature import batch_of, bert, dense_gauss_newton, dense_hessian, windows
+from flatness_measures import first_eigenvalue, stream
 
 from isoloss import seeds
 from isoloss.errors import IsolossError, IsolossWarning
@@ -160,7 +162,7 @@ def test_moments_and_widths_out_of_range_are_refused():
         spectrum.density(torch.zeros(1), width=0)
 
 
-# --- time and errors ----------------------------------------------------------------------------------------------------
+# --- time and errors -------------------------------------------------------------------------------------------------
 
 
 def test_seconds_end_the_search_for_eigenvalues_unconverged():
