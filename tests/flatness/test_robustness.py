@@ -191,20 +191,6 @@ def test_a_part_of_the_sequences_has_draws_of_its_own():
     assert parts.tolist() == groups.tolist()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda: Rounding(bits=1), "bits is 1; weights are rounded to between 2 and 8 bits"),
-        (lambda: Rounding(bits=4, group_size=0), "group_size is 0; a group has at least one weight"),
-        (lambda: Noise(relative_std=0.0), r"relative_std is 0\.0; it must be more than 0 and finite"),
-        (lambda: Noise(relative_std=0.1, pairs=0), "pairs is 0; it must be at least 1"),
-    ],
-)
-def test_settings_out_of_range_are_refused(change, message):
-    with pytest.raises(IsolossError, match=message):
-        change()
-
-
 def test_a_model_without_a_linear_layer_is_refused():
     class Bigram(nn.Module):
         def __init__(self):
@@ -312,11 +298,3 @@ def test_matrices_of_a_module_of_ones_own_are_found_in_its_forward_pass():
     assert {names[parameter]: axes for parameter, axes in maps.items()} == expected
     # a parameter that no product was seen of counts as a weight of maps that is not rounded
     assert number == sum(parameter.numel() for parameter in maps) + model.never.numel()
-
-
-def test_a_stack_of_matrices_is_rounded_along_the_axis_of_its_inputs():
-    weight = nn.Parameter(torch.randn(3, 10, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-    (rounded,) = Rounding(bits=4, group_size=5).weights({weight: (1,)}).values()
-    assert torch.allclose(rounded, torch.stack([one_by_one(matrix.T, 4, 5).T for matrix in weight.detach()]))
-    (both,) = Rounding(bits=4).weights({weight: (0, 2)}).values()
-    assert torch.allclose(both[:, 3], one_by_one(weight.detach()[:, 3].reshape(1, 12), 4, None).view(3, 4))

@@ -2,13 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from dense_curvature import batch_of, bert, dense_gauss_newton, dense_hessian, gpt2, windows
+from dense_curvature import batch_of, bert, dense_gauss_newton, dense_hessian, windows
+from flatness_measures import first_eigenvalue, stream
 
 from isoloss import seeds
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.flatness import largest_eigenvalues, spectral_density
+from isoloss.flatness import _measurement, largest_eigenvalues, noise_sharpness, spectral_density
+from isoloss.flatness._curvature import MeanLoss
 from isoloss.flatness._ghost import controls
 from isoloss.flatness.spectrum import Lanczos
 
@@ -69,21 +72,6 @@ def test_the_basis_stays_orthogonal_where_eigenvalues_converge():
 
 
 # --- largest eigenvalues ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "causal", "matrix"),
-    [(bert, False, "gauss-newton"), (bert, False, "hessian"), (gpt2, True, "gauss-newton")],
-)
-def test_largest_eigenvalues_are_those_of_the_dense_matrix(make, causal, matrix):
-    model, batches = make(), [batch_of(4, seed=1), batch_of(3, seed=2)]
-    truth = torch.linalg.eigvalsh(matrix_of(model, batches, matrix, causal=causal)).flip(0)
-    found = largest_eigenvalues(model, batches, matrix=matrix, num_eigenvalues=4, rtol=1e-9)
-    for place, e in enumerate(found):
-        assert e.value == pytest.approx(float(truth[place]), rel=1e-7)
-        assert e.details["residual_norm"] <= 2e-9 * found[0].value
-        assert e.details["converged"]
-        assert e.method.startswith(f"eigenvalue {place + 1} of the ")
 
 
 def test_the_error_bounds_the_distance_to_an_eigenvalue_before_convergence():
@@ -159,55 +147,82 @@ def test_moments_and_density_agree_with_the_dense_spectrum():
     assert float(density.sum() * (grid[1] - grid[0])) == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.slow
-def test_the_error_over_probes_is_their_spread():
-    model, batches = windows(), [batch_of(6)]
-    grid = torch.tensor([0.1, 0.5])
-    values, stated = [], []
-    for seed in range(50):
-        spectrum = spectral_density(model, batches, causal=False, num_probes=4, num_steps=4, seed=seed)
-        density, stderr = spectrum.density(grid, width=0.2)
-        trace = spectrum.moment(1)
-        values.append([trace.value, *density.tolist()])
-        stated.append([trace.stderr, *stderr.tolist()])
-    spread = torch.tensor(values).double().std(dim=0)
-    typical = torch.tensor(stated).double().square().mean(dim=0).sqrt()
-    # a standard deviation over 50 repetitions is right to 10 %
-    assert bool(((spread / typical - 1).abs() < 0.4).all())
-
-
 def test_steps_end_at_the_number_of_parameters():
     model = windows()
     spectrum = spectral_density(model, [batch_of(4)], causal=False, num_probes=2, num_steps=500)
     assert spectrum.nodes.shape == (2, sum(p.numel() for p in model.parameters()))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"matrix": "fisher"}, "'fisher'; it is one of gauss-newton, hessian"),
-        ({"num_eigenvalues": 0}, "num_eigenvalues is 0"),
-        ({"num_eigenvalues": 28}, r"num_eigenvalues is 28.*number of parameters \(27\)"),
-        ({"num_eigenvalues": 4, "max_iterations": 3}, r"max_iterations \(3\)"),
-        ({"rtol": 0.0}, "rtol is 0.0"),
-    ],
-)
-def test_what_largest_eigenvalues_refuses(options, message):
-    with pytest.raises(IsolossError, match=message):
-        largest_eigenvalues(windows(), [batch_of(3)], causal=False, **options)
-
-
-def test_what_spectral_density_refuses():
-    for options, message in (
-        ({"num_probes": 1}, "num_probes is 1"),
-        ({"num_steps": 0}, "num_steps is 0"),
-        ({"matrix": "x"}, "'x'; it is one of"),
-    ):
-        with pytest.raises(IsolossError, match=message):
-            spectral_density(windows(), [batch_of(3)], causal=False, **options)
+def test_moments_and_widths_out_of_range_are_refused():
     spectrum = spectral_density(windows(), [batch_of(3)], causal=False, num_probes=2, num_steps=2)
     for power in (0, 4):
         with pytest.raises(IsolossError, match=f"power is {power}; it is from 1 to 3"):
             spectrum.moment(power)
     with pytest.raises(IsolossError, match="width is 0"):
         spectrum.density(torch.zeros(1), width=0)
+
+
+# --- time and errors -------------------------------------------------------------------------------------------------
+
+
+def test_seconds_end_the_search_for_eigenvalues_unconverged():
+    options = {"num_eigenvalues": 3, "causal": False, "rtol": 1e-9}
+    with pytest.warns(
+        IsolossWarning, match="ended with product 3 with the matrix, before it converged: the values are"
+    ):
+        first, *_ = largest_eigenvalues(windows(), stream(2, 6), **options, seconds=1e-9)
+    assert (first.details["iterations"], first.details["converged"], first.details["ended"]) == (3, False, "seconds")
+    assert first.stderr >= first.details["residual_norm"] > 0
+    whole = largest_eigenvalues(windows(), stream(2, 6), **options)[0]
+    assert (whole.details["converged"], whole.details["ended"], first.value < whole.value) == (True, "rtol", True)
+    every = {**options, "num_eigenvalues": whole.details["num_parameters"], "rtol": None}
+    assert largest_eigenvalues(windows(), stream(2, 6), **every)[0].details["ended"] in ("rtol", "complete basis")
+
+
+def test_seconds_end_a_spectrum_within_a_probe_which_is_left_out(monkeypatch):
+    now, product = [0.0], MeanLoss.gauss_newton_product
+
+    def slow(loss, vector):
+        now[0] += 1.0
+        return product(loss, vector)
+
+    monkeypatch.setattr(_measurement.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(MeanLoss, "gauss_newton_product", slow)
+    short = spectral_density(windows(), stream(2, 6), causal=False, num_steps=5, seconds=13.0)
+    assert (short.nodes.shape, short.details["ended"], short.seconds, now[0]) == ((2, 5), "seconds", 13.0, 13.0)
+    whole = spectral_density(windows(), stream(2, 6), causal=False, num_steps=5, num_probes=2)
+    assert torch.equal(short.nodes, whole.nodes)
+    assert (short.moment(1).value, short.moment(1).stderr) == (whole.moment(1).value, whole.moment(1).stderr)
+
+
+def test_the_time_is_that_of_everything(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(_measurement.time, "perf_counter", lambda: now[0])
+
+    def slowly(method):
+        def slow(loss, *arguments):
+            now[0] += 1.0
+            return method(loss, *arguments)
+
+        return slow
+
+    for name in ("by_cluster", "gauss_newton_product"):
+        monkeypatch.setattr(MeanLoss, name, slowly(getattr(MeanLoss, name)))
+    noise = noise_sharpness(windows(), stream(2, 6), causal=False, seconds=4.5)
+    # the loss without noise, and two pairs
+    assert (noise.num_probes, noise.seconds) == (2, 5.0)
+    eigenvalues = largest_eigenvalues(windows(), stream(2, 6), causal=False, num_eigenvalues=2)
+    # the search, and the residual of each vector
+    assert {e.seconds for e in eigenvalues} == {e.details["iterations"] + 2.0 for e in eigenvalues}
+
+
+def test_the_eigenvalues_error_is_that_of_the_jackknife():
+    batch, options = batch_of(12, seed=3), {"causal": False, "matrix": "hessian", "rtol": 1e-8}
+    whole, left_out = first_eigenvalue(windows(), [batch], **options), []
+    for row in range(12):
+        rest = torch.arange(12) != row
+        left_out.append(first_eigenvalue(windows(), [{k: v[rest] for k, v in batch.items()}], **options).value)
+    jackknife = math.sqrt(11 / 12 * float(np.square(np.array(left_out) - np.mean(left_out)).sum()))
+    assert whole.stderr == pytest.approx(jackknife, rel=0.15)
+    documents = {**batch, "documents": torch.arange(12) // 2}
+    assert first_eigenvalue(windows(), [documents], **options).samples == 6
