@@ -200,3 +200,12 @@ def test_every_field_of_a_schema_is_described():
         for field, one in schema.get("properties", {}).items():
             is_told = one["description"] or field == "kind" or "$ref" in one
             assert is_told, f"{name}.{field}"
+
+
+def test_a_type_that_has_no_rule_is_held_against_nothing_also_in_a_union():
+    @dataclass(frozen=True)
+    class Named:
+        path: Path | None = None
+
+    configs.check(Named(path=Path("x")))
+    configs.check(Named())

@@ -71,7 +71,7 @@ class Form(NamedTuple):
         return ""
 
     def _fits(self, component: Any) -> bool:
-        if self.function and callable(component):
+        if self.function and callable(component) and not (self.is_config and inspect.isclass(component)):
             return True
         if not self.base:
             return False
@@ -326,7 +326,7 @@ MEASURES = Registry(
         for module, classes in builtin_components.MEASURES.items()
         for name, attribute in classes.items()
     },
-    Form("isoloss.lab.evaluation.measures.base:Measure", is_config=True),
+    Form("isoloss.lab.evaluation.measures.base:Measure", "a function of a model and batches", is_config=True),
 )
 TASKS = Registry(
     "task",
@@ -422,19 +422,15 @@ register_language = _register_function(
 register_model = _register_function(MODELS)
 register_measure = _register_function(
     MEASURES,
-    " A part in capital letters stands for a field: a measure called `probe-TASK` has a field `task`.",
+    " A part in capital letters is a keyword argument of the function: `task` of `probe-TASK`.",
     """
     Example:
-        >>> from dataclasses import dataclass
         >>> from isoloss import Estimate, register_measure
-        >>> from isoloss.lab.evaluation.measures.base import Measure
-        >>> @dataclass(frozen=True, kw_only=True)
-        ... class NumTensors(Measure):
-        ...     def run(self, model, context):
-        ...         count = len(list(model.parameters()))
-        ...         exact = {"stderr": 0, "samples": 0, "num_predictions": 0}
-        ...         return {"num-tensors": Estimate(value=count, unit="tensors", method="count", **exact)}
-        >>> register_measure("num-tensors", NumTensors, summary="number of weight tensors")
+        >>> def num_tensors(model):
+        ...     count = len(list(model.parameters()))
+        ...     exact = {"stderr": 0, "samples": 0, "num_predictions": 0}
+        ...     return Estimate(value=count, unit="tensors", method="count", **exact)
+        >>> register_measure("num-tensors", num_tensors, summary="number of weight tensors")
     """,
 )
 register_task = _register_function(

@@ -386,7 +386,6 @@ def test_no_work_is_done_for_results_that_cannot_be_written(capsys, run, tmp_pat
     for words in (
         ("theory", "sgd-flow", "--figure", place / "a.svg"),
         ("flatness", one, other, "--figure", place / "a.svg"),
-        ("flatness", one, "--resume", place / "state"),
         ("transfer", run, "--task", "root", "--output", place),
         ("expand", run, "--into", "d32", "--output", place / "model"),
     ):

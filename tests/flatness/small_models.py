@@ -142,8 +142,3 @@ def patch_probes(monkeypatch, chosen):
         return packed([chosen(sequence)[:count] for count, (_, sequence, *_) in streams], copies)
 
     monkeypatch.setattr(controls, "packed_probes", signs)
-
-
-def failing(batches, after):
-    yield from batches[:after]
-    raise RuntimeError("the machine went down")

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import cut, failing
+from small_models import cut
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError
-from isoloss.flatness import _measurement, fisher_trace
+from isoloss.flatness import fisher_trace
 from isoloss.flatness._ghost import auxiliary
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample, Bigrams, _Tokens
 from isoloss.seeds import generator
@@ -404,21 +404,6 @@ def test_the_first_model_decides_for_all(names, used):
 
 
 # --- going on --------------------------------------------------------------------------------------------------------
-
-
-def test_a_resume_file_knows_its_auxiliary_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
-    model, path = Topical(), tmp_path / "record"
-    batches, pool = cut(topical(300, "measured"), [100, 100, 100]), [topical(3000, "pool")]
-    straight = fisher_trace(model, batches, causal=False, auxiliary_sample=pool)
-    with pytest.raises(RuntimeError, match="went down"):
-        fisher_trace(model, failing(batches, 2), causal=False, auxiliary_sample=pool, resume=path)
-    for other in (None, [topical(3000, "another pool")]):
-        with pytest.raises(IsolossError, match=r"it differs in .*auxiliary sample; remove it"):
-            fisher_trace(model, batches, causal=False, auxiliary_sample=other, resume=path)
-    resumed = fisher_trace(model, batches, causal=False, auxiliary_sample=pool, resume=path)
-    assert (resumed.value, resumed.stderr) == (straight.value, straight.stderr)
-    assert resumed.details["auxiliary_directions"] == straight.details["auxiliary_directions"] == 8
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from small_models import MODELS, Windows, bert, cut, exact, failing, gpt2, patch_probes, rows
+from small_models import MODELS, Windows, bert, cut, exact, gpt2, patch_probes, rows
 
-from isoloss.flatness import _measurement, _parameters, fisher, fisher_trace
+from isoloss.flatness import _parameters, fisher, fisher_trace
 from isoloss.flatness._ghost import controls, engine
 
 # --- exactness -------------------------------------------------------------------------------------------------------
@@ -205,21 +205,6 @@ def test_no_signs_are_drawn_twice(monkeypatch):
     assert fisher_trace(model, [batch], num_probes=2).details["tail_probes"] == 4
     assert len(set(names)) == len(names) == 6 * 2 * 2
     assert len({tuple(row.tolist()) for row in octets}) == len(octets) == 2 * (1 + 4)
-
-
-def test_a_resumed_measurement_keeps_the_number_of_further_probes(tmp_path, monkeypatch):
-    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
-    model = bert(7, layers=3, dtype=torch.float32)
-    # the second batch predicts so much that alone it would have no further probes
-    batches = [rows(40, 16, 7), rows(8, 16, 7, predicted=((1, 2, 4, 5, 7, 9),))]
-    straight = fisher_trace(model, batches, seed=4)
-    path = tmp_path / "trace.safetensors"
-    with pytest.raises(RuntimeError, match="went down"):
-        fisher_trace(model, failing(batches, 1), seed=4, resume=path)
-    found = fisher_trace(model, batches, seed=4, resume=path)
-    assert found.details["tail_probes"] == straight.details["tail_probes"] == 4
-    assert fisher_trace(model, batches[1:], seed=4).details["tail_probes"] == 0
-    assert (found.value, found.stderr, found.by_parameter) == (straight.value, straight.stderr, straight.by_parameter)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import Windows, bert, cut, failing, gpt2, llama, patch_probes, rows
+from small_models import Windows, bert, cut, gpt2, llama, patch_probes, rows
 from torch import nn
 from transformers import (
     BertForSequenceClassification,
@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from isoloss.errors import IsolossError
-from isoloss.flatness import InterruptedEstimate, _measurement, empirical_fisher_trace, fisher_trace
+from isoloss.flatness import InterruptedEstimate, empirical_fisher_trace, fisher_trace
 from isoloss.flatness._ghost import controls
 from isoloss.model_checks import is_causal
 from isoloss.statistics.estimate import Estimate
@@ -157,23 +157,6 @@ def test_an_interruption_before_there_is_an_error_bar_is_just_that():
 
 
 # --- stopping, going on, documents ----------------------------------------------------------------------------------
-
-
-def test_a_record_of_something_else_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
-    model, batches, path = bert(7), cut(rows(8, 4, 7), [4, 4]), tmp_path / "trace.safetensors"
-    with pytest.raises(RuntimeError):
-        fisher_trace(model, failing(batches, 1), resume=path)
-    kept = path.read_bytes()
-    refuses("resume file of another measurement: it differs in seed; remove it", model, batches, seed=1, resume=path)
-    refuses("it differs in method, probes", model, batches, method="paper", resume=path)
-    refuses("measurement on other inputs", model, cut(rows(8, 4, 7, seed=1), [4, 4]), resume=path)
-    with torch.no_grad():
-        model.cls.predictions.bias += 1
-    refuses("it differs in weights", model, batches, resume=path)
-    assert path.read_bytes() == kept
-    path.write_bytes(b"no record")
-    refuses("is not the resume file of a measurement", model, batches, resume=path)
 
 
 def test_the_error_counts_documents():

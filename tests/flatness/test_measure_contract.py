@@ -455,9 +455,7 @@ def test_settings_out_of_range_are_refused(measure, options, sentence):
 
 
 @pytest.mark.parametrize("measure", FUNCTIONS)
-def test_the_options_are_in_every_signature_and_no_other_argument_is_taken(measure):
-    options = {"num_sequences", "rtol", "seconds", "causal", "parameters", "progress"}
-    assert options < set(inspect.signature(measure).parameters)
+def test_an_unknown_option_is_refused_with_the_names_of_all(measure):
     with pytest.raises(TypeError, match="unexpected argument 'rtoll'; the options are num_sequences, rtol"):
         measure(windows(), stream(2, 3), rtoll=0.1)
 

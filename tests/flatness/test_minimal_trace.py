@@ -17,7 +17,7 @@ from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBe
 from isoloss.cli.main import main
 from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.flatness import FlatnessCallback, _measurement, fisher_trace
+from isoloss.flatness import FlatnessCallback, fisher_trace
 from isoloss.flatness._measurement import measure
 from isoloss.flatness._rescaling.apply import rescaled, rescaled_at_random
 from isoloss.flatness._rescaling.symmetries import rescalings_of
@@ -206,25 +206,6 @@ def test_models_are_compared_by_it():
     assert others.stderr == pytest.approx(paired_difference(a, b).stderr, rel=1e-6)
     assert rest.value == pytest.approx(a.details["without_embeddings"])
     assert rest.stderr == pytest.approx(a.details["without_embeddings_stderr"])
-
-
-def test_it_resumes_from_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
-    model = made("gpt2")
-    batches, path = batches_of(model, number=80), tmp_path / "half"
-    straight = fisher_trace(model, batches, rescaling="minimal")
-
-    def failing():
-        yield from batches[:3]
-        raise RuntimeError("the machine went down")
-
-    with pytest.raises(RuntimeError, match="went down"):
-        fisher_trace(model, failing(), rescaling="minimal", resume=path)
-    with pytest.raises(IsolossError, match="resume file of another measurement: it differs in parameter blocks"):
-        fisher_trace(model, batches, resume=path)
-    found = fisher_trace(model, batches, rescaling="minimal", resume=path)
-    assert found == straight.__class__(**{**vars(straight), "seconds": found.seconds})
-    assert np.array_equal(found.influence, straight.influence)
 
 
 def test_the_minimum_is_over_weights_and_the_eps_of_norms_together():

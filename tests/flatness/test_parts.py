@@ -1,4 +1,4 @@
-"""Parts of parameters, from one backward pass to a resumed measurement, against dense gradients by sequence."""
+"""Parts of parameters, from one backward pass to a measurement, against dense gradients by sequence."""
 
 import pickle
 import types
@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from plain_gradients import ARCHITECTURES, DEBERTA, assert_norms, batch_of, build, make
-from small_models import bert, cut, failing, gpt2, llama, rows
+from small_models import bert, cut, gpt2, llama, rows
 
 from isoloss.comparison.traces import WithLoss
 from isoloss.errors import IsolossError
-from isoloss.flatness import _measurement, fisher_trace, hessian_trace, weighted_fisher_trace
+from isoloss.flatness import fisher_trace, hessian_trace, weighted_fisher_trace
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample
 from isoloss.flatness._ghost.engine import GhostNorms
 from isoloss.flatness._measurement import InterruptedEstimate, Measurement, StopCriteria, measure
@@ -144,11 +144,11 @@ def stream(sequences=80, vocab=7, size=16, **options):
     return cut({**batch, "documents": torch.arange(sequences)}, [size] * (sequences // size))
 
 
-def measured(model, batches, splits, kind=ExactLabels, *, stopping=None, resume=None, progress=None, **options):
+def measured(model, batches, splits, kind=ExactLabels, *, stopping=None, progress=None, **options):
     """The measurement and its estimate."""
     source = kind(model, num_probes=1, seed=4, parameter_blocks=splits, **options)
     made = Measurement(source)
-    return made, made.measure(batches, stopping or StopCriteria(), resume=resume, progress=progress)
+    return made, made.measure(batches, stopping or StopCriteria(), progress=progress)
 
 
 def assert_like_plain(found, plain, rtol=1e-9):
@@ -304,27 +304,6 @@ def test_models_that_are_compared_have_parts_with_their_loss_and_an_auxiliary_sa
     assert rest[:2] == pytest.approx((result.part, result.part_stderr), rel=1e-9)
     torch.testing.assert_close(rest.influence, result.part_influence, rtol=1e-6, atol=1e-6 * result.value)
     assert source.loss(None).samples == 320
-
-
-def test_a_resumed_measurement_has_the_same_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
-    model, batches, path = bert(7, dtype=torch.float32), stream(), tmp_path / "parts"
-    for number, batch in enumerate(batches):
-        batch["documents"] = 6 * number + torch.arange(16) // 3
-    splits = splits_of(dict(model.named_parameters()))
-    straight, expected = measured(model, batches, splits)
-    with pytest.raises(RuntimeError, match="went down"):
-        measured(model, failing(batches, 3), splits, resume=path)
-    for others in (None, {}, splits_of(dict(model.named_parameters()), 1)):
-        with pytest.raises(IsolossError, match="another measurement: it differs in parameter blocks"):
-            measured(model, batches, others, resume=path)
-    resumed, found = measured(model, batches, splits, resume=path)
-    assert (found.value, found.stderr, found.by_parameter) == (expected.value, expected.stderr, expected.by_parameter)
-    first, second = straight.columns(), resumed.columns()
-    assert torch.equal(first.a, second.a)
-    weights = torch.rand(len(first.ratios), generator=torch.Generator().manual_seed(0))
-    assert first.weighted(weights)[:2] == second.weighted(weights)[:2]
-    assert torch.equal(first.fold_sums(), second.fold_sums())
 
 
 def test_the_parts_of_processes_join(monkeypatch):

@@ -1,24 +1,15 @@
-"""What all measures have in common: influences, when they stop, and how they go on after an interruption."""
+"""What all measures have in common: influences, when they stop, and what an interruption leaves."""
 
-import inspect
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import killed_measurements
 import numpy as np
 import pytest
 import torch
 from dense_curvature import batch_of, windows
-from torch import nn
 
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import (
     InterruptedEstimate,
-    Options,
     _measurement,
     empirical_fisher_trace,
     fisher_rao_norm,
@@ -26,7 +17,6 @@ from isoloss.flatness import (
     hessian_trace,
     largest_eigenvalues,
     noise_sharpness,
-    relative_flatness,
     sam_sharpness,
     spectral_density,
     weighted_fisher_trace,
@@ -66,11 +56,6 @@ def stream(number, size, seed=0):
 def of_influence(estimate):
     n = estimate.samples
     return math.sqrt(float((estimate.influence**2).sum()) / (n * (n - 1)))
-
-
-@pytest.fixture
-def _writes_always(monkeypatch):
-    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -118,116 +103,9 @@ def test_it_stops_as_asked(name):
         measure(model, batches, causal=False, rtol=2.0)
 
 
-@pytest.mark.usefixtures("_writes_always")
-def test_batches_of_the_same_bytes_in_another_shape_are_other_inputs(tmp_path):
-    model, path = windows(), tmp_path / "half"
-    batches = [{name: value for name, value in batch.items() if name != "documents"} for batch in stream(3, 6)]
-
-    def failing():
-        yield from batches[:2]
-        raise RuntimeError("the machine went down")
-
-    with pytest.raises(RuntimeError, match="went down"):
-        fisher_trace(model, failing(), causal=False, resume=path)
-    # two batches of twelve rows where there were six: the rows have half the tokens, and the bytes are the same
-    halved = [{name: value.reshape(12, -1) for name, value in batch.items()} for batch in batches]
-    with pytest.raises(IsolossError, match="on other inputs"):
-        fisher_trace(model, halved, causal=False, resume=path)
-
-
-@pytest.mark.usefixtures("_writes_always")
-@pytest.mark.parametrize("name", STREAMS)
-def test_a_stream_goes_on_from_its_file(name, tmp_path):
-    model, batches, path = windows(), stream(5, 6), tmp_path / "half"
-    straight = STREAMS[name](model, batches, causal=False)
-
-    def failing():
-        yield from batches[:3]
-        raise RuntimeError("the machine went down")
-
-    with pytest.raises(RuntimeError, match="went down"):
-        STREAMS[name](model, failing(), causal=False, resume=path)
-    with pytest.raises(IsolossError, match="on other inputs"):
-        STREAMS[name](model, stream(5, 6, seed=1), causal=False, resume=path)
-    seen = []
-    found = STREAMS[name](model, batches, causal=False, resume=path, progress=seen.append)
-    assert seen == [24, 30]
-    assert found == straight.__class__(**{**vars(straight), "seconds": found.seconds})
-    assert np.array_equal(found.influence, straight.influence)
-    assert not path.exists()
-
-
-@pytest.mark.usefixtures("_writes_always")
-@pytest.mark.parametrize("place", [-1, -200, "value"])
-def test_a_flipped_bit_in_the_file_is_noticed(tmp_path, place):
-    path, batches, calls = tmp_path / "half", stream(5, 6), []
-
-    def stop(count):
-        calls.append(count)
-        if len(calls) == 3:
-            raise RuntimeError("the machine went down")
-
-    with pytest.raises(RuntimeError, match="went down"):
-        fisher_trace(windows(), batches, causal=False, resume=path, progress=stop)
-    content = bytearray(path.read_bytes())
-    if place == "value":  # a digit of the header's state
-        place = next(i for i in range(content.index(b"state"), len(content)) if chr(content[i]).isdigit())
-    content[place] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(IsolossError, match=r"half is damaged: its content does not match its checksum; remove it"):
-        fisher_trace(windows(), batches, causal=False, resume=path)
-
-
-@pytest.mark.usefixtures("_writes_always")
-@pytest.mark.parametrize(
-    ("measure", "most", "done"), [(fisher_trace, "num_sequences", 18), (noise_sharpness, "num_probes", 3)]
-)
-def test_a_file_that_holds_more_than_is_wanted_is_refused(measure, most, done, tmp_path):
-    calls = []
-
-    def stop(count):
-        calls.append(count)
-        if len(calls) == 4:
-            raise RuntimeError("the machine went down")
-
-    options = {"causal": False, "resume": tmp_path / "half"}
-    with pytest.raises(RuntimeError, match="went down"):
-        measure(windows(), stream(5, 6), progress=stop, **options)
-    with pytest.raises(IsolossError, match=f"{most} is {done - 1}, and the resume file holds {done} already"):
-        measure(windows(), stream(5, 6), **options, **{most: done - 1})
-    assert measure(windows(), stream(5, 6), **options, **{most: done}).details["sequences"] in (18, 30)
-
-
 def test_a_wide_rtol_leaves_an_eigenvalue_as_exact_as_none():
     straight, wide = (first_eigenvalue(windows(), stream(2, 6), causal=False, **o) for o in ({}, {"rtol": 0.3}))
     assert (wide.value, wide.stderr) == (straight.value, straight.stderr)
-
-
-@pytest.mark.usefixtures("_writes_always")
-@pytest.mark.parametrize(
-    ("measure", "one", "other", "what"),
-    [
-        (sam_sharpness, {"rho": 0.1}, {"rho": 0.2}, "rho"),
-        (sam_sharpness, {}, {"adaptive": True}, "method"),
-        (hessian_trace, {"group_size": 2}, {"group_size": 3}, "cluster size"),
-        (noise_sharpness, {"relative_std": 0.1}, {"relative_std": 0.2}, "relative std"),
-        (spectral_density, {"num_steps": 2}, {"num_steps": 3}, "steps"),
-        (largest_eigenvalues, {"matrix": "hessian"}, {}, "matrix"),
-    ],
-)
-def test_a_file_of_other_settings_is_refused(measure, one, other, what, tmp_path):
-    calls = []
-
-    def stop(done):
-        calls.append(done)
-        if len(calls) == 2:  # the first item has been written by then
-            raise RuntimeError("the machine went down")
-
-    options = {"causal": False, "resume": tmp_path / "half"}
-    with pytest.raises(RuntimeError, match="went down"):
-        measure(windows(), stream(3, 4), progress=stop, **one, **options)
-    with pytest.raises(IsolossError, match=f"it differs in {what}"):
-        measure(windows(), stream(3, 4), **other, **options)
 
 
 @pytest.mark.parametrize("name", ["fisher", "hessian", "sam"])
@@ -261,46 +139,6 @@ def test_probes_stop_as_asked(name):
     assert (short.num_probes, short.details["ended"]) == (2, "seconds")
 
 
-@pytest.mark.usefixtures("_writes_always")
-@pytest.mark.parametrize("name", [*PROBES, "eigenvalue"])
-def test_probes_go_on_from_their_file(name, tmp_path):
-    measure = {**PROBES, "eigenvalue": first_eigenvalue}[name]
-    options = {"rtol": 1e-9} if name == "eigenvalue" else {"num_probes": 6}
-    model, batches, path, seen = windows(), stream(2, 6), tmp_path / "half", []
-
-    def stop(done):
-        if done == 4:
-            raise RuntimeError("the machine went down")
-
-    straight = measure(model, batches, causal=False, **options)
-    with pytest.raises(RuntimeError, match="went down"):
-        measure(model, batches, causal=False, resume=path, progress=stop, **options)
-    with pytest.raises(IsolossError, match="it differs in inputs"):
-        measure(model, stream(2, 6, seed=1), causal=False, resume=path, **options)
-    found = measure(model, batches, causal=False, resume=path, progress=seen.append, **options)
-    assert seen[0] == 4
-    assert found == straight.__class__(**{**vars(straight), "seconds": found.seconds})
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("name", [*PROBES, "eigenvalue"])
-def test_ctrl_c_writes_the_file(name, tmp_path):
-    measure = {**PROBES, "eigenvalue": first_eigenvalue}[name]
-    options = {"rtol": 1e-9} if name == "eigenvalue" else {"num_probes": 6}
-    model, batches, path, seen = windows(), stream(2, 6), tmp_path / "half", []
-
-    def stop(done):
-        if done == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure(model, batches, causal=False, resume=path, progress=stop, **options)
-    found = measure(model, batches, causal=False, resume=path, progress=seen.append, **options)
-    straight = measure(model, batches, causal=False, **options)
-    assert seen[0] == 5
-    assert found == straight.__class__(**{**vars(straight), "seconds": found.seconds})
-
-
 @pytest.mark.parametrize("name", PROBES)
 def test_ctrl_c_between_probes_leaves_an_estimate(name):
     def stop(done):
@@ -327,60 +165,6 @@ def test_seconds_end_the_search_for_eigenvalues_unconverged():
     assert (whole.details["converged"], whole.details["ended"], first.value < whole.value) == (True, "rtol", True)
     every = {**options, "num_eigenvalues": whole.details["num_parameters"], "rtol": None}
     assert largest_eigenvalues(windows(), stream(2, 6), **every)[0].details["ended"] in ("rtol", "complete basis")
-
-
-@pytest.mark.usefixtures("_writes_always")
-def test_an_eigenvalue_goes_on_to_more_products_and_not_to_fewer(tmp_path):
-    options = {"causal": False, "rtol": 1e-9, "resume": tmp_path / "half"}
-
-    def stop(done):
-        if done == 5:  # four are in the file
-            raise RuntimeError("the machine went down")
-
-    with pytest.raises(RuntimeError, match="went down"):
-        first_eigenvalue(windows(), stream(2, 6), progress=stop, **options)
-    with pytest.raises(IsolossError, match="max_iterations is 3, and the resume file holds 4 already: give at least"):
-        first_eigenvalue(windows(), stream(2, 6), max_iterations=3, **options)
-    with pytest.warns(IsolossWarning, match="ended with product 4 with the matrix"):
-        found = first_eigenvalue(windows(), stream(2, 6), max_iterations=4, **options)
-    assert found.details["ended"] == "max_iterations"
-
-
-def of_products(monkeypatch, *, fails_at=None):
-    """The numbers of all products with the Gauss-Newton matrix that are taken from here on."""
-    taken, product = [], MeanLoss.gauss_newton_product
-
-    def counted(loss, vector):
-        if len(taken) + 1 == fails_at:
-            raise RuntimeError("the machine went down")
-        taken.append(len(taken) + 1)
-        return product(loss, vector)
-
-    monkeypatch.setattr(MeanLoss, "gauss_newton_product", counted)
-    return taken
-
-
-@pytest.mark.usefixtures("_writes_always")
-@pytest.mark.parametrize("fails_at", [1, 4, 5, 12, 13])
-def test_a_spectrum_goes_on_within_a_probe(fails_at, tmp_path, monkeypatch):
-    options = {"causal": False, "num_probes": 3, "num_steps": 4, "resume": tmp_path / "half"}
-    straight = spectral_density(windows(), stream(2, 6), **options)
-    with monkeypatch.context() as patch:
-        of_products(patch, fails_at=fails_at)
-        if fails_at <= 12:
-            with pytest.raises(RuntimeError, match="went down"):
-                spectral_density(windows(), stream(2, 6), **options)
-        else:
-            spectral_density(windows(), stream(2, 6), **options)
-    seen = []
-    with monkeypatch.context() as patch:
-        taken = of_products(patch)
-        found = spectral_density(windows(), stream(2, 6), progress=seen.append, **options)
-    # nothing is taken twice
-    assert len(taken) == (13 - fails_at if fails_at <= 12 else 12)
-    assert seen == list(range(4 - math.ceil(len(taken) / 4), 4))
-    assert torch.equal(found.nodes, straight.nodes)
-    assert torch.equal(found.weights, straight.weights)
 
 
 def test_seconds_end_a_spectrum_within_a_probe_which_is_left_out(monkeypatch):
@@ -418,66 +202,6 @@ def test_the_time_is_that_of_everything(monkeypatch):
     eigenvalues = largest_eigenvalues(windows(), stream(2, 6), causal=False, num_eigenvalues=2)
     # the search, and the residual of each vector
     assert {e.seconds for e in eigenvalues} == {e.details["iterations"] + 2.0 for e in eigenvalues}
-
-
-# --- both ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("_writes_always", "_looks_early")
-@pytest.mark.parametrize("name", ["fisher", "sam", *PROBES])
-def test_ctrl_c_before_the_error_is_looked_at_changes_nothing(name, tmp_path):
-    measure, size = {**STREAMS, **PROBES}[name], 1 if name in BY_BATCH else 4
-    batches, calls = stream(12 // size if name in STREAMS else 2, size), []
-    options = {"causal": False, "rtol": 0.999, "resume": tmp_path / "half"}
-    straight = measure(windows(), batches, **options)
-    assert straight.samples == 8 or straight.num_probes == 8
-
-    def stop(done):
-        calls.append(done)
-        if done == 8:
-            raise KeyboardInterrupt
-
-    with pytest.raises(InterruptedEstimate):
-        measure(windows(), batches, progress=stop, **options)
-    assert (tmp_path / "half").exists()
-    found = measure(windows(), batches, progress=calls.append, **options)
-    assert calls[-2:] == [8, 8]  # only the last item is taken again
-    assert found == straight.__class__(**{**vars(straight), "seconds": found.seconds})
-
-
-@pytest.mark.usefixtures("_writes_always")
-def test_a_parameter_without_dimensions_is_in_the_resume_file(tmp_path):
-    class Scaled(nn.Module):
-        def __init__(self, scale):
-            super().__init__()
-            self.model, self.scale = windows(), nn.Parameter(torch.tensor(scale, dtype=torch.float64))
-
-        def forward(self, input_ids):
-            output = self.model(input_ids)
-            output.logits = output.logits * self.scale
-            return output
-
-    def stop(done):
-        if done == 12:
-            raise RuntimeError("the machine went down")
-
-    options = {"causal": False, "resume": tmp_path / "half"}
-    with pytest.raises(RuntimeError, match="went down"):
-        fisher_trace(Scaled(1.0), stream(3, 6), progress=stop, **options)
-    with pytest.raises(IsolossError, match="it differs in weights"):
-        fisher_trace(Scaled(1.1), stream(3, 6), **options)
-    assert fisher_trace(Scaled(1.0), stream(3, 6), **options).samples == 18
-
-
-def test_results_of_killed_processes_are_those_of_straight_ones_byte_for_byte(tmp_path):
-    """Each measurement is killed (SIGKILL) in one process, and goes on in another."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    program = Path(__file__).with_name("killed_measurements.py")
-    subprocess.run([sys.executable, program, tmp_path], check=True, env=environment)
-    for name in killed_measurements.MEASURES:
-        found, first = json.loads((tmp_path / f"{name}.json").read_text())
-        assert found == killed_measurements.measured(name), name
-        assert first > 1, name  # it did not begin again
 
 
 # --- errors against repeated draws -----------------------------------------------------------------------------------
@@ -544,14 +268,7 @@ def test_the_error_over_batches_is_that_of_their_mean(name):
     assert means[-1].stderr == pytest.approx(every.std(ddof=1) / math.sqrt(8), rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "measure",
-    [
-        *(fisher_trace, empirical_fisher_trace, fisher_rao_norm, weighted_fisher_trace, hessian_trace),
-        *(relative_flatness, sam_sharpness, noise_sharpness, largest_eigenvalues, spectral_density),
-    ],
-)
-def test_the_options_are_in_every_signature_and_no_other_argument_is_taken(measure):
-    assert set(Options.__annotations__) < set(inspect.signature(measure).parameters)
-    with pytest.raises(TypeError, match="unexpected argument 'rtoll'; the options are num_sequences, rtol"):
-        measure(windows(), stream(2, 3), rtoll=0.1)
+def test_an_eigenvalue_says_how_many_products_ended_its_search():
+    with pytest.warns(IsolossWarning, match="ended with product 4 with the matrix"):
+        found = first_eigenvalue(windows(), stream(2, 6), max_iterations=4, causal=False, rtol=1e-9)
+    assert found.details["ended"] == "max_iterations"

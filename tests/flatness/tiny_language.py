@@ -102,11 +102,10 @@ class Pool:
         source = ExactLabels(model, num_probes=1, seed=seed, parameter_blocks=minimal.parameter_blocks)
         measurement = Measurement(source)
         measurement.measure(stream, StopCriteria())
-        state = measurement.state()[1]
-        rows = state["0.rows"]
+        rows = torch.cat(measurement._estimators[0]._rows)
         controls = rows[:, -source.num_controls :]
         shares = exact_shares(model, source.columns, batch, chances, causal=causal)
-        k = int(state["0.num_parameters"])
+        k = len(source.columns)
         return cls(model, granularity, rows[:, :k], rows[:, k], controls, shares)
 
     def samples(self, number):
