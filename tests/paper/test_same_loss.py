@@ -22,7 +22,7 @@ from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Verdict, claims_sha256, judge_claims
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
-from isoloss.studies.results import Measured, Results, run_of
+from isoloss.studies.results import CheckpointEstimate, Results, run_of
 
 SCALE = SCALES["laptop"]
 FIRST = SCALE.units[0].prefix
@@ -79,7 +79,7 @@ def estimates(measure, settings, arm, grammar, changes):
     }.get(measure, (measure,))
     own = {} if measure == "rescaling-control" else settings_of(measure, settings)
     return {
-        name: Measured.of(
+        name: CheckpointEstimate.of(
             Estimate(
                 value=value(name, arm, grammar, changes),
                 stderr=0.0,
