@@ -33,7 +33,7 @@ Matrix = Literal["gauss-newton", "hessian"]
 
 @dataclass(frozen=True, kw_only=True)
 class FlatnessMeasure(Measure):
-    """A measure of flatness, which every language model has; `isoloss flatness` takes it too."""
+    """A measure of flatness, which every language model has; `isoloss compare` takes it too."""
 
     name: ClassVar[str]  # what its estimate is called
 
@@ -64,7 +64,7 @@ def flatness_measure(name: str, settings: Mapping[str, Any] | None = None) -> Fl
         raise IsolossError(f"no measure {name!r}{guess} the measures of flatness are {', '.join(known)}") from None
     measure = make_measure(name, settings)
     if not isinstance(measure, FlatnessMeasure):
-        raise IsolossError(f"{name} is no measure of flatness, and isoloss eval measures it: choose {', '.join(known)}")
+        raise IsolossError(f"{name} is no measure of flatness, and isoloss measure takes it: choose {', '.join(known)}")
     return measure
 
 
