@@ -170,7 +170,7 @@ REFUSED = {
     "an adapter": ("a adapter", "adapter is an adapter of "),
     "an empty text": ("a b --data empty.txt", "there is no text in empty.txt"),
     "a text shorter than a sequence": ("a b --data short.txt", "the text in short.txt is shorter than one sequence"),
-    "one model": ("a", "a alone has nothing to be compared with: name another, or see isoloss flatness"),
+    "one model": ("a", "a alone has nothing to be compared with: name another, or see isoloss measure"),
     "a model twice": ("a a", "a is named twice: leave one out"),
     "a task without a name": ("a b --task =mine.csv", "there is no task '=mine.csv': give the name of a task, or"),
     "a pooling": ("a b --pooling max", "--pooling is 'max'; it must be one of auto, last"),

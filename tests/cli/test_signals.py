@@ -117,13 +117,13 @@ def test_a_study_ends_with_its_workers(tmp_path, number, status):
 def test_a_measurement_says_what_it_has_and_goes_on(tmp_path):
     assert main(["train", str(tmp_path / "RUN"), *TRAIN[2:6], "--steps", "2", "--threads", "1"]) == 0
     sizes = ("--num-sequences", "300000", "--batch-size", "8")
-    words = ("flatness", "RUN/checkpoints/step-2", "--resume", "state", *sizes)
+    words = ("measure", "RUN/checkpoints/step-2", "--rtol", "1e-9", *sizes)
     process = start(tmp_path, *words)
-    wait_for((tmp_path / "state").exists, process)
+    time.sleep(20)
     code, out, err = ended(process, signal.SIGTERM)
     assert code == 143
-    assert out.startswith("trace of the Fisher: ")
-    assert "interrupted; the estimate from the first" in err
+    assert out.startswith("trace of RUN/checkpoints/step-2 so far: ")
+    assert "interrupted while trace of RUN/checkpoints/step-2 was measured" in err
 
 
 @SLOW

@@ -136,12 +136,15 @@ def main(arguments: list[str]) -> int:
     from isoloss.lab.evaluation.evaluator import InterruptedEvaluation, evaluate
 
     inputs: Inputs | None = None
+    about: dict[str, Any] = {}
 
     def on_inputs(models: Sequence[ModelInfo], context: MeasureContext) -> None:
         nonlocal inputs
         # all measures see the same inputs: how many and which is asked of the trace's settings, which every measure has
         trace: Any = make_measure("trace", settings)
         inputs = context.inputs(trace.num_sequences, trace.seed)
+        about["inputs"] = inputs.description
+        about["architectures"] = {model.name: model.architecture for model in models}
         for model in models:
             kernel = model.config._attn_implementation
             attention = f", attention {kernel}" if kernel else ""
@@ -181,7 +184,7 @@ def main(arguments: list[str]) -> int:
     if args.json:
         partial = stopped and stopped.partial and stopped.partial.to_dict()
         interrupted = {} if stopped is None else {"interrupted": {"estimate": partial, "what": stopped.name}}
-        common.emit_json({"evaluations": evaluations.to_dict(), **interrupted})
+        common.emit_json({**about, "evaluations": evaluations.to_dict(), **interrupted})
     else:
         _print(args, evaluations, inputs)
     if stopped is not None:

@@ -1,4 +1,4 @@
-"""A measure: how often the most probable token is the right one. `isoloss eval --measures top1` takes it."""
+"""A measure: how often the most probable token is the right one. `isoloss measure --measures top1` takes it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
