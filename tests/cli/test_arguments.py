@@ -89,7 +89,7 @@ def test_words_by_their_place_may_stand_before_and_after_options():
     ("words", "message"),
     [
         ([], "ACTION is missing"),
-        (["mak"], "ACTION is 'mak'; did you mean make? it must be one of make, show"),
+        (["mak"], "action is 'mak'; did you mean make? it must be one of make, show"),
         (["make", "--test", "some"], "--test: 'some' is not a whole number, such as 1000 or 1e3, and not all"),
         (["make", "--kind", "seven"], "--kind is 'seven'; it must be one of one, two, three"),
         (["make", "--kind", "tow"], "--kind is 'tow'; did you mean two? it must be one of one, two, three"),

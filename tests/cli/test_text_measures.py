@@ -1,4 +1,4 @@
-"""`isoloss measure` on tasks of text: the accuracies of `isoloss transfer`, pairs of checkpoints, and what is refused."""
+"""`isoloss measure` on tasks of text: accuracies of `isoloss transfer`, pairs of checkpoints, refusals."""
 
 from __future__ import annotations
 

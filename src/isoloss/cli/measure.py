@@ -20,7 +20,7 @@ from isoloss.lab.evaluation.measures.base import make_measure
 from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure
 from isoloss.lab.presets import load_preset
 from isoloss.registry import MEASURES
-from isoloss.runs import refuse_run
+from isoloss.runs import Run, refuse_run
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, interval, rarity, rounded, samples_of
 
 if TYPE_CHECKING:
@@ -214,9 +214,10 @@ def _measures(args: Any, settings: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 def _language(args: Any) -> dict[str, Any]:
     """Return the language to measure on: that of the runs too, where the measurement is not one to be kept in them."""
-    is_plain = not (args.rtol or args.seconds or args.control or args.loading.module)
-    is_plain = is_plain and (args.attention, args.dtype) == ("auto", "float32")
-    if args.data is None and args.language is None and args.models and not is_plain:
+    is_other = args.rtol or args.seconds or args.control or args.loading.module or args.attention != "auto"
+    # of a run, the type of its weights is refused
+    is_other = is_other or (args.dtype != "float32" and not any(Run(Path(name)).exists for name in args.models))
+    if args.data is None and args.language is None and args.models and is_other:
         InputConfig(**args.inputs).check_run(args.models[0])
         for name in args.models:
             refuse_run(Path(name), "and with these options a checkpoint is measured")
