@@ -16,18 +16,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
     BertConfig,
-    BertForMaskedLM,
     BertForPreTraining,
-    BertForSequenceClassification,
-    BertGenerationConfig,
-    BertGenerationDecoder,
-    BertLMHeadModel,
-    BertModel,
-    FlaubertConfig,
-    FlaubertWithLMHeadModel,
     FunnelConfig,
     FunnelForMaskedLM,
     GPT2Config,
@@ -40,10 +30,6 @@ from transformers import (
     MixtralForCausalLM,
     RwkvConfig,
     RwkvForCausalLM,
-    XLMConfig,
-    XLMWithLMHeadModel,
-    XLNetConfig,
-    XLNetLMHeadModel,
 )
 
 from isoloss.checkpoints.loading import load_model, quiet
@@ -54,16 +40,25 @@ from isoloss.run_config import ModelConfig
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
 NEO = {"hidden_size": 16, "num_layers": 2, "num_heads": 1, "attention_types": [[["global", "local"], 1]]}
-LLAVA = tiny_models.Architecture(transformers.LlavaForConditionalGeneration, transformers.LlavaConfig, True)
+BERT_CONFIG = BertConfig(vocab_size=12, **TINY)
 INPUT = torch.tensor([[1, 2, 3, 4]])
 
 
 @pytest.fixture
 def bert_folder(tmp_path):
-    folder = tmp_path / "bert"
+    folder = tmp_path / "a b" / "ü"
     with quiet():
         BERT.new_model(ModelConfig(size="d16"), vocab_size=12, max_length=6, pad_id=10, seed=0).save_pretrained(folder)
     return folder
+
+
+def tiny(name):
+    return tiny_models.build(tiny_models.known()[name], dtype=torch.float32)
+
+
+def multimodal(name):
+    model, config = (getattr(transformers, f"{name}{part}") for part in ("ForConditionalGeneration", "Config"))
+    return tiny_models.build(tiny_models.Architecture(model, config, True), dtype=torch.float32)
 
 
 def saved(model, folder):
@@ -120,23 +115,20 @@ def test_experts_compute_in_float64(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "model",
+    "name",
     [
-        GPT2LMHeadModel(GPT2Config(vocab_size=12, n_embd=16, n_layer=1, n_head=1, n_positions=8)),
-        LlamaForCausalLM(LlamaConfig(vocab_size=12, **TINY)),
-        BertLMHeadModel(BertConfig(vocab_size=12, is_decoder=True, **TINY)),
-        BertGenerationDecoder(BertGenerationConfig(vocab_size=12, is_decoder=True, bos_token_id=0, **TINY)),
-        XLMWithLMHeadModel(XLMConfig(vocab_size=12, emb_dim=16, n_layers=1, n_heads=1, causal=True)),
-        tiny_models.build(tiny_models.known()["ReformerModelWithLMHead"], dtype=torch.float32),
-        tiny_models.build(tiny_models.known()["Emu3ForCausalLM"], dtype=torch.float32),
-        tiny_models.build(tiny_models.known()["MllamaForCausalLM"], dtype=torch.float32),
-        tiny_models.build(tiny_models.known()["Gemma3ForConditionalGeneration"], dtype=torch.float32),
-        tiny_models.build(LLAVA, dtype=torch.float32),
+        *("GPT2LMHeadModel", "LlamaForCausalLM", "BertLMHeadModel", "BertGenerationDecoder", "XLMWithLMHeadModel"),
+        *("ReformerModelWithLMHead", "Emu3ForCausalLM", "MllamaForCausalLM", "Gemma3ForConditionalGeneration", "Llava"),
     ],
-    ids=lambda model: type(model).__name__,
 )
-def test_a_causal_model_loads_and_is_causal(model, tmp_path):
-    loaded = load_model(saved(model, tmp_path / "model"))
+def test_a_causal_model_loads_and_is_causal(name, tmp_path):
+    model = multimodal(name) if name == "Llava" else tiny(name)
+    folder = saved(model, tmp_path / "model")
+    if name.startswith("Bert"):
+        edit_config(folder, is_decoder=True)
+    if name.startswith("XLM"):
+        edit_config(folder, causal=True)
+    loaded = load_model(folder)
     assert (loaded.kind, loaded.architecture) == ("causal", type(model).__name__)
     changed = INPUT.clone()
     changed[0, -1] = 9
@@ -144,18 +136,11 @@ def test_a_causal_model_loads_and_is_causal(model, tmp_path):
         torch.testing.assert_close(loaded.model(INPUT).logits[0, :-1], loaded.model(changed).logits[0, :-1])
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        XLMWithLMHeadModel(XLMConfig(vocab_size=12, emb_dim=16, n_layers=1, n_heads=1)),
-        FlaubertWithLMHeadModel(FlaubertConfig(vocab_size=12, emb_dim=16, n_layers=1, n_heads=1)),
-        XLNetLMHeadModel(XLNetConfig(vocab_size=12, d_model=16, n_layer=1, n_head=1, d_inner=32)),
-    ],
-    ids=lambda model: type(model).__name__,
-)
-def test_a_model_that_sees_both_sides_is_masked_whatever_it_is_called(model, tmp_path):
+@pytest.mark.parametrize("name", ["XLMWithLMHeadModel", "FlaubertWithLMHeadModel", "XLNetLMHeadModel"])
+def test_a_model_that_sees_both_sides_is_masked_whatever_it_is_called(name, tmp_path):
+    model = tiny(name)
     loaded = load_model(saved(model, tmp_path / "model"))
-    assert (loaded.kind, loaded.architecture) == ("masked", type(model).__name__)
+    assert (loaded.kind, loaded.architecture) == ("masked", name)
     assert not is_causal(loaded.model)
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(INPUT).logits, model.eval()(INPUT).logits)
@@ -321,10 +306,17 @@ def refused(message, source, **arguments):
     assert "\n" not in str(caught.value)
 
 
-def test_no_folder(tmp_path):
-    refused("is not a folder", tmp_path / "missing")
-    refused("is not a folder", str(tmp_path / "missing"))
-    refused("is not a folder", "./missing")
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("./missing", {}, "is not a folder"),
+        ("BERT", {"revision": "main"}, "the revision is 'main', and .* is a folder"),
+        ("owner/model@b", {"revision": "a"}, "the revision is 'a', and owner/model@b names another one"),
+        ("BERT", {"attention": "fastest"}, "cannot be loaded: .*fastest"),
+    ],
+)
+def test_what_is_no_checkpoint_and_no_option(source, options, message, bert_folder):
+    refused(message, bert_folder if source == "BERT" else source, **options)
 
 
 def test_a_name_that_cannot_be_fetched(monkeypatch):
@@ -461,11 +453,6 @@ for name in ["owner/model", *expand_checkpoints(["owner/model@step*"]), "owner/m
     assert "that were downloaded before are used" in done.stderr
 
 
-def test_a_folder_has_no_revision_and_a_name_one(bert_folder):
-    refused("the revision is 'main', and .* is a folder", bert_folder, revision="main")
-    refused("the revision is 'a', and owner/model@b names another one", "owner/model@b", revision="a")
-
-
 def truncate(path):
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -513,44 +500,42 @@ def test_what_is_wrong_with_a_folder_is_one_sentence(spoil, message, bert_folder
     refused(message, bert_folder)
 
 
-@pytest.mark.parametrize("kind", [BertModel, BertForSequenceClassification])
-def test_no_language_modeling_head(kind, tmp_path):
-    folder = saved(kind(BertConfig(vocab_size=12, **TINY)), tmp_path / "model")
-    refused(f"is a {kind.__name__}: a model with a language-modeling head is needed", folder)
-
-
-def test_a_head_that_would_be_newly_initialized(tmp_path):
-    folder = saved(BertModel(BertConfig(vocab_size=12, **TINY), add_pooling_layer=False), tmp_path / "model")
-    edit_config(folder, architectures=["BertForMaskedLM"])
-    refused("lacks weights of BertForMaskedLM: cls.predictions", folder)
-
-
-def test_a_decoder_that_sees_both_sides(tmp_path):
-    folder = saved(BertForMaskedLM(BertConfig(vocab_size=12, **TINY)), tmp_path / "model")
-    edit_config(folder, architectures=["BertLMHeadModel"])
-    refused("is a BertLMHeadModel without is_decoder", folder)
-
-
-@pytest.mark.parametrize("name", ["BertGenerationDecoder", "CpmAntForCausalLM"])
-def test_a_model_is_run_to_learn_whether_it_sees_ahead(name, tmp_path):
-    model = tiny_models.build(tiny_models.known()[name], dtype=torch.float32)
-    folder = saved(model, tmp_path / "model")
-    if name == "BertGenerationDecoder":
-        edit_config(folder, is_decoder=False)
-    refused(f"is a {name}.*: it sees the tokens that it would predict", folder)
-
-
-def test_encoder_decoders(tmp_path):
-    sizes = {"decoder_layers": 1, "encoder_layers": 1, "decoder_attention_heads": 1, "encoder_attention_heads": 1}
-    config = BartConfig(vocab_size=12, d_model=16, **sizes, decoder_ffn_dim=16, encoder_ffn_dim=16)
-    folder = saved(BartForConditionalGeneration(config), tmp_path / "model")
-    refused("is a BartForConditionalGeneration: .* and no encoder-decoder", folder)
-
-
-def test_a_multimodal_model_that_needs_an_image(bert_folder, tmp_path):
-    blip = tiny_models.Architecture(transformers.Blip2ForConditionalGeneration, transformers.Blip2Config, True)
-    folder = saved(tiny_models.build(blip, dtype=torch.float32), tmp_path / "model")
-    refused("Blip2ForConditionalGeneration that does not run on token ids alone: .*'pixel_values'", folder)
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        (lambda: transformers.BertModel(BERT_CONFIG), {}, "is a BertModel: a model with a language-modeling head is"),
+        (lambda: transformers.BertForSequenceClassification(BERT_CONFIG), {}, "a model with a language-modeling head"),
+        # a head would be newly initialized
+        (
+            lambda: transformers.BertModel(BERT_CONFIG, add_pooling_layer=False),
+            {"architectures": ["BertForMaskedLM"]},
+            "lacks weights of BertForMaskedLM: cls.predictions",
+        ),
+        (
+            lambda: transformers.BertForMaskedLM(BERT_CONFIG),
+            {"architectures": ["BertLMHeadModel"]},
+            "is a BertLMHeadModel without is_decoder",
+        ),
+        # it is run to learn that it sees ahead
+        (
+            lambda: tiny("BertGenerationDecoder"),
+            {"is_decoder": False},
+            "is a BertGenerationDecoder.*: it sees the tokens that it would predict",
+        ),
+        (lambda: tiny("CpmAntForCausalLM"), {}, "is a CpmAntForCausalLM: it sees the tokens that it would predict"),
+        (lambda: multimodal("Bart"), {}, "is a BartForConditionalGeneration: .* and no encoder-decoder"),
+        (
+            lambda: multimodal("Blip2"),
+            {},
+            "Blip2ForConditionalGeneration that does not run on token ids alone: .*'pixel_values'",
+        ),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_models_that_predict_no_tokens_of_text_alone(make, changes, message, tmp_path):
+    folder = saved(make(), tmp_path / "model")
+    edit_config(folder, **changes)
+    refused(message, folder)
 
 
 def test_remote_code_runs_only_when_trusted(bert_folder, tmp_path):
@@ -612,15 +597,3 @@ def test_rwkv_keeps_its_weights_and_a_config_may_ask_for_tuples(tmp_path):
     folder = saved(LlamaForCausalLM(LlamaConfig(vocab_size=12, **TINY)), tmp_path / "tuples")
     edit_config(folder, return_dict=False)
     assert load_model(folder, device="cpu").model(INPUT).logits.shape == (1, 4, 12)
-
-
-def test_an_unknown_attention_kernel(bert_folder):
-    refused("cannot be loaded: .*fastest", bert_folder, attention="fastest")
-
-
-def test_a_copy_is_loaded_from_any_place(bert_folder, tmp_path):
-    shutil.copytree(bert_folder, tmp_path / "a b" / "ü")
-    assert load_model(tmp_path / "a b" / "ü").kind == "masked"
-
-
-# --- devices

@@ -332,7 +332,7 @@ TASKS = Registry(
     "task",
     "tasks",
     _entries("isoloss.transfer.text_sources", builtin_components.TEXT_TASKS)
-    | _entries("isoloss.paper.dose_response.tasks", builtin_components.TWIN_TASKS),
+    | _entries("isoloss.paper.dose_response_tasks", builtin_components.TWIN_TASKS),
     Form(
         "isoloss.transfer.text_sources:TextTask",
         "a function of a language that returns an isoloss.lab.languages.base.Labeling",
@@ -349,11 +349,11 @@ EXECUTORS = Registry(
 STUDIES = Registry(
     "study",
     "studies",
-    _entries("isoloss.paper.same_loss.study", {"same-loss": ("STUDY", builtin_components.SAME_LOSS)})
-    | _entries("isoloss.paper.same_loss.pilot", {"same-loss-pilot": ("STUDY", builtin_components.PILOT)})
-    | _entries("isoloss.paper.bracket_study.study", {"brackets": ("STUDY", builtin_components.BRACKETS)})
-    | _entries("isoloss.paper.dose_response.study", {"dose-response": ("STUDY", builtin_components.DOSE_RESPONSE)})
-    | _entries("isoloss.paper.optimizers.study", {"optimizers": ("STUDY", builtin_components.BY_OPTIMIZER)})
+    _entries("isoloss.paper.same_loss", {"same-loss": ("STUDY", builtin_components.SAME_LOSS)})
+    | _entries("isoloss.paper.same_loss_pilot", {"same-loss-pilot": ("STUDY", builtin_components.PILOT)})
+    | _entries("isoloss.paper.brackets", {"brackets": ("STUDY", builtin_components.BRACKETS)})
+    | _entries("isoloss.paper.dose_response", {"dose-response": ("STUDY", builtin_components.DOSE_RESPONSE)})
+    | _entries("isoloss.paper.optimizers", {"optimizers": ("STUDY", builtin_components.BY_OPTIMIZER)})
     | _entries("isoloss.paper.reproduction.study", {"paper": ("STUDY", builtin_components.REPRODUCED)}),
     Form("isoloss.studies.spec:Study", "a function that returns one"),
 )

@@ -22,7 +22,7 @@ from isoloss.cli import ls
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PRESETS, BracketsConfig
-from isoloss.paper.same_loss.study import STUDY
+from isoloss.paper.same_loss import STUDY
 from isoloss.registry import MEASURES, RESCALINGS, STUDIES
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run

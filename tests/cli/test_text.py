@@ -91,5 +91,5 @@ def test_what_cannot_be_learned(capsys, tmp_path, text):
     bpe = ("tokenizer", text, *out, "--kind", "bpe")
     assert "at least 261" in refusal(capsys, *bpe, "--vocab-size", "260", alone=True)
     assert "--cased is for wordpiece" in refusal(capsys, *bpe, "--cased", alone=True)
-    assert "--output PATH is missing" in refusal(capsys, "tokenizer", text, alone=True)
+    assert "--output is missing" in refusal(capsys, "tokenizer", text, alone=True)
     assert not (tmp_path / "out").exists()

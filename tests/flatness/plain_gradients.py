@@ -99,20 +99,25 @@ def reference(model, batch, cotangent, *, causal):
     return list(named), norms, logits.detach()
 
 
-def measure(model, batch, *, causal, seed=5):
-    """Names, norms by sequence and parameter, those of the reference, and the predictor."""
-    flags = {name: value.requires_grad for name, value in model.named_parameters()}
+def check_norms(model, *batches, causal=False, rtol=1e-10, slow=()):
+    """Assert that the norms of all batches are right and which parameters are slow: predictor, predictions, norms."""
+    flags, found = {name: value.requires_grad for name, value in model.named_parameters()}, []
     with GhostNorms(model, causal=causal) as predictor:
-        predictions = predictor.forward(batch)
-        cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(seed))
-        norms = predictor.squared_norms(predictions, cotangent.to(predictions.logits.dtype))
-        again = predictor.squared_norms(predictions, 2 * cotangent.to(predictions.logits.dtype))
+        for number, batch in enumerate(batches):
+            predictions = predictor.forward(batch)
+            draws = torch.Generator().manual_seed(5 + number)
+            cotangent = torch.randn(predictions.logits.shape, generator=draws).to(predictions.logits.dtype)
+            norms = predictor.squared_norms(predictions, cotangent).by_column
+            torch.testing.assert_close(predictor.squared_norms(predictions, 2 * cotangent).by_column, 4 * norms)
+            found.append((batch, cotangent, norms, predictions.logits.detach()))
     assert {name: value.requires_grad for name, value in model.named_parameters()} == flags
-    names, expected, logits = reference(model, batch, cotangent.to(predictions.logits.dtype), causal=causal)
-    assert predictor.names == names
-    torch.testing.assert_close(predictions.logits.detach(), logits)
-    torch.testing.assert_close(again.by_column, 4 * norms.by_column)
-    return norms, expected, predictor, predictions
+    for batch, cotangent, norms, logits in found:
+        names, expected, plain = reference(model, batch, cotangent, causal=causal)
+        assert predictor.names == names
+        torch.testing.assert_close(logits, plain)
+        assert_norms(norms, expected, rtol=rtol)
+    assert set(predictor.slow_parameters) == set(slow)
+    return predictor, predictions, norms
 
 
 def assert_norms(norms, expected, *, rtol):

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plain_gradients import check_norms
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
-from isoloss.flatness._ghost.engine import GhostNorms
 
 VOCAB, LENGTH, WIDTH = 11, 6, 8
 SPECIAL = VOCAB - 1
@@ -21,11 +21,13 @@ class Mixing(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
+        torch.manual_seed(1)
         self.kind = kind
         self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.query, self.output, self.extra = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.gate = nn.Parameter(torch.zeros(WIDTH))
         self.head = nn.Linear(WIDTH, VOCAB)
+        self.double()
 
     def forward(self, input_ids):
         h = self.embedding(input_ids)
@@ -45,58 +47,25 @@ class Mixing(nn.Module):
         return SimpleNamespace(logits=self.head(h))
 
 
-def build(kind):
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return Mixing(kind).double().eval()
-
-
 def tokens(count):
     return torch.randint(0, SPECIAL, (count, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-def by_autograd(model, batch, cotangent):
-    """(B, P) squared norms of each sequence's gradient, by a backward pass for each through all positions."""
-    logits = model(batch["input_ids"]).logits
-    chosen = batch["labels"] != -100
-    whole = torch.zeros_like(logits)
-    whole[chosen] = cotangent
-    rows = []
-    for index in range(len(logits)):
-        found = torch.autograd.grad(
-            logits[index], list(model.parameters()), whole[index], retain_graph=True, allow_unused=True
-        )
-        rows.append([0.0 if g is None else float(g.square().sum()) for g in found])
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def assert_right(model, batches):
-    with GhostNorms(model, causal=False) as predictor:
-        for number, batch in enumerate(batches):
-            predictions = predictor.forward(batch)
-            generator = torch.Generator().manual_seed(number)
-            cotangent = torch.randn(predictions.logits.shape, generator=generator, dtype=torch.float64)
-            found = predictor.squared_norms(predictions, cotangent).by_column
-            del predictions
-            flags = [parameter.requires_grad for parameter in model.parameters()]
-            model.requires_grad_()
-            expected = by_autograd(model, batch, cotangent)
-            for parameter, flag in zip(model.parameters(), flags, strict=True):
-                parameter.requires_grad_(flag)
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-        return predictor
+def labeled(ids):
+    return {"input_ids": ids, "labels": ids}
 
 
 def test_a_cap_on_the_positions_that_pass():
     """It counts along a row, and selected positions are one row: only later sequences are beyond it."""
     ids = tokens(40)
-    assert assert_right(build("capacity"), [{"input_ids": ids, "labels": ids}]).selection.is_early is False
+    predictor, *_ = check_norms(Mixing("capacity"), labeled(ids))
+    assert not predictor.selection.is_early
 
 
 def test_a_branch_on_which_positions_meet_in_a_later_batch():
     first, second = tokens(80)[:40], tokens(80)[40:].clone()
     second[5, 2] = SPECIAL
-    assert_right(build("branch"), [{"input_ids": ids, "labels": ids} for ids in (first, second, first)])
+    check_norms(Mixing("branch"), *map(labeled, (first, second, first)))
 
 
 def test_a_later_batch_that_is_not_like_earlier_ones_that_were_not_checked():
@@ -104,7 +73,7 @@ def test_a_later_batch_that_is_not_like_earlier_ones_that_were_not_checked():
     for batch in batches[2:]:
         batch["input_ids"][0, 0] = SPECIAL
     with pytest.raises(IsolossError, match="use batches of at least 32 sequences"):
-        fisher_trace(build("branch"), batches, causal=False)
+        fisher_trace(Mixing("branch"), batches, causal=False)
 
 
 def test_sequences_that_meet_in_the_model_itself_do_not_end_the_measurement():
@@ -114,10 +83,7 @@ def test_sequences_that_meet_in_the_model_itself_do_not_end_the_measurement():
             output.logits = output.logits * (1 + 0.1 * len(input_ids))
             return output
 
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = Meeting("none").double().eval()
-    fisher_trace(model, [{"input_ids": ids, "labels": ids} for ids in tokens(64).split(8)], causal=False)
+    fisher_trace(Meeting("none"), list(map(labeled, tokens(64).split(8))), causal=False)
 
 
 @pytest.mark.parametrize(
@@ -130,26 +96,8 @@ def test_rows_chosen_by_a_mask_that_are_as_many_as_sequences(places, kind):
     for place in places:
         ids[place] = SPECIAL
     batches = [ids] if len(places) == 6 else [ids[:2], ids[6:]]
-    predictor = assert_right(build(kind), [{"input_ids": part, "labels": part} for part in batches])
-    assert set(predictor.slow_parameters) == ({"extra.weight", "extra.bias"} if "padded" in kind else set())
-
-
-def test_rows_that_are_one_for_each_sequence_keep_their_rule():
-    class Pooled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.pooler = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.head = nn.Linear(WIDTH, VOCAB)
-
-        def forward(self, input_ids):
-            h = self.embedding(input_ids)
-            return SimpleNamespace(logits=self.head(h + self.pooler(h[:, 0])[:, None]))
-
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        model = Pooled().double().eval()
-    ids = tokens(8)
-    assert assert_right(model, [{"input_ids": ids, "labels": ids}]).slow_parameters == ()
+    slow = ("extra.weight", "extra.bias") if "padded" in kind else ()
+    check_norms(Mixing(kind), *map(labeled, batches), slow=slow)
 
 
 def test_as_many_positions_are_predicted_as_a_sequence_has():
@@ -157,7 +105,7 @@ def test_as_many_positions_are_predicted_as_a_sequence_has():
     ids = tokens(8)
     labels = ids.clone()
     labels[:, 1::2] = -100  # in two sequences as many as one has
-    assert_right(build("length"), [{"input_ids": ids, "labels": labels}])
+    check_norms(Mixing("length"), {"input_ids": ids, "labels": labels})
 
 
 def mixtral():
@@ -173,32 +121,35 @@ def test_a_model_in_training_mode_that_draws_random_numbers_is_refused():
     model = mixtral().train()
     torch.set_rng_state(state)
     with pytest.raises(IsolossError, match=r"draws random numbers: call model.eval\(\)"):
-        fisher_trace(model, [{"input_ids": ids, "labels": ids}])
+        fisher_trace(model, [labeled(ids)])
     assert torch.equal(torch.get_rng_state(), state)
-    assert fisher_trace(model.eval(), [{"input_ids": ids, "labels": ids}]).value > 0
+    assert fisher_trace(model.eval(), [labeled(ids)]).value > 0
 
 
 def test_statistics_of_batches_are_not_updated():
-    model = build("none")
+    model = Mixing("none")
     model.norm = nn.BatchNorm1d(WIDTH)
     with pytest.raises(IsolossError, match="norm normalizes by the batch"):
-        fisher_trace(model.train(), [{"input_ids": tokens(4), "labels": tokens(4)}], causal=False)
+        fisher_trace(model.train(), [labeled(tokens(4))], causal=False)
 
 
 def test_a_parameter_that_is_given_twice_counts_once():
-    model, ids = build("none"), tokens(4)
+    model, ids = Mixing("none"), tokens(4)
     once, twice = (
-        fisher_trace(model, [{"input_ids": ids, "labels": ids}], causal=False, parameters=parameters)
+        fisher_trace(model, [labeled(ids)], causal=False, parameters=parameters)
         for parameters in ({"x": model.head.weight}, {"x": model.head.weight, "y": model.head.weight})
     )
     assert twice.by_parameter == once.by_parameter
 
 
-@pytest.mark.parametrize("form", ["packed", "flat", "interleaved"])
-def test_lookups_for_all_sequences_that_the_model_reshapes(form):
+@pytest.mark.parametrize(
+    ("form", "slow"), [("packed", ("words.weight",)), ("flat", ()), ("interleaved", ("places.weight",))]
+)
+def test_lookups_for_all_sequences_that_the_model_reshapes(form, slow):
     class Lookup(nn.Module):
         def __init__(self):
             super().__init__()
+            torch.manual_seed(3)
             self.words, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
             self.head = nn.Linear(WIDTH, VOCAB)
 
@@ -212,8 +163,4 @@ def test_lookups_for_all_sequences_that_the_model_reshapes(form):
                 h = h + (flat if flat is not None else self.places(places).repeat_interleave(number, 0))
             return SimpleNamespace(logits=self.head(h))
 
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        model = Lookup().double().eval()
-    ids = tokens(4)
-    assert_right(model, [{"input_ids": ids, "labels": ids}])
+    check_norms(Lookup().double(), labeled(tokens(4)), slow=slow)

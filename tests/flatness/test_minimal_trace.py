@@ -15,8 +15,9 @@ from torch.func import functional_call
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM, LlamaForCausalLM
 
 from isoloss.cli.main import main
+from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.flatness import FlatnessCallback, _measurement, compare_traces, fisher_trace
+from isoloss.flatness import FlatnessCallback, _measurement, fisher_trace
 from isoloss.flatness._measurement import measure
 from isoloss.flatness._rescaling.apply import rescaled, rescaled_at_random
 from isoloss.flatness._rescaling.symmetries import rescalings_of

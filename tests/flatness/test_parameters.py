@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from flatness_measures import MEASURES, STREAMS
 from plain_gradients import batch_of, build, reference
 from torch import nn
 
@@ -12,37 +13,10 @@ from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import (
     empirical_fisher_trace,
-    fisher_rao_norm,
     fisher_trace,
-    hessian_trace,
-    largest_eigenvalues,
-    noise_sharpness,
-    sam_sharpness,
-    squared_parameter_norm,
-    weighted_fisher_trace,
 )
 from isoloss.flatness._parameters import embeddings, quantized_weights
 
-BY_GRADIENT = {
-    "fisher": fisher_trace,
-    "paper": lambda model, batches, **options: fisher_trace(model, batches, method="paper", num_probes=2, **options),
-    "empirical": empirical_fisher_trace,
-    "hessian": lambda model, batches, **options: hessian_trace(model, batches, group_size=1, **options),
-    "published-code": lambda model, batches, **options: hessian_trace(
-        model, batches, method="published-code", **options
-    ),
-    "weighted": weighted_fisher_trace,
-    "fisher-rao": fisher_rao_norm,
-    "eigenvalue": lambda model, batches, **options: largest_eigenvalues(model, batches, num_eigenvalues=1, **options)[
-        0
-    ],
-    "sam": sam_sharpness,
-}
-MEASURES = {
-    **BY_GRADIENT,
-    "noise": lambda model, batches, **options: noise_sharpness(model, batches, num_probes=2, **options),
-    "norm": lambda model, batches, **options: squared_parameter_norm(model, **options),
-}
 # torch's own remarks on its quantization, and on what it cannot differentiate
 QUANTIZING = pytest.mark.filterwarnings(
     "ignore:torch.ao.quantization is deprecated:DeprecationWarning",
@@ -142,21 +116,21 @@ class Int8Linear(nn.Module):
 
 
 @QUANTIZING
-@pytest.mark.parametrize("measure", BY_GRADIENT)
+@pytest.mark.parametrize("measure", [*STREAMS, "eigenvalue"])
 def test_layers_that_pass_no_gradient_are_refused(measure):
     model = build("bert", tied=False, dtype=torch.float32)
     model.bert.encoder.layer[1] = quantized(model.bert.encoder.layer[1])
     with pytest.raises(IsolossError, match="6 quantized layers of BertForMaskedLM pass no gradient"):
-        BY_GRADIENT[measure](model, batches())
+        MEASURES[measure](model, batches())
 
 
 @QUANTIZING
-@pytest.mark.parametrize("measure", BY_GRADIENT)
+@pytest.mark.parametrize("measure", [*STREAMS, "eigenvalue"])
 def test_a_model_none_of_whose_predictions_depends_on_a_measured_parameter_is_refused(measure):
     model = quantized(build("bert", tied=False, dtype=torch.float32))
     before = {"word": model.bert.embeddings.word_embeddings.weight}
     with pytest.raises(IsolossError, match=r"gradient|reaches its logits"):
-        BY_GRADIENT[measure](model, batches(), parameters=before)
+        MEASURES[measure](model, batches(), parameters=before)
 
 
 @QUANTIZING
@@ -211,29 +185,3 @@ def test_a_model_without_quantized_layers_says_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fisher_trace(build("bert"), batches()).details["quantized_weights"] == 0
-
-
-# --- parameters that are given ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_parameters_that_are_not_the_models_are_refused(measure):
-    model, other = build("bert"), build("bert")
-    with pytest.raises(IsolossError, match=r"parameters has x and 1 more, which BertForMaskedLM does not have"):
-        MEASURES[measure](model, batches(), parameters={"x": head_of(other), "y": head_of(other), "z": head_of(model)})
-    with pytest.raises(IsolossError, match="parameters is empty"):
-        MEASURES[measure](model, batches(), parameters={})
-
-
-@pytest.mark.parametrize("measure", ["fisher", "paper", "hessian", "eigenvalue", "sam", "noise", "norm"])
-def test_frozen_parameters_count_where_they_are_given_and_under_any_name(measure):
-    model = build("bert")
-    name, weight = next((name, value) for name, value in model.named_parameters() if name.endswith("value.weight"))
-    expected = MEASURES[measure](model, batches(), parameters={name: weight})
-    model.requires_grad_(False)
-    found = MEASURES[measure](model, batches(), parameters={name: weight})
-    renamed = MEASURES[measure](model, batches(), parameters={"w": weight})
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert found.value == pytest.approx(expected.value, rel=1e-9)
-    if measure != "noise":  # its draws go by name
-        assert renamed.value == pytest.approx(expected.value, rel=1e-9)

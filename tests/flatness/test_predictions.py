@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from plain_gradients import ARCHITECTURES, VOCAB, assert_norms, batch_of, build, measure
+from plain_gradients import ARCHITECTURES, VOCAB, batch_of, build, check_norms
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
@@ -44,11 +44,9 @@ class Mixing(nn.Module):
 @pytest.mark.parametrize(("after", "selected"), [(False, "before decoder"), (True, "after the head")])
 def test_positions_are_gathered_where_that_leaves_the_logits_as_they_are(after, selected):
     torch.manual_seed(4)
-    norms, expected, predictor, predictions = measure(Mixing(after).double(), batch_of(), causal=False)
+    predictor, predictions, _ = check_norms(Mixing(after).double(), batch_of())
     assert str(predictor.selection) == selected
     assert (predictions.decoder is None) == after
-    assert predictor.slow_parameters == ()
-    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 class Bare(nn.Module):
@@ -65,13 +63,12 @@ class Bare(nn.Module):
 
 def test_positions_are_gathered_before_a_decoder_that_is_no_submodule():
     torch.manual_seed(4)
-    norms, expected, predictor, predictions = measure(Bare().double(), batch_of(), causal=False)
+    predictor, predictions, _ = check_norms(Bare().double(), batch_of())
     assert str(predictor.selection) == "before the decoder"
     assert predictions.hidden.shape == (len(predictions.rows), 8)
-    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "opt", "llama"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
 def test_decoder_hidden_states_and_their_cotangent(name):
     causal = ARCHITECTURES[name][3]
     model = build(name, dtype=torch.float32)
@@ -144,8 +141,7 @@ def test_the_stations_are_outputs_behind_the_last_attention(name, modules):
         torch.testing.assert_close(ours, plain[predicted])
 
 
-@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("kernel", "dtype"), [("eager", torch.float64), ("sdpa", torch.bfloat16)])
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_attention_is_never_behind_the_place_whatever_the_batch_and_the_weights(name, sequences, dtype, kernel):
@@ -168,9 +164,8 @@ def test_positions_of_very_short_sequences(length):
     """There is nothing to tell by where positions mix, and the norms are right."""
     batch = batch_of(sequences=1, length=4, every=True)
     batch = {key: value[:, :length] for key, value in batch.items()}
-    norms, expected, predictor, _ = measure(build("bert"), batch, causal=False)
+    predictor, *_ = check_norms(build("bert"), batch)
     assert str(predictor.selection) == "after the head"
-    assert_norms(norms.by_column, expected, rtol=1e-10)
 
 
 def test_another_place_is_found_where_the_last_one_no_longer_fits():
@@ -179,11 +174,9 @@ def test_another_place_is_found_where_the_last_one_no_longer_fits():
     with GhostNorms(model, causal=False) as predictor:
         predictor.forward(batch)
     model.bert.encoder.layer = model.bert.encoder.layer[:1]
-    norms, expected, predictor, _ = measure(model, batch, causal=False)
+    predictor, *_ = check_norms(model, batch)
     assert str(predictor.selection) == "before bert.encoder.layer.0.attention.output.dense"
-    reached = [not name.startswith("bert.encoder.layer.1") for name in predictor.names]
-    assert all(reached)
-    assert_norms(norms.by_column, expected, rtol=1e-10)
+    assert not any(name.startswith("bert.encoder.layer.1") for name in predictor.names)
 
 
 class Allocations(TorchDispatchMode):
@@ -202,8 +195,9 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("name", "every"), [("bert", False), ("bert", True), ("gpt2", True), ("gpt2", False)])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("name", "every", "tied"), [("bert", False, True), ("bert", True, False), ("gpt2", True, True)]
+)
 def test_no_buffer_is_as_large_as_the_logits(name, every, tied, monkeypatch):
     monkeypatch.setattr(
         factors, "_LIMIT", 1 << 16
@@ -222,42 +216,11 @@ def test_no_buffer_is_as_large_as_the_logits(name, every, tied, monkeypatch):
     assert backward.count == 0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"labels": torch.zeros(5, 7)}, "labels are torch.float32"),
-        ({"input_ids": torch.zeros(5, 7)}, "input_ids are torch.float32"),
-        ({"labels": torch.full((5, 7), -1)}, "a label is -1; .* or -100"),
-        ({"labels": torch.full((5, 7), VOCAB)}, f"a label is {VOCAB}; the model predicts ids 0 to {VOCAB - 1}"),
-    ],
-)
-def test_bad_input_is_one_clear_error(wrong, message):
-    with pytest.raises(IsolossError, match=message), GhostNorms(build("bert"), causal=False) as predictor:
-        predictor.forward(batch_of() | wrong)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_are_refused(value):
-    model = build("bert")
-    with torch.no_grad():
-        model.cls.predictions.decoder.bias[3] = value
-    with pytest.raises(IsolossError, match="NaN or infinite"), GhostNorms(model, causal=False) as predictor:
-        predictor.forward(batch_of())
-
-
 def test_probabilities_are_not_taken_for_logits():
     model = build("bert")
     model.cls.register_forward_hook(lambda module, inputs, logits: logits.softmax(dim=-1))
     with pytest.raises(IsolossError, match="gives probabilities"), GhostNorms(model, causal=False) as predictor:
         predictor.forward(batch_of())
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
-def test_token_ids_may_be_of_any_integer_type(dtype):
-    model, batch = build("bert"), batch_of()
-    with GhostNorms(model, causal=False) as predictor:
-        expected = predictor.forward(batch).logits
-        assert torch.equal(predictor.forward(batch | {"input_ids": batch["input_ids"].to(dtype)}).logits, expected)
 
 
 def test_the_smallest_number_marks_what_is_never_predicted():

@@ -10,8 +10,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError
-from isoloss.flatness import compare_traces, fisher_trace, minimal_trace
+from isoloss.flatness import fisher_trace, minimal_trace
 from isoloss.flatness._rescaling import symmetries
 from isoloss.flatness._rescaling.apply import check_rescaling
 from isoloss.flatness._rescaling.symmetries import rescalings_of

@@ -191,20 +191,6 @@ def test_a_part_of_the_sequences_has_draws_of_its_own():
     assert parts.tolist() == groups.tolist()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda: Rounding(bits=1), "bits is 1; weights are rounded to between 2 and 8 bits"),
-        (lambda: Rounding(bits=4, group_size=0), "group_size is 0; a group has at least one weight"),
-        (lambda: Noise(relative_std=0.0), r"relative_std is 0\.0; it must be more than 0 and finite"),
-        (lambda: Noise(relative_std=0.1, pairs=0), "pairs is 0; it must be at least 1"),
-    ],
-)
-def test_settings_out_of_range_are_refused(change, message):
-    with pytest.raises(IsolossError, match=message):
-        change()
-
-
 def test_a_model_without_a_linear_layer_is_refused():
     class Bigram(nn.Module):
         def __init__(self):

@@ -21,20 +21,23 @@ def loss_function(model, batch, *, causal=False):
     return lambda vector: nn.functional.cross_entropy(logits(vector), targets)
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(("make", "causal"), [(bert, False), (gpt2, True)])
-def test_one_step_is_the_loss_after_it_less_the_loss_before(make, causal):
+def test_one_step_is_the_loss_after_it_less_the_loss_before(make, causal, adaptive):
     model, batches = make(), [batch_of(size, seed=size) for size in (3, 4, 6)]
     theta = flat(dict(model.named_parameters()))
     expected = []
     for batch in batches:
         loss = loss_function(model, batch, causal=causal)
         gradient = torch.autograd.functional.jacobian(loss, theta)
-        expected.append(float((loss(theta + 0.1 * gradient / gradient.norm()) - loss(theta)).detach()))
-    found = sam_sharpness(model, batches, rho=0.1)
+        step = theta**2 * gradient / (theta * gradient).norm() if adaptive else gradient / gradient.norm()
+        expected.append(float((loss(theta + 0.1 * step) - loss(theta)).detach()))
+    found = sam_sharpness(model, batches, rho=0.1, adaptive=adaptive)
     assert found.value == pytest.approx(sum(expected) / 3, rel=1e-9)
     assert found.stderr == pytest.approx(statistics.stdev(expected) / math.sqrt(3), rel=1e-8)
     assert found.samples == 3
     assert found.details["sequences_per_batch"] == [3, 6]
+    assert found.method.startswith("adaptive sharpness, 1 ascent step") == adaptive
 
 
 def largest_rise(hessian, gradient, rho):
@@ -48,45 +51,24 @@ def largest_rise(hessian, gradient, rho):
     return float(gradient @ x + x @ hessian @ x / 2)
 
 
-def test_more_steps_stay_in_the_ball_and_come_to_its_maximum():
-    # the loss is quadratic to a good approximation: the maximum over the ball solves (H - mu) x = -g with |x| = rho
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_more_steps_stay_in_the_ball_and_come_to_its_maximum(adaptive):
+    # the loss is quadratic to a good approximation: the maximum over the ball solves (H - mu) x = -g with |x| = rho;
+    # of relative moves u, theta (1 + u), the Hessian is T H T
     model, batch, rho = windows(), batch_of(8), 0.02
-    hessian = dense_hessian(model, [batch], causal=False)
-    gradient = MeanLoss(model, [batch], causal=False).gradient()
-    best = largest_rise(hessian, gradient, rho)
-    steps = [sam_sharpness(model, [batch, batch], causal=False, rho=rho, num_steps=n).value for n in (1, 2, 40)]
+    theta = flat(dict(model.named_parameters()))
+    units = theta.abs() if adaptive else torch.ones_like(theta)
+    hessian = units[:, None] * dense_hessian(model, [batch], causal=False) * units
+    best = largest_rise(hessian, units * MeanLoss(model, [batch], causal=False).gradient(), rho)
+    options = {"causal": False, "adaptive": adaptive}
+    steps = [sam_sharpness(model, [batch, batch], rho=rho, num_steps=n, **options).value for n in (1, 2, 40)]
     assert steps[0] <= steps[1] <= steps[2]
     assert steps[2] == pytest.approx(best, rel=2e-3)
+    if adaptive:
+        return
     # a ball that is left would give far more
     big = [sam_sharpness(model, [batch, batch], causal=False, rho=0.2, num_steps=n).value for n in (1, 60)]
     assert big[0] <= big[1] < 1.2 * big[0]
-
-
-@pytest.mark.parametrize(("make", "causal"), [(bert, False), (gpt2, True)])
-def test_one_adaptive_step_is_the_loss_after_it_less_the_loss_before(make, causal):
-    model, batches = make(), [batch_of(size, seed=size) for size in (3, 4)]
-    theta = flat(dict(model.named_parameters()))
-    expected = []
-    for batch in batches:
-        loss = loss_function(model, batch, causal=causal)
-        gradient = torch.autograd.functional.jacobian(loss, theta)
-        step = 0.1 * theta**2 * gradient / (theta * gradient).norm()
-        expected.append(float((loss(theta + step) - loss(theta)).detach()))
-    found = sam_sharpness(model, batches, rho=0.1, adaptive=True)
-    assert found.value == pytest.approx(sum(expected) / 2, rel=1e-9)
-    assert found.method == "adaptive sharpness, 1 ascent step"
-
-
-def test_more_adaptive_steps_come_to_the_maximum_in_the_ball_of_the_weights_own_units():
-    # the model of the loss as a function of relative moves u, theta (1 + u): its Hessian is T H T
-    model, batch, rho = windows(), batch_of(8), 0.02
-    units = flat(dict(model.named_parameters())).abs()
-    hessian = units[:, None] * dense_hessian(model, [batch], causal=False) * units
-    best = largest_rise(hessian, units * MeanLoss(model, [batch], causal=False).gradient(), rho)
-    options = {"causal": False, "rho": rho, "adaptive": True}
-    steps = [sam_sharpness(model, [batch, batch], num_steps=n, **options).value for n in (1, 2, 40)]
-    assert steps[0] <= steps[1] <= steps[2]
-    assert steps[2] == pytest.approx(best, rel=2e-3)
 
 
 def test_noise_of_a_small_size_is_a_quadratic_form_of_the_hessian():
@@ -140,27 +122,16 @@ def test_the_crossed_error_is_right_whatever_varies():
 
     for rows, columns, noise in ((1.0, 0.2, 0.2), (0.2, 1.0, 0.5), (0.3, 0.3, 3.0)):
         values, variances = [], []
-        for _ in range(1000):
+        for _ in range(500):
             sizes = torch.randint(1, 4, (12,), generator=generator).double()
             table = sizes[:, None] * 5 + rows * normal(12, 1) + columns * normal(1, 8) + noise * normal(12, 8)
             value, stderr, _ = crossed_ratio(table, sizes)
             values.append(value)
             variances.append(stderr**2)
         spread = torch.tensor(values).double()
-        assert abs(float(spread.mean()) - 5) < 4 * float(spread.std()) / math.sqrt(1000)
-        # a variance over 1000 repetitions is right to 4.5 %
-        assert 0.82 < float(spread.var()) / (sum(variances) / 1000) < 1.18
-
-
-def test_the_noises_error_is_the_spread_over_fresh_inputs_and_probes():
-    model = windows()
-    found = [
-        noise_sharpness(model, [batch_of(24, seed=r)], causal=False, relative_std=0.3, num_probes=6, seed=r)
-        for r in range(40)
-    ]
-    spread = float(torch.tensor([e.value for e in found]).double().std())
-    # a standard deviation over 40 repetitions is right to 11 %
-    assert 0.66 < spread / math.sqrt(sum(e.stderr**2 for e in found) / 40) < 1.34
+        assert abs(float(spread.mean()) - 5) < 4 * float(spread.std()) / math.sqrt(500)
+        # a variance over 500 repetitions is right to 6.3 %
+        assert 0.8 < float(spread.var()) / (sum(variances) / 500) < 1.2
 
 
 class Failing(nn.Module):
@@ -205,31 +176,7 @@ def test_weights_are_moved_inside():
     assert torch.equal(model.mix.bias, original)
 
 
-@pytest.mark.parametrize(
-    ("measure", "options", "message"),
-    [
-        (sam_sharpness, {"rho": 0.0}, "rho is 0.0"),
-        (sam_sharpness, {"rho": math.inf}, "rho is inf"),
-        (sam_sharpness, {"num_steps": 0}, "num_steps is 0"),
-        (noise_sharpness, {"relative_std": -1.0}, "relative_std is -1.0"),
-        (noise_sharpness, {"num_probes": 1}, "num_probes is 1"),
-        (noise_sharpness, {"num_sequences": 1}, "num_sequences is 1"),
-    ],
-)
-def test_what_is_refused(measure, options, message):
-    with pytest.raises(IsolossError, match=message):
-        measure(windows(), [batch_of(3), batch_of(3)], causal=False, **options)
-
-
-def test_too_little_data_rounding_and_dropout_are_refused():
-    with pytest.raises(IsolossError, match="at least 2 batches, not 1"):
-        sam_sharpness(windows(), [batch_of(3)], causal=False)
-    for batches, message in (([], "no batches"), ([batch_of(1)], "at least 2 independent")):
-        with pytest.raises(IsolossError, match=message):
-            noise_sharpness(windows(), batches, causal=False)
-    for measure in (sam_sharpness, noise_sharpness):
-        with pytest.raises(IsolossError, match="has dropout"):
-            measure(bert(dropout=0.5).train(), [batch_of(3), batch_of(3)])
+def test_rounding_and_a_gradient_of_zero_are_refused():
     narrow = bert(dtype=torch.bfloat16)
     with pytest.raises(IsolossError, match=r"lost in the rounding of torch.bfloat16: load the model in a wider dtype"):
         noise_sharpness(narrow, [batch_of(3)], relative_std=1e-3)

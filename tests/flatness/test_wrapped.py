@@ -6,7 +6,8 @@ import peft
 import pytest
 import torch
 from dense_curvature import VOCAB, batch_of, gpt2
-from plain_gradients import assert_norms, measure
+from flatness_measures import MEASURES, WAYS, unlabeled
+from plain_gradients import check_norms
 from small_models import llama
 from test_position_selection import all_signs, assert_exact  # noqa: F401 (a fixture)
 from torch import nn
@@ -15,16 +16,7 @@ from isoloss.cli import flatness as command
 from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import (
-    empirical_fisher_trace,
-    fisher_rao_norm,
     fisher_trace,
-    hessian_trace,
-    largest_eigenvalues,
-    noise_sharpness,
-    relative_flatness,
-    sam_sharpness,
-    spectral_density,
-    weighted_fisher_trace,
 )
 from isoloss.flatness._curvature import MeanLoss
 from isoloss.model_checks import is_causal
@@ -37,116 +29,21 @@ pytestmark = [
 ]
 
 
-def density(model, batches):
-    found = spectral_density(model, batches, num_probes=2, num_steps=3)
-    return types.SimpleNamespace(value=found.moment(1).value, details=found.details)
-
-
 PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-
-# of a model and batches, of which there are at least two
-MEASURES = {
-    "fisher": fisher_trace,
-    "paper": lambda model, batches: fisher_trace(model, batches, method="paper", num_probes=2),
-    "empirical": empirical_fisher_trace,
-    "hessian": lambda model, batches: hessian_trace(model, batches, group_size=2),
-    "published-code": lambda model, batches: hessian_trace(model, batches, method="published-code"),
-    "sam": sam_sharpness,
-    "adaptive": lambda model, batches: sam_sharpness(model, batches, adaptive=True),
-    "noise": lambda model, batches: noise_sharpness(model, batches, num_probes=2),
-    "eigenvalue": lambda model, batches: largest_eigenvalues(model, batches, num_eigenvalues=1, max_iterations=3)[0],
-    "curvature": lambda model, batches: largest_eigenvalues(
-        model, batches, matrix="hessian", num_eigenvalues=1, max_iterations=3
-    )[0],
-    "density": density,
-    "fisher-rao": fisher_rao_norm,
-    "relative": relative_flatness,
-    "weighted": weighted_fisher_trace,
-    "compared": lambda model, batches: compare_traces({"a": model, "b": gpt2}, batches).models["a"]["trace"],
-}
-
-
-# one of each way through a model: rules, plain gradients, second derivatives, losses, and logits alone
-WAYS = ("fisher", "paper", "hessian", "curvature", "noise", "relative")
 
 
 def batches():
     return [batch_of(4, seed=1), batch_of(4, seed=2)]
 
 
-@pytest.fixture(scope="module")
-def plain():
-    """What each measure is of the plain model."""
-    return {name: measure(gpt2(), batches()) for name, measure in MEASURES.items()}
-
-
 def compiled():
     return torch.compile(gpt2(), backend="eager")
-
-
-def compiled_in_place():
-    model = gpt2()
-    model.compile(backend="eager")
-    return model
-
-
-def compiled_in_part():
-    model = gpt2()
-    model.transformer.h[0] = torch.compile(model.transformer.h[0], backend="eager")
-    with torch.no_grad():
-        model(input_ids=batches()[0]["input_ids"])  # compiles
-    return model
-
-
-def checkpointed(*, use_reentrant=False):
-    model = gpt2()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    return model.train()
-
-
-MODELS = {
-    "compiled": compiled,
-    "compiled in place": compiled_in_place,
-    "compiled in part": compiled_in_part,
-    "checkpointed": checkpointed,
-    "checkpointed, reentrant": lambda: checkpointed(use_reentrant=True),
-    "parallel": lambda: nn.DataParallel(gpt2()),
-}
-
-
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("model", MODELS)
-def test_what_is_around_a_model_changes_no_measure(model, name, plain):
-    made = MODELS[model]()
-    modes = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in made.modules()]
-    found = MEASURES[name](made, batches())
-    assert found.value == pytest.approx(plain[name].value, rel=1e-9)
-    if getattr(found, "by_parameter", None):
-        assert list(found.by_parameter) == list(plain[name].by_parameter)
-    assert [(m.training, getattr(m, "gradient_checkpointing", None)) for m in made.modules()] == modes
 
 
 def test_the_kind_of_a_wrapped_model_is_that_of_the_model():
     adapted = peft.get_peft_model(gpt2(), peft.LoraConfig(r=1, target_modules=["c_attn"], fan_in_fan_out=True))
     for model in (compiled(), nn.DataParallel(gpt2()), adapted, torch.compile(adapted, backend="eager")):
         assert is_causal(model)
-
-
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize("name", WAYS)
-def test_measures_need_no_mode_of_the_caller(name, mode, plain):
-    model, kept = gpt2(), gpt2()
-    with mode():
-        given = [{key: value.clone() for key, value in batch.items()} for batch in batches()]
-        found = MEASURES[name](model, given)
-        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
-        assert not torch.is_grad_enabled()
-    assert found.value == pytest.approx(plain[name].value, rel=1e-9)
-    for ours, theirs in zip(model.parameters(), kept.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 def test_a_model_that_was_loaded_in_inference_mode_is_refused():
@@ -176,9 +73,7 @@ class Checkpointing(nn.Module):
 
 def test_a_model_that_checkpoints_by_itself():
     model, batch = Checkpointing(use_reentrant=False).double(), batches()[0]
-    norms, expected, predictor, _ = measure(model, batch, causal=False)
-    assert predictor.slow_parameters == ()
-    assert_norms(norms.by_column, expected, rtol=1e-10)
+    check_norms(model, batch)
 
 
 @pytest.mark.parametrize("name", WAYS[:4])
@@ -233,11 +128,6 @@ def test_packed_documents_that_see_each_other_are_told():
         IsolossWarning, match=r"otherwise with documents before them than .* leave out the attention_mask"
     ):
         MeanLoss(llama(VOCAB), [{**given, "attention_mask": torch.ones(4, 4)}])
-
-
-def test_rows_that_do_not_fit_are_refused():
-    with pytest.raises(IsolossError, match=r"labels of shape \(4, 4\) do not fit position_ids of shape \(2, 4\)"):
-        fisher_trace(gpt2(), [{**batch_of(4), "position_ids": torch.arange(4).repeat(2, 1)}])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -311,31 +201,6 @@ class RightLabels(Sliced):
 # --- batches without a label ------------------------------------------------------------------------------------------
 
 
-def unlabeled(sequences=3, seed=7):
-    batch = batch_of(sequences, seed=seed)
-    return {**batch, "labels": torch.full_like(batch["labels"], -100)}
-
-
-@pytest.mark.parametrize("name", MEASURES)
-def test_a_batch_without_a_label_is_skipped_and_counted(name, plain):
-    found = MEASURES[name](gpt2(), [*batches(), unlabeled()])
-    assert found.value == pytest.approx(plain[name].value, rel=1e-12)
-    assert (plain[name].details["skipped_batches"], found.details["skipped_batches"]) == (0, 1)
-    with pytest.raises(IsolossError, match=r"nothing is predicted: every label|at least 2 batches"):
-        MEASURES[name](gpt2(), [unlabeled(), unlabeled()])
-
-
-@pytest.mark.parametrize("name", ["fisher", "paper", "fisher-rao", "compared", "noise"])
-def test_a_skipped_batch_is_what_it_would_be_in_a_larger_one(name):
-    """Its sequences count as some that predict nothing, wherever it comes and however the stream is cut."""
-    given = [unlabeled(2), batch_of(4, seed=1), unlabeled(1, seed=8), batch_of(4, seed=2)]
-    whole = {key: torch.cat([batch[key] for batch in given]) for key in given[0]}
-    apart, together = MEASURES[name](gpt2(), given), MEASURES[name](gpt2(), [whole])
-    assert (apart.value, apart.stderr) == pytest.approx((together.value, together.stderr), rel=1e-9)
-    assert apart.samples == together.samples
-    assert apart.details["skipped_batches"] == 2
-
-
 def test_the_loss_of_a_comparison_skips_it_too():
     given = [batch_of(4, seed=1), unlabeled(2), batch_of(4, seed=2)]
     documents = [torch.tensor([0, 0, 1, 1]), torch.tensor([1, 2]), torch.tensor([2, 2, 3, 3])]
@@ -351,13 +216,6 @@ def test_rules_that_end_early_wait_for_a_label():
     given = [unlabeled(64), *(batch_of(64, seed=seed) for seed in range(4))]
     assert fisher_trace(gpt2(), given, rtol=0.9).details["sequences"] == 128
     assert fisher_trace(gpt2(), given, seconds=1e-9).details["sequences"] == 128
-
-
-def test_one_sequence_with_labels_has_no_error_bar():
-    one = unlabeled(4)
-    one["labels"][2, 1] = 3
-    with pytest.raises(IsolossError, match="at least 2 independent sequences or documents, not 1"):
-        fisher_trace(gpt2(), [one, unlabeled()])
 
 
 def test_skipped_batches_are_in_what_is_printed():

@@ -1,5 +1,6 @@
-"""Correlations against scipy and regressions, resamples by hand, and how often the intervals hold the truth."""
+"""Correlations and the granulated coefficient by scipy and by definition, and how often intervals hold them."""
 
+import itertools
 import math
 
 import numpy as np
@@ -9,7 +10,8 @@ from scipy import stats
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.statistics.correlation import _correlations, correlation
+from isoloss.statistics.comparison import paired_difference
+from isoloss.statistics.correlation import _correlations, correlation, granulated_kendall
 
 KINDS = {"pearson": stats.pearsonr, "spearman": stats.spearmanr, "kendall": stats.kendalltau}
 
@@ -117,32 +119,6 @@ def test_as_an_estimate_it_has_the_error_of_its_interval_and_what_could_be_found
     assert power == pytest.approx(0.8, abs=1e-6)
 
 
-def test_partial_tau_given_one_variable_is_kendalls():
-    x, y, given, codes = data(5, ties=True)
-    z = given["kl"]
-    xy, xz, yz = (stats.kendalltau(a, b)[0] for a, b in [(x, y), (x, z), (y, z)])
-    expected = (xy - xz * yz) / math.sqrt((1 - xz**2) * (1 - yz**2))
-    assert correlation(x, y, codes, kind="kendall", given={"kl": z}).value == pytest.approx(expected, rel=1e-12)
-
-
-def test_partial_tau_is_not_zero_for_what_is_independent_given_a_covariate():
-    rng = np.random.default_rng(0)
-    z = rng.standard_normal(2000)
-    x, y = 0.9 * z + math.sqrt(1 - 0.9**2) * rng.standard_normal((2, 2000))
-    found = {kind: correlation(x, y, np.arange(2000) % 20, kind=kind, given={"z": z}, resamples=100) for kind in KINDS}
-    for kind, truth in {"pearson": 0, "spearman": 0.01, "kendall": 0.19}.items():
-        low, high = found[kind].interval95
-        assert low < truth < high
-        assert high - low < 0.15
-
-
-def test_tau_depends_on_the_order_alone():
-    x, y, given, codes = data(6)
-    found = correlation(x, y, codes, kind="kendall", given=given)
-    assert correlation(np.exp(x), y**3, codes, kind="kendall", given=given) == found
-    assert correlation(-x, y, codes, kind="kendall", given=given).value == pytest.approx(-found.value, rel=1e-12)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bootstraps_interval_is_that_of_resamples_by_hand(kind):
     x, y, _, codes = data(7)
@@ -151,17 +127,7 @@ def test_the_bootstraps_interval_is_that_of_resamples_by_hand(kind):
     indices = [np.concatenate([np.flatnonzero(codes == g).repeat(w) for g, w in enumerate(row)]) for row in weights]
     by_hand = [KINDS[kind](x[drawn], y[drawn])[0] for drawn in indices]
     assert found.bootstrap95 == pytest.approx(tuple(np.quantile(by_hand, [0.025, 0.975])), rel=1e-9)
-
-
-def test_the_bootstrap_is_that_of_scipy_and_a_function_of_the_seed():
-    x, y, _, codes = data(3, groups=30, size=1)
-    found = correlation(x, y, codes, resamples=20_000)
-    other = stats.bootstrap(
-        (x, y), lambda a, b: np.corrcoef(a, b)[0, 1], paired=True, vectorized=False, method="percentile", rng=0
-    )
-    assert found.bootstrap95 == pytest.approx(tuple(other.confidence_interval), abs=0.015)  # its own noise at the ends
-    assert found == correlation(x, y, codes, resamples=20_000)
-    assert found.bootstrap95 != correlation(x, y, codes, resamples=20_000, seed=1).bootstrap95
+    assert found.bootstrap95 != correlation(x, y, codes, kind=kind, resamples=500, seed=1).bootstrap95
 
 
 def test_resamples_without_a_correlation_are_left_out():
@@ -170,15 +136,6 @@ def test_resamples_without_a_correlation_are_left_out():
     assert found.resamples == pytest.approx(5000 * (1 - missing), abs=3 * math.sqrt(5000 * missing))
     assert found.resamples < 5000
     assert all(math.isfinite(end) for end in found.bootstrap95)
-
-
-def test_indicators_of_clusters_compare_within_them():
-    x, y, _, codes = data(4, groups=6, size=5)
-    own = [values - (np.bincount(codes, values) / np.bincount(codes))[codes] for values in (x, y)]
-    indicators = {str(g): codes == g for g in range(5)}
-    found, expected = correlation(x, y, codes, given=indicators), correlation(*own, codes)
-    assert found.value == pytest.approx(expected.value, rel=1e-9)
-    assert found.interval95 == pytest.approx(expected.interval95, rel=1e-7)
 
 
 def drawn(rng, groups, size, of_clusters, within):
@@ -224,9 +181,7 @@ def rates(groups, size, of_clusters, within, kind, number, covariate=False):
     [
         (6, 4, 0.0, 0.0, "pearson", False),
         (6, 4, 0.8, 0.4, "spearman", False),
-        (15, 1, 0.8, 0.4, "pearson", False),
         (8, 4, 0.8, 0.4, "pearson", True),
-        (6, 4, 0.0, 0.0, "kendall", False),
         (15, 1, 0.8, 0.4, "kendall", False),
         (12, 4, 0.8, 0.8, "kendall", True),
     ],
@@ -257,12 +212,6 @@ def test_it_does_in_many_designs_and_the_bootstrap_does_not(groups, size, of_clu
         (lambda: correlation([0.1] * 7, list(range(7)), range(7)), "x or y is constant, so that there is no correl"),
         (lambda: correlation([1, 2, 3, 4], [1, 2, 3, 5], range(4), kind="tau"), "kind is 'tau'; it must be"),
         (lambda: correlation([1, 2, 3, 4], [2, 1, 4, 3], range(4), kind="kendall"), "0.333 without each cluster"),
-        (lambda: correlation([1, 2, 3, 4], [1, 2, 3, 5], range(4), kind="kendall"), "the correlation is 1, so that"),
-        (lambda: correlation([1, 1, 1, 1], [1, 2, 3, 5], range(4), kind="kendall"), "x or y is constant"),
-        (
-            lambda: correlation([1, 2, 3, 4], [1, 3, 2, 4], range(4), kind="kendall", given={"kl": [1, 4, 9, 16]}),
-            "given kl, nothing is left of x or y",
-        ),
         (lambda: correlation([1, 2, 3], [1, 3, 2], ["a", 1, None]), "labels that have no order"),
         (lambda: correlation([1, 2, 3, 4], [1, 2, 3, 5], range(4), resamples=10), "resamples is 10"),
         (lambda: correlation([1, 2, 3, 4], [2, 4, 6, 8], range(4)), "the correlation is 1, so that its error"),
@@ -278,3 +227,143 @@ def test_it_does_in_many_designs_and_the_bootstrap_does_not(groups, size, of_clu
 def test_what_has_no_correlation_is_refused(call, message):
     with pytest.raises(IsolossError, match=message):
         call()
+
+
+# --- the granulated coefficient --------------------------------------------------------------------------------------
+
+
+def grid(arms=3, sizes=2, seeds=5):
+    """A full grid of runs: the hyper-parameters by name."""
+    runs = itertools.product([f"arm-{a}" for a in range(arms)], [64 << s for s in range(sizes)], range(seeds))
+    return dict(zip(("arm", "size", "seed"), (list(values) for values in zip(*runs, strict=True)), strict=True))
+
+
+def measured(hyperparameters, seed=0, ties=False):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(len(hyperparameters["seed"])) + np.array(hyperparameters["size"]) / 64
+    y = x + rng.standard_normal(len(x)) + rng.standard_normal(20)[hyperparameters["seed"]]
+    return (np.round(x), np.round(y)) if ties else (x, y)
+
+
+def by_definition(x, y, hyperparameters, kept=None):
+    """Each hyper-parameter's mean over the cells, by a loop over all pairs of each cell."""
+    columns = list(hyperparameters.values())
+    runs = [i for i in range(len(x)) if kept is None or kept[i]]
+    found = {}
+    for name, own in hyperparameters.items():
+        cells = {}
+        for i in runs:
+            cells.setdefault(tuple(other[i] for other in columns if other is not own), []).append(i)
+        taus = []
+        for members in cells.values():
+            pairs = [(i, j) for i, j in itertools.permutations(members, 2) if own[i] != own[j]]
+            if pairs:
+                taus.append(sum(np.sign(x[i] - x[j]) * np.sign(y[i] - y[j]) for i, j in pairs) / len(pairs))
+        found[name] = sum(taus) / len(taus)
+    return found
+
+
+def without(hyperparameters, dropped):
+    """The same runs but for some, as of a grid that is not full."""
+    return {name: [v for i, v in enumerate(values) if i not in dropped] for name, values in hyperparameters.items()}
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+    "hyperparameters", [grid(), without(grid(), {0, 7, 8, 22}), {**grid(), "size": [64] * 15 + [128] * 15}]
+)
+def test_it_is_that_of_the_definition_with_the_jackknifes_error(hyperparameters, ties):
+    x, y = measured(hyperparameters, ties=ties)
+    found = granulated_kendall(x, y, hyperparameters, hyperparameters["seed"])
+    expected = by_definition(x, y, hyperparameters)
+    assert {name: each.value for name, each in found.by_hyperparameter.items()} == pytest.approx(expected, rel=1e-12)
+    assert found.coefficient.value == pytest.approx(np.mean(list(expected.values())), rel=1e-12)
+    others = [by_definition(x, y, hyperparameters, np.array(hyperparameters["seed"]) != seed) for seed in range(5)]
+    for name, each in found.by_hyperparameter.items():
+        off = np.array([other[name] for other in others]) - each.value
+        assert each.stderr == pytest.approx(math.sqrt(4 / 5 * np.square(off).sum()), rel=1e-12)
+    off = np.array([np.mean(list(other.values())) for other in others]) - found.coefficient.value
+    half = stats.t.ppf(0.975, 4) * math.sqrt(4 / 5 * np.square(off).sum())
+    center = found.coefficient.value
+    assert found.coefficient.ci95 == pytest.approx((center - half, center + half), rel=1e-12)
+
+
+def test_what_one_hyperparameter_moves_alone_does_not_decide():
+    runs = grid(sizes=4, seeds=8)
+    rng = np.random.default_rng(0)
+    of_size = 10 * np.array(runs["size"])
+    x, y = of_size + rng.standard_normal((2, len(of_size)))
+    found = granulated_kendall(x, y, runs, runs["seed"])
+    assert stats.kendalltau(x, y)[0] > 0.7
+    assert found.by_hyperparameter["size"].value == 1
+    assert found.by_hyperparameter["size"].stderr == 0
+    assert "size 1.00," in str(found)
+    low, high = found.by_hyperparameter["arm"].ci95
+    assert low < 0 < high
+
+
+def test_two_measures_have_a_paired_difference():
+    runs = grid(seeds=6)
+    x, y = measured(runs, seed=2)
+    other = x + np.random.default_rng(9).standard_normal(len(x))
+    first, second = (granulated_kendall(each, y, runs, runs["seed"]).coefficient for each in (x, other))
+    found = paired_difference(first, second)
+    seeds = np.array(runs["seed"])
+    of = [[np.mean(list(by_definition(each, y, runs, seeds != g).values())) for g in range(6)] for each in (x, other)]
+    off = np.subtract(*of) - (first.value - second.value)
+    assert found.value == pytest.approx(first.value - second.value, rel=1e-12)
+    assert found.stderr == pytest.approx(math.sqrt(5 / 6 * np.square(off).sum()), rel=1e-9)
+
+
+def rate(arms, seeds, within, of_clusters, number):
+    """How often the interval holds the truth, for normal x and y with a part for each seed."""
+    runs, rng, held = grid(arms, 2, seeds), np.random.default_rng(0), []
+
+    def both(count, r):
+        first, second = rng.standard_normal((2, count))
+        return np.stack([first, r * first + math.sqrt(1 - r * r) * second])
+
+    correlations = within, within, (within + of_clusters) / 2  # of the differences by arm, size and seed
+    truth = np.mean([2 / math.pi * math.asin(r) for r in correlations])
+    for _ in range(number):
+        x, y = both(len(runs["seed"]), within) + both(seeds, of_clusters)[:, runs["seed"]]
+        low, high = granulated_kendall(x, y, runs, runs["seed"]).coefficient.ci95
+        held.append(low < truth < high)
+    return np.mean(held), 3 * math.sqrt(0.95 * 0.05 / number)
+
+
+@pytest.mark.parametrize(
+    ("arms", "seeds", "within", "of_clusters"),
+    [(3, 6, 0.0, 0.0), (3, 6, 0.4, 0.8), pytest.param(3, 20, 0.9, 0.9, marks=pytest.mark.slow)],
+)
+def test_the_granulated_interval_holds_the_truth_as_often_as_stated(arms, seeds, within, of_clusters):
+    found, deviation = rate(arms, seeds, within, of_clusters, 300)
+    assert 0.93 - deviation < found < 0.97 + deviation
+
+
+ARMS = {"arm": ["a", "b"] * 3, "seed": [0, 0, 1, 1, 2, 2]}
+
+
+@pytest.mark.parametrize(
+    ("x", "hyperparameters", "clusters", "message"),
+    [
+        (range(6), {}, ARMS["seed"], "hyperparameters is empty"),
+        (range(6), {**ARMS, "size": [1] * 6}, ARMS["seed"], "no two observations differ in 'size' alone"),
+        (range(6), {**ARMS, "run": range(6)}, ARMS["seed"], "no two observations differ in 'arm' alone"),
+        (range(6), {"arm": ["a"] * 5}, ARMS["seed"], "arm has the shape"),
+        (
+            range(6),
+            {"arm": ["a", None, 2] * 2},
+            range(6),
+            "arm has labels that have no order .NoneType and int and str.",
+        ),
+        (range(5), ARMS, ARMS["seed"], "y has the shape"),
+        ([0, 1, 2, 3, 4, math.nan], ARMS, ARMS["seed"], "all of x must be finite"),
+        (range(6), ARMS, [0, 0, 0, 1, 1, 1], "number of clusters is 2"),
+        (range(6), {"arm": [0, 1, 1, 1, 1, 1]}, range(6), "without the cluster 0 no two observations differ in 'arm'"),
+        (range(6), ARMS, ARMS["seed"], "the coefficient is 1 without each cluster, so that its error is not known"),
+    ],
+)
+def test_what_has_no_coefficient_is_refused(x, hyperparameters, clusters, message):
+    with pytest.raises(IsolossError, match=message):
+        granulated_kendall(x, range(6), hyperparameters, clusters)

@@ -19,7 +19,7 @@ from isoloss.statistics.power import (
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.01])
-@pytest.mark.parametrize("pairs", [2, 3, 5, 12, 60, 1000])
+@pytest.mark.parametrize("pairs", [2, 3, 12, 1000])
 @pytest.mark.parametrize("effect", [0.0, 0.1, -0.5, 1.0, 2.0])
 def test_the_power_is_that_of_statsmodels(effect, pairs, alpha):
     expected = TTestPower().power(effect, pairs, alpha)
@@ -44,11 +44,6 @@ def test_the_pairs_are_the_fewest_that_do(effect, power):
     assert paired_power(effect, 1.0, pairs) >= power > paired_power(effect, 1.0, pairs - 1)
     expected = TTestPower().solve_power(effect, power=power, alpha=0.05)
     assert pairs == math.ceil(float(np.squeeze(expected)))
-
-
-def test_two_pairs_are_the_fewest():
-    assert pairs_for_power(100, 1.0) == 2
-    assert pairs_for_equivalence(1e3, 1.0) == 2
 
 
 @pytest.mark.parametrize("pairs", [2, 5, 40])
@@ -97,6 +92,7 @@ def test_the_pairs_for_equivalence_are_the_fewest_that_do(effect):
     pairs = pairs_for_equivalence(0.5, 0.6, effect=effect, power=0.9)
     low, enough = (equivalence_power(0.5, 0.6, n, effect=effect) for n in (pairs - 1, pairs))
     assert low < 0.9 <= enough
+    assert pairs_for_equivalence(1e3, 1.0) == pairs_for_power(100, 1.0) == 2  # the fewest that have an error
 
 
 @pytest.mark.parametrize("pairs", [2, 4, 15])

@@ -29,10 +29,6 @@ def test_a_ratio_by_hand():
     assert stderr == pytest.approx(math.sqrt(361 / 1350))
 
 
-def test_a_ratio_of_proportional_values_has_no_error():
-    assert ratio([3.0, 6.0, 1.5], [2, 4, 1]) == pytest.approx((1.5, 0.0))
-
-
 def test_scale_and_repetition():
     generator = torch.Generator().manual_seed(0)
     a, b = torch.rand(2, 50, generator=generator, dtype=torch.float64)
@@ -54,13 +50,6 @@ def test_the_error_is_that_of_leaving_out_each_cluster():
     assert stderr > 1.5 * math.sqrt(9 / 8 * float(residuals.square().sum())) / 73  # the delta method's
 
 
-def test_clusters_of_one_size_have_the_error_of_the_delta_method():
-    a = torch.rand(9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    _, stderr = ratio(a, torch.full((9,), 4))
-    assert stderr == pytest.approx(float((a / 4).std()) / 3, rel=1e-14)
-    assert ratio_estimate(a, torch.full((9,), 4), unit="nats", method="ratio").freedom == 8
-
-
 def test_clusters_of_unequal_sizes_have_fewer_degrees_of_freedom():
     sizes = torch.tensor([8.0, 1.0, 1.0, 2.0])
     estimate = ratio_estimate(sizes * torch.arange(4), sizes, unit="nats", method="ratio")
@@ -75,13 +64,13 @@ def test_clusters_of_unequal_sizes_have_fewer_degrees_of_freedom():
 def test_the_interval_covers_the_true_ratio():
     generator = torch.Generator().manual_seed(2)
     covered = 0
-    for _ in range(2000):
+    for _ in range(1000):
         b = torch.randint(1, 5, (50,), generator=generator).double()
         a = b * torch.rand(50, generator=generator, dtype=torch.float64) + b.square()
         value, stderr = ratio(a, b)
         covered += abs(value - (0.5 + 7.5 / 2.5)) < Z95 * stderr
-    # 95 % nominal; the normal quantile at n = 50 gives about 94.4 %, binomial standard deviation 0.5 points
-    assert 0.925 < covered / 2000 < 0.965
+    # 95 % nominal; the normal quantile at n = 50 gives about 94.4 %, binomial standard deviation 0.7 points
+    assert 0.92 < covered / 1000 < 0.965
 
 
 def test_float32_input_is_summed_in_float64():
@@ -96,6 +85,8 @@ def test_the_deviation_of_subsets():
     expected = torch.tensor([(2 * i + 2 * i + 1) / 4 for i in range(5)], dtype=torch.float64).std()
     assert subset_deviation(values, counts) == (pytest.approx(float(expected)), 2)
     assert subset_deviation(torch.arange(13.0), torch.ones(13))[1] == 2
+    with pytest.raises(IsolossError, match="9 samples cannot be split in 5 subsets; at least 10 are needed"):
+        subset_deviation(torch.ones(9), torch.ones(9))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +101,3 @@ def test_the_deviation_of_subsets():
 def test_refusals(a, b, sentence):
     with pytest.raises(IsolossError, match=sentence):
         ratio(a, b)
-
-
-def test_too_few_samples_for_subsets_are_refused():
-    with pytest.raises(IsolossError, match="9 samples cannot be split in 5 subsets; at least 10 are needed"):
-        subset_deviation(torch.ones(9), torch.ones(9))

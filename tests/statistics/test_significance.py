@@ -21,7 +21,7 @@ def named(p_values):
 
 
 def test_it_closes_bonferronis_test_over_all_subsets():
-    for seed in range(40):
+    for seed in range(20):
         rng = np.random.default_rng(seed)
         p_values = np.round(rng.uniform(size=rng.integers(1, 6)) ** 3, 2).tolist()  # with ties, zeros and ones
         tests = range(len(p_values))
@@ -30,7 +30,7 @@ def test_it_closes_bonferronis_test_over_all_subsets():
         found = holm(named(p_values))
         assert list(found) == list(named(p_values))
         assert list(found.values()) == pytest.approx(expected, rel=1e-12)
-        if seed < 3:  # statsmodels takes a fifth of a second
+        if seed == 0:  # statsmodels takes a fifth of a second
             assert list(found.values()) == pytest.approx(list(multipletests(p_values, method="holm")[1]), rel=1e-12)
 
 
@@ -60,11 +60,7 @@ def test_the_p_value_is_that_of_the_t_test_and_of_the_interval():
     low, high = difference.ci95
     at_the_end = Estimate(**{**vars(difference), "value": (high - low) / 2})
     assert p_value(at_the_end) == pytest.approx(0.05, rel=1e-9)
-
-
-def test_without_an_error_it_is_certain():
-    sure = {"stderr": 0.0, "samples": 0, "unit": "nats", "num_predictions": 1, "method": "enumeration"}
-    assert (p_value(Estimate(value=0.1, **sure)), p_value(Estimate(value=0.0, **sure))) == (0, 1)
+    assert (p_value(estimate(0.1, 0.0, 0)), p_value(estimate(0.0, 0.0, 0))) == (0, 1)
 
 
 def test_what_is_no_p_value_is_refused():
@@ -107,6 +103,8 @@ def test_the_smallest_margin_is_where_the_test_begins_to_show(value):
     assert equivalence(estimate(value), margin * (1 + 1e-9)).shown
     assert not equivalence(estimate(value), margin * (1 - 1e-9)).shown
     assert equivalence(estimate(value), margin).p_value == pytest.approx(0.05, rel=1e-9)
+    exact = equivalence(estimate(value, 0.0), 0.2)
+    assert (exact.p_value, exact.smallest_margin) == (abs(value) > 0.2, abs(value))
 
 
 def test_a_claim_of_no_change_is_shown_where_the_test_at_one_in_forty_shows():
@@ -123,7 +121,7 @@ def draws(mean, sd, n, number, seed=0):
 
 
 def test_a_difference_at_the_margin_is_wrongly_shown_as_often_as_stated():
-    number = 4_000
+    number = 2_000
     deviation = math.sqrt(0.05 * 0.95 / number)
     sharp = np.mean([equivalence(d, 1.0).shown for d in draws(1.0, 0.2, 6, number)])
     assert sharp == pytest.approx(0.05, abs=3 * deviation)  # the other margin is out of reach
@@ -133,22 +131,12 @@ def test_a_difference_at_the_margin_is_wrongly_shown_as_often_as_stated():
 
 @pytest.mark.parametrize(("mean", "exact"), [(0.0, False), (0.3, False), (-3.0, True)])
 def test_the_size_is_below_its_bound_as_often_as_stated(mean, exact):
-    number = 4_000
+    number = 2_000
     held = np.mean([abs(mean) < largest_size(d) for d in draws(mean, 0.8, 5, number)])
     deviation = math.sqrt(0.05 * 0.95 / number)
     assert held > 0.95 - 3 * deviation
     if exact:  # far from 0 only one end counts
         assert held < 0.95 + 3 * deviation
-
-
-def test_a_difference_without_error_is_within_or_not():
-    assert equivalence(estimate(0.1, 0.0), 0.2).p_value == 0
-    assert equivalence(estimate(-0.2, 0.0), 0.2).p_value == 1
-    assert equivalence(estimate(-0.3, 0.0, samples=0), 0.2).smallest_margin == 0.3
-
-
-def test_it_prints_what_was_found():
-    assert str(equivalence(estimate(), 0.4)).startswith("not shown to be within ± 0.4 points (p = 0.08")
 
 
 def test_a_margin_or_a_level_out_of_range_and_one_sample_are_refused():

@@ -61,7 +61,7 @@ def rate(held):
 def test_the_interval_holds_the_mean_slope_as_often_as_stated(groups, spread, slopes, most):
     rng = np.random.default_rng(2)
     held = []
-    for _ in range(800):
+    for _ in range(400):
         low, high = slope_within(*clustered(rng, groups, spread=spread, slopes=slopes), **UNIT).ci95
         held.append(low < -3 < high)
     found, deviation = rate(held)
@@ -91,7 +91,7 @@ def pairs(rng, groups=6, *, slope=-3.0, change=0.2, effect=1.0):
 @pytest.mark.parametrize("same", [True, False])
 def test_the_interval_of_an_adjusted_difference_holds_the_truth_as_often_as_stated(same, change):
     rng, held, naive = np.random.default_rng(4), [], []
-    for _ in range(800):
+    for _ in range(400):
         differences, changes, codes = pairs(rng, change=change)
         slope = slope_within(*clustered(rng, 6 if same else 9, slopes=1.0), **UNIT)
         means = cluster_mean(differences, codes, unit="points"), cluster_mean(changes, codes, unit="nats")

@@ -9,8 +9,9 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from isoloss import fisher_trace
+from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError
-from isoloss.flatness import FlatnessCallback, compare_traces
+from isoloss.flatness import FlatnessCallback
 from isoloss.lab.evaluation.loss import text_loss
 from isoloss.run_config import ObjectiveConfig
 from isoloss.text.clusters import SequenceClusters

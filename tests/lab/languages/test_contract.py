@@ -1,214 +1,384 @@
-"""A language of another package: what it has, isoloss uses, and what it lacks is one clear sentence."""
-
-from __future__ import annotations
+"""The contract of every exact language: each of its numbers against enumeration, its draws, and what it refuses."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from collections import Counter, defaultdict
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow_grammar import random_rules
+from small_languages import (
+    NAMES,
+    TINY,
+    as_batch,
+    by_rules,
+    drawn_truth_of,
+    language_of,
+    p_value,
+    rows_of,
+    tolerance_of,
+    truth_of,
+)
 
-from isoloss.config import LanguageConfig, check, setting
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
-from isoloss.lab.languages.base import UNDEFINED, ExactLanguage, Labeling, Language, Sentences, Stored
-from isoloss.lab.languages.config import (
-    PRESETS,
-    BracketsConfig,
-    CorpusConfig,
-    DyckConfig,
-    GrammarConfig,
-    HMMConfig,
-    PCFGConfig,
-    TeacherConfig,
-)
-from isoloss.lab.tasks import make_task
-from isoloss.registry import LANGUAGES, TASKS
+from isoloss.lab.languages.base import ExactLanguage
+from isoloss.lab.languages.exact import all_sentences, masked_sentences
+from isoloss.lab.languages.pcfg import PCFG
+from isoloss.registry import LANGUAGES
+from isoloss.seeds import generator
+
+METHODS = ("log_prob", "log_conditionals", "conditional_entropy")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CoinConfig(LanguageConfig):
-    """Tosses of a coin."""
-
-    is_self_contained = True
-    kind: Literal["coin"] = "coin"
-    heads: float = setting(0.5, minimum=0, maximum=1)
-
-    def build(self, progress: Any = None) -> Coin:
-        check(self)
-        return Coin(self)
-
-    @classmethod
-    def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
-        return cls(heads=float(Path(spec).read_text())) if spec.endswith(".coin") else None
-
-    @classmethod
-    def from_tables(cls, stored: Stored, path: Path) -> Coin:
-        return Coin(cls(heads=float(stored.tables["heads"])))
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
 
 
-class Coin(ExactLanguage):
-    """Three tosses, independent of one another."""
-
-    def __init__(self, config: CoinConfig) -> None:
-        self._config, self.max_length = config, 3
-        self.set_vocabulary(("tails", "heads"))
-        self.device, self.dtype = torch.device("cpu"), torch.float64
-
-    def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
-        tokens = (torch.rand(n, 3, generator=generator) < self.config.heads).long()
-        return Sentences(tokens, torch.full((n,), 3))
-
-    @property
-    def logs(self) -> torch.Tensor:
-        return torch.tensor([1 - self.config.heads, self.config.heads], dtype=self.dtype).log()
-
-    def log_prob(self, tokens, lengths, *, mask=None):
-        totals = self.logs[tokens].sum(dim=1)
-        if bool(totals.isinf().any()):
-            raise IsolossError("a sentence is impossible")
-        return totals
-
-    def log_conditionals(self, tokens, lengths, *, mask=None, positions=None):
-        shape = (tokens if positions is None else positions).shape
-        return self.logs.expand(*shape, 2)
-
-    def conditional_entropy(self, tokens, lengths, *, mask=None, positions=None):
-        return -(self.logs.exp() * self.logs).sum().expand((tokens if positions is None else positions).shape)
-
-    def tasks(self):
-        return {"first": "the first toss"}
-
-    def labeling(self, name):
-        if name != "first":
-            return super().labeling(name)
-        return Labeling(classes=self.vocabulary, label=lambda sentences: sentences.tokens[:, 0])
-
-    def tables(self):
-        table = torch.tensor(self.config.heads, dtype=torch.float64).numpy()
-        return Stored(kind="coin", max_length=3, vocabulary=self.vocabulary, tables={"heads": table})
+def drawn(language, n=20, seed=0):
+    return language.sample(n, generator=generator(seed, "test"))
 
 
-class Plain(Language):
-    """A language that has sentences and nothing else."""
-
-    vocab_size = max_length = 2
-    vocabulary, pad_id, mask_id, model_vocab_size = ("a", "b"), 2, 3, 4
-
-    def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
-        return Sentences(torch.randint(2, (n, 2), generator=generator), torch.full((n,), 2))
+def hidden_in(tokens, lengths, share, most, seed=0):
+    """(n, T) bool: about a share of each sentence's tokens, at most `most`."""
+    draws = torch.rand(tokens.shape, generator=generator(seed, "mask"))
+    present = torch.arange(tokens.shape[1]) < lengths[:, None]
+    rank = draws.masked_fill(~present, 2).argsort(dim=1).argsort(dim=1)
+    return (draws < share) & present & (rank < most)
 
 
-@pytest.fixture
-def coins(monkeypatch):
-    for registry in (LANGUAGES, TASKS):
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-    LANGUAGES.register("coin", CoinConfig)
+def test_every_kind_of_language_that_needs_no_files_is_here():
+    kinds = {getattr(language_of(name)._config, "kind", None) for name in NAMES}
+    assert set(LANGUAGES) - kinds <= {"corpus", "file", "teacher"}
+    assert all(isinstance(language_of(name), ExactLanguage) for name in NAMES)
 
 
-def test_a_language_of_another_package_is_named_built_stored_and_measured(coins, tmp_path):
-    (tmp_path / "fair.coin").write_text("0.5")
-    (tmp_path / "bent.toml").write_text('kind = "coin"\nheads = 0.25\n')
-    fair, bent = (languages.load_language(tmp_path / name) for name in ("fair.coin", "bent.toml"))
-    assert (fair.config, bent.config) == (CoinConfig(), CoinConfig(heads=0.25))
-    assert languages.entropy(fair, num_sentences=50).sentence.value == pytest.approx(3 * math.log(2))
-    assert fair.describe() == "2 tokens; sentences of 3 tokens"
-    languages.save(bent, tmp_path / "bent.safetensors")
-    assert languages.load_language(tmp_path / "bent.safetensors").config == bent.config
-    with pytest.raises(IsolossError, match="heads is 2; it must be at least 0 and at most 1"):
-        languages.load_language(CoinConfig(heads=2))
+# --- probabilities
 
 
-def test_its_tasks_are_asked_of_it_and_then_of_the_registry(coins):
-    coin = CoinConfig(heads=0.25).build()
-    task = make_task(coin, "first", num_train=50, num_test=2000, seed=0)
-    assert task.test_labels.equal(task.test.tokens[:, 0])
-    assert (task.name, task.bayes.value) == ("first", 1.0)
-    with pytest.raises(IsolossError, match="no task 'last': choose first"):
-        make_task(coin, "last", num_train=9, num_test=9, seed=0)
-
-    def at(language: Language, *, k: str) -> Labeling:
-        return Labeling(classes=language.vocabulary, label=lambda sentences: sentences.tokens[:, int(k)])
-
-    def guess(language: Language) -> Labeling:
-        """The toss that the sentence does not tell: each of its own."""
-        scores = lambda sentences: torch.tensor([[0.75, 0.25]]).double().expand(len(sentences.tokens), 2)  # noqa: E731
-        label = lambda sentences: torch.full((len(sentences.tokens),), UNDEFINED + 1)  # noqa: E731
-        return Labeling(classes=language.vocabulary, label=label, scores=scores)
-
-    TASKS.register("toss-K", at)
-    TASKS.register("guess", guess)
-    with pytest.raises(IsolossError, match=r"no task 'last': choose first; any language has .*toss-K, guess"):
-        make_task(coin, "last", num_train=9, num_test=9, seed=0)
-    task = make_task(coin, "toss-2", num_train=50, num_test=200, seed=0)
-    assert task.test_labels.equal(task.test.tokens[:, 2])
-    guessed = make_task(coin, "guess", num_train=50, num_test=200, seed=0)
-    assert (guessed.bayes.value, guessed.bayes.stderr) == (pytest.approx(0.75), 0.0)  # all strings are summed over
+def test_probabilities_of_all_sentences(name):
+    language, truth, tolerance = language_of(name), truth_of(name), tolerance_of(name)
+    expected = torch.tensor(list(truth.values()), dtype=torch.float64)
+    assert math.isclose(math.fsum(drawn_truth_of(name).values()), 1, rel_tol=1e-9)
+    torch.testing.assert_close(language.log_prob(*as_batch(list(truth))).exp(), expected, rtol=tolerance, atol=0)
+    # and of no other string
+    widths = torch.randint(1, language.max_length + 1, (300,), generator=generator(0, "lengths"))
+    if language.costs_forward_passes:  # a teacher's first tokens are sentences, too
+        widths.fill_(language.max_length)
+    strings = torch.randint(language.vocab_size, (300, language.max_length), generator=generator(0, "strings"))
+    possible = language.is_possible(strings, widths).tolist()
+    assert possible == [
+        tuple(x[:n]) in drawn_truth_of(name) for x, n in zip(strings.tolist(), widths.tolist(), strict=True)
+    ]
+    probs = language.length_probs
+    by_length = defaultdict(float)
+    for x, p in drawn_truth_of(name).items():
+        by_length[len(x)] += p
+    assert probs.tolist() == pytest.approx([by_length[n] for n in range(len(probs))], rel=1e-9)
 
 
-def test_what_is_possible_is_asked_sentence_by_sentence_where_nothing_better_is_known(coins):
-    tokens = torch.tensor([[0, 0, 0], [0, 1, 0]])
-    assert CoinConfig(heads=0.0).build().is_possible(tokens, torch.tensor([3, 3])).tolist() == [True, False]
+def test_all_sentences_are_found_and_those_with_one_masked_token(name):
+    language, truth, tolerance = language_of(name), drawn_truth_of(name), tolerance_of(name)
+    sentences, probabilities = all_sentences(language)
+    assert probabilities.dtype == torch.float64
+    found = dict(zip(rows_of(sentences), probabilities.tolist(), strict=True))
+    assert len(found) == len(sentences.tokens)
+    assert found == pytest.approx(truth, rel=tolerance)
+    assert bool((sentences.tokens[~sentences.present()] == language.pad_id).all())
+    weights = defaultdict(float)
+    for x, p in truth.items():
+        places = [t for t, token in enumerate(x) if token not in language.special_token_ids]
+        for t in places:
+            weights[x[:t], t, x[t + 1 :]] += p / len(places)
+    sentences, positions, probabilities = masked_sentences(language)
+    found = {}
+    for x, t, p in zip(rows_of(sentences), positions.tolist(), probabilities.tolist(), strict=True):
+        found[x[:t], t, x[t + 1 :]] = p
+    assert len(found) == len(sentences.tokens)
+    assert found == pytest.approx(dict(weights), rel=tolerance)
 
 
-def test_what_a_language_lacks_is_one_clear_sentence(tmp_path):
-    plain = Plain()
-    sentences = plain.sample(2)
-    stream = torch.Generator()
-    assert (plain.is_exact, plain.num_held_out, plain.latent_name, plain.tasks()) == (False, 0, None, {})
-    assert plain.start.id == plain.mask_id
-    assert torch.equal(plain.batch(3, 5, seed=1).tokens, plain.batch(3, 5, seed=1).tokens)
-    for lacking, message in (
-        (lambda: plain.config, "is only in memory"),
-        (
-            lambda: plain.log_prob(*sentences[:2]),
-            r"probabilities of Plain\(2 tokens; sentences of 2 tokens\) are not",
-        ),
-        (lambda: plain.log_conditionals(*sentences[:2]), "are not known"),
-        (lambda: plain.conditional_entropy(*sentences[:2]), "are not known"),
-        (lambda: languages.entropy(plain), "are not known"),
-        (lambda: plain.labeling("root"), r"no task 'root': Plain\(.*\) has no tasks of its own"),
-        (lambda: plain.held_out(3), "holds no sentences out"),
-        (lambda: plain.perturbed(fraction=1.0, seed=0), r"Plain\(.*\) is neither"),
-        (lambda: plain.restrict_lengths(sentences, 1, 1, generator=stream), "choose no lengths"),
-        (lambda: plain.describe_latent(sentences), "nothing is known of what produced"),
-        (lambda: languages.save(plain, tmp_path / "a.safetensors"), "is not stored as one file"),
+# --- conditionals
+
+
+def check_conditionals(language, truth, rows, share, tolerance, seed=0):
+    """Fail unless all exact numbers of some rows, tokens hidden, are sums over the sentences that agree."""
+    tokens, lengths = as_batch(rows)
+    mask = hidden_in(tokens, lengths, share, language.max_masked, seed)
+    given = tokens.masked_fill(mask, 9999)  # what is hidden is not read
+    options = {"mask": mask} if share else {}
+    log_prob = language.log_prob(given, lengths, **options)
+    logs = language.log_conditionals(given, lengths, **options)
+    entropies = language.conditional_entropy(given, lengths, **options)
+    known = defaultdict(list)
+    for x, p in truth.items():
+        known[len(x)].append((x, p))
+    for i, x in enumerate(rows):
+        n = len(x)
+        strings = torch.tensor([y for y, _ in known[n]])
+        weights = torch.tensor([p for _, p in known[n]], dtype=torch.float64)
+        agrees = (strings == torch.tensor(x)) | mask[i, :n]
+        assert math.isclose(log_prob[i].exp(), weights[agrees.all(dim=1)].sum(), rel_tol=tolerance)
+        for t in range(n):
+            others = torch.cat([agrees[:, :t], agrees[:, t + 1 :]], dim=1).all(dim=1)
+            mass = torch.zeros(language.vocab_size).double().index_add_(0, strings[:, t], weights * others)
+            mass /= mass.sum()
+            torch.testing.assert_close(logs[i, t].exp(), mass, rtol=tolerance, atol=1e-300)
+            assert (logs[i, t][mass == 0] == TINY).all()
+            entropy = -float(torch.special.xlogy(mass, mass).sum())
+            assert math.isclose(entropies[i, t], entropy, rel_tol=tolerance, abs_tol=1e-12)
+    padding = torch.arange(tokens.shape[1]) >= lengths[:, None]
+    assert not logs[padding].any()
+    assert not entropies[padding].any()
+    for values in (log_prob, entropies):
+        assert not (torch.signbit(values) & (values == 0)).any()
+    # some positions are those of all
+    several = (torch.rand(len(rows), 3, generator=generator(seed, "positions")) * lengths[:, None]).long()
+    every, single = torch.arange(len(rows)), several[:, 1]
+    close = {"rtol": 1e-10, "atol": 1e-12}
+    for method, whole in ((language.log_conditionals, logs), (language.conditional_entropy, entropies)):
+        found = method(given, lengths, **options, positions=several)
+        torch.testing.assert_close(found, whole[every[:, None], several], **close)
+        torch.testing.assert_close(method(given, lengths, **options, positions=single), whole[every, single], **close)
+
+
+def some_rows(truth, n=30):
+    """Sentences of every length and probability."""
+    rows = sorted(truth, key=lambda x: (len(x), x))
+    order = torch.randperm(len(rows), generator=generator(0, "rows"))[:n]
+    return [rows[i] for i in order.tolist()]
+
+
+@pytest.mark.parametrize("share", [0, 0.4, 1])
+def test_conditionals_are_sums_over_all_sentences_that_agree(name, share):
+    truth = truth_of(name)
+    check_conditionals(language_of(name), truth, some_rows(truth), share, tolerance_of(name))
+
+
+@given(seed=st.integers(0, 10_000), recursive=st.booleans(), max_length=st.integers(1, 6))
+@settings(max_examples=15, deadline=None)
+def test_conditionals_of_any_grammar(seed, recursive, max_length):
+    language = PCFG.from_text(random_rules(seed, recursive=recursive), max_length=max_length)
+    truth = by_rules(language)
+    check_conditionals(language, truth, some_rows(truth, 8), seed % 3 / 2, 1e-9, seed)
+
+
+@pytest.mark.parametrize("given_length", [False, True])
+def test_next_tokens_are_sums_over_all_sentences(name, given_length):
+    language, truth = language_of(name), drawn_truth_of(name)
+    sums = defaultdict(lambda: torch.zeros(language.vocab_size, dtype=torch.float64))
+    for x, p in truth.items():
+        for t, token in enumerate(x):
+            sums[x[:t], len(x) if given_length else 0][token] += p
+    rows = some_rows(truth, 60)
+    found, ordinary = (
+        language.log_next(*as_batch(rows), given_length=given_length, without_special=without)
+        for without in (False, True)
+    )
+    close = {"rtol": max(1e-6, tolerance_of(name)), "atol": 1e-10}
+    special = list(language.special_token_ids)
+    for i, x in enumerate(rows):
+        for t, token in enumerate(x):
+            expected = sums[x[:t], len(x) if given_length else 0].clone()
+            torch.testing.assert_close(found[i, t].exp(), expected / expected.sum(), **close)
+            expected[special] = 0
+            if token not in special and expected.sum() > 0:
+                torch.testing.assert_close(ordinary[i, t].exp(), expected / expected.sum(), **close)
+        assert not found[i, len(x) :].any()
+
+
+def test_entropies_are_those_of_all_sentences(name):
+    """H(sentence), H(length), and the mean entropy of a hidden token."""
+    language, truth = language_of(name), drawn_truth_of(name)
+    by_length, masked, hidden = defaultdict(float), 0.0, defaultdict(lambda: defaultdict(float))
+    for x, p in truth.items():
+        by_length[len(x)] += p
+        places = [t for t, token in enumerate(x) if token not in language.special_token_ids]
+        for t in places:
+            hidden[x[:t], t, x[t + 1 :]][x[t]] += p / len(places)
+    for tokens in hidden.values():
+        total = sum(tokens.values())
+        masked -= sum(p * math.log(p / total) for p in tokens.values())
+    length = -math.fsum(p * math.log(p) for p in by_length.values())
+    sentence = -math.fsum(p * math.log(p) for p in truth.values())
+    found = languages.entropy(language, num_sentences=2000)
+    assert found.length.value == pytest.approx(length, rel=1e-9, abs=1e-12)
+    assert found.sentence.value == pytest.approx(found.length.value + found.given_length.value, rel=1e-12)
+    for estimate, wanted in (
+        (found.sentence, sentence),
+        (found.given_length, sentence - length),
+        (found.masked_token, masked),
     ):
-        with pytest.raises(IsolossError, match=message):
-            lacking()
+        if estimate.stderr == 0:
+            assert estimate.value == pytest.approx(wanted, rel=max(1e-10, tolerance_of(name)), abs=1e-12)
+        else:
+            assert "Monte Carlo" in estimate.method
+            assert abs(estimate.value - wanted) < 4 * estimate.stderr < 0.2 * wanted
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_config_and_its_language_have_the_same_tasks(name):
-    language = languages.load_language(name)
-    assert language.tasks() == PRESETS[name][0].task_patterns
-    assert language.is_exact
-    assert language.exact() is language
+# --- draws
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (PCFGConfig(levels=11), "levels is 11; it must be at least 1 and at most 10"),
-        (PCFGConfig(stop_probability=1.0), "stop_probability is 1.0; it must be at least 0 and below 1"),
-        (PCFGConfig(symbols_per_level=2, rules_per_symbol=5), "make only 4 different pairs"),
-        (GrammarConfig(rules="S a 1", max_length=1025), "max_length is 1025"),
-        (BracketsConfig(length=7), "length is 7; it must be even"),
-        (DyckConfig(max_depth=9), "max_depth is 9, but 16 brackets nest at most 8 deep"),
-        (HMMConfig(mixing_weight=-0.1), "mixing_weight is -0.1; it must be at least 0 and at most 1"),
-        (HMMConfig(states=3), "blocks is 4, more than the 3 states"),
-        (TeacherConfig(checkpoint="none", samples=0), "samples is 0; it must be at least 1"),
-        (CorpusConfig(paths=(), tokenizer="none", held_out=1.0), "held_out is 1.0; it must be above 0 and below 1"),
-        (
-            CorpusConfig(paths=(), tokenizer="none", max_documents=1),
-            "max_documents is 1; it must be at least 2",
-        ),
-    ],
-)
-def test_numbers_out_of_range_are_refused_before_anything_is_opened(config, message):
-    for refuse in (check, lambda config: config.build()):
-        with pytest.raises(IsolossError, match=message):
-            refuse(config)
+def test_sentences_are_drawn_with_their_probabilities(name):
+    language, truth, n = language_of(name), drawn_truth_of(name), 10_000
+    sentences = drawn(language, n)
+    assert sentences.latent is None
+    assert {sentences.tokens.dtype, sentences.lengths.dtype} == {torch.int64}
+    assert sentences.tokens.shape[1] == sentences.lengths.max()
+    assert (sentences.tokens[~sentences.present()] == language.pad_id).all()
+    counts = Counter(rows_of(sentences))
+    assert set(counts) <= set(truth)
+    assert p_value(*zip(*((counts[x], n * p) for x, p in truth.items()), strict=True)) > 1e-3
+
+
+def test_a_batch_is_a_function_of_its_step_and_a_draw_of_its_seed(name):
+    language = language_of(name)
+    batch = language.batch(5, 40, seed=1)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        again = language.to(dtype=torch.float32).sample(40, generator=generator(1, "sentences", 5))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(batch.tokens, again.tokens)
+    assert torch.equal(batch.lengths, again.lengths)
+    for other in (language.batch(6, 40, seed=1), language.batch(5, 40, seed=2), language.sample(40)):
+        assert rows_of(other) != rows_of(batch)
+    assert language.sample(0).lengths.shape == (0,)
+    if language.has_numbered_sentences:
+        row = language.sentences_at(torch.arange(40), seed=1)
+        assert rows_of(language.sentences_at(torch.tensor([17, 3, 17]), seed=1)) == [
+            rows_of(row)[i] for i in (17, 3, 17)
+        ]
+
+
+# --- of other numbers, neighbors, threads and places
+
+
+def test_single_precision_is_close(name):
+    language = language_of(name)
+    single = language.to(dtype=torch.float32)
+    assert (language.dtype, language.to().dtype, single.dtype) == (torch.float64, torch.float64, torch.float32)
+    tokens, lengths, _ = drawn(language, 200)
+    for method in (*METHODS, "log_next"):
+        wide, narrow = (getattr(version, method)(tokens, lengths) for version in (language, single))
+        assert narrow.dtype == torch.float32
+        if method in ("log_conditionals", "log_next"):
+            assert narrow.min() >= math.log(torch.finfo(torch.float32).tiny)
+            wide, narrow = wide.exp(), narrow.exp()
+        torch.testing.assert_close(narrow.double(), wide, rtol=5e-5, atol=5e-6)
+
+
+def test_no_sentence_depends_on_its_neighbors_or_the_threads(name):
+    language = language_of(name)
+    tokens, lengths, _ = drawn(language, 400)
+    order = torch.randperm(400, generator=generator(0, "order"))
+    close = {"rtol": tolerance_of(name), "atol": 1e-5 if tolerance_of(name) > 1e-6 else 1e-10}
+    threads = torch.get_num_threads()
+    for method in METHODS:
+        together = getattr(language, method)(tokens, lengths)
+        try:
+            torch.set_num_threads(3)
+            torch.testing.assert_close(getattr(language, method)(tokens, lengths), together, **close)
+        finally:
+            torch.set_num_threads(threads)
+        for rows in (slice(7, 8), order):
+            torch.testing.assert_close(getattr(language, method)(tokens[rows], lengths[rows]), together[rows], **close)
+        padded = torch.nn.functional.pad(tokens, (0, 2), value=-5)
+        padded[:, : tokens.shape[1]][torch.arange(tokens.shape[1]) >= lengths[:, None]] = 99
+        wide = getattr(language, method)(padded, lengths.int())
+        torch.testing.assert_close(wide if wide.dim() == 1 else wide[:, : tokens.shape[1]], together, **close)
+
+
+@pytest.mark.gpu
+def test_on_cuda(name):
+    language, moved = language_of(name), language_of(name).to("cuda")
+    tokens, lengths, _ = drawn(language, 200)
+    assert torch.equal(drawn(moved, 200).tokens.cpu(), tokens)
+    for method in METHODS:
+        expected, found = (getattr(version, method)(tokens, lengths) for version in (language, moved))
+        assert found.device.type == "cuda"
+        torch.testing.assert_close(found.cpu(), expected, rtol=max(1e-12, tolerance_of(name)), atol=1e-12)
+
+
+# --- ids, and what is refused
+
+
+def test_ids_and_places(name):
+    language = language_of(name)
+    assert language.vocab_size == len(language.vocabulary) == len(set(language.vocabulary))
+    ids = {language.pad_id, language.mask_id}
+    assert len(ids) == 2
+    assert ids <= set(range(language.vocab_size, language.model_vocab_size))
+    assert f"torch.float64 on {language.device}" in repr(language)
+    with pytest.raises(IsolossError, match=r"torch\.float64 or torch\.float32, not in torch\.float16"):
+        language.to(dtype=torch.float16)
+    with pytest.raises(IsolossError, match=r"cannot compute in torch\.float64 on device 'nowhere'"):
+        language.to("nowhere")
+    with pytest.raises(IsolossError, match="cannot draw -1 sentences"):
+        language.sample(-1)
+    with pytest.raises(IsolossError, match="drawn on the CPU, but the generator is on meta"):
+        language.sample(1, generator=OnAnotherDevice())
+
+
+class OnAnotherDevice(torch.Generator):
+    """A CPU generator that says it is not: a second device is needed for a real one."""
+
+    device = torch.device("meta")
+
+
+def test_sentences_that_are_wrong(name):
+    """Each is refused by every method, and the row is named."""
+    language = language_of(name)
+    tokens, lengths, _ = drawn(language, 2)
+    width, size = tokens.shape[1], language.vocab_size
+
+    def with_first(token):
+        changed = tokens.clone()
+        changed[1, 0] = token
+        return changed
+
+    cases = [
+        (tokens[0], lengths, None, r"tokens must be \(n, T\) and lengths \(n,\)"),
+        (tokens, torch.ones(3).long(), None, r"tokens must be \(n, T\) and lengths \(n,\)"),
+        (tokens.float(), lengths, None, r"tokens must be integers, not torch\.float32"),
+        (tokens, lengths.float(), None, r"lengths must be integers, not torch\.float32"),
+        (with_first(size), lengths, None, f"sentence 1 holds the token id {size}; ids are from 0 to {size - 1}"),
+        (with_first(-1), lengths, None, "sentence 1 holds the token id -1"),
+        (tokens, torch.tensor([int(lengths[0]), 0]), None, "sentence 1 has length 0; a length here is from 1 to"),
+        (tokens, torch.tensor([width + 1, 1]), None, f"sentence 0 has length {width + 1}; a length here is from 1 to"),
+        (tokens, lengths, torch.zeros(2, width + 1).bool(), rf"the mask must be \(2, {width}\) bool like the tokens"),
+        (tokens, lengths, torch.zeros(2, width).long(), r"the mask must be .* torch\.int64"),
+    ]
+    for wrong_tokens, wrong_lengths, mask, message in cases:
+        for method in METHODS if mask is not None else (*METHODS, "log_next"):
+            with pytest.raises(IsolossError, match=message):
+                getattr(language, method)(wrong_tokens, wrong_lengths, **({} if mask is None else {"mask": mask}))
+    last = int(lengths[1])
+    for positions, message in (
+        (torch.tensor([0]), r"positions must be \(2,\) or \(2, k\), not \(1,\)"),
+        (torch.tensor([0.0, 0.0]), r"positions must be integers, not torch\.float32"),
+        (torch.tensor([0, last]), f"sentence 1 has no position {last}; its positions are from 0 to {last - 1}"),
+        (torch.tensor([[0, -1], [0, 0]]), "sentence 0 has no position -1"),
+    ):
+        for method in METHODS[1:]:
+            with pytest.raises(IsolossError, match=message):
+                getattr(language, method)(tokens, lengths, positions=positions)
+
+
+def test_an_impossible_sentence_is_named_by_its_row(name):
+    language, truth = language_of(name), truth_of(name)
+    (good, n) = max((x, len(x)) for x in drawn_truth_of(name))
+    strings = torch.randint(language.vocab_size, (2000, n), generator=generator(0, "strings")).tolist()
+    wrong = next((x for x in strings if tuple(x) not in truth), None)
+    if wrong is None:
+        pytest.skip("every string is a sentence")
+    tokens, lengths = torch.tensor([good, wrong]), torch.tensor([n, n])
+    for method in METHODS:
+        for options in ({}, {"mask": torch.zeros(2, n, dtype=torch.bool)}):
+            with pytest.raises(
+                IsolossError, match=r"sentence 1 (has probability 0|must have .CLS. as its first token)"
+            ):
+                getattr(language, method)(tokens, lengths, **options)

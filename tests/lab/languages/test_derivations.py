@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_grammar import SlowGrammar, random_rules
+from small_languages import p_value
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages._pcfg.grammar import parse_grammar, random_grammar
@@ -25,22 +26,6 @@ GRAMMARS = {
     "free unary": ("S A 0.4\nS B B 0.6\nA B 0.5\nA B C 0.3\nA x 0.2\nB C 0.5\nB y 0.3\nB C C 0.2\nC x 0.5\nC z 0.5", 8),
 }
 FREE = ("free", "free unary")  # no derivation is longer than these grammars' longest sentences
-
-
-def p_value(counts, expected):
-    """Pearson's chi-square test; outcomes expected fewer than 5 times are put together."""
-    counts, expected = np.array(counts, dtype=float), np.array(expected, dtype=float)
-    assert counts[expected == 0].sum() == 0
-    rare = expected < 5
-    if rare.any():
-        counts, expected = (
-            np.append(counts[~rare], counts[rare].sum()),
-            np.append(expected[~rare], expected[rare].sum()),
-        )
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    halves = torch.tensor([(len(counts) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(halves[0], halves[1])) if len(counts) > 1 else 1.0
 
 
 def sampler_of(name):

@@ -15,7 +15,15 @@ from isoloss import config as configs
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab import languages
-from isoloss.lab.languages.config import PRESETS, CorpusConfig, DyckConfig, GrammarConfig
+from isoloss.lab.languages.config import (
+    PRESETS,
+    BracketsConfig,
+    CorpusConfig,
+    DyckConfig,
+    GrammarConfig,
+    HiddenBracketConfig,
+    WithSpecialTokensConfig,
+)
 from isoloss.lab.languages.hmm import HMM
 from isoloss.lab.languages.pcfg import PCFG
 from isoloss.lab.languages.serialization import FileConfig
@@ -42,6 +50,9 @@ LANGUAGES = {
     "odd": lambda: PCFG.from_text(ODD),
     "recursive": lambda: PCFG.from_text("S S S 0.3\nS A 0.7\nA B 0.5\nA x 0.5\nB y 1", max_length=9),
     "names": lambda: PCFG.from_text("S -> 'S' T [0.5] | 'ß w' [0.5]\nT -> '\"' [0.25] | 'w10' [0.25] | 'w9' [0.5]"),
+    "hidden bracket": lambda: HiddenBracketConfig(length=4, flip=0.2).build(),
+    "framed brackets": lambda: WithSpecialTokensConfig(language=BracketsConfig()).build(),
+    "framed": lambda: WithSpecialTokensConfig(language=PRESETS["pcfg-varied"][0]).build(),
     "matrices": matrices,
     "words": lambda: matrices(vocabulary=("d", "ö", "b c", "")),
 }

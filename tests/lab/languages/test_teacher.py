@@ -1,4 +1,4 @@
-"""A teacher's probabilities against enumeration of all its sentences, its draws, and how it is found again."""
+"""A teacher: work that is saved, draws, refusals, and how it is found again; the contract has its probabilities."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scipy import stats
+from small_languages import KINDS_OF_TEACHER
 from teacher_models import VOCAB, build, enumerated, next_logs
 from transformers import BertConfig, BertForMaskedLM
 
@@ -25,110 +25,20 @@ from isoloss.studies import Experiment, Scale, Study
 from isoloss.studies.folder import StudyFolder
 
 IDS, LENGTH = (5, 2, 8), 4
-# norms of Llama and its kin run in float32
-TOLERANCES = {"gpt2": 1e-10, "opt": 1e-10, "centered": 1e-10, "llama": 2e-5, "windowed": 2e-5}
-KINDS = list(TOLERANCES)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request):
-    return request.param
+@pytest.mark.parametrize("kind", KINDS_OF_TEACHER)
+def test_which_work_is_saved(kind):
+    scorer = Teacher(build(kind), IDS, LENGTH)._scorer
+    assert (scorer.cut, scorer.cached) == (kind != "centered", kind != "windowed")
+    assert scorer.model.get_output_embeddings().out_features == (VOCAB if kind == "centered" else len(IDS))
 
 
-@pytest.fixture(scope="module")
-def teacher(kind):
-    return Teacher(build(kind), IDS, LENGTH)
-
-
-@pytest.fixture(scope="module")
-def truth(kind):
-    return enumerated(build(kind), IDS, LENGTH)
-
-
-def close(found, expected, kind):
-    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCES[kind])
-
-
-def marginal(joint, keep):
-    """The log-probabilities of the tokens at the positions `keep`, ascending."""
-    others = [axis for axis in range(joint.dim()) if axis not in keep]
-    return joint.logsumexp(dim=others) if others else joint
-
-
-def conditional(joint, tokens, length, position, unknown):
-    """(K,): log Pr(x_t = c | the known tokens but x_t) out of the joint of all tokens."""
-    known = [t for t in range(length) if t != position and t not in unknown]
-    part = marginal(joint, sorted([*known, position]))
-    index = tuple(slice(None) if t == position else int(tokens[t]) for t in sorted([*known, position]))
-    return part[index].log_softmax(dim=0)
-
-
-def test_the_probabilities_of_all_sentences_are_those_of_enumeration_and_add_up_to_one(teacher, truth, kind):
-    sequences, joint = truth
-    found = teacher.log_prob(sequences, torch.full((len(sequences),), LENGTH))
-    close(found, joint.flatten(), kind)
-    assert found.exp().sum().item() == pytest.approx(1, abs=TOLERANCES[kind])
-    assert found.std() > 0.5  # the models are far from uniform
-
-
-def test_a_shorter_sentence_is_the_first_tokens_of_longer_ones(teacher, truth, kind):
-    sequences, joint = truth
-    lengths = torch.arange(len(sequences)) % LENGTH + 1
-    expected = [marginal(joint, range(k))[tuple(row[:k])] for row, k in zip(sequences.tolist(), lengths, strict=True)]
-    close(teacher.log_prob(sequences, lengths), torch.stack(expected), kind)
-
-
-def test_the_conditionals_are_those_of_the_joint(teacher, truth, kind):
-    sequences, joint = truth
-    lengths = torch.arange(len(sequences)) % LENGTH + 1
-    padded = torch.nn.functional.pad(sequences, (0, 2), value=teacher.pad_id)
-    found = teacher.log_conditionals(padded, lengths)
-    expected = torch.zeros(len(sequences), LENGTH + 2, len(IDS), dtype=torch.float64)
-    for row, length in enumerate(lengths.tolist()):
-        first = marginal(joint, range(length))
-        for position in range(length):
-            expected[row, position] = conditional(first, sequences[row], length, position, ())
-    close(found, expected, kind)
-    entropy = -(expected.exp() * expected).sum(dim=2)
-    close(teacher.conditional_entropy(padded, lengths), entropy.masked_fill(expected[..., 0] == 0, 0.0), kind)
-
-
-@pytest.mark.parametrize("unknown", [(1,), (0, 3), (0, 1, 2, 3)])
-def test_unknown_tokens_are_summed_over(teacher, truth, kind, unknown):
-    sequences, joint = truth
-    some = sequences[::7]
-    lengths = torch.full((len(some),), LENGTH)
-    mask = torch.zeros_like(some, dtype=torch.bool)
-    mask[:, list(unknown)] = True
-    hidden = some.masked_fill(mask, 99)  # not read
-    expected = torch.stack(
-        [torch.stack([conditional(joint, row, LENGTH, t, unknown) for t in range(LENGTH)]) for row in some]
-    )
-    close(teacher.log_conditionals(hidden, lengths, mask=mask), expected, kind)
-    close(teacher.conditional_entropy(hidden, lengths, mask=mask), -(expected.exp() * expected).sum(dim=2), kind)
-    known = [t for t in range(LENGTH) if t not in unknown]
-    total = marginal(joint, known)
-    close(teacher.log_prob(hidden, lengths, mask=mask), torch.stack([total[tuple(row[known])] for row in some]), kind)
-
-
-def test_masks_and_lengths_may_differ_from_sentence_to_sentence():
-    teacher = Teacher(build("gpt2"), IDS, LENGTH)
-    sequences, joint = enumerated(build("gpt2"), IDS, LENGTH)
-    mask = torch.rand(sequences.shape, generator=torch.Generator().manual_seed(0)) < 0.4
-    lengths = torch.arange(len(sequences)) % LENGTH + 1
-    found = teacher.log_conditionals(sequences, lengths, mask=mask)
-    positions = torch.stack([lengths - 1, lengths * 0], dim=1)
-    at = teacher.log_conditionals(sequences, lengths, mask=mask, positions=positions)
-    entropies = teacher.conditional_entropy(sequences, lengths, mask=mask, positions=positions)
-    for row, length in enumerate(lengths.tolist()):
-        first, unknown = marginal(joint, range(length)), mask[row].nonzero()[:, 0].tolist()
-        for position in range(length):
-            expected = conditional(first, sequences[row], length, position, unknown)
-            torch.testing.assert_close(found[row, position], expected, rtol=0, atol=1e-10)
-        torch.testing.assert_close(at[row], found[row, positions[row]], rtol=0, atol=1e-12)
-    torch.testing.assert_close(entropies, -(at.exp() * at).sum(dim=2), rtol=0, atol=1e-12)
-    single = teacher.log_conditionals(sequences, lengths, mask=mask, positions=positions[:, 0])
-    torch.testing.assert_close(single, at[:, 0], rtol=0, atol=1e-12)
+def test_a_teacher_in_half_precision_computes_in_single():
+    teacher = Teacher(build("gpt2").half(), IDS, LENGTH)
+    assert teacher.dtype == torch.float32
+    assert repr(teacher) == "Teacher(the teacher, 3 tokens, 4 tokens per sentence, torch.float32 on cpu)"
+    assert teacher.vocabulary == ("t5", "t2", "t8")
 
 
 def test_parts_of_any_size_give_the_same(monkeypatch):
@@ -141,12 +51,6 @@ def test_parts_of_any_size_give_the_same(monkeypatch):
     torch.testing.assert_close(teacher.log_conditionals(sequences, lengths), expected, rtol=0, atol=1e-12)
 
 
-def test_which_work_is_saved(kind, teacher):
-    scorer = teacher._scorer
-    assert (scorer.cut, scorer.cached) == (kind != "centered", kind != "windowed")
-    assert scorer.model.get_output_embeddings().out_features == (VOCAB if kind == "centered" else len(IDS))
-
-
 def test_the_model_that_was_given_is_left_alone():
     model = build("gpt2")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -156,46 +60,7 @@ def test_the_model_that_was_given_is_left_alone():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_type_of_exact_computations():
-    double = Teacher(build("gpt2"), IDS, LENGTH)
-    single = double.to(dtype=torch.float32)
-    sequences = enumerated(build("gpt2"), IDS, LENGTH)[0]
-    lengths = torch.full((len(sequences),), LENGTH)
-    expected, found = double.log_conditionals(sequences, lengths), single.log_conditionals(sequences, lengths)
-    assert (expected.dtype, found.dtype) == (torch.float64, torch.float32)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
-    torch.testing.assert_close(double.log_conditionals(sequences, lengths), expected, rtol=0, atol=0)
-    assert Teacher(build("gpt2").half(), IDS, LENGTH).dtype == torch.float32
-    with pytest.raises(IsolossError, match=r"not in torch\.float16"):
-        double.to(dtype=torch.float16)
-
-
-def test_the_attributes_of_a_language():
-    teacher = Teacher(build("gpt2"), IDS, LENGTH)
-    assert isinstance(teacher, languages.ExactLanguage)
-    assert (teacher.vocabulary, teacher.vocab_size, teacher.max_length) == (("t5", "t2", "t8"), 3, 4)
-    assert (teacher.pad_id, teacher.mask_id, teacher.special_token_ids, teacher.model_vocab_size) == (3, 4, (), 5)
-    assert repr(teacher) == "Teacher(the teacher, 3 tokens, 4 tokens per sentence, torch.float64 on cpu)"
-
-
 # --- draws -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "windowed"])
-def test_sentences_are_drawn_with_their_probabilities(kind):
-    n = 20_000
-    teacher = Teacher(build(kind), IDS, LENGTH)
-    tokens, lengths, latent = teacher.sample(n, generator=torch.Generator().manual_seed(1))
-    assert latent is None
-    assert lengths.tolist() == [LENGTH] * n
-    codes = (tokens * torch.tensor([27, 9, 3, 1])).sum(dim=1)
-    observed = torch.bincount(codes, minlength=3**LENGTH).numpy()
-    expected = n * enumerated(build(kind), IDS, LENGTH)[1].exp().flatten().numpy()
-    rare = expected < 5
-    groups = [(observed[~rare], expected[~rare]), ([observed[rare].sum()], [expected[rare].sum()])]
-    statistic = sum(((o - e) ** 2 / e) for part in groups for o, e in zip(*part, strict=True) if e > 0)
-    assert stats.chi2.sf(statistic, (~rare).sum()) > 1e-3
-    assert (~rare).sum() > 20
 
 
 def test_what_has_no_probability_is_never_drawn():

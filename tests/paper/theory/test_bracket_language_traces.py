@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.models.bracket_gradients import attend
+from isoloss.lab.languages.brackets import Brackets
+from isoloss.lab.models.bracket_attention import Weights, attend
 from isoloss.paper.theory import brackets
 from isoloss.paper.theory.brackets import (
-    BracketAttention,
     bound,
     downstream_inputs,
     flatness,
@@ -20,10 +20,18 @@ from isoloss.paper.theory.brackets import (
     parts,
     pretraining_inputs,
 )
+from isoloss.seeds import generator
 
 
 def random_model(length, width=5, key_width=2, seed=0):
-    return BracketAttention(length=length, width=width, key_width=key_width, seed=seed).double()
+    return brackets.initial(length, width, key_width=key_width, seed=seed)
+
+
+def written_out(model, x):
+    """f of encoded sentences (n, T, 2T), token by token, as the paper has it."""
+    scores = torch.einsum("kd,nd,ke,nte->nt", model.query, x[:, 0], model.key, x)
+    attended = torch.einsum("nt,ntd->nd", scores.exp() / scores.exp().sum(dim=1, keepdim=True), x)
+    return (attended @ model.value.T).relu() @ model.output / len(model.output)
 
 
 def tokens_of(z):
@@ -61,21 +69,46 @@ def test_every_string_once():
     assert torch.equal(inputs.y, -inputs.z.sum(dim=1))
 
 
-def test_outputs_are_the_models():
+def hidden_one(length):
+    """Every sentence of the language with every bracket hidden in turn, and g* of what is left."""
+    sentences = [s for s in itertools.product((0, 1), repeat=length) if sum(s) == length // 2]
+    tokens, targets = [], []
+    for sentence, place in itertools.product(sentences, range(length)):
+        tokens.append([3 if t == place else bracket for t, bracket in enumerate(sentence)])
+        targets.append(1.0 if sentence[place] == 0 else -1.0)
+    return torch.tensor(tokens), torch.tensor(targets)
+
+
+def test_the_encoding_is_the_papers():
+    tokens, targets = hidden_one(6)
+    language = Brackets(6)
+    x = language.encode(tokens, tokens == language.mask_id, generator=generator(0, "signs"), summed=False)
+    assert x.shape == (len(tokens), 6, 12)
+    for row, encoded in zip(tokens.tolist(), x.tolist(), strict=True):
+        for t, (bracket, vector) in enumerate(zip(row, encoded, strict=True)):
+            place = t + 6 if bracket == 3 else t
+            assert [i for i, value in enumerate(vector) if value] == [place]
+            assert vector[place] in ((1.0, -1.0) if bracket == 3 else (1.0,) if bracket == 0 else (-1.0,))
+    torch.testing.assert_close(-x.sum(dim=1)[:, :6].sum(dim=1), targets.double())
+    signs = x.sum(dim=1)[:, 6:].sum(dim=1)
+    assert abs(float(signs.mean())) < 4 / len(signs) ** 0.5  # four standard errors of a fair sign
+
+
+def test_outputs_are_the_sum_written_out():
     for inputs in (pretraining_inputs(4), downstream_inputs(4)):
         model, x = random_model(4), tokens_of(inputs.z)
-        torch.testing.assert_close(parts(model, inputs.z).outputs, model(x), rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(attend(model.weights, inputs.z)[0], model.attention(x), rtol=1e-12, atol=0)
+        torch.testing.assert_close(parts(model, inputs.z).outputs, written_out(model, x), rtol=1e-12, atol=1e-14)
+        assert torch.equal(attend(brackets.two_neurons(4, 2), inputs.z)[0], torch.full((len(x), 4), 0.25).double())
 
 
 def test_squared_gradients_are_autograds():
-    model, inputs = random_model(4, seed=3), pretraining_inputs(4)
-    outputs, found = model(tokens_of(inputs.z)), parts(model, inputs.z)
+    inputs = pretraining_inputs(4)
+    model = Weights(*(each.requires_grad_() for each in random_model(4, seed=3)))
+    outputs, found = written_out(model, tokens_of(inputs.z)), parts(model, inputs.z)
     assert found.attention.max() > 0.001
     for index in range(0, len(outputs), 5):
-        names = [name for name, _ in model.named_parameters()]
-        gradients = torch.autograd.grad(outputs[index], list(model.parameters()), retain_graph=True)
-        size = {name: float(gradient.square().sum()) for name, gradient in zip(names, gradients, strict=True)}
+        gradients = torch.autograd.grad(outputs[index], model, retain_graph=True)
+        size = {name: float(each.square().sum()) for name, each in zip(Weights._fields, gradients, strict=True)}
         assert float(found.neurons[index].detach()) == pytest.approx(size["output"] + size["value"], rel=1e-11)
         assert float(found.attention[index].detach()) == pytest.approx(size["query"] + size["key"], rel=1e-11)
 
@@ -85,10 +118,10 @@ def test_factors_multiply_to_the_ratio_and_are_the_inequalities():
     found = flatness(model, inputs)
     product = found.heads * found.balance * found.cancellation * found.evenness
     assert found.ratio == pytest.approx(product, rel=1e-12)
-    weights, h = (value.detach() for value in attend(model.weights, inputs.z))
+    weights, h = attend(model, inputs.z)
     assert weights.sum(dim=1).tolist() == pytest.approx([1.0] * len(weights))
-    norms, u = h.norm(dim=1), model.output.detach()
-    values = (h @ model.value.detach().T).relu()
+    norms, u = h.norm(dim=1), model.output
+    values = (h @ model.value.T).relu()
     with_signs = (norms * (values @ u).abs()).mean()
     assert found.cancellation == pytest.approx(float((norms * (values @ u.abs())).mean() / with_signs), rel=1e-12)
     assert found.cancellation > 1.01 < found.balance
@@ -116,10 +149,17 @@ def test_two_neurons_reach_the_bound(length, width):
         assert found.trace == pytest.approx(math.sqrt(4 / length), rel=1e-12)
 
 
+def test_two_neurons_solve_the_downstream_task_and_one_cannot():
+    strings = downstream_inputs(6)
+    torch.testing.assert_close(parts(brackets.two_neurons(6, 5), strings.z).outputs, strings.y, rtol=1e-12, atol=1e-12)
+    with pytest.raises(IsolossError, match="needs two neurons and the model has 1"):
+        brackets.two_neurons(4, 1)
+
+
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.1, 2.0])
 def test_any_other_scale_of_the_two_neurons_is_sharper(factor):
     inputs, model = pretraining_inputs(6), brackets.two_neurons(6, 2)
-    scaled = brackets.with_even_attention(model.value.detach() * factor, model.output.detach() / factor)
+    scaled = brackets.with_even_attention(model.value * factor, model.output / factor)
     found = flatness(scaled, inputs)
     assert found.loss < 1e-20
     assert found.ratio == pytest.approx((factor**2 + factor**-2) / 2, rel=1e-12)
@@ -128,17 +168,14 @@ def test_any_other_scale_of_the_two_neurons_is_sharper(factor):
 
 
 def full_hessian_trace(model, inputs):
-    names = [name for name, _ in model.named_parameters()]
-    shapes = [parameter.shape for parameter in model.parameters()]
     x = tokens_of(inputs.z)
 
     def loss(flat):
-        pieces = torch.split(flat, [shape.numel() for shape in shapes])
-        weights = {n: piece.view(shape) for n, piece, shape in zip(names, pieces, shapes, strict=True)}
-        return (torch.func.functional_call(model, weights, x) - inputs.y).square().mean()
+        pieces = torch.split(flat, [each.numel() for each in model])
+        weights = Weights(*(piece.view(each.shape) for piece, each in zip(pieces, model, strict=True)))
+        return (written_out(weights, x) - inputs.y).square().mean()
 
-    start = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return float(torch.autograd.functional.hessian(loss, start).trace())
+    return float(torch.autograd.functional.hessian(loss, torch.cat([each.flatten() for each in model])).trace())
 
 
 def test_the_trace_is_the_hessians_at_zero_loss_only():
@@ -163,8 +200,8 @@ def test_four_neurons_on_their_kinks(length):
     assert found.kink == 1
     assert flatness(model, inputs, count_kink=True).ratio == pytest.approx(2, rel=1e-12)
     # the paper's conditions, written out
-    h, u = inputs.z / length, model.output.detach()
-    reads = h @ model.value.detach().T
+    h, u = inputs.z / length, model.output
+    reads = h @ model.value.T
     scale = float(reads.abs().max())
     active = reads > 1e-9 * scale
     expected = u.abs() * h.norm(dim=1, keepdim=True)
@@ -172,7 +209,7 @@ def test_four_neurons_on_their_kinks(length):
     for i, j in itertools.product(range(4), repeat=2):
         if u[i] > 0 > u[j]:
             assert (reads[:, i] * reads[:, j]).max() < 1e-12 * scale**2  # (4)
-    first = model.value.detach()[:, :length]
+    first = model.value[:, :length]
     assert (first - first.mean(dim=1, keepdim=True)).abs().max() > 0.1 * scale
 
 
@@ -186,10 +223,10 @@ def test_random_features_solve_it_from_the_predicted_width_on():
     found = flatness(wide, inputs)
     assert found.loss < 1e-20
     # least norm: by the normal equations of all inputs
-    features = (inputs.z / 6 @ wide.value.detach().T).relu() / 200
+    features = (inputs.z / 6 @ wide.value.T).relu() / 200
     expected = features.T @ torch.linalg.pinv(features @ features.T, rtol=1e-12, hermitian=True) @ inputs.y
-    torch.testing.assert_close(wide.output.detach(), expected, rtol=1e-6, atol=1e-6)
-    assert abs(float(wide.value.detach().square().mean()) / 6 - 1) < 4 * math.sqrt(2 / wide.value.numel())
+    torch.testing.assert_close(wide.output, expected, rtol=1e-6, atol=1e-6)
+    assert abs(float(wide.value.square().mean()) / 6 - 1) < 4 * math.sqrt(2 / wide.value.numel())
     with pytest.raises(IsolossError, match="the width is 131; random features fit every input of 6 from 132 on"):
         brackets.random_features(inputs, 131, seed=2)
 
@@ -198,7 +235,7 @@ def test_losses_by_width_are_least_squares():
     inputs = pretraining_inputs(4)
     losses = brackets.losses_by_width(inputs, seed=5)
     assert len(losses) == brackets.full_width(4) + 1
-    value = brackets.random_features(inputs, brackets.full_width(4), seed=5).value.detach()
+    value = brackets.random_features(inputs, brackets.full_width(4), seed=5).value
     for width in (0, 1, 7, 20, 31):
         features = (inputs.z @ value[:width].T).relu()
         left = inputs.y - features @ torch.linalg.pinv(features) @ inputs.y
@@ -217,10 +254,10 @@ def test_balancing_is_the_best_scaling_of_every_neuron():
     assert torch.equal(brackets.balanced(idle, inputs).value[2], idle.value[2])
     assert least.trace < flatness(model, inputs).trace
     assert least.cancellation == pytest.approx(flatness(model, inputs).cancellation, rel=1e-9)
-    generator = torch.Generator().manual_seed(0)
+    draws = torch.Generator().manual_seed(0)
     for _ in range(5):
-        scale = (0.1 * torch.randn(40, generator=generator, dtype=torch.float64)).exp()
-        other = brackets.with_even_attention(better.value.detach() * scale[:, None], better.output.detach() / scale)
+        scale = (0.1 * torch.randn(40, generator=draws, dtype=torch.float64)).exp()
+        other = brackets.with_even_attention(better.value * scale[:, None], better.output / scale)
         assert flatness(other, inputs).trace > least.trace
 
 

@@ -274,12 +274,13 @@ class PCFG(ExactLanguage):
 
     def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
         out = batches.large_zeros((*ids.shape, self.vocab_size), self.dtype, self.device)
-        emission, longest = self._emission.double(), None if given_length else self.max_length
+        emission, floor = self._emission.double(), math.log(torch.finfo(self.dtype).tiny)
+        longest = None if given_length else self.max_length
 
         def compute(rows: Rows, length: int) -> None:
             scores, log_mass = self._engine.prefix_outside(ids[rows, :length], longest=longest)
             self._check_possible(rows, log_mass.amin(dim=1))
-            batches.put(out, rows, batches.clamped_log_(scores @ emission).to(self.dtype))
+            batches.put(out, rows, batches.clamped_log_(scores @ emission).clamp_(min=floor).to(self.dtype))
 
         run_in_threads(
             compute, self._buckets(lengths, lambda length: self._engine.chunk(longest or length)), self.device

@@ -1,8 +1,8 @@
 """The bracket language (section 5): the flattest solution of its pre-training task is the transferable one.
 
 Theorem 5.1, Lemmas G.1 to G.5 and Theorem G.6, as printed and as mended. Shapes: n inputs of T brackets, 2 T the width
-of an encoding (`isoloss.lab.languages.brackets.Brackets.encode`), m neurons, k the width of queries and keys;
-downstream, N = 2^T strings.
+of an encoding (`isoloss.lab.languages.brackets.Brackets.encode`), m neurons; downstream, N = 2^T strings. A model is
+its `Weights`, with the paper's factor: f = 1/m u^T relu(V h).
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.brackets import OPEN, Brackets
 from isoloss.lab.languages.exact import all_sentences
-from isoloss.lab.models.bracket_gradients import Weights, attend, squares
+from isoloss.lab.models.bracket_attention import Weights, attend, squares
 from isoloss.paper.theory.bracket_settings import LENGTHS, Settings
 from isoloss.paper.theory.statements import Statement, counter, mean_and_stderr
 
@@ -41,67 +40,6 @@ ZERO_LOSS = 1e-9  # squared answers; for solutions that are constructed, not rea
 EXACT = 1e-9  # relative error that rounding may leave where something holds exactly
 DESCENT_ALLOWED = 0.01  # of the bound
 ERRORS = 4.0  # standard errors that a frequency may be off; there are a dozen of them
-
-
-class BracketAttention(nn.Module):
-    """f(x) = 1/m u^T relu(V h), h = sum_j a_j x_j, a = softmax(<Q x_1, K x_1>, ..., <Q x_1, K x_T>).
-
-    The output is one number per sentence: the model's g*, which is 1 where the hidden bracket is `<` and -1 where it is
-    `>`. It is trained on that by squared loss, not on logits by cross-entropy, so it is no architecture of
-    `isoloss train`. Initial weights are normal: Q, K and V with variance 1 / (2 T), u with variance 1.
-
-    Args:
-        length: T.
-        width: m, the number of neurons.
-        key_width: k.
-        seed: The experiment's seed; the stream is `"weights"`.
-
-    Attributes:
-        query: (k, 2 T) Q.
-        key: (k, 2 T) K.
-        value: (m, 2 T) V.
-        output: (m,) u.
-
-    Raises:
-        IsolossError: A width or the length is below 1.
-
-    Example:
-        >>> from isoloss.lab.languages.brackets import Brackets
-        >>> model, hidden = BracketAttention(length=4, width=6, seed=0), torch.tensor([[False, True, False, False]])
-        >>> x = Brackets(4).encode(torch.tensor([[0, 0, 1, 1]]), hidden, summed=False)
-        >>> model(x.float()).shape
-        torch.Size([1])
-    """
-
-    def __init__(self, *, length: int, width: int, key_width: int = 1, seed: int) -> None:
-        super().__init__()
-        for name, number in (("length", length), ("width", width), ("key_width", key_width)):
-            if number < 1:
-                raise IsolossError(f"{name} is {number}; it must be at least 1")
-        generator = seeds.generator(seed, "weights")
-
-        def drawn(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.randn(*shape, generator=generator) / shape[-1] ** 0.5)
-
-        d = 2 * length
-        self.query, self.key, self.value = drawn(key_width, d), drawn(key_width, d), drawn(width, d)
-        self.output = nn.Parameter(torch.randn(width, generator=generator))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (n,): f of encoded sentences (n, T, 2 T)."""
-        # (n, 1, T) by (n, T, 2 T)
-        attended = (self.attention(x)[:, None] @ x)[:, 0]
-        return (attended @ self.value.T).relu() @ self.output / len(self.output)
-
-    @property
-    def weights(self) -> Weights:
-        """The weights of f without the factor 1 / m."""
-        return Weights(self.query, self.key, self.value, self.output / len(self.output))
-
-    def attention(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (n, T): a, what the first token attends to, of encoded sentences (n, T, 2 T)."""
-        scores = (x @ self.key.T) @ (x[:, 0] @ self.query.T)[:, :, None]
-        return scores[:, :, 0].softmax(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -212,11 +150,10 @@ class Parts(NamedTuple):
     on_kink: torch.Tensor  # whether V_i h = 0 for a neuron with V_i and u_i not 0: the Hessian does not exist
 
 
-def parts(model: BracketAttention, z: torch.Tensor, *, count_kink: bool = False) -> Parts:
+def parts(model: Weights, z: torch.Tensor, *, count_kink: bool = False) -> Parts:
     """Return the squared gradients of f, differentiable by the weights almost everywhere."""
     m = len(model.output)
-    # `squares` has no factor 1 / m: u / m in the place of u gives the same f
-    by_row = squares(model.weights, z, count_kink=count_kink)
+    by_row = squares(_without_factor(model), z, count_kink=count_kink)
     return Parts(
         outputs=by_row.outputs,
         neurons=by_row.output.sum(dim=1) / m**2 + by_row.value.sum(dim=1),
@@ -227,8 +164,13 @@ def parts(model: BracketAttention, z: torch.Tensor, *, count_kink: bool = False)
     )
 
 
+def _without_factor(model: Weights) -> Weights:
+    """Return the same f as `squares` has it, without the factor 1 / m."""
+    return model._replace(output=model.output / len(model.output))
+
+
 @torch.no_grad()
-def flatness(model: BracketAttention, inputs: Inputs, *, count_kink: bool = False) -> Flatness:
+def flatness(model: Weights, inputs: Inputs, *, count_kink: bool = False) -> Flatness:
     """Return the loss, the trace and its factors, exactly: averaged over every input.
 
     Example:
@@ -257,30 +199,24 @@ def flatness(model: BracketAttention, inputs: Inputs, *, count_kink: bool = Fals
     )
 
 
-def hessian_trace(model: BracketAttention, inputs: Inputs) -> float:
+def hessian_trace(model: Weights, inputs: Inputs) -> float:
     """Return the trace of the Hessian of the loss by differentiating it twice, weight by weight; for small models."""
-    weights = list(model.parameters())
+    weights = [each.detach().requires_grad_() for each in model]
     # by `outputs` alone: what else `squares` gives are closed forms, which this is to check
-    loss = (parts(model, inputs.z).outputs - inputs.y).square().mean()
+    loss = (parts(Weights(*weights), inputs.z).outputs - inputs.y).square().mean()
     flat = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, weights, create_graph=True)])
     identity = torch.eye(len(flat), dtype=flat.dtype)
     rows = torch.autograd.grad(flat, weights, identity, is_grads_batched=True)
     return float(torch.cat([row.flatten(start_dim=1) for row in rows], dim=1).trace())
 
 
-def with_even_attention(value: torch.Tensor, output: torch.Tensor) -> BracketAttention:
-    """Return the model with (m, 2 T) V, (m,) u and Q = K = 0, in float64."""
-    width, dimensions = value.shape
-    model = BracketAttention(length=dimensions // 2, width=width, seed=0).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.value.copy_(value)
-        model.output.copy_(output)
-    return model
+def with_even_attention(value: torch.Tensor, output: torch.Tensor) -> Weights:
+    """Return the model with (m, 2 T) V, (m,) u and Q = K = 0."""
+    nothing = value.new_zeros(1, value.shape[1])
+    return Weights(nothing, nothing, value, output)
 
 
-def two_neurons(length: int, width: int) -> BracketAttention:
+def two_neurons(length: int, width: int) -> Weights:
     """Return the paper's transferable solution (1): even attention, V_1 = c [1; 0], V_2 = -c [1; 0], f = g* everywhere.
 
     Any c > 0 gives this function with u_1 = -m T / c and u_2 = m T / c: the attention averages the encodings where the
@@ -297,7 +233,7 @@ def two_neurons(length: int, width: int) -> BracketAttention:
     return with_even_attention(value, output)
 
 
-def on_the_kink(length: int) -> BracketAttention:
+def on_the_kink(length: int) -> Weights:
     r"""Return a solution of four neurons that obeys conditions (3) to (5) and reads more than the answer.
 
     Let w = [1; 0], so that the answer is -<w, z>, and let v = e_1 + e_{T+1} read the first token: <v, z> is 1 or -1
@@ -329,7 +265,7 @@ def full_width(length: int) -> int:
     return num_inputs(length) // 2 + 2 * length
 
 
-def random_features(inputs: Inputs, width: int, *, seed: int) -> BracketAttention:
+def random_features(inputs: Inputs, width: int, *, seed: int) -> Weights:
     """Return the paper's solution (2): V_i normal with covariance T I, u of least loss and, of these, of least norm."""
     least = full_width(inputs.length)
     if width < least:
@@ -342,7 +278,7 @@ def random_features(inputs: Inputs, width: int, *, seed: int) -> BracketAttentio
 
 
 @torch.no_grad()
-def balanced(model: BracketAttention, inputs: Inputs) -> BracketAttention:
+def balanced(model: Weights, inputs: Inputs) -> Weights:
     """Return the same function with the least trace that scaling can give: V_i times s_i, u_i over s_i.
 
     The model must have Q = K = 0, so that `|h|` is the same for every input.
@@ -431,20 +367,26 @@ class PathPoint:
     loss: float  # mean squared error
 
 
-def initial(length: int, width: int, *, seed: int) -> BracketAttention:
+def initial(length: int, width: int, *, key_width: int = 1, seed: int) -> Weights:
     """Return random weights with variance 1 / (2 T) for Q, K and V and 1 for u, in float64."""
-    return BracketAttention(length=length, width=width, seed=seeds.derive(seed, "brackets", "start", length)).double()
+    generator = seeds.generator(seeds.derive(seed, "brackets", "start", length), "weights")
+    query, key, value = (
+        torch.randn(rows, 2 * length, generator=generator) / (2 * length) ** 0.5
+        for rows in (key_width, key_width, width)
+    )
+    return Weights(*(each.double() for each in (query, key, value, torch.randn(width, generator=generator))))
 
 
 def descend(
-    model: BracketAttention, inputs: Inputs, *, steps: int, progress: Callable[[], None] | None = None
-) -> list[PathPoint]:
-    """Minimize `trace / bound + weight * loss` in place with Adam, the weight growing with the steps; return the path.
+    model: Weights, inputs: Inputs, *, steps: int, progress: Callable[[], None] | None = None
+) -> tuple[Weights, tuple[PathPoint, ...]]:
+    """Return the end and the path of Adam on `trace / bound + weight * loss`, the weight growing with the steps.
 
     The trace is `2 E |grad f|^2`, differentiated once more; the relu's kinks, where it jumps, have no derivative. Each
     step sees all inputs. The model need not solve the task at the start; `progress` is called after every step.
     """
-    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+    model = Weights(*(each.clone().requires_grad_() for each in model))
+    optimizer = torch.optim.Adam(model, lr=RATE)
     least, path = bound(inputs.length, len(model.output)), []
     first, last = map(math.log, WEIGHTS)
     for step in range(steps):
@@ -461,7 +403,7 @@ def descend(
         optimizer.step()
         if progress is not None:
             progress()
-    return path
+    return Weights(*(each.detach() for each in model)), tuple(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -513,9 +455,9 @@ def sign_missing(length: int, samples: int) -> float:
 
 
 @torch.no_grad()
-def kernel(model: BracketAttention, inputs: Inputs) -> torch.Tensor:
+def kernel(model: Weights, inputs: Inputs) -> torch.Tensor:
     """Return (N, N): products of the neurons' outputs, divided by m^2; a head of least norm depends on nothing else."""
-    _, attended = attend(model.weights, inputs.z)
+    _, attended = attend(model, inputs.z)
     features = (attended @ model.value.T).relu() / len(model.output)
     return features @ features.T
 
@@ -554,9 +496,7 @@ def population_losses(products: torch.Tensor, answers: torch.Tensor, chosen: tor
     return torch.cat(losses)
 
 
-def try_heads(
-    models: Mapping[str, BracketAttention], inputs: Inputs, *, samples: int, trials: int, seed: int
-) -> list[HeadRow]:
+def try_heads(models: Mapping[str, Weights], inputs: Inputs, *, samples: int, trials: int, seed: int) -> list[HeadRow]:
     """Return how heads on `trials` training sets of `samples` strings, drawn with replacement, do on all strings.
 
     All models have the same training sets, and `excess` compares each with the first: in `study` the two neurons.
@@ -652,20 +592,18 @@ def study(settings: Settings, *, progress: Callable[[int], None] | None = None) 
             _solution_row(FEATURES, features, inputs),
             _solution_row(BALANCED, rescaled, inputs),
         ]
-        end = initial(length, settings.width, seed=seed)
-        paths[length] = tuple(descend(end, inputs, steps=steps, progress=count))
+        start = initial(length, settings.width, seed=seed)
+        end, paths[length] = descend(start, inputs, steps=steps, progress=count)
         rows.append(_solution_row(DESCENT, end, inputs))
         models = {TWO: two_neurons(length, 2), DESCENT: end, KINKS: kinks, BALANCED: rescaled}
         tried += _head_rows(settings, length, models)
-        # in place, so after all that reads the rescaled features
         if length == settings.lengths[0]:
-            descend(rescaled, inputs, steps=steps, progress=count)
-            rows.append(_solution_row(FROM_FEATURES, rescaled, inputs))
+            rows.append(_solution_row(FROM_FEATURES, descend(rescaled, inputs, steps=steps, progress=count)[0], inputs))
     ranks = {k: int(torch.linalg.matrix_rank(shifted_signs(k))) for k in range(1, MAX_K + 1)}
     return Result(solutions=tuple(rows), heads=tuple(tried), widths=tuple(widths), paths=paths, ranks=ranks)
 
 
-def _solution_row(name: str, model: BracketAttention, inputs: Inputs, *, differentiate: bool = False) -> SolutionRow:
+def _solution_row(name: str, model: Weights, inputs: Inputs, *, differentiate: bool = False) -> SolutionRow:
     return SolutionRow(
         solution=name,
         length=inputs.length,
@@ -679,7 +617,7 @@ def _solution_row(name: str, model: BracketAttention, inputs: Inputs, *, differe
 
 
 @torch.no_grad()
-def _off_axis(model: BracketAttention, coordinates: int) -> float:
+def _off_axis(model: Weights, coordinates: int) -> float:
     """Return the fraction of |u_i| |V_i|, V_i cut to its first coordinates, that is not along [1; 0]."""
     value, length = model.value[:, :coordinates], model.value.shape[1] // 2
     rest = value.clone()
@@ -689,7 +627,7 @@ def _off_axis(model: BracketAttention, coordinates: int) -> float:
     return float(weight @ rest.norm(dim=1) / (weight @ value.norm(dim=1)))
 
 
-def _width_row(settings: Settings, inputs: Inputs, features: BracketAttention) -> WidthRow:
+def _width_row(settings: Settings, inputs: Inputs, features: Weights) -> WidthRow:
     length = inputs.length
     needed: list[list[int]] = []
     for draw in range(settings.draws):
@@ -703,12 +641,12 @@ def _width_row(settings: Settings, inputs: Inputs, features: BracketAttention) -
         rank=int(torch.linalg.matrix_rank(inputs.z[inputs.y > 0])),
         widths=means,
         widths_stderr=errors,
-        norm=float(features.output.detach().square().sum()) / length**2,
+        norm=float(features.output.square().sum()) / length**2,
         features=len(features.output),
     )
 
 
-def _head_rows(settings: Settings, length: int, models: Mapping[str, BracketAttention]) -> list[HeadRow]:
+def _head_rows(settings: Settings, length: int, models: Mapping[str, Weights]) -> list[HeadRow]:
     inputs = downstream_inputs(length)
     draws = {"trials": settings.trials, "seed": settings.seed}
     rows = [row for n in settings.samples for row in try_heads(models, inputs, samples=n, **draws)]

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -43,47 +43,6 @@ PRECISION = 0.1  # standard error of a coefficient, as a fraction of it, above w
 CONTROL_ALLOWED = 1e-3  # change of the control's trace, as a fraction of what label noise takes off it
 
 
-class Model(Protocol):
-    """A model whose loss has many minimizers, and one of them to start from."""
-
-    @property
-    def name(self) -> str:
-        """What it is."""
-
-    @property
-    def unit(self) -> str:
-        """The unit of the loss and of the trace of its Hessian."""
-
-    @property
-    def block(self) -> int:
-        """Trajectories that move together, so that they stay in the cache; part of what a seed stands for."""
-
-    @property
-    def minimizer(self) -> Array:
-        """(P,) where SGD and the flow start."""
-
-    @property
-    def beside(self) -> Array:
-        """(n, P) points off the minimizers, from which the control without label noise starts."""
-
-    def move(
-        self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
-    ) -> None:
-        """Take one step of SGD, in place, on fresh examples; with `exact` the exact conditionals replace the answers.
-
-        `theta` is (n, P), contiguous.
-        """
-
-    def trace(self, theta: Array) -> Array:
-        """Return the (n,) traces of the Hessian of the loss at (n, P) points, minimizers or not."""
-
-    def flow(self, time: float) -> Array:
-        """Return the (P,) point of the projected flow `-grad Tr` at a time; the theorem's flow runs 1/(4B) as fast."""
-
-    def reached(self, theta: Array) -> Estimate:
-        """Return the time at which the flow `-grad Tr` is where the (n, P) trajectories are."""
-
-
 def steps_until(time: float, step_size: float) -> int:
     """Return K / eta^2, rounded to whole steps.
 
@@ -105,10 +64,10 @@ def simulate(
     exact: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> list[Array]:
-    """Return the (n, P) parameters of independent trajectories of SGD at each time.
+    """Return the (n, P) parameters of independent trajectories of SGD at each time, from (n, P) starts.
 
-    The loss is the population's: every example is fresh. `times` are K, increasing: K / eta^2 steps are taken.
-    `progress` is called with each number of further steps.
+    The loss is the population's: every example is fresh, and with `exact` the exact conditionals replace the sampled
+    answers. `times` are K, increasing: K / eta^2 steps are taken. `progress` gets each number of further steps.
 
     Example:
         >>> model = TwoParameters(0.7, 2.0)
@@ -333,8 +292,8 @@ class TwoParameters:
     start: float  # a at the start; b is logit(p) / a
 
     name = "two parameters"
-    unit = "nats per example"
-    block = 4096
+    unit = "nats per example"  # of the loss and of the trace of its Hessian
+    block = 4096  # trajectories that move together, so that they stay in the cache; part of what a seed stands for
 
     def __post_init__(self) -> None:
         if not 1e-6 <= self.probability <= 1 - 1e-6:
@@ -365,13 +324,13 @@ class TwoParameters:
 
     @property
     def beside(self) -> Array:
-        """(1, 2) the start, with its logit off by `LOGIT_KICK`."""
+        """(1, 2) the start with its logit off by `LOGIT_KICK`: where the control without label noise starts."""
         return np.array([[self.start, (self.logit + LOGIT_KICK) / self.start]])
 
     def move(
         self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
     ) -> None:
-        """Step to `(a, b) - eta * (s(ab) - y) * (b, a)`, y the mean of `batch_size` answers; see `Model.move`."""
+        """Step in place to `(a, b) - eta * (s(ab) - y) * (b, a)`, y the mean of `batch_size` answers."""
         p = self.probability
         answers: Array | float = p
         if not exact:
@@ -386,14 +345,14 @@ class TwoParameters:
         theta[:, 1] -= slope * a
 
     def trace(self, theta: Array) -> Array:
-        """Return `s(ab) (1 - s(ab)) (a^2 + b^2)` at (n, 2) points; see `Model.trace`."""
+        """Return `s(ab) (1 - s(ab)) (a^2 + b^2)`, the trace, at (n, 2) points."""
         a, b = theta.T
         s = 1 / (1 + np.exp(-a * b))
         traces: Array = s * (1 - s) * (a * a + b * b)
         return traces
 
     def flow(self, time: float) -> Array:
-        """Return a and b of the flow `-grad Tr` at a time."""
+        """Return a and b of the flow `-grad Tr` at a time; the theorem's flow runs 1/(4B) as fast."""
         a, b = (float(x) for x in self.minimizer)
         # a ** 2 would raise an OverflowError where a * a is infinite
         difference = (a * a - b * b) * math.exp(-4 * self.variance * time)
@@ -404,7 +363,7 @@ class TwoParameters:
         return np.copysign(sizes, (a, b))
 
     def reached(self, theta: Array) -> Estimate:
-        """Return the mean of `-log(D / D(0)) / (4 v)` over (n, 2) points.
+        """Return when the flow is where (n, 2) points are: the mean of `-log(D / D(0)) / (4 v)`.
 
         Gradient flow of the loss keeps D, so the oscillation around the minimizers does not matter.
         """
@@ -496,7 +455,7 @@ class MaskedLM:
 
     @property
     def beside(self) -> Array:
-        """(n, P) the start, displaced by `KICK` in random directions."""
+        """(n, P) the start, displaced by `KICK` in random directions: where the control without label noise starts."""
         rng = np.random.default_rng(seeds.derive(0, "sgd-flow", "beside"))
         draw = rng.standard_normal((_CONTROLS, len(self.minimizer)))
         return np.asarray(self.minimizer + KICK * draw / np.linalg.norm(draw, axis=1, keepdims=True))
@@ -504,7 +463,7 @@ class MaskedLM:
     def move(
         self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
     ) -> None:
-        """Draw sentences and masks for every trajectory and step down the mean gradient; see `Model.move`."""
+        """Step down the mean gradient, in place, on sentences and masks of every trajectory; theta is contiguous."""
         (n, parameters), vocab = theta.shape, self.joint.shape[0]
         # rows of all trajectories; a view, as is the decoder (n, V, d)
         table = theta.reshape(-1, self.width)
@@ -584,6 +543,9 @@ class MaskedLM:
         """Yield where the mask is and the other tokens, for each context."""
         vocab, length = self.joint.shape[0], self.joint.ndim
         return itertools.product(range(length), itertools.product(range(vocab), repeat=length - 1))
+
+
+Model: TypeAlias = TwoParameters | MaskedLM
 
 
 def _softmax(logits: Array) -> Array:

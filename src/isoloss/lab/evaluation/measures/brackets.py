@@ -82,7 +82,7 @@ def parts(model: Any, contexts: torch.Tensor) -> dict[str, float]:
     import torch
 
     from isoloss.errors import IsolossError
-    from isoloss.lab.models.bracket_gradients import Weights, squares
+    from isoloss.lab.models.bracket_attention import Weights, squares
 
     base, dtype = model.base_model, torch.float64
     modules = (base.query, base.key, base.value, model.answers.read)
