@@ -354,8 +354,10 @@ def _missed(args: Any, estimate: Estimate) -> float:
 
 def _next(args: Any, arguments: list[str], evaluations: Evaluations, inputs: Any | None) -> Iterator[str]:
     """Yield the command whose error is the one that was asked for, or half of this one, where that is to be had."""
+    if inputs is None:
+        return
     estimates = [estimate for evaluation in evaluations for estimate in evaluation.estimates.values()]
-    for estimate in [one for one in estimates if _missed(args, one) > 1 or _rarity(one)][:1] if inputs else ():
+    for estimate in [one for one in estimates if _missed(args, one) > 1 or _rarity(one)][:1]:
         words, missed = _what_helps(args, inputs, estimate), _missed(args, estimate)
         now = {"--num-probes": estimate.num_probes, "--seconds": args.seconds, "--num-sequences": inputs.num_sequences}
         option = next((option for option in now if option in words), None)
