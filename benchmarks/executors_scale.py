@@ -73,7 +73,7 @@ def plan(folder: Path, count: int) -> list[Unit]:
         train = ("train", str(run.path))
         units += [
             Unit(name=f"train {i}", arguments=train, outputs=(run.path,), done=lambda run=run: run.complete),
-            Unit(name=f"measure {i}", arguments=("eval", str(run.path)), done=done, after=(f"train {i}",)),
+            Unit(name=f"measure {i}", arguments=("measure", str(run.path)), done=done, after=(f"train {i}",)),
         ]
     return units
 

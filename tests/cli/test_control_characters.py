@@ -23,7 +23,7 @@ def test_what_is_printed_has_no_control_characters(capsys, name):
     assert main([name]) == 2
     out, err = capsys.readouterr()
     assert not CONTROLS.search(out + err)
-    assert f"no checkpoint ./{name.encode('unicode_escape').decode()}:".replace("\\r", "\\x0d") in err
+    assert f"./{name.encode('unicode_escape').decode()}".replace("\\r", "\\x0d") in err
 
 
 @pytest.mark.parametrize("columns", ["100", "12"])
