@@ -114,19 +114,6 @@ def test_a_study_ends_with_its_workers(tmp_path, number, status):
 
 
 @SLOW
-def test_a_measurement_says_what_it_has_and_goes_on(tmp_path):
-    assert main(["train", str(tmp_path / "RUN"), *TRAIN[2:6], "--steps", "2", "--threads", "1"]) == 0
-    sizes = ("--num-sequences", "300000", "--batch-size", "8")
-    words = ("measure", "RUN/checkpoints/step-2", "--rtol", "1e-9", *sizes)
-    process = start(tmp_path, *words)
-    time.sleep(20)
-    code, out, err = ended(process, signal.SIGTERM)
-    assert code == 143
-    assert out.startswith("trace of RUN/checkpoints/step-2 so far: ")
-    assert "interrupted while trace of RUN/checkpoints/step-2 was measured" in err
-
-
-@SLOW
 def test_the_processes_that_torchrun_started(tmp_path):
     run = Run(tmp_path / "RUN")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "isoloss", *TRAIN]

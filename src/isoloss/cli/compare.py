@@ -15,9 +15,9 @@ from isoloss.cli import common, options
 from isoloss.cli.options import ModuleLoading
 from isoloss.errors import IsolossError, require_package
 from isoloss.lab.evaluation.input_config import InputConfig, language_of_runs
-from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure, Trace, flatness_measure
+from isoloss.lab.evaluation.measures.base import SequenceMeasure
+from isoloss.lab.evaluation.measures.flatness import flatness_measure, flatness_measures
 from isoloss.lab.evaluation.measures.transfer import task_probes
-from isoloss.registry import MEASURES
 from isoloss.runs import last_checkpoint, refuse_twice
 from isoloss.statistics.checking import at_least, positive
 from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS
@@ -111,8 +111,7 @@ class Args:
 
 def arguments_class() -> type:
     """Return the arguments with the settings of all measures of flatness."""
-    known = {name: measure for name, measure in MEASURES.loaded().items() if issubclass(measure, FlatnessMeasure)}
-    return options.with_measures(Args, known)
+    return options.with_measures(Args, flatness_measures())
 
 
 def main(arguments: list[str]) -> int:
@@ -134,7 +133,10 @@ def main(arguments: list[str]) -> int:
         common.note(f"no --data: models are compared on {data}")
     failed: Incomplete | None = None
     settings = dict(args.measure)
-    num_sequences, seed = settings.pop("num_sequences", Trace.num_sequences), settings.pop("seed", Trace.seed)
+    num_sequences, seed = (
+        settings.pop("num_sequences", SequenceMeasure.num_sequences),
+        settings.pop("seed", SequenceMeasure.seed),
+    )
     with common.Progress("measuring", num_sequences, "sequences") as bar:
         try:
             compared = compare(

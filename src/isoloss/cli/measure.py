@@ -16,8 +16,7 @@ from isoloss.cli import common, options
 from isoloss.cli.options import ModuleLoading
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.input_config import InputConfig, common_run_config
-from isoloss.lab.evaluation.measures.base import make_measure
-from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure
+from isoloss.lab.evaluation.measures.base import FunctionMeasure, make_measure, measure_class
 from isoloss.lab.presets import load_preset
 from isoloss.registry import MEASURES
 from isoloss.runs import Run, refuse_run
@@ -121,7 +120,7 @@ class Args:
 
 def arguments_class() -> type:
     """Return the arguments with the settings of all measures."""
-    return options.with_measures(Args, MEASURES.loaded())
+    return options.with_measures(Args, MEASURES.loaded(measure_class))
 
 
 def main(arguments: list[str]) -> int:
@@ -207,7 +206,8 @@ def _measures(args: Any, settings: Mapping[str, Any]) -> tuple[str, ...] | None:
     elif measures is None and limits:
         measures = ("trace",)
     for name in measures if measures and limits else ():
-        if not isinstance(make_measure(name, settings), FlatnessMeasure):
+        measure = make_measure(name, settings)
+        if not (isinstance(measure, FunctionMeasure) and measure.is_of_flatness):
             raise IsolossError(f"--{limits[0]} is for measures of flatness, and {name} is none: leave it out")
     return None if measures is None else tuple(measures)
 
