@@ -207,7 +207,7 @@ def check(model: nn.Module, *, causal: bool) -> dict[str, Any]:
 
 
 def check_command_line(architecture: Architecture, dtype: torch.dtype) -> dict[str, Any]:
-    """Save a model, measure the folder by `isoloss flatness`, and compare with the enumeration of the model itself.
+    """Save a model, measure the folder by `isoloss measure`, and compare with the enumeration of the model itself.
 
     Returns:
         `outcome`, as for `check`, and a `message` that says why it is not right.
@@ -227,16 +227,16 @@ def check_command_line(architecture: Architecture, dtype: torch.dtype) -> dict[s
             with quiet():
                 model.save_pretrained(folder)
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
-                status = isoloss(["flatness", folder, "--data", str(data), "--json", *words])
+                status = isoloss(["measure", folder, "--data", str(data), "--measures", "trace", "--json", *words])
             if status:
-                message = said.getvalue().splitlines()[-1].removeprefix("isoloss flatness: ")
+                message = said.getvalue().splitlines()[-1].removeprefix("isoloss measure: ")
                 return {"outcome": "refused", "message": message.removeprefix(folder).strip()}
             info = ModelInfo.of(load_model(folder, dtype=dtype, device="cpu"))
         except Exception as error:
             return {"outcome": "failed", "message": _first_line(error)}
         inputs = data_context(data, [info], config, shuffled=False).inputs(512, 0)
         expected = sum(exact_trace(model, inputs.batches, causal=info.outline.causal).values())
-        found = json.loads(out.getvalue())["models"][0]["estimates"]["trace"]["trace"]["value"]
+        found = json.loads(out.getvalue())["evaluations"][0]["estimates"]["trace"]["value"]
     if abs(found - expected) > max(tolerance for tolerance, _ in TOLERANCES.values()) * expected:
         return {"outcome": "wrong", "message": f"{found:.6g} for {expected:.6g}"}
     return {"outcome": "right"}
@@ -299,7 +299,7 @@ def page(record: dict[str, Any]) -> str:
         "sentence, failed any other error. The table of classes gives the relative difference of the trace.",
         "",
         f"{sum(row['command_line']['outcome'] == 'right' for row in checked)} of them are also measured through the "
-        "command line: the model is saved, `isoloss flatness FOLDER --data tokens.npy` measures it, and its trace "
+        "command line: the model is saved, `isoloss measure FOLDER --data tokens.npy` measures it, and its trace "
         f"agrees with the enumeration within {TOLERANCES[torch.float32][0]:g}. Else the table says why not.",
         "",
         "| variant | models | right | wrong | failed | refused |",

@@ -1,4 +1,4 @@
-"""What `isoloss compare` costs beside `isoloss flatness`, and its rises beside torchao's weights of few bits.
+"""What `isoloss compare` costs beside `isoloss measure`, and its rises beside torchao's weights of few bits.
 
 Both commands run in this process by turns on two models that are not trained, with their defaults: 512 sequences of 128
 tokens of text, on one thread.
@@ -93,11 +93,12 @@ def costs(data: Path, rounds: int) -> Iterator[dict[str, Any]]:
                 for seed, name in enumerate(names):
                     model_of(kind, shape, seed).save_pretrained(name)
                     tokenizer.save_pretrained(name)
-                times: dict[str, list[float]] = {"flatness": [], "compare": []}
+                times: dict[str, list[float]] = {"measure": [], "compare": []}
+                options = {"measure": ("--measures", "trace", "minimal-trace"), "compare": ()}
                 seconds("compare", *names, "--data", str(text), "--num-sequences", "8")  # imports
                 for _ in range(rounds):
                     for command, taken in times.items():
-                        taken.append(seconds(command, *names, "--data", str(text)))
+                        taken.append(seconds(command, *names, "--data", str(text), *options[command]))
                         print(kind, shape, command, f"{taken[-1]:.1f} s", flush=True)
                 yield {"model": f"{kind} {shape}", **times}
 
@@ -156,21 +157,21 @@ def page(record: Mapping[str, Any]) -> str:
     lines = [*heading("`isoloss compare`: its cost and its rises", dict(record))]
     if record.get("costs"):
         lines += [
-            "## Cost beside `isoloss flatness`",
+            "## Cost beside `isoloss measure`",
             "",
             "Both commands in one process by turns, imports apart, on two models that are not trained, with their "
-            f"defaults: 512 sequences of 128 tokens, here with a vocabulary of {VOCABULARY:,}; `flatness` measures the "
+            f"defaults: 512 sequences of 128 tokens, here with a vocabulary of {VOCABULARY:,}; `measure` takes the "
             "trace and the minimal trace. Processor seconds, median of the rounds and range.",
             "",
-            "| models | rounds | flatness, s | compare, s | times |",
+            "| models | rounds | measure, s | compare, s | times |",
             "|---|---:|---:|---:|---:|",
         ]
         for row in record["costs"]:
             cells = []
-            for command in ("flatness", "compare"):
+            for command in ("measure", "compare"):
                 taken = row[command]
                 cells.append(f"{statistics.median(taken):.1f} ({min(taken):.1f} to {max(taken):.1f})")
-            ratios = [b / a for a, b in zip(row["flatness"], row["compare"], strict=True)]
+            ratios = [b / a for a, b in zip(row["measure"], row["compare"], strict=True)]
             cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
             lines.append(f"| {row['model']} | {len(ratios)} | {' | '.join(cells)} |")
         lines.append("")

@@ -217,7 +217,7 @@ def evaluated_run(folder: Path) -> list[str]:
     """Make a run and its evaluation; return the arguments of the command that measures it."""
     run = str(folder / "run")
     few = ("--language", "pcfg-laptop", "--size", "d16", "--steps", "2", "--batch-size", "8")
-    arguments = ["eval", run, "--measures", "trace", "--num-sequences", "16", "--device", "cpu", "--threads", "1"]
+    arguments = ["measure", run, "--measures", "trace", "--num-sequences", "16", "--device", "cpu", "--threads", "1"]
     for words in (["train", run, *few, "--device", "cpu", "--threads", "1"], arguments):
         subprocess.run([sys.executable, "-m", "isoloss", *words], check=True, stdout=subprocess.DEVNULL)
     return arguments

@@ -1,7 +1,7 @@
 """How flat is my own nn.Module, which transformers does not know?
 
 `my_gpt.py` has the model (QK-norm, squared ReLU, soft-capped logits) and says which of its weights may be rescaled.
-On the command line: `isoloss flatness steps-200.pt --module my_gpt.py:build --data ids.npy`.
+On the command line: `isoloss measure steps-200.pt --module my_gpt.py:build --data ids.npy`.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """A GPT of your own, as in nanochat: QK-norm, squared ReLU, soft-capped logits, and norms without gains.
 
-`isoloss flatness weights.pt --module examples/my_gpt.py:build --data tokens.npy` measures it.
+`isoloss measure weights.pt --module examples/my_gpt.py:build --data tokens.npy` measures it.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """How do I add a measure of my own, with an error, to every command?
 
-This one is the accuracy of the most probable token. With an entry point in a package, `isoloss eval` has it too.
+This one is the accuracy of the most probable token. With an entry point in a package, `isoloss measure` has it too.
 """
 
 from collections.abc import Mapping

@@ -66,7 +66,7 @@ def test_one_of_each_is_listed(isoloss):
 
 
 def test_the_language_is_measured_against_its_truth(isoloss):
-    document = json.loads(isoloss("eval", "runs/dice", "--measures", "loss", "top1", "--json").stdout)
+    document = json.loads(isoloss("measure", "runs/dice", "--measures", "loss", "top1", "--json").stdout)
     estimates = {name: e for each in document["evaluations"] for name, e in each["estimates"].items()}
     assert estimates["kl"]["value"] > 0
     assert estimates["entropy"]["stderr"] == 0 or estimates["entropy"]["value"] > 1
@@ -90,7 +90,7 @@ def test_the_optimizer_moves_matrices_and_leaves_the_rest_to_adamw(isoloss, fold
 
 def test_options_of_components_are_options_of_the_commands(isoloss):
     assert "--gradient-noise-variance" in isoloss("train", "--help-all").stdout
-    assert "--top1-guesses" in isoloss("eval", "--help-all").stdout
+    assert "--top1-guesses" in isoloss("measure", "--help-all").stdout
     wrong = isoloss(
         "train",
         "runs/x",

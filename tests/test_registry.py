@@ -175,12 +175,12 @@ def test_bad_entry_points_disable_no_other_command(bad_package, capsys):
         assert text in said
     assert main(["train", "out", "--language", "brackets", "--print-config"]) == 0
     capsys.readouterr()
-    assert main(["eval", "--help-all"]) == 0
+    assert main(["measure", "--help-all"]) == 0
     assert "(default: largest-eigenvalue: 1, other-default: 7)" in " ".join(
         capsys.readouterr().out.replace("│", "").split()
     )
     for words, text in (
-        (["eval", "x", "--measures", "int"], "measure 'int' of builtins:int is int"),
+        (["measure", "x", "--measures", "int"], "measure 'int' of builtins:int is int"),
         (["sample", "wrong-kind"], "whose kind is 'dyck'"),
     ):
         assert main(words) == 2

@@ -54,7 +54,7 @@ def test_the_wheel_in_a_clean_environment(built, tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     BertForMaskedLM(BertConfig(vocab_size=12, **sizes)).save_pretrained(tmp_path / "checkpoint")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(2, 12, (16, 6)))
-    command = [binaries / "isoloss", "flatness", "checkpoint", "--data", "ids.npy", "--mask-id", "1"]
+    command = [binaries / "isoloss", "measure", "checkpoint", "--data", "ids.npy", "--mask-id", "1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "nats per predicted token" in done.stdout

@@ -332,7 +332,7 @@ class Run:
         path = self.evaluation_path(measure, step)
         if not path.is_file():
             return None
-        document = files.read_sealed(path, f"delete it, and isoloss eval {self.path} measures again")
+        document = files.read_sealed(path, f"delete it, and isoloss measure {self.path} measures again")
         try:
             return Evaluation.from_dict(document)
         except (TypeError, KeyError, ValueError, AttributeError) as error:

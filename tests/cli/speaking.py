@@ -1,7 +1,6 @@
 """What a subcommand answers: one JSON document, or one sentence for bad input."""
 
 import json
-import re
 
 from isoloss.cli.main import main
 
@@ -14,8 +13,8 @@ def as_json(capsys, *words):
 
 
 def in_one_line(text):
-    """Help without the frames in it."""
-    return " ".join(re.sub("[╭╮╰╯│─]|-{3,}", " ", text).split())
+    """Help without its line breaks."""
+    return " ".join(text.split())
 
 
 def refusal(capsys, *words, alone=False):
@@ -32,5 +31,6 @@ def refusal(capsys, *words, alone=False):
 
 
 def trace_of(document, model=0):
-    """The trace of a model in what `isoloss flatness --json` prints."""
-    return document["models"][model]["estimates"]["trace"]["trace"]
+    """The trace of a model in what `isoloss measure --json` prints."""
+    traces = [each["estimates"]["trace"] for each in document["evaluations"] if each["measure"] == "trace"]
+    return traces[model]

@@ -89,7 +89,7 @@ def test_words_by_their_place_may_stand_before_and_after_options():
     ("words", "message"),
     [
         ([], "ACTION is missing"),
-        (["mak"], "ACTION is 'mak'; did you mean make? it must be one of make, show"),
+        (["mak"], "action is 'mak'; did you mean make? it must be one of make, show"),
         (["make", "--test", "some"], "--test: 'some' is not a whole number, such as 1000 or 1e3, and not all"),
         (["make", "--kind", "seven"], "--kind is 'seven'; it must be one of one, two, three"),
         (["make", "--kind", "tow"], "--kind is 'tow'; did you mean two? it must be one of one, two, three"),
@@ -110,8 +110,8 @@ def test_what_is_wrong_is_one_message(words, message):
 
 def test_the_commands_of_every_day(capsys, tmp_path):
     train = ("train", tmp_path / "run", "--language", "pcfg-laptop")
-    told = refusal(capsys, "flatness", "x", "--dtype", "fp16", alone=True)
-    assert told.endswith("it must be one of float32, bfloat16, float64; isoloss flatness --help-all says more")
+    told = refusal(capsys, "measure", "x", "--dtype", "fp16", alone=True)
+    assert told.endswith("it must be one of float32, bfloat16, float64; isoloss measure --help-all says more")
     assert main([*map(str, train), "--steps", "1e4", "--print-config"]) == 0
     assert "steps = 10000\n" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
@@ -122,13 +122,13 @@ def test_a_path_with_a_typo_is_told_the_nearest(capsys, tmp_path, monkeypatch):
     Path("runs", "first", "checkpoints", "step-100").mkdir(parents=True)
     Path("book.txt").write_text("words")
     meant = {
-        ("eval", "runs/frist"): "runs/first",
+        ("measure", "runs/frist"): "runs/first",
         ("show", "runs/frist"): "runs/first",
         ("train", "r", "--config", "bok.txt"): "book.txt",
         ("sample", "bok.txt", "--tokenizer", "x"): "book.txt",
         ("sample", "pcfg-latop"): "pcfg-laptop",
         ("transfer", "runs/frist", "--task", "root"): "runs/first",
-        ("flatness", "runs/frist", "--data", "book.txt"): "runs/first",
+        ("measure", "runs/frist", "--data", "book.txt"): "runs/first",
         ("expand", "runs/frist/checkpoints/step-100", "--into", "d32"): "runs/first/checkpoints/step-100",
         ("tokenizer", "bok.txt", "--output", "t"): "book.txt",
         ("study", "plan", "same-los"): "same-loss",

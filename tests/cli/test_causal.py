@@ -47,7 +47,7 @@ def held_out(run):
 
 
 def test_the_loss_is_transformers_own_and_the_trace_that_of_its_labels(capsys, run):
-    document = as_json(capsys, "eval", run, "--num-sequences", "64")
+    document = as_json(capsys, "measure", run, "--num-sequences", "64")
     loss, trace = (e["estimates"][e["measure"]] for e in document["evaluations"])
     model = AutoModelForCausalLM.from_pretrained(Run(run).checkpoint(20)).eval()
     tokens, labels = held_out(run)
@@ -70,9 +70,9 @@ def test_a_task_of_a_synthetic_language_says_what_a_model_of_text_takes(capsys, 
     assert "object at" not in message
 
 
-def test_flatness_measures_a_causal_checkpoint_on_its_own_text(capsys, run):
-    document = as_json(capsys, "flatness", Run(run).checkpoint(20), "--num-sequences", "16")
-    assert document["models"][0]["architecture"] == "OPTForCausalLM"
+def test_measure_takes_a_causal_checkpoint_on_its_own_text(capsys, run):
+    document = as_json(capsys, "measure", Run(run).checkpoint(20), "--num-sequences", "16", "--rtol", "1e-9")
+    assert list(document["architectures"].values()) == ["OPTForCausalLM"]
     assert trace_of(document)["num_predictions"] == 6 * min(16, len(held_out(run)[0]))
     assert trace_of(document)["value"] > 0
 
@@ -88,14 +88,14 @@ def test_the_checkpoint_starts_from_cls_and_writes(run):
 
 def test_probes_read_a_causal_model(capsys, drawn):
     words = ("--num-train", "200", "--num-test", "100", "--probe-epochs", "3", "--num-sequences", "16")
-    document = as_json(capsys, "eval", drawn, "--measures", "trace", "probe-root", *words)
+    document = as_json(capsys, "measure", drawn, "--measures", "trace", "probe-root", *words)
     trace, probe = document["evaluations"]
     assert trace["estimates"]["trace"]["details"]["predicts"] == "next token"
     assert 0 < probe["estimates"]["accuracy"]["value"] <= 1
 
 
 def test_the_loss_of_a_causal_model_is_entropy_and_kl(capsys, drawn):
-    document = as_json(capsys, "eval", drawn, "--num-sequences", "16")
+    document = as_json(capsys, "measure", drawn, "--num-sequences", "16")
     loss = next(e["estimates"] for e in document["evaluations"] if e["measure"] == "loss")
     assert loss["loss"]["details"]["predicts"] == "next token"
     assert loss["kl"]["value"] > 0

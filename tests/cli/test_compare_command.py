@@ -14,7 +14,7 @@ from transformers import GPT2LMHeadModel
 
 import small_checkpoints as small
 from isoloss.cli.main import main
-from isoloss.lab.evaluation import compare as comparing
+from isoloss.comparison.models import TITLES
 from isoloss.lab.evaluation import context
 from isoloss.statistics.estimate import Estimate, number
 
@@ -86,7 +86,7 @@ def test_all_that_it_writes_agrees(capsys, tmp_path):
         else:
             estimate = Estimate.from_dict(document["models"][row["model"]][name])
             assert (float(row["value"]), float(row["stderr"])) == (estimate.value, estimate.stderr)
-            if (title := comparing.TITLES.get(name)) is not None:
+            if (title := TITLES.get(name)) is not None:
                 assert number(estimate) in shown[title]
                 assert number(estimate) in page
     verdict = document["verdict"]["text"]
@@ -96,6 +96,16 @@ def test_all_that_it_writes_agrees(capsys, tmp_path):
     assert "isoloss compare a b --data text.jsonl" in page
     assert document["inputs"] in page
     assert document["inputs"] in out
+
+
+def test_other_measures_are_rows_and_the_figure_is_drawn(capsys, tmp_path):
+    words = ("--num-sequences", "12", "--measures", "fisher-rao", "squared-norm")
+    out, err = call(capsys, "a", "b", *DATA, *words, "--figure", tmp_path / "ab.svg")
+    (paired,) = (line for line in out.splitlines() if line.startswith("fisher-rao "))
+    (exact,) = (line for line in out.splitlines() if line.startswith("squared-norm "))
+    assert (paired.count("±"), exact.count("±")) == (3, 0)
+    assert (tmp_path / "ab.svg").read_bytes().startswith(b"<svg")
+    assert f"figure: {tmp_path / 'ab.svg'}" in err
 
 
 def test_thirty_checkpoints_of_a_trainer(capsys, tmp_path):
@@ -170,7 +180,9 @@ REFUSED = {
     "an adapter": ("a adapter", "adapter is an adapter of "),
     "an empty text": ("a b --data empty.txt", "there is no text in empty.txt"),
     "a text shorter than a sequence": ("a b --data short.txt", "the text in short.txt is shorter than one sequence"),
-    "one model": ("a", "a alone has nothing to be compared with: name another, or see isoloss flatness"),
+    "one model": ("a", "a alone has nothing to be compared with: name another, or see isoloss measure"),
+    "no measure of flatness": ("a b --measures loss", "loss is no measure of flatness, and isoloss measure takes it"),
+    "a figure": ("a b --figure x.gif", "its name must end in .png, .svg, .pdf"),
     "a model twice": ("a a", "a is named twice: leave one out"),
     "a task without a name": ("a b --task =mine.csv", "there is no task '=mine.csv': give the name of a task, or"),
     "a pooling": ("a b --pooling max", "--pooling is 'max'; it must be one of auto, last"),

@@ -71,7 +71,7 @@ def test_what_is_written_is_what_is_printed_and_other_verbs_read_it(run, tmp_pat
     assert load_model(out, dtype=torch.float64).model.num_parameters() == document["after"]["details"]["num_parameters"]
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 2, (16, 6)))
     data = ("--data", tmp_path / "ids.npy", "--mask-id", "3", "--device", "cpu", "--json")
-    flatness = json.loads(call(capsys, "flatness", out, *data).out)
+    flatness = json.loads(call(capsys, "measure", out, *data).out)
     assert trace_of(flatness)["value"] > 0
     further = json.loads(call(capsys, "expand", out, "--into", "d256", *data).out)
     assert further["before"]["num_predictions"] == 16

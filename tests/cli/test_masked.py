@@ -30,7 +30,7 @@ def test_a_run_on_a_grammar_is_measured_and_probed(capsys, tmp_path, architectur
     run = trained(tmp_path / "run", architecture, "--language", language)
     probe = ("--num-train", "200", "--num-test", "100", "--probe-epochs", "3")
     few = ("--loss-sentences", "64", "--num-sequences", "64")
-    document = as_json(capsys, "eval", run.path, "--measures", "loss", "trace", "probe-root", *few, *probe)
+    document = as_json(capsys, "measure", run.path, "--measures", "loss", "trace", "probe-root", *few, *probe)
     loss, trace, accuracy = (evaluation["estimates"] for evaluation in document["evaluations"])
     assert 0 < loss["kl"]["value"] < loss["loss"]["value"] < 4  # log 32 is 3.47
     assert trace["trace"]["details"]["parameters_by_autograd"] == []
@@ -49,12 +49,12 @@ def test_a_run_on_text_is_measured(capsys, tmp_path, monkeypatch, vocab, words, 
     monkeypatch.setenv("ISOLOSS_CACHE", str(tmp_path / "cache"))
     text = ("--language", str(tmp_path / "text.jsonl"), "--tokenizer", str(vocab), "--length", "8")
     run = trained(tmp_path / "run", architecture, *text, "--masking", "fraction")
-    document = as_json(capsys, "eval", run.path, "--measures", "loss", "trace", "--num-sequences", "32")
+    document = as_json(capsys, "measure", run.path, "--measures", "loss", "trace", "--num-sequences", "32")
     loss, trace = (evaluation["estimates"] for evaluation in document["evaluations"])
     assert 3 < loss["loss"]["value"] < 5  # log 60 is 4.09
     assert trace["trace"]["value"] > 0
-    document = as_json(capsys, "flatness", run.checkpoint(20), "--num-sequences", "16")
-    assert document["models"][0]["architecture"] == CLASSES[architecture]
+    document = as_json(capsys, "measure", run.checkpoint(20), "--num-sequences", "16", "--rtol", "1e-9")
+    assert list(document["architectures"].values()) == [CLASSES[architecture]]
     assert trace_of(document)["details"]["parameters_by_autograd"] == []
     # what the command measures is the checkpoint that anyone loads
     tokens = run.config.language.build().held_out().tokens[:4]

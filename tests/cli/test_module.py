@@ -1,4 +1,4 @@
-"""`isoloss flatness --module`: a module of one's own, its weights from files, and what is refused of both."""
+"""`isoloss measure --module`: a module of one's own, its weights from files, and what is refused of both."""
 
 import collections
 import inspect
@@ -44,13 +44,14 @@ def folder(tmp_path, built):
 
 def test_a_module_is_measured_with_the_weights_in_a_file(capsys, folder, built):
     data = ("--module", MODULE, "--data", folder / "ids.bin", "--length", 8, "--device", "cpu")
-    document = as_json(capsys, "flatness", folder / "a.pt", folder / "b.safetensors", *data)
+    words = (folder / "a.pt", folder / "b.safetensors", *data, "--measures", "trace", "minimal-trace")
+    document = as_json(capsys, "measure", *words)
     ids = torch.from_numpy(IDS.astype(np.int64)).view(12, 8)
     expected = fisher_trace(built, [{"input_ids": ids, "labels": ids}], causal=True)
     assert trace_of(document)["value"] == pytest.approx(expected.value, rel=1e-5)
     assert trace_of(document)["by_parameter"].keys() == expected.by_parameter.keys()
-    assert document["models"][0]["architecture"] == "MyGPT"
-    least = [model["estimates"]["minimal-trace"]["minimal-trace"]["value"] for model in document["models"]]
+    assert set(document["architectures"].values()) == {"MyGPT"}
+    least = [each["estimates"]["minimal-trace"]["value"] for each in document["evaluations"][1::2]]
     assert all(value < trace_of(document, place)["value"] for place, value in enumerate(least))
 
 
@@ -125,15 +126,15 @@ def test_what_is_no_module_is_refused(tmp_path, capsys, module, why):
     (tmp_path / "neighbor.py").write_text("VALUE = 3\n")
     save_file({"tokens.weight": torch.randn(5, 3), "head.weight": torch.randn(5, 3)}, tmp_path / "w.safetensors")
     (IDS % 5).tofile(tmp_path / "ids.bin")
-    words = ("flatness", tmp_path / "w.safetensors", "--module", tmp_path / module, "--data", tmp_path / "ids.bin")
+    words = ("measure", tmp_path / "w.safetensors", "--module", tmp_path / module, "--data", tmp_path / "ids.bin")
     words += ("--length", 8)
     assert why in refusal(capsys, *words)
 
 
 def test_a_folder_is_no_file_of_weights(capsys, folder):
-    told = refusal(capsys, "flatness", folder, "--module", MODULE, "--data", folder / "ids.bin", alone=True)
+    told = refusal(capsys, "measure", folder, "--module", MODULE, "--data", folder / "ids.bin", alone=True)
     assert "with --module, a checkpoint is a file of weights; its files are" in told
-    told = refusal(capsys, "flatness", EXAMPLE, "--module", MODULE, "--data", folder / "ids.bin", alone=True)
+    told = refusal(capsys, "measure", EXAMPLE, "--module", MODULE, "--data", folder / "ids.bin", alone=True)
     assert "its name must end in .safetensors, .pt" in told
 
 
@@ -141,7 +142,7 @@ def test_ids_after_a_header_are_read_without_it(folder, capsys):
     header = np.zeros(256, dtype=np.int32)
     header[:3] = 20240520, 1, len(IDS)
     (folder / "llm.bin").write_bytes(header.tobytes() + IDS.tobytes())
-    words = ("flatness", folder / "a.pt", "--module", MODULE, "--length", 8, "--device", "cpu", "--data")
+    words = ("measure", folder / "a.pt", "--module", MODULE, "--length", 8, "--device", "cpu", "--data")
     plain, behind = (trace_of(as_json(capsys, *words, folder / name)) for name in ("ids.bin", "llm.bin"))
     assert behind["value"] == plain["value"]
 

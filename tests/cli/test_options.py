@@ -133,13 +133,13 @@ def test_an_option_of_another_algorithm_is_refused(capsys):
     assert "--sam-rho needs --algorithm sam" in told
 
 
-@pytest.mark.parametrize("subcommand", ["flatness", "eval", "transfer", "train", "ls", "tokenizer"])
+@pytest.mark.parametrize("subcommand", ["measure", "compare", "transfer", "train", "ls", "tokenizer"])
 def test_help_shows_what_is_required_and_of_which_shape(subcommand, capsys):
     assert main([subcommand, "--help"]) == 0
     text = capsys.readouterr().out
     assert "[MODELS]" not in text
     assert "[TEXTS]" not in text
-    if subcommand in ("flatness", "eval", "transfer"):
+    if subcommand in ("measure", "compare", "transfer"):
         assert "MODELS ..." in text.splitlines()[0]
     if subcommand == "ls":
         assert "A kind: measures, languages, models" in in_one_line(text)

@@ -35,7 +35,7 @@ def test_every_architecture_trains_and_resumes_and_is_measured(tmp_path, words, 
     path = tmp_path / "run"
     train(path, *words)
     train(path, *words)  # complete: the config is the same
-    assert main(["eval", str(path), "--measures", "trace", "--num-sequences", "64", "--device", "cpu"]) == 0
+    assert main(["measure", str(path), "--measures", "trace", "--num-sequences", "64", "--device", "cpu"]) == 0
     capsys.readouterr()
     [listed] = as_json(capsys, "ls", "runs", "--folder", tmp_path)["runs"]
     assert listed["model"].startswith(words[1])

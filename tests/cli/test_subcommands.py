@@ -13,7 +13,7 @@ from pathlib import Path
 import nltk
 import pytest
 from safetensors import SafetensorError
-from speaking import as_json, refusal, trace_of
+from speaking import as_json, refusal
 from transformers import BertConfig, BertForMaskedLM
 
 from isoloss import config as configs
@@ -98,7 +98,7 @@ def test_the_same_seed_samples_the_same(capsys):
 
 
 def test_eval_measures_what_is_missing_and_nothing_twice(capsys, run):
-    words = ("eval", run, "--measures", "loss", "trace", "--loss-sentences", "64", "--num-sequences", "32")
+    words = ("measure", run, "--measures", "loss", "trace", "--loss-sentences", "64", "--num-sequences", "32")
     document = as_json(capsys, *words)
     assert [(e["measure"], e["step"]) for e in document["evaluations"]] == [
         ("loss", 10),
@@ -150,13 +150,6 @@ def test_show_and_ls_find_the_run(capsys, run):
     assert [(row["run"], row["state"]) for row in listed] == [(str(run), "complete")]
 
 
-def test_flatness_of_a_checkpoint_on_its_own_language_is_what_eval_measures(capsys, run):
-    checkpoint = run / "checkpoints" / "step-30"
-    alone = trace_of(as_json(capsys, "flatness", checkpoint, "--num-sequences", "32"))
-    document = as_json(capsys, "eval", run, "--measures", "trace", "--steps", "30", "--num-sequences", "32")
-    assert document["evaluations"][0]["estimates"]["trace"]["value"] == alone["value"]
-
-
 def test_transfer_probes_a_run_and_the_look_up_table(capsys, run):
     small = ("--num-train", "100", "--num-test", "200", "--epochs", "2", "--seeds", "2")
     for how in ("probe", "lookup"):
@@ -177,7 +170,7 @@ def test_doctor_and_version(capsys):
 
 
 def test_plain_output_names_units_and_errors(capsys, run):
-    assert main(["eval", str(run), "--measures", "trace", "--num-sequences", "32"]) == 0
+    assert main(["measure", str(run), "--measures", "trace", "--num-sequences", "32"]) == 0
     out = capsys.readouterr().out
     assert out.count("±") == 5  # the heading, and for each checkpoint the trace with and without embeddings
     assert out.count("nats per predicted token") == 2
@@ -230,7 +223,7 @@ def test_a_run_of_another_config_is_left_alone(capsys, run):
 
 def test_a_folder_that_is_no_run(capsys, tmp_path):
     (tmp_path / "precious").write_text("data")
-    assert "no run.json" in refusal(capsys, "eval", tmp_path)
+    assert "no run.json" in refusal(capsys, "measure", tmp_path)
     assert "no run.json" in refusal(capsys, "show", tmp_path)
     assert "not empty" in refusal(capsys, "train", tmp_path, "--language", "pcfg-laptop")
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["precious"]
@@ -265,34 +258,33 @@ def test_a_start_that_does_not_fit_makes_no_run(capsys, run, tmp_path):
     ],
 )
 def test_a_measure_that_cannot_be(capsys, run, options, words):
-    message = refusal(capsys, "eval", run, *options)
+    message = refusal(capsys, "measure", run, *options)
     for word in words:
         assert word in message
 
 
-def test_flatness_names_both_ways_out_of_text_without_a_tokenizer(capsys, tmp_path):
+def test_measure_names_both_ways_out_of_text_without_a_tokenizer(capsys, tmp_path):
     config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
     (tmp_path / "text.txt").write_text("some words")
-    message = refusal(capsys, "flatness", tmp_path / "bert", "--data", tmp_path / "text.txt")
+    message = refusal(capsys, "measure", tmp_path / "bert", "--data", tmp_path / "text.txt")
     assert "--tokenizer" in message
     assert ".npy" in message
 
 
-def test_flatness_needs_data(capsys, tmp_path):
+def test_measure_needs_data(capsys, tmp_path):
     config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
-    assert "--data" in refusal(capsys, "flatness", tmp_path / "bert")
-    assert "not a folder" in refusal(capsys, "flatness", str(tmp_path / "absent" / "model"), "--data", tmp_path)
+    assert "--data" in refusal(capsys, "measure", tmp_path / "bert")
+    assert "not a folder" in refusal(capsys, "measure", str(tmp_path / "absent" / "model"), "--data", tmp_path)
 
 
-def test_flatness_refuses_options_without_an_effect(capsys, run, shared_data):
+def test_measure_refuses_options_without_an_effect(capsys, run, shared_data):
     checkpoint = run / "checkpoints" / "step-30"
     assert "leave out --length, --masking" in refusal(
-        capsys, "flatness", checkpoint, "--length", "4", "--masking", "one"
+        capsys, "measure", checkpoint, "--length", "4", "--masking", "one"
     )
-    assert str(checkpoint) in refusal(capsys, "flatness", run)
-    causal = ("flatness", shared_data / "stories260K" / "hf", "--data", run, "--mask-id", "3")
+    causal = ("measure", shared_data / "stories260K" / "hf", "--data", run, "--mask-id", "3")
     assert "leave out --mask-id" in refusal(capsys, *causal)
 
 
@@ -306,7 +298,7 @@ def test_flatness_refuses_options_without_an_effect(capsys, run, shared_data):
     ],
 )
 def test_eval_of_a_run_refuses_what_the_run_decides(capsys, run, words, wrong):
-    assert wrong in refusal(capsys, "eval", run, "--measures", "loss", *words)
+    assert wrong in refusal(capsys, "measure", run, "--measures", "loss", *words)
 
 
 def test_a_study_that_is_none(capsys):
@@ -320,7 +312,7 @@ def test_a_run_that_is_taken_for_a_study(capsys, run, action):
     assert message.endswith(f"{run} is a run, not a study: isoloss show {run} says what it holds")
 
 
-@pytest.mark.parametrize("subcommand", ["show", "eval"])
+@pytest.mark.parametrize("subcommand", ["show", "measure"])
 def test_a_study_that_is_taken_for_a_run(capsys, tmp_path, subcommand):
     StudyFolder(STUDY, tmp_path, "smoke").prepare()
     message = refusal(capsys, subcommand, tmp_path, alone=True)
@@ -385,7 +377,7 @@ def test_no_work_is_done_for_results_that_cannot_be_written(capsys, run, tmp_pat
     one, other = (run / "checkpoints" / f"step-{step}" for step in (10, 30))
     for words in (
         ("theory", "sgd-flow", "--figure", place / "a.svg"),
-        ("flatness", one, other, "--figure", place / "a.svg"),
+        ("compare", one, other, "--figure", place / "a.svg"),
         ("transfer", run, "--task", "root", "--output", place),
         ("expand", run, "--into", "d32", "--output", place / "model"),
     ):
@@ -552,7 +544,11 @@ def test_a_run_where_a_checkpoint_is_wanted_and_the_other_way_round(small_run, t
     with pytest.raises(IsolossError, match=r"is not a checkpoint: .*; name a checkpoint in it") as error:
         load_model(small_run)
     assert last in str(error.value)
-    for words in (("flatness", small_run), ("sample", small_run), ("train", tmp_path / "x", "--language", small_run)):
+    for words in (
+        ("measure", small_run, "--data", "python:docs"),
+        ("sample", small_run),
+        ("train", tmp_path / "x", "--language", small_run),
+    ):
         assert last in refusal(capsys, *words)
     told = refusal(capsys, "show", small_run / "checkpoints" / "step-4")
     assert f"is a checkpoint of a run: name the run, {small_run}" in told
@@ -561,12 +557,12 @@ def test_a_run_where_a_checkpoint_is_wanted_and_the_other_way_round(small_run, t
 def test_evaluations_are_listed_in_the_order_in_which_they_were_asked_for(small_run, capsys):
     words = ["--measures", "trace", "squared-norm", "--num-sequences", "32", "--threads", "1"]
     capsys.readouterr()
-    assert main(["eval", str(small_run), *words]) == 0
+    assert main(["measure", str(small_run), *words]) == 0
     rows = [line.split()[1] for line in capsys.readouterr().out.splitlines()[2:]]
     assert rows == ["trace", "squared-norm"]
 
 
-@pytest.mark.parametrize("subcommand", ["train", "eval"])
+@pytest.mark.parametrize("subcommand", ["train", "measure"])
 def test_an_interruption_says_which_command_goes_on(subcommand, small_run, capsys, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""`isoloss eval` on tasks of text: the accuracies of `isoloss transfer`, pairs of checkpoints, and what is refused."""
+"""`isoloss measure` on tasks of text: accuracies of `isoloss transfer`, pairs of checkpoints, refusals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def trained(folder: Path, architecture: str) -> Path:
 
 def found(capsys, run, measure, task, *options):
     where = ("--task-data", f"{task.name}={task}", "--threads", "1")
-    (evaluation,) = as_json(capsys, "eval", run, "--measures", measure, *where, "--steps", "4", *options)["evaluations"]
+    (evaluation,) = as_json(capsys, "measure", run, "--measures", measure, *where, "--steps", "4", *options)[
+        "evaluations"
+    ]
     return evaluation
 
 
@@ -142,14 +144,14 @@ def test_other_examples_are_other_inputs(capsys, folder, run, tmp_path):
 @pytest.mark.parametrize("run", ["bert"], indirect=True)
 def test_only_what_is_about_a_task_is_among_its_settings(capsys, folder, run):
     both = ("--task-data", f"rte={folder / 'rte'}", f"sst2={folder / 'sst2'}", "--threads", "1", "--steps", "4")
-    words = ("eval", run, "--measures", "probe-sst2", "probe-rte", *both, *FEW, "--probe-epochs", "1")
+    words = ("measure", run, "--measures", "probe-sst2", "probe-rte", *both, *FEW, "--probe-epochs", "1")
     kept = {each["measure"]: each["settings"] for each in as_json(capsys, *words)["evaluations"]}
     assert [settings["task_data"] for settings in kept.values()] == [
         [f"sst2={folder / 'sst2'}"],
         [f"rte={folder / 'rte'}"],
     ]
     (again,) = as_json(
-        capsys, "eval", run, "--measures", "probe-SST-2", "--task-data", f"SST-2={folder / 'sst2'}", *both[3:], *FEW
+        capsys, "measure", run, "--measures", "probe-SST-2", "--task-data", f"SST-2={folder / 'sst2'}", *both[3:], *FEW
     )["evaluations"]
     assert again["inputs"] == Run(run).evaluation("probe-sst2", 4).inputs
     path = Run(run).evaluation_path("probe-sst2", 4)
@@ -224,7 +226,7 @@ def test_a_checkpoint_from_elsewhere_reads_with_its_tokenizer(capsys, folder, ru
     quick = (*FEW, "--probe-solver", "convex", "--task-data", f"sst2={folder / 'sst2'}", "--threads", "1")
     checkpoint = run / "checkpoints" / "step-4"
     data = ("--data", tmp_path / "text.txt", "--tokenizer", folder / "vocab.txt")
-    (elsewhere,) = as_json(capsys, "eval", checkpoint, *data, "--measures", "probe-sst2", *quick)["evaluations"]
+    (elsewhere,) = as_json(capsys, "measure", checkpoint, *data, "--measures", "probe-sst2", *quick)["evaluations"]
     own = found(capsys, run, "probe-sst2", folder / "sst2", *FEW, "--probe-solver", "convex")
     assert elsewhere["inputs"] == own["inputs"]
     assert elsewhere["estimates"]["accuracy"]["value"] == own["estimates"]["accuracy"]["value"]
@@ -254,7 +256,7 @@ def test_a_checkpoint_from_elsewhere_reads_with_its_tokenizer(capsys, folder, ru
 )
 def test_what_cannot_be_measured_is_one_sentence(capsys, folder, run, measures, options, message):
     given = options if "--task-data" in options else ("--task-data", f"sst2={folder / 'sst2'}", *options)
-    text = refusal(capsys, "eval", run, "--measures", *measures, *given, "--steps", "4", alone=True)
+    text = refusal(capsys, "measure", run, "--measures", *measures, *given, "--steps", "4", alone=True)
     assert message in text
     assert not Run(run).evaluation_path(measures[0], 4).exists() or measures == ("probe-sst2",)
 
@@ -263,10 +265,10 @@ def test_a_language_without_text_has_no_task_of_text(capsys, folder, tmp_path):
     small = ("--language", "brackets-8", "--size", "d16", "--steps", "1", "--threads", "1")
     assert main(["train", str(tmp_path / "run"), *small]) == 0
     given = ("--task-data", f"sst2={folder / 'sst2'}")
-    message = refusal(capsys, "eval", tmp_path / "run", "--measures", "probe-sst2", *given, alone=True)
+    message = refusal(capsys, "measure", tmp_path / "run", "--measures", "probe-sst2", *given, alone=True)
     assert "the language has no tokenizer, so its models cannot read the text of a task" in message
     few = ("--measures", "probe-mismatch", "--num-train", "all")
-    message = refusal(capsys, "eval", tmp_path / "run", *few, alone=True)
+    message = refusal(capsys, "measure", tmp_path / "run", *few, alone=True)
     assert "num_train is all, but sentences of a language are drawn: give num_train as a number" in message
 
 
@@ -275,7 +277,7 @@ def test_on_sst2_itself(capsys, shared_data, folder):
     task = shared_data / "glue-sst2"
     where = ("--task-data", f"sst2={task}", "--threads", "1", "--steps", "4")
     few = ("--num-train", "300", "--num-test", "all")
-    words = ("eval", run, "--measures", "probe-sst2", *where, *few, "--probe-solver", "convex")
+    words = ("measure", run, "--measures", "probe-sst2", *where, *few, "--probe-solver", "convex")
     (evaluation,) = as_json(capsys, *words)["evaluations"]
     same = ("--task", "sst2", "--data", task, "--threads", "1", "--num-train", "300", "--solver", "convex")
     (expected,) = as_json(capsys, "transfer", run, *same)["models"].values()

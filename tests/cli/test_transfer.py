@@ -93,7 +93,7 @@ def test_the_bounds_stand_beside_the_accuracy(capsys, runs):
     assert len(re.findall(r"^  majority class \d", out, re.MULTILINE)) == 2
     assert out.count(", Bayes ") == 2
     assert "McNemar" in out
-    assert main(["eval", str(runs[0]), "--measures", "probe-root", "--num-train", "100", "--num-test", "50"]) == 0
+    assert main(["measure", str(runs[0]), "--measures", "probe-root", "--num-train", "100", "--num-test", "50"]) == 0
     out = capsys.readouterr().out
     assert "majority class" in out
     assert "Bayes 100 %" in out

@@ -29,8 +29,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("command", "options", "ignored"),
     [
-        ("flatness", (), {"name", "model", "seconds"}),
-        ("eval", ("--measures", "trace"), {"model"}),
+        ("measure", ("--measures", "trace"), {"model", "architectures"}),
         ("expand", ("--into", "d32", "--device", "cpu"), {"model"}),
     ],
 )

@@ -290,10 +290,9 @@ def test_the_control_of_the_command_line(capsys, tmp_path):
     model = FAMILY["bert"].build(tied=True).float()
     model.save_pretrained(tmp_path / "bert")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, VOCABULARY - 1, (40, 4)))
-    words = ["flatness", str(tmp_path / "bert"), "--data", str(tmp_path / "ids.npy"), "--mask-id", str(VOCABULARY - 1)]
+    words = ["measure", str(tmp_path / "bert"), "--data", str(tmp_path / "ids.npy"), "--mask-id", str(VOCABULARY - 1)]
     assert main([*words, "--control", "--json"]) == 0
-    estimates = json.loads(capsys.readouterr().out)["models"][0]["estimates"]
-    plain, minimal, control = (estimates[name] for name in ("trace", "minimal-trace", "rescaling-control"))
+    plain, minimal, control = (each["estimates"] for each in json.loads(capsys.readouterr().out)["evaluations"])
     assert control["minimal-trace-rescaled-at-random"]["value"] == pytest.approx(
         minimal["minimal-trace"]["value"], rel=1e-3
     )

@@ -182,7 +182,7 @@ def refusal(capsys, *words):
     "words",
     [
         ("train", "runs/a", "--language", "pcfg-laptop", "--preset", "papers"),
-        ("eval", "runs/a", "--preset", "papers"),
+        ("measure", "runs/a", "--preset", "papers"),
         ("transfer", "runs/a", "--task", "root", "--preset", "papers"),
     ],
 )
@@ -221,7 +221,7 @@ def test_transfer_and_evaluation(capsys, tmp_path, monkeypatch):
     assert main(["train", str(run), "--preset", "authors", "--language", "pcfg-laptop", *small.split()]) == 0
     capsys.readouterr()
     words = "--measures loss trace --preset authors --loss-sentences 64 --num-sequences 20 --json"
-    assert main(["eval", str(run), "--steps", "2", *words.split()]) == 0
+    assert main(["measure", str(run), "--steps", "2", *words.split()]) == 0
     found = {each["measure"]: each for each in json.loads(capsys.readouterr().out)["evaluations"]}
     assert found["loss"]["settings"]["loss_sentences"] == 64
     assert found["trace"]["settings"]["trace_method"] == "paper"

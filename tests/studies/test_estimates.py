@@ -68,7 +68,7 @@ def test_a_unit_records_its_peak_memory_and_what_it_left_on_disk(tmp_path):
     )
     measuring = Unit(
         name="measure a",
-        arguments=("eval", str(path), "--measures", "loss", "--loss-sentences", "16", "--threads", "1"),
+        arguments=("measure", str(path), "--measures", "loss", "--loss-sentences", "16", "--threads", "1"),
         done=lambda: bool(Run(path).evaluations()),
         after=("train a",),
     )

@@ -102,7 +102,7 @@ def test_three_checkpoints_are_compared_by_a_short_file(study, capsys, here):
     call(capsys, "export", study, "--folder", "out", "--output", "kept")
     assert len(Path("kept/values.csv").read_text().splitlines()) == 1 + 3 * 3
     assert str(Path.cwd()).encode() not in b"".join(path.read_bytes() for path in Path("kept").rglob("*.*"))
-    # the same numbers as isoloss eval
+    # the same numbers as isoloss measure
     results = StudyFolder(load_study(study), Path("out")).results()
     settings = {"loss_sentences": 16, "num_sequences": 16}
     for name in ("bert", "opt", "gpt2"):

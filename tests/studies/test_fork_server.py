@@ -30,7 +30,7 @@ def start(arguments, log, needs=ONE):
 
 
 def commands(folder):
-    return ("train", str(folder), *TRAINING, "--threads", "1"), ("eval", str(folder), *MEASURES, *FEW)
+    return ("train", str(folder), *TRAINING, "--threads", "1"), ("measure", str(folder), *MEASURES, *FEW)
 
 
 def contents(folder):
@@ -58,7 +58,7 @@ def test_results_are_those_of_a_fresh_process_bit_for_bit(tmp_path):
 
 def test_only_what_trains_or_measures_on_one_thread_waits_for_the_imports():
     assert fork_server.can_fork(("train", "a"), ONE)
-    assert fork_server.can_fork(["eval", "a"], ONE)
+    assert fork_server.can_fork(["measure", "a"], ONE)
     assert not fork_server.can_fork(("--version",), ONE)
     assert not fork_server.can_fork((), ONE)
     assert not any(fork_server.can_fork(("train", "a"), needs) for needs in (Resources(cores=2), Resources(gpus=0.5)))

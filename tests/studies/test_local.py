@@ -29,7 +29,7 @@ def training(path: Path, steps: int) -> Unit:
 
 
 def measuring(path: Path) -> Unit:
-    arguments = ("eval", str(path), "--measures", "trace", "--num-sequences", "16", "--threads", "1")
+    arguments = ("measure", str(path), "--measures", "trace", "--num-sequences", "16", "--threads", "1")
     done = functools.partial(lambda run: bool(run.evaluations()), Run(path))
     return Unit(name=f"measure {path.name}", arguments=arguments, done=done, after=(f"train {path.name}",))
 

@@ -110,7 +110,7 @@ def test_a_changed_digit_of_any_file_is_told_in_one_sentence_that_names_it(run, 
             assert problem in problems(run)["run: files"]
         return
     assert problem in " ".join(problems(run).values())
-    assert main(["eval", str(run.path), "--measures", "loss", "--loss-sentences", "32"]) == 2
+    assert main(["measure", str(run.path), "--measures", "loss", "--loss-sentences", "32"]) == 2
     assert problem in capsys.readouterr().err
 
 

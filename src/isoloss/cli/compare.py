@@ -16,6 +16,7 @@ from isoloss.cli.options import ModuleLoading
 from isoloss.errors import IsolossError, require_package
 from isoloss.lab.evaluation.input_config import InputConfig, language_of_runs
 from isoloss.lab.evaluation.measures.base import SequenceMeasure
+from isoloss.lab.evaluation.measures.flatness import flatness_measure, flatness_measures
 from isoloss.lab.evaluation.measures.transfer import task_probes
 from isoloss.runs import last_checkpoint, refuse_twice
 from isoloss.statistics.checking import at_least, positive
@@ -32,6 +33,8 @@ EXAMPLES = [
     ("isoloss compare A B --data text.txt --html page.html", "on your text, with a page of one screen"),
     ("isoloss compare A B --data text.txt --task sst2", "with the accuracy of a probe on a task"),
     ("isoloss compare A B --task mine=reviews.csv", "on your own, with the columns text and label"),
+    ("isoloss compare A B --data text.txt --measures largest-eigenvalue fisher-rao", "with other measures of flatness"),
+    ("isoloss compare A B --data text.txt --figure ab.svg", "with a figure: trace against loss"),
     ("isoloss compare TRAINER-OUTPUT --data text.txt", "all checkpoints of a Trainer's output"),
     ("isoloss compare 'EleutherAI/pythia-14m@step*000' --data text.txt", "revisions of a model on the hub"),
 ]
@@ -67,8 +70,14 @@ class Args:
     data: Path | None = None
     """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy); default: python:docs,
     the language reference that comes with Python."""
-    num_sequences: int = configs.setting(SequenceMeasure.num_sequences, minimum=2)
-    """The most sequences to measure the models on."""
+    measures: tuple[str, ...] = ()
+    """Further measures of flatness (isoloss ls measures lists them, isoloss ls measures NAME the settings of one), on
+    the same inputs: each is a row of the table, with its paired difference where its error can be paired."""
+    rtol: float | None = configs.setting(None, above=0, below=1)
+    """Stop measuring the traces when the standard error of the first model's is at most this fraction of its value; the
+    other models get as many sequences. Checked after 64, 128, 256, ... sequences or documents."""
+    seconds: float | None = configs.setting(None, above=0)
+    """Stop measuring the traces of the first model after this time; the others get as many sequences."""
     task: tuple[str, ...] = ()
     """Tasks (isoloss ls tasks), or tasks of your own as NAME=FILE: the accuracy of a linear probe on the last hidden
     states. FILE (.csv, .tsv, .jsonl, .json) has the columns text and label, and pair for a second text."""
@@ -87,10 +96,10 @@ class Args:
     """Write all numbers to this file, one per row."""
     parquet: Path | None = None
     """Write the same rows to this Parquet file."""
+    figure: Path | None = None
+    """Draw trace against loss, a point a model, to this .png, .svg or .pdf file."""
     json: bool = False
     """Print one JSON document."""
-    seed: int = 0
-    """Decides which sequences are taken, their masks, and all random draws."""
     threads: int = 0
     """CPU threads; 0: all cores."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -101,8 +110,8 @@ class Args:
 
 
 def arguments_class() -> type:
-    """Return the arguments with how text becomes inputs."""
-    return options.with_measures(Args, {})
+    """Return the arguments with the settings of all measures of flatness."""
+    return options.with_measures(Args, flatness_measures())
 
 
 def main(arguments: list[str]) -> int:
@@ -123,7 +132,12 @@ def main(arguments: list[str]) -> int:
         data = f"{DATA}, the language reference that comes with Python" if run is None else "the language of their runs"
         common.note(f"no --data: models are compared on {data}")
     failed: Incomplete | None = None
-    with common.Progress("measuring", args.num_sequences, "sequences") as bar:
+    settings = dict(args.measure)
+    num_sequences, seed = (
+        settings.pop("num_sequences", SequenceMeasure.num_sequences),
+        settings.pop("seed", SequenceMeasure.seed),
+    )
+    with common.Progress("measuring", num_sequences, "sequences") as bar:
         try:
             compared = compare(
                 models,
@@ -131,9 +145,13 @@ def main(arguments: list[str]) -> int:
                 tokenizer=inputs.pop("tokenizer", None),
                 tasks=args.task,
                 task_data=args.task_data,
+                measures=args.measures,
+                settings=settings,
                 pooling=args.pooling,
-                num_sequences=args.num_sequences,
-                seed=args.seed,
+                num_sequences=num_sequences,
+                seed=seed,
+                rtol=args.rtol,
+                seconds=args.seconds,
                 same_loss=args.same_loss_nats,
                 min_ratio=args.min_ratio,
                 inputs=InputConfig(**inputs),
@@ -146,7 +164,7 @@ def main(arguments: list[str]) -> int:
             if stop.complete is None:
                 raise
             compared, failed = cast("ModelComparison", stop.complete), stop
-    has_more = next(iter(compared.of("trace").values())).details["sequences"] == args.num_sequences
+    has_more = next(iter(compared.of("trace").values())).details["sequences"] == num_sequences
     more = "more sequences (--num-sequences)" if has_more else "more text in --data"
     if args.json:
         common.emit_json(compared.to_dict())
@@ -159,7 +177,7 @@ def main(arguments: list[str]) -> int:
             common.say("")
             common.say_wrapped(text)
         if len(compared.models) > 1 and failed is None:
-            common.say_next(_next(args, arguments, compared.verdict().reasons, has_more=has_more))
+            common.say_next(_next(args, arguments, compared.verdict().reasons, num_sequences if has_more else None))
     # last, so that a full disk does not cost the table
     _write(args, compared, common.command("compare", *arguments), more)
     if failed is None:
@@ -186,25 +204,28 @@ def _check(args: Any, models: list[str]) -> None:
         places.check_reachable(name, args.loading.module)
     refuse_twice(models)
     if len(models) == 1:
-        raise IsolossError(f"{models[0]} alone has nothing to be compared with: name another, or see isoloss flatness")
+        raise IsolossError(f"{models[0]} alone has nothing to be compared with: name another, or see isoloss measure")
     positive("--same-loss-nats", args.same_loss_nats)
     at_least("--min-ratio", args.min_ratio, 1)
     configs.check(args)
     InputConfig(**args.inputs).check()
     task_probes(args.task, args.task_data, {})
+    for measure in ("trace", *args.measures):
+        flatness_measure(measure, args.measure)
     if args.data is not None:
         hub_datasets.check_data(args.data)
     machine.check_device(args.loading.device)
     if args.parquet is not None:
         require_package("polars")
-    common.check_outputs(args, models, "html", "csv", "parquet")
+    common.check_figure(args.figure)
+    common.check_outputs(args, models, "html", "csv", "parquet", "figure")
 
 
-def _next(args: Any, arguments: list[str], reasons: Collection[Reason], *, has_more: bool) -> list[str]:
+def _next(args: Any, arguments: list[str], reasons: Collection[Reason], taken: int | None) -> list[str]:
     """Return the commands that may answer what this one left open, built from its own arguments."""
     commands = []
-    if has_more and not {"open", "loss open", "rare"}.isdisjoint(reasons):
-        commands.append(common.command_with("compare", arguments, "--num-sequences", _MORE * args.num_sequences))
+    if taken is not None and not {"open", "loss open", "rare"}.isdisjoint(reasons):
+        commands.append(common.command_with("compare", arguments, "--num-sequences", _MORE * taken))
     # models of a text have a tokenizer
     is_text = args.data is not None and args.data.suffix.lower() not in (".npy", ".bin")
     if is_text and not args.task and not {"weights", "function"}.issuperset(reasons):
@@ -219,6 +240,10 @@ def _write(args: Any, compared: ModelComparison, command: str, more: str) -> Non
 
         files.write_text(args.html, comparison_page(compared, command=command, more=more))
         common.note(f"page: {args.html}")
+    if args.figure is not None:
+        from isoloss.comparison.page import trace_against_loss
+
+        common.save_figure(args.figure, trace_against_loss(compared, compared.short))
     if args.csv is not None:
         files.write_text(args.csv, csv_table(compared.rows()))
         common.note(f"table: {args.csv}")

@@ -57,7 +57,7 @@ What = Literal[
     "runs",
 ]
 KINDS = {
-    "measures": "what can be measured of a model: isoloss flatness and isoloss eval --measures",
+    "measures": "what can be measured of a model: isoloss measure --measures",
     "languages": "what models learn: isoloss sample and isoloss train --language",
     "models": "architectures: isoloss train --architecture",
     "sizes": "shapes of a model: isoloss train --size",
@@ -68,7 +68,7 @@ KINDS = {
     "presets": "the paper's settings: isoloss train --preset",
     "studies": "whole experiments: isoloss study run",
     "executors": "where a study runs: isoloss study run --executor",
-    "runs": "trained here: isoloss show, isoloss eval",
+    "runs": "trained here: isoloss show, isoloss measure",
 }
 
 VOCABULARY, LENGTH = 30_522, 128  # that sizes are given for: BERT's vocabulary, and its usual sequences

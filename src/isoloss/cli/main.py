@@ -26,10 +26,9 @@ SUBCOMMANDS = {
     "text": "write a small sample text, Python's language reference, to files",
     "tokenizer": "learn a tokenizer from text",
     "train": "pre-train a model; the same command resumes",
-    "eval": "measure checkpoints: loss, flatness, downstream accuracy",
+    "measure": "measure checkpoints, of runs or any other: loss, flatness, downstream accuracy",
     "compare": "two checkpoints or more: the same loss? which is flatter, more robust, better at a task?",
     "average": "one model from the weights of several checkpoints: LAWA, soups",
-    "flatness": "flatness of any Hugging Face masked or causal language model, with its error",
     "expand": "a small transformer inside a larger one: the same function, and its flatness there",
     "transfer": "accuracy of models on a downstream task, by a probe or fine-tuning, and how they compare",
     "show": "what is in a run directory",
@@ -40,9 +39,11 @@ SUBCOMMANDS = {
 
 GOES_ON = {  # what is said of an interruption, before the command that was interrupted
     "train": "; the checkpoints are kept. To go on:",
-    "eval": "; what was measured of runs is kept. To go on:",
+    "measure": "; what was measured of runs is kept. To go on:",
     "study": "; what was done is kept. The same command goes on:",
 }
+
+RENAMED = {"eval": "isoloss measure", "flatness": "isoloss measure for one model, isoloss compare for several"}
 
 TEMPORARY_FAILURE = 75  # EX_TEMPFAIL
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
@@ -52,7 +53,7 @@ isoloss: tell apart language models that the pre-training loss cannot.
 
 examples:
   isoloss compare A B --data text.txt                which of two checkpoints is flatter, and more robust?
-  isoloss flatness CHECKPOINT --data text.txt        the flatness of a checkpoint
+  isoloss measure CHECKPOINT --data text.txt         loss and flatness of a checkpoint
   isoloss sample pcfg-laptop                         sentences from a language whose truth is known
   isoloss train runs/first --language pcfg-laptop    pre-train; Ctrl-C and the same command resume
   isoloss study run same-loss --scale laptop         the whole study, ending with a report
@@ -83,6 +84,9 @@ def main(arguments: list[str]) -> int:
 
         print(f"isoloss {__version__}")
         return 0
+    if subcommand in RENAMED:
+        _tell(f"isoloss: {subcommand} is now {RENAMED[subcommand]}, with the same options")
+        return 2
     if subcommand not in SUBCOMMANDS:
         _tell(
             f"isoloss: no subcommand {subcommand!r}{did_you_mean(subcommand, SUBCOMMANDS) or ';'} "

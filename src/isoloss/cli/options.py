@@ -144,7 +144,10 @@ class Parser(argparse.ArgumentParser):
         elif found := re.fullmatch(r"the following arguments are required: (.*)", message):
             names = found[1].split(", ")
             message = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} missing"
-        message = message.removeprefix("argument ").replace(": is ", " is ", 1)
+        elif found := re.fullmatch(r"argument (\S+): (.*)", message):
+            # what is named by its place has a word in capitals in the help
+            name = found[1] if found[1].startswith("-") else found[1].strip("[]").lower()
+            message = f"{name}{'' if found[2].startswith('is ') else ':'} {found[2]}"
         raise IsolossError(f"{message}; {self.more} says more")
 
     def print_described(

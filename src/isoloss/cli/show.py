@@ -61,5 +61,5 @@ def main(arguments: list[str]) -> int:
         columns, rows, num_text = Evaluations(("",) * len(evaluations), tuple(evaluations)).table()
         common.print_table("evaluations", columns, rows, left=num_text)
     else:
-        common.say("no evaluation yet: " + common.command("eval", run.path))
+        common.say("no evaluation yet: " + common.command("measure", run.path))
     return 0

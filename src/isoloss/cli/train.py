@@ -223,7 +223,7 @@ def _main(arguments: list[str]) -> int:
         common.say(f"checkpoints (step): {steps}")
         return 0
     common.say(f"checkpoints (step): {steps}; measure them with")
-    common.say("  " + common.command("eval", run.path))
+    common.say("  " + common.command("measure", run.path))
     return 0
 
 

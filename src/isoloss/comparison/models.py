@@ -92,16 +92,19 @@ class ModelComparison(TraceComparison):
         same_loss: The margin in nats per predicted token within which two losses count as the same.
         min_ratio: The smallest ratio of two traces that counts.
         inputs: The inputs that the models were measured on, in words.
+        measures: The measures that were asked for beside the usual ones.
     """
 
     same_loss: float = SAME_LOSS_NATS
     min_ratio: float = MIN_RATIO
     inputs: str = ""
+    measures: tuple[str, ...] = ()
 
     @functools.cached_property
     def titles(self) -> dict[str, str]:
         """The title of each estimate that is shown, in the order of the table."""
-        titles = TITLES | {name: f"accuracy on {task}, %" for name, task in self.tasks.items()}
+        own = {name: name for name in self.names if name.partition(",")[0] in self.measures}
+        titles = TITLES | own | {name: f"accuracy on {task}, %" for name, task in self.tasks.items()}
         if not any(each.details["embeddings"] for each in self.of("trace").values()):
             del titles["without_embeddings"]  # it is the trace
         return {name: title for name, title in titles.items() if name in self.names}
@@ -292,13 +295,19 @@ class ModelComparison(TraceComparison):
             first, second = self.models
             rows = []
             for name, title in self.titles.items():
-                difference = self.difference(name, second, first)
-                values = (number(each) for each in self.of(name).values())
-                rows.append([title, *values, number(difference), interval(difference)])
+                row = [title, *(number(each) for each in self.of(name).values()), "", ""]
+                if name in self.paired:
+                    difference = self.difference(name, second, first)
+                    row[3:] = number(difference), interval(difference)
+                rows.append(row)
             return ["", *names.values(), "second minus first", "95 % interval"], rows, 1
-        shown = {name: title for name, title in self.titles.items() if not brief or name in (*_BRIEF, *self.tasks)}
+        shown = {name: title for name, title in self.titles.items() if not brief or name in self._brief}
         cells = {model: [number(estimates[name]) for name in shown] for model, estimates in self.models.items()}
         return ["model", *shown.values()], [[names[model], *row] for model, row in cells.items()], 1
+
+    @property
+    def _brief(self) -> set[str]:
+        return {*_BRIEF, *self.tasks, *(name for name in self.titles if name not in TITLES)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""

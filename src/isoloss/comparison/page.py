@@ -78,7 +78,7 @@ def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
     first, *others = comparison.models
     names = comparison.short
     for name, title in comparison.titles.items():
-        for other in others:
+        for other in others if name in comparison.paired else ():
             label = title if len(others) == 1 else names[other]
             group = "" if len(others) == 1 else title
             if name in _RATIOS:

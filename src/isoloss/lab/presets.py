@@ -44,7 +44,7 @@ class Preset:
         text_objective: What is masked in text.
         masked_copies: Fixed masks of each sentence of a finite training set; 0: a new mask every time.
         is_framed: Whether [CLS] and [SEP] stand around the sentences of a synthetic language.
-        measures: Settings of the measures of `isoloss eval`, by field.
+        measures: Settings of the measures of `isoloss measure`, by field.
         probe: The linear probe.
         lookup: The probe of the look-up table.
         finetuning: Fine-tuning.

@@ -415,7 +415,7 @@ def _eval_arguments(run: Run, experiment: Experiment, part: Measurement) -> tupl
         for word in (f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list | tuple) else [value]))
     ]
     steps = map(str, part.steps or experiment.kept_steps)
-    return ("eval", str(run.path), "--measures", *part.measures, "--steps", *steps, *settings, *_device(part.needs))
+    return ("measure", str(run.path), "--measures", *part.measures, "--steps", *steps, *settings, *_device(part.needs))
 
 
 def _device_name(needs: Resources) -> str:

@@ -37,7 +37,7 @@ class Measurement:
         measures: Names of registered measures (`isoloss ls measures`), at least one.
         steps: Steps that have a checkpoint; `"last"`: the last one, wherever a target ends the run; empty: every
             checkpoint that the run keeps.
-        settings: Settings of the measures, e.g. `{"loss_sentences": 256}`, as the options of `isoloss eval`.
+        settings: Settings of the measures, e.g. `{"loss_sentences": 256}`, as the options of `isoloss measure`.
         name: First part of the unit's name; the second is the run.
         needs: What the unit needs; with GPUs it measures on `cuda`.
         expected: What it is expected to take; None: a rough guess of the time.

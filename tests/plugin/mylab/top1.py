@@ -1,4 +1,4 @@
-"""A measure: how often the right token is among the most probable ones. `isoloss eval --measures top1` takes it."""
+"""A measure: how often the right token is among the most probable ones. `isoloss measure --measures top1` takes it."""
 
 from typing import Annotated, Any
 

@@ -21,10 +21,11 @@ from isoloss.flatness.robustness import ROBUSTNESS, Noise, loss_rises
 from isoloss.lab.evaluation.context import Checkpoints, MeasureContext, ModelInfo, data_context, language_context
 from isoloss.lab.evaluation.input_config import InputConfig, language_of_runs
 from isoloss.lab.evaluation.measures.base import MeasureResult
+from isoloss.lab.evaluation.measures.flatness import flatness_measure
 from isoloss.lab.evaluation.measures.transfer import Probe, task_probes
 from isoloss.runs import last_checkpoint
 from isoloss.statistics.checking import at_least, positive
-from isoloss.statistics.comparison import times
+from isoloss.statistics.comparison import label, times
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import ratio_estimate
 from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS
@@ -45,11 +46,15 @@ def compare(
     tokenizer: PreTrainedTokenizerFast | str | None = None,
     tasks: Sequence[str] = (),
     task_data: Sequence[str] = (),
+    measures: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
     pooling: Literal["auto", "last", "mean", "first", "concatenate"] = "auto",
     num_sequences: int = 512,
     seed: int = 0,
     causal: bool | None = None,
     robustness: bool = True,
+    rtol: float | None = None,
+    seconds: float | None = None,
     same_loss: float = SAME_LOSS_NATS,
     min_ratio: float = MIN_RATIO,
     inputs: InputConfig | None = None,
@@ -83,12 +88,18 @@ def compare(
             task of your own is NAME=PATH: a file (.csv, .tsv, .jsonl, .json) with the columns `text` and `label`, and
             `pair` where an example is two texts; one example in five, which `seed` draws, is for testing.
         task_data: Where the examples of tasks are, as NAME=PATH.
+        measures: Further measures of flatness (`isoloss ls measures`), on the same inputs, each a row of the table.
+        settings: Settings of the measures, by the names of their fields; `num_probes` and `rescaling_granularity` are
+            those of the traces too.
         pooling: Which token states the probes of tasks read, as for `isoloss.linear_probe`; `auto`: the last
             token of causal models, the mean over tokens of masked ones. The ranking of models may depend on it.
         num_sequences: The most sequences of `data` to measure on.
         seed: Decides which sequences are taken, their masks, and all random draws.
         causal: For `batches`: whether position t predicts token t + 1; None: by the models' class, then their config.
         robustness: Whether to measure how far the loss rises under small changes of the weights.
+        rtol: Stop measuring the traces as soon as the first model's standard error is at most this fraction of its
+            trace; the others get as many sequences.
+        seconds: Stop after this time, in the same way.
         same_loss: Margin in nats per predicted token within which two losses count as the same.
         min_ratio: The smallest ratio of two traces that counts: the flattest model's are smaller by this factor.
         inputs: How `data` is read: length, masking, and so on. The tokenizer is an argument of its own.
@@ -123,8 +134,11 @@ def compare(
         >>> comparison.difference("int4_rise", "b", "a").unit
         'nats per predicted token'
     """
-    settings = {"probe_solver": "convex", "seed": seed} | ({} if pooling == "auto" else {"probe_pooling": pooling})
-    probes = task_probes(tasks, task_data, settings)
+    own = {} if pooling == "auto" else {"probe_pooling": pooling}
+    probes = task_probes(tasks, task_data, {"probe_solver": "convex", "seed": seed} | own)
+    settings = {"num_sequences": num_sequences, "seed": seed} | dict(settings or {})
+    # the traces are measured in any case
+    others = {name: flatness_measure(name, settings) for name in measures if name not in ("trace", "minimal-trace")}
     positive("same_loss", same_loss)
     at_least("min_ratio", min_ratio, 1)
     named = {
@@ -143,14 +157,25 @@ def compare(
 
     # 1. the inputs that all models are measured on, and the few of them on which the weights are changed
     if batches is None:
-        context = _context(named, checkpoints.infos, data, tokenizer, inputs or InputConfig())
+        # a measurement that may stop early takes its inputs in random order, or it would be of the start of the data
+        is_shuffled = rtol is not None or seconds is not None
+        context = _context(named, checkpoints.infos, data, tokenizer, inputs or InputConfig(), shuffled=is_shuffled)
+        for name, measure in others.items():
+            if (reason := measure.why_not_applicable(context)) is not None:
+                raise IsolossError(f"{name} cannot be measured: {reason}")
         made, causal = context.inputs(num_sequences, seed), context.is_causal
         batches, few = made.batches, made.some(_ROBUSTNESS_SEQUENCES, seed).batches
         read, bytes_per_token = made.description, made.bytes_per_token
         auxiliary_sample = made.auxiliary_sample if context.has_embeddings else None
         probes = _fitting(probes, pooling, context, checkpoints.infos)
     else:
-        given = {"data": data, "tokenizer": tokenizer, "inputs": inputs, "tasks": tasks or None}
+        given = {
+            "data": data,
+            "tokenizer": tokenizer,
+            "inputs": inputs,
+            "tasks": tasks or None,
+            "measures": measures or None,
+        }
         if unused := [name for name, value in given.items() if value is not None]:
             raise IsolossError(f"batches are given: leave out {' and '.join(unused)}, for reading text, or the batches")
         if not isinstance(batches, Mapping):  # that one is refused by the measurement
@@ -160,6 +185,9 @@ def compare(
     # 2. of each model, while it is loaded: trace and minimal trace, then robustness and the tasks
     def further(model: nn.Module) -> dict[str, Estimate]:
         found = loss_rises(model, few, _changes(seed), causal=causal) if robustness else {}
+        for name, measure in others.items():
+            estimates = MeasureResult.of(name, measure.run(model, context)).estimates
+            found |= {label(name, each, tuple(estimates)): estimate for each, estimate in estimates.items()}
         return found | {f"{PROBE}{task}": _accuracy(probe, model, context) for task, probe in probes.items()}
 
     # 3. one table, which judges itself
@@ -170,15 +198,19 @@ def compare(
                 name: {**estimates, "bits_per_byte": _bits_per_byte(estimates["loss"], bytes_per_token)}
                 for name, estimates in compared.models.items()
             }
-        return ModelComparison(**fields, same_loss=same_loss, min_ratio=min_ratio, inputs=read)
+        return ModelComparison(**fields, same_loss=same_loss, min_ratio=min_ratio, inputs=read, measures=tuple(others))
 
     try:
         compared = compare_traces(
             {name: functools.partial(checkpoints.model, name) for name in named},
             batches,
             seed=seed,
+            num_probes=settings.get("num_probes"),
+            rtol=rtol,
+            seconds=seconds,
             causal=causal,
             auxiliary_sample=auxiliary_sample,
+            granularity=settings.get("rescaling_granularity", "tensor"),
             further=further,
             progress=progress,
         )
@@ -195,6 +227,8 @@ def _context(
     data: str | Path | None,
     tokenizer: PreTrainedTokenizerFast | str | None,
     config: InputConfig,
+    *,
+    shuffled: bool,
 ) -> MeasureContext:
     """Return what models are measured on: text or token ids; without any, the language of their runs, or `DATA`."""
     if isinstance(tokenizer, str):
@@ -204,10 +238,10 @@ def _context(
         names = [str(given) if isinstance(given, str | Path) else name for name, given in named.items()]
         if (run := language_of_runs(names)) is not None:
             config.check_run(infos[0].name)
-            return language_context(run.language, run.objective, infos, config, shuffled=False)
+            return language_context(run.language, run.objective, infos, config, shuffled=shuffled)
     if not has_tokenizer and not any(info.has_tokenizer for info in infos):
         raise IsolossError(f"{infos[0].name} is a model in memory, which has no tokenizer: give tokenizer")
-    return data_context(Path(data or DATA), infos, config, shuffled=False, tokenizer=tokenizer)
+    return data_context(Path(data or DATA), infos, config, shuffled=shuffled, tokenizer=tokenizer)
 
 
 def _fitting(

@@ -7,6 +7,7 @@ not measured again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import re
 import time
@@ -30,14 +31,28 @@ from isoloss.statistics.tables import Tabular, text_table
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
-    from isoloss.lab.evaluation.context import MeasureContext
+    from isoloss.lab.evaluation.context import MeasureContext, ModelInfo
 
 DEFAULT = ("loss", "trace")
 HEADER = ("measure", "estimate", "value ± standard error", "averaged over", "error over")
 
-Progress = Callable[[int, int, str], None]  # evaluations done, all of them, and which comes next
+Progress = Callable[[int, int, str], None]  # evaluations done, all of them, and the one in work
 Settings = Mapping[str, Any]
 Step = int | Literal["last"]
+
+
+class InterruptedEvaluation(KeyboardInterrupt):
+    """Ctrl-C while checkpoints are measured on data or on a language.
+
+    Attributes:
+        complete: The evaluations that were done.
+        name: The measure and the model in work.
+        partial: The estimate so far; None where there was no error yet.
+    """
+
+    def __init__(self, complete: Evaluations, name: str, partial: Estimate | None) -> None:
+        super().__init__(f"interrupted while {name} was measured")
+        self.complete, self.name, self.partial = complete, name, partial
 
 
 def evaluate(
@@ -53,8 +68,13 @@ def evaluate(
     output: str | Path | None = None,
     device: str = "auto",
     dtype: str = "float32",
+    attention: str = "auto",
+    module: str | None = None,
+    rtol: float | None = None,
+    seconds: float | None = None,
     trust_remote_code: bool = False,
     ignore_unexpected_weights: bool = False,
+    on_inputs: Callable[[Sequence[ModelInfo], MeasureContext], None] | None = None,
     progress: Progress | None = None,
 ) -> Evaluations:
     """Measure checkpoints of runs on their own language, or any checkpoints on text or on a language.
@@ -74,16 +94,23 @@ def evaluate(
         output: For `data` or a `language`: a folder for the files that a run has in its `evaluations`.
         device: auto, cpu, cuda, cuda:1, mps.
         dtype: For `data` or a `language`: the type of the weights.
+        attention: For `data` or a `language`: the kernel, as for `isoloss.load_model`.
+        module: For files of weights: `FILE.py:NAME`, as for `isoloss.load_model`.
+        rtol: For measures of flatness, on `data` or a `language`: stop when the standard error is at most this fraction
+            of the value.
+        seconds: For the same: stop after this time.
         trust_remote_code: Whether code that comes with a checkpoint may run.
         ignore_unexpected_weights: Whether to leave out weights that a checkpoint has and the model of its config.json
             does not, as for `isoloss.load_model`.
-        progress: Called before every evaluation with how many are done and to be done, and which comes next.
+        on_inputs: For `data` or a `language`: called once with the models and with the context of their measurement.
+        progress: Called with how many evaluations are done and to be done, and with the one in work.
 
     Returns:
         The evaluations, those of one model by step; `print` shows a table.
 
     Raises:
         IsolossError: An unknown measure, setting, run or checkpoint, or a measure that does not apply.
+        InterruptedEvaluation: Ctrl-C; it carries the evaluations that are complete. Those of runs are in files.
 
     Example:
         >>> from isoloss import evaluate
@@ -134,7 +161,7 @@ def evaluate(
     checkpoints = [str(name) for name in names]
     refuse_twice(checkpoints)
     for name in checkpoints:
-        places.check_reachable(name)
+        places.check_reachable(name, module)
     if data is not None:
         hub_datasets.check_data(data)
     else:
@@ -151,36 +178,54 @@ def evaluate(
         )
     import torch
 
+    from isoloss.flatness import InterruptedEstimate
     from isoloss.lab.evaluation import context as contexts
 
     options: Any = {
         "device": device,
         "dtype": getattr(torch, dtype),
+        "attention": attention,
+        "module": module,
         "trust_remote_code": trust_remote_code,
         "ignore_unexpected_weights": ignore_unexpected_weights,
     }
     loading = contexts.Checkpoints({name: name for name in checkpoints}, **options)
     infos = loading.infos
+    # a measurement that may stop early takes its inputs in random order, or it would be of the start of the data
+    shuffled = rtol is not None or seconds is not None
     if data is not None:
-        context = contexts.data_context(Path(data), infos, inputs, shuffled=False)
+        context = contexts.data_context(Path(data), infos, inputs, shuffled=shuffled)
     else:
         objective = objective or inputs.objective(infos[0].name, is_causal=infos[0].outline.causal, default="one")
-        context = contexts.language_context(language, objective, infos, inputs, shuffled=False)
+        context = contexts.language_context(language, objective, infos, inputs, shuffled=shuffled)
+    context.rtol, context.seconds = rtol, seconds
     chosen = _applying(measures, settings, context, ", ".join(checkpoints))
+    if on_inputs is not None:
+        on_inputs(infos, context)
     done: list[tuple[str, Evaluation]] = []
     for name in checkpoints:
         model = loading.model(name)
         weights = files.tensors_sha256(sorted(model.state_dict().items()))
         for measure in chosen:
             if progress is not None:
-                progress(len(done), len(checkpoints) * len(chosen), f"{measure} of {name}")
-            evaluation, examples = _measured(measure, settings, model, context, step=None, weights=weights)
+                report = functools.partial(_report, progress, len(done), len(checkpoints) * len(chosen))
+                report(f"{measure} of {name}")
+                context.progress = functools.partial(report, f"{measure} of {name}")
+            try:
+                evaluation, examples = _measured(measure, settings, model, context, step=None, weights=weights)
+            except KeyboardInterrupt as stop:
+                partial = stop.partial if isinstance(stop, InterruptedEstimate) else None
+                raise InterruptedEvaluation(Evaluations.of(done), f"{measure} of {name}", partial) from stop
             done.append((name, evaluation))
             if output is not None:
                 path = Path(output) / _folder_name(name) / f"{measure}.json"
                 files.write_bytes(path.with_suffix(".safetensors"), examples)
                 files.write_sealed(path, {"model": name, **evaluation.to_dict()})
     return Evaluations.of(done)
+
+
+def _report(progress: Progress, done: int, total: int, name: str, part: int | None = None) -> None:
+    progress(done, total, name if part is None else f"{name}, {part:,} done")
 
 
 def _folder_name(name: str) -> str:

@@ -94,7 +94,7 @@ def common_run_config(names: Sequence[str]) -> TrainConfig:
         if checkpoint is None:
             raise IsolossError(
                 f"{name} is not a checkpoint of a run, so there is no language to measure it on: add --data with "
-                "text or a .npy file of token ids, or measure it on a language with isoloss eval --language"
+                "text or a .npy file of token ids, or measure it on a language with isoloss measure --language"
             )
         config = checkpoint[0].absolute_config
         if known is not None and (known[1].language, known[1].objective) != (config.language, config.objective):

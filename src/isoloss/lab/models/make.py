@@ -15,6 +15,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab.languages.base import Language
 from isoloss.lab.models.architectures import Architecture, at_predicted
 from isoloss.lab.models.dropout import with_fast_dropout
+from isoloss.model_checks import forward_arguments, logits_of_output
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig
 from isoloss.text.masking import IGNORED, Batch
@@ -79,5 +80,8 @@ def predicted_logits(model: nn.Module, batch: Batch, *, causal: bool) -> torch.T
     if isinstance(model, PreTrainedModel) and architecture_of(model):  # without the logits of the other positions
         some: torch.Tensor = model.get_output_embeddings()(predicted_states(model, batch))
         return some
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch.get("attention_mask")}
+    if not isinstance(model, PreTrainedModel):
+        inputs = forward_arguments(model, inputs)
+    logits = logits_of_output(model(**inputs))
     return at_predicted(logits, batch["labels"] != IGNORED, causal=causal)

@@ -14,7 +14,7 @@ if os.getsid(0) != os.getpid():
 
 for name in (
     "isoloss.cli.train",
-    "isoloss.cli.eval",
+    "isoloss.cli.measure",
     "isoloss.lab.evaluation.evaluator",
     "isoloss.lab.evaluation.loss",
     "isoloss.lab.evaluation.measures.flatness",

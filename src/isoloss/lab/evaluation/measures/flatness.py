@@ -68,7 +68,7 @@ Matrix = Annotated[
 
 
 def flatness_measures() -> dict[str, type[FunctionMeasure]]:
-    """Return the measures of a model and sequences alone, which `isoloss flatness` takes, by name."""
+    """Return the measures of a model and sequences alone, which `isoloss compare` takes too, by name."""
     classes = MEASURES.loaded(measure_class).items()
     return {name: cls for name, cls in classes if issubclass(cls, FunctionMeasure) and cls.is_of_flatness}
 
@@ -83,7 +83,7 @@ def flatness_measure(name: str, settings: Mapping[str, Any] | None = None) -> Fu
         raise IsolossError(f"no measure {name!r}{guess} the measures of flatness are {', '.join(known)}") from None
     measure = make_measure(name, settings)
     if not isinstance(measure, FunctionMeasure) or not measure.is_of_flatness:
-        raise IsolossError(f"{name} is no measure of flatness, and isoloss eval measures it: choose {', '.join(known)}")
+        raise IsolossError(f"{name} is no measure of flatness, and isoloss measure takes it: choose {', '.join(known)}")
     return measure
 
 

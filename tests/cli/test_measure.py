@@ -1,15 +1,16 @@
-"""`isoloss flatness` as a user meets it: several models, stopping, interruptions, and what it refuses."""
+"""`isoloss measure` as a user meets it: runs, other checkpoints, stopping, interruptions, and what it refuses."""
 
 import dataclasses
 import json
-import re
 import shutil
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from speaking import trace_of
+from speaking import as_json, trace_of
+from speaking import refusal as refusal_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -22,13 +23,11 @@ from transformers import (
 )
 
 from isoloss.cli.main import main
-from isoloss.comparison.traces import compare_traces
-from isoloss.errors import IsolossWarning
-from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
+from isoloss.flatness import InterruptedEstimate, fisher_trace
 from isoloss.lab.evaluation import context as contexts
+from isoloss.runs import Run, checkpoint_of
 from isoloss.statistics.estimate import rounded
 from isoloss.statistics.ratio import ClusteredRatio
-from isoloss.statistics.tables import short_names
 from isoloss.text import inputs
 from isoloss.text.tokenizers import load_tokenizer
 
@@ -64,10 +63,37 @@ def llama(size, vocab=VOCAB):
     ).eval()
 
 
+SETTINGS = ("--loss-sentences", "64", "--num-sequences", "32", "--num-train", "64", "--num-test", "64")
+MEASURES = ("--measures", "loss", "trace", "probe-root", *SETTINGS, "--probe-seeds", "2", "--probe-epochs", "2")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    path = tmp_path_factory.mktemp("measure") / "run"
+    words = ["train", str(path), "--language", "pcfg-laptop", "--size", "d16", "--steps", "30", "--checkpoints", "10"]
+    assert main([*words, "--batch-size", "8", "--threads", "1"]) == 0
+    return path
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A run of its own for each test, without evaluations."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def estimates(document):
+    return {(e["measure"], e["step"]): e["estimates"] for e in document["evaluations"]}
+
+
+def kept(run):
+    return sorted(path.name for path in run.joinpath("evaluations").glob("*.json"))
+
+
 def call(capsys, *words, status=0):
     """What a call prints on stdout and stderr."""
     capsys.readouterr()
-    assert main(["flatness", *map(str, words)]) == status
+    measures = () if "--measures" in words or "--control" in words else ("--measures", "trace")
+    assert main(["measure", *map(str, words), *measures]) == status
     return capsys.readouterr()
 
 
@@ -75,7 +101,7 @@ def refusal(capsys, *words):
     out, err = call(capsys, *words, status=2)
     assert out == ""
     *notes, sentence = err.splitlines()
-    assert sentence.startswith("isoloss flatness: ")
+    assert sentence.startswith("isoloss measure: ")
     assert not any(note.startswith(("isoloss", "Traceback")) for note in notes)
     return sentence
 
@@ -121,7 +147,8 @@ def test_text_in_another_column_or_in_a_dataset_is_the_same_text(capsys, reader,
 
 def test_an_exact_number_is_printed_to_five_digits_and_kept_whole_in_json(capsys, folder):
     words = (folder / "a", "--data", folder / "ids.npy", "--measures", "squared-norm")
-    value = json.loads(call(capsys, *words, "--json").out)["models"][0]["estimates"]["squared-norm"]["squared-norm"]
+    (evaluation,) = json.loads(call(capsys, *words, "--json").out)["evaluations"]
+    value = evaluation["estimates"]["squared-norm"]
     parameters = LlamaForCausalLM.from_pretrained(folder / "a").parameters()
     assert value["value"] == pytest.approx(sum(float(p.detach().double().square().sum()) for p in parameters))
     assert len(str(value["value"]).replace(".", "")) > 8
@@ -188,7 +215,6 @@ def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
         "and 16 directions of their mean embedding"
     )
     assert sentence in " ".join(call(capsys, tmp_path / "loud", *data).out.split())
-    assert sentence in " ".join(call(capsys, tmp_path / "loud", folder / "b", *data).out.split())
     masked = (folder / "bert", *data, "--mask-id", "19", "--masking", "one", "--json")
     assert trace_of(json.loads(call(capsys, *masked).out))["details"]["auxiliary_sequences"] == 4000
     assert "adjusted" not in call(capsys, folder / "a", "--data", folder / "ids.npy").out  # all that there is
@@ -209,9 +235,8 @@ def test_sequences_unlike_the_rest_are_said(capsys, folder, tmp_path, monkeypatc
     np.save(tmp_path / "ids.npy", ids)
     monkeypatch.setattr(inputs.Rows, "__iter__", lambda rows: iter([{"input_ids": torch.from_numpy(ids) + VOCAB // 2}]))
     sentence = "not adjusted to the rest of the data by its tokens: those that were measured differ from them"
-    for names in ((folder / "a",), (folder / "a", folder / "b")):
-        out = call(capsys, *names, "--data", tmp_path / "ids.npy", "--num-sequences", "400").out
-        assert sentence in " ".join(out.split())
+    out = call(capsys, folder / "a", "--data", tmp_path / "ids.npy", "--num-sequences", "400").out
+    assert sentence in " ".join(out.split())
 
 
 def test_a_tolerance_stops_early_or_says_that_it_was_not_reached(capsys, folder):
@@ -224,7 +249,7 @@ def test_a_tolerance_stops_early_or_says_that_it_was_not_reached(capsys, folder)
     fewer = call(capsys, *words, "--rtol", "1e-6", "--num-sequences", "100").out
     assert f"{above}, with --num-sequences" in " ".join(fewer.split())
     held = len(np.load(folder / "ids.npy"))
-    assert fewer.endswith(f"--batch-size 16 --rtol 1e-6 --num-sequences {held}\n")
+    assert fewer.endswith(f"--batch-size 16 --rtol 1e-6 --measures trace --num-sequences {held}\n")
     timed = trace_of(json.loads(call(capsys, *words, "--seconds", "1e-9", "--json").out))
     assert (timed["details"]["ended"], timed["samples"]) == ("seconds", 64)
 
@@ -253,18 +278,22 @@ def test_inputs_come_in_random_order_where_it_may_stop_early(capsys, folder, tmp
     assert trace_of(order)["value"] == whole["value"]
 
 
-def test_an_interruption_prints_the_estimate_so_far(capsys, folder, monkeypatch):
+def test_an_interruption_prints_what_is_done_and_the_estimate_so_far(capsys, folder, monkeypatch):
     def stopped(model, batches, rtol=None, **_):
         raise InterruptedEstimate(fisher_trace(model, batches[:1], causal=True))
 
     import isoloss.flatness as package
 
     monkeypatch.setattr(package, "fisher_trace", stopped)
-    out, err = call(capsys, folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", status=130)
-    assert "measured; the estimate from the first 50 sequences in the order of the data, which are not a random" in err
-    _, err = call(capsys, folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", "--rtol", "0.1", status=130)
-    assert "was measured; the estimate from the first 50 sequences:" in err
+    words = (folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", "--measures", "squared-norm", "trace")
+    out, err = call(capsys, *words, status=130)
+    assert f"interrupted while trace of {folder / 'a'} was measured" in err
+    assert out.startswith("squared-norm: ")
+    assert f"trace of {folder / 'a'} so far: " in out
     assert "over 50 sequences" in out
+    document = json.loads(call(capsys, *words, "--json", status=130).out)
+    assert [evaluation["measure"] for evaluation in document["evaluations"]] == ["squared-norm"]
+    assert document["interrupted"]["estimate"]["samples"] == 50
 
 
 def test_each_measure_says_what_makes_its_error_smaller(capsys, folder):
@@ -297,8 +326,8 @@ def test_every_model_has_the_time_for_its_eigenvalues(capsys, folder):
     words = (folder / "a", folder / "b", "--data", folder / "ids.npy", "--measures", "largest-eigenvalue", "--json")
     out, err = call(capsys, *words, "--seconds", "1e-9")
     assert "ended with product 1 with the matrix, before it converged: the values are too small" in err
-    models = json.loads(out)["models"]
-    details = [model["estimates"]["largest-eigenvalue"]["largest-eigenvalue"]["details"] for model in models]
+    evaluations = json.loads(out)["evaluations"]
+    details = [evaluation["estimates"]["largest-eigenvalue"]["details"] for evaluation in evaluations]
     assert [(one["ended"], one["iterations"], one["converged"]) for one in details] == [("seconds", 1, False)] * 2
 
 
@@ -324,107 +353,76 @@ def test_a_trained_llama_agrees_with_plain_gradients_of_every_label(capsys, tmp_
     assert np.std(values, ddof=1) < 0.1 * np.mean(exact)
 
 
-# --- several models --------------------------------------------------------------------------------------------------
-
-
-def test_several_models_are_compared_on_the_same_inputs(capsys, folder):
-    names = [str(folder / name) for name in "abc"]
-    document = json.loads(call(capsys, *names, "--data", folder / "ids.npy", "--measures", "trace", "--json").out)
-    ids = torch.from_numpy(np.load(folder / "ids.npy"))
-    with pytest.warns(IsolossWarning, match="have different parameters"):
-        expected = compare_traces(
-            {names[0]: llama(16), names[2]: llama(32)}, [{"input_ids": ids, "labels": ids}], causal=True
-        )
-    for found, wanted in zip((document["models"][0], document["models"][2]), expected.models.values(), strict=True):
-        estimates = found["estimates"]["trace"]
-        assert estimates["trace"]["value"] == pytest.approx(wanted["trace"].value, rel=1e-5)
-        assert estimates["loss"]["value"] == pytest.approx(wanted["loss"].value, rel=1e-6)
-    compared = document["comparisons"]["trace"]
-    assert [(pair["first"], pair["second"]) for pair in compared["pairs"] if pair["estimate"] == "trace"] == [
-        (names[0], names[1]),
-        (names[0], names[2]),
-        (names[1], names[2]),
-    ]
-    assert sorted(compared["ranking"]["trace"]) == names
-    assert list(compared["probability_of_smallest"]["trace"]) == names
-    assert document["interrupted"] is None
-
-
-@pytest.mark.parametrize("measures", [["minimal-trace"], []])
-def test_models_of_different_widths_are_compared_with_one_warning_and_no_verdict(capsys, folder, measures):
-    words = ("--data", folder / "ids.npy", "--num-sequences", "40", *["--measures"] * bool(measures), *measures)
-    out, err = call(capsys, folder / "a", folder / "c", *words)
-    assert err.count("have different parameters") == 1
-    assert out.count("minus") == 1
-    assert "No verdict on which is the flattest. a and c have different parameters" in " ".join(out.split())
-    assert "different parameters" not in call(capsys, folder / "a", folder / "b", *words).err
-
-
-def test_the_tables_use_short_names_and_end_with_a_verdict(capsys, folder, tmp_path):
-    figure = tmp_path / "figure.svg"
-    words = (folder / "a", folder / "b", "--data", folder / "ids.npy")
-    out, err = call(capsys, *words, "--figure", figure)
+def test_several_models_stand_in_one_table(capsys, folder, tmp_path):
+    for name, step in (("a", 1000), ("b", 200)):
+        shutil.copytree(folder / name, tmp_path / "out" / f"checkpoint-{step}")
+    words = (tmp_path / "out", "--data", folder / "ids.npy", "--measures", "loss", "trace")
+    out, err = call(capsys, *words, "--by-layer")
+    early, late = (str(tmp_path / "out" / f"checkpoint-{step}") for step in (200, 1000))
+    assert f"out: 2 checkpoints, {early} to {late}\n" in err
+    assert [line.split()[0] for line in out.splitlines()[2:6]] == [late, early] * 2
+    assert out.count("by layer") == 2
     document = json.loads(call(capsys, *words, "--json").out)
-    estimates = {model["model"]: model["estimates"] for model in document["models"]}
-    lines = out.splitlines()
-    assert lines[1].split()[:2] == ["model", "parameters"]
-    ranking = document["comparisons"]["trace"]["ranking"]["trace"]
-    for line, model in zip(lines[2:4], ranking, strict=True):
-        trace, rest = (estimates[model]["trace"][key] for key in ("trace", "without_embeddings"))
-        minimal = estimates[model]["minimal-trace"]["minimal-trace"]
-        shares = [share for name, share in trace["by_parameter"].items() if "embed_tokens" not in name]
-        assert rest["value"] == pytest.approx(sum(shares), rel=1e-9)
-        cells = re.split(r"\s{2,}", line)
-        assert cells[0] == short_names(ranking)[model]
-        assert cells[3:6] == [rounded(part["value"], part["stderr"]) for part in (trace, rest, minimal)]
-    assert "1,400 predicted tokens in 200 sequences; ± is the standard error over 200 sequences" in out
-    assert document["measures"] == ["trace", "minimal-trace"]
-    assert document["verdict"]["text"] in " ".join(out.split())
-    assert set(document["comparisons"]) == {"trace", "minimal-trace"}
-    assert figure.read_bytes().startswith(b"<svg")
-    assert str(figure) in err
+    assert [(each["model"], each["measure"]) for each in document["evaluations"]] == [
+        (model, measure) for model in (early, late) for measure in ("loss", "trace")
+    ]
 
 
-def test_a_difference_in_loss_gives_no_verdict(capsys, folder, tmp_path):
-    worse = llama(16)
-    with torch.no_grad():
-        worse.lm_head.weight *= 30
-    worse.save_pretrained(tmp_path / "worse")
-    words = (folder / "a", tmp_path / "worse", "--data", folder / "ids.npy", "--num-sequences", "64", "--json")
-    document = json.loads(call(capsys, *words).out)
-    assert document["verdict"]["flattest"] is None
-    assert "loss" in document["verdict"]["reasons"]
-    assert "loss" not in json.loads(call(capsys, *words, "--same-loss-nats", "100").out)["verdict"]["reasons"]
-    assert "--same-loss-nats is -1" in refusal(capsys, *words[:-1], "--same-loss-nats", "-1")
+def test_a_control_says_what_rescaling_changes(capsys, folder):
+    out = call(capsys, folder / "a", "--data", folder / "ids.npy", "--num-sequences", "32", "--control").out
+    assert f"control of {folder / 'a'}: a random exact rescaling multiplies the trace by" in " ".join(out.split())
 
 
-def test_copies_are_called_identical(capsys, folder, tmp_path):
-    llama(16).save_pretrained(tmp_path / "same")
-    out, _ = call(capsys, folder / "a", tmp_path / "same", "--data", folder / "ids.npy", "--measures", "trace")
-    assert "have identical weights. There is nothing to compare." in " ".join(out.split())
+def test_a_checkpoint_of_a_run_may_be_measured_otherwise_on_its_language(capsys, run):
+    checkpoint = run / "checkpoints" / "step-10"
+    words = (checkpoint, "--num-sequences", "256", "--batch-size", "32")
+    trace = trace_of(json.loads(call(capsys, *words, "--rtol", "0.9", "--json").out))
+    assert (trace["details"]["ended"], trace["details"]["sequences"]) == ("rtol", 64)
+    assert kept(run) == []
+    assert "is a run" in refusal(capsys, run, "--rtol", "0.9")
+    assert "leave out steps" in refusal(capsys, checkpoint, "--steps", "10")
 
 
-def test_an_interrupted_comparison_prints_what_is_done(capsys, folder, monkeypatch):
-    measure = fisher.ExactLabels.measure
-    widths = []
+def test_a_checkpoint_is_the_run_at_its_step(capsys, run):
+    checkpoint = run / "checkpoints" / "step-10"
+    alone = as_json(capsys, "measure", checkpoint, *MEASURES)
+    assert {e["model"] for e in alone["evaluations"]} == {str(checkpoint)}
+    assert kept(run) == ["loss@step-10.json", "probe-root@step-10.json", "trace@step-10.json"]
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*.json")}
+    of_run = as_json(capsys, "measure", run, "--steps", "10", *MEASURES)
+    assert of_run["evaluations"] == [{**e, "model": str(run)} for e in alone["evaluations"]]
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*.json")} == before
 
-    def stop(self, batch):
-        widths.append(len(self.parameters))
-        if len(widths) == 12:  # four batches a model: the last one of the third
-            raise KeyboardInterrupt
-        return measure(self, batch)
 
-    monkeypatch.setattr(fisher.ExactLabels, "measure", stop)
-    words = [folder / name for name in "abc"]
-    out, err = call(capsys, *words, "--data", folder / "ids.npy", "--batch-size", "50", status=130)
-    assert re.search("a minus b|b minus a", out)
-    assert f"trace of {folder / 'c'} so far: " in out
-    assert f"interrupted while trace of {folder / 'c'} was measured" in err
-    widths.clear()
-    words = [*words, "--data", folder / "ids.npy", "--batch-size", "50", "--json"]
-    document = json.loads(call(capsys, *words, status=130).out)
-    assert [model["model"] for model in document["models"]] == [str(folder / name) for name in "ab"]
-    assert document["interrupted"]["estimate"]["samples"] == 150
+def test_a_trace_is_printed_with_and_without_embeddings(capsys, run):
+    capsys.readouterr()
+    assert main(["measure", str(run), "--steps", "30", "--measures", "trace", *SETTINGS]) == 0
+    printed = capsys.readouterr().out
+    assert main(["show", str(run)]) == 0
+    shown = capsys.readouterr().out
+    trace = Run(run).evaluation("trace", 30).estimates["trace"]
+    rest = [value for name, value in trace.by_parameter.items() if name not in trace.details["embeddings"]]
+    assert 0 < len(rest) < len(trace.by_parameter)
+    expected = f"{trace} ({rounded(sum(rest), trace.details['without_embeddings_stderr'])} without embeddings)"
+    assert expected in printed
+    assert expected in shown
+
+
+def test_a_run_knows_its_checkpoints(run):
+    assert checkpoint_of(run / "checkpoints" / "step-10") == (Run(run), 10)
+    for path in (run, run / "checkpoints", run / "checkpoints" / "step-20"):
+        assert checkpoint_of(path) is None
+
+
+def test_what_is_no_checkpoint_of_a_run_is_refused(capsys, run, tmp_path):
+    path = run / "checkpoints" / "step-20"
+    assert f"there is no checkpoint {path}: it is not a folder" in refusal_of(capsys, "measure", path, alone=True)
+    message = refusal_of(capsys, "measure", tmp_path, alone=True)
+    assert f"{tmp_path} is neither a run directory (it has no run.json) nor a checkpoint in one" in message
+    checkpoint = run / "checkpoints" / "step-10"
+    message = refusal_of(capsys, "measure", checkpoint, "--steps", "10", alone=True)
+    assert message.endswith(f"{checkpoint} is one checkpoint: leave out steps, or name the run, {run}")
+    assert kept(run) == []
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -449,39 +447,23 @@ def test_models_without_a_common_meaning_are_refused(capsys, folder, tmp_path):
     assert "first" in out
 
 
-def test_checkpoints_of_runs_are_compared_on_the_language_they_share(capsys, tmp_path):
-    for name, masking in (("x", "one"), ("y", "fraction")):
-        words = ["train", str(tmp_path / name), "--language", "pcfg-laptop", "--size", "d16", "--masking", masking]
-        assert main([*words, "--steps", "4", "--checkpoints", "2", "--batch-size", "4", "--threads", "1"]) == 0
-    x, y = (tmp_path / name / "checkpoints" for name in "xy")
-    document = json.loads(call(capsys, x / "step-2", x / "step-4", "--num-sequences", "32", "--json").out)
-    alone = trace_of(json.loads(call(capsys, x / "step-4", "--num-sequences", "32", "--json").out))
-    assert trace_of(document, 1)["value"] == pytest.approx(alone["value"], rel=1e-9)  # summed by other parts
-    assert "different languages or objectives" in refusal(capsys, x / "step-2", y / "step-2")
-    shutil.copytree(x / "step-2", tmp_path / "alone")
-    assert "is not a checkpoint of a run" in refusal(capsys, x / "step-2", tmp_path / "alone")
-
-
-def test_the_output_of_a_trainer_is_measured_checkpoint_by_checkpoint(capsys, folder, tmp_path):
-    for name, step in (("a", 1000), ("b", 200)):
-        shutil.copytree(folder / name, tmp_path / "out" / f"checkpoint-{step}")
-    out, err = call(capsys, tmp_path / "out", "--data", folder / "ids.npy", "--measures", "trace", "--json")
-    early, late = (str(tmp_path / "out" / f"checkpoint-{step}") for step in (200, 1000))
-    assert f"out: 2 checkpoints, {early} to {late}\n" in err
-    assert [model["model"] for model in json.loads(out)["models"]] == [early, late]
-
-
-def test_options_without_a_meaning_are_refused(capsys, folder, tmp_path):
-    one, data = (folder / "a",), ("--data", folder / "ids.npy")
-    several = (folder / "a", folder / "b")
-    assert "--figure shows the traces of several models" in refusal(capsys, *one, *data, "--figure", "x.png")
-    assert "must end in .png, .svg, .pdf" in refusal(capsys, *several, *data, "--figure", "x.gif")
-    assert "loss is no measure of flatness, and isoloss eval measures it: choose trace, " in refusal(
-        capsys, *one, *data, "--measures", "loss"
+def test_options_without_a_meaning_are_refused(capsys, folder):
+    words = (folder / "a", "--data", folder / "ids.npy")
+    assert "--rtol is for measures of flatness, and loss is none" in refusal(
+        capsys, *words, "--rtol", "0.1", "--measures", "loss"
     )
-    assert "batch_size is 0" in refusal(capsys, *one, *data, "--batch-size", "0")
-    assert "rtol is 2" in refusal(capsys, *one, *data, "--rtol", "2")
-    assert "no checkpoint is named" in refusal(capsys, *data)
+    assert "batch_size is 0" in refusal(capsys, *words, "--batch-size", "0")
+    assert "rtol is 2" in refusal(capsys, *words, "--rtol", "2")
+    assert "no model is named" in refusal(capsys, *words[1:])
+
+
+@pytest.mark.parametrize(("old", "new"), [("eval", "measure,"), ("flatness", "compare for several,")])
+def test_an_old_name_is_told_the_new_one(capsys, old, new):
+    assert main([old, "runs/first"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"isoloss: {old} is now isoloss measure" in err
+    assert new in err
 
 
 def test_bad_models_get_one_sentence(capsys, folder, tmp_path):
@@ -494,17 +476,6 @@ def test_bad_models_get_one_sentence(capsys, folder, tmp_path):
     config = BertConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     BertForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
     assert "language-modeling head" in refusal(capsys, tmp_path / "classifier", *data)
-
-
-def test_short_names_leave_out_what_all_share():
-    assert short_names(["runs/x/step-1", "runs/x/step-2"]) == {
-        "runs/x/step-1": "step-1",
-        "runs/x/step-2": "step-2",
-    }
-    assert short_names(["a/b", "c"]) == {"a/b": "a/b", "c": "c"}
-    assert short_names(["/x/run", "/x/run/deeper"]) == {"/x/run": "run", "/x/run/deeper": "run/deeper"}
-    assert short_names([".", "./ema"]) == {".": ".", "./ema": "ema"}
-    assert short_names(["/x/a", "b"]) == {"/x/a": "/x/a", "b": "b"}
 
 
 def test_a_sequence_that_decides_the_error_is_told(capsys, folder, monkeypatch):
