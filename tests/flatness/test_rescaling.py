@@ -14,7 +14,6 @@ from rescaling_models import FAMILIES, tokens
 from torch import nn
 from transformers import BertForPreTraining, DistilBertConfig, DistilBertForMaskedLM, LlamaForSequenceClassification
 
-from isoloss import register_rescalings
 from isoloss.errors import IsolossError
 from isoloss.flatness._rescaling.apply import block_sizes, check_rescaling, rescaled
 from isoloss.flatness._rescaling.symmetries import Signals, rescalings_of
@@ -219,10 +218,10 @@ def test_a_family_of_ones_own(monkeypatch):
     torch.manual_seed(0)
     config = DistilBertConfig(vocab_size=11, dim=12, n_layers=2, n_heads=4, hidden_dim=10, max_position_embeddings=16)
     model = DistilBertForMaskedLM(config).eval()
-    with pytest.raises(IsolossError, match=r"distilbert.*DistilBertForMaskedLM.*bert, gemma.*register_rescalings"):
+    with pytest.raises(IsolossError, match=r"distilbert.*DistilBertForMaskedLM.*bert, gemma.*RESCALINGS.register"):
         rescalings_of(model)
     monkeypatch.setattr(RESCALINGS, "_entries", dict(RESCALINGS._entries))
-    register_rescalings("distilbert", module.distilbert)
+    RESCALINGS.register("distilbert", module.distilbert)
     found = rescalings_of(model)
     assert len(found.names) == 10
     assert found.features.nnz == 1

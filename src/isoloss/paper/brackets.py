@@ -797,6 +797,5 @@ STUDY = Study(
     tables=tables,
     answer=answer,
     page=parts,
-    first_page_blocks=4,
     block_name="seeds",
 )

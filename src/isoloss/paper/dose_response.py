@@ -607,6 +607,5 @@ STUDY = Study(
     tables=tables,
     answer=answer,
     page=parts,
-    first_page_blocks=3,
     block_name="grammars",
 )

@@ -994,6 +994,5 @@ STUDY = Study(
     tables=tables,
     answer=answer,
     page=parts,
-    first_page_blocks=2,
     block_name="grammars",
 )

@@ -448,6 +448,5 @@ STUDY = Study(
     tables=tables,
     answer=answer,
     page="isoloss.paper.reproduction.page:parts",
-    first_page_blocks=2,
     block_name="languages",
 )
