@@ -149,7 +149,7 @@ def test_neither_sum_by_itself_has_an_interval_that_holds_with_many_groups(one_s
 @pytest.mark.parametrize(("kind", "granularity"), [("bert", "neuron"), ("gpt2", "head"), ("llama", "tensor")])
 def test_intervals_of_trained_models(kind, granularity):
     """Of two models' minimal traces, without embeddings too, and of the paired difference."""
-    models, number, runs = [trained(kind, seed=seed) for seed in range(2)], 128, 60
+    models, number, runs = [trained(kind, seed=seed) for seed in range(2)], 256, 100
     truths = np.array([true_minimum(model, granularity) for model in models])
     batch, chances = inputs(kind != "bert")
     rows = {"value": [], "without embeddings": [], "difference": []}
