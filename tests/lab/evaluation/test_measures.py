@@ -113,14 +113,17 @@ def test_isoloss_eval_takes_every_measure_of_a_language(capsys, checkpoints, tmp
     evaluations = as_json(capsys, *words, "--output", tmp_path / "out")["evaluations"]
     assert [found["measure"] for found in evaluations] == asked
     kept = {path.stem: path for path in (tmp_path / "out").rglob("*.json")}
-    again = evaluate(checkpoints / "a", asked, language=LANGUAGE, settings=SMALL, device="cpu")
-    for found, other in zip(evaluations, again, strict=True):
+    again = {name: asked[names.index(name)] for name in ("loss", "trace", "probe-TASK", "span-LEVEL")}
+    others = evaluate(checkpoints / "a", [*again.values()], language=LANGUAGE, settings=SMALL, device="cpu")
+    same = {other.measure: json.loads(json.dumps(other.to_dict())) for other in others}
+    for found in evaluations:
         name = found["measure"]
         assert found["settings"] == settings_of(name, SMALL)
         assert all(has_error(estimate) for estimate in found["estimates"].values()), name
         assert files.read_sealed(kept[name], "") == found
         assert kept[name].with_suffix(".safetensors").exists()
-        assert json.loads(json.dumps(other.to_dict())) == {key: value for key, value in found.items() if key != "model"}
+        assert same.get(name) in (None, {key: value for key, value in found.items() if key != "model"})
+    assert set(same) == set(again.values())
 
 
 def config_file(folder):
@@ -133,25 +136,21 @@ def config_file(folder):
 
 @pytest.fixture(scope="module")
 def of_flatness(checkpoints):
-    """What `isoloss flatness` says of one model and of two, by every measure at once."""
+    """What `isoloss flatness` says of two models, by every measure at once."""
     asked = [NAMED.get(name, name) for name in FLATNESS]
     words = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--measures", *asked, *options(FLATNESS))
-    documents = []
-    for models in ("a", "ab"):
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            command = ["flatness", *(checkpoints / model for model in models), *words, "--threads", "1", "--json"]
-            assert main([*map(str, command)]) == 0
-        documents.append(json.loads(out.getvalue()))
-    return documents
+    command = ["flatness", checkpoints / "a", checkpoints / "b", *words, "--threads", "1", "--json"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*map(str, command)]) == 0
+    return json.loads(out.getvalue())
 
 
 @pytest.mark.parametrize("name", FLATNESS)
 def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_function_gives(
     of_flatness, checkpoints, name
 ):
-    asked, document = NAMED.get(name, name), of_flatness[0]
-    (model,) = document["models"]
-    assert (document["comparisons"], document["interrupted"], model["model"]) == ({}, None, str(checkpoints / "a"))
+    asked, (model, _) = NAMED.get(name, name), of_flatness["models"]
+    assert (of_flatness["interrupted"], model["model"]) == (None, str(checkpoints / "a"))
     assert all(has_error(estimate) for estimate in model["estimates"][asked].values())
     measure = make_measure(asked, SMALL)
     loaded = load_model(checkpoints / "a", device="cpu")
@@ -189,7 +188,7 @@ def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_fun
 
 @pytest.mark.parametrize("name", FLATNESS)
 def test_two_models_are_compared_by_every_measure_that_can_be_paired(of_flatness, name):
-    asked, document = NAMED.get(name, name), of_flatness[1]
+    asked, document = NAMED.get(name, name), of_flatness
     comparison = document["comparisons"][asked]
     first, second = (model["estimates"][asked] for model in document["models"])
     for pair in comparison["pairs"]:
@@ -383,8 +382,8 @@ def test_results_of_estimates_alone_have_their_influences():
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        *((name, ("--rtol", 0.5)) for name in ("trace", "largest-eigenvalue", "fisher-rao")),
-        *((name, ("--seconds", 1e-9)) for name in ("trace", "noise-sharpness", "weighted-trace")),
+        *((name, ("--rtol", 0.5)) for name in ("trace", "fisher-rao")),
+        *((name, ("--seconds", 1e-9)) for name in ("trace", "noise-sharpness")),
     ],
 )
 def test_the_first_model_decides_where_a_measurement_stops_and_pairs_stay(capsys, checkpoints, tmp_path, name, rule):
@@ -393,7 +392,7 @@ def test_the_first_model_decides_where_a_measurement_stops_and_pairs_stay(capsys
     document = as_json(capsys, "flatness", checkpoints / "a", checkpoints / "b", *data, "--measures", name)
     first, second = (model["estimates"][name][name] for model in document["models"])
     assert (first["samples"], first["num_predictions"]) == (second["samples"], second["num_predictions"])
-    assert first["samples"] < 200 or name == "largest-eigenvalue"
+    assert first["samples"] < 200
     assert document["comparisons"][name]["pairs"]
 
 

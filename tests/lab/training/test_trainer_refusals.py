@@ -1,7 +1,5 @@
 """What the training loop refuses: folders, damaged files, losses and settings."""
 
-import math
-
 import pytest
 from running import Signalling, content, small, trained
 
@@ -9,7 +7,7 @@ from isoloss import files
 from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.training.train import Interrupted, train
-from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
+from isoloss.run_config import ModelConfig, OptimizerConfig
 from isoloss.runs import Run
 
 
@@ -101,18 +99,9 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path):
     ("changes", "message"),
     [
         ({"steps": 0}, "steps is 0; it must be at least 1"),
-        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
-        ({"log_every": 0}, "log_every is 0; it must be at least 1"),
         ({"checkpoints": (3, 11)}, "checkpoints is 3, 11; it must be steps from 0 to 10"),
         ({"checkpoints": (-1,)}, "checkpoints is -1; it must be steps from 0 to 10"),
-        ({"threads": -1}, "threads is -1; it must be at least 0"),
-        ({"save_every_seconds": -1.0}, "save_every_seconds is -1.0; it must be at least 0"),
-        ({"save_every_seconds": math.nan}, "save_every_seconds is nan; it must be finite, at least 0"),
         ({"model": ModelConfig(size="d7")}, "has no model size 'd7'"),
-        ({"model": ModelConfig(dropout=-0.1)}, "dropout is -0.1; it must be at least 0 and below 1"),
-        ({"objective": ObjectiveConfig(masking="all")}, "masking is 'all'; it must be one of one, fraction"),
-        ({"objective": ObjectiveConfig(fraction=0.0)}, "fraction is 0.0; it must be above 0 and at most 1"),
-        ({"optimizer": OptimizerConfig(learning_rate=-1.0)}, "learning_rate is -1.0; it must be above 0"),
         ({"device": "gpu"}, "device is 'gpu'; it must be auto, cpu"),
     ],
 )

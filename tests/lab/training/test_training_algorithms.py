@@ -22,7 +22,7 @@ from isoloss.lab.training.algorithms.fisher_penalty import FisherPenalty
 from isoloss.lab.training.algorithms.sam import SAM
 from isoloss.lab.training.train import Interrupted, train
 from isoloss.registry import ALGORITHMS
-from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import generator
 
@@ -45,28 +45,6 @@ def test_a_config_builds_its_algorithm(algorithm, expected):
     model = make_model(ModelConfig(size="d16"), PairLanguage(), seed=0)
     made = context(config.optimizer, language=PairLanguage(), task_examples=examples)
     assert type(algorithm.build(model, made)) is expected
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"algorithm": algorithm} for algorithm in EACH[1:]),
-        {"algorithm": SAMConfig(), "optimizer": OptimizerConfig(name="sgd", momentum=0.9, warmup_steps=3)},
-        {"optimizer": OptimizerConfig(warmup_proportion=0.3, schedule="cosine", max_grad_norm=0.5)},
-        {"optimizer": OptimizerConfig(warmup_steps=3, schedule="linear"), "micro_batch_size": 3},
-    ],
-    ids=["sam-halves", "sam-same", "adversarial", "fisher-penalty", "sam-sgd", "cosine-clipped", "linear-micro"],
-)
-def test_every_algorithm_goes_on_bit_for_bit(tmp_path, changes):
-    config = small(**changes)
-    whole, stopped = Run(tmp_path / "whole"), Run(tmp_path / "stopped")
-    train(whole, config, PairLanguage(is_ragged=True), task_examples=examples)
-    language = Signalling({3, 9}, is_ragged=True)
-    for _ in range(2):
-        with pytest.raises(Interrupted):
-            train(stopped, config, language, task_examples=examples)
-    train(stopped, config, language, task_examples=examples)
-    assert content(stopped) == content(whole)
 
 
 @pytest.mark.parametrize("objective", [{"masking": "one"}, {"masking": "fraction", "fraction": 0.4}])
@@ -112,21 +90,15 @@ def test_the_adversary_needs_examples(tmp_path):
     ("algorithm", "message"),
     [
         (SAMConfig(rho=0.0), "algorithm.rho is 0.0; it must be above 0"),
-        (SAMConfig(rho=float("nan")), "algorithm.rho is nan; it must be finite, above 0"),
-        (SAMConfig(batch="third"), "algorithm.batch is 'third'; it must be one of halves, same"),
         (
             AdversarialConfig(weight=0.0),
             "weight is 0.0; it must be finite, above 0 to spoil .* below 0 to help",
         ),
         (AdversarialConfig(weight=float("nan")), "the adversary's weight is nan; it must be finite"),
         (AdversarialConfig(weight=float("inf")), "the adversary's weight is inf; it must be finite"),
-        (AdversarialConfig(ridge=0.0), "algorithm.ridge is 0.0; it must be above 0"),
-        (AdversarialConfig(head_examples=1), "head_examples is 1; it must be at least 2"),
-        (AdversarialConfig(loss_examples=0), "loss_examples is 0; it must be at least 1"),
         (AdversarialConfig(task_examples=255), r"draws 128 \+ 128 examples per step from task_examples, 255"),
         (FisherPenaltyConfig(weight=math.nan), "the weight of the Fisher penalty is nan; it must be finite"),
         (FisherPenaltyConfig(parameters=()), "parameters is empty: give a pattern of their names"),
-        (FisherPenaltyConfig(sentences=0), "algorithm.sentences is 0; it must be at least 1"),
     ],
 )
 def test_settings_out_of_range_are_refused_before_anything_is_written(tmp_path, algorithm, message):
