@@ -1,11 +1,11 @@
-"""How much time executors add to each job, how leases scale with workers and jobs, and how long `study status` takes.
+"""How much time executors add to each job, and how long `study status` takes.
 
 Without an option, it times empty jobs by each executor, and the same commands without an executor. There are two
 commands. `--version` is the shortest: it starts Python, prints a line and exits. `eval` is a unit of a study on a
 checkpoint that has been evaluated: it loads everything, writes the evaluation again and exits.
 
-`--simulate` carries out plans without running their commands, and `--status` plans and shows a study of 10,000 runs:
-see `executors_scale.py`. Each part keeps what the others wrote to results/executors.json.
+`--status` plans and shows a study of 10,000 runs: see `executors_scale.py`. Each part keeps what the other wrote to
+results/executors.json.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _has_written(log: Path) -> bool:
 def empty_jobs(folder: Path, arguments: Sequence[str], count: int) -> list[Unit]:
     """Return units that run the same command, each done when the command has written to its log."""
     names = [f"job-{i}" for i in range(count)]
-    logs = [folder / "logs" / f"{name}.1.log" for name in names]
+    logs = [folder / "units" / name / "1.log" for name in names]
     return [
         Unit(name=name, arguments=tuple(arguments), done=functools.partial(_has_written, log))
         for name, log in zip(names, logs, strict=True)
@@ -280,20 +280,13 @@ def main() -> None:
     parser.add_argument("--commands", nargs="+", choices=SAMPLES, default=list(SAMPLES))
     parser.add_argument("--jobs", nargs="+", type=int, help="numbers of jobs; for --status, of runs")
     parser.add_argument("--rounds", type=int, default=4, help="turns with up to 100 jobs; larger sizes get fewer")
-    parser.add_argument("--simulate", action="store_true", help="simulate 1,000 workers, without running commands")
     parser.add_argument("--status", action="store_true", help="time study plan, scheduling and study status")
     parser.add_argument(
         "--output", type=Path, default=RESULTS / "executors.json", help="results; the page is next to it, .md"
     )
     options = parser.parse_args()
-    sizes = options.jobs or (
-        [1000, 10_000, 100_000] if options.simulate else [10_000] if options.status else [10, 1000]
-    )
-    if options.simulate:
-        record = _record()
-        record |= {"results": [executors_scale.simulate(count) for count in sizes]}
-        keep(options.output, "simulation", record, lambda row: row["jobs"])
-    elif options.status:
+    sizes = options.jobs or ([10_000] if options.status else [10, 1000])
+    if options.status:
         record = _record()
         record |= {"results": [executors_scale.status(count) for count in sizes]}
         keep(options.output, "status", record, lambda row: row["runs"])

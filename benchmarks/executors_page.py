@@ -11,7 +11,7 @@ from timing import heading, short
 
 def page(document: dict[str, Any]) -> str:
     """Return the page of the parts that were measured."""
-    parts = {"overhead": _overhead, "simulation": _simulation, "status": _status}
+    parts = {"overhead": _overhead, "status": _status}
     newest = max((document[name] for name in parts if name in document), key=lambda record: record["date"])
     lines = heading("Executors: overhead, scale and status", newest)
     for name, part in parts.items():
@@ -77,53 +77,6 @@ def _overhead(record: dict[str, Any]) -> list[str]:
         "Executors fork commands that train or measure from a process that has imported everything. So `eval` takes "
         "less time than by itself once that process has loaded; these times include the loading. Other commands start "
         "as they do by themselves.",
-        "",
-    ]
-
-
-def _simulation(record: dict[str, Any]) -> list[str]:
-    rows = sorted(record["results"], key=lambda row: row["jobs"])
-    return [
-        *("## 1,000 workers", ""),
-        f"By {_commands(record)}.",
-        "",
-        "Simulated: the commands, which only leave the files that a unit makes, and their durations, 1 to "
-        "100 seconds, drawn at random, on a clock that jumps from the end of one command to that of the next. Real: "
-        "the plan (half the jobs train a run, the others measure one), `Jobs`, leases, heartbeats, attempts, their "
-        "folders and renames, in files in memory (a disk adds the time of two flushes for each job). A process is one "
-        f"executor with its part of the {rows[0]['workers']:,} workers, like a Ray driver or a `study work` on a "
-        "large machine. Neither 1,000 processes with one worker each nor a network file system are simulated. As no "
-        "time passes, processes compete for leases much more often than with real commands; missed counts the "
-        "leases that another process was faster to take. After each plan, these are checked: every unit has one "
-        "lease, attempt 1, which ended as done; its command ran once; one process finished it; and no attempt's "
-        "folder is left.",
-        "",
-        *_table(
-            (
-                "jobs",
-                "processes",
-                "plan s",
-                "first look s",
-                "processor ms a job",
-                "elapsed ms a job",
-                "missed a job",
-                "listing all leases, s",
-            ),
-            [
-                (
-                    f"{row['jobs']:,}",
-                    str(by["processes"]),
-                    short(by["plan_seconds"]),
-                    short(by["jobs_seconds"]),
-                    short(1e3 * by["processor_seconds_a_job"]),
-                    short(1e3 * by["seconds_a_job"]),
-                    short(by["missed_a_job"]),
-                    short(by["listing_seconds"]),
-                )
-                for row in rows
-                for by in row["by"]
-            ],
-        ),
         "",
     ]
 

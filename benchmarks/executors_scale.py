@@ -1,18 +1,9 @@
-"""Plans of up to 100,000 jobs without their commands, and the status of studies with thousands of runs.
-
-The simulation uses the real `Loop`, leases, attempts and files. Only the commands are missing: a job writes the files
-that its command would leave, and ends after a randomly drawn time on a simulated clock, so that 1,000 workers do not
-need 1,000 cores. Each process is one executor with its part of the workers and its own clock; all share one folder.
-"""
+"""The status of studies with thousands of runs."""
 
 from __future__ import annotations
 
-import functools
-import heapq
 import json
-import multiprocessing
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -24,16 +15,11 @@ from typing import Any
 from isoloss import config as configs
 from isoloss.runs import Run
 from isoloss.studies.folder import StudyFolder
-from isoloss.studies.plan import Unit, in_order
-from isoloss.studies.run.attempt import Attempt
+from isoloss.studies.run.attempt import Attempts
 from isoloss.studies.run.attempt import folder as folder_of
-from isoloss.studies.run.lease import Lease, Leases
 from isoloss.studies.run.loop import Loop, Options
 from isoloss.studies.spec import load_study
 
-WORKERS = 1000
-PROCESSES = (1, 4)  # over which the workers are distributed
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # files in memory, so that a disk's speed does not matter
 REPEATS = 3  # of each command that is timed
 STUDY = """
 from isoloss.lab.languages.config import PCFGConfig
@@ -47,132 +33,6 @@ def run(seed):
 scale = Scale(description="", experiments={{f"seed-{{seed:05d}}": run(seed) for seed in range({count})}})
 STUDY = Study(name="many", scales={{"only": scale}})
 """
-
-
-# --- the simulation
-
-
-class CountingLeases(Leases):
-    """Leases that count how often another process was faster."""
-
-    missed = 0
-
-    def take(self, unit: str, number: int) -> Lease | None:
-        """Take an attempt at a unit."""
-        lease = super().take(unit, number)
-        self.missed += lease is None
-        return lease
-
-
-def plan(folder: Path, count: int) -> list[Unit]:
-    """Return the units of a study with half as many runs as units: each is trained, then measured."""
-    units = []
-    for i in range(count // 2):
-        run = Run(folder / "runs" / f"run-{i}")
-        done = functools.partial(_is_measured, run)
-        train = ("train", str(run.path))
-        units += [
-            Unit(name=f"train {i}", arguments=train, outputs=(run.path,), done=lambda run=run: run.complete),
-            Unit(name=f"measure {i}", arguments=("eval", str(run.path)), done=done, after=(f"train {i}",)),
-        ]
-    return units
-
-
-def _is_measured(run: Run) -> bool:
-    return run.evaluation_path("loss", 1).is_file()
-
-
-def work(folder: Path, count: int, workers: int, seed: int) -> dict[str, Any]:
-    """Act as an executor with this many workers until the plan is done; return what was done and the time it took."""
-    began, used = time.perf_counter(), time.process_time()
-    units = in_order(plan(folder, count))
-    planned = time.perf_counter() - began
-    options = Options(workers=workers)
-    loop = Loop(units, folder, options)
-    loop.leases = CountingLeases(loop.leases.folder, options.expiry)
-    ready = time.perf_counter() - began
-    draw, now, finished = random.Random(seed), 0.0, list[str]()
-    running: list[tuple[float, int, Attempt]] = []
-    while not loop.finished:
-        while len(running) < workers and (job := loop.take()):
-            heapq.heappush(running, (now + draw.uniform(1.0, 100.0), len(finished) + len(running), job))
-        loop.report_done()
-        if not running:
-            time.sleep(0.01)  # other processes have the rest
-            continue
-        now, _, job = heapq.heappop(running)
-        _leave_files(job, folder)
-        loop.finish(job, 0)
-        finished.append(job.unit.name)
-    return {
-        "finished": finished,
-        "plan_seconds": planned,
-        "jobs_seconds": ready - planned,
-        "processor_seconds": time.process_time() - used,
-        "missed": loop.leases.missed,
-    }
-
-
-def _leave_files(job: Attempt, folder: Path) -> None:
-    """Write the files that the job's command would, and a line that records that it ran."""
-    path = Path(job.arguments[1])
-    if job.unit.outputs:
-        path.mkdir(parents=True)
-        (path / "run.json").write_text("{}")
-        (path / "result.json").write_text("{}")
-    else:
-        target = Run(path).evaluation_path("loss", 1)
-        target.parent.mkdir()
-        target.write_text("{}")
-    with (folder / "commands.txt").open("a") as file:
-        file.write(f"{job.unit.name}\n")
-
-
-def simulate(count: int) -> dict[str, Any]:
-    """Carry out a plan of this many jobs with one process and with several; check that each job was taken once."""
-    return {"jobs": count, "workers": WORKERS, "by": [_simulate(count, processes) for processes in PROCESSES]}
-
-
-def _simulate(count: int, processes: int) -> dict[str, Any]:
-    with (
-        tempfile.TemporaryDirectory(dir=MEMORY) as temporary,
-        multiprocessing.get_context("spawn").Pool(processes) as pool,
-    ):
-        folder = Path(temporary)
-        start = time.perf_counter()
-        parts = pool.starmap(work, [(folder, count, WORKERS // processes, seed) for seed in range(processes)])
-        seconds = time.perf_counter() - start
-        _check_once(folder, count, [name for part in parts for name in part["finished"]])
-        start = time.perf_counter()
-        attempts_seen = Leases(folder / "leases").attempts()
-        listing = time.perf_counter() - start
-        assert len(attempts_seen) == count
-    row = {
-        "processes": processes,
-        "plan_seconds": max(part["plan_seconds"] for part in parts),
-        "jobs_seconds": max(part["jobs_seconds"] for part in parts),
-        "seconds": seconds,
-        "seconds_a_job": seconds / count,
-        "processor_seconds_a_job": sum(part["processor_seconds"] for part in parts) / count,
-        "missed_a_job": sum(part["missed"] for part in parts) / count,
-        "listing_seconds": listing,
-        "fewest_jobs_of_a_process": min(len(part["finished"]) for part in parts),
-    }
-    print(f"{count} jobs: {row}", flush=True)
-    return row
-
-
-def _check_once(folder: Path, count: int, finished: list[str]) -> None:
-    """Check that every unit has one attempt, which is done, and that one command and one process made it."""
-    names = sorted(unit.name for unit in plan(folder, count))
-    assert sorted(finished) == names
-    assert sorted((folder / "commands.txt").read_text().splitlines()) == names
-    files = sorted(unit.file_name + end for unit in plan(folder, count) for end in (".1.done", ".1.json"))
-    assert sorted(name for name in os.listdir(folder / "leases") if not name.startswith(".")) == files
-    assert not [name for name in os.listdir(folder / "runs") if name.startswith(".")]  # no attempt is left
-
-
-# --- the status of a study
 
 
 def status(count: int) -> dict[str, Any]:
@@ -189,7 +49,7 @@ def status(count: int) -> dict[str, Any]:
         _fill(folder)
         row["status_seconds"] = _seconds("status", file, path)
         row["plan_done_seconds"] = _seconds("plan", file, path)
-        shutil.rmtree(path / "leases")
+        shutil.rmtree(path / "units")
         row["status_without_leases_seconds"] = _seconds("status", file, path, repeats=1)
         row["schedule_done_seconds"] = _schedule(folder)
     print(row, flush=True)
@@ -211,7 +71,7 @@ def _seconds(action: str, file: Path, folder: Path, repeats: int = REPEATS) -> l
 def _schedule(folder: StudyFolder) -> float:
     """Return the seconds until an executor could take the first job, including the time to read all existing files."""
     start = time.perf_counter()
-    Loop(in_order(folder.plan()), folder.path, Options())
+    Loop(folder.plan(), folder.path, Options())
     return time.perf_counter() - start
 
 
@@ -233,11 +93,11 @@ def _fill(folder: StudyFolder) -> None:
         config = configs.to_dict(experiment.config)
         record |= {"config": config, "fingerprint": configs.fingerprint(experiment.config), "seed": config["seed"]}
         (path / "run.json").write_text(json.dumps(record, indent=1))
-    leases = Leases(folder.path / "leases")
+    attempts = Attempts(folder.path)
     for unit in units:
-        lease = leases.take(unit.file_name, 1)
-        assert lease is not None
-        lease.path.with_suffix(".done").write_text(json.dumps({"seconds": 1.0}))
+        attempt = attempts.take(unit, 1)
+        assert attempt is not None
+        attempt.end("done", seconds=1.0)
     assert all(unit.done() for unit in units)
     assert not any(folder_of(unit.outputs[0], 1).name.startswith(".") for unit in units if unit.outputs)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from isoloss import evaluate, pretrain, register_algorithm
+from isoloss import ALGORITHMS, evaluate, pretrain
 from isoloss.config import AlgorithmConfig, setting
 from isoloss.lab.languages.config import LAPTOP_PCFG
 from isoloss.lab.training.algorithms.base import TrainingAlgorithm
@@ -37,7 +37,7 @@ class GradientNoiseConfig(AlgorithmConfig):
     """Standard deviation of the noise."""
 
 
-register_algorithm("gradient-noise", GradientNoiseConfig)
+ALGORITHMS.register("gradient-noise", GradientNoiseConfig)
 
 common = {"language": LAPTOP_PCFG, "model": ModelConfig(size="d16"), "steps": 200, "batch_size": 32}
 for name, algorithm in {"plain": {}, "noisy": {"algorithm": GradientNoiseConfig()}}.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from isoloss import evaluate, pretrain, register_measure
+from isoloss import MEASURES, evaluate, pretrain
 from isoloss.config import setting
 from isoloss.lab.evaluation.measures.base import SeededMeasure
 from isoloss.lab.languages.config import LAPTOP_PCFG
@@ -35,7 +35,7 @@ class Top1(SeededMeasure):
         return {"top1": ratio_estimate(torch.cat(right), torch.cat(predicted), unit="accuracy", method="top-1")}
 
 
-register_measure("top1", Top1)
+MEASURES.register("top1", Top1)
 
 config = TrainConfig(
     language=LAPTOP_PCFG, model=ModelConfig(size="d16"), steps=200, batch_size=32, checkpoints=(0,),

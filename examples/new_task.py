@@ -5,7 +5,7 @@ A task labels the sentences of a language, and a linear probe on frozen features
 
 import torch
 
-from isoloss import linear_probe, load_language, load_model, make_task, pretrain, register_task
+from isoloss import TASKS, linear_probe, load_language, load_model, make_task, pretrain
 from isoloss.lab.languages.base import Labeling
 from isoloss.run_config import ModelConfig, TrainConfig
 
@@ -21,7 +21,7 @@ def likely(language, *, percent):
     return Labeling(classes=("unlikely", "likely"), label=label)
 
 
-register_task("likely-PERCENT", likely)
+TASKS.register("likely-PERCENT", likely)
 
 language = load_language("pcfg-laptop")
 size = ModelConfig(size="d32")

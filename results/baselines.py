@@ -14,8 +14,7 @@ import polars as pl
 from isoloss.lab.evaluation.context import MeasureContext
 from isoloss.lab.evaluation.measures.transfer import FewShot, OneHot
 from isoloss.lab.models.make import make_model
-from isoloss.paper.optimizers.design import ADAMW
-from isoloss.paper.optimizers.study import STUDY
+from isoloss.paper.optimizers import ADAMW, STUDY
 from isoloss.studies.spec import Experiment
 
 RESULTS = Path(__file__).parent

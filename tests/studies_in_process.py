@@ -72,7 +72,6 @@ STUDY = Study(
               measures="kl", direction="no change within", margin=0.5),
     ),
     tables=tables,
-    first_page_blocks=2,
     block_name="grammars",
 )
 """
@@ -92,12 +91,12 @@ def run(loop, options):
 
 def carry_out(units, folder, execute=run, **options):
     """Carry out a plan by an executor, as `isoloss study run` does; return what it said and which units were done."""
-    said, done = [], []
+    said = []
     made = Options(**options)
-    loop = Loop(units, folder, made, say=said.append, on_done=lambda unit: done.append(unit.name))
+    loop = Loop(units, folder, made, say=said.append)
     execute(loop, made)
     loop.raise_failures()
-    return said, done
+    return said, [line.partition(":")[0] for line in said if ": done in" in line]
 
 
 def finish(folder, seed_offset=0):

@@ -54,14 +54,15 @@ def edit(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+@pytest.mark.parametrize("quantization", [None, {"quant_method": "of-tomorrow", "bits": 8}], ids=["none", "unknown"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_codes_without_a_quantization_are_not_read_as_weights(dtype, folder):
+def test_codes_without_a_known_quantization_are_not_read_as_weights(dtype, quantization, folder):
     weights = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
-    save_file(
-        {**weights, name: (100 * weights[name]).to(dtype)}, folder / "model.safetensors", metadata={"format": "pt"}
-    )
-    refused(f"model holds {name} in (I8|F8_E4M3), and its config.json has no quantization_config", folder)
+    coded = {**weights, name: (100 * weights[name]).to(dtype)}
+    save_file(coded, folder / "model.safetensors", metadata={"format": "pt"})
+    edit(folder / "config.json", quantization_config=quantization)
+    refused(f"model holds {name} in (I8|F8_E4M3), and its config.json has no quantization_config that transf", folder)
 
 
 # --- adapters
@@ -249,29 +250,23 @@ def test_a_weight_is_read_from_the_shard_that_the_index_names(model, sharded):
         refused("lacks weights of LlamaForCausalLM", sharded)
 
 
-def test_codes_of_a_quantization_that_transformers_skips_are_not_read_as_weights(folder):
-    name = "model.layers.0.mlp.up_proj.weight"
-    weights = load_file(folder / "model.safetensors")
-    save_file(weights | {name: weights[name].to(torch.int8)}, folder / "model.safetensors", metadata={"format": "pt"})
-    edit(folder / "config.json", quantization_config={"quant_method": "of-tomorrow", "bits": 8})
-    refused(f"{name} in I8, and its config.json has no quantization_config that transformers knows", folder)
-
-
-def test_a_config_that_names_other_weights(folder):
-    edit(folder / "config.json", transformers_weights="other.safetensors")
-    refused(r"config.json names weights other than model.safetensors \(transformers_weights\)", folder)
-
-
-# --- configs
-
-
-@pytest.mark.parametrize("architectures", ["LlamaForCausalLM", 3, [3]])
-def test_architectures_that_are_no_names(architectures, folder):
-    edit(folder / "config.json", architectures=architectures)
-    refused("config.json is not a model's config: its architectures are .*, not a list of names$", folder)
-
-
-@pytest.mark.parametrize("model_type", [["llama"], {"llama": 1}, 3])
-def test_a_model_type_that_is_no_name(model_type, folder):
-    edit(folder / "config.json", model_type=model_type)
-    refused("config.json is not a model's config: its model_type is .*, not a name$", folder)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"transformers_weights": "other.safetensors"},
+            r"names weights other than model.safetensors \(transformers_weights\)",
+        ),
+        *(
+            ({"architectures": wrong}, "is not a model's config: its architectures are .*, not a list of names$")
+            for wrong in ("LlamaForCausalLM", 3, [3])
+        ),
+        *(
+            ({"model_type": wrong}, "is not a model's config: its model_type is .*, not a name$")
+            for wrong in (["llama"], {"llama": 1}, 3)
+        ),
+    ],
+)
+def test_configs_that_are_no_models(changes, message, folder):
+    edit(folder / "config.json", **changes)
+    refused(f"config.json {message}", folder)

@@ -1,6 +1,7 @@
 """Configs: TOML and JSON both ways, strictness, and what the fingerprint is over."""
 
 import dataclasses
+import json
 import math
 import re
 import tomllib
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isoloss import config as configs
+from isoloss.cli.main import main
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import CorpusConfig, GrammarConfig, PCFGConfig
@@ -82,6 +84,7 @@ class Draws:
     number: int | Literal["all"] | None = configs.setting(4, minimum=1)
     word: Literal["one", "two"] | None = None
     pair: tuple[float, float] = configs.setting((0.5, 0.5), below=1)
+    path: Path | None = None
 
 
 @pytest.mark.parametrize("value", [1, 70, "all"])
@@ -107,6 +110,10 @@ def test_a_value_that_does_not_fit_is_refused_alike_in_a_config_and_in_a_documen
         configs.from_dict(Draws, configs.to_dict(Draws(**changes)))
     assert str(checked.value) == message
     assert str(read.value).replace("list;", "tuple;") == message
+
+
+def test_a_type_that_no_document_has_is_not_looked_at():
+    configs.check(Draws(path=Path("here")))
 
 
 def test_unreadable_toml_is_named(tmp_path):
@@ -195,8 +202,22 @@ def test_what_is_refused_does_not_fit_the_schema(changes):
     assert not fits({**tomllib.loads(configs.to_toml(whole)), **changes})
 
 
+def test_the_command_line_prints_the_schema(capsys):
+    assert main(["train", "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == json_schema(TrainConfig)
+
+
 def test_every_field_of_a_schema_is_described():
     for name, schema in json_schema(TrainConfig)["$defs"].items():
         for field, one in schema.get("properties", {}).items():
             is_told = one["description"] or field == "kind" or "$ref" in one
             assert is_told, f"{name}.{field}"
+
+
+def test_a_type_that_has_no_rule_is_held_against_nothing_also_in_a_union():
+    @dataclass(frozen=True)
+    class Named:
+        path: Path | None = None
+
+    configs.check(Named(path=Path("x")))
+    configs.check(Named())

@@ -90,7 +90,7 @@ def test_the_optimizer_moves_matrices_and_leaves_the_rest_to_adamw(isoloss, fold
 
 def test_options_of_components_are_options_of_the_commands(isoloss):
     assert "--gradient-noise-variance" in isoloss("train", "--help-all").stdout
-    assert "--top1-sequences" in isoloss("eval", "--help-all").stdout
+    assert "--top1-guesses" in isoloss("eval", "--help-all").stdout
     wrong = isoloss(
         "train",
         "runs/x",

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from isoloss.lab.tasks import make_task
     from isoloss.lab.training.averaging import average_checkpoints
     from isoloss.registry import (
-        register_algorithm,
-        register_executor,
-        register_language,
-        register_measure,
-        register_model,
-        register_optimizer,
-        register_rescalings,
-        register_study,
-        register_task,
+        ALGORITHMS,
+        EXECUTORS,
+        LANGUAGES,
+        MEASURES,
+        MODELS,
+        OPTIMIZERS,
+        RESCALINGS,
+        STUDIES,
+        TASKS,
     )
     from isoloss.statistics.estimate import Estimate
     from isoloss.studies.reading import read_study
@@ -40,6 +40,15 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "ALGORITHMS",
+    "EXECUTORS",
+    "LANGUAGES",
+    "MEASURES",
+    "MODELS",
+    "OPTIMIZERS",
+    "RESCALINGS",
+    "STUDIES",
+    "TASKS",
     "Estimate",
     "__version__",
     "average_checkpoints",
@@ -55,15 +64,6 @@ __all__ = [
     "make_task",
     "pretrain",
     "read_study",
-    "register_algorithm",
-    "register_executor",
-    "register_language",
-    "register_measure",
-    "register_model",
-    "register_optimizer",
-    "register_rescalings",
-    "register_study",
-    "register_task",
 ]
 
 _load = lazy.exports(
@@ -83,7 +83,7 @@ _load = lazy.exports(
         "make_task": "isoloss.lab.tasks",
         "pretrain": "isoloss.lab.evaluation.pretraining",
         "read_study": "isoloss.studies.reading",
-        **dict.fromkeys((name for name in __all__ if name.startswith("register_")), "isoloss.registry"),
+        **dict.fromkeys((name for name in __all__ if name.isupper()), "isoloss.registry"),
     },
 )[0]
 

@@ -1,73 +1,89 @@
-"""The components that come with isoloss: by name, the attribute of their module and, of most, a line about each."""
+"""The components that come with isoloss: by module and name, the attribute and, of most, a line about it."""
 
 # a file is read by the last kind that takes it: other packages' come before the grammars, which take any file
-LANGUAGE_CONFIGS = {
-    "pcfg": ("PCFGConfig", "a random layered grammar"),
-    "grammar": ("GrammarConfig", "a grammar given by its rules"),
-    "brackets": ("BracketsConfig", "the paper's bracket language (section 5)"),
-    "hidden-bracket": ("HiddenBracketConfig", "brackets with one hidden, and last which one it was"),
-    "dyck": ("DyckConfig", "nested brackets of several kinds, as a grammar"),
-    "hmm": ("HMMConfig", "a random block-diagonal hidden Markov model"),
-    "corpus": ("CorpusConfig", "real text"),
-    "teacher": ("TeacherConfig", "a causal language model that writes sentences"),
-    "framed": ("WithSpecialTokensConfig", "another language between [CLS] and [SEP]"),
+LANGUAGES = {
+    "isoloss.lab.languages.config": {
+        "pcfg": ("PCFGConfig", "a random layered grammar"),
+        "grammar": ("GrammarConfig", "a grammar given by its rules"),
+        "brackets": ("BracketsConfig", "the paper's bracket language (section 5)"),
+        "hidden-bracket": ("HiddenBracketConfig", "brackets with one hidden, and last which one it was"),
+        "dyck": ("DyckConfig", "nested brackets of several kinds, as a grammar"),
+        "hmm": ("HMMConfig", "a random block-diagonal hidden Markov model"),
+        "corpus": ("CorpusConfig", "real text"),
+        "teacher": ("TeacherConfig", "a causal language model that writes sentences"),
+        "framed": ("WithSpecialTokensConfig", "another language between [CLS] and [SEP]"),
+    },
+    "isoloss.lab.languages.serialization": {
+        "file": ("FileConfig", "a stored language"),
+    },
 }
-ALGORITHM_CONFIGS = {
-    "gradient": ("GradientConfig", "the gradient of the loss alone"),
-    "sam": ("SAMConfig", "sharpness-aware minimization"),
-    "adversarial": ("AdversarialConfig", "spoil a downstream task at the same loss"),
-    "fisher-penalty": ("FisherPenaltyConfig", "penalize the trace of the Fisher"),
+ALGORITHMS = {
+    "isoloss.lab.training.algorithms.config": {
+        "gradient": ("GradientConfig", "the gradient of the loss alone"),
+        "sam": ("SAMConfig", "sharpness-aware minimization"),
+        "adversarial": ("AdversarialConfig", "spoil a downstream task at the same loss"),
+        "fisher-penalty": ("FisherPenaltyConfig", "penalize the trace of the Fisher"),
+    },
 }
 OPTIMIZERS = {
-    "adamw": ("optimizers:adamw", "AdamW"),
-    "sgd": ("optimizers:sgd", "SGD, with momentum or without"),
-    "muon": ("optimizers:muon", "Muon for matrices of hidden layers, AdamW for all else"),
-    "soap": ("more_optimizers:soap", "SOAP: Adam in the eigenbases of Shampoo's matrices"),
-    "shampoo": ("more_optimizers:shampoo", "Shampoo: gradients whitened by rows and by columns"),
-    "lion": ("more_optimizers:lion", "Lion: the sign of the momentum"),
-    "lawa": ("optimizers:lawa", "AdamW; the average of its latest weights is saved and measured"),
-    "schedule-free": ("more_optimizers:schedule_free", "schedule-free AdamW: averages weights, has no decay"),
+    "isoloss.lab.training.optimizers": {
+        "adamw": ("adamw", "AdamW"),
+        "sgd": ("sgd", "SGD, with momentum or without"),
+        "muon": ("muon", "Muon for matrices of hidden layers, AdamW for all else"),
+        "lawa": ("lawa", "AdamW; the average of its latest weights is saved and measured"),
+    },
+    "isoloss.lab.training.more_optimizers": {
+        "soap": ("soap", "SOAP: Adam in the eigenbases of Shampoo's matrices"),
+        "shampoo": ("shampoo", "Shampoo: gradients whitened by rows and by columns"),
+        "lion": ("lion", "Lion: the sign of the momentum"),
+        "schedule-free": ("schedule_free", "schedule-free AdamW: averages weights, has no decay"),
+    },
 }
-ARCHITECTURES = {
-    "bert": ("BERT", "BERT: post-layer-norm blocks, GELU, a transform before the tied decoder"),
-    "bert-pre-ln": ("PRE_LAYER_NORM_BERT", "BERT with pre-layer-norm blocks and a layer norm after the last one"),
-    "lstm": ("LSTM", "LSTM layers that read both ways, or one; a decoder tied to the token embedding"),
-    "opt": ("OPT", "OPT: pre-layer-norm blocks, ReLU, a tied decoder without bias"),
-    "llama": ("LLAMA", "Llama: RMS norms, rotary positions, gated blocks, a tied decoder without bias"),
-    "modernbert": ("MODERN_BERT", "ModernBERT: rotary positions, gated blocks, mostly local attention"),
-    "bracket-attention": ("BRACKET_ATTENTION", "the paper's model of brackets (section 5): one head, ReLU neurons"),
+MODELS = {
+    "isoloss.lab.models.architectures": {
+        "bert": ("BERT", "BERT: post-layer-norm blocks, GELU, a transform before the tied decoder"),
+        "bert-pre-ln": ("PRE_LAYER_NORM_BERT", "BERT with pre-layer-norm blocks and a layer norm after the last one"),
+        "lstm": ("LSTM", "LSTM layers that read both ways, or one; a decoder tied to the token embedding"),
+        "opt": ("OPT", "OPT: pre-layer-norm blocks, ReLU, a tied decoder without bias"),
+        "llama": ("LLAMA", "Llama: RMS norms, rotary positions, gated blocks, a tied decoder without bias"),
+        "modernbert": ("MODERN_BERT", "ModernBERT: rotary positions, gated blocks, mostly local attention"),
+        "bracket-attention": ("BRACKET_ATTENTION", "the paper's model of brackets (section 5): one head, ReLU neurons"),
+    },
 }
 # of models of our own, by `model_type`: the module that makes them known to transformers
 MODEL_TYPES = {
     "isoloss-bracket-attention": "isoloss.lab.models.bracket_attention",
     "isoloss-lstm": "isoloss.lab.models.lstm",
 }
-# by module of `isoloss.lab.evaluation.measures`, the classes, each of whose docstrings is the line about it
+# functions or classes: the first line of a docstring is the line about it
 MEASURES = {
-    "loss": {"loss": "Loss", "generalization-gap": "GeneralizationGap"},
-    "flatness": {
-        "trace": "Trace",
-        "minimal-trace": "MinimalTrace",
-        "rescaling-control": "RescalingControl",
-        "trace-in-SIZE-EMBEDDING_SCALE": "TraceIn",
-        "minimal-trace-in-SIZE": "MinimalTraceIn",
-        "empirical-fisher": "EmpiricalFisher",
-        "hessian-trace": "HessianTrace",
-        "weighted-trace": "WeightedTrace",
-        "fisher-rao": "FisherRao",
-        "relative-flatness": "RelativeFlatness",
-        "largest-eigenvalue": "LargestEigenvalue",
-        "spectral-density": "SpectralDensity",
-        "sam-sharpness": "SAMSharpness",
-        "adaptive-sharpness": "AdaptiveSharpness",
-        "noise-sharpness": "NoiseSharpness",
-        "int8-rise": "Int8Rise",
-        "int4-rise": "Int4Rise",
-        "barrier": "Barrier",
-        "directional-sharpness": "DirectionalSharpness",
-        "squared-norm": "SquaredNorm",
+    "isoloss.lab.evaluation.measures.loss": {
+        "loss": "Loss",
+        "generalization-gap": "GeneralizationGap",
     },
-    "transfer": {
+    "isoloss.lab.evaluation.measures.flatness": {
+        "trace": "trace",
+        "minimal-trace": "minimal_trace",
+        "rescaling-control": "rescaling_control",
+        "trace-in-SIZE-EMBEDDING_SCALE": "trace_in",
+        "minimal-trace-in-SIZE": "minimal_trace_in",
+        "empirical-fisher": "empirical_fisher",
+        "hessian-trace": "hessian_trace",
+        "weighted-trace": "weighted_trace",
+        "fisher-rao": "fisher_rao",
+        "relative-flatness": "relative_flatness",
+        "largest-eigenvalue": "largest_eigenvalue",
+        "spectral-density": "spectral_density",
+        "sam-sharpness": "sam_sharpness",
+        "adaptive-sharpness": "adaptive_sharpness",
+        "noise-sharpness": "noise_sharpness",
+        "int8-rise": "int8_rise",
+        "int4-rise": "int4_rise",
+        "barrier": "barrier",
+        "directional-sharpness": "directional_sharpness",
+        "squared-norm": "squared_norm",
+    },
+    "isoloss.lab.evaluation.measures.transfer": {
         "probe-TASK": "Probe",
         "lookup-TASK": "Lookup",
         "raw-lookup-TASK": "RawLookup",
@@ -79,54 +95,105 @@ MEASURES = {
         "finetune-TASK": "Finetune",
         "features": "Features",
     },
-    "spans": {"span-LEVEL": "Span"},
-    "brackets": {
-        "bracket-parts": "BracketParts",
-        "bracket-probes": "BracketProbes",
-        "bracket-tokens": "BracketTokens",
+    "isoloss.lab.evaluation.measures.spans": {
+        "span-LEVEL": "Span",
+    },
+    "isoloss.lab.evaluation.measures.brackets": {
+        "bracket-parts": "bracket_parts",
+        "bracket-probes": "bracket_probes",
+        "bracket-tokens": "bracket_tokens",
     },
 }
-TEXT_TASKS = {
-    "cola": ("COLA", "GLUE: whether a sentence is acceptable"),
-    "mnli": ("MNLI", "GLUE: whether a premise entails a hypothesis, contradicts it, or neither"),
-    "mrpc": ("MRPC", "GLUE: whether two sentences say the same"),
-    "qnli": ("QNLI", "GLUE: whether a sentence answers a question"),
-    "qqp": ("QQP", "GLUE: whether two questions ask the same"),
-    "rte": ("RTE", "GLUE: whether one sentence entails another"),
-    "sst2": ("SST2", "GLUE: whether a review is positive"),
-    "wnli": ("WNLI", "GLUE: whether a sentence with a pronoun entails one with the pronoun replaced"),
-    "docstring-kind": ("DOCSTRING_KIND", "whether a docstring of Python's library is of a class, function or method"),
-    "docstring-module": ("DOCSTRING_MODULE", "which of eight modules a docstring of Python's library is from"),
-    "sentence-source": ("SENTENCE_SOURCE", "whether a sentence is of Python's reference or of a docstring"),
-    "sentence-order": ("SENTENCE_ORDER", "whether two halves of a sentence about Python are in the right order"),
+TASKS = {
+    "isoloss.transfer.text_sources": {
+        "cola": ("COLA", "GLUE: whether a sentence is acceptable"),
+        "mnli": ("MNLI", "GLUE: whether a premise entails a hypothesis, contradicts it, or neither"),
+        "mrpc": ("MRPC", "GLUE: whether two sentences say the same"),
+        "qnli": ("QNLI", "GLUE: whether a sentence answers a question"),
+        "qqp": ("QQP", "GLUE: whether two questions ask the same"),
+        "rte": ("RTE", "GLUE: whether one sentence entails another"),
+        "sst2": ("SST2", "GLUE: whether a review is positive"),
+        "wnli": ("WNLI", "GLUE: whether a sentence with a pronoun entails one with the pronoun replaced"),
+        "docstring-kind": (
+            "DOCSTRING_KIND",
+            "whether a docstring of Python's library is of a class, function or method",
+        ),
+        "docstring-module": ("DOCSTRING_MODULE", "which of eight modules a docstring of Python's library is from"),
+        "sentence-source": ("SENTENCE_SOURCE", "whether a sentence is of Python's reference or of a docstring"),
+        "sentence-order": ("SENTENCE_ORDER", "whether two halves of a sentence about Python are in the right order"),
+    },
+    "isoloss.paper.dose_response_tasks": {
+        "needed-LENGTH": ("needed", "what later tokens need of the first ones (languages that can be enumerated)"),
+        "spare-LENGTH": ("spare", "what later tokens do not need of the first ones (languages that can be enumerated)"),
+    },
 }
-TWIN_TASKS = {
-    "needed-LENGTH": ("needed", "what later tokens need of the first ones (languages that can be enumerated)"),
-    "spare-LENGTH": ("spare", "what later tokens do not need of the first ones (languages that can be enumerated)"),
+EXECUTORS = {
+    "isoloss.studies.run.local": {
+        "local": ("run", "worker processes on this machine"),
+    },
+    "isoloss.studies.run.ray": {
+        "ray": ("run", "tasks on a Ray cluster"),
+    },
+    "isoloss.studies.run.slurm": {
+        "slurm": ("run", "Slurm jobs that share the study's folder"),
+    },
 }
-RESCALING_FAMILIES = {
-    "bert": ("bert", "BERT: post-layer-norm blocks"),
-    "gemma": ("llama", "Gemma: as Llama, norms with gain 1 + weight"),
-    "gemma2": ("llama", "Gemma 2: as Gemma, a norm after attention and after the feed-forward block too"),
-    "gemma3_text": ("llama", "Gemma 3, text only: as Gemma 2, norms of queries and keys"),
-    "gpt2": ("gpt2", "GPT-2: pre-layer-norm blocks, a fused map to queries, keys and values"),
-    "gpt_neox": ("gpt_neox", "GPT-NeoX and Pythia: blocks side by side, rotary positions"),
-    "isoloss-bracket-attention": ("bracket_attention", "isoloss's model of brackets: ReLU neurons, queries and keys"),
-    "isoloss-lstm": ("lstm", "isoloss's LSTM: no rescaling, or the embeddings alone where the decoder is not tied"),
-    "llama": ("llama", "Llama: RMS norms, rotary positions, gated feed-forward blocks"),
-    "mistral": ("llama", "Mistral: as Llama"),
-    "modernbert": ("modernbert", "ModernBERT: pre-layer-norm blocks, gated feed-forward blocks"),
-    "opt": ("opt", "OPT: ReLU, pre-layer-norm blocks or, as in OPT-350m, post-layer-norm ones"),
-    "phi3": ("llama", "Phi-3: as Llama, with fused maps"),
-    "qwen2": ("llama", "Qwen 2: as Llama, biases of queries, keys and values"),
-    "qwen3": ("llama", "Qwen 3: as Llama, norms of queries and keys"),
-    "roberta": ("bert", "RoBERTa: as BERT"),
-    "roberta-prelayernorm": ("bert_pre_layer_norm", "RoBERTa-PreLayerNorm, which is isoloss's bert-pre-ln"),
+STUDIES = {
+    "isoloss.paper.same_loss": {
+        "same-loss": (
+            "STUDY",
+            "models of the same pre-training loss that differ in flatness: do they differ in transfer?",
+        ),
+    },
+    "isoloss.paper.same_loss_pilot": {
+        "same-loss-pilot": (
+            "STUDY",
+            "what the study same-loss is planned with: slopes of transfer on the loss, and variances",
+        ),
+    },
+    "isoloss.paper.brackets": {
+        "brackets": (
+            "STUDY",
+            "the paper's model of section 5, trained: does label noise flatten it, and what transfers better?",
+        ),
+    },
+    "isoloss.paper.dose_response": {
+        "dose-response": (
+            "STUDY",
+            "flatter and sharper models of one loss, by a penalty of either sign: how does transfer respond?",
+        ),
+    },
+    "isoloss.paper.optimizers": {
+        "optimizers": (
+            "STUDY",
+            "causal models that eight optimizers bring to one loss: which measure predicts which outcome?",
+        ),
+    },
+    "isoloss.paper.reproduction.study": {
+        "paper": ("STUDY", "every figure and table of the paper, at several scales"),
+    },
 }
-
-REPRODUCED = "every figure and table of the paper, at several scales"
-SAME_LOSS = "models of the same pre-training loss that differ in flatness: do they differ in transfer?"
-PILOT = "what the study same-loss is planned with: slopes of transfer on the loss, and variances"
-BRACKETS = "the paper's model of section 5, trained: does label noise flatten it, and what transfers better?"
-DOSE_RESPONSE = "flatter and sharper models of one loss, by a penalty of either sign: how does transfer respond?"
-BY_OPTIMIZER = "causal models that eight optimizers bring to one loss: which measure predicts which outcome?"
+RESCALINGS = {
+    "isoloss.flatness._rescaling.families": {
+        "bert": ("bert", "BERT: post-layer-norm blocks"),
+        "gemma": ("llama", "Gemma: as Llama, norms with gain 1 + weight"),
+        "gemma2": ("llama", "Gemma 2: as Gemma, a norm after attention and after the feed-forward block too"),
+        "gemma3_text": ("llama", "Gemma 3, text only: as Gemma 2, norms of queries and keys"),
+        "gpt2": ("gpt2", "GPT-2: pre-layer-norm blocks, a fused map to queries, keys and values"),
+        "gpt_neox": ("gpt_neox", "GPT-NeoX and Pythia: blocks side by side, rotary positions"),
+        "isoloss-bracket-attention": (
+            "bracket_attention",
+            "isoloss's model of brackets: ReLU neurons, queries and keys",
+        ),
+        "isoloss-lstm": ("lstm", "isoloss's LSTM: no rescaling, or the embeddings alone where the decoder is not tied"),
+        "llama": ("llama", "Llama: RMS norms, rotary positions, gated feed-forward blocks"),
+        "mistral": ("llama", "Mistral: as Llama"),
+        "modernbert": ("modernbert", "ModernBERT: pre-layer-norm blocks, gated feed-forward blocks"),
+        "opt": ("opt", "OPT: ReLU, pre-layer-norm blocks or, as in OPT-350m, post-layer-norm ones"),
+        "phi3": ("llama", "Phi-3: as Llama, with fused maps"),
+        "qwen2": ("llama", "Qwen 2: as Llama, biases of queries, keys and values"),
+        "qwen3": ("llama", "Qwen 3: as Llama, norms of queries and keys"),
+        "roberta": ("bert", "RoBERTa: as BERT"),
+        "roberta-prelayernorm": ("bert_pre_layer_norm", "RoBERTa-PreLayerNorm, which is isoloss's bert-pre-ln"),
+    },
+}

@@ -112,6 +112,8 @@ def form_of(hint: Any) -> Form:
     """
     if get_origin(hint) in (Union, UnionType):
         forms = [form_of(part) for part in get_args(hint)]
+        if Form() in forms:  # a path, for example
+            return Form()
         choices = tuple(choice for form in forms for choice in form.choices)
         kinds = tuple(kind for kind in _WORDS if any(kind in form.kinds for form in forms))
         other = next((form for form in forms if form.config or form.items), Form())

@@ -20,25 +20,6 @@ from isoloss.errors import IsolossError, most_like
 
 TEMPORARY = ".tmp-"  # prefix of everything unfinished; whatever carries it may be deleted once its writer is gone
 published: dict[Path, int] = {}  # the size of each file that this process has written, in bytes
-LEASE = "ISOLOSS_LEASE"  # in the environment: the lease that a study holds for this process (isoloss.studies.run.lease)
-
-
-def successor(lease: Path) -> Path:
-    """Return the lease file of the next attempt.
-
-    Example:
-        >>> successor(Path("leases/train-base.1.json"))
-        PosixPath('leases/train-base.2.json')
-    """
-    unit, number, kind = lease.name.rsplit(".", 2)
-    return lease.with_name(f"{unit}.{int(number) + 1}.{kind}")
-
-
-def _check_lease() -> None:
-    """Refuse to write results if another process has taken over this one's work."""
-    lease = os.environ.get(LEASE)
-    if lease and successor(Path(lease)).exists():
-        raise IsolossError(f"another process has taken over this work, {successor(Path(lease))}: nothing is written")
 
 
 @contextlib.contextmanager
@@ -95,7 +76,6 @@ def _replacement(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
             # by path: a file that is written ten times takes its space once
             published[path] = file.tell()
-        _check_lease()
         # neither this rename nor the folder is flushed. After a power failure the old file may be back; a resumed
         # command then does that part again
         temporary.replace(target)
@@ -165,7 +145,6 @@ def _digest(document: Mapping[str, Any]) -> str:
 
 def append_json(path: Path, line: Any) -> None:
     """Add a line to a file of JSON lines."""
-    _check_lease()
     try:
         # a kill may leave half a line here. `Run.metrics` and `Run.log_lines` cope with that, and resumed training cuts
         # metrics.jsonl off at its checkpoint
@@ -321,7 +300,6 @@ def new_directory(path: Path) -> Iterator[Path]:
             if file.is_file():
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
-        _check_lease()
         # renamed, not deleted: killed while it deletes, it would leave part of the old folder under its name
         if path.exists():
             path.rename(replaced)

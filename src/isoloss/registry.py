@@ -40,59 +40,6 @@ class Entry(NamedTuple):
     summary: str = ""
 
 
-class Form(NamedTuple):
-    """What a component of one kind is.
-
-    Attributes:
-        base: The class that it is an instance of, or, of configs, a subclass: `"module:attribute"`; empty: none.
-        function: What it may be otherwise, in words: a function.
-        is_config: Whether it is a dataclass.
-        has_kind: Whether its field `kind` is the name under which it is registered.
-    """
-
-    base: str = ""
-    function: str = ""
-    is_config: bool = False
-    has_kind: bool = False
-
-    def __str__(self) -> str:
-        base = f"{'a dataclass that is a subclass of' if self.is_config else 'an'} {self.base.replace(':', '.')}"
-        return " or ".join(filter(None, [base if self.base else "", self.function]))
-
-    def problem(self, name: str, component: Any) -> str:
-        """Return why a component cannot be used under a name, as the end of a sentence; empty if it can."""
-        is_class = inspect.isclass(component)
-        told = component.__name__ if is_class else f"of the type {type(component).__name__}"
-        if not self._fits(component):
-            return f"is {told}; it must be {self}"
-        if self.has_kind and name not in (kinds := _kinds(component)):
-            found = f"is {' or '.join(map(repr, kinds))}" if kinds else "has no default"
-            return f"is {told}, whose kind {found}; it must be {name!r}, the name that it is registered under"
-        return ""
-
-    def _fits(self, component: Any) -> bool:
-        if self.function and callable(component):
-            return True
-        if not self.base:
-            return False
-        base = pkgutil.resolve_name(self.base)
-        if not self.is_config:
-            return isinstance(component, base)
-        # fields that a class adds are settings only where it is decorated itself
-        return (
-            inspect.isclass(component)
-            and issubclass(component, base)
-            and ("__dataclass_fields__" in vars(component) or not inspect.get_annotations(component))
-        )
-
-
-def _kinds(config: Any) -> tuple[Any, ...]:
-    """Return the kinds that a config may have; none if it has no default for it."""
-    default = getattr(config, "kind", None)
-    hint = get_type_hints(config).get("kind")
-    return () if default is None else get_args(hint) if get_origin(hint) is Literal else (default,)
-
-
 class Registry:
     """The components of one kind, by name.
 
@@ -101,19 +48,60 @@ class Registry:
     Attributes:
         kind: What a component is called in messages, e.g. `language`.
         group: The group of entry points that other packages use, `isoloss.` and the plural of the kind.
+        builtin: By module, the components that come with isoloss: by name, the attribute, or it and a line about it.
     """
 
-    def __init__(self, kind: str, plural: str, builtin: Mapping[str, Entry], form: Form | None = None) -> None:
-        self.kind, self.group, self.form = kind, f"isoloss.{plural}", form
-        self._entries = dict(builtin)
+    def __init__(
+        self,
+        kind: str,
+        plural: str,
+        builtin: Mapping[str, Mapping[str, str | tuple[str, str]]],
+        *,
+        base: str = "",
+        function: str = "",
+        is_config: bool = False,
+    ) -> None:
+        """Make a registry of components of one form.
+
+        Args:
+            kind: See above.
+            plural: Of the kind.
+            builtin: See above.
+            base: The class, `"module:attribute"`, that a component is an instance of or, of configs, a subclass; where
+                the class has a field `kind`, a component is registered under its own. Empty: none.
+            function: What else a component may be, in words: a function.
+            is_config: Whether a component is a dataclass.
+        """
+        self.kind, self.group, self.builtin, self._plural = kind, f"isoloss.{plural}", builtin, plural
+        self._base, self._function, self._is_config = base, function, is_config
+        self._entries: dict[str, Entry] = {}
+        for module, components in builtin.items():
+            for name, found in components.items():
+                attribute, summary = (found, "") if isinstance(found, str) else found
+                self._entries[name] = Entry(f"{module}:{attribute}", summary)
         self._checked: dict[str, Any] = {}  # found to be of the form: configs load their defaults thousands of times
-        self._plural = plural
 
     def register(self, name: str, target: Any, *, summary: str = "") -> None:
-        """Add a component for this process.
+        """Add a component for this process; for every process, a package does so by an entry point.
+
+        Args:
+            name: What configs and the command line call it. A part in capital letters stands for a field of a measure,
+                or for an argument of a task's function: `token` of `parity-TOKEN`.
+            target: The component, or where it is, `"module:attribute"`; then it is imported when it is used.
+            summary: One line for lists; empty: the first line of its docstring.
 
         Raises:
             IsolossError: Another component has the name, which may be no name, or the component is not of the form.
+
+        Example:
+            >>> from isoloss import TASKS, make_task
+            >>> from isoloss.lab.languages.base import Labeling
+            >>> def starts_with(language, token):
+            ...     index = language.vocabulary.index(token)
+            ...     return Labeling(classes=("no", "yes"), label=lambda s: (s.tokens[:, 0] == index).long())
+            >>> TASKS.register("starts-with-TOKEN", starts_with)
+            >>> make_task("brackets-8", "starts-with-<", num_train=10, num_test=10).classes
+            ('no', 'yes')
         """
         if not _NAME.fullmatch(name):
             raise IsolossError(f"{name!r} is no name of a {self.kind}: it has letters, digits, -, _ and .")
@@ -184,7 +172,7 @@ class Registry:
             IsolossError: There is none.
 
         Example:
-            >>> Registry("measure", "measures", {"probe-TASK": Entry(int)}).match("probe-prefix-4")
+            >>> Registry("measure", "measures", {"builtins": {"probe-TASK": "int"}}).match("probe-prefix-4")
             ('probe-TASK', {'TASK': 'prefix-4'})
         """
         if name in self:
@@ -195,10 +183,30 @@ class Registry:
         raise self._unknown(name)
 
     def _check(self, name: str, component: Any, where: str) -> None:
-        if self.form is None or (name in self._checked and self._checked[name] is component):
+        """Refuse what is no such component; `where` says what it is of, for the message."""
+        if name in self._checked and self._checked[name] is component:
             return
-        if problem := self.form.problem(name, component):
-            raise IsolossError(f"{self.kind} {name!r}{where} {problem}")
+        is_class = inspect.isclass(component)
+        what = component.__name__ if is_class else f"of the type {type(component).__name__}"
+        told = f"{self.kind} {name!r}{where} is {what}"
+        base: Any = pkgutil.resolve_name(self._base) if self._base else ()
+        fits = bool(self._function) and callable(component) and not (self._is_config and is_class)
+        if self._is_config:
+            # fields that a class adds are settings only where it is decorated itself
+            is_decorated = is_class and (
+                "__dataclass_fields__" in vars(component) or not inspect.get_annotations(component)
+            )
+            fits = fits or (is_decorated and issubclass(component, base))
+        else:
+            fits = fits or isinstance(component, base)
+        if not fits:
+            an = "a dataclass that is a subclass of" if self._is_config else "an"
+            classes = f"{an} {self._base.replace(':', '.')}" if self._base else ""
+            raise IsolossError(f"{told}; it must be {' or '.join(filter(None, [classes, self._function]))}")
+        has_kind = "kind" in getattr(base, "__dataclass_fields__", ())
+        if has_kind and name not in (kinds := kinds_of(component)):
+            found = f"is {' or '.join(map(repr, kinds))}" if kinds else "has no default"
+            raise IsolossError(f"{told}, whose kind {found}; it must be {name!r}, the name that it is registered under")
         self._checked[name] = component
 
     def _unknown(self, name: str) -> IsolossError:
@@ -261,9 +269,11 @@ def _loaded(point: EntryPoint) -> Any:
         return None
 
 
-def _entries(module: str, components: Mapping[str, tuple[str, str]]) -> dict[str, Entry]:
-    """Return the entries of components of a module: by name, the attribute and the summary."""
-    return {name: Entry(f"{module}:{attribute}", summary) for name, (attribute, summary) in components.items()}
+def kinds_of(config: Any) -> tuple[Any, ...]:
+    """Return the kinds that a config of a component may have; none if it has no default for it."""
+    default = getattr(config, "kind", None)
+    hint = get_type_hints(config).get("kind")
+    return () if default is None else get_args(hint) if get_origin(hint) is Literal else (default,)
 
 
 def run_python(path: Path, prefix: str) -> ModuleType:
@@ -291,179 +301,51 @@ def run_python(path: Path, prefix: str) -> ModuleType:
 
 
 LANGUAGES = Registry(
-    "language",
-    "languages",
-    _entries("isoloss.lab.languages.config", builtin_components.LANGUAGE_CONFIGS)
-    | _entries("isoloss.lab.languages.serialization", {"file": ("FileConfig", "a stored language")}),
-    Form("isoloss.config:LanguageConfig", is_config=True, has_kind=True),
+    "language", "languages", builtin_components.LANGUAGES, base="isoloss.config:LanguageConfig", is_config=True
 )
 ALGORITHMS = Registry(
     "training algorithm",
     "algorithms",
-    _entries("isoloss.lab.training.algorithms.config", builtin_components.ALGORITHM_CONFIGS),
-    Form("isoloss.config:AlgorithmConfig", is_config=True, has_kind=True),
+    builtin_components.ALGORITHMS,
+    base="isoloss.config:AlgorithmConfig",
+    is_config=True,
 )
 OPTIMIZERS = Registry(
     "optimizer",
     "optimizers",
-    {
-        name: Entry(f"isoloss.lab.training.{place}", summary)
-        for name, (place, summary) in builtin_components.OPTIMIZERS.items()
-    },
-    Form(function="a function like those of `isoloss.lab.training.optimizers`, of groups of parameters and a config"),
+    builtin_components.OPTIMIZERS,
+    function="a function like those of `isoloss.lab.training.optimizers`, of groups of parameters and a config",
 )
-MODELS = Registry(
-    "model",
-    "models",
-    _entries("isoloss.lab.models.architectures", builtin_components.ARCHITECTURES),
-    Form("isoloss.lab.models.architectures:Architecture"),
-)
+MODELS = Registry("model", "models", builtin_components.MODELS, base="isoloss.lab.models.architectures:Architecture")
 MEASURES = Registry(
     "measure",
     "measures",
-    {
-        name: Entry(f"isoloss.lab.evaluation.measures.{module}:{attribute}")
-        for module, classes in builtin_components.MEASURES.items()
-        for name, attribute in classes.items()
-    },
-    Form("isoloss.lab.evaluation.measures.base:Measure", is_config=True),
+    builtin_components.MEASURES,
+    base="isoloss.lab.evaluation.measures.base:Measure",
+    function="a function of a model and batches",
+    is_config=True,
 )
 TASKS = Registry(
     "task",
     "tasks",
-    _entries("isoloss.transfer.text_sources", builtin_components.TEXT_TASKS)
-    | _entries("isoloss.paper.dose_response.tasks", builtin_components.TWIN_TASKS),
-    Form(
-        "isoloss.transfer.text_sources:TextTask",
-        "a function of a language that returns an isoloss.lab.languages.base.Labeling",
-    ),
+    builtin_components.TASKS,
+    base="isoloss.transfer.text_sources:TextTask",
+    function="a function of a language that returns an isoloss.lab.languages.base.Labeling",
 )
 EXECUTORS = Registry(
-    "executor",
-    "executors",
-    _entries("isoloss.studies.run.local", {"local": ("run", "worker processes on this machine")})
-    | _entries("isoloss.studies.run.ray", {"ray": ("run", "tasks on a Ray cluster")})
-    | _entries("isoloss.studies.run.slurm", {"slurm": ("run", "Slurm jobs that share the study's folder")}),
-    Form(function="a function like isoloss.studies.run.local.run"),
+    "executor", "executors", builtin_components.EXECUTORS, function="a function like isoloss.studies.run.local.run"
 )
 STUDIES = Registry(
     "study",
     "studies",
-    _entries("isoloss.paper.same_loss.study", {"same-loss": ("STUDY", builtin_components.SAME_LOSS)})
-    | _entries("isoloss.paper.same_loss.pilot", {"same-loss-pilot": ("STUDY", builtin_components.PILOT)})
-    | _entries("isoloss.paper.bracket_study.study", {"brackets": ("STUDY", builtin_components.BRACKETS)})
-    | _entries("isoloss.paper.dose_response.study", {"dose-response": ("STUDY", builtin_components.DOSE_RESPONSE)})
-    | _entries("isoloss.paper.optimizers.study", {"optimizers": ("STUDY", builtin_components.BY_OPTIMIZER)})
-    | _entries("isoloss.paper.reproduction.study", {"paper": ("STUDY", builtin_components.REPRODUCED)}),
-    Form("isoloss.studies.spec:Study", "a function that returns one"),
+    builtin_components.STUDIES,
+    base="isoloss.studies.spec:Study",
+    function="a function that returns one",
 )
-
 # by `config.model_type`, a function that declares the signals of such a model
 RESCALINGS = Registry(
     "family of rescalings",
     "rescalings",
-    _entries("isoloss.flatness._rescaling.families", builtin_components.RESCALING_FAMILIES),
-    Form(
-        "",
-        "a function like those of `isoloss.flatness._rescaling.families`, by the `model_type` of a config",
-    ),
+    builtin_components.RESCALINGS,
+    function="a function like those of `isoloss.flatness._rescaling.families`, by the `model_type` of a config",
 )
-
-
-def _register_function(registry: Registry, note: str = "", example: str = "") -> Callable[..., None]:
-    """Return the public function `register_KIND` of a registry, with a docstring of its own."""
-    assert registry.form is not None
-
-    def register(name: str, target: Any, *, summary: str = "") -> None:
-        registry.register(name, target, summary=summary)
-
-    word = registry.kind.rpartition(" ")[2]
-    register.__name__ = register.__qualname__ = f"register_{word}"
-    register.__doc__ = f"""Add a {registry.kind} for this process.
-
-    A package adds one for every process by an entry point of the group `{registry.group}`.
-
-    Args:
-        name: What configs and the command line call it.{note}
-        target: The component, or where it is, `"module:attribute"`: {registry.form}.
-        summary: One line for lists; empty: the first line of its docstring.
-
-    Raises:
-        IsolossError: Another {registry.kind} has the name, or the component is something else.
-    {example or _EXAMPLE.format(word=word)}"""
-    return register
-
-
-_EXAMPLE = """
-    Example:
-        >>> from isoloss import register_{word}
-        >>> register_{word}("mine", "my_package.my_module:MINE", summary="imported when it is used")
-    """
-
-
-_KIND = " It is also the default of the config's field `kind`."
-register_language = _register_function(
-    LANGUAGES,
-    _KIND,
-    """
-    Example:
-        >>> from dataclasses import dataclass
-        >>> from isoloss import load_language, register_language
-        >>> from isoloss.lab.languages.config import DyckConfig
-        >>> @dataclass(frozen=True, kw_only=True)
-        ... class ThreeKinds(DyckConfig):
-        ...     kind: str = "three-kinds"
-        ...     kinds: int = 3
-        >>> register_language("three-kinds", ThreeKinds, summary="nested brackets of three kinds")
-        >>> load_language("three-kinds")
-        PCFG(18 symbols, 6 tokens, at most 16 tokens per sentence, torch.float64 on cpu)
-    """,
-)
-register_model = _register_function(MODELS)
-register_measure = _register_function(
-    MEASURES,
-    " A part in capital letters stands for a field: a measure called `probe-TASK` has a field `task`.",
-    """
-    Example:
-        >>> from dataclasses import dataclass
-        >>> from isoloss import Estimate, register_measure
-        >>> from isoloss.lab.evaluation.measures.base import Measure
-        >>> @dataclass(frozen=True, kw_only=True)
-        ... class NumTensors(Measure):
-        ...     def run(self, model, context):
-        ...         count = len(list(model.parameters()))
-        ...         exact = {"stderr": 0, "samples": 0, "num_predictions": 0}
-        ...         return {"num-tensors": Estimate(value=count, unit="tensors", method="count", **exact)}
-        >>> register_measure("num-tensors", NumTensors, summary="number of weight tensors")
-    """,
-)
-register_task = _register_function(
-    TASKS,
-    " A part in capital letters is a keyword argument of the function: `token` of `parity-TOKEN`.",
-    """
-    Example:
-        >>> from isoloss import make_task, register_task
-        >>> from isoloss.lab.languages.base import Labeling
-        >>> def starts_with(language, token):
-        ...     index = language.vocabulary.index(token)
-        ...     return Labeling(classes=("no", "yes"), label=lambda s: (s.tokens[:, 0] == index).long())
-        >>> register_task("starts-with-TOKEN", starts_with)
-        >>> make_task("brackets-8", "starts-with-<", num_train=10, num_test=10).classes
-        ('no', 'yes')
-    """,
-)
-register_algorithm = _register_function(ALGORITHMS, _KIND)
-register_optimizer = _register_function(
-    OPTIMIZERS,
-    example="""
-    Example:
-        >>> import torch
-        >>> from isoloss import register_optimizer
-        >>> def adagrad(groups, config):
-        ...     return torch.optim.Adagrad(groups, lr=config.learning_rate)
-        >>> register_optimizer("adagrad", adagrad, summary="AdaGrad")
-    """,
-)
-register_executor = _register_function(EXECUTORS)
-register_study = _register_function(STUDIES)
-register_rescalings = _register_function(RESCALINGS)

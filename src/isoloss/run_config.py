@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-from isoloss import builtin_components
 from isoloss.config import AlgorithmConfig, LanguageConfig, check, setting
 from isoloss.errors import IsolossError
 from isoloss.registry import ALGORITHMS, MODELS, OPTIMIZERS
@@ -84,7 +83,8 @@ class OptimizerConfig:
         """Refuse settings that contradict each other."""
         # its function needs torch, and is loaded when a run begins
         OPTIMIZERS.match(self.name)
-        if self.momentum and self.name in builtin_components.OPTIMIZERS and self.name not in ("sgd", "muon"):
+        is_ours = any(self.name in optimizers for optimizers in OPTIMIZERS.builtin.values())
+        if self.momentum and is_ours and self.name not in ("sgd", "muon"):
             raise IsolossError(f"momentum is {self.momentum}, but the optimizer is {self.name}: it needs sgd or muon")
 
         if self.schedule == "constant" and self.decay_steps is not None:

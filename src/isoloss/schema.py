@@ -81,7 +81,9 @@ def descriptions(config: type) -> Mapping[str, str]:
     # a subclass may describe a field anew, so it comes after its bases
     for cls in reversed(config.__mro__[:-1]):
         texts |= _docstrings(cls.__module__).get(cls.__name__, {})
-    return texts
+    # a setting that is the argument of a function has its text with it
+    own = {field.name: field.metadata["help"] for field in dataclasses.fields(config) if "help" in field.metadata}
+    return texts | own
 
 
 @functools.cache

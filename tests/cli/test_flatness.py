@@ -1,4 +1,4 @@
-"""`isoloss flatness` as a user meets it: several models, stopping, resuming, interruptions, and what it refuses."""
+"""`isoloss flatness` as a user meets it: several models, stopping, interruptions, and what it refuses."""
 
 import dataclasses
 import json
@@ -25,7 +25,6 @@ from isoloss.cli.main import main
 from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossWarning
 from isoloss.flatness import InterruptedEstimate, fisher, fisher_trace
-from isoloss.flatness._curvature import MeanLoss
 from isoloss.lab.evaluation import context as contexts
 from isoloss.statistics.estimate import rounded
 from isoloss.statistics.ratio import ClusteredRatio
@@ -254,32 +253,6 @@ def test_inputs_come_in_random_order_where_it_may_stop_early(capsys, folder, tmp
     assert trace_of(order)["value"] == whole["value"]
 
 
-def test_it_resumes_from_its_file_which_ctrl_c_writes(capsys, folder, tmp_path, monkeypatch):
-    words = (folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", "--json", "--resume", tmp_path / "half")
-    whole = trace_of(json.loads(call(capsys, *words[:-2]).out))
-    calls = []
-    measure = fisher.ExactLabels.measure
-
-    def stop(self, batch):
-        calls.append(batch.first)
-        if batch.first == 100:
-            raise KeyboardInterrupt
-        return measure(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fisher.ExactLabels, "measure", stop)
-        out, err = call(capsys, *words, status=130)
-    assert f"to go on: isoloss flatness {' '.join(map(str, words))}" in err
-    partial = json.loads(out)
-    assert partial["interrupted"]["estimate"]["samples"] == 100
-    assert partial["interrupted"]["measure"] == "trace"
-    assert partial["models"] == []
-    assert (tmp_path / "half").exists()
-    resumed = trace_of(json.loads(call(capsys, *words).out))
-    assert (resumed["value"], resumed["stderr"]) == (whole["value"], whole["stderr"])
-    assert not (tmp_path / "half").exists()
-
-
 def test_an_interruption_prints_the_estimate_so_far(capsys, folder, monkeypatch):
     def stopped(model, batches, rtol=None, **_):
         raise InterruptedEstimate(fisher_trace(model, batches[:1], causal=True))
@@ -291,70 +264,7 @@ def test_an_interruption_prints_the_estimate_so_far(capsys, folder, monkeypatch)
     assert "measured; the estimate from the first 50 sequences in the order of the data, which are not a random" in err
     _, err = call(capsys, folder / "a", "--data", folder / "ids.npy", "--batch-size", "50", "--rtol", "0.1", status=130)
     assert "was measured; the estimate from the first 50 sequences:" in err
-    assert "to go on" not in err
     assert "over 50 sequences" in out
-
-
-PROBED = {  # what each probe calls, and how often
-    "noise-sharpness": ("by_cluster", 2, "--num-probes 6"),
-    "spectral-density": ("gauss_newton_product", 3, "--num-probes 6 --spectrum-steps 3"),
-}
-
-
-@pytest.mark.parametrize("name", PROBED)
-def test_a_measure_by_probes_resumes_from_the_file_that_ctrl_c_writes(name, capsys, folder, tmp_path, monkeypatch):
-    called, per_probe, options = PROBED[name]
-    words = (folder / "a", "--data", folder / "ids.npy", "--measures", name, *options.split())
-    whole = json.loads(call(capsys, *words, "--json").out)["models"][0]["estimates"][name]
-    count, measure = [0], getattr(MeanLoss, called)
-
-    def stop(*arguments):
-        count[0] += 1
-        if count[0] == 3 * per_probe + 2:  # within the fourth probe; noise first takes the loss without any
-            raise KeyboardInterrupt
-        return measure(*arguments)
-
-    resume = ("--resume", tmp_path / "half")
-    with monkeypatch.context() as patch:
-        patch.setattr(MeanLoss, called, stop)
-        out, err = call(capsys, *words, *resume, status=130)
-    assert f"interrupted while {name} of {folder / 'a'} was measured; the estimate from 3 probes:" in err
-    assert "3 probes" in out
-    assert f"to go on: isoloss flatness {' '.join(map(str, (*words, *resume)))}" in err
-    resumed = json.loads(call(capsys, *words, *resume, "--json").out)["models"][0]["estimates"][name]
-    for estimate in (*whole.values(), *resumed.values()):
-        del estimate["seconds"]
-    assert resumed == whole
-    assert not (tmp_path / "half").exists()
-
-
-def test_the_search_for_eigenvalues_resumes_from_the_file_that_ctrl_c_writes(capsys, folder, tmp_path, monkeypatch):
-    words = (folder / "a", "--data", folder / "ids.npy", "--measures", "largest-eigenvalue", "--json")
-    (whole,) = json.loads(call(capsys, *words).out)["models"]
-    taken, product = [], MeanLoss.gauss_newton_product
-
-    def stop(loss, vector):
-        taken.append(len(taken))
-        if len(taken) == 4:
-            raise KeyboardInterrupt
-        return product(loss, vector)
-
-    resume = ("--resume", tmp_path / "half")
-    with monkeypatch.context() as patch:
-        patch.setattr(MeanLoss, "gauss_newton_product", stop)
-        out, err = call(capsys, *words, *resume, status=130)
-    assert out == ""  # an estimate would take further products
-    assert f"to go on: isoloss flatness {' '.join(map(str, (*words, *resume)))}" in err
-    with monkeypatch.context() as patch:
-        patch.setattr(MeanLoss, "gauss_newton_product", stop)
-        (resumed,) = json.loads(call(capsys, *words, *resume).out)["models"]
-    for model in (whole, resumed):
-        del model["estimates"]["largest-eigenvalue"]["largest-eigenvalue"]["seconds"]
-    assert resumed == whole
-    # three before it was interrupted, the rest after, and one for the residual norm
-    details = whole["estimates"]["largest-eigenvalue"]["largest-eigenvalue"]["details"]
-    assert len(taken) - 1 == details["iterations"] + 1
-    assert not (tmp_path / "half").exists()
 
 
 def test_each_measure_says_what_makes_its_error_smaller(capsys, folder):
@@ -566,9 +476,6 @@ def test_options_without_a_meaning_are_refused(capsys, folder, tmp_path):
     several = (folder / "a", folder / "b")
     assert "--figure shows the traces of several models" in refusal(capsys, *one, *data, "--figure", "x.png")
     assert "must end in .png, .svg, .pdf" in refusal(capsys, *several, *data, "--figure", "x.gif")
-    for words in (several, (*one, "--measures", "trace", "squared-norm")):
-        sentence = "a measurement can be resumed where one measure of one model is taken"
-        assert sentence in refusal(capsys, *words, *data, "--resume", tmp_path / "x")
     assert "loss is no measure of flatness, and isoloss eval measures it: choose trace, " in refusal(
         capsys, *one, *data, "--measures", "loss"
     )

@@ -84,19 +84,6 @@ def test_weights_that_are_not_the_modules_are_refused(tmp_path, built, change, w
         load_model(tmp_path / "a.pt", module=MODULE, device="cpu")
 
 
-def test_a_tied_weight_may_be_stored_once(tmp_path):
-    (tmp_path / "tied.py").write_text(
-        "from torch import nn\n\n\nclass Tied(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.tokens, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)\n"
-        "        self.head.weight = self.tokens.weight\n\n"
-        "    def forward(self, ids):\n        return self.head(self.tokens(ids))\n"
-    )
-    save_file({"tokens.weight": torch.arange(15.0).view(5, 3)}, tmp_path / "w.safetensors")
-    model = load_model(tmp_path / "w.safetensors", module=f"{tmp_path}/tied.py:Tied", device="cpu").model
-    assert torch.equal(model.head.weight, torch.arange(15.0).view(5, 3))
-    assert model.head.weight is model.tokens.weight
-
-
 WRITTEN = """
 from neighbor import VALUE
 from torch import nn

@@ -56,7 +56,6 @@ REFUSED = {
     "flatness checkpoint --data text.txt --device gpu": "the device is 'gpu'; it must be auto, cpu",
     "flatness checkpoint --data text.txt --length 0": "length is 0; it must be at least 1",
     "flatness checkpoint --data text.txt --tokenizer ./no": "there is no tokenizer './no'",
-    "flatness checkpoint --data text.txt --resume checkpoint/config.json": "--resume is checkpoint/config.json, which",
     "flatness checkpoint --data text.txt --threads 100000": "--threads is 100000; it must be at least 0",
     "compare ./no checkpoint": "there is no checkpoint ./no: it is not a folder",
     "compare chekpoint checkpoint": "does not answer; did you mean checkpoint?",

@@ -114,19 +114,6 @@ def test_a_study_ends_with_its_workers(tmp_path, number, status):
 
 
 @SLOW
-def test_a_measurement_says_what_it_has_and_goes_on(tmp_path):
-    assert main(["train", str(tmp_path / "RUN"), *TRAIN[2:6], "--steps", "2", "--threads", "1"]) == 0
-    sizes = ("--num-sequences", "300000", "--batch-size", "8")
-    words = ("flatness", "RUN/checkpoints/step-2", "--resume", "state", *sizes)
-    process = start(tmp_path, *words)
-    wait_for((tmp_path / "state").exists, process)
-    code, out, err = ended(process, signal.SIGTERM)
-    assert code == 143
-    assert out.startswith("trace of the Fisher: ")
-    assert "interrupted; the estimate from the first" in err
-
-
-@SLOW
 def test_the_processes_that_torchrun_started(tmp_path):
     run = Run(tmp_path / "RUN")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "isoloss", *TRAIN]

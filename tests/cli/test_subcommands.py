@@ -22,7 +22,7 @@ from isoloss.cli import ls
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PRESETS, BracketsConfig
-from isoloss.paper.same_loss.study import STUDY
+from isoloss.paper.same_loss import STUDY
 from isoloss.registry import MEASURES, RESCALINGS, STUDIES
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
@@ -386,7 +386,6 @@ def test_no_work_is_done_for_results_that_cannot_be_written(capsys, run, tmp_pat
     for words in (
         ("theory", "sgd-flow", "--figure", place / "a.svg"),
         ("flatness", one, other, "--figure", place / "a.svg"),
-        ("flatness", one, "--resume", place / "state"),
         ("transfer", run, "--task", "root", "--output", place),
         ("expand", run, "--into", "d32", "--output", place / "model"),
     ):

@@ -51,11 +51,6 @@ def stream(number, size, seed=0):
     return [{**batch, "documents": torch.arange(size) + i * size} for i, batch in enumerate(batches)]
 
 
-def cut(batch, sizes):
-    parts = zip(*(torch.as_tensor(value).split(sizes) for value in batch.values()), strict=True)
-    return [dict(zip(batch, part, strict=True)) for part in parts]
-
-
 def unlabeled(sequences=3, seed=7):
     batch = batch_of(sequences, seed=seed)
     return {**batch, "labels": torch.full_like(batch["labels"], -100)}

@@ -80,8 +80,17 @@ def packed(signs, copies=1):
     return torch.cat(octets).expand(copies, -1)
 
 
-def reference(model, batch, cotangent, *, causal):
-    """(B, P): for each sequence one backward pass through the plain model, and the squares of what it gives."""
+def parts_of(squares, block):
+    """Sums over the parts of a tensor, by sums over one part at a time."""
+    if block is None:
+        return [squares.sum()]
+    axes = squares.reshape(len(block.rows), -1, len(block.columns))
+    places = [(row, column) for row in range(block.num_rows) for column in range(block.num_columns)]
+    return [axes[block.rows == row][:, :, block.columns == column].sum() for row, column in places]
+
+
+def reference(model, batch, cotangent, *, causal, blocks=None):
+    """(B, K) of parameters or parts: for each sequence the squares of one backward pass through the plain model."""
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     predicted = batch["labels"] != -100
@@ -89,20 +98,22 @@ def reference(model, batch, cotangent, *, causal):
         predicted = torch.cat([predicted[:, 1:], torch.zeros_like(predicted[:, :1])], dim=1)
     logits = model(**inputs).logits[predicted]
     rows = predicted.nonzero()[:, 0]
-    norms = torch.zeros(len(predicted), len(named), dtype=torch.float64)
-    for row in rows.unique().tolist():
+    norms = []
+    for row in range(len(predicted)):
         loss = (logits * cotangent)[rows == row].sum()
         gradients = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
-        for column, gradient in enumerate(gradients):
-            if gradient is not None:
-                norms[row, column] = gradient.double().square().sum()
-    return list(named), norms, logits.detach()
+        parts = []
+        for (name, value), gradient in zip(named.items(), gradients, strict=True):
+            squares = torch.zeros_like(value) if gradient is None else gradient
+            parts += parts_of(squares.double().square(), (blocks or {}).get(name))
+        norms.append(torch.stack(parts))
+    return list(named), torch.stack(norms).detach(), logits.detach()
 
 
-def check_norms(model, *batches, causal=False, rtol=1e-10, slow=()):
+def check_norms(model, *batches, causal=False, rtol=1e-10, slow=(), blocks=None):
     """Assert that the norms of all batches are right and which parameters are slow: predictor, predictions, norms."""
     flags, found = {name: value.requires_grad for name, value in model.named_parameters()}, []
-    with GhostNorms(model, causal=causal) as predictor:
+    with GhostNorms(model, causal=causal, parameter_blocks=blocks or {}) as predictor:
         for number, batch in enumerate(batches):
             predictions = predictor.forward(batch)
             draws = torch.Generator().manual_seed(5 + number)
@@ -112,7 +123,7 @@ def check_norms(model, *batches, causal=False, rtol=1e-10, slow=()):
             found.append((batch, cotangent, norms, predictions.logits.detach()))
     assert {name: value.requires_grad for name, value in model.named_parameters()} == flags
     for batch, cotangent, norms, logits in found:
-        names, expected, plain = reference(model, batch, cotangent, causal=causal)
+        names, expected, plain = reference(model, batch, cotangent, causal=causal, blocks=blocks)
         assert predictor.names == names
         torch.testing.assert_close(logits, plain)
         assert_norms(norms, expected, rtol=rtol)

@@ -1,8 +1,7 @@
 """Small BERT, GPT-2 and Llama models, batches for them, and the trace by enumeration."""
 
-import types
-
 import torch
+from dense_curvature import Windows  # noqa: F401
 from plain_gradients import packed
 from torch import nn
 from transformers import (
@@ -80,7 +79,6 @@ def llama(vocab=3):
 
 MODELS = {
     "bert": (bert, False),
-    "bert untied": (lambda vocab=3: bert(vocab, tied=False), False),
     "gpt2": (gpt2, True),
     "llama": (llama, True),
 }
@@ -116,25 +114,6 @@ def exact(model, batch, *, causal):
     return values, split / len(values)
 
 
-def cut(batch, sizes):
-    return [
-        dict(zip(batch, parts, strict=True)) for parts in zip(*(v.split(sizes) for v in batch.values()), strict=True)
-    ]
-
-
-class Windows(nn.Module):
-    """A tiny masked model without a config: an embedding, a product of the neighbors, a tied head."""
-
-    def __init__(self, vocab, size):
-        super().__init__()
-        self.embedding = nn.Embedding(vocab, size)
-        self.mix = nn.Linear(size, size)
-
-    def forward(self, input_ids):
-        states = torch.tanh(self.mix(self.embedding(input_ids)))
-        return types.SimpleNamespace(logits=states.cumsum(dim=1) @ self.embedding.weight.T)
-
-
 def patch_probes(monkeypatch, chosen):
     """Let each sequence have the signs of `chosen(sequence)`, as many as it needs."""
 
@@ -144,6 +123,6 @@ def patch_probes(monkeypatch, chosen):
     monkeypatch.setattr(controls, "packed_probes", signs)
 
 
-def failing(batches, after):
-    yield from batches[:after]
-    raise RuntimeError("the machine went down")
+def cut(batch, sizes):
+    parts = zip(*(torch.as_tensor(value).split(sizes) for value in batch.values()), strict=True)
+    return [dict(zip(batch, part, strict=True)) for part in parts]

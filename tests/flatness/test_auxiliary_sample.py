@@ -1,6 +1,5 @@
 """Auxiliary samples: against plain loops, in the estimate, and everything that they refuse."""
 
-import dataclasses
 import itertools
 import math
 import types
@@ -9,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import cut, failing
+from small_models import cut
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError
-from isoloss.flatness import _measurement, fisher_trace
+from isoloss.flatness import fisher_trace
 from isoloss.flatness._ghost import auxiliary
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample, Bigrams, _Tokens
 from isoloss.seeds import generator
@@ -152,20 +151,6 @@ def test_a_sequence_is_in_one_half_whatever_is_hidden_or_padded():
     assert all(len(set(by_document[i : i + 3])) == 1 for i in range(0, 399, 3))
 
 
-def test_a_measured_sequence_is_scored_alike_in_the_pool_and_out_of_it():
-    """Its own tokens are not among those that it is scored by."""
-    model, batch = bert(), topical(60, "pool")
-    inside = AuxiliarySample.read(model, [batch]).features(batch)
-    for row in range(0, 60, 7):
-        rest = {name: torch.cat([value[:row], value[row + 1 :]]) for name, value in batch.items()}
-        one = {name: value[row : row + 1] for name, value in batch.items()}
-        outside = AuxiliarySample.read(model, [rest])
-        here = outside.features(one)[0, 0] + outside.mean[0]
-        assert float(here) == pytest.approx(
-            float(inside[row, 0] + AuxiliarySample.read(model, [batch]).mean[0]), rel=1e-12
-        )
-
-
 @pytest.mark.parametrize(("within", "by_document"), [(True, False), (False, True)])
 def test_features_have_the_mean_and_the_error_that_they_say(within, by_document):
     """Of measured sequences in a pool, whose pairs it counts, and of others; the first feature alone, in its error."""
@@ -174,7 +159,7 @@ def test_features_have_the_mean_and_the_error_that_they_say(within, by_document)
     transitions = torch.rand(VOCAB, VOCAB, generator=draws).pow(20)
     transitions = (transitions / transitions.sum(dim=1, keepdim=True)).cumsum(dim=1)
     deviations = []
-    for _ in range(150):
+    for _ in range(80):
         ids = torch.randint(VOCAB, (size + n, 1), generator=draws)
         for _ in range(LENGTH - 1):
             drawn = torch.rand(size + n, 1, generator=draws)
@@ -190,8 +175,8 @@ def test_features_have_the_mean_and_the_error_that_they_say(within, by_document)
             -of_auxiliary if within else of_auxiliary
         )  # of a part of the pool, or of others, less it
         deviations.append(float(pool.features(measured)[:, 0].mean()) / math.sqrt(variance))
-    assert abs(np.mean(deviations)) < 4 / math.sqrt(150)
-    assert np.std(deviations) == pytest.approx(1, abs=4 / math.sqrt(300))
+    assert abs(np.mean(deviations)) < 4 / math.sqrt(80)
+    assert np.std(deviations) == pytest.approx(1, abs=4 / math.sqrt(160))
 
 
 def test_pairs_of_a_large_vocabulary_share_counts(monkeypatch):
@@ -225,24 +210,6 @@ def test_directions_without_variance_are_left_out():
     )
     assert same.directions.shape == (9, 1)
     assert same.features({"input_ids": torch.ones(5, 2, dtype=torch.int64)}).shape == (5, 1)
-
-
-def test_hidden_tokens_count_as_what_they_are():
-    hidden, whole = topical(50, "pool"), topical(50, "pool", hide=False)
-    assert not torch.equal(hidden["input_ids"], whole["input_ids"])
-    model = bert()
-    assert torch.equal(AuxiliarySample.read(model, [hidden]).mean, AuxiliarySample.read(model, [whole]).mean)
-    pool = AuxiliarySample.read(model, [whole])
-    assert torch.equal(pool.features(hidden), pool.features({"input_ids": whole["input_ids"]}))
-
-
-def test_embeddings_of_any_dtype_are_read():
-    model, batch = bert(), topical(200, "pool")
-    exact = AuxiliarySample.read(model.double(), [batch])
-    rough = AuxiliarySample.read(model.bfloat16(), [batch])
-    np.testing.assert_allclose(rough.mean, exact.mean, atol=0.01)
-    np.testing.assert_allclose(rough.covariance.diagonal(), exact.covariance.diagonal(), rtol=0.1)
-    assert rough.covariance.dtype == torch.float64
 
 
 # --- in the estimate -------------------------------------------------------------------------------------------------
@@ -293,7 +260,7 @@ def repeated(model, number, *, sequences=256, size=8):
 
 
 def test_what_tokens_tell_is_averaged_over_the_pool():
-    pooled, alone = repeated(Topical(), 12)
+    pooled, alone = repeated(Topical(), 8)
     assert {e.details["auxiliary_directions"] for e in pooled} == {8}
     assert {e.details["auxiliary_sequences"] for e in pooled} == {2048}
     assert {(e.details["auxiliary_directions"], e.details["auxiliary_sequences"]) for e in alone} == {(0, 0)}
@@ -301,9 +268,9 @@ def test_what_tokens_tell_is_averaged_over_the_pool():
     errors = [math.sqrt(np.mean([e.stderr**2 for e in some])) for some in (pooled, alone)]
     assert errors[0] < 0.7 * errors[1]
     for spread, error in zip(spreads, errors, strict=True):
-        assert spread == pytest.approx(error, rel=3 / math.sqrt(2 * 11))
+        assert spread == pytest.approx(error, rel=3 / math.sqrt(2 * 7))
     means = [np.mean([e.value for e in some]) for some in (pooled, alone)]
-    assert abs(means[0] - means[1]) < 4 * math.hypot(*errors) / math.sqrt(12)
+    assert abs(means[0] - means[1]) < 4 * math.hypot(*errors) / math.sqrt(8)
 
 
 @pytest.mark.slow
@@ -315,20 +282,6 @@ def test_the_interval_covers_with_a_pool():
     assert abs(truth - np.mean([e.value for e in alone])) < 4 * alone[0].stderr / 20
 
 
-def test_a_causal_model_of_transformers_takes_a_pool():
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=LENGTH, bos_token_id=None, initializer_range=0.5
-    )
-    model = GPT2LMHeadModel(config).eval()
-    measured, pool = (topical(n, name, hide=False) for n, name in ((512, "measured"), (4096, "pool")))
-    measured["labels"] = measured["input_ids"]
-    pooled, alone = fisher_trace(model, [measured], auxiliary_sample=[pool]), fisher_trace(model, [measured])
-    assert pooled.details["auxiliary_directions"] == 8
-    assert pooled.stderr < 0.98 * alone.stderr
-    assert pooled.value == pytest.approx(alone.value, abs=4 * alone.stderr)
-
-
 def test_documents_are_the_clusters_of_a_pool_too():
     documents = torch.arange(9000) // 3
     model, measured = Topical(), topical(900, "measured", documents=documents[:900])
@@ -336,26 +289,8 @@ def test_documents_are_the_clusters_of_a_pool_too():
     found, alone = measure(model, measured, auxiliary_sample=pool), measure(model, measured)
     assert (found.samples, found.details["clusters"], found.details["auxiliary_directions"]) == (300, "documents", 8)
     assert found.stderr < 0.7 * alone.stderr
-
-
-def test_the_parameters_add_up_with_a_pool():
-    found = measure(Topical(), topical(300, "measured"), auxiliary_sample=[topical(3000, "pool")])
-    assert found.details["auxiliary_directions"] == 8
     assert sum(found.by_parameter.values()) == pytest.approx(found.value, rel=1e-12)
     assert sum(found.by_layer.values()) == pytest.approx(found.value, rel=1e-12)
-
-
-def test_the_time_of_reading_counts():
-    pool = dataclasses.replace(AuxiliarySample.read(Topical(), [topical(300, "pool")]), seconds=1000.0)
-    assert 1000 < measure(Topical(), topical(64, "measured"), auxiliary_sample=pool).seconds < 1100
-
-
-def test_the_papers_estimator_takes_a_pool():
-    batch, pool = topical(160, "measured"), [topical(1600, "pool")]
-    options = {"method": "paper", "num_probes": 8}
-    pooled, alone = (measure(Topical(), batch, auxiliary_sample=p, **options) for p in (pool, None))
-    assert pooled.details["auxiliary_directions"] == 8
-    assert pooled.stderr < 0.8 * alone.stderr
 
 
 def test_a_pool_of_something_else_is_not_used():
@@ -369,7 +304,7 @@ def test_a_pool_of_something_else_is_not_used():
 def test_models_share_an_auxiliary_sample_in_a_comparison():
     first, second = Topical(), Topical(by=0.05)
     pairs, own = [], []
-    for repetition in range(12):
+    for repetition in range(8):
         batch, pool = topical(256, "measured", repetition), [topical(768, "pool", repetition)]
         found = compare_traces(
             {"a": first, "b": second}, [batch], seed=repetition, num_probes=4, auxiliary_sample=pool, causal=False
@@ -377,10 +312,10 @@ def test_models_share_an_auxiliary_sample_in_a_comparison():
         pairs.append(found.difference("trace", "a", "b"))
         own.append(found.models["b"]["trace"])
         assert [trace.details["auxiliary_directions"] for trace in found.of("trace").values()] == [8, 8]
-    alone = measure(second, batch, seed=11, auxiliary_sample=AuxiliarySample.read(first, pool))
+    alone = measure(second, batch, seed=7, auxiliary_sample=AuxiliarySample.read(first, pool))
     assert (own[-1].value, own[-1].stderr) == pytest.approx((alone.value, alone.stderr), rel=1e-12)
     error = math.sqrt(np.mean([pair.stderr**2 for pair in pairs]))
-    assert np.std([pair.value for pair in pairs], ddof=1) == pytest.approx(error, rel=3 / math.sqrt(2 * 11))
+    assert np.std([pair.value for pair in pairs], ddof=1) == pytest.approx(error, rel=3 / math.sqrt(2 * 7))
     assert error < 0.5 * own[0].stderr
     n = own[0].samples  # clusters; behind them are the auxiliary sample's means
     influence = own[0].influence
@@ -406,26 +341,7 @@ def test_the_first_model_decides_for_all(names, used):
 # --- going on --------------------------------------------------------------------------------------------------------
 
 
-def test_a_resume_file_knows_its_auxiliary_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
-    model, path = Topical(), tmp_path / "record"
-    batches, pool = cut(topical(300, "measured"), [100, 100, 100]), [topical(3000, "pool")]
-    straight = fisher_trace(model, batches, causal=False, auxiliary_sample=pool)
-    with pytest.raises(RuntimeError, match="went down"):
-        fisher_trace(model, failing(batches, 2), causal=False, auxiliary_sample=pool, resume=path)
-    for other in (None, [topical(3000, "another pool")]):
-        with pytest.raises(IsolossError, match=r"it differs in .*auxiliary sample; remove it"):
-            fisher_trace(model, batches, causal=False, auxiliary_sample=other, resume=path)
-    resumed = fisher_trace(model, batches, causal=False, auxiliary_sample=pool, resume=path)
-    assert (resumed.value, resumed.stderr) == (straight.value, straight.stderr)
-    assert resumed.details["auxiliary_directions"] == straight.details["auxiliary_directions"] == 8
-
-
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
-class Bare(nn.Module):
-    """A model that has no input embeddings to ask for."""
 
 
 @pytest.mark.parametrize(
@@ -453,8 +369,3 @@ class Bare(nn.Module):
 def test_bad_auxiliary_samples_get_one_sentence(pool, sentence):
     with pytest.raises(IsolossError, match=sentence):
         fisher_trace(bert(), [topical(64, "measured")], auxiliary_sample=pool)
-
-
-def test_a_model_without_embeddings_has_no_auxiliary_sample():
-    with pytest.raises(IsolossError, match="Bare has no input embeddings, by which an auxiliary sample is read"):
-        AuxiliarySample.read(Bare(), [topical(9, "pool")])

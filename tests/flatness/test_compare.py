@@ -123,30 +123,6 @@ def test_models_of_different_parameters_are_compared_with_one_warning(minimal):
     compare({"a": models["a"], "b": models["b"]}, inputs(40), minimal=minimal)  # warnings are errors here
 
 
-def test_causal_models_are_scored_on_the_next_token():
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel(config).eval()
-    ids = torch.randint(0, 7, (12, 5), generator=torch.Generator().manual_seed(0))
-    found = compare({"gpt2": model}, [{"input_ids": ids, "labels": ids}])
-    with torch.no_grad():
-        expected = model(ids, labels=ids).loss
-    assert found.models["gpt2"]["loss"].value == pytest.approx(float(expected), rel=1e-6)
-    assert found.probability_of_smallest("trace") == {"gpt2": 1}
-    assert len(found.tables()) == 1
-
-
-def test_documents_are_the_clusters_of_losses_too():
-    documents = torch.arange(60) // 3
-    batches = inputs(60, batch_size=16, documents=documents)
-    model = bert()
-    found = compare({"a": model, "b": bert(1)}, batches).models["a"]
-    assert found["trace"].samples == found["loss"].samples == 20
-    nats, counts = exact_loss(model, batches)
-    nats, counts = nats.reshape(20, 3).sum(1), counts.reshape(20, 3).sum(1)
-    assert found["loss"].stderr == pytest.approx(leave_one_out_error(nats, counts))
-
-
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 

@@ -38,17 +38,6 @@ def test_the_loss_and_its_gradient():
     torch.testing.assert_close(loss.gradient(), gradient, rtol=1e-10, atol=1e-13)
 
 
-def test_only_the_given_parameters_count():
-    model, batches = bert(), [batch_of(4)]
-    model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
-    kept = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    hessian, _ = dense(model, batches, causal=False, parameters=kept)
-    loss = MeanLoss(model, batches)
-    assert list(loss.parameters) == list(kept)
-    vector = torch.ones(loss.num_parameters, dtype=torch.float64)
-    torch.testing.assert_close(loss.hessian_product(vector), hessian @ vector, rtol=1e-9, atol=1e-11)
-
-
 def test_a_parameter_that_is_not_used_has_zeros():
     model = windows()
     model.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
@@ -58,28 +47,6 @@ def test_a_parameter_that_is_not_used_has_zeros():
     for result in (loss.gradient(), loss.hessian_product(vector), loss.gauss_newton_product(vector)):
         assert bool((loss.split(result)[place] == 0).all())
         assert float(result.norm()) > 0
-
-
-def test_float32_vectors_serve_narrower_models():
-    loss = MeanLoss(bert(dtype=torch.bfloat16), [batch_of(3)])
-    wide = MeanLoss(bert(dtype=torch.bfloat16).double(), [batch_of(3)])
-    vector = torch.ones(loss.num_parameters)
-    found = loss.gauss_newton_product(vector)
-    assert loss.dtype == found.dtype == torch.float32
-    expected = wide.gauss_newton_product(vector.double()).float()
-    assert float((found - expected).norm()) < 0.1 * float(expected.norm())
-
-
-def test_the_model_is_left_as_it_was_found():
-    model = bert().train()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        loss = MeanLoss(model, [batch_of(3)])
-        loss.gauss_newton_product(loss.hessian_product(loss.gradient()))
-        assert not torch.is_grad_enabled()
-    assert model.training
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 class Flash(nn.Module):
@@ -117,20 +84,6 @@ def test_what_is_refused():
         loss.hessian_product(torch.ones(3))
     with pytest.raises(IsolossError, match="Hessian's product is not finite; use a wider dtype"):
         MeanLoss(Powers(), [batch_of(3)], causal=False).hessian_product(torch.ones(5))
-    with pytest.raises(IsolossError, match="no batches"):
-        MeanLoss(windows(), [], causal=False)
-    with pytest.raises(IsolossError, match="a single batch"):
-        MeanLoss(windows(), batch_of(3), causal=False)
-    with pytest.raises(IsolossError, match="nothing is predicted"):
-        MeanLoss(windows(), [{**batch_of(3), "labels": torch.full((3, 4), -100)}], causal=False)
-    with pytest.raises(IsolossError, match="batch 0 is a int"):
-        MeanLoss(windows(), [3], causal=False)
-    with pytest.raises(IsolossError, match="has dropout"):
-        MeanLoss(bert(dropout=0.5).train(), [batch_of(3)])
-    model = windows()
-    nn.init.constant_(model.mix.bias, float("nan"))
-    with pytest.raises(IsolossError, match="logits are NaN"):
-        MeanLoss(model, [batch_of(3)], causal=False).value()
 
 
 def test_an_error_of_the_model_itself_is_passed_on():

@@ -105,15 +105,6 @@ def test_the_next_update_is_that_of_a_run_with_one_step_more(tmp_path, name):
     assert run.steps() == [7]
 
 
-def test_a_rate_that_has_decayed_is_that_of_the_last_step(tmp_path):
-    decaying = {"schedule": "linear", "warmup_steps": 0, "weight_decay": 0.0, "learning_rate": 7e-3}
-    decayed = pretrain(tmp_path / "run", dataclasses.replace(CONFIG, optimizer=OptimizerConfig(**decaying)))
-    update = next_update(decayed, LANGUAGE.build())
-    size = max(part.abs().max() for part in update.values())
-    # AdamW moves a weight by about the rate; that of step 7 of 7 is the highest times 1 / 7.
-    assert 0.2e-3 < size < 3e-3
-
-
 def test_the_measure_takes_the_update_where_training_ended(tmp_path):
     stage = StageConfig(steps=400, optimizer=OptimizerConfig(warmup_steps=2), target_kl=0.5, validate_every=10)
     config = dataclasses.replace(CONFIG, steps=400, stages=(stage,), log_every=10, checkpoints=(0,))

@@ -217,22 +217,9 @@ class Model(nn.Module):
         return self.norm(self.table.weight)
 
 
-USES = {}
-TABLE = ("table.weight", "norm.weight", "norm.bias")
-MAPPED = (*TABLE, "map.weight", "map.bias")
+MAPPED = ("table.weight", "norm.weight", "norm.bias", "map.weight", "map.bias")
 
 
-def use(*slow):
-    """Register a use, and the parameters that take the slow path."""
-
-    def register(function):
-        USES[function.__name__.replace("_", " ")] = (function, slow)
-        return function
-
-    return register
-
-
-@use()
 def in_place(model, x, ids):
     x *= 0.5
     x = model.map(x)
@@ -240,148 +227,50 @@ def in_place(model, x, ids):
     return x.tanh_()
 
 
-@use("positions")
-def raw_positions(model, x, ids):
-    return model.rms(x + model.positions[:, : x.shape[1]])
-
-
-@use()
-def whole_raw_positions(model, x, ids):
-    return model.rms(F.pad(x, (0, 0, 0, 16 - x.shape[1])) + model.positions)[:, : x.shape[1]]
-
-
-@use()
-def a_scalar(model, x, ids):
-    return model.rms(x) * model.temperature
-
-
-@use()
-def experts(model, x, ids):
-    return model.rms(x @ model.experts[0] + x.tanh() @ model.experts[1])
-
-
-@use()
-def time_first(model, x, ids):
-    return model.map(model.norm(x).transpose(0, 1)).tanh().transpose(0, 1)
-
-
-@use("map.weight", "map.bias")
-def mixed_over_sequences(model, x, ids):
-    return model.map(x.transpose(0, 1).reshape(-1, 8)).reshape(x.shape[1], -1, 8).transpose(0, 1).tanh()
-
-
-@use("map.weight", "map.bias")
 def without_a_gradient(model, x, ids):
     with torch.no_grad():
         scale = model.map(x).exp()
     return x * scale
 
 
-@use(*MAPPED)
 def shared_without_a_gradient(model, x, ids):
     with torch.no_grad():
         rows = model.map(model.rows)
     return x + rows
 
 
-@use()
-def keywords(model, x, ids):
-    return F.linear(x, weight=model.map.weight, bias=model.map.bias)
-
-
-@use("square")
-def a_product_of_weights(model, x, ids):
-    return F.linear(x, model.square @ model.square)
-
-
-@use()
-def scaled_logits(model, x, ids):
-    return CausalLMOutput(logits=3.0 * (model.map(x) @ model.embed.weight.t()))
-
-
-@use()
-def scaled_logits_in_place(model, x, ids):
-    return CausalLMOutput(logits=F.linear(x, model.embed.weight).mul_(3.0))
-
-
-@use()
 def added_in_place(model, x, ids):
     x = 2.0 * x
     x += model.map(model.rows).tanh()[None]
     return x
 
 
-@use()
 def changed_in_place(model, x, ids):
     rows = model.map(model.rows)
     rows /= 3.0
     return x + rows.tanh_()
 
 
-@use()
-def looked_up(model, x, ids):
-    return x * model.rms(model.table(torch.arange(7)))
-
-
-@use()
 def used_twice(model, x, ids):
     rows = model.rows
     return x * rows + model.map(rows)[None] + (model.embed.weight[:1] * 2.0)[None]
 
 
-@use()
 def two_of_them(model, x, ids):
     rows = model.rows
     return x + (model.map(rows) * model.gain + rows).softmax(dim=-1) * model.rate.sigmoid()
 
 
-@use()
 def as_matrices(model, x, ids):
     number, keys = len(x), model.map(model.rows).view(7, 2, 4).transpose(0, 1)
     scores = x.view(number, 7, 2, 4).transpose(1, 2) @ keys.mT
     return x + (scores.tanh() @ (keys @ keys.mT @ keys)).transpose(1, 2).reshape(number, 7, 8)
 
 
-@use()
-def expanded(model, x, ids):
-    return x + model.map(model.rows)[None, 1:].expand(len(x), -1, -1).sum(dim=1, keepdim=True)
-
-
-@use()
-def expanded_like(model, x, ids):
-    return x.tanh() * model.map(model.rows)[None].expand_as(x)
-
-
-@use()
 def repeated(model, x, ids):
     keys = model.map(model.rows).view(7, 2, 4).permute(1, 0, 2).repeat(len(x), 1, 1)
     product = x.view(-1, 7, 2, 4).transpose(1, 2).flatten(0, 1) * keys
     return x + product.view(-1, 2, 7, 4).transpose(1, 2).flatten(2)
-
-
-@use()
-def a_rate(model, x, ids):
-    return x * (-torch.exp(model.rate)).exp()
-
-
-@use(*MAPPED)
-def repeated_for_heads(model, x, ids):
-    return x + (x[:, None].tanh() * model.map(model.rows)[None].repeat(2, 1, 1)).sum(dim=1)
-
-
-@use(*MAPPED)
-def an_unknown_function(model, x, ids):
-    return x + model.map(model.rows.flip(0))
-
-
-@use(*MAPPED)
-def rows_of_all_sequences(model, x, ids):
-    return x.tanh() + model.map(model.rows)[ids.reshape(-1) % 7].view_as(x)
-
-
-@use("embed.weight")
-def a_packed_lookup(model, x, ids):
-    return model.embed(torch.cat([ids.reshape(1, -1), ids[:1]], dim=1))[:, :-7].view(x.shape)
 
 
 def routed(model, x, ids, compute):
@@ -392,7 +281,6 @@ def routed(model, x, ids, compute):
     return x + torch.zeros_like(rows).index_add_(0, order, moved).view_as(x)
 
 
-@use()
 def one_slice_for_each_row(model, x, ids):
     def compute(model, rows, expert, moved, order):
         return (moved[:, None] @ model.experts[expert[order]])[:, 0] * model.biases[expert[order]]
@@ -400,17 +288,6 @@ def one_slice_for_each_row(model, x, ids):
     return routed(model, x, ids, compute)
 
 
-@use()
-def a_map_of_moved_rows(model, x, ids):  # as many as there are tokens
-    return routed(model, x, ids, lambda model, rows, expert, moved, order: model.norm(model.map(moved).tanh()))
-
-
-@use("map.weight", "map.bias")
-def rows_moved_by_an_unknown_function(model, x, ids):
-    return routed(model, x, ids, lambda model, rows, expert, moved, order: model.map(F.pad(moved, (0, 0))))
-
-
-@use()
 def slices_of_all_tokens(model, x, ids):
     def compute(model, rows, expert, moved, order):
         every = torch.cat([rows @ model.experts[i] * model.biases[i] for i in range(3)])
@@ -419,11 +296,94 @@ def slices_of_all_tokens(model, x, ids):
     return routed(model, x, ids, compute)
 
 
-@use()
-def a_slice_from_behind(model, x, ids):
-    return routed(
-        model, x, ids, lambda model, rows, expert, moved, order: F.linear(moved, model.experts[-1].mT, model.biases[-1])
-    )
+# what becomes of the tokens, and the parameters that take the slow path
+USES = {
+    "in place": (in_place, ()),
+    "raw positions": (lambda model, x, ids: model.rms(x + model.positions[:, : x.shape[1]]), ("positions",)),
+    "whole raw positions": (
+        lambda model, x, ids: model.rms(F.pad(x, (0, 0, 0, 16 - x.shape[1])) + model.positions)[:, : x.shape[1]],
+        (),
+    ),
+    "a scalar": (lambda model, x, ids: model.rms(x) * model.temperature, ()),
+    "experts": (lambda model, x, ids: model.rms(x @ model.experts[0] + x.tanh() @ model.experts[1]), ()),
+    "time first": (lambda model, x, ids: model.map(model.norm(x).transpose(0, 1)).tanh().transpose(0, 1), ()),
+    "mixed over sequences": (
+        lambda model, x, ids: (
+            model.map(x.transpose(0, 1).reshape(-1, 8)).reshape(x.shape[1], -1, 8).transpose(0, 1).tanh()
+        ),
+        (
+            "map.weight",
+            "map.bias",
+        ),
+    ),
+    "without a gradient": (
+        without_a_gradient,
+        (
+            "map.weight",
+            "map.bias",
+        ),
+    ),
+    "shared without a gradient": (shared_without_a_gradient, MAPPED),
+    "keywords": (lambda model, x, ids: F.linear(x, weight=model.map.weight, bias=model.map.bias), ()),
+    "a product of weights": (lambda model, x, ids: F.linear(x, model.square @ model.square), ("square",)),
+    "scaled logits": (lambda model, x, ids: CausalLMOutput(logits=3.0 * (model.map(x) @ model.embed.weight.t())), ()),
+    "scaled logits in place": (
+        lambda model, x, ids: CausalLMOutput(logits=F.linear(x, model.embed.weight).mul_(3.0)),
+        (),
+    ),
+    "added in place": (added_in_place, ()),
+    "changed in place": (changed_in_place, ()),
+    "looked up": (lambda model, x, ids: x * model.rms(model.table(torch.arange(7))), ()),
+    "used twice": (used_twice, ()),
+    "two of them": (two_of_them, ()),
+    "as matrices": (as_matrices, ()),
+    "expanded": (
+        lambda model, x, ids: x + model.map(model.rows)[None, 1:].expand(len(x), -1, -1).sum(dim=1, keepdim=True),
+        (),
+    ),
+    "expanded like": (lambda model, x, ids: x.tanh() * model.map(model.rows)[None].expand_as(x), ()),
+    "repeated": (repeated, ()),
+    "a rate": (lambda model, x, ids: x * (-torch.exp(model.rate)).exp(), ()),
+    "repeated for heads": (
+        lambda model, x, ids: x + (x[:, None].tanh() * model.map(model.rows)[None].repeat(2, 1, 1)).sum(dim=1),
+        MAPPED,
+    ),
+    "an unknown function": (lambda model, x, ids: x + model.map(model.rows.flip(0)), MAPPED),
+    "rows of all sequences": (
+        lambda model, x, ids: x.tanh() + model.map(model.rows)[ids.reshape(-1) % 7].view_as(x),
+        MAPPED,
+    ),
+    "a packed lookup": (
+        lambda model, x, ids: model.embed(torch.cat([ids.reshape(1, -1), ids[:1]], dim=1))[:, :-7].view(x.shape),
+        ("embed.weight",),
+    ),
+    "one slice for each row": (one_slice_for_each_row, ()),
+    "a map of moved rows": (
+        lambda model, x, ids: routed(
+            model, x, ids, lambda model, rows, expert, moved, order: model.norm(model.map(moved).tanh())
+        ),
+        (),
+    ),
+    "rows moved by an unknown function": (
+        lambda model, x, ids: routed(
+            model, x, ids, lambda model, rows, expert, moved, order: model.map(F.pad(moved, (0, 0)))
+        ),
+        (
+            "map.weight",
+            "map.bias",
+        ),
+    ),
+    "slices of all tokens": (slices_of_all_tokens, ()),
+    "a slice from behind": (
+        lambda model, x, ids: routed(
+            model,
+            x,
+            ids,
+            lambda model, rows, expert, moved, order: F.linear(moved, model.experts[-1].mT, model.biases[-1]),
+        ),
+        (),
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", USES)
@@ -464,7 +424,7 @@ def test_all_of_a_model_time_first(sequences):
 
 
 def test_a_later_batch_in_which_rows_are_moved_by_an_unknown_function():
-    model = Model(rows_moved_by_an_unknown_function).double()
+    model = Model(USES["rows moved by an unknown function"][0]).double()
     first, later = batch_of(every=True), batch_of(every=True, seed=1)
     first["input_ids"] = first["input_ids"] // 3 * 3  # one expert: the rows stay in order
     with GhostNorms(model, causal=False) as predictor:
@@ -492,7 +452,7 @@ def test_a_parameter_that_a_later_batch_reaches_first_is_checked_on_a_sequence_t
 
 @pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
 def test_embeddings_whose_gradient_is_no_derivative_are_refused(options):
-    model = Model(a_scalar)
+    model = Model(USES["a scalar"][0])
     model.embed = nn.Embedding(VOCAB, 8, **options)
     [(name, value)] = options.items()
     with pytest.raises(IsolossError, match=f"{name}={value}"), GhostNorms(model, causal=False) as predictor:

@@ -29,8 +29,7 @@ from isoloss.flatness import (
 )
 from isoloss.flatness._rescaling.apply import rescaled
 from isoloss.flatness._rescaling.symmetries import rescalings_of
-from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure
-from isoloss.registry import MEASURES
+from isoloss.lab.evaluation.measures.flatness import flatness_measures
 
 HEADS, SIZE, INNER = 2, 2, 5
 WIDTH = HEADS * SIZE
@@ -38,10 +37,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "method" / "flatness.md"
 # the trace of another model, and so no row of its own
 FLATNESS = [
     name
-    for name in MEASURES
-    if issubclass(MEASURES.load(name), FlatnessMeasure)
-    and "-in-SIZE" not in name
-    and name != "rescaling-control"  # of another model
+    for name in flatness_measures()
+    if "-in-SIZE" not in name and name != "rescaling-control"  # of another model
 ]
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from dense_curvature import VOCAB, batch_of, bert, dense_gauss_newton, dense_hessian, flat, gpt2, windows
-from flatness_measures import BY_BATCH, MEASURES, PROBES, STREAMS, WAYS, cut, stream, unlabeled
+from flatness_measures import BY_BATCH, MEASURES, PROBES, STREAMS, WAYS, stream, unlabeled
+from small_models import cut
 from torch import nn
 
 from isoloss.errors import IsolossError
@@ -30,6 +31,7 @@ from isoloss.flatness import (
     squared_parameter_norm,
     weighted_fisher_trace,
 )
+from isoloss.statistics.comparison import paired_difference
 
 FUNCTIONS = [
     *(fisher_trace, empirical_fisher_trace, fisher_rao_norm, weighted_fisher_trace, hessian_trace),
@@ -133,18 +135,24 @@ def test_influences_give_the_error_and_parts_add_up(name):
     assert (found.by_parameter is None) == (name in ("fisher-rao", "sam"))
 
 
-@pytest.mark.parametrize("name", ["hessian", "weighted", "fisher-rao", "noise", "eigenvalue"])
+@pytest.mark.parametrize("name", ["hessian", "weighted", "noise", "eigenvalue"])
 def test_the_error_is_the_spread_over_fresh_inputs_and_probes(name):
     options = {"noise": {"relative_std": 0.3, "num_probes": 6}, "eigenvalue": {"rtol": 1e-6}}.get(name, {})
-    if name in ("hessian", "weighted"):
-        options["seed"] = 0
-    found = []
+    models, found, differences = [windows(), windows()], [], []
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(1.1)
     for repetition in range(24):
-        given = options | ({"seed": repetition} if name != "fisher-rao" else {})
-        found.append(MEASURES[name](windows(), stream(1, 24, seed=repetition), causal=False, **given))
-    spread = float(np.std([e.value for e in found], ddof=1))
-    # a standard deviation over 24 repetitions is right to 15 %
-    assert 0.55 < spread / math.sqrt(sum(e.stderr**2 for e in found) / 24) < 1.45
+        given = options | {"seed": repetition}
+        batches = stream(1, 24, seed=repetition)
+        one, other = (MEASURES[name](model, batches, causal=False, **given) for model in models)
+        found.append(one)
+        differences.append(paired_difference(one, other))
+    for estimates in (found, differences):
+        spread = float(np.std([e.value for e in estimates], ddof=1))
+        # a standard deviation over 24 repetitions is right to 15 %; that of a difference of noise is on the safe side
+        safe = 0.0 if name == "noise" else 0.55
+        assert safe < spread / math.sqrt(sum(e.stderr**2 for e in estimates) / 24) < 1.45
 
 
 # --- streams, stops and interruptions --------------------------------------------------------------------------------
@@ -455,9 +463,7 @@ def test_settings_out_of_range_are_refused(measure, options, sentence):
 
 
 @pytest.mark.parametrize("measure", FUNCTIONS)
-def test_the_options_are_in_every_signature_and_no_other_argument_is_taken(measure):
-    options = {"num_sequences", "rtol", "seconds", "causal", "parameters", "progress"}
-    assert options < set(inspect.signature(measure).parameters)
+def test_an_unknown_option_is_refused_with_the_names_of_all(measure):
     with pytest.raises(TypeError, match="unexpected argument 'rtoll'; the options are num_sequences, rtol"):
         measure(windows(), stream(2, 3), rtoll=0.1)
 

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import types
 import warnings
 
 import numpy as np
@@ -17,7 +16,7 @@ from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBe
 from isoloss.cli.main import main
 from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.flatness import FlatnessCallback, _measurement, fisher_trace
+from isoloss.flatness import fisher_trace
 from isoloss.flatness._measurement import measure
 from isoloss.flatness._rescaling.apply import rescaled, rescaled_at_random
 from isoloss.flatness._rescaling.symmetries import rescalings_of
@@ -208,25 +207,6 @@ def test_models_are_compared_by_it():
     assert rest.stderr == pytest.approx(a.details["without_embeddings_stderr"])
 
 
-def test_it_resumes_from_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
-    model = made("gpt2")
-    batches, path = batches_of(model, number=80), tmp_path / "half"
-    straight = fisher_trace(model, batches, rescaling="minimal")
-
-    def failing():
-        yield from batches[:3]
-        raise RuntimeError("the machine went down")
-
-    with pytest.raises(RuntimeError, match="went down"):
-        fisher_trace(model, failing(), rescaling="minimal", resume=path)
-    with pytest.raises(IsolossError, match="resume file of another measurement: it differs in parameter blocks"):
-        fisher_trace(model, batches, resume=path)
-    found = fisher_trace(model, batches, rescaling="minimal", resume=path)
-    assert found == straight.__class__(**{**vars(straight), "seconds": found.seconds})
-    assert np.array_equal(found.influence, straight.influence)
-
-
 def test_the_minimum_is_over_weights_and_the_eps_of_norms_together():
     """With weights as small as eps, where a rescaling of the weights alone would change the loss."""
     model = FAMILY["bert"].build(tied=True)
@@ -276,13 +256,6 @@ def test_frozen_parameters_that_take_up_factors_are_told():
     assert found.details["gauged"]
 
 
-def test_many_factors_are_told(monkeypatch):
-    monkeypatch.setattr("isoloss.flatness.minimal_trace._SLOW", 10)
-    model = made("bert")
-    with pytest.warns(IsolossWarning, match="granularity 'channel' gives BertForMaskedLM .* factors"):
-        fisher_trace(model, batches_of(model), rescaling="minimal", granularity="channel")
-
-
 def test_what_cannot_be_rescaled_is_refused():
     config = DistilBertConfig(vocab_size=VOCABULARY, dim=8, n_layers=1, n_heads=1, hidden_dim=8, dropout=0.0)
     model = DistilBertForMaskedLM(config).eval()
@@ -311,16 +284,6 @@ def test_a_rescaled_copy_computes_the_same():
     torch.testing.assert_close(after, before, rtol=1e-9, atol=1e-9)
     assert not torch.equal(other.transformer.wte.weight, model.transformer.wte.weight)
     assert other.lm_head.weight is other.transformer.wte.weight
-
-
-def test_the_callback_logs_it_under_its_own_name():
-    model = FAMILY["bert"].build(tied=True).float()
-    batches = batches_of(model)
-    callback = FlatnessCallback(batches, every=1, rescaling="minimal")
-    state = types.SimpleNamespace(global_step=1, is_world_process_zero=True, epoch=None, log_history=[])
-    callback.on_step_end(None, state, None, model=model)
-    expected = fisher_trace(model, batches, rescaling="minimal")
-    assert state.log_history == [{"minimal_trace": expected.value, "minimal_trace_stderr": expected.stderr, "step": 1}]
 
 
 def test_the_control_of_the_command_line(capsys, tmp_path):

@@ -48,7 +48,7 @@ class Perceptron(nn.Module):
 
 
 def perceptron_signals(model, signals):
-    """Declare the network for `isoloss.register_rescalings`."""
+    """Declare the network for `isoloss.RESCALINGS`."""
     read = signals.fixed(INPUTS)
     for number, (layer, size) in enumerate(zip(model.layers[:-1], HIDDEN, strict=True)):
         written = signals.activated(f"hidden layer {number}", size, nn.ReLU())

@@ -1,4 +1,4 @@
-"""Parts of parameters, from one backward pass to a resumed measurement, against dense gradients by sequence."""
+"""Parts of parameters, from one backward pass to a measurement, against dense gradients by sequence."""
 
 import pickle
 import types
@@ -6,14 +6,13 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from plain_gradients import ARCHITECTURES, DEBERTA, assert_norms, batch_of, build, make
-from small_models import bert, cut, failing, gpt2, llama, rows
+from plain_gradients import DEBERTA, batch_of, build, check_norms, make
+from small_models import bert, cut, gpt2, llama, rows
 
 from isoloss.comparison.traces import WithLoss
 from isoloss.errors import IsolossError
-from isoloss.flatness import _measurement, fisher_trace, hessian_trace, weighted_fisher_trace
+from isoloss.flatness import fisher_trace, hessian_trace, weighted_fisher_trace
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample
-from isoloss.flatness._ghost.engine import GhostNorms
 from isoloss.flatness._measurement import InterruptedEstimate, Measurement, StopCriteria, measure
 from isoloss.flatness._parameters import ParameterBlocks, ParameterColumns
 from isoloss.flatness.fisher import ExactLabels, SampledLabels
@@ -47,38 +46,9 @@ def splits_of(parameters, start=0):
     return splits
 
 
-def parts_of(squares, split):
-    """Sums over the parts of a tensor, by sums over one part at a time."""
-    axes = squares.reshape(len(split.rows), -1, len(split.columns))
-    return [
-        axes[split.rows == row][:, :, split.columns == column].sum()
-        for row in range(split.num_rows)
-        for column in range(split.num_columns)
-    ]
-
-
-def dense(model, batch, cotangent, splits, *, causal):
-    """(B, K): for each sequence one backward pass through the plain model, cut in parts."""
-    named = dict(model.named_parameters())
-    predicted = batch["labels"] != -100
-    if causal:
-        predicted = torch.cat([predicted[:, 1:], torch.zeros_like(predicted[:, :1])], dim=1)
-    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits[predicted]
-    owners, norms = predicted.nonzero()[:, 0], []
-    for row in range(len(predicted)):
-        loss = (logits * cotangent)[owners == row].sum()
-        gradients = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
-        parts = []
-        for (name, parameter), gradient in zip(named.items(), gradients, strict=True):
-            squares = torch.zeros_like(parameter) if gradient is None else gradient.square()
-            parts += parts_of(squares.double(), splits[name]) if name in splits else [squares.sum().double()]
-        norms.append(torch.stack(parts))
-    return torch.stack(norms).detach()
-
-
 def lstm():
     torch.manual_seed(0)
-    config = LSTMConfig(vocab_size=12, hidden_size=6, num_hidden_layers=2, num_directions=2, hidden_dropout_prob=0.0)
+    config = LSTMConfig(vocab_size=40, hidden_size=6, num_hidden_layers=2, num_directions=2, hidden_dropout_prob=0.0)
     return LSTMForMaskedLM(config).double().eval()
 
 
@@ -87,8 +57,16 @@ def deberta():
     return make("DebertaV2Config", "DebertaV2ForMaskedLM", {**options, "norm_rel_ebd": "layer_norm"})
 
 
-MODELS = {name: (lambda name=name: build(name), ARCHITECTURES[name][3]) for name in ("bert", "gpt2", "albert")}
-MODELS |= {"llama": (lambda: llama(40), True), "lstm": (lstm, False), "deberta": (deberta, False)}
+MODELS = {name: lambda name=name: build(name) for name in ("bert", "gpt2", "albert")}
+MODELS |= {"llama": lambda: llama(40), "lstm": lstm, "deberta": deberta}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_part_has_the_norm_of_its_entries(name):
+    model = MODELS[name]()
+    for start in (0, 4):
+        blocks = splits_of(dict(model.named_parameters()), start)
+        check_norms(model, batch_of(), causal=name in ("gpt2", "llama"), rtol=1e-9, blocks=blocks)
 
 
 @pytest.mark.parametrize("size", [1, 5, 6, 100])
@@ -103,39 +81,6 @@ def test_squares_are_summed_whatever_the_blocks(size, monkeypatch):
     assert columns.squares("whole", values.bfloat16()).dtype == torch.float64
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_part_has_the_norm_of_its_entries(name):
-    made, causal = MODELS[name]
-    model = made()
-    batch = batch_of(vocab=12 if name == "lstm" else 40)
-    for start in (0, 4):
-        splits = splits_of(dict(model.named_parameters()), start)
-        with GhostNorms(model, causal=causal, parameter_blocks=splits) as predictor:
-            predictions = predictor.forward(batch)
-            cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(5)).double()
-            found = predictor.squared_norms(predictions, cotangent).by_column
-            assert predictor.slow_parameters == ()
-        expected = dense(model, batch, cotangent, splits, causal=causal)
-        assert found.shape == expected.shape
-        assert_norms(found, expected, rtol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_single_positions_are_parts_of_the_exact_expectation(name):
-    """Where one position is predicted, `separate` changes nothing, so that the parts are those of its gradient."""
-    model, causal = build(name), ARCHITECTURES[name][3]
-    batch = batch_of()
-    batch["labels"][:, 3:] = -100
-    batch["labels"][:, :2] = -100
-    batch["labels"][:, 2] = batch["input_ids"][:, 2]
-    splits = splits_of(dict(model.named_parameters()), 1)
-    with GhostNorms(model, causal=causal, parameter_blocks=splits) as predictor:
-        predictions = predictor.forward(batch)
-        cotangent = torch.randn(predictions.logits.shape, generator=torch.Generator().manual_seed(5)).double()
-        found = predictor.squared_norms(predictions, cotangent, separate=True).by_column
-    torch.testing.assert_close(found, dense(model, batch, cotangent, splits, causal=causal), rtol=1e-8, atol=1e-12)
-
-
 # --- measurements ----------------------------------------------------------------------------------------------------
 
 
@@ -144,11 +89,11 @@ def stream(sequences=80, vocab=7, size=16, **options):
     return cut({**batch, "documents": torch.arange(sequences)}, [size] * (sequences // size))
 
 
-def measured(model, batches, splits, kind=ExactLabels, *, stopping=None, resume=None, progress=None, **options):
+def measured(model, batches, splits, kind=ExactLabels, *, stopping=None, progress=None, **options):
     """The measurement and its estimate."""
     source = kind(model, num_probes=1, seed=4, parameter_blocks=splits, **options)
     made = Measurement(source)
-    return made, made.measure(batches, stopping or StopCriteria(), resume=resume, progress=progress)
+    return made, made.measure(batches, stopping or StopCriteria(), progress=progress)
 
 
 def assert_like_plain(found, plain, rtol=1e-9):
@@ -181,19 +126,6 @@ def test_parts_add_up_to_the_plain_estimate(made):
         expected = plain.by_parameter[name], plain.by_parameter_stderr[name]
         assert columns.weighted(own)[:2] == pytest.approx(expected, rel=1e-8, abs=1e-12 * plain.value)
     assert columns.a.shape == (80, start) == (found.samples, len(columns.ratios))
-
-
-def test_without_splits_the_kept_rows_change_nothing():
-    model, batches = bert(7), stream()
-    plain = fisher_trace(model, batches, seed=4)
-    one_each = {
-        name: ParameterBlocks(groups_of(len(p), "whole"), groups_of(p.shape[-1] if p.ndim > 1 else 1, "whole"))
-        for name, p in model.named_parameters()
-    }
-    for splits in ({}, one_each):
-        of_parts, found = measured(model, batches, splits)
-        assert {**found.to_dict(), "seconds": 0} == {**plain.to_dict(), "seconds": 0}
-        assert of_parts.columns().ratios.tolist() == list(plain.by_parameter.values())
 
 
 def test_a_part_that_is_rescaled_has_the_trace_of_the_rescaled_model():
@@ -304,27 +236,6 @@ def test_models_that_are_compared_have_parts_with_their_loss_and_an_auxiliary_sa
     assert rest[:2] == pytest.approx((result.part, result.part_stderr), rel=1e-9)
     torch.testing.assert_close(rest.influence, result.part_influence, rtol=1e-6, atol=1e-6 * result.value)
     assert source.loss(None).samples == 320
-
-
-def test_a_resumed_measurement_has_the_same_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
-    model, batches, path = bert(7, dtype=torch.float32), stream(), tmp_path / "parts"
-    for number, batch in enumerate(batches):
-        batch["documents"] = 6 * number + torch.arange(16) // 3
-    splits = splits_of(dict(model.named_parameters()))
-    straight, expected = measured(model, batches, splits)
-    with pytest.raises(RuntimeError, match="went down"):
-        measured(model, failing(batches, 3), splits, resume=path)
-    for others in (None, {}, splits_of(dict(model.named_parameters()), 1)):
-        with pytest.raises(IsolossError, match="another measurement: it differs in parameter blocks"):
-            measured(model, batches, others, resume=path)
-    resumed, found = measured(model, batches, splits, resume=path)
-    assert (found.value, found.stderr, found.by_parameter) == (expected.value, expected.stderr, expected.by_parameter)
-    first, second = straight.columns(), resumed.columns()
-    assert torch.equal(first.a, second.a)
-    weights = torch.rand(len(first.ratios), generator=torch.Generator().manual_seed(0))
-    assert first.weighted(weights)[:2] == second.weighted(weights)[:2]
-    assert torch.equal(first.fold_sums(), second.fold_sums())
 
 
 def test_the_parts_of_processes_join(monkeypatch):

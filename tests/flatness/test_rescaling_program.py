@@ -56,15 +56,6 @@ def test_exponents_of_different_sizes():
     assert found.value == pytest.approx(3 * np.exp(-4 * z) + 5 * np.exp(2 * z), rel=1e-14)
 
 
-def test_a_chain_has_the_geometric_mean_everywhere():
-    shares = np.array([1e-4, 2.0, 30.0, 0.5, 1e4])
-    exponents = np.eye(5, 4) - np.eye(5, 4, k=-1)
-    found = simple(shares, exponents)
-    mean = np.exp(np.log(shares).mean())
-    assert found.value == pytest.approx(5 * mean, rel=1e-13)
-    assert found.weights * shares == pytest.approx(np.full(5, mean), rel=1e-8)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs_against_gradient_descent(seed):
     rng = np.random.default_rng(seed)
@@ -101,12 +92,6 @@ def test_one_sided_generator_takes_its_gauge():
     assert found.gauges.toarray() == pytest.approx(np.array([[0.75, 0.25, 0]]))
 
 
-def test_a_generator_that_only_divides_takes_the_gauge_of_what_it_divides():
-    found = simple([3.0, 2.0], [[-1], [0]], log_rms=[np.log(5), 0])
-    assert found.gauged == (0,)
-    assert found.value == pytest.approx(3 * 5**2 + 2, rel=1e-13)
-
-
 def test_only_the_diagonal_recedes():
     # parts 0 and 1 hold both together; part 2 lets them go
     exponents = [[1, -1], [-1, 1], [1, 0]]
@@ -122,13 +107,6 @@ def test_only_the_diagonal_recedes():
         return 4 * np.exp(-2 * d) + 9 * np.exp(2 * d) + 5 * np.exp(-2 * (1 - 2 * (0.3 + d) / 5))
 
     assert found.value == pytest.approx(scipy.optimize.minimize_scalar(value).fun, rel=1e-12)
-
-
-def test_diagonal_whose_writers_all_stay():
-    found = simple([4.0, 9.0, 5.0], [[1, -1], [-1, 1], [0, -1]], log_rms=[0, 0, np.log(3)])
-    assert found.vanishing.tolist() == [False, False, True]
-    assert found.gauged == (1,)
-    assert found.infimum == pytest.approx(12, rel=1e-13)
 
 
 def test_residual_stream_before_norms_recedes():
@@ -149,32 +127,6 @@ def test_residual_stream_before_norms_recedes():
     terms = shares * np.exp(-2 * exponents @ far)
     assert terms[found.vanishing].sum() < 1e-6
     assert terms[stay] == pytest.approx((shares * found.weights)[stay], rel=1e-9)
-
-
-def test_tied_decoder_holds_the_stream():
-    shares, program, _ = program_of(pre_norm(3, neurons=2, tied=True))
-    found = minimize(shares, **program)
-    assert found.gauged == ()
-    assert found.value == pytest.approx(descended(shares, program["exponents"].toarray()), rel=1e-10)
-
-
-def test_keeping_the_stream_leaves_a_minimum():
-    shares, program, names = program_of(pre_norm(2))
-    found = minimize(shares, **program, equalities=np.array([name == "stream" for name in names]))
-    assert found.gauged == ()
-    basis = np.eye(len(names))[:, np.array(names) != "stream"]
-    assert found.value == pytest.approx(descended(shares, program["exponents"].toarray(), basis), rel=1e-10)
-
-
-def test_untied_decoder_after_a_norm():
-    # the embeddings' scale is taken out by the norm, and nothing divides by it; gain and decoder hold each other
-    shares, program, _ = program_of([{"embedding": 1}, {"embedding": 1}, {"norm": 1}, {"norm": -1}, {}])
-    found = minimize(shares, **program)
-    assert found.vanishing.tolist() == [True, True, False, False, False]
-    assert found.gauged == (0,)
-    sizes, log_rms = program["sizes"][:2], program["log_rms"][:2]
-    embeddings = shares[:2].sum() * np.exp(2 * sizes @ log_rms / sizes.sum())
-    assert found.value == pytest.approx(found.infimum + embeddings, rel=1e-12)
 
 
 def test_normalized_queries_and_keys_take_a_gauge_each():
@@ -276,7 +228,7 @@ def test_directions_that_move_nothing_stay():
 def test_random_programs_against_a_linear_program_for_each_part():
     rng = np.random.default_rng(3)
     gauged = 0
-    for _ in range(60):
+    for _ in range(30):
         parts, generators = rng.integers(1, 14), rng.integers(1, 7)
         exponents = rng.choice([-1, 0, 0, 1], size=(parts, generators))
         shares = np.exp(2 * rng.normal(size=parts)) * (rng.random(parts) < 0.9)
@@ -303,7 +255,7 @@ def test_random_programs_against_a_linear_program_for_each_part():
         steepest = scipy.optimize.linprog(slopes, A_eq=both, b_eq=np.zeros(len(both)), bounds=(-1, 1))
         assert -steepest.fun <= 1e-7 * found.value
         gauged += bool(found.gauged)
-    assert gauged >= 10
+    assert gauged >= 5
 
 
 @pytest.mark.parametrize("solver", ["dense", "dense curvature", "sparse"])

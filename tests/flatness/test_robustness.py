@@ -298,11 +298,3 @@ def test_matrices_of_a_module_of_ones_own_are_found_in_its_forward_pass():
     assert {names[parameter]: axes for parameter, axes in maps.items()} == expected
     # a parameter that no product was seen of counts as a weight of maps that is not rounded
     assert number == sum(parameter.numel() for parameter in maps) + model.never.numel()
-
-
-def test_a_stack_of_matrices_is_rounded_along_the_axis_of_its_inputs():
-    weight = nn.Parameter(torch.randn(3, 10, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-    (rounded,) = Rounding(bits=4, group_size=5).weights({weight: (1,)}).values()
-    assert torch.allclose(rounded, torch.stack([one_by_one(matrix.T, 4, 5).T for matrix in weight.detach()]))
-    (both,) = Rounding(bits=4).weights({weight: (0, 2)}).values()
-    assert torch.allclose(both[:, 3], one_by_one(weight.detach()[:, 3].reshape(1, 12), 4, None).view(3, 4))

@@ -2,13 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from dense_curvature import batch_of, bert, dense_gauss_newton, dense_hessian, windows
+from flatness_measures import first_eigenvalue, stream
 
 from isoloss import seeds
 from isoloss.errors import IsolossError, IsolossWarning
-from isoloss.flatness import largest_eigenvalues, spectral_density
+from isoloss.flatness import _measurement, largest_eigenvalues, noise_sharpness, spectral_density
+from isoloss.flatness._curvature import MeanLoss
 from isoloss.flatness._ghost import controls
 from isoloss.flatness.spectrum import Lanczos
 
@@ -157,3 +160,69 @@ def test_moments_and_widths_out_of_range_are_refused():
             spectrum.moment(power)
     with pytest.raises(IsolossError, match="width is 0"):
         spectrum.density(torch.zeros(1), width=0)
+
+
+# --- time and errors -------------------------------------------------------------------------------------------------
+
+
+def test_seconds_end_the_search_for_eigenvalues_unconverged():
+    options = {"num_eigenvalues": 3, "causal": False, "rtol": 1e-9}
+    with pytest.warns(
+        IsolossWarning, match="ended with product 3 with the matrix, before it converged: the values are"
+    ):
+        first, *_ = largest_eigenvalues(windows(), stream(2, 6), **options, seconds=1e-9)
+    assert (first.details["iterations"], first.details["converged"], first.details["ended"]) == (3, False, "seconds")
+    assert first.stderr >= first.details["residual_norm"] > 0
+    whole = largest_eigenvalues(windows(), stream(2, 6), **options)[0]
+    assert (whole.details["converged"], whole.details["ended"], first.value < whole.value) == (True, "rtol", True)
+    every = {**options, "num_eigenvalues": whole.details["num_parameters"], "rtol": None}
+    assert largest_eigenvalues(windows(), stream(2, 6), **every)[0].details["ended"] in ("rtol", "complete basis")
+
+
+def test_seconds_end_a_spectrum_within_a_probe_which_is_left_out(monkeypatch):
+    now, product = [0.0], MeanLoss.gauss_newton_product
+
+    def slow(loss, vector):
+        now[0] += 1.0
+        return product(loss, vector)
+
+    monkeypatch.setattr(_measurement.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(MeanLoss, "gauss_newton_product", slow)
+    short = spectral_density(windows(), stream(2, 6), causal=False, num_steps=5, seconds=13.0)
+    assert (short.nodes.shape, short.details["ended"], short.seconds, now[0]) == ((2, 5), "seconds", 13.0, 13.0)
+    whole = spectral_density(windows(), stream(2, 6), causal=False, num_steps=5, num_probes=2)
+    assert torch.equal(short.nodes, whole.nodes)
+    assert (short.moment(1).value, short.moment(1).stderr) == (whole.moment(1).value, whole.moment(1).stderr)
+
+
+def test_the_time_is_that_of_everything(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(_measurement.time, "perf_counter", lambda: now[0])
+
+    def slowly(method):
+        def slow(loss, *arguments):
+            now[0] += 1.0
+            return method(loss, *arguments)
+
+        return slow
+
+    for name in ("by_cluster", "gauss_newton_product"):
+        monkeypatch.setattr(MeanLoss, name, slowly(getattr(MeanLoss, name)))
+    noise = noise_sharpness(windows(), stream(2, 6), causal=False, seconds=4.5)
+    # the loss without noise, and two pairs
+    assert (noise.num_probes, noise.seconds) == (2, 5.0)
+    eigenvalues = largest_eigenvalues(windows(), stream(2, 6), causal=False, num_eigenvalues=2)
+    # the search, and the residual of each vector
+    assert {e.seconds for e in eigenvalues} == {e.details["iterations"] + 2.0 for e in eigenvalues}
+
+
+def test_the_eigenvalues_error_is_that_of_the_jackknife():
+    batch, options = batch_of(12, seed=3), {"causal": False, "matrix": "hessian", "rtol": 1e-8}
+    whole, left_out = first_eigenvalue(windows(), [batch], **options), []
+    for row in range(12):
+        rest = torch.arange(12) != row
+        left_out.append(first_eigenvalue(windows(), [{k: v[rest] for k, v in batch.items()}], **options).value)
+    jackknife = math.sqrt(11 / 12 * float(np.square(np.array(left_out) - np.mean(left_out)).sum()))
+    assert whole.stderr == pytest.approx(jackknife, rel=0.15)
+    documents = {**batch, "documents": torch.arange(12) // 2}
+    assert first_eigenvalue(windows(), [documents], **options).samples == 6

@@ -77,13 +77,6 @@ def test_the_trainer_logs_traces_and_trains_as_without_them(tmp_path, capsys):
     assert callback.traces[6].value == last.value
 
 
-def test_with_the_trainers_own_log_every_listener_gets_them(tmp_path, capsys):
-    callback = FlatnessCallback(held_out(), every=3)
-    _, history = trained(tmp_path, [callback], log=True)
-    assert [entry["step"] for entry in history if "fisher_trace" in entry] == [3, 6]
-    assert "fisher_trace" in capsys.readouterr().out  # of transformers' printing callback
-
-
 OPTIONS = {
     "max_steps": 12,
     "gradient_accumulation_steps": 2,
@@ -130,17 +123,6 @@ def test_the_trainers_history_is_the_same_with_the_callback(tmp_path, without, l
         ]
     for name, value in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
-
-
-def test_a_measurement_leaves_gradients_as_they_are():
-    model = bert().train()
-    model(**held_out()[0]).loss.backward()
-    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    with evaluating(model):
-        fisher_trace(model, held_out())
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad, name
-        assert torch.equal(parameter.grad, before[name]), name
 
 
 def test_each_part_gets_its_mode_back_and_the_random_state_too():

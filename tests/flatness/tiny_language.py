@@ -1,27 +1,17 @@
-"""Sentences that can all be enumerated, models trained on them, and their minimal traces: exact, and on fresh samples.
-
-Shapes: S sentences, K parts of parameters, P parameters, n sequences of a sample, C control variates.
-"""
+"""Sentences that can all be enumerated, models trained on them, and their minimal traces over all of them."""
 
 import functools
 import itertools
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import nn
 from torch.func import functional_call
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from isoloss.flatness._measurement import UNIT, Measurement, StopCriteria, layer_of
 from isoloss.flatness._parameters import ParameterColumns, embeddings
 from isoloss.flatness._rescaling.apply import block_sizes
 from isoloss.flatness._rescaling.solve import minimize
 from isoloss.flatness._rescaling.symmetries import rescalings_of
-from isoloss.flatness.fisher import ExactLabels
-from isoloss.flatness.minimal_trace import MinimalTraceEstimator
-from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.ratio import ClusteredRatioEstimator
 
 WORDS, LENGTH = 5, 4
 MASK, VOCABULARY = WORDS, WORDS + 1
@@ -80,72 +70,19 @@ def trained(kind, *, steps=100, seed=0):
     return model
 
 
-@dataclass
-class Pool:
-    """Independent sequences that a model was measured on, out of which samples are taken; and the exact shares."""
-
-    model: nn.Module
-    granularity: str
-    squares: torch.Tensor  # (N, K)
-    positions: torch.Tensor  # (N,)
-    controls: torch.Tensor  # (N, C)
-    shares: np.ndarray  # (K,) the expectation over all inputs
-
-    @classmethod
-    def of(cls, model, granularity, number, *, seed=0):
-        causal = not isinstance(model, BertForMaskedLM)
-        batch, chances = inputs(causal)
-        drawn = np.random.default_rng(seed).choice(len(chances), number, p=chances)
-        chunks = np.array_split(drawn, -(-number // 4096))
-        stream = [{name: value[some] for name, value in batch.items()} for some in chunks]
-        minimal = MinimalTraceEstimator(model, granularity=granularity)
-        source = ExactLabels(model, num_probes=1, seed=seed, parameter_blocks=minimal.parameter_blocks)
-        measurement = Measurement(source)
-        measurement.measure(stream, StopCriteria())
-        state = measurement.state()[1]
-        rows = state["0.rows"]
-        controls = rows[:, -source.num_controls :]
-        shares = exact_shares(model, source.columns, batch, chances, causal=causal)
-        k = int(state["0.num_parameters"])
-        return cls(model, granularity, rows[:, :k], rows[:, k], controls, shares)
-
-    def samples(self, number):
-        """The minimal traces of all samples of so many sequences, and without embeddings (Estimate, Estimate)."""
-        minimal = MinimalTraceEstimator(self.model, granularity=self.granularity)
-        for start in range(0, len(self.positions) - number + 1, number):
-            some = slice(start, start + number)
-            estimator = ClusteredRatioEstimator(self.squares.shape[1], self.controls.shape[1])
-            estimator.add(self.squares[some], self.positions[some], self.controls[some])
-            result = estimator.result()
-            plain = Estimate(
-                value=result.value,
-                stderr=result.stderr,
-                samples=number,
-                unit=UNIT,
-                num_predictions=int(self.positions[some].sum()),
-                method="",
-                influence=result.influence.numpy(),
-            )
-            estimate = minimal.finish(plain, estimator.columns())
-            value, stderr, influence = minimal.without_embeddings(estimate)
-            yield estimate, replace(estimate, value=value, stderr=stderr, influence=influence.numpy())
-
-    def truths(self):
-        """The true values, by what is estimated."""
-        found = rescalings_of(self.model, granularity=self.granularity)
-        sizes, log_rms = block_sizes(self.model, found)
-        shares = np.pad(self.shares, (0, len(sizes) - len(self.shares)))
-        solve = functools.partial(minimize, shares, found.actions, log_rms=log_rms, sizes=sizes, writers=found.writers)
-        least, parts = solve(), {}
-        owners = ParameterColumns(dict(self.model.named_parameters()), found.measured_blocks).parameter_ids
-        embedded = embeddings(self.model, dict(self.model.named_parameters()))
-        for share, weight, owner in zip(self.shares, least.weights, owners, strict=False):
-            name = found.measured[owner]
-            for whole in (layer_of(name), *(["without embeddings"] if name not in embedded else [])):
-                parts[whole] = parts.get(whole, 0.0) + share * weight
-        names = dict.fromkeys(("value", "in sample", "cross-fitted"), least.value)
-        kept = solve(equalities=found.features).value
-        return {**names, "plain trace": self.shares.sum(), "keeping features": kept, **parts}
+def true_minimum(model, granularity):
+    """The minimal trace over all inputs, and the part of it that is not of embeddings."""
+    causal = not isinstance(model, BertForMaskedLM)
+    found = rescalings_of(model, granularity=granularity)
+    named = dict(model.named_parameters())
+    columns = ParameterColumns(named, found.measured_blocks)
+    measured = exact_shares(model, columns, *inputs(causal), causal=causal)
+    sizes, log_rms = block_sizes(model, found)
+    shares = np.pad(measured, (0, len(sizes) - len(measured)))
+    least = minimize(shares, found.actions, log_rms=log_rms, sizes=sizes, writers=found.writers)
+    embedded = embeddings(model, named)
+    others = np.array([found.measured[owner] not in embedded for owner in columns.parameter_ids])
+    return least.value, float((measured * least.weights[: len(measured)])[others].sum())
 
 
 def exact_shares(model, columns, batch, chances, *, causal):

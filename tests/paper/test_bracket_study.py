@@ -8,9 +8,7 @@ import pytest
 
 from isoloss import config as configs
 from isoloss.lab.evaluation.measures.base import settings_of
-from isoloss.paper.bracket_study import page
-from isoloss.paper.bracket_study.design import BASE, SHAM, TARGET_KL
-from isoloss.paper.bracket_study.study import SCALES, STUDY, answer, compared, tables
+from isoloss.paper.brackets import BASE, SCALES, SHAM, STUDY, TARGET_KL, answer, compared, parts, tables
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Verdict, judge_claims
 from isoloss.studies.folder import StudyFolder
@@ -105,7 +103,7 @@ def test_arms_of_a_seed_share_it_and_repetitions_share_none():
 
 
 def test_the_sham_differs_from_a_penalty_by_its_weight_alone():
-    unit = LAPTOP.units("attention", 6)[0]
+    unit = LAPTOP.units_of("attention", 6)[0]
     penalty, sham = (LAPTOP.experiments[unit.run(arm)].config.stages[0] for arm in ("penalty-0.001", SHAM))
     assert (penalty.algorithm.weight, sham.algorithm.weight) == (0.001, 0.0)
     assert configs.to_dict(penalty) == {
@@ -164,12 +162,12 @@ def test_pairs_that_are_not_at_one_loss_are_left_out_and_counted(tmp_path):
     found = verdicts(results)
     assert found["noise-flatter", "T = 6"] is Verdict.NOT_TESTED
     assert found["penalty-imbalance", "|g|, 8 strings (T = 6)"] is Verdict.NOT_TESTED  # what comes after it
-    page.parts(results)
+    parts(results)
     # nor is there anything to draw where no base is at the loss
     for (name, _), end in results.checkpoints.items():
         if name.endswith("-base") and "kl" in end:
             end["kl"] = dataclasses.replace(end["kl"], value=0.3)
-    assert not page.parts(results).figures
+    assert not parts(results).figures
     assert all(card.value.startswith("Not tested") for card in answer(judged(results), results))
 
 
@@ -199,7 +197,7 @@ def test_tables_and_figures_show_the_means(tmp_path, name):
         "Does a penalty on the trace help?",
         "Does SAM, which flattens too?" if name == "laptop" else "Does label noise flatten?",
     ]
-    shown = page.parts(results)
+    shown = parts(results)
     first = shown.figures[0]
     assert first.title == "Does transfer follow the parts of the trace? (T = 6)"
     values = [row for rows in first.chart["datasets"].values() for row in rows]
@@ -211,6 +209,6 @@ def test_tables_and_figures_show_the_means(tmp_path, name):
 
 
 def test_the_base_is_measured_untrained_too():
-    unit = LAPTOP.units("attention", 8)[0]
+    unit = LAPTOP.units_of("attention", 8)[0]
     parts = LAPTOP.experiments[unit.run(BASE)].measurements
     assert [part.steps for part in parts] == [("last",), (0,)]

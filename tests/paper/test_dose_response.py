@@ -11,10 +11,9 @@ from isoloss.lab.languages.base import Sentences
 from isoloss.lab.languages.config import DyckConfig, PCFGConfig
 from isoloss.lab.languages.exact import all_sentences
 from isoloss.lab.tasks import make_task
-from isoloss.paper.dose_response import page
-from isoloss.paper.dose_response.design import ARMS, BASE, CONTROL, DOSES, SCALES, SHAM
-from isoloss.paper.dose_response.study import STUDY, answer, tables
-from isoloss.paper.dose_response.tasks import needed, spare, twins
+from isoloss.paper import dose_response as page
+from isoloss.paper.dose_response import ARMS, BASE, CONTROL, DOSES, SCALES, SHAM, STUDY, answer, tables
+from isoloss.paper.dose_response_tasks import needed, spare, twins
 from isoloss.report.save import save
 from isoloss.studies.claims import judge_claims
 from isoloss.studies.results import Results

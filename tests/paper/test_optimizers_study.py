@@ -6,9 +6,21 @@ import numpy as np
 import pytest
 
 from isoloss import files
-from isoloss.paper.optimizers import page
-from isoloss.paper.optimizers.design import ADAMW, ARMS, BRANCHES, OPTIMIZERS, SCALES, STABLE
-from isoloss.paper.optimizers.study import FLATNESS, STUDY, answer, associations, outcomes, tables
+from isoloss.paper.optimizers import (
+    ADAMW,
+    ARMS,
+    BRANCHES,
+    FLATNESS,
+    OPTIMIZERS,
+    SCALES,
+    STABLE,
+    STUDY,
+    answer,
+    associations,
+    outcomes,
+    parts,
+    tables,
+)
 from isoloss.report.save import save
 from isoloss.studies.claims import judge_claims
 from isoloss.studies.results import Results
@@ -41,7 +53,7 @@ def known_results(slope, folder=None):
             at["minimal-trace"] = measured(10 * 2.0**doubled)
             at["kl"] = measured(kl)
             for key in outcomes(FEW):
-                share = 0.5 + 0.01 * draw.normal() + unit.grammar % 7 / 50
+                share = 0.5 + 0.01 * draw.normal() + unit.language.seed % 7 / 50
                 at[key] = dataclasses.replace(measured(share), unit="accuracy")
             first = next(iter(FEW.probes.values()))
             at[first] = dataclasses.replace(at[first], value=at[first].value + slope * doubled / 100)
@@ -66,7 +78,7 @@ def test_a_measure_that_predicts_an_outcome_is_found_and_no_other(slope, shown):
 
 def partial_within(results, outcome):
     """The correlation of what grammars' means and the KL leave of the two, by least squares on indicators."""
-    ends = [(unit.grammar, results.at(unit.run(arm))) for unit in FEW.units for arm in OPTIMIZERS]
+    ends = [(unit.language.seed, results.at(unit.run(arm))) for unit in FEW.units for arm in OPTIMIZERS]
     covariates = [[float(g == grammar) for grammar in FEW.grammars] + [end["kl"].value] for g, end in ends]
     left = []
     for values in ([np.log(end["minimal-trace"].value) for _, end in ends], [end[outcome].value for _, end in ends]):
@@ -96,8 +108,8 @@ def test_tables_answer_and_page_are_of_the_arms(tmp_path):
     assert all(one.difference is not None for claim in claims for one in claim.answers)
     first, *_ = answer(claims, results)
     assert first.value == "Minimal trace: the sharper, the lower the accuracy on prefix-4"
-    parts = page.parts(results)
-    for figure in parts.figures:
+    made = parts(results)
+    for figure in made.figures:
         save(figure.chart, tmp_path / f"{figure.name}.svg")
     assert (tmp_path / "arms.svg").read_text().count("Schedule-free AdamW") >= 1
     assert (tmp_path / "associations.svg").read_text().count("rise under noise") >= 1

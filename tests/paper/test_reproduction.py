@@ -59,12 +59,12 @@ def experiments(scale, dataset, figure=""):
         for name, one in found.items()
         if name.startswith(dataset)
         and "seed-0-" in name
-        and (not figure or (figure in one.shown_in and "polished" not in name))
+        and (not figure or (figure in one.shown_in and "cooldown" not in name))
     }
 
 
 def without_cooldowns(scale, dataset):
-    return {name: one for name, one in experiments(scale, dataset).items() if "polished" not in name}
+    return {name: one for name, one in experiments(scale, dataset).items() if "cooldown" not in name}
 
 
 def shape(experiment):
@@ -78,7 +78,7 @@ def test_every_figure_and_table_has_its_runs(scale):
     found = {}
     for name, experiment in STUDY.scale(scale).experiments.items():
         # of one language and seed, without cooldowns, which the paper does not have
-        for figure in experiment.shown_in if "-0-seed-0-" in name and "polished" not in name else ():
+        for figure in experiment.shown_in if "-0-seed-0-" in name and "cooldown" not in name else ():
             own = found.setdefault(figure, {})
             dataset = name.partition("-")[0]
             own[dataset] = own.get(dataset, 0) + 1
@@ -242,9 +242,9 @@ def test_arms_of_a_small_scale_differ_from_the_main_model_in_what_they_are_named
 
 
 def test_a_plan_says_which_figures_show_cooldowns():
-    shown = {name: one.shown_in for name, one in experiments("evening", "pcfg").items() if "polished" in name}
-    assert shown["d16-2000-polished-500"] == shown["d64-2000-polished"] == ("figure 1", "figure 5")
-    assert shown["d32-4000-polished"] == shown["pre-ln-2000-polished"] == ("figure 1",)
+    shown = {name: one.shown_in for name, one in experiments("evening", "pcfg").items() if "cooldown" in name}
+    assert shown["d16-2000-cooldown-500"] == shown["d64-2000-cooldown"] == ("figure 1", "figure 5")
+    assert shown["d32-4000-cooldown"] == shown["pre-ln-2000-cooldown"] == ("figure 1",)
     assert set(shown.values()) == {("figure 1", "figure 5"), ("figure 1",)}
 
 

@@ -15,7 +15,7 @@ from isoloss.paper.reproduction import band, page, published
 from isoloss.paper.reproduction.band import Model
 from isoloss.paper.reproduction.compare import by_dataset, contrasts, interpolated_control
 from isoloss.paper.reproduction.cpu_scales import EVENING, SMOKE
-from isoloss.paper.reproduction.spec import StudySize
+from isoloss.paper.reproduction.spec import Reproduction
 from isoloss.paper.reproduction.study import STUDY, answer
 from isoloss.paper.reproduction.tables import _ranking, compared, tables
 from isoloss.statistics.estimate import Estimate
@@ -99,12 +99,12 @@ def test_accuracies_on_sampled_examples_are_interpolated_by_example():
 
 # --- models of about one loss ----------------------------------------------------------------------------------------
 
-# Models of grammars with a KL near that of the control, d32-40-polished: KL, accuracy, trace. The others' KL is 1.
+# Models of grammars with a KL near that of the control, d32-40-cooldown: KL, accuracy, trace. The others' KL is 1.
 # Each grammar g adds 0.001 g to the KL and 0.1 g to the accuracy, which differences within a grammar do not see.
 NEAR = {
-    ("d32-40-polished", 20): (0.050, 0.60, 40.0),
-    ("d32-60-polished", 20): (0.032, 0.61, 30.0),
-    ("d16-40-polished-40", 40): (0.069, 0.58, 70.0),
+    ("d32-40-cooldown", 20): (0.050, 0.60, 40.0),
+    ("d32-60-cooldown", 20): (0.032, 0.61, 30.0),
+    ("d16-40-cooldown-40", 40): (0.069, 0.58, 70.0),
     ("adversary", 30): (0.060, 0.55, 35.0),
     ("helper", 30): (0.040, 0.62, 45.0),
     ("sgd-exact", 20): (0.0702, 0.90, 10.0),  # just beyond the edge
@@ -125,7 +125,7 @@ def known_results(near=NEAR, minimal=10.0, seeds=2):
     """Results with these models near the control's KL, on three grammars with two seeds."""
     languages = tuple(dataclasses.replace(SMOKE.datasets[0].languages[0], seed=seed) for seed in (300, 301, 302))
     dataset = dataclasses.replace(SMOKE.datasets[0], languages=languages, seeds=seeds, arm_measures=(), band=BAND)
-    scale = StudySize(description="known", datasets=(dataset,))
+    scale = Reproduction(description="known", datasets=(dataset,))
     checkpoints = {}
     for one in scale.datasets[0].replicates:
         for name, experiment in scale.experiments.items():
@@ -135,8 +135,8 @@ def known_results(near=NEAR, minimal=10.0, seeds=2):
             for part in experiment.measurements:
                 for step in experiment.steps(part):
                     kl, accuracy, trace = near.get((arm, step), (1.0, 0.5, 100.0))
-                    kl += 0.001 * one.place + 0.05 * (name == OUTSIDE and step == 30)
-                    accuracy += 0.1 * one.place + OF_ADVERSARY[one.place] * (arm == "adversary")
+                    kl += 0.001 * one.block + 0.05 * (name == OUTSIDE and step == 30)
+                    accuracy += 0.1 * one.block + OF_ADVERSARY[one.block] * (arm == "adversary")
                     values = {"kl": kl, "trace": trace, "minimal-trace": minimal, "one-hot": 0.3}
                     values |= {"raw-lookup": 0.4, "standardized-lookup": 0.45, "log-lookup": 0.5}
                     if "loss" in part.measures:
@@ -159,7 +159,7 @@ def test_the_band_is_as_wide_as_the_losses_of_the_papers_figure_1():
 def test_the_band_has_the_models_whose_kl_is_near_the_controls():
     results = known_results()
     (data,) = by_dataset(results)
-    assert band.control(data) == Model("d32-40-polished", 20)
+    assert band.control(data) == Model("d32-40-cooldown", 20)
     assert band.mean_limits(data) == pytest.approx(
         (0.051 * (1 - BAND), 0.051 * (1 + BAND))  # 0.051 on average over the grammars
     )
@@ -199,12 +199,12 @@ def test_correlations_in_the_band_are_within_grammars_and_seeds():
     for one in data.dataset.replicates:
         own = [
             (
-                math.log(kl + 0.001 * one.place),
+                math.log(kl + 0.001 * one.block),
                 math.log(trace),
-                accuracy + OF_ADVERSARY[one.place] * (arm == "adversary"),
+                accuracy + OF_ADVERSARY[one.block] * (arm == "adversary"),
             )
             for (arm, _), (kl, accuracy, trace) in NEAR.items()
-            if arm not in ("sgd-exact", "d16-40-polished-40") and one.run(arm) != OUTSIDE
+            if arm not in ("sgd-exact", "d16-40-cooldown-40") and one.run(arm) != OUTSIDE
         ]
         for column, values in zip(columns.values(), zip(*own, strict=True), strict=True):
             column += [value - sum(values) / len(values) for value in values]
@@ -245,7 +245,7 @@ def test_the_ranking_is_by_the_correlation_given_the_kl_within_grammars_and_seed
 
 
 def test_no_table_of_correlations_where_none_is_defined():
-    alone = known_results({("d32-40-polished", 20): NEAR["d32-40-polished", 20]})
+    alone = known_results({("d32-40-cooldown", 20): NEAR["d32-40-cooldown", 20]})
     assert "pcfg_same_loss" not in {table.name for table in tables(alone)}
 
 
@@ -269,7 +269,7 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
     assert adversary["probe_prefix_4_high"] == pytest.approx(65.0 + of_difference)
     assert adversary["kl_high"] == pytest.approx(adversary["kl"])
     assert page._baselines(data)["probe-prefix-4"]["Look-up table, raw"] == pytest.approx(0.4)
-    assert "within 38% of that of the control, d32-40-polished: 5 of 32." in first.caption
+    assert "within 38% of that of the control, d32-40-cooldown: 5 of 32." in first.caption
     assert "mean KL ranges from 0.033 to 0.07 nats" in first.caption
     assert "7.00 ± 0.58 points on prefix-4 (from adversary to helper)" in first.caption
 
@@ -329,14 +329,14 @@ def test_tables_pair_models_with_the_control_and_have_the_rates_of_each_task():
     )
 
 
-def test_sizes_are_shown_inside_the_largest_after_polishes_of_every_length():
+def test_sizes_are_shown_inside_the_largest_after_cooldowns_of_every_length():
     results = known_results()
     figure = next(each for each in page.parts(results).figures if each.name == "pcfg-expanded")
     spec = figure.chart
     rows = drawn(figure, 0)
     lengths = {"-10": 10, "": 20, "-40": 40}
     assert {(row["size"], row["run"], row["step"]) for row in rows} == {
-        (size, f"{size}-40-polished{length}", step) for size in ("d16", "d32") for length, step in lengths.items()
+        (size, f"{size}-40-cooldown{length}", step) for size in ("d16", "d32") for length, step in lengths.items()
     }
     axes = [part["layer"][-1]["encoding"] for part in spec["concat"]]
     assert {axis["x"]["field"] for axis in axes} == {"parameters"}
@@ -358,7 +358,7 @@ LOSSES = {  # by arm, at steps 20 and 40
 def known_text(losses=LOSSES):
     """Results on text with these losses; accuracies rise by 0.1 from step 20 to 40, and seed 1 has 0.02 more."""
     dataset = next(each for each in SMOKE.datasets if each.name == "text")
-    scale = StudySize(description="known", datasets=(dataset,))
+    scale = Reproduction(description="known", datasets=(dataset,))
     checkpoints = {}
     for one in dataset.replicates:
         for arm, values in losses.items():
@@ -419,7 +419,7 @@ def test_claims_need_half_of_the_models_and_three_languages(seeds, enclosed, is_
     results = known_results({}, seeds=seeds)
     for place, one in enumerate(results.scale.datasets[0].replicates):
         for length, kl in (("-10", 0.3), ("", 0.2), ("-40", 0.1)):
-            run = one.run(f"d32-40-polished{length}")
+            run = one.run(f"d32-40-cooldown{length}")
             at = results.checkpoints[run, results.experiments[run].last_step]
             at["kl"] = dataclasses.replace(at["kl"], value=kl)
         at = results.at(one.run("adversary"))
@@ -448,9 +448,9 @@ def test_a_trajectory_against_itself_has_no_difference():
 def test_the_error_of_the_interpolation_is_that_of_a_cooldown_between_two_others():
     """The middle cooldown has the KL half way in the logarithm, and a trace that is 2 above the straight line."""
     near = {
-        ("d32-40-polished-10", 10): (0.4, 0.5, 40.0),
-        ("d32-40-polished", 20): (0.2, 0.6, 32.0),
-        ("d32-40-polished-40", 40): (0.1, 0.7, 20.0),
+        ("d32-40-cooldown-10", 10): (0.4, 0.5, 40.0),
+        ("d32-40-cooldown", 20): (0.2, 0.6, 32.0),
+        ("d32-40-cooldown-40", 40): (0.1, 0.7, 20.0),
     }
     results = known_results(near)
     for one in results.scale.datasets[0].replicates:  # the same KL on all grammars
@@ -468,14 +468,14 @@ def test_the_error_of_the_interpolation_is_that_of_a_cooldown_between_two_others
 def test_larger_models_minus_smaller_ones_by_expansion():
     """The smaller model's KL is half way, in the logarithm, between two cooldowns of the larger one."""
     inside = {  # arm and step: the KL; inside the largest, the trace by the paper's and by the exact expansion
-        ("d16-40-polished-40", 40): (0.2, 90.0, 20.0),
-        ("d32-40-polished", 20): (0.4, 50.0, 34.0),
-        ("d32-40-polished-40", 40): (0.1, 40.0, 30.0),
+        ("d16-40-cooldown-40", 40): (0.2, 90.0, 20.0),
+        ("d32-40-cooldown", 20): (0.4, 50.0, 34.0),
+        ("d32-40-cooldown-40", 40): (0.1, 40.0, 30.0),
     }
     results = known_results()
     for one in results.scale.datasets[0].replicates:
         for (arm, step), (kl, papers, exact) in inside.items():
-            more = 3.0 * one.place  # of grammar 1 and 2, which the larger model has less of
+            more = 3.0 * one.block  # of grammar 1 and 2, which the larger model has less of
             sign = -1 if arm.startswith("d32") else 1
             at = results.checkpoints[one.run(arm), step]
             at["kl"] = measured(kl)
@@ -590,7 +590,7 @@ def test_the_page_lists_what_most_checkpoints_of_a_language_have():
 
 def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():
     dataset = next(each for each in SMOKE.datasets if each.name == "text")
-    scale = StudySize(description="known", datasets=(dataset,))
+    scale = Reproduction(description="known", datasets=(dataset,))
     values = {"loss": 3.0, "trace": 20.0, "minimal-trace": 10.0}
     checkpoints = {
         (name, step): {

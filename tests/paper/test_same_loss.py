@@ -11,9 +11,12 @@ import pytest
 import known_estimates as known
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.measures.base import settings_of
-from isoloss.paper.same_loss import page, pilot
-from isoloss.paper.same_loss.design import BASE, GROUPS, UNTOUCHED, cooldown_run
-from isoloss.paper.same_loss.study import SCALES, STUDY, factor, tables
+from isoloss.paper import same_loss as page
+from isoloss.paper.design import pilot_slopes, read_pilot
+from isoloss.paper.same_loss import BASE, GROUPS, PILOT, SCALES, STUDY, UNTOUCHED, cooldown_run, tables
+from isoloss.paper.same_loss_pilot import SCALES as PILOTS
+from isoloss.paper.same_loss_pilot import loss_margin
+from isoloss.paper.tables import factor
 from isoloss.report.data import TRACE
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Verdict, claims_sha256, judge_claims
@@ -64,7 +67,7 @@ def known_results(folder, scale=SCALE, **given):
                 for step in experiment.steps(part):
                     at = checkpoints.setdefault((name, step), {})
                     for measure in part.measures:
-                        at |= estimates(measure, part.settings, arm, unit.grammar, changes)
+                        at |= estimates(measure, part.settings, arm, unit.language.seed, changes)
     return Known(scale, checkpoints, folder)
 
 
@@ -129,7 +132,6 @@ def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name):
 
 
 def test_no_grammar_is_the_pilots_and_no_two_units_share_a_seed():
-    from isoloss.paper.same_loss.pilot import SCALES as PILOTS
 
     seeds = [config.seed for config in (e.config for e in SCALE.experiments.values())]
     languages = {e.config.language.seed for e in SCALE.experiments.values()}
@@ -178,22 +180,21 @@ def test_sgd_warms_up_as_in_the_paper():
 
 
 def test_the_slopes_are_those_of_the_pilot():
-    slopes = {slope.size: slope.value for slope in pilot.read() if slope.measure == "probe-prefix-4"}
+    slopes = {slope.size: slope.value for slope in read_pilot(PILOT) if slope.measure == "probe-prefix-4"}
     assert set(slopes) == set(SCALE.sizes)
-    assert pilot.slopes("d32")["probe-prefix-4"].value == slopes["d32"]
-    both = pilot.slopes("d16", "d32")["probe-prefix-4"]
+    assert pilot_slopes(PILOT, "d32")["probe-prefix-4"].value == slopes["d32"]
+    both = pilot_slopes(PILOT, "d16", "d32")["probe-prefix-4"]
     assert both.value == pytest.approx((slopes["d16"] + slopes["d32"]) / 2)
-    errors = [pilot.slopes(size)["probe-prefix-4"].stderr for size in ("d16", "d32")]
+    errors = [pilot_slopes(PILOT, size)["probe-prefix-4"].stderr for size in ("d16", "d32")]
     apart = (slopes["d16"] - slopes["d32"]) / 2
     assert both.stderr**2 == pytest.approx((errors[0] ** 2 + errors[1] ** 2) / 4 + apart**2)
     for key in (*SCALE.probes.values(), *SCALE.projected_probes.values()):
-        assert pilot.slopes("d32", "d64")[key].samples > 1
+        assert pilot_slopes(PILOT, "d32", "d64")[key].samples > 1
 
 
 def test_the_margin_of_the_loss_is_worth_a_fifth_of_the_smallest_effect():
-    from isoloss.paper.same_loss.pilot import loss_margin
 
-    margin = loss_margin(pilot.slopes(SCALE.main_size)["probe-prefix-4"])
+    margin = loss_margin(pilot_slopes(PILOT, SCALE.main_size)["probe-prefix-4"])
     assert STUDY.loss_margin == pytest.approx(margin, rel=0.02)
     others = {claim.id: claim.loss_margin for claim in STUDY.claims if claim.loss_margin}
     wider = "noise-flatter", "adversary-transfer", "adversary-sharper", "helper-flatter"
@@ -304,7 +305,7 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
         found.at(unit.run("label-noise"))["kl"].value - found.at(unit.run("no-noise"))["kl"].value
         for unit in SCALE.units
     ]
-    slope = pilot.slopes("d32")["probe-prefix-4"].value
+    slope = pilot_slopes(PILOT, "d32")["probe-prefix-4"].value
     adjusted = sum(differences) / len(differences) - slope * sum(losses) / len(losses)
     assert primary.difference.value == primary.adjusted.value == pytest.approx(adjusted)
 

@@ -229,10 +229,6 @@ def test_groups_are_sums_of_parameters_with_errors_of_their_own():
     np.testing.assert_allclose(found.by_group, expected.by_parameter, rtol=1e-10)
     np.testing.assert_allclose(found.by_group_stderr, expected.by_parameter_stderr, rtol=1e-9)
     assert found.value == pytest.approx(expected.value, rel=1e-12)
-    again = ClusteredRatioEstimator.from_state(
-        {name: value.clone() for name, value in grouped.state().items()}
-    ).result()
-    assert torch.equal(again.by_group_stderr, found.by_group_stderr)
     halves = [ClusteredRatioEstimator(4, 2, [1, 0, 1, 0]) for _ in range(2)]
     for half, part in zip(halves, (slice(0, 48), slice(48, 101)), strict=True):
         half.add(a[part], m[part], d[part])
@@ -249,25 +245,11 @@ def test_a_part_has_the_value_error_and_influence_of_its_parameters_alone(auxili
     whole = ClusteredRatioEstimator(4, 3 - of_auxiliary, auxiliary=auxiliary, part=[3, 1])
     for part in torch.arange(101).split(9):
         whole.add(a[part], m[part], d[part], documents[part])
-    again = ClusteredRatioEstimator.from_state({name: value.clone() for name, value in whole.state().items()})
-    for result in (whole.result(), again.result()):
-        assert (result.part, result.part_stderr) == pytest.approx((expected.value, expected.stderr), rel=1e-10)
-        np.testing.assert_allclose(result.part_influence, expected.influence, rtol=1e-8, atol=1e-10)
-        assert result.value == pytest.approx(filled(a, m, d, documents, auxiliary=auxiliary).result().value, rel=1e-12)
+    result = whole.result()
+    assert (result.part, result.part_stderr) == pytest.approx((expected.value, expected.stderr), rel=1e-10)
+    np.testing.assert_allclose(result.part_influence, expected.influence, rtol=1e-8, atol=1e-10)
+    assert result.value == pytest.approx(filled(a, m, d, documents, auxiliary=auxiliary).result().value, rel=1e-12)
     assert filled(a, m, d).result().part == 0
-
-
-def test_goes_on_from_its_state():
-    a, m, d = random_rows(101)
-    documents = torch.arange(101) // 2
-    straight = filled(a, m, d, documents).result()
-    begun = filled(a[:51], m[:51], d[:51], documents[:51])  # document 25 is open
-    resumed = ClusteredRatioEstimator.from_state({name: value.clone() for name, value in begun.state().items()})
-    resumed.add(a[51:], m[51:], d[51:], documents[51:])
-    result = resumed.result()
-    assert result.value == straight.value
-    assert result.stderr == straight.stderr
-    assert torch.equal(result.by_parameter_stderr, straight.by_parameter_stderr)
 
 
 def test_processes_add_up():
@@ -420,21 +402,14 @@ def test_coverage_and_bias_with_an_auxiliary_sample(size, within):
     assert np.std(errors) == pytest.approx(expected, rel=0.21)  # 3 of its errors
 
 
-def test_an_auxiliary_sample_survives_a_state_and_joins_those_of_processes():
+def test_auxiliary_samples_of_processes_join():
     a, m, d, documents = auxiliary_rows(256)
     auxiliary = auxiliary_of([[0.002, 0.001], [0.001, 0.004]], 1000, number=2)
     whole = filled(a, m, d, documents, auxiliary=auxiliary).result()
-    begun = filled(a[:51], m[:51], d[:51], documents[:51], auxiliary=auxiliary)
-    resumed = ClusteredRatioEstimator.from_state({name: value.clone() for name, value in begun.state().items()})
-    resumed.add(a[51:], m[51:], d[51:], documents[51:])
-    assert torch.equal(resumed.result().influence, whole.influence)
-    assert resumed._auxiliary.number == 2
     halves = [filled(a[i], m[i], d[i], documents[i], auxiliary=auxiliary) for i in (slice(0, 128), slice(128, 256))]
     merged = ClusteredRatioEstimator.merged(halves).result()
     assert (merged.value, merged.stderr) == pytest.approx((whole.value, whole.stderr), rel=1e-11)
     assert merged.auxiliary_controls == (True, True)
-    other = filled(a, m, d, documents, auxiliary=auxiliary_of([0.002, 0.004], 1000))
-    assert ClusteredRatioEstimator.from_state(other.state())._auxiliary.number is None
 
 
 def test_a_cluster_is_whatever_has_its_number_wherever_it_stands():

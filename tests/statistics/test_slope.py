@@ -7,7 +7,7 @@ import pytest
 import statsmodels.api as sm
 
 from isoloss.errors import IsolossError
-from isoloss.statistics.clusters import at_same_loss, cluster_mean, slope_within
+from isoloss.statistics.clusters import adjusted_to_loss, cluster_mean, slope_within
 from isoloss.statistics.estimate import Estimate
 
 UNIT = {"unit": "points per nat"}
@@ -95,7 +95,7 @@ def test_the_interval_of_an_adjusted_difference_holds_the_truth_as_often_as_stat
         differences, changes, codes = pairs(rng, change=change)
         slope = slope_within(*clustered(rng, 6 if same else 9, slopes=1.0), **UNIT)
         means = cluster_mean(differences, codes, unit="points"), cluster_mean(changes, codes, unit="nats")
-        adjusted = at_same_loss(*means, slope, same_clusters=same)
+        adjusted = adjusted_to_loss(*means, slope, same_clusters=same)
         low, high = adjusted.ci95
         held.append(low < 1 < high)
         fixed = cluster_mean(differences - slope.value * changes, codes, unit="points")
@@ -116,7 +116,7 @@ def test_a_slope_of_the_same_clusters_counts_with_its_covariance_and_another_one
     by_cluster = [np.array([values[codes == g].mean() for g in range(6)]) for values in (differences, changes)]
     together = by_cluster[0] - slope.value * by_cluster[1]
     of_slope = changes.mean() * (slope.influence + slope.value)
-    same, other = (at_same_loss(*means, slope, same_clusters=is_same) for is_same in (True, False))
+    same, other = (adjusted_to_loss(*means, slope, same_clusters=is_same) for is_same in (True, False))
     assert same.value == other.value == pytest.approx(together.mean(), rel=1e-9)
     assert same.stderr == pytest.approx((together - of_slope).std(ddof=1) / math.sqrt(6), rel=1e-9)
     assert other.stderr == pytest.approx(math.hypot(together.std(ddof=1), of_slope.std(ddof=1)) / math.sqrt(6))
@@ -129,8 +129,8 @@ def test_the_error_that_dominates_gives_the_degrees_of_freedom():
     differences, changes, codes = pairs(np.random.default_rng(6), change=0.4)
     means = cluster_mean(differences, codes, unit="points"), cluster_mean(changes, codes, unit="nats")
     known = {"value": -3.0, "num_predictions": 9, "method": "slope", **UNIT}
-    assert at_same_loss(*means, Estimate(stderr=1e3, samples=3, **known), same_clusters=False).samples == 3
-    sure = at_same_loss(*means, Estimate(stderr=0.0, samples=0, **known), same_clusters=False)
+    assert adjusted_to_loss(*means, Estimate(stderr=1e3, samples=3, **known), same_clusters=False).samples == 3
+    sure = adjusted_to_loss(*means, Estimate(stderr=0.0, samples=0, **known), same_clusters=False)
     fixed = cluster_mean(differences + 3 * changes, codes, unit="points")
     assert (sure.value, sure.stderr, sure.samples) == (pytest.approx(fixed.value), pytest.approx(fixed.stderr), 6)
 
@@ -146,9 +146,9 @@ def test_what_has_no_slope_or_other_clusters_is_refused():
     slope = slope_within([1, 2, 3, 4], [1.0, 2.0, 1.5, 2.5], runs, **UNIT)
     difference, change = (cluster_mean([1.0, 2.0], names, unit="points") for names in (["a", "b"], ["a", "c"]))
     with pytest.raises(IsolossError, match=r"not over the same clusters: \['a', 'b'\] and \['a', 'c'\]"):
-        at_same_loss(difference, change, slope, same_clusters=False)
+        adjusted_to_loss(difference, change, slope, same_clusters=False)
     with pytest.raises(IsolossError, match=r"not over the same clusters"):
-        at_same_loss(change, change, slope, same_clusters=True)
+        adjusted_to_loss(change, change, slope, same_clusters=True)
     plain = Estimate(value=1.0, stderr=0.1, samples=2, num_predictions=2, method="loss", unit="nats")
     with pytest.raises(IsolossError, match="loss: it is not over clusters"):
-        at_same_loss(difference, plain, slope, same_clusters=False)
+        adjusted_to_loss(difference, plain, slope, same_clusters=False)

@@ -1,6 +1,7 @@
 """The study in blocks with runs of some seconds, for executors that are stopped while they train."""
 
 import hashlib
+import json
 import sys
 
 import studies_in_process
@@ -28,8 +29,9 @@ def contents(folder):
 
 
 def ends(folder):
-    """How often each kind of end is in the leases."""
-    kinds = [path.suffix[1:] for path in (folder / "leases").iterdir() if path.suffix != ".json"]
+    """How often each kind of end is in the leases of a study's units."""
+    leases = (json.loads(path.read_text()) for path in (folder / "units").glob("*/*.json"))
+    kinds = [lease["end"] for lease in leases if "end" in lease]
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 

@@ -10,7 +10,7 @@ from scipy import stats
 
 from isoloss.errors import IsolossError
 from isoloss.report.html import Card
-from isoloss.statistics.clusters import at_same_loss, cluster_mean
+from isoloss.statistics.clusters import adjusted_to_loss, cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import paired_power
 from isoloss.statistics.significance import holm
@@ -111,7 +111,7 @@ def test_the_adjusted_difference_is_beside_the_verdict_and_does_not_make_it():
         plain, adjusted = (
             answers(FOUR[:2], contrast(MOVES[:2], losses, clusters=GRAMMARS, slopes=given)) for given in ({}, slopes)
         )
-        wanted = at_same_loss(
+        wanted = adjusted_to_loss(
             cluster_mean(MOVES[0], GRAMMARS, unit=""),
             cluster_mean(losses, GRAMMARS, unit=""),
             slope,

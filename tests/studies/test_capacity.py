@@ -14,22 +14,22 @@ from isoloss.studies.spec import Measurement
 def test_units_share_a_gpu_and_whole_ones_stay_free():
     capacity = Capacity(cores=8, gpus={"0": 1.0, "1": 1.0}, memory=4.0)
     third = Resources(gpus=1 / 3)
-    placed = [capacity.take(third) for _ in range(3)]
+    placed = [capacity.reserve(third) for _ in range(3)]
     assert placed == [("0",), ("0",), ("0",)]
-    assert capacity.take(Resources(gpus=1)) == ("1",)
-    assert capacity.take(third) is None
-    capacity.give_back(third, ("0",))
-    assert capacity.take(third) == ("0",)
+    assert capacity.reserve(Resources(gpus=1)) == ("1",)
+    assert capacity.reserve(third) is None
+    capacity.release(third, ("0",))
+    assert capacity.reserve(third) == ("0",)
 
 
 def test_cores_memory_and_processes_count():
     capacity = Capacity(cores=4, gpus={"0": 1.0, "1": 1.0, "2": 1.0}, memory=10.0)
     two = Resources(cores=2, processes=2, gpus=1, memory=6.0)
-    assert capacity.take(two) == ("0", "1")
+    assert capacity.reserve(two) == ("0", "1")
     assert capacity.cores == 0
     assert capacity.memory == 4.0
     assert not capacity.fits(Resources())
-    capacity.give_back(two, ("0", "1"))
+    capacity.release(two, ("0", "1"))
     assert capacity == Capacity(cores=4, gpus={"0": 1.0, "1": 1.0, "2": 1.0}, memory=10.0)
     assert not capacity.fits(Resources(memory=11.0))
 

@@ -10,7 +10,7 @@ from isoloss import files
 from isoloss.runs import Run
 from isoloss.studies.plan import Unit
 from isoloss.studies.run import local, usage
-from isoloss.studies.run.lease import Leases
+from isoloss.studies.run.attempt import Attempts
 from isoloss.studies.status import statuses
 from studies_in_process import carry_out
 
@@ -20,7 +20,7 @@ def unit(name, seconds, kind="train", group=""):
 
 
 def test_units_are_like_those_of_their_group_or_else_of_their_subcommand(tmp_path):
-    leases = Leases(tmp_path / "leases")
+    attempts = Attempts(tmp_path)
     units = [
         unit("a", 10.0, group="small"),
         unit("b", 20.0, group="small"),
@@ -30,11 +30,15 @@ def test_units_are_like_those_of_their_group_or_else_of_their_subcommand(tmp_pat
         unit("f", 4.0, group="unlike any"),
         unit("g", 4.0, kind="eval"),
     ]
-    leases.take("a", 1).end("stopped", seconds=2.0)
-    leases.take("a", 2).end("done", seconds=3.0, memory=100, gpu_memory=0, disk=10)
-    leases.take("b", 1).end("done", seconds=40.0, memory=300, gpu_memory=0, disk=30)
-    leases.take("c", 1)  # lost after an unknown time
-    leases.take("c", 2).end("done", seconds=100.0)
+
+    def take(name, number):
+        return attempts.take(next(each for each in units if each.name == name), number)
+
+    take("a", 1).end("stopped", seconds=2.0)
+    take("a", 2).end("done", seconds=3.0, memory=100, gpu_memory=0, disk=10)
+    take("b", 1).end("done", seconds=40.0, memory=300, gpu_memory=0, disk=30)
+    take("c", 1)  # lost after an unknown time
+    take("c", 2).end("done", seconds=100.0)
     found = {one.unit.name: one for one in statuses(units, tmp_path)}
     assert {name: one.unit.seconds for name, one in found.items()} == {
         **{"a": 5.0, "b": 40.0, "c": 15.0, "d": 6.0, "e": 6.0, "f": 6.0, "g": 4.0}
@@ -43,7 +47,7 @@ def test_units_are_like_those_of_their_group_or_else_of_their_subcommand(tmp_pat
     assert [(one.memory, one.disk) for one in found.values()] == [
         *((100, 10), (300, 30), (300, 20), (300, 20), (300, 20), (300, 20), (None, None))
     ]
-    leases.take("e", 1).end("done", seconds=8.0, memory=50, gpu_memory=7, disk=1)
+    take("e", 1).end("done", seconds=8.0, memory=50, gpu_memory=7, disk=1)
     found = {one.unit.name: one for one in statuses(units, tmp_path)}
     assert (found["c"].unit.seconds, found["c"].memory, found["c"].gpu_memory, found["c"].disk) == (20.0, 50, 7, 1)
     assert (found["f"].unit.seconds, found["f"].memory) == (4 * 53 / 34, 300)
@@ -77,7 +81,7 @@ def test_a_unit_records_its_peak_memory_and_what_it_left_on_disk(tmp_path):
     assert measured.disk == sum(file.stat().st_size for file in evaluations) > 0
     # both imported torch; a command of this kind stays far below what this machine has
     assert all(100 * 2**20 < one.memory < 4 * 2**30 for one in (trained, measured))
-    assert not list((tmp_path / "logs").glob("*.usage*"))
+    assert not list((tmp_path / "units").glob("*/*.usage*"))
 
 
 def test_the_peak_is_that_of_the_process(tmp_path):

@@ -28,7 +28,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in CLOCK and "logs" not in path.relative_to(folder).parts
+        if path.is_file() and path.name not in CLOCK and "units" not in path.relative_to(folder).parts
     }
 
 

@@ -39,7 +39,7 @@ def test_a_plan_is_carried_out_once(tmp_path):
     said, done = carry_out(units, tmp_path, local.run)
     assert done == ["train a", "measure a"]
     assert [line for line in said if "started" in line] == ["train a: started", "measure a: started"]
-    assert said[0] == f"2 of 2 units to do, 2 at a time; their output is in {tmp_path / 'logs'}"
+    assert said[0] == f"2 of 2 units to do, 2 at a time; their output is in {tmp_path / 'units'}"
     assert all(unit.done() for unit in units)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     assert carry_out(units, tmp_path, local.run) == ([], [])
@@ -51,7 +51,7 @@ def test_a_failure_shows_its_log_and_stops_what_waits_for_it(tmp_path):
     after = Unit(name="after", arguments=("ls",), done=lambda: False, after=("broken",))
     with pytest.raises(IsolossError, match=r"broken failed with status 2.*\n.*no language 'no-such-language'"):
         carry_out([broken, after], tmp_path, local.run, workers=1)
-    assert not list((tmp_path / "logs").glob("after*"))
+    assert not (tmp_path / "units" / "after").exists()
 
 
 def test_a_unit_that_ends_without_its_result_is_a_failure(tmp_path):
@@ -66,13 +66,6 @@ def test_a_unit_that_says_nothing_is_said_to_be_at_work(tmp_path, monkeypatch):
     quiet = [line for line in said if line.startswith("  ")]
     assert quiet
     assert re.fullmatch(r"  train a: running for \d+ s", quiet[0])
-
-
-def test_logs_that_cannot_be_written_are_refused(tmp_path):
-    (tmp_path / "logs").write_text("a file")
-    unit = Unit(name="a", arguments=("--version",), done=lambda: False)
-    with pytest.raises(IsolossError, match=r"cannot write .*logs/a\.1\.log"):
-        carry_out([unit], tmp_path, local.run)
 
 
 def test_at_least_one_worker(tmp_path):
@@ -92,7 +85,7 @@ local.run(Loop([unit], path.parent, options := Options(workers=1)), options)
 """
 
 
-def wait_for(condition, seconds=60.0):
+def wait_for(condition, seconds=600.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -118,8 +111,8 @@ def test_workers_end_with_the_engine(tmp_path, number):
     wait_for(lambda: (run.path / "metrics.jsonl").exists())
     assert not is_free(run.path)
     engine.send_signal(number)
-    engine.wait(timeout=60)
-    wait_for(lambda: is_free(run.path), 10)
+    engine.wait(timeout=600)
+    wait_for(lambda: is_free(run.path))
     # an interrupted worker has saved where it is; a killed one had no chance to
     assert bool(run.steps()) == (number == signal.SIGINT)
 

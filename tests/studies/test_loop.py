@@ -1,15 +1,16 @@
 """The loop over a plan: what is handed out and when, what is tried again, and that several executors share a folder."""
 
-import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from longer_study import contents, ends
 
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
@@ -22,7 +23,7 @@ from isoloss.studies.run.loop import Loop, Options
 @pytest.fixture(autouse=True)
 def without_waiting(monkeypatch):
     monkeypatch.setattr(loop_module, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(loop_module, "LONGEST_DELAY", 0.0)
+    monkeypatch.setattr(loop_module, "RETRY_SECONDS", 0.0)
 
 
 def unit(folder, name, *after, **more):
@@ -31,7 +32,7 @@ def unit(folder, name, *after, **more):
 
 
 def finish(loop, attempt):
-    (loop.logs.parent / attempt.unit.name).touch()
+    (loop.folder / attempt.unit.name).touch()
     loop.finish(attempt, 0)
 
 
@@ -50,7 +51,6 @@ def test_units_wait_for_others_and_for_room(tmp_path):
     assert b.unit.name == "b"
     finish(loop, large)
     finish(loop, b)
-    loop.report_done()
     assert loop.finished
     assert loop.num_run_here == loop.num_done == 3
     assert said[-1] == "b: done in 0 s (3 of 3 units)"
@@ -61,17 +61,16 @@ def test_a_failure_is_tried_again_and_then_given_up(tmp_path):
     loop = Loop(units, tmp_path, Options(retries=1))
     for number in (1, 2):
         attempt = loop.take()
-        assert (attempt.unit.name, attempt.lease.number) == ("a", number)
+        assert (attempt.unit.name, attempt.number) == ("a", number)
         attempt.log.write_text("first\nthe reason\n")
         loop.finish(attempt, 1)
     finish(loop, loop.take())  # others go on
-    loop.report_done()
     assert loop.finished
-    with pytest.raises(IsolossError, match=r"a failed with status 1; .*a\.2\.log:\nfirst\nthe reason\n") as caught:
+    with pytest.raises(IsolossError, match=r"a failed with status 1; .*a/2\.log:\nfirst\nthe reason\n") as caught:
         loop.raise_failures()
     assert str(caught.value).endswith("not started, as they wait for failed units: 2 units")
     # the next executor tries again
-    assert Loop(units, tmp_path, Options()).take().lease.number == 3
+    assert Loop(units, tmp_path, Options()).take().number == 3
 
 
 def test_bad_input_is_not_tried_again(tmp_path):
@@ -94,7 +93,7 @@ def test_a_unit_that_was_stopped_has_not_failed(tmp_path):
     loop = Loop([unit(tmp_path, "a")], tmp_path, Options(retries=0))
     for number in (1, 2, 3):
         attempt = loop.take()
-        assert attempt.lease.number == number
+        assert attempt.number == number
         loop.finish(attempt, 130, stopped=True)
     finish(loop, loop.take())
     loop.raise_failures()
@@ -112,12 +111,11 @@ def test_two_executors_share_a_folder(tmp_path):
     finish(other, b)
     other.finish(c, 1)  # it fails once: either may try it again
     again = one.take()
-    assert (again.unit.name, again.lease.number) == ("c", 2)
+    assert (again.unit.name, again.number) == ("c", 2)
     finish(one, again)
     assert other.take() is None
-    for each in (one, other):
-        each.report_done()
-        assert each.finished
+    assert one.finished
+    assert other.finished
     assert (one.num_run_here, other.num_run_here) == (2, 1)
 
 
@@ -125,6 +123,7 @@ def test_what_another_executor_gave_up_is_given_up(tmp_path):
     units = [unit(tmp_path, "a"), unit(tmp_path, "b", "a")]
     one, other = (Loop(units, tmp_path, Options(retries=0)) for _ in range(2))
     attempt = one.take()
+    assert other.take() is None
     attempt.log.write_text("the reason\n")
     one.finish(attempt, 1)
     assert other.take() is None
@@ -133,56 +132,37 @@ def test_what_another_executor_gave_up_is_given_up(tmp_path):
         other.raise_failures()
 
 
-def test_a_lease_that_was_lost_is_taken_over_and_its_holder_told(tmp_path):
-    units = [unit(tmp_path, "a")]
-    slow = Loop(units, tmp_path, Options(expiry=0.3))
+def test_an_attempt_that_was_lost_is_taken_over_and_its_holder_told(tmp_path):
+    units, said = [unit(tmp_path, "a")], []
+    slow = Loop(units, tmp_path, Options(), say=said.append)
     attempt = slow.take()
-    attempt.lease.path.write_text("{}")  # as of another machine
-    other = Loop(units, tmp_path, Options(expiry=0.6))
-    long_ago = time.time() - 2000
-    while (taken := other.take()) is None:  # between two heartbeats of the first
-        os.utime(attempt.lease.path, (long_ago, long_ago))
-    assert taken.lease.number == 2
+    os.close(attempt.descriptor)  # as if its process had ended
+    other = Loop(units, tmp_path, Options())
+    taken = other.take()
+    assert taken.number == 2
     finish(other, taken)
-    slow.finish(attempt, 0)  # changes nothing
+    slow.finish(replace(attempt, descriptor=os.open(tmp_path, os.O_RDONLY)), 0)  # changes nothing
+    assert said[-1] == "a: another process has taken it over"
     assert slow.take() is None
-    slow.report_done()
     assert slow.finished
     assert (slow.num_run_here, other.num_run_here) == (0, 1)
-    assert sorted(path.name for path in (tmp_path / "leases").iterdir()) == ["a.1.json", "a.2.done", "a.2.json"]
+    assert [each.get("end") for each in other.attempts.records(units[0])] == [None, "done"]
 
 
-def test_a_unit_that_was_given_up_and_done_elsewhere_ends_the_wait(tmp_path):
-    units = [unit(tmp_path, "a"), unit(tmp_path, "b", "a"), unit(tmp_path, "c")]
-    done = []
-    one = Loop(units, tmp_path, Options(), on_done=lambda unit: done.append(unit.name))
-    one.finish(one.take(), 2)
-    c = one.take()
-    other = Loop(units, tmp_path, Options())  # started later, so it tries again
-    finish(other, other.take())
-    finish(other, other.take())
-    finish(one, c)
-    assert one.take() is None
-    one.report_done()
-    assert one.finished
-    one.raise_failures()
-    assert sorted(done) == ["a", "b", "c"]
-
-
-def test_a_result_that_is_not_visible_yet_is_waited_for(tmp_path):
-    visible = []
-    units = [Unit(name="a", arguments=("ls",), done=lambda: bool(visible))]
-    one, other = (Loop(units, tmp_path, Options(expiry=1000)) for _ in range(2))
-    attempt = one.take()
-    visible.append(True)
-    one.finish(attempt, 0)
-    visible.clear()  # as another machine sees it for a while
-    assert other.take() is None
-    assert other.take() is None
-    visible.append(True)
-    assert other.take() is None
-    other.report_done()
-    assert other.finished
+def test_a_lower_block_comes_first_and_waits_for_no_later_one(tmp_path):
+    units = [unit(tmp_path, "c", block=2), unit(tmp_path, "b", "a"), unit(tmp_path, "d", block=1), unit(tmp_path, "a")]
+    loop, order = Loop(units, tmp_path, Options()), []
+    for attempt in loop:
+        order.append(attempt.unit.name)
+        finish(loop, attempt)
+    assert order == ["a", "b", "d", "c"]
+    # a worker without work in its block starts the next one
+    for name in "abcd":
+        (tmp_path / name).unlink()
+    loop = Loop(units, tmp_path, Options())
+    assert [loop.take().unit.name for _ in range(3)] == ["a", "d", "c"]
+    with pytest.raises(IsolossError, match=r"'a' of block 0 waits for 'b' of block 1: a unit cannot wait"):
+        Loop([unit(tmp_path, "a", "b"), unit(tmp_path, "b", block=1)], tmp_path, Options())
 
 
 def test_a_result_that_was_deleted_is_made_again(tmp_path):
@@ -190,7 +170,7 @@ def test_a_result_that_was_deleted_is_made_again(tmp_path):
     loop = Loop(units, tmp_path, Options())
     finish(loop, loop.take())
     (tmp_path / "a").unlink()
-    assert Loop(units, tmp_path, Options()).take().lease.number == 2
+    assert Loop(units, tmp_path, Options()).take().number == 2
 
 
 def test_what_cannot_be_published_is_a_failure_of_its_unit(tmp_path):
@@ -208,7 +188,6 @@ def test_what_cannot_be_published_is_a_failure_of_its_unit(tmp_path):
     (run / "notes").write_text("in the way")
     loop.finish(attempt, 0)
     finish(loop, loop.take())
-    loop.report_done()
     assert loop.finished
     with pytest.raises(IsolossError, match=r"base: cannot rename .*runs/base: Directory not empty"):
         loop.raise_failures()
@@ -262,20 +241,11 @@ def train_alone(folder, count, steps):
         assert main(list(words)) == 0
 
 
-def wait_for(condition, seconds=120.0):
+def wait_for(condition, seconds=600.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
-
-
-def contents(folder):
-    """SHA-256 of every file of the runs, but for those that say when things happened."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted((folder / "runs").rglob("*"))
-        if path.is_file() and path.name not in ("log.jsonl", ".lock")
-    }
 
 
 def has_checkpoint(folder, number=None):
@@ -293,12 +263,10 @@ def test_two_executors_one_of_them_killed_do_every_unit_once(tmp_path):
     killed, other = start(folder, 4, 400), start(folder, 4, 400)
     wait_for(lambda: has_checkpoint(folder))
     killed.send_signal(signal.SIGKILL)
-    by_killed, by_other = (done_by(process.communicate(timeout=300)[0]) for process in (killed, other))
+    by_killed, by_other = (done_by(process.communicate(timeout=600)[0]) for process in (killed, other))
     assert sorted(by_killed + by_other) == [f"train {i}" for i in range(4)]
     assert by_other
-    ends = [path.name for path in (folder / "leases").iterdir() if not path.name.endswith(".json")]
-    assert sorted(name.split(".")[0] for name in ends) == [f"train-{i}" for i in range(4)]
-    assert all(name.endswith(".done") for name in ends)
+    assert ends(folder) == {"done": 4}
     assert contents(folder) == contents(tmp_path / "alone")
 
 
@@ -324,7 +292,7 @@ def test_an_executor_that_was_paused_longer_than_the_expiry_spoils_nothing(tmp_p
     wait_for(lambda: has_checkpoint(folder, 2))
     assert not (folder / "runs" / ".run-0.attempt-1").exists()  # the other goes on from it
     stopped(paused, signal.SIGCONT)  # while the other is at work
-    outputs = [process.communicate(timeout=300)[0] for process in (paused, other)]
+    outputs = [process.communicate(timeout=600)[0] for process in (paused, other)]
     assert [done_by(output) for output in outputs] == [[], ["train 0"]]
     assert "train 0: another process has taken it over" in outputs[0]
     assert paused.returncode == other.returncode == 0

@@ -32,7 +32,7 @@ def parent(pid):
     return int(subprocess.run(["ps", "-o", "ppid=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout)
 
 
-def wait_for(condition, seconds=120.0):
+def wait_for(condition, seconds=600.0):
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, "waited in vain"

@@ -1,23 +1,14 @@
 """The state of a study as its files tell it, and how long the rest takes."""
 
-import itertools
+import json
 import os
-import random
-import subprocess
-import sys
+import time
 
 import pytest
 
-from isoloss import files
-from isoloss.studies.plan import Resources, Unit, in_order, makespan, upward_rank
-from isoloss.studies.run.lease import Leases
+from isoloss.studies.plan import Resources, Unit
+from isoloss.studies.run.attempt import Attempts
 from isoloss.studies.status import UnitStatus, by_purpose, remaining, statuses
-
-TAKE = """
-import pathlib, sys
-from isoloss.studies.run.lease import Leases
-Leases(pathlib.Path(sys.argv[1])).take("lost", 1)
-"""
 
 
 def unit(name, *after, done=False, progress="", seconds=1.0, kind="train"):
@@ -27,29 +18,41 @@ def unit(name, *after, done=False, progress="", seconds=1.0, kind="train"):
 
 
 def test_every_state_follows_from_the_files(tmp_path):
-    leases = Leases(tmp_path / "leases")
-    units = [
-        unit("done before", done=True),
-        unit("done", done=True),
-        unit("deleted"),
-        unit("running", progress="step 3 of 9"),
-        unit("failed"),
-        unit("stopped", progress="step 1 of 9"),
-        unit("lost"),
-        unit("to do"),
-    ]
-    leases.take("done", 1).end("done", seconds=3)
-    leases.take("deleted", 1).end("done", seconds=3)
-    leases.take("running", 1).end("stopped")
-    leases.take("running", 2)
-    leases.take("failed", 1).end("failed", reason="failed with status 1")
-    files.write_text(tmp_path / "logs" / "failed.1.log", "begins\n\nthe reason\n\n")
-    leases.take("stopped", 1).end("stopped")
-    subprocess.run([sys.executable, "-c", TAKE, str(leases.folder)], check=True)
-    found = {status.unit.name: status for status in statuses(units, tmp_path)}
+    attempts = Attempts(tmp_path)
+    units = {
+        "done before": unit("done before", done=True),
+        "done": unit("done", done=True),
+        "deleted": unit("deleted"),
+        "running": unit("running", progress="step 3 of 9"),
+        "failed": unit("failed"),
+        "stopped": unit("stopped", progress="step 1 of 9"),
+        "lost": unit("lost"),
+        "elsewhere": unit("elsewhere"),
+        "silent": unit("silent"),
+        "to do": unit("to do"),
+    }
+
+    def take(name, number=1):
+        return attempts.take(units[name], number)
+
+    take("done").end("done", seconds=3)
+    take("deleted").end("done", seconds=3)
+    take("running").end("stopped")
+    take("running", 2)
+    failed = take("failed")
+    failed.end("failed", reason="failed with status 1", final=True)
+    failed.log.write_text("begins\n\nthe reason\n\n")
+    take("stopped").end("stopped")
+    os.close(take("lost").descriptor)
+    for name, seconds in (("elsewhere", 10), ("silent", 100)):
+        lease = take(name).lease
+        lease.write_text(json.dumps({"boot": "another", "expiry": 60}))
+        os.utime(lease, (time.time() - seconds, time.time() - seconds))
+    found = {status.unit.name: status for status in statuses([*units.values()], tmp_path)}
     assert {name: status.state for name, status in found.items()} == {
         **{"done before": "done", "done": "done", "running": "running", "failed": "failed"},
         **{"deleted": "interrupted", "stopped": "interrupted", "lost": "interrupted", "to do": "to do"},
+        **{"elsewhere": "running", "silent": "interrupted"},
     }
     running = found["running"]
     assert (running.progress, running.attempts, running.host) == ("step 3 of 9", 2, os.uname().nodename)
@@ -66,7 +69,7 @@ def test_where_a_lease_says_done_the_files_need_only_exist(tmp_path, has_files):
 
     asked = []
     one = Unit(name="a", arguments=("train",), done=done, has_files=lambda: has_files)
-    lease = Leases(tmp_path / "leases").take("a", 1)
+    lease = Attempts(tmp_path).take(one, 1)
     assert [status.state for status in statuses([one], tmp_path)] == ["running"]
     assert asked == ["done"]
     lease.end("done", seconds=3)
@@ -82,7 +85,7 @@ def test_what_remains_counts_units_that_are_not_done(tmp_path):
         unit("d", seconds=4),
     ]
     left = remaining(statuses(units, tmp_path), 2)
-    assert (left.core_seconds, left.gpu_seconds, left.longest_chain, left.with_workers) == (9, 0, 5, 5)
+    assert (left.core_seconds, left.gpu_seconds, left.with_workers) == (9, 0, 4.5)
     left = remaining([status(3, Resources(cores=2, gpus=0.5)), status(5, Resources(gpus=1, processes=2))], 4)
     assert (left.core_seconds, left.gpu_seconds) == (16, 11.5)
 
@@ -90,34 +93,6 @@ def test_what_remains_counts_units_that_are_not_done(tmp_path):
 def status(seconds, needs):
     one = Unit(name=f"{needs}", arguments=(), done=lambda: False, seconds=seconds, needs=needs)
     return UnitStatus(unit=one, state="to do")
-
-
-def simulated(units, workers):
-    """The time of a plan, second by second; all durations are whole seconds."""
-    todo, running, done, now = list(units), [], set(), 0
-    while todo or running:
-        for one in [one for one in todo if done.issuperset(one.after)][: workers - len(running)]:
-            todo.remove(one)
-            running.append((one, now + one.seconds))
-        now += 1
-        done |= {one.name for one, end in running if end == now}
-        running = [(one, end) for one, end in running if end > now]
-    return now
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_makespan_is_that_of_a_simulation(seed):
-    draw = random.Random(seed)
-    names = [f"unit {i}" for i in range(12)]
-    units = [
-        unit(name, *(other for other in names[:i] if draw.random() < 0.2), seconds=draw.randint(1, 9))
-        for i, name in enumerate(names)
-    ]
-    plan = in_order(units)
-    for workers in (1, 2, 3, 20):
-        assert makespan(plan, workers) == simulated(plan, workers)
-    assert makespan(plan, 20) == max(upward_rank(units).values())
-    assert all(one <= other for one, other in itertools.pairwise(sorted([makespan(plan, 20), makespan(plan, 1)])))
 
 
 def test_a_figure_needs_what_its_units_wait_for():

@@ -13,7 +13,7 @@ from isoloss.errors import IsolossWarning
 from isoloss.lab.evaluation.evaluator import Evaluator, pending
 from isoloss.lab.languages.config import PRESETS
 from isoloss.lab.training.train import train
-from isoloss.paper.same_loss.study import STUDY
+from isoloss.paper.same_loss import STUDY
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.folder import StudyFolder

@@ -83,13 +83,6 @@ def test_a_missing_label_is_told_by_both_splits(folder: Path, vocab: Path, train
     assert kept == [label for label in (*train, *test) if label != "-1"]
 
 
-def test_a_class_that_is_called_none(folder: Path, vocab: Path) -> None:
-    for split in ("train", "dev"):
-        write(folder / f"{split}.csv", [("au", "bu", "None"), ("av", "bu", "some"), ("av", "bu", "None")])
-    task = make_text_task(pairs(folder, label_names=("some", "None")), load_tokenizer(str(vocab)))
-    assert (task.classes, task.train_labels.tolist()) == (("some", "None"), [1, 0, 1])
-
-
 def test_a_test_label_that_training_lacks_is_a_class_of_its_own(folder: Path, vocab: Path, tmp_path: Path) -> None:
     unseen = write(tmp_path / "unseen.csv", [("au", "bu", "maybe"), ("au", "bu", "yes")])
     task = make_text_task(pairs(folder, test=str(unseen)), load_tokenizer(str(vocab)))

@@ -15,7 +15,7 @@ from isoloss.cli import common, options
 from isoloss.cli.options import ModuleLoading
 from isoloss.errors import IsolossError, require_package
 from isoloss.lab.evaluation.input_config import InputConfig, language_of_runs
-from isoloss.lab.evaluation.measures.flatness import Trace
+from isoloss.lab.evaluation.measures.base import SequenceMeasure
 from isoloss.lab.evaluation.measures.transfer import task_probes
 from isoloss.runs import last_checkpoint, refuse_twice
 from isoloss.statistics.checking import at_least, positive
@@ -67,7 +67,7 @@ class Args:
     data: Path | None = None
     """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy); default: python:docs,
     the language reference that comes with Python."""
-    num_sequences: int = configs.setting(Trace.num_sequences, minimum=2)
+    num_sequences: int = configs.setting(SequenceMeasure.num_sequences, minimum=2)
     """The most sequences to measure the models on."""
     task: tuple[str, ...] = ()
     """Tasks (isoloss ls tasks), or tasks of your own as NAME=FILE: the accuracy of a linear probe on the last hidden

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from isoloss.cli import common, options
 from isoloss.cli.options import Loading
 from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.lab.evaluation.measures.base import measure_class
 from isoloss.lab.presets import load_preset
 from isoloss.registry import MEASURES
 
@@ -89,7 +90,7 @@ class Args:
 
 def arguments_class() -> type:
     """Return the arguments with the settings of all measures."""
-    return options.with_measures(Args, MEASURES.loaded())
+    return options.with_measures(Args, MEASURES.loaded(measure_class))
 
 
 def main(arguments: list[str]) -> int:

@@ -12,7 +12,7 @@ from isoloss.checkpoints import places
 from isoloss.cli import common, options
 from isoloss.cli.options import Loading
 from isoloss.errors import IsolossError
-from isoloss.lab.evaluation.measures.flatness import Trace
+from isoloss.lab.evaluation.measures.base import SequenceMeasure
 from isoloss.lab.models.sizes import reshaped, shape
 from isoloss.runs import Run, checkpoint_of
 from isoloss.statistics.estimate import rounded
@@ -88,7 +88,7 @@ class Args:
     """Tokens in a sequence, for text and flat arrays; default: 128, or what the model takes at most."""
     mask_id: int | None = None
     """For masked models and token ids: the mask's id; default: the tokenizer's."""
-    num_sequences: int = Trace.num_sequences
+    num_sequences: int = SequenceMeasure.num_sequences
     """Sequences to measure on, at most; with --data, one token of each is masked for a masked model."""
     seed: int = 0
     """Decides inputs, masks and probes."""

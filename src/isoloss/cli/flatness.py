@@ -17,8 +17,7 @@ from isoloss.cli import common, options
 from isoloss.cli.options import ModuleLoading
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.input_config import InputConfig, common_run_config
-from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure, flatness_measure
-from isoloss.registry import MEASURES
+from isoloss.lab.evaluation.measures.flatness import flatness_measure, flatness_measures
 from isoloss.runs import refuse_run, refuse_twice
 from isoloss.statistics.checking import positive
 from isoloss.statistics.estimate import Estimate, interval, rarity, rounded, samples_of
@@ -91,9 +90,6 @@ class Args:
     seconds: float | None = configs.setting(None, above=0)
     """Stop after this time, if 64 of what the error is over are done, or 2 probes. The first of several models decides;
     for largest-eigenvalue, each has this time."""
-    resume: Path | None = None
-    """For one measure of one model: a file to resume from, written every half minute and on Ctrl-C, and removed at the
-    end."""
     threads: int = 0
     """CPU threads; 0: all cores."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -119,7 +115,7 @@ class Args:
 
 def arguments_class() -> type:
     """Return the arguments with the settings of all measures of flatness."""
-    known = {name: measure for name, measure in MEASURES.loaded().items() if issubclass(measure, FlatnessMeasure)}
+    known = flatness_measures()
     return options.with_measures(Args, known)
 
 
@@ -168,18 +164,14 @@ def main(arguments: list[str]) -> int:
                 bar.begin(measure, *flatness_measure(measure, args.measure).amount(inputs.num_sequences, context))
             bar(done, model)
 
-        try:
-            results = measure_flatness(
-                {name: partial(checkpoints.model, name) for name in args.models},
-                args.measures,
-                context,
-                settings=args.measure,
-                where_known=where_known,
-                progress=show,
-            )
-        except KeyboardInterrupt:
-            _say_how_to_go_on(args, arguments)
-            raise
+        results = measure_flatness(
+            {name: partial(checkpoints.model, name) for name in args.models},
+            args.measures,
+            context,
+            settings=args.measure,
+            where_known=where_known,
+            progress=show,
+        )
     if results.compared is not None:
         names = short_names(list(results.compared.models))
         helps = _what_helps(args, inputs, next(iter(results.compared.of("trace").values())))
@@ -206,8 +198,6 @@ def main(arguments: list[str]) -> int:
 
         # last, so that a full disk does not cost the table
         common.save_figure(args.figure, trace_against_loss(results.compared, names))
-    if results.interrupted is not None:
-        _say_how_to_go_on(args, arguments)
     return 0 if results.interrupted is None else interrupts.status()
 
 
@@ -234,7 +224,7 @@ def _check(args: Any) -> None:
     if args.figure is not None and (len(args.models) == 1 or "trace" not in args.measures):
         raise IsolossError("--figure shows the traces of several models beside each other: name more, or leave it out")
     common.check_figure(args.figure)
-    common.check_outputs(args, args.models, "figure", "resume")
+    common.check_outputs(args, args.models, "figure")
 
 
 def _context(args: Any, models: list[ModelInfo]) -> MeasureContext:
@@ -247,18 +237,13 @@ def _context(args: Any, models: list[ModelInfo]) -> MeasureContext:
     else:
         config = common_run_config(args.models)
         context = contexts.language_context(config.language, config.objective, models, inputs, shuffled=shuffled)
-    context.rtol, context.seconds, context.resume = args.rtol, args.seconds, args.resume
+    context.rtol, context.seconds = args.rtol, args.seconds
     return context
 
 
 def _is_shuffled(args: Any) -> bool:
     # a measurement that may stop early needs its inputs in random order, or it would estimate the start of the data
     return args.rtol is not None or args.seconds is not None
-
-
-def _say_how_to_go_on(args: Any, arguments: list[str]) -> None:
-    if args.resume is not None and args.resume.exists():
-        common.note(f"to go on: {common.command('flatness', *arguments)}")
 
 
 def _print(args: Any, results: FlatnessResults, inputs: Inputs, *, is_random: bool) -> None:

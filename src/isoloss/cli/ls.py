@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isoloss.cli import common, options
 from isoloss.errors import IsolossError, did_you_mean
-from isoloss.lab.evaluation.measures.base import name_fields
+from isoloss.lab.evaluation.measures.base import measure_class, name_fields
 from isoloss.lab.languages.config import PRESETS as LANGUAGE_PRESETS
 from isoloss.lab.presets import PRESETS
 from isoloss.registry import (
@@ -180,7 +180,8 @@ def _show_one(args: Args, rows: list[Row]) -> int:
     settings: list[Row] = []
     if registry is not None and name in registry:
         prefix = f"{name}-" if registry is ALGORITHMS else ""
-        settings = options.settings(registry.load(name), exclude={"kind", *name_fields(name)}, prefix=prefix)
+        load = measure_class if registry is MEASURES else registry.load
+        settings = options.settings(load(name), exclude={"kind", *name_fields(name)}, prefix=prefix)
     chosen = [row for row, other in zip(rows, names, strict=True) if other == name]
     if args.json:
         common.emit_json({args.what: [row | {"settings": settings} for row in chosen]})

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import functools
 import inspect
-import itertools
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +31,7 @@ from typing import (
 from isoloss.errors import IsolossError, did_you_mean, most_like
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import name_fields
+from isoloss.schema import descriptions
 
 T = TypeVar("T")
 _BY_PLACE = object()
@@ -343,7 +341,7 @@ def option_name(field: str) -> str:
 def _help_of(cls: Any, field: dataclasses.Field[Any], hint: Any) -> str:
     """Return the help of an argument; no default of None or False, as the text says what these are."""
     own = next((word for word in get_args(hint)[1:] if isinstance(word, str)), None)
-    text = own or _texts(cls).get(field.name, "")
+    text = own or descriptions(cls).get(field.name, "")
     default = _default(field)
     if default is dataclasses.MISSING:
         return f"{text} (required)"
@@ -356,37 +354,13 @@ def _first_sentence(text: str) -> str:
     return sentence + (default[0] if default and default[0] not in sentence else "")
 
 
-@functools.cache
-def _texts(config: type) -> Mapping[str, str]:
-    """The docstring of each field of a config, inherited ones too: read for help alone."""
-    texts: dict[str, str] = {}
-    # a subclass may describe a field anew, so it comes after its bases
-    for cls in reversed(config.__mro__[:-1]):
-        texts |= _docstrings(cls.__module__).get(cls.__name__, {})
-    return texts
-
-
-@functools.cache
-def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
-    """The strings below the fields of each class of a module."""
-    found: dict[str, dict[str, str]] = {}
-    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for field, below in itertools.pairwise(node.body):
-            match field, below:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    found.setdefault(node.name, {})[name] = " ".join(text.split())
-    return found
-
-
 def settings(config: type, *, exclude: Collection[str], prefix: str = "") -> list[dict[str, Any]]:
     """Return the name, default and description of each field of a config."""
     return [
         {
             "setting": f"{prefix}{field.name}",
             "default": _shown(_default(field)),
-            "description": _texts(config)[field.name],
+            "description": descriptions(config)[field.name],
         }
         for field in dataclasses.fields(config)
         if field.name not in exclude
@@ -444,7 +418,7 @@ class Options(dict[str, Any]):
 
         def help_of() -> str:
             everybody = {word for _, others in cls.sources.values() for word in others}
-            texts = {word: _texts(config).get(field, "") for word, config in configs.items()}
+            texts = {word: descriptions(config).get(field, "") for word, config in configs.items()}
             text = _by_word(texts, " ", always=cls.names_configs and configs.keys() != everybody)
             told = {word: value for word, default in defaults.items() if (value := _shown(default)) is not None}
             return f"{text} (default: {_by_word(told, ', ')})" if told and not is_flag else text

@@ -24,7 +24,7 @@ from isoloss.errors import IsolossError, printable, require_package
 from isoloss.registry import EXECUTORS, STUDIES
 from isoloss.runs import Run, checkpoint_of
 from isoloss.statistics.estimate import number, rounded
-from isoloss.studies.run.lease import EXPIRY_SECONDS
+from isoloss.studies.run.attempt import EXPIRY_SECONDS
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
@@ -128,13 +128,13 @@ class _Working(_Command):
 
     workers: int = 2
     """Cores that units may use at the same time; most units use one. For the executor slurm: number of workers."""
-    retries: int = 2
+    retries: int = 1
     """How many times to retry a unit that fails."""
     fail_fast: bool = False
     """Start no further units once one has failed."""
     expiry: float = EXPIRY_SECONDS
-    """A process without a heartbeat for this many seconds is presumed dead, and others take over its units; give more
-    on a slow network file system."""
+    """A process on another machine without a heartbeat for this many seconds is presumed dead, and others take over its
+    units; give more on a slow network file system."""
 
     def executor_options(self, folder: StudyFolder, **more: Any) -> Options:
         """Return the options of the executor, including the command that lets another process help."""
@@ -166,8 +166,6 @@ class _Run(_Working):
     """For the executor slurm: parameters of submitit as NAME=VALUE, such as timeout_min=600 slurm_partition=gpu."""
 
     def run(self) -> int:
-        from isoloss.studies.plan import in_order
-        from isoloss.studies.run.interim_page import InterimPage
         from isoloss.studies.run.loop import Loop
 
         for option, executor in (("submit", "slurm"), ("address", "ray")):
@@ -192,8 +190,7 @@ class _Run(_Working):
         cores = os.cpu_count() or 1
         if self.executor == "local" and self.workers > cores:
             common.note(f"{self.workers} workers share {cores} cores: more workers than cores bring no speedup")
-        on_done = InterimPage(folder, units, common.note)
-        loop = Loop(in_order(units), folder.path, settings, say=common.note, on_done=on_done)
+        loop = Loop(units, folder.path, settings, say=common.note)
         todo = len(loop.todo)
         try:
             execute(loop, settings)
@@ -225,7 +222,6 @@ class _Work(_Working):
     """Help another process carry out a study, until no unit is left; that process writes the report."""
 
     def run(self) -> int:
-        from isoloss.studies.plan import in_order
         from isoloss.studies.run import local
         from isoloss.studies.run.loop import Loop
 
@@ -233,7 +229,7 @@ class _Work(_Working):
         if not folder.exists():
             raise IsolossError(f"{folder.path} holds no study yet: {self.run_command(folder)} starts one")
         settings = self.executor_options(folder)
-        loop = Loop(in_order(folder.plan()), folder.path, settings, say=common.note)
+        loop = Loop(folder.plan(), folder.path, settings, say=common.note)
         try:
             local.run(loop, settings)
         except KeyboardInterrupt:
@@ -291,12 +287,15 @@ class _Status(_Command):
 
 @dataclass(frozen=True, kw_only=True)
 class _Report(_Command):
-    """Write the page of a study from the results that there are."""
+    """Write the page of a finished study."""
+
+    partial: bool = False
+    """Write it from the complete blocks of a study that is not finished; verdicts follow when all are."""
 
     def run(self) -> int:
         folder = _begun(self)
-        (missing, complete), first = _progress(folder), folder.study.first_page_blocks
-        if missing and (first is None or len(complete) < first):
+        missing, complete = _progress(folder)
+        if missing and not (self.partial and complete):
             raise _unfinished(self, folder)
         with files.lock(folder.path):
             page = folder.report(complete)
@@ -462,7 +461,7 @@ def run(dropout, seed):
 # with isoloss.studies.ExternalCheckpoint
 RUNS = {{f"dropout-{{rate}}-seed-{{seed}}": run(rate, seed) for rate in (0.0, 0.2) for seed in (1, 2)}}
 
-# Claims, each with its role, written before the runs: Study(claims=..., contrasts=...); docs/studies.md has an example
+# Claims, each with its role, written before the runs: Study(claims=...); docs/studies.md has an example
 STUDY = Study(
     name="{name}",
     title="Does dropout change how flat a model is, and how well it transfers?",
@@ -486,7 +485,7 @@ RUNS = {{
     for name, checkpoint in CHECKPOINTS.items()
 }}
 
-# Claims, each with its role, written before the runs: Study(claims=..., contrasts=...); docs/studies.md has an example
+# Claims, each with its role, written before the runs: Study(claims=...); docs/studies.md has an example
 STUDY = Study(
     name="{name}",
     title="Which of these checkpoints is flatter?",
@@ -591,8 +590,7 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaini
     measured = sum(status.is_measured for status in states)
     basis = f"from the {measured} units measured here" if measured else "a rough guess, as no unit is measured yet"
     common.say_wrapped(
-        f"Expected time for the rest ({basis}): {_duration(left.with_workers)} with {workers} workers; the longest "
-        f"chain of units takes {_duration(left.longest_chain)} with any number of workers. "
+        f"Expected time for the rest ({basis}): {_duration(left.with_workers)} with {workers} workers. "
         f"Cost: {_hours(left.core_seconds, 'core')}"
         + (f" and {_hours(left.gpu_seconds, 'GPU')}." if left.gpu_seconds else ".")
     )
@@ -782,7 +780,7 @@ def _emit_summary(folder: StudyFolder, page: Path, complete: Collection[int] | N
         return 0
     print_summary(folder.study.title or folder.study.name, summary)
     if results.blocks_done < results.blocks:
-        common.say(f"interim: {results.blocks_done} of {results.blocks} blocks are done; verdicts follow when all are")
+        common.say(f"partial: {results.blocks_done} of {results.blocks} blocks are done; verdicts follow when all are")
     common.say(f"page: {page}")
     return 0
 

@@ -21,6 +21,7 @@ from isoloss.errors import IsolossError, require_package
 from isoloss.registry import ALGORITHMS, MODELS, OPTIMIZERS
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.runs import Run
+from isoloss.schema import json_schema
 from isoloss.studies.run import usage
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ class Args:
     has this architecture, a width up to 64, one masked token a sentence, one process and a CPU."""
     no_compiled: bool = False
     """Train with transformers' own blocks there too."""
+    schema: bool = False
+    """Print the JSON schema of the files for --config, by which editors complete them; needs no RUN."""
     print_config: bool = False
     """Print the config as TOML, or with --json as JSON, and stop."""
     json: bool = False
@@ -156,6 +159,9 @@ class Args:
 
 def main(arguments: list[str]) -> int:
     """Run the subcommand; of several processes, rank 0 prints, and of those that fail, the first."""
+    if "--schema" in arguments:
+        common.emit_json(json_schema(TrainConfig))
+        return 0
     if not _is_one_of_several():
         return _main(arguments)
     from isoloss.lab.training.distributed import process_group

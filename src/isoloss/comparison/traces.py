@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isoloss import files
 from isoloss.checkpoints.loading import load_model
 from isoloss.comparison.verdict import MINIMAL_ESTIMATES, TraceComparison, warn_unlike
 from isoloss.errors import IsolossError, naming, require
@@ -29,7 +30,6 @@ from isoloss.flatness._measurement import (
     InterruptedEstimate,
     Measurement,
     StopCriteria,
-    weights_digest,
 )
 from isoloss.flatness._rescaling.symmetries import Granularity
 from isoloss.flatness.fisher import ExactLabels
@@ -226,7 +226,8 @@ def compare_traces(
             if not done:
                 raise
             raise ComparisonError(str(error), complete=so_far(), name=name) from error
-        done[name], weights[name], architectures[name] = estimates, weights_digest(model), _architecture(model)
+        done[name], architectures[name] = estimates, _architecture(model)
+        weights[name] = files.tensors_sha256(model.named_parameters())
         del model  # so that two models are never held
     if not one_estimator:
         warn_unlike({name: estimates["trace"] for name, estimates in done.items()})

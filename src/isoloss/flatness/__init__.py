@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from isoloss import lazy
 
 if TYPE_CHECKING:
-    from isoloss.flatness._measurement import InterruptedEstimate, Options
+    from isoloss.flatness._measurement import InterruptedEstimate, MeasureOptions
     from isoloss.flatness._rescaling.apply import check_rescaling, rescaled, rescaled_at_random
     from isoloss.flatness._rescaling.symmetries import Rescalings, Signals, rescalings_of
     from isoloss.flatness.barrier import interpolation_barrier
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "FlatnessCallback",
     "InterruptedEstimate",
+    "MeasureOptions",
     "Noise",
-    "Options",
     "Rescalings",
     "Rounding",
     "Signals",
@@ -57,7 +57,7 @@ __all__ = [
 
 _MODULES = {
     "barrier": ("interpolation_barrier",),
-    "_measurement": ("InterruptedEstimate", "Options"),
+    "_measurement": ("InterruptedEstimate", "MeasureOptions"),
     "_rescaling.apply": ("check_rescaling", "rescaled", "rescaled_at_random"),
     "_rescaling.symmetries": ("Rescalings", "Signals", "rescalings_of"),
     "directional": ("directional_sharpness",),

@@ -35,9 +35,9 @@ _IDS = ("labels", "input_ids", "position_ids", "token_type_ids")
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
-def as_tensors(batches: Iterable[Mapping[str, Any]], first: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield batches with lists and arrays as tensors, and ids as int64; errors number the batches from `first`."""
-    for number, batch in enumerate(batches, start=first):
+def as_tensors(batches: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield batches with lists and arrays as tensors, and ids as int64."""
+    for number, batch in enumerate(batches):
         if not isinstance(batch, Mapping):
             raise IsolossError(f"batch {number} is a {type(batch).__name__}, not a mapping of input_ids, labels, ...")
         try:
@@ -274,16 +274,15 @@ def read_batches(
     causal: bool,
     num_sequences: int | None = None,
     clusters: SequenceClusters,
-    start: StreamPosition | None = None,
 ) -> Iterator[CheckedBatch]:
     """Yield the batches of a stream, checked for a model; some may predict nothing.
 
-    Clusters do not depend on how the stream is cut into batches. They have seen all that came before `start`.
+    Clusters do not depend on how the stream is cut into batches.
     """
     if isinstance(batches, Mapping):
         raise IsolossError("batches is a single batch; pass an iterable of batches, e.g. [batch]")
-    position, is_checked = start or StreamPosition(), False
-    stream = as_tensors(batches, position.batches)
+    position, is_checked = StreamPosition(), False
+    stream = as_tensors(batches)
     # the number is checked first: no batch is taken from the stream that is not measured
     while (num_sequences is None or position.sequences < num_sequences) and (batch := next(stream, None)) is not None:
         number = position.batches

@@ -20,7 +20,7 @@ from isoloss.errors import NOTHING_PREDICTED, IsolossError
 from isoloss.flatness._batches import Batch, CheckedBatch, read_batches
 from isoloss.flatness._ghost.capture import Capture, PositionSelection
 from isoloss.flatness._ghost.engine import plain_logits, predict
-from isoloss.flatness._measurement import Options, ResumeFile, model_details, resume_file
+from isoloss.flatness._measurement import MeasureOptions, model_details
 from isoloss.flatness._parameters import check_reached, counted_parameters, requiring_gradients
 from isoloss.model_checks import architecture, device_of, eager_with_grad, is_causal, refuse_dropout
 from isoloss.text.clusters import SequenceClusters
@@ -81,7 +81,7 @@ class MeanLoss:
             self.dtype = torch.promote_types(self.dtype, parameter.dtype)
 
     @classmethod
-    def of(cls, model: nn.Module, batches: Iterable[Mapping[str, Any]], options: Options) -> Self:
+    def of(cls, model: nn.Module, batches: Iterable[Mapping[str, Any]], options: MeasureOptions) -> Self:
         """Return the loss that a measure with these options is of."""
         chosen = {name: options.get(name) for name in ("causal", "parameters", "num_sequences")}
         return cls(model, batches, **chosen)  # type: ignore[arg-type]
@@ -93,12 +93,6 @@ class MeanLoss:
             "skipped_batches": self.skipped_batches,
             "seed": seed,
         }
-
-    def resume_file(self, options: Options, identity: Mapping[str, Any]) -> ResumeFile | None:
-        """Return the file that a measure of it goes on from, where there is to be one."""
-        given = [batch.given for batch in self.batches]
-        whole = {**identity, "causal": self.causal}
-        return resume_file(options.get("resume"), self.model, self.parameters, whole, given)
 
     def positions(self) -> torch.Tensor:
         """Return (N,) float64: the predicted positions of each cluster."""

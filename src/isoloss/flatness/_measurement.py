@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import hashlib
-import inspect
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple, Self, TypedDict, TypeVar, get_type_hints
+from typing import Any, NamedTuple, Self, TypedDict
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import nn
 
-from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.flatness._batches import CheckedBatch, StreamPosition, read_batches
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample
@@ -45,12 +38,9 @@ from isoloss.text.clusters import Blocks, SequenceClusters, equal_blocks
 UNIT = "nats per predicted token"
 FIRST_CHECK = 64  # samples, before a measurement may end early because its error is small
 _MOST_PROBES = 1024  # where rtol or seconds decides
-_EVERY_SECONDS = 30.0  # a resume file is written; less often where writing it takes longer than a second
 
 # what it changes lasts as long as the process: activations then stay in memory from one batch to the next
 disable_malloc_trim()
-
-State = tuple[dict[str, Any], dict[str, torch.Tensor]]  # JSON types, and tensors
 
 
 class InterruptedEstimate(KeyboardInterrupt):
@@ -65,10 +55,7 @@ class InterruptedEstimate(KeyboardInterrupt):
         self.partial = partial
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Options(TypedDict, total=False):
+class MeasureOptions(TypedDict, total=False):
     """The arguments that all measures of flatness have in common; one that is left out is None.
 
     Samples are clusters of sequences, batches (`sam_sharpness`, and `hessian_trace` by the published code), or random
@@ -83,9 +70,6 @@ class Options(TypedDict, total=False):
             or batches, or 2 probes. The details' `ended` says what ended it.
         causal: Whether position t predicts token t + 1. None: by the model's class name, then its config.
         parameters: The parameters to measure, by name; None: all trainable ones, tied ones once.
-        resume: A file to go on from, and to write what has been measured to every half minute and on Ctrl-C. It is
-            removed at the end. The result is the same, bit for bit on one device with as many threads. Refused where
-            weights, inputs or settings differ.
         progress: Called after each batch with the number of sequences done, or after each probe with the number of
             probes.
     """
@@ -95,30 +79,12 @@ class Options(TypedDict, total=False):
     seconds: float | None
     causal: bool | None
     parameters: Mapping[str, nn.Parameter] | None
-    resume: Path | None
     progress: Callable[[int], None] | None
-
-
-def takes_options(function: F) -> F:
-    """Let the signature of a function with `**options` name them all, and its docstring describe them."""
-    signature = inspect.signature(function)
-    *named, _ = signature.parameters.values()
-    further = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in get_type_hints(Options).items()
-    ]
-    # for help, editors and the docs: the options are written down once, and every measure shows them
-    function.__signature__ = signature.replace(parameters=[*named, *further])  # type: ignore[attr-defined]
-    described = inspect.getdoc(Options) or ""
-    before, head, after = (inspect.getdoc(function) or "").partition("\n    options: ")
-    note, gap, rest = after.partition("\n\n")
-    function.__doc__ = f"{before}{head}{note}\n{described.partition('Attributes:')[2].strip(chr(10))}{gap}{rest}"
-    return function
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopCriteria:
-    """When to stop before the batches end (see `Options`); None: never."""
+    """When to stop before the batches end (see `MeasureOptions`); None: never."""
 
     num_sequences: int | None = None
     rtol: float | None = None
@@ -133,17 +99,12 @@ class StopCriteria:
             raise IsolossError(f"seconds is {self.seconds}; it must be more than 0")
 
     @classmethod
-    def of(cls, options: Options) -> Self:
+    def of(cls, options: MeasureOptions) -> Self:
         """Return the limits among a call's options; refuse a call with others."""
-        if unknown := sorted(options.keys() - Options.__annotations__):
-            raise TypeError(f"unexpected argument {unknown[0]!r}; the options are {', '.join(Options.__annotations__)}")
+        if unknown := sorted(options.keys() - MeasureOptions.__annotations__):
+            names = ", ".join(MeasureOptions.__annotations__)
+            raise TypeError(f"unexpected argument {unknown[0]!r}; the options are {names}")
         return cls(num_sequences=options.get("num_sequences"), rtol=options.get("rtol"), seconds=options.get("seconds"))
-
-    @staticmethod
-    def check_resumed(done: int, most: int | None, name: str) -> None:
-        """Refuse a resume file that holds more than is wanted."""
-        if most is not None and done > most:
-            raise IsolossError(f"{name} is {most}, and the resume file holds {done} already: give at least as many")
 
     def number_of_probes(self, given: int | None, default: int) -> int:
         """Return how many probes to take at most; by default more where the error or the time decides."""
@@ -169,19 +130,6 @@ class Accumulation(abc.ABC):
     def add(self, item: Any) -> None:
         """Measure an item."""
 
-    @abc.abstractmethod
-    def state(self) -> State:
-        """Return everything that `load_state` goes on from."""
-
-    @abc.abstractmethod
-    def load_state(self, document: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Go on from what `state` returned."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether `state` is that after a whole item: an interruption may come while one is added to the sums."""
-        return True
-
     @property
     def has_value(self) -> bool:
         """Whether there is anything to estimate from."""
@@ -200,18 +148,14 @@ class Accumulation(abc.ABC):
         items: Iterable[Any],
         stopping: StopCriteria,
         *,
-        file: ResumeFile | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> str | None:
         """Add items until they end, or `stopping` says so; return which limit it was, None where the items ended."""
-        before, begun, look = self.seconds, time.perf_counter(), next_check(len(self))
+        before, begun, look = self.seconds, time.perf_counter(), FIRST_CHECK
         try:
             for item in items:
                 self.add(item)
                 self.seconds = before + time.perf_counter() - begun
-                # first, as `progress` may raise: the item is in the sums
-                if file is not None:
-                    file.mark()
                 if progress is not None:
                     progress(self.done)
                 if not self.has_value:
@@ -222,16 +166,11 @@ class Accumulation(abc.ABC):
                         return "rtol"
                     # checked at doubling numbers: a look after every batch would end it at a moment where the error is
                     # small by chance
-                    look = next_check(len(self))
+                    while look <= len(self):
+                        look *= 2
                 if stopping.seconds is not None and len(self) >= self.fewest and self.seconds >= stopping.seconds:
                     return "seconds"
-                if file is not None:
-                    file.write_sometimes(self.state)
         except KeyboardInterrupt as interruption:
-            # what goes on from a state takes the looks that lie ahead of it, and would miss one that is due
-            is_due = stopping.rtol is not None and len(self) >= look
-            if file is not None and self.is_whole and not is_due:
-                file.write(self.state)
             if (partial := self.partial()) is None:
                 raise
             raise InterruptedEstimate(partial) from interruption
@@ -263,12 +202,6 @@ class Probes(Accumulation):
     def partial(self) -> Estimate | None:
         return self._estimate(self.values) if len(self) >= 2 else None
 
-    def state(self) -> State:
-        return {"seconds": self.seconds}, {"values": self.values}
-
-    def load_state(self, document: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        self.seconds, self._rows = document["seconds"], list(tensors["values"])
-
     def items(self, number: int) -> Iterable[int]:
         """Return the items for `add` until there are `number` probes."""
         return range(len(self), number)
@@ -278,17 +211,10 @@ class Probes(Accumulation):
         number: int,
         stopping: StopCriteria,
         *,
-        file: ResumeFile | None,
         progress: Callable[[int], None] | None,
     ) -> str:
         """Take up to `number` probes, and return what ended it."""
-        if file is not None and (state := file.read()) is not None:
-            self.load_state(*state)
-            stopping.check_resumed(len(self), number, "num_probes")
-        reason = self.run(self.items(number), stopping, file=file, progress=progress) or "num_probes"
-        if file is not None:
-            file.remove()
-        return reason
+        return self.run(self.items(number), stopping, progress=progress) or "num_probes"
 
 
 def model_details(model: nn.Module, counted: Sequence[nn.Parameter], *, causal: bool) -> dict[str, Any]:
@@ -301,133 +227,6 @@ def model_details(model: nn.Module, counted: Sequence[nn.Parameter], *, causal: 
         "quantized_weights": quantized_weights(model),
         "predicts": "next token" if causal else "masked tokens",
     }
-
-
-def next_check(samples: int) -> int:
-    look = FIRST_CHECK
-    while look <= samples:
-        look *= 2
-    return look
-
-
-# --- the file that a measurement goes on from: what has been summed, and of what, whole or absent at any moment ------
-
-
-class ResumeFile:
-    """A measurement's file."""
-
-    def __init__(
-        self,
-        path: Path,
-        model: nn.Module,
-        identity: Mapping[str, Any],
-        inputs: Iterable[Mapping[str, Any]] = (),
-    ) -> None:
-        self._path = path
-        self._inputs = hashlib.sha256()  # of all batches so far
-        for batch in inputs:
-            self._add_inputs(batch)
-        self._identity = {**identity, "weights": weights_digest(model), "inputs": self._inputs.hexdigest()}
-        self._expected = ""
-        self._read = ""  # the digest of the inputs that are in the sums; empty: none was added here
-        self._written, self._pause = time.perf_counter(), _EVERY_SECONDS
-
-    def read(self) -> State | None:
-        """Return the state in the file, or None where there is no file."""
-        if not self._path.exists():
-            return None
-        try:
-            with safe_open(self._path, framework="pt") as opened:
-                text, recorded = (opened.metadata()[name] for name in ("measurement", "sha256"))
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            header = json.loads(text)
-        except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
-            raise IsolossError(f"{self._path} is not the resume file of a measurement: {error}") from error
-        if recorded != _checksum(text, tensors):
-            raise IsolossError(f"{self._path} is damaged: its content does not match its checksum; remove it")
-        theirs = header["identity"]
-        if other := [key for key in self._identity if self._identity[key] != theirs.get(key)]:
-            what = ", ".join(other)
-            raise IsolossError(
-                f"{self._path} is the resume file of another measurement: it differs in {what}; remove it"
-            )
-        self._expected = header["read"]
-        return header["state"], tensors
-
-    def after(
-        self, stream: Iterable[Mapping[str, Any]], number: int, skipped: Callable[[Mapping[str, Any]], Any]
-    ) -> Iterator[Mapping[str, Any]]:
-        """Yield the batches that follow the first `number`, and keep account of all; `skipped` is told of these."""
-        for count, batch in enumerate(stream, start=1):
-            self._add_inputs(batch)
-            if count <= number:
-                skipped(batch)
-            if count == number and self._inputs.hexdigest() != self._expected:
-                raise IsolossError(f"{self._path} is the resume file of a measurement on other inputs; remove it")
-            if count > number:
-                yield batch
-
-    def mark(self) -> None:
-        """Note that what was read up to now is in the sums."""
-        self._read = self._inputs.hexdigest()
-
-    def write_sometimes(self, state: Callable[[], State]) -> None:
-        if time.perf_counter() - self._written >= self._pause:
-            self.write(state)
-
-    def write(self, state: Callable[[], State]) -> None:
-        """Write the file, in one step, if there is anything new."""
-        # nothing was added since the file was read: what is there is as new
-        if not self._read:
-            return
-        begun = time.perf_counter()
-        document, tensors = state()
-        header = json.dumps({"identity": self._identity, "read": self._read, "state": document})
-        metadata = {"measurement": header, "sha256": _checksum(header, tensors)}
-        files.write_bytes(self._path, save(tensors, metadata=metadata))
-        self._written = time.perf_counter()
-        self._pause = _EVERY_SECONDS * max(1.0, self._written - begun)
-
-    def remove(self) -> None:
-        self._path.resolve().unlink(missing_ok=True)  # where a link leads, as that is what `files` wrote
-
-    def _add_inputs(self, batch: Mapping[str, Any]) -> None:
-        for name in sorted(batch):
-            value = batch[name]
-            if isinstance(value, torch.Tensor):
-                self._inputs.update(
-                    f"{name} {value.dtype} {tuple(value.shape)}".encode() + value.cpu().numpy().tobytes()
-                )
-            else:
-                self._inputs.update(f"{name} {value!r}".encode())
-
-
-def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of all that decides where a measurement goes on: safetensors has none of its own."""
-    return hashlib.sha256((header + files.tensors_sha256(sorted(tensors.items()))).encode()).hexdigest()
-
-
-def weights_digest(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        # as bytes, since NumPy has no bfloat16; flat, since torch gives a tensor without dimensions no view of another
-        # type
-        digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def resume_file(
-    path: Path | None,
-    model: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    identity: Mapping[str, Any],
-    inputs: Iterable[Mapping[str, Any]] = (),
-) -> ResumeFile | None:
-    """Return the file to go on from, where there is to be one."""
-    if path is None:
-        return None
-    return ResumeFile(path, model, {**identity, "parameters": list(parameters)}, inputs)
 
 
 # what makes another estimate of one, from the ratios of its columns
@@ -473,7 +272,7 @@ class Estimator(abc.ABC):
         self.parameters = counted_parameters(model, parameters)
         self.parameter_blocks = parameter_blocks  # not None, even where it is empty: the columns' ratios are wanted
         self.cluster_size = cluster_size  # consecutive sequences that are not independent
-        self.choices: dict[str, int] = {}  # what it chose at the first batch; with this set before, it does not choose
+        self.choices: dict[str, int] = {}  # what it chose at the first batch
         self.reached: set[str] = set()  # names of the parameters that had a gradient
         self.seconds: float | None = None  # the time limit of the measurement
         self.batch_begun = 0.0  # when the batch was begun that is measured
@@ -521,10 +320,6 @@ class Estimator(abc.ABC):
                 self.reached.add(name)
                 yield name, gradient.to_dense() if gradient.is_sparse else gradient
 
-    def identity(self) -> dict[str, Any]:
-        """Return further settings that decide the result, for the resume file."""
-        return {}
-
     def details(self) -> dict[str, Any]:
         """Return the details of the result about how it was measured."""
         return {"parameters_without_gradient": [name for name in self.parameters if name not in self.reached]}
@@ -555,7 +350,7 @@ class Measurement(Accumulation):
         if distributed and not (dist.is_available() and dist.is_initialized()):
             raise IsolossError("distributed is set, but torch.distributed has no process group: start it with torchrun")
         self._model, self._source, self._distributed = source.model, source, distributed
-        self._auxiliary, self._finish, self._is_adding = auxiliary_sample, finish, False
+        self._auxiliary, self._finish = auxiliary_sample, finish
         self._first = dist.get_rank() * _OF_A_PROCESS if distributed else 0
         self._names = list(source.parameters) if source.by_parameter else ["value"]
         self._layers = list(dict.fromkeys(layer_of(name) for name in self._names))
@@ -612,7 +407,6 @@ class Measurement(Accumulation):
         batches: Iterable[Mapping[str, Any]],
         stopping: StopCriteria,
         *,
-        resume: Path | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Estimate:
         """Measure until the batches end or `stopping` says so; arguments, result and errors as for `fisher_trace`."""
@@ -625,22 +419,14 @@ class Measurement(Accumulation):
         source = self._source
         source.seconds = stopping.seconds
         with source:
-            file = resume_file(resume, self._model, source.parameters, self._identity())
-            if file is not None:
-                if (state := file.read()) is not None:
-                    self.load_state(*state)
-                    stopping.check_resumed(self._position.sequences, stopping.num_sequences, "num_sequences")
-                # clusters are told of the batches in the sums too: their numbers depend on all sequences before
-                batches = file.after(batches, self._position.batches, self.clusters.add)
             items = read_batches(
                 batches,
                 model=self._model,
                 causal=source.causal,
                 num_sequences=stopping.num_sequences,
                 clusters=self.clusters,
-                start=self._position,
             )
-            reason = self.run(items, stopping, file=file, progress=progress)
+            reason = self.run(items, stopping, progress=progress)
             if not self._position.batches:
                 raise IsolossError("there are no batches, so there is nothing to measure")
             if reason is None:
@@ -649,11 +435,7 @@ class Measurement(Accumulation):
                 reason = "num_sequences" if is_full else "end of the batches"
             if self._distributed:
                 self._gather()
-            result = self._estimate(reason)
-            # only now: where the estimate is refused, such as of too few clusters, what was measured is kept
-            if file is not None:
-                file.remove()
-            return result
+            return self._estimate(reason)
 
     def add(self, item: CheckedBatch) -> None:
         auxiliary = self._auxiliary
@@ -674,17 +456,9 @@ class Measurement(Accumulation):
             parts.append((terms.residual, controls[:, :0]))
         for values, _ in parts:
             self._check_finite(values, item)
-        # Ctrl-C may come between two sums
-        self._is_adding = True
         for estimator, (values, of_part) in zip(self._estimators, parts, strict=True):
             estimator.add(values, terms.positions, of_part, clusters)
         self._position, self.done = item.after, item.after.sequences
-        self._is_adding = False
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no batch is in part of the sums only."""
-        return not self._is_adding
 
     def _check_finite(self, values: torch.Tensor, item: CheckedBatch) -> None:
         if not bool(values.isfinite().all()):
@@ -704,31 +478,6 @@ class Measurement(Accumulation):
 
     def partial(self) -> Estimate | None:
         return self._estimate("interrupted") if len(self) >= 2 else None
-
-    def state(self) -> State:
-        document = {"position": asdict(self._position), "seconds": self.seconds, "choices": self._source.choices}
-        tensors = {
-            f"{number}.{name}": value
-            for number, estimator in enumerate(self._estimators)
-            for name, value in estimator.state().items()
-        }
-        return document, tensors
-
-    def load_state(self, document: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        self._position, self.seconds = StreamPosition(**document["position"]), document["seconds"]
-        self._source.choices.update(document["choices"])
-        for number in range(len(self._estimators)):
-            prefix = f"{number}."
-            state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-            self._estimators[number] = ClusteredRatioEstimator.from_state(state)
-
-    def _identity(self) -> dict[str, Any]:
-        source = self._source
-        identity = {"method": source.method, "probes": source.num_probes, "seed": source.seed, "causal": source.causal}
-        identity |= {"controls": source.num_controls, "auxiliary sample": str(self._auxiliary or "none")}
-        identity |= {"parameter blocks": None if source.parameter_blocks is None else source.columns.digest()}
-        identity |= {"embeddings": self._embeddings, "cluster size": source.cluster_size, **source.identity()}
-        return {**identity, "first sequence": self._first} if self._distributed else identity
 
     def _gather(self) -> None:
         gathered: list[Any] = [None] * dist.get_world_size()
@@ -752,7 +501,6 @@ class Measurement(Accumulation):
         result = self.result()
         details = source.details()
         if source.by_parameter and not bool(result.by_parameter.any()):
-            # after a resumption the source has not seen all batches
             check_reached(self._model, self._names, details["parameters_without_gradient"])
         blocks = self.blocks()
         clusters = self.clusters.name if blocks is None else blocks.name
@@ -824,7 +572,7 @@ def measure(
     kind: Callable[..., Estimator],
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
-    options: Options,
+    options: MeasureOptions,
     *,
     num_probes: int | None = None,
     distributed: bool = False,
@@ -842,7 +590,7 @@ def measure(
     chosen = {"causal": options.get("causal"), "parameters": options.get("parameters")}
     source = kind(model, num_probes=num_probes or 0, **chosen, **arguments)
     measurement = Measurement(source, distributed=distributed, auxiliary_sample=auxiliary_sample, finish=finish)
-    return measurement.measure(batches, stopping, resume=options.get("resume"), progress=options.get("progress"))
+    return measurement.measure(batches, stopping, progress=options.get("progress"))
 
 
 def layer_of(name: str) -> str:

@@ -6,7 +6,6 @@ is tied to one of them is the same parameter, so it is among them; a head with a
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -254,11 +253,3 @@ class ParameterColumns:
         if not self.parameter_blocks:
             return values
         return values.new_zeros(len(values), len(self.of)).index_add_(1, self.parameter_ids.to(values.device), values)
-
-    def digest(self) -> str:
-        content = hashlib.sha256()
-        for name, columns in self.of.items():
-            if name in self.parameter_blocks:
-                for groups in (self.parameter_blocks[name].rows, self.parameter_blocks[name].columns):
-                    content.update(f"{name} {columns} {len(groups)} ".encode() + groups.cpu().numpy().tobytes())
-        return content.hexdigest()

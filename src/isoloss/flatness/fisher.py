@@ -19,7 +19,7 @@ from isoloss.flatness._curvature import predicted_logits
 from isoloss.flatness._ghost import controls
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample
 from isoloss.flatness._ghost.engine import GhostNorms, Predictions, intermediates_of, tail_cotangents
-from isoloss.flatness._measurement import BatchSums, Estimator, Options, measure, takes_options
+from isoloss.flatness._measurement import BatchSums, Estimator, MeasureOptions, measure
 from isoloss.flatness._rescaling.symmetries import Granularity
 from isoloss.flatness.minimal_trace import Rescaling, minimal_trace
 from isoloss.model_checks import eager_with_grad
@@ -31,7 +31,6 @@ _FEWEST_TAIL_PROBES, _MOST_TAIL_PROBES = 4, 8
 _TAIL_COST = 0.1  # all of them, of a forward pass
 
 
-@takes_options
 def fisher_trace(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -43,7 +42,7 @@ def fisher_trace(
     distributed: bool = False,
     rescaling: Rescaling | None = None,
     granularity: Granularity = "tensor",
-    **options: Unpack[Options],
+    **options: Unpack[MeasureOptions],
 ) -> Estimate:
     """Estimate the trace of the Fisher matrix of the mean loss per predicted token.
 
@@ -103,7 +102,7 @@ def fisher_trace(
         granularity: What has a factor of its own in a rescaling: `"tensor"`, `"head"`, `"channel"` or `"neuron"`, see
             `isoloss.flatness.rescalings_of`. Each of the K parts takes 8 bytes for each cluster and about
             4,000 more; `rescalings_of(...).exponents.shape[0]` is K.
-        options: As follows, with whatever is left out None.
+        options: See `MeasureOptions`.
 
     Returns:
         The estimate in nats per predicted token, `by_parameter` adding up to `value`, with `samples` the number of
@@ -114,7 +113,7 @@ def fisher_trace(
         IsolossError: Dropout is on, no parameter is trainable, one that is given is not the model's, no prediction
             depends on a measured parameter, there are no batches or none predicts anything, a batch does not fit the
             model, a logit or gradient is not finite, fewer than two clusters predict something, the auxiliary sample
-            cannot be read, `resume` is of another measurement, or `distributed` is set without a process group or with
+            cannot be read, or `distributed` is set without a process group or with
             `rtol` or `seconds`.
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
@@ -170,14 +169,13 @@ def fisher_trace(
     return minimal.checked(estimate, first[0])
 
 
-@takes_options
 def empirical_fisher_trace(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
     *,
     seed: int = 0,
     distributed: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[MeasureOptions],
 ) -> Estimate:
     """Estimate the trace of the empirical Fisher: the mean of `||grad_theta log f(x)_y||^2` at the given labels y.
 
@@ -193,7 +191,7 @@ def empirical_fisher_trace(
         batches: As for `fisher_trace`; the labels' values count.
         seed: Decides the signs.
         distributed: As for `fisher_trace`.
-        options: As follows, with whatever is left out None.
+        options: See `MeasureOptions`.
 
     Returns:
         As `fisher_trace`.
@@ -306,8 +304,7 @@ class ExactLabels(_PerSequence):
         probe: int,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the first intermediate's cotangent (m, d) and `squares` (B, 3), for each affordable further probe."""
-        # chosen on the first batch and kept in the resume file: a check of later sequences may find another fraction,
-        # and a measurement that goes on would not give the same estimate
+        # chosen on the first batch: a check of later sequences may find another fraction
         number = self.choices.setdefault("tail_probes", _tail_probes(self._predictor.tail_fraction))
         intermediates = intermediates_of(predictions)
         if not number or not intermediates:

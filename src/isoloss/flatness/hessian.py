@@ -17,14 +17,13 @@ from isoloss.errors import IsolossError
 from isoloss.flatness._batches import CheckedBatch
 from isoloss.flatness._curvature import MeanLoss, hessian_vector_product, predicted_logits, second_derivatives
 from isoloss.flatness._ghost import controls
-from isoloss.flatness._measurement import BatchSums, Estimator, Options, measure, takes_options
+from isoloss.flatness._measurement import BatchSums, Estimator, MeasureOptions, measure
 from isoloss.flatness._parameters import requiring_gradients
 from isoloss.flatness.fisher import ExactLabels
 from isoloss.model_checks import device_of, eager_with_grad
 from isoloss.statistics.estimate import Estimate
 
 
-@takes_options
 def hessian_trace(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -33,7 +32,7 @@ def hessian_trace(
     num_probes: int = 1,
     seed: int = 0,
     group_size: int = 8,
-    **options: Unpack[Options],
+    **options: Unpack[MeasureOptions],
 ) -> Estimate:
     """Estimate the trace of the Hessian of the mean loss per predicted token, at the given labels.
 
@@ -58,8 +57,8 @@ def hessian_trace(
         num_probes: Random vectors per position and group; the published code takes one per batch.
         seed: Decides them.
         group_size: Sequences that share z; where batches have `documents`, the sequences of a document do.
-        options: As follows; a cluster is a group, or a batch for the published code: `rtol` and `seconds` end it after
-            64 of these at the earliest.
+        options: See `MeasureOptions`; a cluster is a group, or a batch for the published code: `rtol` and `seconds` end
+            it after 64 of these at the earliest.
 
     Returns:
         The estimate, `by_parameter` adding up to `value`; with `method="residual"`, `details` has `fisher`,

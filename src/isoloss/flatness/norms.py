@@ -20,7 +20,7 @@ from isoloss.flatness._curvature import predicted_logits, prediction_variances
 from isoloss.flatness._ghost import controls
 from isoloss.flatness._ghost.capture import Capture, PositionSelection
 from isoloss.flatness._ghost.engine import predict
-from isoloss.flatness._measurement import BatchSums, Estimator, Options, measure, takes_options
+from isoloss.flatness._measurement import BatchSums, Estimator, MeasureOptions, measure
 from isoloss.flatness._parameters import counted_parameters
 from isoloss.statistics.estimate import Estimate
 
@@ -31,7 +31,7 @@ def squared_parameter_norm(model: nn.Module, *, parameters: Mapping[str, nn.Para
     """Return the sum of the squared parameters: exact, with an error of 0.
 
     It has no batches, so there is nothing that `num_sequences`, `rtol` or `seconds` could end early, nothing to report
-    progress on, and nothing to resume: it reads each weight once.
+    progress on: it reads each weight once.
 
     Args:
         model: Any module.
@@ -61,11 +61,10 @@ def squared_parameter_norm(model: nn.Module, *, parameters: Mapping[str, nn.Para
     )
 
 
-@takes_options
 def fisher_rao_norm(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
-    **options: Unpack[Options],
+    **options: Unpack[MeasureOptions],
 ) -> Estimate:
     """Estimate the squared Fisher-Rao norm theta^T F theta (Liang et al. 2019, definition 2).
 
@@ -77,7 +76,7 @@ def fisher_rao_norm(
     Args:
         model: As for `fisher_trace`; its attention must have second derivatives (not flash attention).
         batches: As for `fisher_trace`; the labels' values are not used.
-        options: As follows; `parameters` are theta.
+        options: See `MeasureOptions`; `parameters` are theta.
 
     Raises:
         IsolossError: As for `fisher_trace`, or a part of the model has no second derivative.
@@ -91,11 +90,10 @@ def fisher_rao_norm(
     return measure(_FisherRao, model, batches, options)
 
 
-@takes_options
 def relative_flatness(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
-    **options: Unpack[Options],
+    **options: Unpack[MeasureOptions],
 ) -> Estimate:
     """Estimate the relative flatness of the last linear map, the one that gives the logits (Petzka et al. 2021).
 
@@ -111,7 +109,7 @@ def relative_flatness(
     Args:
         model: As for `fisher_trace`, with any attention. The logits must be the output of its last linear map.
         batches: As for `fisher_trace`; the labels' values are not used.
-        options: As follows; `parameters` are not taken.
+        options: See `MeasureOptions`; `parameters` are not taken.
 
     Raises:
         IsolossError: As for `fisher_trace`, `parameters` are given, or something follows the last linear map.
@@ -179,14 +177,13 @@ class _RelativeFlatness(_ByPosition):
         return (predictions.hidden.double().square().sum(dim=1) * torch.cat(variances)).cpu()
 
 
-@takes_options
 def weighted_fisher_trace(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
     *,
     num_probes: int = 1,
     seed: int = 0,
-    **options: Unpack[Options],
+    **options: Unpack[MeasureOptions],
 ) -> Estimate:
     """Estimate sum_i theta_i^2 F_ii: the Fisher's trace, each parameter counted by its square.
 
@@ -206,7 +203,7 @@ def weighted_fisher_trace(
         batches: As for `fisher_trace`; the labels' values are not used.
         num_probes: Rademacher probes per position (default 1).
         seed: Decides the probes.
-        options: As follows, with whatever is left out None.
+        options: See `MeasureOptions`.
 
     Raises:
         IsolossError: As for `fisher_trace`.

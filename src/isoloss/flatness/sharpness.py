@@ -23,11 +23,10 @@ from isoloss.flatness._measurement import (
     UNIT,
     BatchSums,
     Estimator,
-    Options,
+    MeasureOptions,
     Probes,
     StopCriteria,
     measure,
-    takes_options,
 )
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
@@ -36,7 +35,6 @@ from isoloss.statistics.ratio import crossed_ratio
 _PROBES = 16
 
 
-@takes_options
 def sam_sharpness(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -44,7 +42,7 @@ def sam_sharpness(
     rho: float = 0.05,
     num_steps: int = 1,
     adaptive: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[MeasureOptions],
 ) -> Estimate:
     """Measure how far a batch's mean loss L rises within a ball of radius rho around the weights w.
 
@@ -70,8 +68,8 @@ def sam_sharpness(
             code 0.5.
         num_steps: Steps of ascent.
         adaptive: See above.
-        options: As follows; `parameters` are those that move. A sample is a batch: `rtol` and `seconds` end it after 64
-            of these at the earliest.
+        options: See `MeasureOptions`; `parameters` are those that move. A sample is a batch: `rtol` and `seconds` end
+            it after 64 of these at the earliest.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, the gradient is zero, or a loss or
@@ -105,14 +103,10 @@ class _Sam(Estimator):
         if not batch.checked.predicts:
             return BatchSums(torch.zeros(0, 1), torch.zeros(0), torch.zeros(0, 0))
         loss = MeanLoss(self.model, [batch], causal=self.causal, parameters=self.parameters)
-        # in `choices`, which the resume file has, so that batches before an interruption count
         for name, choose in (("smallest batch", min), ("largest batch", max)):
             self.choices[name] = choose(self.choices.get(name, loss.num_sequences), loss.num_sequences)
         rise = _rise(loss, self._rho, self._num_steps, adaptive=self._adaptive)
         return BatchSums(torch.tensor([[rise]], dtype=torch.float64), torch.ones(1), torch.zeros(1, 0))
-
-    def identity(self) -> dict[str, Any]:
-        return {"rho": self._rho}
 
     def details(self) -> dict[str, Any]:
         return {
@@ -142,7 +136,6 @@ def _rise(loss: MeanLoss, rho: float, num_steps: int, *, adaptive: bool) -> floa
     return max(losses) - before
 
 
-@takes_options
 def noise_sharpness(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -150,7 +143,7 @@ def noise_sharpness(
     relative_std: float = 0.01,
     num_probes: int | None = None,
     seed: int = 0,
-    **options: Unpack[Options],
+    **options: Unpack[MeasureOptions],
 ) -> Estimate:
     """Estimate the expected rise of the mean loss per predicted token when Gaussian noise is added to the weights.
 
@@ -169,9 +162,9 @@ def noise_sharpness(
         relative_std: The noise's size, relative to the weights'.
         num_probes: R, pairs of noise, at least 2. None: 16; or at most 1024 with `rtol` or `seconds`.
         seed: Decides the noise.
-        options: As follows, a pair being a probe; `parameters` are those that move. `rtol` is of the whole error, and
-            pairs make only their own part of it smaller: where the inputs alone have a larger error, `num_probes` end
-            it.
+        options: See `MeasureOptions`, a pair being a probe; `parameters` are those that move. `rtol` is of the whole
+            error, and pairs make only their own part of it smaller: where the inputs alone have a larger error,
+            `num_probes` end it.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, or a logit is not finite.
@@ -224,8 +217,7 @@ def noise_sharpness(
 
         probes = Probes(rise, estimate)
         probes.seconds = time.perf_counter() - begun
-        file = loss.resume_file(options, {"measure": "noise sharpness", "relative std": relative_std, "seed": seed})
-        ended = probes.take(most, stopping, file=file, progress=options.get("progress"))
+        ended = probes.take(most, stopping, progress=options.get("progress"))
     return estimate(probes.values, ended)
 
 

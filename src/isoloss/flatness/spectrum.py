@@ -22,11 +22,9 @@ from isoloss.flatness._ghost import controls
 from isoloss.flatness._measurement import (
     UNIT,
     Accumulation,
-    Options,
+    MeasureOptions,
     Probes,
-    State,
     StopCriteria,
-    takes_options,
 )
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
@@ -39,7 +37,6 @@ Matrix = Literal["gauss-newton", "hessian"]
 _NAMES: Mapping[Matrix, str] = {"gauss-newton": "Gauss-Newton matrix", "hessian": "Hessian"}
 
 
-@takes_options
 def largest_eigenvalues(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -48,7 +45,7 @@ def largest_eigenvalues(
     num_eigenvalues: int = 1,
     max_iterations: int = 100,
     seed: int = 0,
-    **options: Unpack[Options],
+    **options: Unpack[MeasureOptions],
 ) -> list[Estimate]:
     """Estimate the largest eigenvalues of a curvature matrix of the mean loss.
 
@@ -72,14 +69,13 @@ def largest_eigenvalues(
         batches: As for `fisher_trace`; all are kept, and each product runs over all.
         matrix: `"gauss-newton"` (the Fisher matrix), or `"hessian"` at the given labels.
         num_eigenvalues: How many, by value: for the Hessian, negative ones come last.
-        max_iterations: Stop after as many products. As many vectors of P numbers are kept, and written to the file
-            `resume`.
+        max_iterations: Stop after as many products. As many vectors of P numbers are kept.
         seed: Decides the start vector.
-        options: As follows, but `rtol` is not of the error: the search stops as soon as all residual norms are at most
-            this fraction of the largest eigenvalue in size, and 1e-3 where it is larger or None. More products do not
-            make the inputs' part of the error smaller, more sequences do. `progress` counts products, and `seconds`
-            ends the search once there are `num_eigenvalues` of them; the residual norms and errors then take one more
-            product and pass over the inputs for each eigenvalue.
+        options: See `MeasureOptions`, but `rtol` is not of the error: the search stops as soon as all residual norms
+            are at most this fraction of the largest eigenvalue in size, and 1e-3 where it is larger or None. More
+            products do not make the inputs' part of the error smaller, more sequences do. `progress` counts products,
+            and `seconds` ends the search once there are `num_eigenvalues` of them; the residual norms and errors then
+            take one more product and pass over the inputs for each eigenvalue.
 
     Returns:
         The estimates, the largest eigenvalue first. The details' `ended` is `"rtol"` where it converged, `"complete
@@ -87,9 +83,8 @@ def largest_eigenvalues(
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, something is not finite, there are fewer
-            than two independent sequences, a part of the model has no second derivative, or `resume` is of another
-            measurement.
-        KeyboardInterrupt: Ctrl-C. It carries no estimate, which would take further products: `resume` keeps the search.
+            than two independent sequences, or a part of the model has no second derivative.
+        KeyboardInterrupt: Ctrl-C. It carries no estimate, which would take further products.
 
     Example:
         >>> first, second = largest_eigenvalues(model, batches, num_eigenvalues=2)
@@ -109,13 +104,9 @@ def largest_eigenvalues(
     generator = seeds.generator(seed, "lanczos")
     start = torch.randn(loss.num_parameters, generator=generator, dtype=loss.dtype).to(device_of(model))
     search = _Search(Lanczos(product, start, generator), num_eigenvalues, rtol)
-    file = loss.resume_file(options, {"measure": "eigenvalues", "matrix": matrix, "seed": seed})
-    if file is not None and (state := file.read()) is not None:
-        search.load_state(*state)
-        StopCriteria.check_resumed(len(search), max_iterations, "max_iterations")
     # without rtol, which limits the residual norms here: each step looks at these itself
     limit = StopCriteria(seconds=options.get("seconds"))
-    ended = search.run(search.steps(max_iterations), limit, file=file, progress=options.get("progress"))
+    ended = search.run(search.steps(max_iterations), limit, progress=options.get("progress"))
     if search.converged or search.space.complete:  # with the last product that was allowed, perhaps
         ended = "rtol" if search.converged else "complete basis"
     is_exact = search.converged or search.space.complete
@@ -154,8 +145,6 @@ def largest_eigenvalues(
                 influence=psi.numpy(),
             )
         )
-    if file is not None:
-        file.remove()
     if not is_exact:
         warn(
             f"the search for eigenvalues ended with product {search.space.steps} with the matrix, before it converged: "
@@ -182,19 +171,6 @@ class _Search(Accumulation):
 
     def add(self, item: None) -> None:
         self.space.step()
-        self._update()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the last step is over."""
-        return self.space.is_whole
-
-    def state(self) -> State:
-        return {"seconds": self.seconds}, self.space.state()
-
-    def load_state(self, document: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        self.seconds = document["seconds"]
-        self.space.load_state(tensors)
         self._update()
 
     def _update(self) -> None:
@@ -271,7 +247,6 @@ class SpectralDensity:
         )
 
 
-@takes_options
 def spectral_density(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -280,7 +255,7 @@ def spectral_density(
     num_probes: int | None = None,
     num_steps: int = 30,
     seed: int = 0,
-    **options: Unpack[Options],
+    **options: Unpack[MeasureOptions],
 ) -> SpectralDensity:
     """Estimate the distribution of the eigenvalues of a curvature matrix of the mean loss over the given inputs.
 
@@ -292,11 +267,11 @@ def spectral_density(
         batches: As for `fisher_trace`; all are kept, and each product runs over all.
         matrix: `"gauss-newton"` (the Fisher matrix), or `"hessian"` at the given labels.
         num_probes: R, at least 2. None: 8; or at most 1024 with `rtol` or `seconds`.
-        num_steps: s, at most P of them are taken; as many vectors of P numbers are kept, and written to `resume`.
+        num_steps: s, at most P of them are taken; as many vectors of P numbers are kept.
         seed: Decides the probes.
-        options: As follows, each sample a probe of s products with the matrix. `rtol` is of the trace, `moment(1)`,
-            over probes; a higher moment or the density at a point may have another relative error. `seconds` ends it
-            within a probe too, which is then left out, and `resume` goes on within one.
+        options: See `MeasureOptions`, each sample a probe of s products with the matrix. `rtol` is of the trace,
+            `moment(1)`, over probes; a higher moment or the density at a point may have another relative error.
+            `seconds` ends it within a probe too, which is then left out.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, something is not finite, or a part of the
@@ -345,8 +320,7 @@ def spectral_density(
         if progress is not None and not probes.is_within_probe:
             progress(done)
 
-    file = loss.resume_file(options, {"measure": "spectrum", "matrix": matrix, "steps": num_steps, "seed": seed})
-    ended = probes.take(most, stopping, file=file, progress=after_probe)
+    ended = probes.take(most, stopping, progress=after_probe)
     return density(probes.values, ended)
 
 
@@ -365,11 +339,6 @@ class _Quadratures(Probes):
         """Whether a probe is under way."""
         return self._latest is not None and self._latest[0] == len(self)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the last step is over."""
-        return self._latest is None or self._latest[1].is_whole
-
     def items(self, number: int) -> Iterator[int]:
         """Yield the number of the probe that a step is of, until there are `number` probes."""
         while len(self) < number:
@@ -382,18 +351,6 @@ class _Quadratures(Probes):
             space.step()
         if space.steps == self._num_steps:
             super().add(item)
-
-    def state(self) -> State:
-        tensors = {"values": self.values} if len(self) else {}
-        if self.is_within_probe:
-            tensors |= self._space(len(self)).state()
-        return {"seconds": self.seconds}, tensors
-
-    def load_state(self, document: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Go on from the probes that were taken, and from the one that was under way."""
-        super().load_state(document, {"values": tensors.pop("values", torch.empty(0))})
-        if tensors:
-            self._space(len(self)).load_state(tensors)
 
     def _space(self, probe: int) -> Lanczos:
         if self._latest is None or self._latest[0] != probe:
@@ -447,13 +404,6 @@ class Lanczos:
         """Whether the basis spans everything."""
         return self.steps == len(self._basis[0])
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether no step is under way that has changed anything."""
-        # a step lengthens the three lists one by one, so that their lengths tell whether it was interrupted
-        vectors = self.steps if self.complete else self.steps + 1
-        return (len(self._beside), len(self._basis)) == (self.steps, vectors)
-
     def step(self) -> None:
         """Take one product and add a vector to the basis."""
         last = self._basis[-1]
@@ -472,21 +422,6 @@ class Lanczos:
             self._orthogonalize(w)
         self._beside.append(norm)
         self._basis.append(w / w.norm())
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return everything as tensors on the CPU, from which `load_state` goes on."""
-        return {
-            "basis": torch.stack(self._basis).cpu(),
-            "diagonal": torch.tensor(self._diagonal, dtype=torch.float64),
-            "beside": torch.tensor(self._beside, dtype=torch.float64),
-            "generator": self._generator.get_state(),
-        }
-
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Go on from a state."""
-        self._basis = list(state["basis"].to(self._basis[0].device))
-        self._diagonal, self._beside = state["diagonal"].tolist(), state["beside"].tolist()
-        self._generator.set_state(state["generator"])
 
     def ritz(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return eigenvalues (s,) of A in the subspace, ascending, its eigenvectors (s, s), and residual norms (s,).

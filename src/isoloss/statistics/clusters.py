@@ -211,8 +211,8 @@ def slope_within(outcomes: ArrayLike, losses: ArrayLike, clusters: Sequence[Any]
     )
 
 
-def at_same_loss(difference: Estimate, change: Estimate, slope: Estimate, *, same_clusters: bool) -> Estimate:
-    """Return a difference of outcomes less what the difference in loss accounts for, with the slope's error.
+def adjusted_to_loss(difference: Estimate, change: Estimate, slope: Estimate, *, same_clusters: bool) -> Estimate:
+    """Return a difference of outcomes less the part that the loss accounts for, with the error of the slope.
 
     The value is D - b L, for the difference D, the change of loss L and the slope b; by the delta method its
     influence by cluster is psi_D - b psi_L - L psi_b. Where the slope is from other data, its L^2 s_b^2 is added to the
@@ -233,7 +233,7 @@ def at_same_loss(difference: Estimate, change: Estimate, slope: Estimate, *, sam
         >>> difference = cluster_mean([2.0, 3.0, 4.0], runs, unit="points")
         >>> change = cluster_mean([-0.1, 0.0, -0.2], runs, unit="nats")
         >>> slope = Estimate(value=-10, stderr=2, samples=9, unit="points per nat", num_predictions=9, method="slope")
-        >>> print(at_same_loss(difference, change, slope, same_clusters=False))
+        >>> print(adjusted_to_loss(difference, change, slope, same_clusters=False))
         2.00 ± 0.61 points
     """
     _check_labels([difference, change, slope] if same_clusters else [difference, change])

@@ -9,6 +9,7 @@ means from an auxiliary sample, F folds, N clusters.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -586,39 +587,10 @@ class ClusteredRatioEstimator:
         self._rows.append(torch.cat(values, dim=1))
         self._clusters.append(clusters.cpu())
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return everything as tensors, from which `from_state` goes on."""
-        self._rows, self._clusters = [torch.cat(self._rows)], [torch.cat(self._clusters)]
-        return {
-            "rows": self._rows[0],
-            "clusters": self._clusters[0],
-            "groups": self._groups,
-            "part": self._part,
-            "num_parameters": torch.tensor(self._num_parameters),
-            "auxiliary_covariance": self._auxiliary.covariance,
-            "auxiliary_sequences": torch.tensor(self._auxiliary.num_sequences),
-            "auxiliary_number": torch.tensor(
-                [] if self._auxiliary.number is None else [self._auxiliary.number], dtype=torch.int64
-            ),
-        }
-
-    @classmethod
-    def from_state(cls, state: dict[str, torch.Tensor]) -> ClusteredRatioEstimator:
-        """Return the estimator that `state` describes."""
-        numbers: list[int] = state["auxiliary_number"].tolist()
-        auxiliary = AuxiliaryMeans(
-            state["auxiliary_covariance"], int(state["auxiliary_sequences"]), next(iter(numbers), None)
-        )
-        num_parameters = int(state["num_parameters"])
-        num_controls = state["rows"].shape[1] - num_parameters - 1 - len(auxiliary.covariance)
-        estimator = cls(num_parameters, num_controls, state["groups"].tolist(), auxiliary, state["part"].tolist())
-        estimator._rows, estimator._clusters = [state["rows"]], [state["clusters"]]
-        return estimator
-
     @classmethod
     def merged(cls, parts: list[ClusteredRatioEstimator]) -> ClusteredRatioEstimator:
         """Return the estimator of several processes, none of which shares a cluster with another."""
-        joined = cls.from_state(parts[0].state())
+        joined = copy.copy(parts[0])
         joined._rows = [rows for part in parts for rows in part._rows]
         first = 0
         joined._clusters = []

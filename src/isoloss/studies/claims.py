@@ -814,10 +814,10 @@ def _reason(claim: Claim, gate: Sequence[Answer]) -> tuple[str, str]:
 def _at_same_loss(contrast: Contrast, key: str, measured: Estimate) -> Estimate | None:
     if key not in contrast.slopes:
         return None
-    from isoloss.statistics.clusters import at_same_loss
+    from isoloss.statistics.clusters import adjusted_to_loss
 
     loss = change(contrast.pairs, loss_key(contrast.pairs), clusters=contrast.clusters)
-    return at_same_loss(measured, loss, contrast.slopes[key], same_clusters=False)
+    return adjusted_to_loss(measured, loss, contrast.slopes[key], same_clusters=False)
 
 
 def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:

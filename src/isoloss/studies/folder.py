@@ -130,8 +130,6 @@ class StudyFolder:
         """
         require_package("polars")  # of its tables; units would only find out one by one
         self._check_runs()
-        if (first := self.study.first_page_blocks) is not None and first < 1:
-            raise IsolossError(f"first_page_blocks of the study {self.study.name} is {first}; it must be at least 1")
         for name, experiment in self.scale.experiments.items():
             configs.check(experiment.config)
             if isinstance(experiment.config, ExternalCheckpoint):

@@ -227,7 +227,7 @@ def _interim(study: Study, results: Results) -> str:
     if results.blocks_done == results.blocks:
         return ""
     blocks = f"blocks ({study.block_name})" if study.block_name else "blocks"
-    return f"Interim: {results.blocks_done} of {results.blocks} {blocks} are done. Verdicts follow when all are."
+    return f"Partial: {results.blocks_done} of {results.blocks} {blocks} are done. Verdicts follow when all are."
 
 
 def _seeds(offset: int, settings: Mapping[str, str]) -> dict[str, str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from operator import itemgetter
 from pathlib import Path
 
 from isoloss.errors import IsolossError
@@ -98,7 +96,7 @@ class Unit:
         outputs: Paths of the run directories that it makes, as they are written in `arguments`. An attempt makes each
             in its own folder (`isoloss.studies.run.attempt`), and only a complete one gets its final name.
         after: Names of the units whose results it needs.
-        seconds: Expected duration, guessed beforehand; decides the order within a block.
+        seconds: Expected duration, guessed beforehand.
         needs: What it needs while it runs.
         block: Number of its block; units of lower blocks start first.
         group: A label shared by units that need about the same time, memory and disk space.
@@ -136,25 +134,6 @@ class Unit:
         return f"{start}-{hashlib.sha256(self.name.encode()).hexdigest()[:8]}"
 
 
-def in_order(units: Sequence[Unit]) -> list[Unit]:
-    """Return a plan in the order in which to start its units: block by block, the longest chain first in each.
-
-    Raises:
-        IsolossError: As for `check`.
-
-    Example:
-        >>> known = {"arguments": (), "done": lambda: False}
-        >>> plan = [Unit(name="b", block=1, seconds=9, **known), Unit(name="short", **known),
-        ...         Unit(name="long", seconds=2, **known)]
-        >>> [unit.name for unit in in_order(plan)]
-        ['long', 'short', 'b']
-    """
-    check(units)
-    rank = upward_rank(units)
-    # the order of HEFT (Topcuoglu, Hariri and Wu, 2002): a unit on the longest chain that starts late delays everything
-    return sorted(units, key=lambda unit: (unit.block, -rank[unit.name]))
-
-
 def check(units: Sequence[Unit]) -> None:
     """Refuse a plan with a repeated name, a cycle, or a unit that waits for an unknown one or one of a later block."""
     blocks: dict[str, int] = {}
@@ -163,7 +142,7 @@ def check(units: Sequence[Unit]) -> None:
         if unit.name in blocks:
             raise IsolossError(f"two units of the plan are called {unit.name!r}")
         blocks[unit.name] = unit.block
-        # they would share their leases and logs
+        # they would share their folder
         other = names.setdefault(unit.file_name, unit.name)
         if other != unit.name:
             raise IsolossError(
@@ -178,13 +157,8 @@ def check(units: Sequence[Unit]) -> None:
                     f"unit {unit.name!r} of block {unit.block} waits for {name!r} of block {blocks[name]}: a unit "
                     "cannot wait for a later block"
                 )
-    _sorted(units)
-
-
-def _sorted(units: Sequence[Unit]) -> list[str]:
-    """Return the names of the units, each after those that it waits for."""
     try:
-        return list(TopologicalSorter({unit.name: unit.after for unit in units}).static_order())
+        TopologicalSorter({unit.name: unit.after for unit in units}).prepare()
     except CycleError as error:
         raise IsolossError(f"the units {', '.join(sorted(set(error.args[1])))} wait for each other") from error
 
@@ -203,66 +177,3 @@ def complete_blocks(units: Sequence[Unit], done: Collection[str]) -> tuple[int, 
         ((0,), (0, 1))
     """
     return tuple(sorted({unit.block for unit in units} - {unit.block for unit in units if unit.name not in done}))
-
-
-def upward_rank(units: Sequence[Unit]) -> dict[str, float]:
-    """Return, for each unit, the seconds of the longest chain of dependent units that starts with it.
-
-    Example:
-        >>> known = {"arguments": (), "done": lambda: False}
-        >>> plan = [Unit(name="train", seconds=3, **known), Unit(name="measure", seconds=2, after=("train",), **known)]
-        >>> upward_rank(plan)
-        {'train': 5.0, 'measure': 2.0}
-    """
-    by_name = {unit.name: unit for unit in units}
-    longest = dict.fromkeys(by_name, 0.0)  # the longest chain after each unit
-    result: dict[str, float] = {}
-    # backwards, so that the chains of all followers are known
-    for name in reversed(_sorted(units)):
-        result[name] = by_name[name].seconds + longest[name]
-        for before in by_name[name].after:
-            longest[before] = max(longest[before], result[name])
-    return {unit.name: result[unit.name] for unit in units}
-
-
-def makespan(units: Sequence[Unit], workers: int) -> float:
-    """Return the seconds that a plan takes with this many cores if none idles while a unit can start.
-
-    Args:
-        units: The units to run, in the order in which to start them. A unit that one waits for counts as done if it is
-            not among them.
-        workers: How many cores units may use at a time.
-
-    Example:
-        >>> known = {"arguments": (), "done": lambda: False}
-        >>> plan = [Unit(name="a", seconds=3, **known), Unit(name="b", seconds=2, **known),
-        ...         Unit(name="c", seconds=2, after=("a",), **known)]
-        >>> makespan(plan, 1), makespan(plan, 2)
-        (7.0, 5.0)
-    """
-    place = {unit.name: i for i, unit in enumerate(units)}
-    waits = {unit.name: sum(name in place for name in unit.after) for unit in units}
-    followers: dict[str, list[str]] = {}
-    for unit in units:
-        for name in unit.after:
-            followers.setdefault(name, []).append(unit.name)
-    # a unit that needs more cores than these counts as taking all of them: else it would never start
-    cores = [min(unit.needs.all_cores, workers) for unit in units]
-    ready: dict[int, list[int]] = {count: [] for count in cores}  # a heap of places for each number of cores
-    for name, count in waits.items():
-        if count == 0:
-            heapq.heappush(ready[cores[place[name]]], place[name])
-    running: list[tuple[float, int]] = []
-    now, free = 0.0, workers
-    while running or any(ready.values()):
-        while heaps := [heap for count, heap in ready.items() if heap and count <= free]:
-            i = heapq.heappop(min(heaps, key=itemgetter(0)))
-            free -= cores[i]
-            heapq.heappush(running, (now + units[i].seconds, i))
-        now, ended = heapq.heappop(running)
-        free += cores[ended]
-        for name in followers.get(units[ended].name, ()):
-            waits[name] -= 1
-            if waits[name] == 0:
-                heapq.heappush(ready[cores[place[name]]], place[name])
-    return now

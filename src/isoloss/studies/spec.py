@@ -72,7 +72,7 @@ class Experiment:
         after: The runs of the study that must be trained before it.
         group: What the run is called in figures and tables, the same for all seeds of one setting; empty: its name.
         block: The number of its block: a part of the study that is complete in itself, e.g. one grammar with all its
-            runs. Lower blocks run first, and an interim page can show the complete ones.
+            runs. Lower blocks run first, and a page of an unfinished study shows the complete ones.
         needs: What training needs; with GPUs it trains on `cuda`.
         shown_in: The figures and tables that show it, e.g. `figure 3a`; `isoloss study plan` says what each costs.
         expected: What training is expected to take; None: a rough guess of the time.
@@ -166,8 +166,7 @@ class Study:
         tables: The tables of the summary; None: every checkpoint.
         page: What the page shows, or where the function is, `"module:attribute"`; None: each estimate against the
             loss and, where checkpoints of several steps were measured, over the steps.
-        first_page_blocks: Number of complete blocks for the first interim page; None: no interim page.
-        block_name: What the blocks are, in the plural, e.g. `grammars`; for the interim page.
+        block_name: What the blocks are, in the plural, e.g. `grammars`; for the page of an unfinished study.
 
     Example:
         >>> from isoloss.lab.languages.config import PCFGConfig
@@ -188,7 +187,6 @@ class Study:
     answer: Callable[[Sequence[ClaimResult], Results], Sequence[Card]] | None = None
     tables: Callable[[Results], Sequence[SummaryTable]] | None = None
     page: Callable[[Results], PageParts] | str | None = None
-    first_page_blocks: int | None = None
     block_name: str = ""
 
     def __post_init__(self) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from isoloss.studies.plan import Unit, in_order, makespan, upward_rank
+from isoloss.studies.plan import Unit
+from isoloss.studies.run.attempt import Attempts, last_lines
 from isoloss.studies.run.attempt import folder as folder_of
-from isoloss.studies.run.attempt import last_line
-from isoloss.studies.run.lease import Last, Leases
 
 OTHERS = "no figure"  # what units are for that no figure shows, in a study with figures
 _AMOUNTS = ("memory", "gpu_memory", "disk")  # in bytes, of what a unit needs
@@ -70,9 +69,9 @@ def statuses(units: Sequence[Unit], folder: Path) -> list[UnitStatus]:
         units: The plan.
         folder: The study's folder.
     """
-    leases = Leases(folder / "leases")
-    last = leases.attempts()
-    measured = _records(units, leases, last)
+    attempts = Attempts(folder)
+    records = {unit.name: attempts.records(unit) for unit in units}
+    measured = {name: used for name, leases in records.items() if (used := _used(leases))}
     alike: dict[tuple[str, ...], list[tuple[Unit, Mapping[str, Any]]]] = {}
     for unit in units:
         if unit.name in measured:
@@ -87,35 +86,35 @@ def statuses(units: Sequence[Unit], folder: Path) -> list[UnitStatus]:
         needs = {kind: record.get(kind, common.get(kind, guessed.get(kind))) for kind in _AMOUNTS}
         amounts: dict[str, Any] = {kind: None if needed is None else round(needed) for kind, needed in needs.items()}
         seconds = record.get("seconds", unit.seconds * common.get("factor", 1.0))
-        state = _status(unit, last.get(unit.file_name, Last()), leases, folder / "logs")
+        state = _status(unit, records[unit.name], attempts)
         timed = dataclasses.replace(unit, seconds=seconds)
         result.append(dataclasses.replace(state, unit=timed, is_measured=unit.name in measured, **amounts))
     return result
 
 
-def _status(unit: Unit, attempt: Last, leases: Leases, logs: Path) -> UnitStatus:
-    number, name = attempt.number, unit.file_name
-    is_done = unit.has_files if attempt.end == "done" and unit.has_files else unit.done
+def _status(unit: Unit, leases: Sequence[Mapping[str, Any]], attempts: Attempts) -> UnitStatus:
+    number, lease = len(leases), leases[-1] if leases else {}
+    is_done = unit.has_files if lease.get("end") == "done" and unit.has_files else unit.done
     if is_done():
         return UnitStatus(unit=unit, state="done", attempts=number)
     progress = unit.progress(functools.partial(_latest, number=number))
     if number == 0:
         return UnitStatus(unit=unit, state="interrupted" if progress else "to do", progress=progress)
-    owner = leases.owner(name, number)
     state: State = "interrupted"
-    if attempt.end == "failed":
+    if lease.get("end") == "failed":
         state = "failed"
-    elif attempt.end is None and not leases.is_lost(name, number):
+    elif attempts.seems_alive(unit, number, lease):
         state = "running"
+    log = attempts.folder / unit.file_name / f"{number}.log"
     return UnitStatus(
         unit=unit,
         state=state,
         progress=progress,
-        host=str(owner.get("host", "")),
-        since=str(owner.get("began", "")),
+        host=str(lease.get("host", "")),
+        since=str(lease.get("began", "")),
         attempts=number,
-        is_given_up=state == "failed" and bool(leases.end_record(name, number, "failed").get("final")),
-        last_line=last_line(logs / f"{name}.{number}.log") if state == "failed" else "",
+        is_given_up=state == "failed" and bool(lease.get("final")),
+        last_line=last_lines(log) if state == "failed" else "",
     )
 
 
@@ -131,19 +130,12 @@ def _keys(unit: Unit) -> tuple[tuple[str, ...], ...]:
     return (subcommand, unit.group), (subcommand,)
 
 
-def _records(units: Iterable[Unit], leases: Leases, last: Mapping[str, Last]) -> dict[str, Mapping[str, Any]]:
-    """Return what was recorded about the units that are done, by name."""
-    records: dict[str, Mapping[str, Any]] = {}
-    for unit in units:
-        attempt = last.get(unit.file_name, Last())
-        if attempt.end != "done":
-            continue
-        # each attempt goes on from the one before; the time of one that was lost is unknown, and so is the sum then
-        parts = [leases.end_record(unit.file_name, number, "stopped") for number in range(1, attempt.number)]
-        parts.append(leases.end_record(unit.file_name, attempt.number, "done"))
-        if all("seconds" in part for part in parts):
-            records[unit.name] = {**parts[-1], "seconds": sum(part["seconds"] for part in parts)}
-    return records
+def _used(leases: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return what the attempts at a unit used, if it is done; empty: not known."""
+    # each attempt goes on from the one before; the time of one that was lost is unknown, and so is the sum then
+    if not leases or leases[-1].get("end") != "done" or not all("seconds" in each for each in leases):
+        return {}
+    return {**leases[-1], "seconds": sum(each["seconds"] for each in leases)}
 
 
 def _summary(records: Sequence[tuple[Unit, Mapping[str, Any]]]) -> dict[str, float]:
@@ -167,13 +159,11 @@ class Remaining:
     Attributes:
         core_seconds: Seconds times cores, summed over all units: what the rest costs.
         gpu_seconds: The same for GPUs.
-        longest_chain: The time of the longest chain of dependent units, which no number of workers can beat.
-        with_workers: The time with the given number of workers.
+        with_workers: The time with the given number of workers, if none idles.
     """
 
     core_seconds: float
     gpu_seconds: float
-    longest_chain: float
     with_workers: float
 
 
@@ -184,18 +174,12 @@ def remaining(states: Sequence[UnitStatus], workers: int) -> Remaining:
         states: The statuses of the plan's units, with expected seconds.
         workers: How many cores units may use at a time.
     """
-    unfinished = {status.unit.name for status in states if status.state != "done"}
-    # units wait only for those that are left: the others would never end in this plan
-    units = [
-        dataclasses.replace(status.unit, after=tuple(name for name in status.unit.after if name in unfinished))
-        for status in states
-        if status.unit.name in unfinished
-    ]
+    units = [status.unit for status in states if status.state != "done"]
+    core_seconds = sum(unit.seconds * unit.needs.all_cores for unit in units)
     return Remaining(
-        core_seconds=sum(unit.seconds * unit.needs.all_cores for unit in units),
+        core_seconds=core_seconds,
         gpu_seconds=sum(unit.seconds * unit.needs.all_gpus for unit in units),
-        longest_chain=max(upward_rank(units).values(), default=0.0),
-        with_workers=makespan(in_order(units), workers),
+        with_workers=max([core_seconds / workers, *(unit.seconds for unit in units)]),
     )
 
 

@@ -132,6 +132,6 @@ def test_other_languages_and_models_are_refused():
     with pytest.raises(IsolossError, match="bracket-parts is of the model bracket-attention, not of a BertForMaskedLM"):
         make_measure("bracket-parts").run(bert, CONTEXT)
     model = make_model(ModelConfig(architecture="bracket-attention"), LANGUAGE, seed=0).eval()
-    found = make_measure("bracket-parts").run(model, CONTEXT)
+    found = make_measure("bracket-parts").run(model, CONTEXT).estimates
     assert all(estimate.is_exact for estimate in found.values())
     assert found["parts-trace"].value == pytest.approx(found["attention-trace"].value + found["neurons-trace"].value)

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import json
 import re
 import shutil
+from typing import Annotated
 
 import numpy as np
 import pytest
@@ -15,21 +17,31 @@ import isoloss.flatness
 from isoloss import files
 from isoloss.checkpoints.loading import load_model
 from isoloss.cli.main import main
-from isoloss.config import LanguageConfig
+from isoloss.config import LanguageConfig, setting
 from isoloss.errors import IsolossError
-from isoloss.flatness import _measurement, fisher_trace
+from isoloss.flatness import fisher_trace
 from isoloss.flatness._rescaling.apply import rescaled_at_random
 from isoloss.lab.evaluation.context import MeasureContext
 from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.lab.evaluation.input_config import InputConfig
-from isoloss.lab.evaluation.measures.base import Measure, MeasureResult, make_measure, name_fields, settings_of
-from isoloss.lab.evaluation.measures.flatness import FlatnessMeasure, Trace
+from isoloss.lab.evaluation.measures import flatness as measures_of_flatness
+from isoloss.lab.evaluation.measures.base import (
+    FunctionMeasure,
+    Measure,
+    MeasureResult,
+    make_measure,
+    measure_class,
+    name_fields,
+    settings_of,
+)
+from isoloss.lab.evaluation.measures.flatness import flatness_measures
 from isoloss.lab.languages.base import Language
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.models.make import make_model
 from isoloss.registry import MEASURES
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.ratio import ratio_estimate
 from isoloss.text.inputs import read_inputs
 
 NAMED = {
@@ -56,7 +68,7 @@ SMALL = {
 }
 LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)
 # the barrier is between two checkpoints, and has tests of its own
-FLATNESS = [name for name in MEASURES if issubclass(MEASURES.load(name), FlatnessMeasure) and name != "barrier"]
+FLATNESS = [name for name in flatness_measures() if name != "barrier"]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +94,7 @@ def has_error(estimate):
 
 def options(names):
     """The small settings that one of these measures has, as words of a command."""
-    fields = {field.name for name in names for field in dataclasses.fields(MEASURES.load(name))}
+    fields = {field.name for name in names for field in dataclasses.fields(measure_class(name))}
     return [word for key, value in SMALL.items() if key in fields for word in (f"--{key.replace('_', '-')}", value)]
 
 
@@ -93,8 +105,8 @@ def test_the_loss_is_measured_on_as_many_sequences_as_flatness():
 
 
 @pytest.mark.parametrize("name", list(MEASURES))
-def test_a_measure_is_a_frozen_dataclass_whose_fields_are_its_settings(name):
-    cls = MEASURES.load(name)
+def test_the_settings_of_a_measure_are_recorded_with_its_results(name):
+    cls = measure_class(name)
     assert issubclass(cls, Measure)
     assert cls.__dataclass_params__.frozen
     measure = make_measure(NAMED.get(name, name), SMALL)
@@ -154,11 +166,6 @@ def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_fun
     assert all(has_error(estimate) for estimate in model["estimates"][asked].values())
     measure = make_measure(asked, SMALL)
     loaded = load_model(checkpoints / "a", device="cpu")
-    if "-in-SIZE" in name:
-        from isoloss.lab.models.expansion import expand
-        from isoloss.lab.models.sizes import SIZES
-
-        loaded = dataclasses.replace(loaded, model=expand(loaded.model, SIZES["d32"], embedding_scale="exact").model)
     inputs = read_inputs(
         checkpoints / "ids.npy",
         checkpoint=str(checkpoints / "a"),
@@ -168,7 +175,7 @@ def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_fun
         mask_id=9,
         masking=ObjectiveConfig(masking="fraction"),
     )
-    given = {"auxiliary_sample": inputs.auxiliary_sample} if isinstance(measure, Trace) else {}
+    given = {"auxiliary_sample": inputs.auxiliary_sample} if hasattr(measure, "trace_method") else {}
     if name == "rescaling-control":  # both traces, of another model
         loaded = dataclasses.replace(loaded, model=rescaled_at_random(loaded.model, seed=measure.seed))
         minimal = fisher_trace(loaded.model, inputs.batches, rescaling="minimal", seed=measure.seed, **given)
@@ -179,8 +186,7 @@ def test_isoloss_flatness_takes_every_measure_of_flatness_and_gives_what_the_fun
             "minimal-trace-rescaled-at-random": pytest.approx(minimal.value, rel=1e-4),
         }
         return
-    batches = measure.cut(inputs).batches if hasattr(measure, "cut") else ()
-    expected = measure(loaded.model, batches, **given)
+    expected = measure(loaded.model, inputs.batches, **given)
     for key, estimate in expected.items():
         found = model["estimates"][asked][key]
         assert (found["value"], found["stderr"]) == pytest.approx((estimate.value, estimate.stderr), rel=1e-4)
@@ -221,28 +227,6 @@ def context_of(checkpoints, **more):
     return MeasureContext(read=lambda number, seed: inputs.cut(8), objective=ObjectiveConfig(), **more)
 
 
-@pytest.mark.parametrize("dies_at", [3, 8])
-def test_the_control_goes_on_from_either_of_its_two_measurements(checkpoints, dies_at, tmp_path, monkeypatch):
-    monkeypatch.setattr(_measurement, "_EVERY_SECONDS", 0.0)
-    measure, calls = make_measure("rescaling-control"), []
-    model = load_model(checkpoints / "a", device="cpu").model
-    straight = measure.run(model, context_of(checkpoints)).estimates
-
-    def stop(done):
-        calls.append(done)
-        if len(calls) == dies_at:  # five batches of the plain trace, and then those of the minimal one
-            raise RuntimeError("the machine went down")
-
-    with pytest.raises(RuntimeError, match="went down"):
-        measure.run(model, context_of(checkpoints, resume=tmp_path / "half", progress=stop))
-    assert len(list(tmp_path.iterdir())) == 1
-    found = measure.run(model, context_of(checkpoints, resume=tmp_path / "half", progress=calls.append)).estimates
-    assert calls[dies_at:] == ([24, 32, 40, 8, 16, 24, 32, 40] if dies_at == 3 else [8, 16, 24, 32, 40, 24, 32, 40])
-    for name, estimate in straight.items():
-        assert found[name] == dataclasses.replace(estimate, seconds=found[name].seconds)
-    assert not list(tmp_path.iterdir())
-
-
 def test_progress_counts_to_as_many_probes_as_may_be_taken(checkpoints):
     for name, default in (("noise-sharpness", 16), ("spectral-density", 8)):
         for settings, limits, most in (
@@ -262,25 +246,19 @@ def test_every_function_of_flatness_that_returns_an_estimate_has_a_measure():
         for name in dir(isoloss.flatness)
         if "Estimate" in str(getattr(getattr(isoloss.flatness, name), "__annotations__", {}).get("return", ""))
     }
-    names = (*FLATNESS, "barrier", "directional-sharpness")
-    calls = [vars(MEASURES.load(name)).get(call) for name in names for call in ("__call__", "_estimate", "run")]
-    called = {name for call in calls if call is not None for name in call.__code__.co_names}
+    made = [function for function in vars(measures_of_flatness).values() if inspect.isfunction(function)]
+    called = {name for function in made for name in function.__code__.co_names}
     assert functions <= called, functions - called
 
 
 def test_a_measure_of_ones_own_is_found_by_its_pattern(checkpoints, monkeypatch):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class ParameterCount(Measure):
+    def parameter_count(model, *, word: str):
         """Number of parameters whose name has a word in it."""
-
-        word: str
-
-        def run(self, model, context):
-            count = sum(p.numel() for name, p in model.named_parameters() if self.word in name)
-            return {"count": Estimate(value=count, stderr=0.0, samples=0, unit="", num_predictions=0, method="count")}
+        count = sum(p.numel() for name, p in model.named_parameters() if word in name)
+        return {"count": Estimate(value=count, stderr=0.0, samples=0, unit="", num_predictions=0, method="count")}
 
     monkeypatch.setattr(MEASURES, "_entries", dict(MEASURES._entries))
-    MEASURES.register("parameters-WORD", ParameterCount)
+    MEASURES.register("parameters-WORD", parameter_count)
     (found,) = evaluate(checkpoints / "a", "parameters-bias", language=LANGUAGE)
     bias = sum(
         p.numel() for name, p in load_model(checkpoints / "a", device="cpu").model.named_parameters() if "bias" in name
@@ -288,17 +266,46 @@ def test_a_measure_of_ones_own_is_found_by_its_pattern(checkpoints, monkeypatch)
     assert (found.estimates["count"].value, found.settings) == (bias, {})
 
 
-@pytest.mark.parametrize("result", [3.0, {"x": 3.0}, None])
-def test_a_measure_that_returns_no_estimate_is_named(checkpoints, monkeypatch, result):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Wrong(Measure):
-        """A number alone."""
+def test_a_measure_is_one_function_whose_annotated_arguments_are_its_settings(checkpoints, monkeypatch):
+    seen = []
 
-        def run(self, model, context):
-            return result
+    def mean_length(model, batches, *, scale: Annotated[float, setting(above=0), "A factor."] = 2.0, causal=None):
+        """Mean number of tokens."""
+        seen.append((len(batches), causal))
+        lengths = torch.cat([batch["attention_mask"].sum(dim=1) for batch in batches])
+        return ratio_estimate(scale * lengths, unit="tokens", method="count")
 
     monkeypatch.setattr(MEASURES, "_entries", dict(MEASURES._entries))
-    MEASURES.register("wrong", Wrong)
+    MEASURES.register("mean-length", mean_length)
+    assert settings_of("mean-length", {"seed": 4}) == {"num_sequences": 512, "scale": 2.0, "seed": 4}
+    with pytest.raises(IsolossError, match="scale is 0; it must be above 0"):
+        make_measure("mean-length", {"scale": 0})
+    (found,) = evaluate(
+        checkpoints / "a", "mean-length", language=LANGUAGE, settings={"num_sequences": 10, "scale": 3.0}
+    )
+    assert found.estimates["mean-length"].value == 3 * LANGUAGE.build().max_length
+    assert found.settings == {"num_sequences": 10, "scale": 3.0, "seed": 0}
+    assert (seen, found.inputs != "") == ([(1, False)], True)
+    measure = make_measure("mean-length")
+    assert isinstance(measure, FunctionMeasure)
+    assert measure.why_not_applicable(context_of(checkpoints, rtol=0.1)) == "it takes no rtol"
+    assert "mean-length" in flatness_measures()
+
+
+def test_an_argument_of_a_measure_that_nothing_fills_is_named(monkeypatch):
+    monkeypatch.setattr(MEASURES, "_entries", dict(MEASURES._entries))
+    MEASURES.register("wrong", lambda model, *, depth: None)
+    with pytest.raises(IsolossError, match="the measure wrong takes depth, which is neither a setting"):
+        make_measure("wrong")
+
+
+@pytest.mark.parametrize("result", [3.0, {"x": 3.0}, None])
+def test_a_measure_that_returns_no_estimate_is_named(checkpoints, monkeypatch, result):
+    def wrong(model):
+        return result
+
+    monkeypatch.setattr(MEASURES, "_entries", dict(MEASURES._entries))
+    MEASURES.register("wrong", wrong)
     with pytest.raises(IsolossError, match=f"measure wrong returned {result}; it must be estimates by name"):
         evaluate(checkpoints / "a", "wrong", language=LANGUAGE)
 

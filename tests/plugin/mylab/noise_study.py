@@ -12,7 +12,7 @@ def _experiments(steps: int) -> dict[str, Experiment]:
         settings={
             "loss_sentences": 256,
             "num_sequences": 128,
-            "top1_sequences": 256,
+            "top1_guesses": 1,
             "num_train": 256,
             "num_test": 256,
             "probe_seeds": 2,

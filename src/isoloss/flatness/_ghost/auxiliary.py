@@ -181,10 +181,6 @@ class AuxiliarySample:
         tokens = _Tokens.of(batch, len(self.embedding))
         return (_values(tokens, self.embedding, self.bigrams) - self.mean) @ self.directions
 
-    def __str__(self) -> str:
-        variances = [float(f"{variance:.6g}") for variance in self.covariance.diagonal().tolist()]
-        return f"{self.num_sequences} sequences, variances {variances}"
-
 
 @dataclass(frozen=True)
 class _Tokens:

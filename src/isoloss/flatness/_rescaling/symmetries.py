@@ -405,7 +405,7 @@ def rescalings_of(
     if unknown := signals.undeclared():
         raise IsolossError(
             f"{type(network).__name__} has {unknown[0]}, which the rescalings that are declared for it do not cover: "
-            "merge adapters, or add rules with isoloss.register_rescalings"
+            "merge adapters, or add rules with isoloss.RESCALINGS.register"
         )
     return _solution(signals, list(measured), list(names.values())[len(measured) :], last)
 
@@ -426,7 +426,7 @@ def _rules(network: nn.Module) -> Callable[[nn.Module, Signals], Signal]:
     if kind not in RESCALINGS:
         raise IsolossError(
             f"no rescalings are known for models of type {kind} ({type(network).__name__}); they are for "
-            f"{', '.join(RESCALINGS)}. Register others with isoloss.register_rescalings, or take an invariant measure: "
+            f"{', '.join(RESCALINGS)}. Register others with isoloss.RESCALINGS.register, or take an invariant measure: "
             "weighted-trace or fisher-rao"
         )
     head = getattr(network, "get_output_embeddings", None)

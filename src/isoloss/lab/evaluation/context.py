@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from transformers import PretrainedConfig
 
+from isoloss import files
 from isoloss.checkpoints.loading import Kind, LoadedModel, header_of, load_model
 from isoloss.comparison.traces import Model, Outline
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.loss import ExactTargets, exact_targets
-from isoloss.lab.evaluation.measures.base import weights_digest
 from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.languages.exact import all_sentences, why_not_enumerable
 from isoloss.lab.tasks import WholeTask, make_task, whole_task
@@ -57,7 +57,6 @@ class MeasureContext:
     rtol: float | None = None  # stop when the standard error is at most this fraction of the value
     seconds: float | None = None  # stop after this time
     num_sequences: int | None = None  # stop after as many sequences
-    resume: Path | None = None  # a file to resume from, and to write to
     progress: Callable[[int], None] | None = None  # called with the number of sequences done
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _latest: tuple[weakref.ref[torch.nn.Module], tuple[str, Hashable], torch.Tensor] | None = field(
@@ -183,7 +182,7 @@ class MeasureContext:
         if model is None:
             return self._once(("features", make), lambda: make(*inputs))
         # by the object, which the reference does not keep alive, and by its weights, which may have changed in place
-        key = (weights_digest(model), states)
+        key = (files.tensors_sha256(sorted(model.state_dict().items())), states)
         if self._latest is None or self._latest[0]() is not model or self._latest[1] != key:
             self._latest = (weakref.ref(model), key, make(*inputs))
         return self._latest[2]

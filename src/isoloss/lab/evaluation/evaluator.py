@@ -21,7 +21,7 @@ from isoloss.checkpoints import places
 from isoloss.errors import IsolossError, warn
 from isoloss.lab.evaluation.external import ExternalRun
 from isoloss.lab.evaluation.input_config import InputConfig
-from isoloss.lab.evaluation.measures.base import MeasureResult, make_measure, settings_of, weights_digest
+from isoloss.lab.evaluation.measures.base import MeasureResult, make_measure, settings_of
 from isoloss.registry import MEASURES
 from isoloss.run_config import ObjectiveConfig
 from isoloss.runs import Evaluation, Run, checkpoint_of, refuse_study, refuse_twice
@@ -170,7 +170,7 @@ def evaluate(
     done: list[tuple[str, Evaluation]] = []
     for name in checkpoints:
         model = loading.model(name)
-        weights = weights_digest(model)
+        weights = files.tensors_sha256(sorted(model.state_dict().items()))
         for measure in chosen:
             if progress is not None:
                 progress(len(done), len(checkpoints) * len(chosen), f"{measure} of {name}")

@@ -13,14 +13,8 @@ from isoloss.comparison.verdict import TraceComparison, warn_unlike
 from isoloss.errors import IsolossError
 from isoloss.flatness import InterruptedEstimate
 from isoloss.lab.evaluation.context import MeasureContext
-from isoloss.lab.evaluation.measures.base import MeasureResult
-from isoloss.lab.evaluation.measures.flatness import (
-    FlatnessMeasure,
-    MinimalTrace,
-    SampledFlatness,
-    Trace,
-    flatness_measure,
-)
+from isoloss.lab.evaluation.measures.base import FunctionMeasure, MeasureResult
+from isoloss.lab.evaluation.measures.flatness import flatness_measure
 from isoloss.statistics.comparison import Comparison, Estimates
 from isoloss.statistics.estimate import Estimate
 
@@ -87,24 +81,27 @@ def measure_flatness(
         progress: Called with a measure, a model and the number of its sequences done.
     """
     made = {name: flatness_measure(name, settings) for name in measures}
-    if context.resume is not None and (len(made) > 1 or len(models) > 1):
-        raise IsolossError("a measurement can be resumed where one measure of one model is taken")
     for name, measure in made.items():
         if reason := measure.why_not_applicable(context):
             raise IsolossError(f"{name} cannot be measured: {reason}")
     results = FlatnessResults(estimates={model: {} for model in models})
-    traces = {name: measure for name, measure in made.items() if len(models) > 1 and measure.is_compared}
+    traces = {name: measure for name, measure in made.items() if len(models) > 1 and _is_compared(name, measure)}
     for name, measure in made.items():
         if name not in traces:
             _measure_each(results, models, name, measure, context, progress)
         elif results.compared is None:  # for the second of the two there is nothing left to do
-            is_asked = any(isinstance(each, MinimalTrace) for each in traces.values())
+            is_asked = "minimal-trace" in traces
             # None: `compare` takes the minimal traces if it can, and says why if it cannot
             minimal = None if is_asked and where_known else is_asked
             _compare_traces(results, models, traces, minimal, context, progress)
         if results.interrupted is not None:
             break
     return results
+
+
+def _is_compared(name: str, measure: Any) -> bool:
+    """Whether `compare_traces` takes it of several models: not by the paper's sampled labels."""
+    return name in ("trace", "minimal-trace") and measure.trace_method == "ghost"
 
 
 def _compare_traces(
@@ -117,7 +114,7 @@ def _compare_traces(
 ) -> None:
     """Take the traces of several models, with their losses and the control variates that they share."""
     name, measure = next(iter(traces.items()))
-    granularities = [each.rescaling_granularity for each in traces.values() if isinstance(each, MinimalTrace)]
+    granularities = [each.rescaling_granularity for name, each in traces.items() if name == "minimal-trace"]
     inputs = context.inputs(measure.num_sequences, measure.seed)
     try:
         results.compared = compare_traces(
@@ -144,7 +141,7 @@ def _measure_each(
     results: FlatnessResults,
     models: Models,
     name: str,
-    measure: FlatnessMeasure,
+    measure: FunctionMeasure,
     context: MeasureContext,
     progress: Progress | None,
 ) -> None:
@@ -164,10 +161,10 @@ def _measure_each(
             results.interrupted = name, model, None
             break
         results.estimates[model][name] = result.estimates
-        if isinstance(current, SampledFlatness) and current_context is context:
+        if current_context is context:
             current, current_context = current.continued(context, next(iter(result.estimates.values())))
     done = {model: estimates[name] for model, estimates in results.estimates.items() if name in estimates}
     if len(done) > 1:
-        if isinstance(measure, Trace):
+        if hasattr(measure, "trace_method"):
             warn_unlike({model: next(iter(estimates.values())) for model, estimates in done.items()})
         results.comparisons[name] = Comparison(done, name)

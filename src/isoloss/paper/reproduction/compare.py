@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isoloss.paper.reproduction.spec import SGD_EXACT, SGD_SAMPLED, Dataset, Replicate, StudySize, cooldown_run
+from isoloss.paper.reproduction.spec import SGD_EXACT, SGD_SAMPLED, Dataset, Replicate, Reproduction, cooldown_run
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Contrast
@@ -76,7 +76,7 @@ class DatasetResults:
 
 def by_dataset(results: Results) -> list[DatasetResults]:
     """Return the results on each dataset that has any."""
-    scale: StudySize = results.scale
+    scale: Reproduction = results.scale
     return [data for dataset in scale.datasets if (data := DatasetResults(results, dataset)).replicates]
 
 
@@ -337,7 +337,7 @@ def compared(results: Results, *, name: str) -> Sequence[Contrast]:
     return contrasts(results)[name]
 
 
-def cases(scale: StudySize, *, name: str) -> Sequence[str]:
+def cases(scale: Reproduction, *, name: str) -> Sequence[str]:
     """Return the cases of the contrasts of a name."""
     of_dataset, _, kind = name.partition(" ")
     if (dataset := scale.dataset(of_dataset)) is None:
@@ -351,7 +351,7 @@ def cases(scale: StudySize, *, name: str) -> Sequence[str]:
     return ("",)
 
 
-def measured(scale: StudySize, *, dataset: str, name: str) -> Mapping[str, str]:
+def measured(scale: Reproduction, *, dataset: str, name: str) -> Mapping[str, str]:
     """Return the keys of what is measured of two models of a dataset, by case."""
     of = scale.dataset(dataset)
     if of is None:

@@ -6,19 +6,23 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from isoloss.lab.languages.config import HMMConfig, PCFGConfig
+from isoloss.lab.languages.config import CorpusConfig, HMMConfig, PCFGConfig, TeacherConfig
 from isoloss.lab.training.algorithms.config import AdversarialConfig
-from isoloss.paper.reproduction import cpu_texts
-from isoloss.paper.reproduction.spec import FLATNESS, HEAD_WIDTH, SHOWN, Arm, Dataset, StudySize, sgd_arms, small_bert
-from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig
+from isoloss.paper.design import HEAD_WIDTH, adamw, sgd, small_bert
+from isoloss.paper.reproduction.spec import (
+    FLATNESS,
+    SHOWN,
+    Arm,
+    Dataset,
+    Reproduction,
+    sgd_arms,
+    teacher_run,
+    without_regularization,
+)
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 
 RATE = 1.5e-3  # of grammars; with twice as much, the largest size gets worse as it trains
 FEATURE_SENTENCES = 64  # whose features are compared by CKA: an evaluation keeps their Gram matrix, 8 KB
-
-
-def sgd(steps: int, rate: float) -> OptimizerConfig:
-    """Return plain SGD with the paper's warm-up, 12 % of the steps (appendix B.2)."""
-    return OptimizerConfig(name="sgd", learning_rate=rate, warmup_steps=round(0.12 * steps), weight_decay=0.0)
 
 
 def _small_sgd_arms(steps: int) -> dict[str, Arm]:
@@ -26,11 +30,9 @@ def _small_sgd_arms(steps: int) -> dict[str, Arm]:
 
 
 def _algorithms(task: str, *, adversary: int, helper: int) -> dict[str, Arm]:
-    adamw = OptimizerConfig(learning_rate=2 * RATE, schedule="cosine", weight_decay=0.0)
-
     def arm(title: str, steps: int, weight: float) -> Arm:
         algorithm = AdversarialConfig(task=task, weight=weight)
-        stage = StageConfig(steps=steps, labels="exact", optimizer=adamw, algorithm=algorithm)
+        stage = StageConfig(steps=steps, labels="exact", optimizer=adamw(2 * RATE), algorithm=algorithm)
         return Arm(title=title, stages=(stage,), shown_in=("table 1", "table 2"))
 
     weight = AdversarialConfig.weight
@@ -146,7 +148,137 @@ def _small_hmm(
     )
 
 
-SMOKE = StudySize(
+# --- texts: Python's reference and docstrings stand in for the paper's (docs/method/studies.md) ---
+
+CORPUS = CorpusConfig(paths=("python:docs", "python:docstrings"), tokenizer="wordpiece:1000", length=64, held_out=0.1)
+LEARNING_RATE = 3e-3
+PROJECTED = 64  # features of a probe, so that all sizes have as many
+ONE_CORE: Mapping[str, Any] = {"device": "cpu", "threads": 1}
+
+
+def _small_generated(
+    *,
+    teacher_steps: int,
+    vocab_size: int,
+    length: int,
+    sizes: tuple[str, ...],
+    main: str,
+    num_sentences: int,
+    settings: Mapping[str, Any],
+    **more: Any,
+) -> Dataset:
+    """Return what a small OPT writes over its most frequent tokens, with two tasks of the text that it learned."""
+    largest, layers, name = sizes[-1], 1, "generated"
+    teacher = TrainConfig(
+        language=dataclasses.replace(CORPUS, length=32),
+        model=small_bert("d32", architecture="opt"),
+        objective=ObjectiveConfig(kind="causal"),
+        optimizer=OptimizerConfig(learning_rate=2e-3, schedule="cosine"),
+        batch_size=16,
+        steps=teacher_steps,
+        **ONE_CORE,
+    )
+    return Dataset(
+        name=name,
+        title="OPT-generated",
+        teacher=teacher,
+        languages=(
+            TeacherConfig(
+                checkpoint=f"../{teacher_run(name)}/checkpoints/step-{teacher_steps}",
+                vocab_size=vocab_size,
+                length=length,
+                samples=1024,
+            ),
+        ),
+        tasks={"QNLI": "probe-sentence-order", "SST-2": "probe-sentence-source"},
+        common={
+            "batch_size": 64,
+            # drawn once: a step takes less time than drawing its sentences
+            "num_sentences": num_sentences,
+            "optimizer": OptimizerConfig(learning_rate=LEARNING_RATE, weight_decay=0.0),
+            "compiled": True,
+            **ONE_CORE,
+        },
+        sizes={size: small_bert(size, layers) for size in sizes},
+        main=main,
+        # exact ones take the teacher a hundred times as long as the step itself
+        cooldown_labels="sampled",
+        measures=("loss", "trace", "minimal-trace", "probe-sentence-order", "probe-sentence-source"),
+        size_measures=(
+            *(f"projected-{task}-{PROJECTED}" for task in ("sentence-order", "sentence-source")),
+            *(f"trace-in-{largest}-{scale}" for scale in ("paper", "exact")),
+            f"minimal-trace-in-{largest}",
+        ),
+        settings={
+            **settings,
+            "probe_solver": "convex",
+            "probe_regularization": (3e-3,),  # of so few examples
+            "expanded_layers": layers,
+            "expanded_heads": small_bert(largest, layers).heads,
+        },
+        shown=SHOWN[name],
+        **more,
+    )
+
+
+def _small_web(*, size: str, watched: tuple[int, ...], settings: Mapping[str, Any], **more: Any) -> Dataset:
+    """Return a text on which one model is followed, fine-tuned on one task."""
+    return Dataset(
+        name="web",
+        title="Docstrings, longer training",
+        languages=(CORPUS,),
+        tasks={"SST-2": "finetune-sentence-source"},
+        common=_masked_text(watched[-1]),
+        sizes={size: small_bert(size)},
+        main=size,
+        watched=watched,
+        cooldown_labels="sampled",
+        cooldown_rate=LEARNING_RATE,
+        measures=("loss", "trace", "minimal-trace", "finetune-sentence-source"),
+        settings={**_FINETUNING, **settings},
+        shown=SHOWN["web"],
+        **more,
+    )
+
+
+def _small_text(
+    *, seeds: int, size: str, watched: tuple[int, ...], num_sentences: int, settings: Mapping[str, Any]
+) -> Dataset:
+    """Return a text, with and without regularization, and with SAM: so little that a model learns it by heart."""
+    common = {**_masked_text(watched[-1]), "num_sentences": num_sentences}
+    regularized = dataclasses.replace(small_bert(size), dropout=0.1)
+    tasks = {"SST-2": "finetune-sentence-source", "QNLI": "finetune-docstring-module"}
+    bare = {"model": small_bert(size), "optimizer": dataclasses.replace(common["optimizer"], weight_decay=0.0)}
+    return Dataset(
+        name="text",
+        title="Docstrings",
+        languages=(CORPUS,),
+        seeds=seeds,
+        tasks=tasks,
+        common=common,
+        sizes={size: regularized},
+        main=size,
+        watched=watched,
+        arms=without_regularization(bare),
+        measures=("loss", "generalization-gap", "trace", "minimal-trace", *tasks.values()),
+        settings={**_FINETUNING, **settings},
+        shown=SHOWN["text"],
+    )
+
+
+_FINETUNING = {"finetune_seeds": 1, "finetune_learning_rate": LEARNING_RATE}
+
+
+def _masked_text(steps: int) -> Mapping[str, Any]:
+    return {
+        "batch_size": 16,
+        "optimizer": OptimizerConfig(learning_rate=LEARNING_RATE, warmup_steps=round(0.025 * steps), weight_decay=0.01),
+        "objective": ObjectiveConfig(masking="fraction", fraction=0.15),
+        **ONE_CORE,
+    }
+
+
+SMOKE = Reproduction(
     description="some minutes on two cores: every part runs, no verdict is given",
     datasets=(
         _small_pcfg(
@@ -180,7 +312,7 @@ SMOKE = StudySize(
             flatness=FAST_FLATNESS,
             band=0.4,  # after so few steps, models are further apart
         ),
-        cpu_texts.generated(
+        _small_generated(
             seeds=2,
             teacher_steps=100,
             vocab_size=50,
@@ -195,7 +327,7 @@ SMOKE = StudySize(
             settings={"num_train": 256, "num_test": 128, "loss_sentences": 64, "num_sequences": 64},
             band=0.4,
         ),
-        cpu_texts.web(
+        _small_web(
             seeds=2,
             size="d16",
             watched=(20, 40, 60),
@@ -207,7 +339,7 @@ SMOKE = StudySize(
                 **{"loss_sentences": 64, "num_sequences": 64},
             },
         ),
-        cpu_texts.text(
+        _small_text(
             seeds=2,
             size="d16",
             watched=(20, 40),
@@ -220,7 +352,7 @@ SMOKE = StudySize(
     ),
 )
 
-LAPTOP = StudySize(
+LAPTOP = Reproduction(
     description="half an hour on two cores",
     datasets=(
         _small_pcfg(
@@ -253,7 +385,7 @@ LAPTOP = StudySize(
             settings={"num_train": 1_024, "num_sequences": 256},
             flatness=FAST_FLATNESS,
         ),
-        cpu_texts.generated(
+        _small_generated(
             seeds=3,
             teacher_steps=600,
             vocab_size=100,
@@ -268,7 +400,7 @@ LAPTOP = StudySize(
             other_cooldowns=(50, 4_000),
             settings={"num_train": 1_024, "num_test": 1_024, "loss_sentences": 256, "num_sequences": 128},
         ),
-        cpu_texts.web(
+        _small_web(
             seeds=3,
             size="d32",
             watched=(250, 500, 1_000),
@@ -280,7 +412,7 @@ LAPTOP = StudySize(
                 **{"loss_sentences": 512, "num_sequences": 256},
             },
         ),
-        cpu_texts.text(
+        _small_text(
             seeds=3,
             size="d32",
             watched=(500, 1_000, 1_500),
@@ -293,7 +425,7 @@ LAPTOP = StudySize(
     ),
 )
 
-EVENING = StudySize(
+EVENING = Reproduction(
     description="hours on two cores",
     datasets=(
         _small_pcfg(
@@ -323,7 +455,7 @@ EVENING = StudySize(
             sgd_steps=1_000,
             settings={"num_train": 2_048, "num_sequences": 512},
         ),
-        cpu_texts.generated(
+        _small_generated(
             seeds=4,
             teacher_steps=2_000,
             vocab_size=100,
@@ -338,7 +470,7 @@ EVENING = StudySize(
             other_cooldowns=(50, 1_000, 4_000),
             settings={"num_train": 4_096, "num_test": 4_096, "loss_sentences": 1_024, "num_sequences": 512},
         ),
-        cpu_texts.web(
+        _small_web(
             seeds=4,
             size="d32",
             watched=(500, 1_000, 2_000),
@@ -350,7 +482,7 @@ EVENING = StudySize(
                 **{"loss_sentences": 512, "num_sequences": 256},
             },
         ),
-        cpu_texts.text(
+        _small_text(
             seeds=4,
             size="d32",
             watched=(750, 1_500, 2_250, 3_000),

@@ -16,7 +16,7 @@ from isoloss.lab.languages.config import PRESETS, CorpusConfig, TeacherConfig
 from isoloss.lab.presets import Preset, load_preset, train_config
 from isoloss.lab.training.algorithms.config import AdversarialConfig
 from isoloss.paper.reproduction.costs import Tokens, num_parameters
-from isoloss.paper.reproduction.spec import SHOWN, Arm, Dataset, StudySize, sgd_arms, without_regularization
+from isoloss.paper.reproduction.spec import SHOWN, Arm, Dataset, Reproduction, sgd_arms, without_regularization
 from isoloss.run_config import ModelConfig, OptimizerConfig
 from isoloss.studies.plan import Resources
 
@@ -259,14 +259,14 @@ def _millions(directions: Literal[1, 2]) -> str:
     return " and ".join(f"{count:.1f}M" for count in counts)
 
 
-def scale(preset: Preset) -> StudySize:
+def scale(preset: Preset) -> Reproduction:
     """Return the paper's scale with the settings of a preset."""
     datasets = tuple(make(preset) for make in (pcfg, hmm, generated, web, text))
     counts = (
         f"LSTMs of width 1024 with 8 and 16 layers have {_millions(2)} parameters, as they read both sides of a masked "
         f"token; in one direction they have {_millions(1)}, which the paper's 67M and 135M seem to be"
     )
-    return StudySize(
+    return Reproduction(
         description=f"the paper's sizes on GPUs, settings: {preset.description}. {counts}", datasets=datasets
     )
 
@@ -354,7 +354,7 @@ def _fewer_documents(dataset: Dataset) -> Dataset:
 
 
 _WORKSTATION_PRESET = dataclasses.replace(_PAPER, steps=WORKSTATION_STEPS, measures=WORKSTATION_SETTINGS)
-WORKSTATION = StudySize(
+WORKSTATION = Reproduction(
     description="about a day on one GPU: models of up to about 100M parameters, 5,000 to 10,000 steps",
     datasets=tuple(
         make(_WORKSTATION_PRESET)

@@ -14,15 +14,13 @@ from typing import Any, Literal, Self
 from isoloss.config import LanguageConfig
 from isoloss.lab.languages.config import WithSpecialTokensConfig
 from isoloss.lab.training.algorithms.config import SAMConfig
+from isoloss.paper.design import CONTINUED, MEASURED, OFFSET, Design, Unit
 from isoloss.paper.reproduction import costs
 from isoloss.paper.reproduction.costs import Tokens
 from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.studies.plan import Resources
 from isoloss.studies.spec import Experiment, Measurement
 
-# what is added to a replicate's seed: for what follows the main run, and for the measures. Replicates of one language
-# have consecutive seeds, fewer than 30, and languages are 100 apart: no two streams meet
-CONTINUED, MEASURED = 30, 60
 FIGURE_1 = "figure 1"  # which on the page shows cooldowns too
 SGD_SAMPLED, SGD_EXACT = "sgd-sampled", "sgd-exact"
 # baselines of the probe without a model, and what they are called
@@ -32,8 +30,6 @@ BASELINES = {
     "log-lookup": "Look-up table, logarithms",
     "one-hot": "One-hot tokens",
 }
-HEAD_WIDTH = 8  # of all sizes for two cores, so that one can be expanded into another
-OFFSET = 1000  # added to the seeds of languages per seed offset
 # flatness by every measure that is one number
 FLATNESS = (
     *("trace", "minimal-trace", "empirical-fisher", "hessian-trace", "weighted-trace", "fisher-rao"),
@@ -75,38 +71,11 @@ class Shown:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replicate:
-    """A language with a pre-training seed: what all runs that are compared have in common."""
+class Replicate(Unit):
+    """A language of a dataset with a pre-training seed."""
 
     dataset: str
-    language: LanguageConfig
-    place: int  # of the language in its dataset
     index: int  # of the seed
-    offset: int = 0  # of a repetition; the seeds of its languages, where they have some, differ already
-
-    @property
-    def number(self) -> int:
-        """What tells the language from others of the dataset and of a repetition."""
-        return int(getattr(self.language, "seed", self.place + self.offset))
-
-    @property
-    def seed(self) -> int:
-        """Of pre-training; different for every replicate of a dataset."""
-        return 100 * self.number + self.index
-
-    @property
-    def cluster(self) -> str:
-        """What errors are over: the language, as runs on one language are alike."""
-        return f"{self.dataset} {self.number}"
-
-    @property
-    def prefix(self) -> str:
-        """What the names of its runs begin with."""
-        return f"{self.cluster.replace(' ', '-')}-seed-{self.index}"
-
-    def run(self, arm: str) -> str:
-        """Return the name of the run of an arm or size."""
-        return f"{self.prefix}-{arm}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,9 +149,19 @@ class Dataset:
     @property
     def replicates(self) -> tuple[Replicate, ...]:
         """Every language with every seed."""
+        # a text has no seed: its place stands for it
+        numbers = [int(getattr(each, "seed", place + self.offset)) for place, each in enumerate(self.languages)]
         return tuple(
-            Replicate(dataset=self.name, language=language, place=place, index=index, offset=self.offset)
-            for place, language in enumerate(self.languages)
+            Replicate(
+                prefix=f"{self.name}-{number}-seed-{index}",
+                cluster=f"{self.name} {number}",
+                language=language,
+                seed=100 * number + index,
+                block=block,
+                dataset=self.name,
+                index=index,
+            )
+            for block, (number, language) in enumerate(zip(numbers, self.languages, strict=True))
             for index in range(self.seeds)
         )
 
@@ -254,7 +233,7 @@ def teacher_run(dataset: str) -> str:
 
 def cooldown_run(arm: str, step: int, length: int = 0) -> str:
     """Return the name of the cooldown that follows a step of a run; of another length than all, if one is given."""
-    return f"{arm}-{step}-polished{f'-{length}' if length else ''}"
+    return f"{arm}-{step}-cooldown{f'-{length}' if length else ''}"
 
 
 @dataclass(frozen=True)
@@ -468,10 +447,9 @@ SHOWN: Mapping[str, Shown] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudySize:
-    """How large the study is."""
+class Reproduction(Design):
+    """A scale of the study."""
 
-    description: str  # what it is for and how long it takes
     datasets: tuple[Dataset, ...]
 
     def with_seed_offset(self, offset: int) -> Self:
@@ -494,7 +472,7 @@ class StudySize:
                 by_name[first[0]] = Experiment(config=dataset.teacher, measurements=(), block=block)
             for replicate in dataset.replicates:
                 for arm, experiment in _Runs(dataset, replicate).experiments().items():
-                    place, after = block + replicate.place, (*first, *experiment.after)
+                    place, after = block + replicate.block, (*first, *experiment.after)
                     by_name[replicate.run(arm)] = dataclasses.replace(experiment, block=place, after=after)
             block += len(dataset.languages)
         return by_name
@@ -535,10 +513,3 @@ def without_regularization(changes: Mapping[str, Any]) -> dict[str, Arm]:
         "unregularized": Arm(title="Without dropout and weight decay", changes=changes, shown_in=shown_in),
         "sam": Arm(title="SAM, without dropout and weight decay", changes=sam, shown_in=shown_in),
     }
-
-
-def small_bert(size: str, layers: int = 2, architecture: str = "bert") -> ModelConfig:
-    """Return a transformer without dropout whose heads are of one width in all sizes."""
-    return ModelConfig(
-        architecture=architecture, size=size, layers=layers, heads=int(size[1:]) // HEAD_WIDTH, dropout=0.0
-    )

@@ -16,7 +16,7 @@ from isoloss.errors import IsolossError
 from isoloss.machine import physical_memory
 from isoloss.studies.plan import Resources, Unit
 from isoloss.studies.run import fork_server
-from isoloss.studies.run.attempt import Attempt, last_line
+from isoloss.studies.run.attempt import Attempt, last_lines
 from isoloss.studies.run.loop import Loop, Options
 
 POLL_SECONDS = 0.1
@@ -47,23 +47,22 @@ def run(loop: Loop, options: Options) -> None:
         # before the first command: the server reads the list of imports when it starts, and never again
         fork_server.preload(unit.arguments, unit.needs)
     where = f"{options.workers} at a time" + (f" on {len(capacity.gpus)} GPUs" if capacity.gpus else "")
-    loop.say(f"{len(todo)} of {len(loop.units)} units to do, {where}; their output is in {loop.logs}")
+    loop.say(f"{len(todo)} of {len(loop.units)} units to do, {where}; their output is in {loop.attempts.folder}")
     running: dict[Attempt, tuple[ForkServerProcess, tuple[str, ...]]] = {}
     last_message = time.monotonic()
     try:
         while not loop.finished:
             while capacity.cores > 0 and (attempt := loop.take(capacity.fits)):
-                gpus = capacity.take(attempt.unit.needs) or ()
+                gpus = capacity.reserve(attempt.unit.needs) or ()
                 environment = {**attempt.environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
                 process = fork_server.start(attempt.arguments, attempt.unit.needs, attempt.log, environment)
                 running[attempt] = process, gpus
-            loop.report_done()
             # with a timeout, as units of other executors may end and a failed one may be due again meanwhile
             wait([process.sentinel for process, _ in running.values()], timeout=POLL_SECONDS)
             for attempt, (process, gpus) in list(running.items()):
                 if (status := process.exitcode) is not None:
                     del running[attempt]
-                    capacity.give_back(attempt.unit.needs, gpus)
+                    capacity.release(attempt.unit.needs, gpus)
                     if lost := fork_server.is_lost(process):
                         loop.say(f"{attempt.unit.name}: the process that starts units was killed; it starts again")
                     loop.finish(attempt, status, stopped=lost)
@@ -71,7 +70,7 @@ def run(loop: Loop, options: Options) -> None:
                 last_message = time.monotonic()
                 for attempt in running:
                     name, seconds = attempt.unit.name, attempt.seconds
-                    loop.say(f"  {last_line(attempt.log) or f'{name}: running for {seconds:.0f} s'}")
+                    loop.say(f"  {last_lines(attempt.log) or f'{name}: running for {seconds:.0f} s'}")
     except BaseException:
         _stop(loop, {attempt: process for attempt, (process, _) in running.items()})
         raise
@@ -107,7 +106,7 @@ class Capacity:
 
     Example:
         >>> capacity = Capacity(cores=4, gpus={"0": 1.0}, memory=8.0)
-        >>> capacity.take(Resources(gpus=0.5)), capacity.take(Resources(gpus=0.75))
+        >>> capacity.reserve(Resources(gpus=0.5)), capacity.reserve(Resources(gpus=0.75))
         (('0',), None)
     """
 
@@ -121,7 +120,7 @@ class Capacity:
         return cls(cores, dict.fromkeys(visible_gpus(), 1.0), physical_memory() / 2**30)
 
     def check(self, units: Sequence[Unit]) -> None:
-        """Refuse a unit that does not fit even if nothing else runs. Call it before the first `take`.
+        """Refuse a unit that does not fit even if nothing else runs. Call it before the first `reserve`.
 
         Raises:
             IsolossError: A unit needs more than there is; the first such unit is named.
@@ -138,7 +137,7 @@ class Capacity:
         """Whether a unit with these needs could start now."""
         return needs.all_cores <= self.cores and needs.memory <= self.memory and self._choose(needs) is not None
 
-    def take(self, needs: Resources) -> tuple[str, ...] | None:
+    def reserve(self, needs: Resources) -> tuple[str, ...] | None:
         """Reserve what a unit needs, and return the GPUs that it gets; None: it does not fit now."""
         chosen = self._choose(needs)
         if chosen is None or not self.fits(needs):
@@ -146,8 +145,8 @@ class Capacity:
         self._change(needs, chosen, -1)
         return chosen
 
-    def give_back(self, needs: Resources, gpus: Sequence[str]) -> None:
-        """Free what `take` reserved."""
+    def release(self, needs: Resources, gpus: Sequence[str]) -> None:
+        """Free what was reserved."""
         self._change(needs, gpus, 1)
 
     def _change(self, needs: Resources, gpus: Sequence[str], sign: int) -> None:

@@ -14,11 +14,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.studies.plan import Resources
 from isoloss.studies.run import fork_server
@@ -28,11 +27,9 @@ from isoloss.studies.run.loop import Loop, Options
 
 POLL_SECONDS = 0.1
 PROGRESS_SECONDS = 60.0  # between two progress messages
-SIZE_SECONDS = 5.0  # between two looks at the cluster's size
 GRACE_SECONDS = 60.0  # for commands to save after an interrupt
 STOP_SECONDS = 180.0  # for tasks to end after an interrupt: their commands save
 CONNECTING_SECONDS = 10.0
-_ROUNDING = 1e-9  # thirds of a GPU add up to one
 FOLDER_NOT_FOUND = 69  # status of a task whose node cannot see the folder: EX_UNAVAILABLE
 
 
@@ -54,15 +51,13 @@ def run(loop: Loop, options: Options) -> None:
     loop.say(f"connecting to {options.address}" if options.address else "starting Ray on this machine")
     ray = _connect(options)
     try:
-        size = _size(ray)
         if not options.address:  # no other machine will join
-            gpus = {str(i): 1.0 for i in range(int(size["gpus"]))}
-            Capacity(int(size["cores"]), gpus, size["memory"]).check(todo)
+            Capacity.of_machine(os.cpu_count() or 1).check(todo)
         count = sum(node["Alive"] for node in ray.nodes())
         nodes = "1 node" if count == 1 else f"{count} nodes"
         loop.say(
-            f"{len(todo)} of {len(loop.units)} units to do on {nodes} with {size['cores']:.0f} cores, using at most "
-            f"{options.workers} at a time; their output is in {loop.logs}"
+            f"{len(todo)} of {len(loop.units)} units to do on {nodes}, using at most {options.workers} cores at "
+            f"a time; their output is in {loop.attempts.folder}"
         )
         _carry_out_all(ray, loop)
     finally:
@@ -98,25 +93,23 @@ def _connect(options: Options) -> Any:
 
 def _carry_out_all(ray: Any, loop: Loop) -> None:
     running: dict[Any, Attempt] = {}  # by the reference of its Ray task
-    size, last_look = _size(ray), time.monotonic()
     last_message = time.monotonic()
+
+    def fits(needs: Resources) -> bool:
+        """Whether the workers allow it; Ray finds it a node, or waits for one. A larger unit runs alone."""
+        used = sum(attempt.unit.needs.all_cores for attempt in running.values())
+        return not used or used + needs.all_cores <= loop.options.workers
+
     try:
         while not loop.finished:
-            if time.monotonic() - last_look > SIZE_SECONDS:
-                size, last_look = _size(ray), time.monotonic()
-            fits = functools.partial(_fits, size, loop.options)
-            while attempt := loop.take(functools.partial(fits, [attempt.unit.needs for attempt in running.values()])):
+            while attempt := loop.take(fits):
                 running[_submit(attempt)] = attempt
-            loop.report_done()
-            if not running:
-                time.sleep(POLL_SECONDS)
-                continue
-            ray.wait(list(running), timeout=POLL_SECONDS)  # returns when one has ended
-            # all that have ended by now: the call above waits for one and names no more
-            for reference in ray.wait(list(running), num_returns=len(running), timeout=0)[0]:
+            for reference in ray.wait(list(running), timeout=POLL_SECONDS)[0] if running else ():
                 attempt = running.pop(reference)
                 status, was_stopped = _status(ray, reference, attempt, loop)
                 loop.finish(attempt, status, stopped=was_stopped)
+            if not running:
+                time.sleep(POLL_SECONDS)
             if time.monotonic() - last_message > PROGRESS_SECONDS:
                 last_message = time.monotonic()
                 loop.say(
@@ -134,35 +127,6 @@ def _carry_out_all(ray: Any, loop: Loop) -> None:
         for reference, attempt in running.items():
             loop.finish(attempt, _status(ray, reference, attempt, loop)[0], stopped=True)
         raise
-
-
-def _size(ray: Any) -> dict[str, float]:
-    """Return the cores, GPUs and memory (GiB) of all nodes that the cluster has now."""
-    resources = ray.cluster_resources()
-    return {
-        "cores": resources.get("CPU", 0.0),
-        "gpus": resources.get("GPU", 0.0),
-        "memory": resources.get("memory", 0.0) / 2**30,
-    }
-
-
-def _fits(size: Mapping[str, float], options: Options, running: Sequence[Resources], needs: Resources) -> bool:
-    """Whether a unit may be submitted. In Ray's queue it holds its lease and counts as running, so it should not wait.
-
-    But on a cluster that this study has not started, one unit may: it makes an autoscaler add a node.
-    """
-    wanted = _amounts(needs)
-    used = {kind: sum(_amounts(other)[kind] for other in running) for kind in wanted}
-    # a unit that needs more cores than `workers` runs alone, instead of never
-    if used["cores"] and used["cores"] + wanted["cores"] > options.workers:
-        return False
-    if all(not amount or used[kind] + amount <= size[kind] + _ROUNDING for kind, amount in wanted.items()):
-        return True
-    return bool(options.address) and all(amount <= size[kind] + _ROUNDING for kind, amount in used.items())
-
-
-def _amounts(needs: Resources) -> dict[str, float]:
-    return {"cores": needs.all_cores, "gpus": needs.all_gpus, "memory": needs.memory}
 
 
 def _submit(attempt: Attempt) -> Any:
@@ -209,7 +173,7 @@ def _status(ray: Any, reference: Any, attempt: Attempt, loop: Loop) -> tuple[int
         loop.say(f"{attempt.unit.name}: lost, {type(error).__name__}")
         return -signal.SIGTERM, True
     if status == FOLDER_NOT_FOUND:
-        raise IsolossError(f"a node of the cluster cannot see {loop.logs.parent}: put the study on shared storage")
+        raise IsolossError(f"a node of the cluster cannot see {loop.folder}: put the study on shared storage")
     return status, False
 
 
@@ -222,8 +186,7 @@ def carry_out(arguments: tuple[str, ...], needs: Resources, log: Path, environme
         log: File for its output, in the shared folder.
         environment: Further environment variables.
     """
-    lease = environment.get(files.LEASE)
-    if lease is not None and not Path(lease).is_file():
+    if not log.is_file():
         return FOLDER_NOT_FOUND
     more = dict(environment)
     # for a task with GPUs, Ray has set the variable to those that it chose

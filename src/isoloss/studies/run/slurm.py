@@ -75,9 +75,12 @@ def run(loop: Loop, options: Options) -> None:
     """
     if not (todo := loop.todo):
         return
-    executor, cores = _executor(loop, options, loop.logs.parent)
+    executor, cores = _executor(loop, options, loop.folder)
     work = (*options.worker_arguments, "--workers", str(cores))
-    loop.say(f"{len(todo)} of {len(loop.units)} units to do by {options.workers} jobs; their output is in {loop.logs}")
+    loop.say(
+        f"{len(todo)} of {len(loop.units)} units to do by {options.workers} jobs; "
+        f"their output is in {loop.attempts.folder}"
+    )
     running: list[Any] = []
     last_message = time.monotonic()
     # below 0, so that workers are submitted at least once
@@ -86,9 +89,8 @@ def run(loop: Loop, options: Options) -> None:
         while True:
             have_ended = all(job.done() for job in running)
             # after the look at the jobs, so that it sees what the last worker wrote
-            loop.refresh()
-            loop.report_done()
-            if loop.finished:
+            loop.look()
+            if not loop.todo:
                 return
             if have_ended:
                 # workers that finish no unit would otherwise be submitted forever

@@ -1,7 +1,13 @@
-"""What a measure is: a frozen dataclass whose fields are its settings, and how one is made from its name.
+"""What a measure is: a function whose annotated keyword arguments are its settings, and how one is made from its name.
 
-A measure of one's own is a subclass of `Measure`, registered in `isoloss.registry.MEASURES` under a name, or under a
-pattern such as `probe-TASK` whose parts in capital letters are fields: those of `probe-root` are `task="root"`.
+    def gradient_norm(model, batches, *, power: Annotated[int, setting(minimum=1), "The exponent."] = 2, causal=False):
+        ...
+
+A function with `batches` is given sequences, and has the settings `num_sequences` and `seed`, which decide them. What
+else it names is filled in (`FunctionMeasure`). It returns an estimate, several by name, or a `MeasureResult`. A part of
+a measure's name in capital letters, such as `probe-TASK`, is a keyword argument: `probe-root` has `task="root"`.
+
+Measures that share more than settings are subclasses of `Measure`: frozen dataclasses whose fields are the settings.
 """
 
 from __future__ import annotations
@@ -9,10 +15,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from isoloss import config as configs
 from isoloss.config import setting
@@ -41,7 +48,7 @@ class MeasureResult:
     inputs: str = ""
 
     @classmethod
-    def of(cls, measure: str, result: MeasureResult | Mapping[str, Estimate]) -> MeasureResult:
+    def of(cls, measure: str, result: MeasureResult | Mapping[str, Estimate] | Estimate) -> MeasureResult:
         """Return the result of the measure called so, which may have returned its estimates alone.
 
         Raises:
@@ -49,7 +56,8 @@ class MeasureResult:
         """
         from isoloss.statistics.estimate import Estimate
 
-        made = result if isinstance(result, cls) else cls(estimates=result)  # type: ignore[arg-type]
+        named = {measure: result} if isinstance(result, Estimate) else result
+        made = named if isinstance(named, cls) else cls(estimates=named)  # type: ignore[arg-type]
         if not isinstance(made.estimates, Mapping) or not all(isinstance(e, Estimate) for e in made.estimates.values()):
             raise IsolossError(f"the measure {measure} returned {made.estimates!r}; it must be estimates by name")
         return made
@@ -103,6 +111,165 @@ class SequenceMeasure(SeededMeasure):
     """Sequences to measure on, at most."""
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def requires(check: Callable[[FunctionMeasure, MeasureContext], str | None]) -> Callable[[F], F]:
+    """Let a function be a measure only where `check` returns None, and else the reason, as a sentence."""
+
+    def marked(function: F) -> F:
+        function.requires = check  # type: ignore[attr-defined]
+        return function
+
+    return marked
+
+
+def counts(what: str, number: int) -> Callable[[F], F]:
+    """Let the progress of a measure count something else than sequences, up to a number: probes, products, losses."""
+
+    def marked(function: F) -> F:
+        function.counts = what, number  # type: ignore[attr-defined]
+        return function
+
+    return marked
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionMeasure(Measure):
+    """A function with values of its settings.
+
+    Its other keyword arguments are filled in by their names: `causal`, `language`, `checkpoint` and what else a
+    `MeasureContext` has; `context` itself; `auxiliary_sample` of the inputs. A function with `**options` takes those of
+    `isoloss.flatness.MeasureOptions`.
+    """
+
+    pattern: ClassVar[str]  # the name that it is registered under
+    function: ClassVar[Callable[..., Any]]
+    taken: ClassVar[tuple[str, ...]]  # the names of its other keyword arguments
+    is_of_flatness: ClassVar[bool]  # whether it takes a model, perhaps sequences, and nothing else
+
+    @property
+    def counts(self) -> tuple[str, int | None]:
+        """What its progress counts, and up to which number, if that is no number of sequences."""
+        return getattr(self.function, "counts", ("sequences", None))
+
+    def why_not_applicable(self, context: MeasureContext) -> str | None:
+        """Return which limits are set that the function does not take, or the reason that it gives itself."""
+        if unused := [
+            f"no {name}" for name in ("rtol", "seconds") if getattr(context, name) and name not in self.taken
+        ]:
+            return f"it takes {' and '.join(unused)}"
+        check = getattr(self.function, "requires", None)
+        return None if check is None else check(self, context)
+
+    def __call__(self, model: Any, batches: Any = (), **options: Any) -> Mapping[str, Estimate]:
+        """Return the estimates, by name, of a model on batches; `options`: what the function takes besides settings."""
+        return self._measured(model, batches, options).estimates
+
+    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
+        """Measure on the inputs of the context."""
+        if reason := self.why_not_applicable(context):
+            raise IsolossError(reason)
+        inputs = context.inputs(self.num_sequences, self.seed) if isinstance(self, SequenceMeasure) else None
+        options = {name: getattr(context, name) for name in self.taken if hasattr(context, name)}
+        if "causal" in self.taken:
+            options["causal"] = context.is_causal
+        if "context" in self.taken:
+            options["context"] = context
+        if "auxiliary_sample" in self.taken and inputs is not None and context.has_embeddings:
+            options["auxiliary_sample"] = inputs.auxiliary_sample
+        result = self._measured(model, () if inputs is None else inputs.batches, options)
+        return result if inputs is None else dataclasses.replace(result, inputs=digest_batches(inputs.batches))
+
+    def _measured(self, model: Any, batches: Any, options: Mapping[str, Any]) -> MeasureResult:
+        names = inspect.signature(self.function).parameters
+        # `num_sequences` of a function is a limit, and the setting says how many inputs there are
+        settings = {field.name for field in dataclasses.fields(self)} & set(names) - {"num_sequences"}
+        given = {**{name: getattr(self, name) for name in settings}, **options}
+        made = self.function(model, batches, **given) if "batches" in names else self.function(model, **given)
+        return MeasureResult.of(self.pattern, made)
+
+    def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
+        """Return what `progress` counts to at most, given the number of sequences, and what it counts."""
+        what, number = self.counts
+        if what == "probes":
+            from isoloss.flatness._measurement import StopCriteria
+
+            stopping = StopCriteria(rtol=context.rtol, seconds=context.seconds)
+            number = stopping.number_of_probes(getattr(self, "num_probes", None), number or 0)
+        return number or num_sequences, what
+
+    def continued(self, context: MeasureContext, first: Estimate) -> tuple[Self, MeasureContext]:
+        """Return how other models are measured after a first one whose measurement `rtol` or `seconds` ended.
+
+        They are measured on as much as the first was, so that their differences are paired.
+        """
+        what, _ = self.counts
+        # a search for eigenvalues takes all sequences, and ends by its own tolerance
+        if (context.rtol is None and context.seconds is None) or what == "products":
+            return self, context
+        # by their number: the same time, or the same `rtol`, would end others elsewhere
+        sequences = first.details["sequences"]
+        limited = dataclasses.replace(context, rtol=None, seconds=None, num_sequences=sequences)
+        probes: dict[str, Any] = {"num_probes": first.num_probes} if what == "probes" else {}
+        return dataclasses.replace(self, **probes), limited
+
+
+# what a function may take that is no setting: of `MeasureOptions`, and what a context has besides
+_OPTIONS = ("causal", "num_sequences", "rtol", "seconds", "progress")
+_FILLED = (*_OPTIONS, "auxiliary_sample", "language", "checkpoint", "objective", "context")
+
+
+def measure_class(pattern: str) -> type[Measure]:
+    """Return the class of the measure registered under a name; the class of a function is made of its signature."""
+    target: Any = MEASURES.load(pattern)
+    made: Any = target if inspect.isclass(target) else _class_of(pattern, target)
+    return made  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _class_of(pattern: str, function: Callable[..., Any]) -> type[FunctionMeasure]:
+    parameters = inspect.signature(function).parameters
+    own = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in (*_FILLED, "seed")
+    }
+    annotations = {name: parameter.annotation for name, parameter in own.items()}
+    holder = type(pattern, (), {"__annotations__": annotations})
+    hints = get_type_hints(holder, globalns=getattr(function, "__globals__", {}), include_extras=True)
+    fields: list[Any] = []
+    for name, parameter in own.items():
+        kind, *marks = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+        has_default = parameter.default is not parameter.empty
+        if not marks and name not in name_fields(pattern):
+            if has_default:
+                continue
+            raise IsolossError(
+                f"the measure {pattern} takes {name}, which is neither a setting (Annotated[..., setting(), 'help']) "
+                f"nor one of {', '.join(_FILLED)}"
+            )
+        bounds: Mapping[str, Any] = next((mark.metadata for mark in marks if isinstance(mark, dataclasses.Field)), {})
+        metadata = {**bounds, "help": " ".join(mark for mark in marks if isinstance(mark, str))}
+        default: dict[str, Any] = {"default": parameter.default} if has_default else {}
+        fields.append((name, kind, dataclasses.field(**default, metadata=metadata)))
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    taken = tuple(name for name in _FILLED if name in parameters or (takes_any and name in _OPTIONS))
+    seeded = (SequenceMeasure,) if "batches" in parameters else (SeededMeasure,) if "seed" in parameters else ()
+    namespace = {
+        "__module__": __name__,
+        "__doc__": inspect.getdoc(function),
+        "pattern": pattern,
+        "function": staticmethod(function),
+        "taken": taken,
+        "is_of_flatness": {"context", "language", "checkpoint", "objective"}.isdisjoint(taken),
+    }
+    bases = (FunctionMeasure, *seeded)
+    return dataclasses.make_dataclass(
+        function.__name__, fields, bases=bases, namespace=namespace, frozen=True, kw_only=True
+    )
+
+
 def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measure:
     """Return the measure called `name`.
 
@@ -117,12 +284,12 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
     pattern, parts = MEASURES.match(name)
     if not parts and name_fields(pattern):
         raise IsolossError(f"{pattern} is a pattern: replace {' and '.join(_placeholders(pattern))}{_example(pattern)}")
-    cls = MEASURES.load(pattern)
+    cls: Any = measure_class(pattern)
     fields = _fields(cls)
     settings = dict(settings or {})
     # settings of other measures are left out below: a command gives all of its measures the same ones
     if unknown := [key for key in settings if key not in fields]:
-        known = frozenset[str]().union(*map(_fields, MEASURES.loaded().values()))
+        known = frozenset[str]().union(*map(_fields, MEASURES.loaded(measure_class).values()))
         if wrong := next((key for key in unknown if key not in known), None):
             names = ", ".join(sorted(fields - name_fields(pattern))) or "none"
             hint = did_you_mean(wrong, known) or f"; those of {name} are {names}"
@@ -141,7 +308,7 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
 
 
 @functools.cache
-def _fields(measure: type[Measure]) -> frozenset[str]:
+def _fields(measure: Any) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(measure))
 
 
@@ -183,18 +350,6 @@ def digest(*tensors: torch.Tensor, more: object = None) -> str:
     for tensor in tensors:
         sha256.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
         sha256.update(tensor.cpu().contiguous().numpy().tobytes())
-    return sha256.hexdigest()
-
-
-def weights_digest(model: torch.nn.Module) -> str:
-    """Return the SHA-256 of a model's parameters and buffers, by name."""
-    import torch
-
-    sha256 = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        # as bytes, because numpy has no bfloat16
-        sha256.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return sha256.hexdigest()
 
 

@@ -6,12 +6,10 @@ Shapes: n contexts of T brackets, m neurons, k the width of queries and keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from isoloss.config import setting
-from isoloss.lab.evaluation.measures.base import Measure, MeasureResult, SeededMeasure, digest
+from isoloss.lab.evaluation.measures.base import FunctionMeasure, MeasureResult, digest, requires
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,9 +23,12 @@ if TYPE_CHECKING:
 TASKS = ("g", "abs-g", "zero", "parity")
 SHOTS = (4, 8, 16, 32, 64)
 _UNIT = "nats per predicted token"
+Draws = Annotated[
+    int, setting(minimum=2), "Draws of the strings that a regression is fitted on; the same for all models."
+]
 
 
-def _why_not(context: MeasureContext) -> str | None:
+def _why_not(measure: FunctionMeasure, context: MeasureContext) -> str | None:
     from isoloss.lab.languages.hidden_bracket import HiddenBracket
 
     if isinstance(context.language, HiddenBracket):
@@ -35,8 +36,8 @@ def _why_not(context: MeasureContext) -> str | None:
     return "it is of the language hidden-bracket (isoloss ls languages)"
 
 
-@dataclass(frozen=True, kw_only=True)
-class BracketParts(Measure):
+@requires(_why_not)
+def bracket_parts(model: Any, *, language: Any) -> dict[str, Estimate]:
     r"""Trace and minimal trace of bracket-attention by part, cancellation, distance to the bound of Theorem 5.1: exact.
 
     Everything is an average over all 2 T C(T, T/2) contexts. With p = sigmoid(f) the trace is `E p (1 - p) |grad f|^2`,
@@ -45,40 +46,31 @@ class BracketParts(Measure):
     become B s^2 + A / s^2, whose minimum is 2 sqrt(A B). `cancellation` is `E sum_i |u_i relu(V_i h)|` over E|f|, 1
     where no two active neurons disagree (the paper's equation 4). `bound-ratio` is the trace over `E p (1 - p) 2 |f| /
     sqrt(T)`, which the proof of Theorem 5.1 shows to be at most the trace.
+
+    Raises:
+        IsolossError: The model is no bracket-attention, or its f is 0 in every context.
     """
+    from isoloss.errors import IsolossError
+    from isoloss.statistics.estimate import Estimate
 
-    def why_not_applicable(self, context: MeasureContext) -> str | None:
-        """Return that the language is another one."""
-        return _why_not(context)
-
-    def run(self, model: Any, context: MeasureContext) -> Mapping[str, Estimate]:
-        """Return the trace, the minimal trace, their parts, `cancellation` and `bound-ratio`.
-
-        Raises:
-            IsolossError: The model is no bracket-attention, or its f is 0 in every context.
-        """
-        from isoloss.errors import IsolossError
-        from isoloss.statistics.estimate import Estimate
-
-        if model.config.model_type != "isoloss-bracket-attention":
-            raise IsolossError(f"bracket-parts is of the model bracket-attention, not of a {type(model).__name__}")
-        contexts = context.language.contexts()
-        values = parts(model, contexts)
-        return {
-            name: Estimate(
-                value=value,
-                stderr=0.0,
-                samples=0,
-                unit=_UNIT if name.endswith("trace") else "times",
-                num_predictions=len(contexts),
-                method="closed form, all contexts",
-            )
-            for name, value in values.items()
-        }
+    if model.config.model_type != "isoloss-bracket-attention":
+        raise IsolossError(f"bracket-parts is of the model bracket-attention, not of a {type(model).__name__}")
+    contexts = language.contexts()
+    return {
+        name: Estimate(
+            value=value,
+            stderr=0.0,
+            samples=0,
+            unit=_UNIT if name.endswith("trace") else "times",
+            num_predictions=len(contexts),
+            method="closed form, all contexts",
+        )
+        for name, value in parts(model, contexts).items()
+    }
 
 
 def parts(model: Any, contexts: torch.Tensor) -> dict[str, float]:
-    """Return what `BracketParts` finds on contexts (n, T + 1), by name, in float64; a model of zeros is refused."""
+    """Return what `bracket_parts` finds on contexts (n, T + 1), by name, in float64; a model of zeros is refused."""
     import torch
 
     from isoloss.errors import IsolossError
@@ -112,50 +104,37 @@ def parts(model: Any, contexts: torch.Tensor) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class BracketProbes(SeededMeasure):
+@requires(_why_not)
+def bracket_probes(model: Any, *, language: Any, bracket_draws: Draws = 16, seed: int = 0) -> MeasureResult:
     r"""R^2 of ridge regressions on the last token's state, from few strings of brackets of which none is hidden.
 
     The tasks are functions of g, the number of `>` minus the number of `<`: g itself, its absolute value, whether it is
     0, and the parity of the number of `>`. A model that has g has them all, so that the Bayes-optimal R^2 is 1. Of all
     2^T strings 4, 8, 16, 32 or 64 are drawn without replacement to fit on, wherever others are left, which are
-    predicted.
+    predicted. `r2-TASK-NUMBER` is the mean over draws.
     """
+    from isoloss.transfer.features import extract
 
-    bracket_draws: int = setting(16, minimum=2)
-    """Draws of the strings that a regression is fitted on; the same for all models."""
-
-    def why_not_applicable(self, context: MeasureContext) -> str | None:
-        """Return that the language is another one."""
-        return _why_not(context)
-
-    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
-        """Return `r2-TASK-NUMBER`, the mean over draws, with its standard error over draws."""
-        from isoloss.transfer.features import extract
-
-        language: HiddenBracket = context.language
-        return self._found(language, extract(model, language.strings(), pooling="last").cpu().double().numpy())
-
-    def _found(self, language: HiddenBracket, features: NDArray[np.float64], prefix: str = "") -> MeasureResult:
-        strings = language.strings()
-        found = {}
-        for shots in SHOTS:
-            if shots < len(features):
-                scores = scores_of(features, targets(language), shots, draws=self.bracket_draws, seed=self.seed)
-                for task, column in zip(TASKS, scores.T, strict=True):
-                    name = f"{prefix}r2-{task}-{shots}"
-                    found[name] = _over_draws(column, num_predictions=len(features) - shots)
-        return MeasureResult(estimates=found, inputs=digest(strings.tokens, more=[self.seed, self.bracket_draws]))
+    features = extract(model, language.strings(), pooling="last").cpu().double().numpy()
+    return _fitted(language, features, "r2", bracket_draws, seed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BracketTokens(BracketProbes):
+@requires(_why_not)
+def bracket_tokens(model: Any, *, language: Any, bracket_draws: Draws = 16, seed: int = 0) -> MeasureResult:
     """R^2 of the same regressions on the tokens themselves, 1 for `<` and -1 for `>`: what no model is needed for."""
+    return _fitted(language, language.signs().numpy(), "tokens-r2", bracket_draws, seed)
 
-    def run(self, model: Any, context: MeasureContext) -> MeasureResult:
-        """Return `tokens-r2-TASK-NUMBER`; see `BracketProbes.run`."""
-        language: HiddenBracket = context.language
-        return self._found(language, language.signs().numpy(), prefix="tokens-")
+
+def _fitted(
+    language: HiddenBracket, features: NDArray[np.float64], prefix: str, draws: int, seed: int
+) -> MeasureResult:
+    found = {}
+    for shots in SHOTS:
+        if shots < len(features):
+            scores = scores_of(features, targets(language), shots, draws=draws, seed=seed)
+            for task, column in zip(TASKS, scores.T, strict=True):
+                found[f"{prefix}-{task}-{shots}"] = _over_draws(column, num_predictions=len(features) - shots)
+    return MeasureResult(estimates=found, inputs=digest(language.strings().tokens, more=[seed, draws]))
 
 
 def targets(language: HiddenBracket) -> NDArray[np.float64]:

@@ -1,102 +1,34 @@
 """The pilot of the study same-loss: slopes of transfer on the loss, and how much the primary difference varies.
 
-It runs on grammars of its own. Its results are in pilot.toml; the study's claims rest on them.
+It runs on grammars of its own. Its results are in same_loss_pilot.toml; the study's claims rest on them.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from isoloss import config
-from isoloss.paper.same_loss.design import (
-    CONTRASTS,
-    GROUPS,
-    UNTOUCHED,
-    Arms,
-    OverGrammars,
-    Replicate,
-    StudySize,
-    grammars_of,
-)
-from isoloss.paper.same_loss.design import SCALES as STUDY_SIZES
+from isoloss.paper.design import PER_NAT, OverGrammars, Unit, clusters_of, pairs_of, units_with
+from isoloss.paper.same_loss import CONTRASTS, GROUPS, UNTOUCHED, SameLoss
+from isoloss.paper.same_loss import SCALES as STUDY_SCALES
+from isoloss.paper.tables import changes
 from isoloss.statistics.clusters import slope_within
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import pairs_for_equivalence, pairs_for_power, sd_upper_bound
-from isoloss.studies.results import RESCALED, Pair, Results, change, difference
+from isoloss.studies.results import RESCALED, Results, difference
 from isoloss.studies.spec import Experiment, Study
 from isoloss.studies.summary import SummaryTable
 
-PATH = Path(__file__).with_name("pilot.toml")
-UNIT = "percentage points per nat"
 PRIMARY = CONTRASTS["label noise"]  # what the primary claim compares
 EFFECT = 0.5  # percentage points: the smallest effect of interest
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slope:
-    """The slope of one accuracy on the KL, within grammars, for models of one size.
-
-    Attributes:
-        size: Size of the models.
-        measure: The measure of the accuracy.
-        value: In percentage points per nat.
-        stderr: Standard error over grammars.
-        grammars: Number of grammars.
-    """
-
-    size: str
-    measure: str
-    value: float
-    stderr: float
-    grammars: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pilot:
-    slopes: tuple[Slope, ...]
-
-
-@functools.cache
-def read(path: Path = PATH) -> tuple[Slope, ...]:
-    """Return the slopes that a pilot found."""
-    return config.read_toml(_Pilot, path).slopes
-
-
-def slopes(*sizes: str, path: Path = PATH) -> dict[str, Estimate]:
-    """Return the slope of each accuracy on the KL, by its measure: the mean of the sizes' slopes.
-
-    Its error includes half the range of the sizes' slopes: which of them holds between two sizes is not known.
-    """
-    by_measure: dict[str, list[Slope]] = {}
-    for slope in read(path):
-        if slope.size in sizes:
-            by_measure.setdefault(slope.measure, []).append(slope)
-    return {measure: _mean_slope(some) for measure, some in by_measure.items() if len(some) == len(sizes)}
-
-
-def _mean_slope(some: list[Slope]) -> Estimate:
-    grammars, values = min(slope.grammars for slope in some), [slope.value for slope in some]
-    return Estimate(
-        value=sum(values) / len(some),
-        stderr=math.hypot(math.hypot(*(slope.stderr for slope in some)) / len(some), (max(values) - min(values)) / 2),
-        samples=grammars,
-        unit=UNIT,
-        num_predictions=grammars,
-        method="slope on the KL in the pilot",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PilotSize(OverGrammars):
+class Pilot(OverGrammars):
     """How large the pilot is; the study has none of its grammars."""
 
-    description: str  # what it is for and how long it takes
-    like: StudySize  # the study's scale, for its settings
+    like: SameLoss  # the study's scale, for its settings
     lengths: tuple[int, ...]  # steps of AdamW before the cooldown: they spread the loss
 
     @property
@@ -105,28 +37,23 @@ class PilotSize(OverGrammars):
         like = self.like
         return (*like.probes.values(), *like.few_shot_probes.values(), *like.projected_probes.values())
 
-    @functools.cached_property
-    def experiments(self) -> dict[str, Experiment]:
-        """Every size at every length of training, and from the study's base the arms that are compared."""
-        runs = {}
-        for block, unit in enumerate(self.units):
-            arms = Arms(self.like, unit)
-            for size in self.like.sizes:
-                for steps in self.lengths:
-                    config = arms.from_scratch(size, steps=steps)
-                    measured = arms.measurement(["loss", *RESCALED, *self.accuracies], steps=(config.steps,))
-                    runs[unit.run(f"{size}-{steps}")] = Experiment(
-                        config=config, measurements=(measured,), group=GROUPS[UNTOUCHED], block=block
-                    )
-            # from before its cooldown: there the main run is what the base is in the study
-            start = unit.run(self.main)
-            sgd = {arm: arms.sgd_stage(labels) for arm, labels in zip(PRIMARY, ("exact", "sampled"), strict=True)}
-            for arm, stage in (sgd | arms.more_stages()).items():
-                config = arms.continued(f"../{start}/checkpoints/step-{self.like.steps}", stage)
-                measured = arms.measurement(["loss", *RESCALED, *self.like.probes.values()], steps=(config.steps,))
-                runs[unit.run(arm)] = Experiment(
-                    config=config, measurements=(measured,), after=(start,), group=GROUPS[arm], block=block
-                )
+    def arms(self, unit: Unit) -> dict[str, Experiment]:
+        """Return every size at every length of training, and from the study's base the arms that are compared."""
+        like, runs = self.like, {}
+        for size in like.sizes:
+            for steps in self.lengths:
+                config = like.from_scratch(unit, size, steps=steps)
+                measured = like.measured(unit, ["loss", *RESCALED, *self.accuracies], config.steps)
+                runs[f"{size}-{steps}"] = Experiment(config=config, measurements=(measured,), group=GROUPS[UNTOUCHED])
+        # from before its cooldown: there the main run is what the base is in the study
+        start = f"{self.main}/checkpoints/step-{like.steps}"
+        sgd = {arm: like.sgd_stage(labels) for arm, labels in zip(PRIMARY, ("exact", "sampled"), strict=True)}
+        for arm, stage in (sgd | like.more_stages()).items():
+            config = like.continued(unit, start, stage)
+            measured = like.measured(unit, ["loss", *RESCALED, *like.probes.values()], config.steps)
+            runs[arm] = Experiment(
+                config=config, measurements=(measured,), after=(unit.run(self.main),), group=GROUPS[arm]
+            )
         return runs
 
     @property
@@ -135,16 +62,18 @@ class PilotSize(OverGrammars):
         return f"{self.like.main_size}-{self.like.steps}"
 
 
-SCALES: Mapping[str, PilotSize] = {
-    "laptop": PilotSize(
+SCALES: Mapping[str, Pilot] = {
+    "laptop": Pilot(
         description="twelve minutes on two cores",
-        like=STUDY_SIZES["laptop"],
+        like=STUDY_SCALES["laptop"],
+        language=STUDY_SCALES["laptop"].language,
         grammars=tuple(range(500, 506)),
         lengths=(300, 1_000, 3_000),
     ),
-    "smoke": PilotSize(
+    "smoke": Pilot(
         description="a minute on two cores: every part runs, no number means anything",
-        like=STUDY_SIZES["smoke"],
+        like=STUDY_SCALES["smoke"],
+        language=STUDY_SCALES["smoke"].language,
         grammars=(500, 501),
         lengths=(30, 60),
     ),
@@ -153,16 +82,16 @@ SCALES: Mapping[str, PilotSize] = {
 
 def tables(results: Results) -> Sequence[SummaryTable]:
     """Return tables of the slopes, of the difference that the primary claim is about, and of adversary and helper."""
-    scale: PilotSize = results.scale
-    units = [unit for unit in scale.units if unit.run(PRIMARY[1]) in results.experiments]
+    scale: Pilot = results.scale
+    units = units_with(results, PRIMARY[1])
     rows = []
     for size in scale.like.sizes:
         ends = [(unit, results.at(unit.run(f"{size}-{steps}"))) for unit in units for steps in scale.lengths]
-        clusters = grammars_of([unit for unit, _ in ends])
+        clusters = clusters_of(unit for unit, _ in ends)
         losses = [one["kl"].value for _, one in ends]
         for measure in scale.accuracies:
             values = [100 * one[measure].value for _, one in ends]
-            rows.append(((size, measure), {"slope": slope_within(values, losses, clusters, unit=UNIT)}))
+            rows.append(((size, measure), {"slope": slope_within(values, losses, clusters, unit=PER_NAT)}))
     slopes = SummaryTable(
         "slopes",
         "slopes of transfer on the KL, mean ± standard error over grammars",
@@ -170,14 +99,13 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         rows,
         f"Within grammars, over models with {', '.join(map(str, scale.lengths))} steps before the cooldown.",
     )
-    clusters = grammars_of(units)
     keys = ("kl", *scale.like.probes.values())
     slope = next(one["slope"] for label, one in rows if label == (scale.like.main_size, keys[1]))
     differences = SummaryTable(
         "primary",
         f"{GROUPS[PRIMARY[1]]} minus {GROUPS[PRIMARY[0]]}, mean ± standard error over grammars",
         ("grammars",),
-        [((len(units),), {key: change(pairs(results, units, PRIMARY), key, clusters=clusters) for key in keys})],
+        [((len(units),), changes(pairs_of(results, units, *PRIMARY), units, keys))],
         power_in_words(results, units, slope),
     )
     matched = [CONTRASTS[name] for name in ("adversary", "helper")]
@@ -188,7 +116,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         [
             (
                 (GROUPS[arms[1]], GROUPS[arms[0]], len(units)),
-                {key: change(pairs(results, units, arms), key, clusters=clusters) for key in keys},
+                changes(pairs_of(results, units, *arms), units, keys),
             )
             for arms in matched
         ],
@@ -198,20 +126,14 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     return slopes, differences, controls
 
 
-def pairs(results: Results, units: Sequence[Replicate], arms: tuple[str, str]) -> list[Pair]:
-    """Return the last checkpoints of a control and an arm, by grammar."""
-    control, treated = arms
-    return [(results.at(unit.run(control)), results.at(unit.run(treated))) for unit in units]
-
-
-def power_in_words(results: Results, units: Sequence[Replicate], slope: Estimate) -> str:
+def power_in_words(results: Results, units: Sequence[Unit], slope: Estimate) -> str:
     """Return as text the grammars needed for the smallest effect of interest, and the equivalence margin of the loss.
 
     The margin is a fifth of that effect divided by the slope of the primary accuracy on the KL. It takes the steeper
     end of the slope's 95 % interval, as the slope is uncertain.
     """
-    scale: PilotSize = results.scale
-    both, task = pairs(results, units, PRIMARY), scale.like.tasks[0]
+    scale: Pilot = results.scale
+    both, task = pairs_of(results, units, *PRIMARY), scale.like.tasks[0]
     moves, losses = ([difference(b[key], a[key]).value for a, b in both] for key in (f"probe-{task}", "kl"))
     sd = statistics.stdev(moves)
     # planned with the pilot's own spread, the power would fall short in about half of all cases (Browne, 1995)

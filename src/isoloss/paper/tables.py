@@ -1,0 +1,79 @@
+"""What the tables, figures and cards of the paper's studies share: means over clusters, differences and factors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from isoloss.paper.design import Unit, clusters_of
+from isoloss.report.html import Card
+from isoloss.report.intervals import Interval
+from isoloss.statistics.clusters import cluster_mean
+from isoloss.statistics.estimate import Estimate
+from isoloss.studies.answer import ANSWERS, card_of, title_of
+from isoloss.studies.claims import ClaimResult, Verdict
+from isoloss.studies.results import RESCALED, Checkpoint, Pair, change
+
+TRACES = tuple(RESCALED)  # the trace and the minimal trace
+OVER = "mean ± standard error over grammars"
+
+
+def several(units: Sequence[Unit]) -> bool:
+    """Return whether an error over the units' languages can be given."""
+    return len(set(clusters_of(units))) > 1
+
+
+def means(ends: Sequence[Checkpoint], units: Sequence[Unit], keys: Iterable[str]) -> dict[str, Estimate]:
+    """Return the mean of each estimate of the units' checkpoints, with errors over clusters."""
+    clusters = clusters_of(units)
+    return {key: cluster_mean([end[key].value for end in ends], clusters, unit=ends[0][key].unit) for key in keys}
+
+
+def changes(
+    pairs: Sequence[Pair], units: Sequence[Unit], keys: Iterable[str], *, as_factors: Iterable[str] = TRACES
+) -> dict[str, Estimate]:
+    """Return the mean difference over pairs, second minus first, by key; of some keys the mean factor."""
+    clusters, geometric = clusters_of(units), set(as_factors)
+    return {
+        key: factor(pairs, key, clusters) if key in geometric else change(pairs, key, clusters=clusters) for key in keys
+    }
+
+
+def factor(pairs: Sequence[Pair], key: str, clusters: Sequence[str]) -> Estimate:
+    """Return the geometric mean of second over first; its error is the mean logarithm's, times the value."""
+    logs = [math.log(second[key].value / first[key].value) for first, second in pairs]
+    mean = cluster_mean(logs, clusters, unit="times")
+    value = math.exp(mean.value)
+    return dataclasses.replace(mean, value=value, stderr=value * mean.stderr, influence=None)
+
+
+def factor_ends(estimate: Estimate) -> tuple[float, float]:
+    """Return the 95 % interval of a geometric mean, which is symmetric in its logarithm."""
+    low, high = estimate.ci95
+    # `factor` gives the logarithm's error times the value: divided by it, the half width is the logarithm's again
+    reach = (high - low) / 2 / estimate.value
+    return estimate.value * math.exp(-reach), estimate.value * math.exp(reach)
+
+
+def interval(row: str, series: str, estimate: Estimate) -> Interval:
+    """Return a mean or, in times, a factor with its 95 % interval, as a figure takes it."""
+    low, high = factor_ends(estimate) if estimate.unit == "times" else estimate.ci95
+    return Interval(row=row, series=series, value=estimate.value, low=low, high=high, text=str(estimate))
+
+
+def flatter_card(label: str, result: ClaimResult, pairs: Sequence[Pair], units: Sequence[Unit]) -> Card:
+    """Return the card of a claim about both traces, with the factors that they differ by."""
+    card, clusters = card_of(label, result), clusters_of(units)
+    verdicts = {one.verdict for one in result.answers}
+    if len(verdicts) > 1 or Verdict.NOT_TESTED in verdicts:
+        return card
+    factors: Mapping[str, Estimate] = changes(pairs, units, TRACES)
+    ends = {key: factor_ends(each) for key, each in factors.items()}
+    trace, minimal = (f"{each.value:.2f} times the {title_of(key)}" for key, each in factors.items())
+    intervals = ", ".join(f"{title_of(key)} {low:.2f} to {high:.2f}" for key, (low, high) in ends.items())
+    return dataclasses.replace(
+        card,
+        value=f"{ANSWERS[verdicts.pop()]}: {trace}, {minimal}",
+        detail=f"95 % intervals: {intervals}, over {len(set(clusters))} grammars",
+    )
