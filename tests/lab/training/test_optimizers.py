@@ -68,7 +68,7 @@ def test_all_steps_after_the_warm_up_may_decay_by_the_square_root():
 def test_settings_that_contradict_each_other_are_refused():
     with pytest.raises(IsolossError, match=r"momentum is 0\.9, but the optimizer is adamw: it needs sgd or muon"):
         configs.check(OptimizerConfig(momentum=0.9))
-    with pytest.raises(IsolossError, match="no optimizer 'lamb'; the optimizers are adamw, sgd, muon, soap, "):
+    with pytest.raises(IsolossError, match="no optimizer 'lamb'; the optimizers are adamw, sgd, muon, lawa, soap, "):
         configs.check(OptimizerConfig(name="lamb"))
     with pytest.raises(IsolossError, match="warmup_steps is 11, more than the 10 steps, which leaves none"):
         OptimizerConfig(schedule="linear", warmup_steps=11).check_steps(10)
