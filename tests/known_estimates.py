@@ -9,7 +9,7 @@ from safetensors.numpy import save as saved
 from isoloss import files
 from isoloss.runs import Evaluation
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.results import Measured, run_of
+from isoloss.studies.results import CheckpointEstimate, run_of
 
 CLUSTERS, EXAMPLES, PROBES = 1024, 4000, 2
 SETTINGS = {"seed": 0}
@@ -37,7 +37,9 @@ def measured(value, stderr=0.001, *, influence=None):
     if influence is None:
         wave = np.cos(2 * np.pi * (next(_numbers) % (CLUSTERS // 2 - 1) + 1) * np.arange(CLUSTERS) / CLUSTERS)
         influence = wave * stderr * np.sqrt(2 * (CLUSTERS - 1))
-    return Measured.of(estimate(value, stderr), **ON, examples={"influence": np.asarray(influence, np.float32)})
+    return CheckpointEstimate.of(
+        estimate(value, stderr), **ON, examples={"influence": np.asarray(influence, np.float32)}
+    )
 
 
 def accuracy(share, *, stderr=0.005):
@@ -47,14 +49,14 @@ def accuracy(share, *, stderr=0.005):
     labels = np.arange(EXAMPLES) % 2
     predictions = np.tile(np.where(correct, labels, 1 - labels), (PROBES, 1))
     examples = {"predictions": predictions.astype(np.uint8), "labels": labels.astype(np.uint8)}
-    return Measured.of(estimate(share, stderr, "accuracy"), **ON, examples=examples)
+    return CheckpointEstimate.of(estimate(share, stderr, "accuracy"), **ON, examples=examples)
 
 
 def checkpoint(tasks, kl=0.04, trace=40.0, accuracies=(), minimum=10.0):
     """The estimates of a checkpoint: every task at 50 % unless `accuracies` are given."""
     accuracies = accuracies or (0.5,) * len(tasks)
     return {
-        "entropy": Measured.of(estimate(2.0), **ON, examples={}),
+        "entropy": CheckpointEstimate.of(estimate(2.0), **ON, examples={}),
         "kl": measured(kl, 0.0005),
         "loss": measured(2.0 + kl),
         "trace": measured(trace, 1.0),

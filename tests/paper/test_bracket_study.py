@@ -13,7 +13,7 @@ from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Verdict, judge_claims
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
-from isoloss.studies.results import Measured, Results
+from isoloss.studies.results import CheckpointEstimate, Results
 
 LAPTOP = SCALES["laptop"]
 FEW = dataclasses.replace(LAPTOP, seeds=LAPTOP.seeds[:5])
@@ -50,7 +50,7 @@ def known_results(folder, scale=FEW, changes=None):
                 for measure in part.measures:
                     for key in keys_of(measure, length):
                         value = (5e-6 if key == "kl" else 0.5) * (1 + 0.01 * math.sin(7 * number + len(key)))
-                        at[key] = Measured.of(
+                        at[key] = CheckpointEstimate.of(
                             Estimate(
                                 value=value + (changes or {}).get((arm, key), 0.0),
                                 stderr=0.0,

@@ -22,7 +22,7 @@ from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Answer, ClaimResult, Verdict, judge_claims
 from isoloss.studies.claims import answer as studies_answer
 from isoloss.studies.page import _beside_the_paper
-from isoloss.studies.results import Measured, Results, change, difference
+from isoloss.studies.results import CheckpointEstimate, Results, change, difference
 
 
 def measured(value, influence=(), unit="nats per predicted token"):
@@ -32,7 +32,7 @@ def measured(value, influence=(), unit="nats per predicted token"):
     stderr = math.sqrt(float(np.square(influence).sum()) / (n * (n - 1))) if n else 0.0
     about = {"unit": unit, "num_predictions": max(n, 1), "method": "known"}
     estimate = Estimate(value=value, stderr=stderr, samples=n, **about)
-    return Measured.of(estimate, inputs="same", settings={}, examples={"influence": influence} if n else {})
+    return CheckpointEstimate.of(estimate, inputs="same", settings={}, examples={"influence": influence} if n else {})
 
 
 def checkpoint(kl, trace, influence):
@@ -83,7 +83,7 @@ def test_accuracies_on_sampled_examples_are_interpolated_by_example():
         examples = {"predictions": np.array(predictions), "labels": labels}
         accuracy = (examples["predictions"] == labels).mean()
         about = {"unit": "accuracy", "num_predictions": 4, "method": "known", "samples": 4, "stderr": 0.1}
-        one = Measured.of(Estimate(value=accuracy, **about), inputs="same", settings={}, examples=examples)
+        one = CheckpointEstimate.of(Estimate(value=accuracy, **about), inputs="same", settings={}, examples=examples)
         return {"loss": measured(kl), "probe": one}
 
     first = model(4.0, [[0, 1, 0, 1], [0, 1, 1, 1]])  # correct: 1, 1, 1/2, 0

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 import known_estimates as known
-from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.paper import same_loss as page
 from isoloss.paper.design import pilot_slopes, read_pilot
@@ -22,7 +21,7 @@ from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Verdict, claims_sha256, judge_claims
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import check
-from isoloss.studies.results import Measured, Results, run_of
+from isoloss.studies.results import CheckpointEstimate, Results, run_of
 
 SCALE = SCALES["laptop"]
 FIRST = SCALE.units[0].prefix
@@ -79,7 +78,7 @@ def estimates(measure, settings, arm, grammar, changes):
     }.get(measure, (measure,))
     own = {} if measure == "rescaling-control" else settings_of(measure, settings)
     return {
-        name: Measured.of(
+        name: CheckpointEstimate.of(
             Estimate(
                 value=value(name, arm, grammar, changes),
                 stderr=0.0,
@@ -370,17 +369,6 @@ def test_tables_of_differences(tmp_path):
 def exactly(one, value):
     """The same with another value."""
     return dataclasses.replace(one, value=value)
-
-
-def test_a_folder_of_another_plan_is_refused_and_left_alone(tmp_path):
-    StudyFolder(STUDY, tmp_path, "smoke").prepare()
-    StudyFolder(STUDY, tmp_path, "smoke").prepare()
-    before = (tmp_path / "study.json").read_bytes()
-    with pytest.raises(IsolossError, match="another plan"):
-        StudyFolder(STUDY, tmp_path, "laptop").prepare()
-    with pytest.raises(IsolossError, match="another plan"):
-        StudyFolder(STUDY, tmp_path, "smoke", seed_offset=1).prepare()
-    assert (tmp_path / "study.json").read_bytes() == before
 
 
 def test_the_page_has_every_part_and_is_the_same_every_time(tmp_path, quick_figures):

@@ -8,14 +8,14 @@ import numpy as np
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.significance import equivalence
 from isoloss.studies.claims import Answer, Claim, ClaimResult, Contrast, Verdict, in_sequence, judge_claims, p_value
-from isoloss.studies.results import Measured
+from isoloss.studies.results import CheckpointEstimate
 from known_estimates import ON, estimate
 
 INFLUENCE = {"influence": np.zeros(2, np.float32)}  # measured without error: pairs alone differ
 
 
 def measured(value):
-    return Measured.of(estimate(float(value), 0.0), **ON, examples=INFLUENCE)
+    return CheckpointEstimate.of(estimate(float(value), 0.0), **ON, examples=INFLUENCE)
 
 
 BEFORE = dict.fromkeys(["kl", *(f"m{i}" for i in range(20))], measured(0.0))

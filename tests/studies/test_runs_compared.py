@@ -14,7 +14,7 @@ from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.statistics.estimate import rounded
 from isoloss.statistics.significance import equivalence
 from isoloss.studies.answer import Comparison, setup
-from isoloss.studies.results import Measured, Results, change
+from isoloss.studies.results import CheckpointEstimate, Results, change
 from isoloss.studies.spec import Experiment, Measurement, Scale
 from known_estimates import ON, estimate
 
@@ -45,7 +45,7 @@ def results(groups, seeds=(1, 2, 3, 4)):
 def known(key, value, shift):
     unit = "accuracy" if key.startswith("probe") else "nats per predicted token"
     value = value * (1 + (shift - 1) / 100 if key in ("loss", "probe-root") else shift)
-    return Measured.of(
+    return CheckpointEstimate.of(
         dataclasses.replace(estimate(value, 0.0), unit=unit), **ON, examples={"influence": np.zeros(2, np.float32)}
     )
 
@@ -145,7 +145,7 @@ def external(traces, seed_of=lambda seed: seed):
             config = ExternalCheckpoint(checkpoint=name, data="text.txt", seed=seed_of(seed))
             experiments[name] = Experiment(config=config, measurements=(MEASURED,), group=group)
             influence = (sentences[0] + (number + step) * sentences[1]).astype(np.float32)
-            one = Measured.of(estimate(value, 1.0), **ON, examples={"influence": influence})
+            one = CheckpointEstimate.of(estimate(value, 1.0), **ON, examples={"influence": influence})
             checkpoints[name, 0] = {"trace": one}
     return Comparison(Known(Scale(description="", experiments=experiments), checkpoints, Path()))
 

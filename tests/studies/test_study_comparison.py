@@ -10,7 +10,7 @@ import known_estimates as known
 from isoloss.errors import IsolossError
 from isoloss.studies.claims import Claim, Contrast, Verdict, same_loss
 from isoloss.studies.claims import answer as answers
-from isoloss.studies.results import Measured, change, difference, over_seeds
+from isoloss.studies.results import CheckpointEstimate, change, difference, over_seeds
 
 FLATTER = Claim(id="flatter", statement="Flatter.", direction="decrease", of=print, measures="trace")
 BETTER = Claim(id="better", statement="Better.", direction="increase", of=print, measures="transfer")
@@ -76,7 +76,7 @@ def test_differences_of_accuracies_are_in_points_and_paired_over_the_examples():
     more = nested.examples["predictions"].copy()
     more[:, :200] = nested.examples["labels"][:200]  # right wherever the other is, and on some more
     gained = (nested.examples["predictions"][0, :200] != nested.examples["labels"][:200]).mean() / 20
-    better = Measured.of(
+    better = CheckpointEstimate.of(
         known.estimate(0.5 + gained, 0.005, "accuracy"),
         **known.ON,
         examples={**nested.examples, "predictions": more},
@@ -92,8 +92,8 @@ def test_differences_of_accuracies_are_in_points_and_paired_over_the_examples():
 
 def test_what_was_measured_on_other_sentences_is_not_paired():
     a, b = known.measured(1.0), known.measured(2.0)
-    elsewhere = Measured.of(b, inputs="other sentences", settings=known.SETTINGS, examples=b.examples)
-    without = Measured.of(b, **known.ON, examples={})
+    elsewhere = CheckpointEstimate.of(b, inputs="other sentences", settings=known.SETTINGS, examples=b.examples)
+    without = CheckpointEstimate.of(b, **known.ON, examples={})
     for other in (elsewhere, without, known.accuracy(0.5)):
         with pytest.raises(IsolossError, match="not made on the same examples"):
             difference(other, a)

@@ -63,12 +63,12 @@ def expand_checkpoints(names: Iterable[str], say: Callable[[str], None] = lambda
         elif not glob.has_magic(name):
             found.append(name)
         elif may_be_hub_name(on_hub):
-            found += _told(name, _revisions(on_hub, revisions), say)
+            found += _announced(name, _revisions(on_hub, revisions), say)
         else:
             matching = sorted((Path(path) for path in glob.glob(str(folder)) if os.path.isdir(path)), key=_by_numbers)
             if not matching:
                 raise IsolossError(f"no folder matches {name!r}")
-            found += _told(name, _whole(matching, say), say)
+            found += _announced(name, _whole(matching, say), say)
     return found
 
 
@@ -81,7 +81,7 @@ def _in_folder(folder: Path, say: Callable[[str], None]) -> list[str]:
         pattern = folder / re.sub(r"\d+", "*", series[0].name)
         say(f"{folder}: the model that it holds itself; '{pattern}' names the checkpoints in it ({len(series)})")
         return []
-    return _told(str(folder), _whole(series, say), say)
+    return _announced(str(folder), _whole(series, say), say)
 
 
 def _whole(folders: list[Path], say: Callable[[str], None]) -> list[str]:
@@ -122,7 +122,7 @@ def _revisions(name: str, pattern: str) -> list[str]:
     return [f"{name}@{revision}" for revision in matching]
 
 
-def _told(name: str, checkpoints: list[str], say: Callable[[str], None]) -> list[str]:
+def _announced(name: str, checkpoints: list[str], say: Callable[[str], None]) -> list[str]:
     ends = dict.fromkeys([checkpoints[0], checkpoints[-1]])
     say(f"{name}: {len(checkpoints)} checkpoint{'s' * (len(checkpoints) > 1)}, {' to '.join(ends)}")
     return checkpoints
@@ -171,15 +171,12 @@ def split_module(module: str) -> tuple[Path, str]:
 def check_weights_file(path: Path) -> None:
     """Refuse what is no file of a module's weights."""
     if not path.is_file():
-        instead = f"; its files are {', '.join(weights)}" if (weights := _weights_in(path)) else files.nearest(path)
+        weights = sorted(str(file) for file in path.glob("*") if file.suffix in WEIGHTS_FILES)
+        instead = f"; its files are {', '.join(weights)}" if weights else files.nearest(path)
         raise IsolossError(f"{path} is not a file: with --module, a checkpoint is a file of weights{instead}")
     if path.suffix not in WEIGHTS_FILES:
         raise IsolossError(f"{path} is no file of weights: its name must end in {', '.join(WEIGHTS_FILES)}")
     check_content(path)
-
-
-def _weights_in(folder: Path) -> list[str]:
-    return sorted(str(path) for path in folder.glob("*") if path.suffix in WEIGHTS_FILES)
 
 
 def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = None) -> bool:

@@ -46,7 +46,7 @@ from isoloss.statistics.estimate import Estimate
 from isoloss.studies.answer import card_of
 from isoloss.studies.claims import Claim, ClaimResult, Contrast
 from isoloss.studies.page import PageParts
-from isoloss.studies.results import RESCALED, Checkpoint, Measured, Pair, Results
+from isoloss.studies.results import RESCALED, Checkpoint, CheckpointEstimate, Pair, Results
 from isoloss.studies.spec import Experiment, Measurement, Study
 from isoloss.studies.summary import SummaryTable
 
@@ -719,7 +719,9 @@ def _baselines(results: Results) -> SummaryTable:
     starts = [results.at(unit.run(BASE), 0) for unit in units]
     models = ends_of(results, units, UNTOUCHED)
 
-    def row(title: str, estimates: Mapping[str, Sequence[Measured | float]]) -> tuple[tuple[str], dict[str, Estimate]]:
+    def row(
+        title: str, estimates: Mapping[str, Sequence[CheckpointEstimate | float]]
+    ) -> tuple[tuple[str], dict[str, Estimate]]:
         return (title,), {probe: _mean(units, estimates[task]) for task, probe in scale.probes.items()}
 
     def detail(name: str) -> dict[str, list[float]]:
@@ -762,9 +764,9 @@ def _number(units: Sequence[Unit]) -> int:
     return len(set(clusters_of(units)))
 
 
-def _mean(units: Sequence[Unit], values: Sequence[Measured | float]) -> Estimate:
-    numbers = [value.value if isinstance(value, Measured) else value for value in values]
-    unit = values[0].unit if isinstance(values[0], Measured) else "accuracy"
+def _mean(units: Sequence[Unit], values: Sequence[CheckpointEstimate | float]) -> Estimate:
+    numbers = [value.value if isinstance(value, CheckpointEstimate) else value for value in values]
+    unit = values[0].unit if isinstance(values[0], CheckpointEstimate) else "accuracy"
     return cluster_mean(numbers, clusters_of(units), unit=unit)
 
 

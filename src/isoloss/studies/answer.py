@@ -17,7 +17,7 @@ from isoloss.studies.results import (
     RESCALED,
     UNITS,
     Checkpoint,
-    Measured,
+    CheckpointEstimate,
     Results,
     averaged,
     check_same_examples,
@@ -250,7 +250,7 @@ class Comparison:
         except IsolossError:  # measured on different sentences, or one run against several
             return None
 
-    def _replicates(self, key: str, group: str) -> dict[tuple[int, int | str], Measured]:
+    def _replicates(self, key: str, group: str) -> dict[tuple[int, int | str], CheckpointEstimate]:
         return {name: averaged([each[key] for each in of_one]) for name, of_one in self.groups[group].items()}
 
     def _are_paired(self, first: str, second: str) -> bool:

@@ -582,10 +582,10 @@ def answer(
         IsolossError: An adjusted difference is to be judged, and the contrast has no slope for it.
 
     Example:
-        >>> from isoloss.studies.results import Measured
+        >>> from isoloss.studies.results import CheckpointEstimate
         >>> def checkpoint(trace):
         ...     exact = {"stderr": 0, "samples": 0, "unit": "nats", "num_predictions": 9, "method": "trace"}
-        ...     return {"trace": Measured(value=trace, **exact, inputs="", settings={}, examples={})}
+        ...     return {"trace": CheckpointEstimate(value=trace, **exact, inputs="", settings={}, examples={})}
         >>> pairs = [(checkpoint(before), checkpoint(after)) for before, after in ((90, 40), (80, 41), (86, 43))]
         >>> noise = Contrast(names=("AdamW", "SGD"), pairs=pairs, clusters=("a", "b", "c"), needs_same_loss=False)
         >>> flatter = Claim(id="flatter", statement="", direction="decrease", of=lambda _: noise, measures="trace")

@@ -22,7 +22,7 @@ from isoloss.report.save import save
 from isoloss.report.study_page import Figure, render
 from isoloss.studies.answer import Comparison, claim_rows, detail, setup, title_of, told
 from isoloss.studies.claims import RULE, Claim, ClaimResult, Verdict, gates
-from isoloss.studies.results import Measured, Results
+from isoloss.studies.results import CheckpointEstimate, Results
 from isoloss.studies.summary import VERDICT, Family, Summary, SummaryTable, claim_table, explanations
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def shown(results: Results) -> tuple[Column, ...]:
     return tuple(column_of(key, _having(results, key)[0].unit) for key in results.columns)
 
 
-def _having(results: Results, key: str) -> list[Measured]:
+def _having(results: Results, key: str) -> list[CheckpointEstimate]:
     """Return an estimate of each checkpoint that has it."""
     return [each[key] for each in results.checkpoints.values() if key in each]
 

@@ -33,7 +33,7 @@ COLUMNS: dict[str, Any] = {"run": str, "group": str, "block": int, "size": str, 
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Measured(Estimate):
+class CheckpointEstimate(Estimate):
     """An estimate of one checkpoint, with what decides which other estimates it has a paired difference to.
 
     Attributes:
@@ -50,7 +50,7 @@ class Measured(Estimate):
     weights: str = ""
 
     @classmethod
-    def of(cls, estimate: Estimate, **more: Any) -> Measured:
+    def of(cls, estimate: Estimate, **more: Any) -> CheckpointEstimate:
         """Add to an estimate what this class has beside its fields."""
         return cls(**vars(estimate) | more)
 
@@ -81,7 +81,7 @@ class Measured(Estimate):
 
 OVER_SEEDS = "mean over pre-training seeds"  # the method of an estimate whose error is over seeds
 
-Checkpoint = Mapping[str, Measured]  # what was measured of one checkpoint: kl, trace, probe-root, ...
+Checkpoint = Mapping[str, CheckpointEstimate]  # what was measured of one checkpoint: kl, trace, probe-root, ...
 Pair = tuple[Checkpoint, Checkpoint]  # what is compared: control and treated, or earlier and later
 
 
@@ -107,12 +107,12 @@ class Results:
     @classmethod
     def read(cls, folder: Path, scale: AnyScale, complete: Collection[int] | None = None) -> Results:
         """Return the results in `folder`, of the blocks that are named; an evaluation that is missing is an error."""
-        checkpoints: dict[tuple[str, int], dict[str, Measured]] = {}
+        checkpoints: dict[tuple[str, int], dict[str, CheckpointEstimate]] = {}
         for name, experiment in _of_blocks(scale, complete).items():
             run = run_of(folder, name, experiment)
             parts = [(part.measures, experiment.steps(part, run)) for part in experiment.measurements]
             for step in sorted({step for _, steps in parts for step in steps}):
-                checkpoint: dict[str, Measured] = {}
+                checkpoint: dict[str, CheckpointEstimate] = {}
                 for measures, steps in parts:
                     for measure in measures if step in steps else ():
                         _add(checkpoint, measure, measured(run, measure, step))
@@ -256,7 +256,7 @@ def run_of(folder: Path, name: str, experiment: Experiment) -> Run:
     return ExternalRun(path) if isinstance(experiment.config, ExternalCheckpoint) else Run(path)
 
 
-def _add(checkpoint: dict[str, Measured], measure: str, estimates: Mapping[str, Measured]) -> None:
+def _add(checkpoint: dict[str, CheckpointEstimate], measure: str, estimates: Mapping[str, CheckpointEstimate]) -> None:
     """Add what a measure found to a checkpoint: one estimate under the measure's name, several under their own."""
     for name, each in estimates.items():
         key = measure if len(estimates) == 1 else name
@@ -275,14 +275,14 @@ def common_measures(scale: AnyScale) -> dict[str, dict[str, str]]:
 # --- differences between checkpoints: over the examples of one pair, or over seeds or clusters
 
 
-def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
+def measured(run: Run, measure: str, step: int) -> dict[str, CheckpointEstimate]:
     """Return the estimates of an evaluation by name; a missing evaluation is an error that names it."""
     evaluation = run.evaluation(measure, step)
     if evaluation is None:
         raise IsolossError(f"{run.path} has no evaluation {measure} at step {step}: run the study first")
     arrays = run.examples(evaluation)
     return {
-        name: Measured.of(
+        name: CheckpointEstimate.of(
             estimate,
             inputs=evaluation.inputs,
             settings=evaluation.settings,
@@ -293,7 +293,7 @@ def measured(run: Run, measure: str, step: int) -> dict[str, Measured]:
     }
 
 
-def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Estimate:
+def difference(later: CheckpointEstimate, earlier: CheckpointEstimate, *, factor: float = 1.0) -> Estimate:
     """Return later - factor * earlier, with the error of the difference on the same examples.
 
     Differences of accuracies are in percentage points; on sampled test examples, with the error of
@@ -309,7 +309,7 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
         ...     known = {"stderr": 0.0, "samples": len(losses), "unit": "nats", "num_predictions": 9, "method": "loss"}
         ...     influence = np.array(losses, np.float32) - np.mean(losses)
         ...     same = {"inputs": "same sentences", "settings": {}, "examples": {"influence": influence}}
-        ...     return Measured(value=float(np.mean(losses)), **known, **same)
+        ...     return CheckpointEstimate(value=float(np.mean(losses)), **known, **same)
         >>> easy_and_hard = measured_of(1, 5, 9), measured_of(2, 6, 11)
         >>> print(difference(easy_and_hard[1], easy_and_hard[0]))  # each sentence differs by 1, 1 and 2
         1.33 ± 0.33 nats
@@ -326,7 +326,7 @@ def difference(later: Measured, earlier: Measured, *, factor: float = 1.0) -> Es
     return _in_points(found) if of_accuracy else found
 
 
-def check_same_examples(first: Measured, *others: Measured) -> None:
+def check_same_examples(first: CheckpointEstimate, *others: CheckpointEstimate) -> None:
     """Refuse estimates that were not made on the same examples under the same settings."""
     for other in others:
         same_inputs = (first.inputs, first.settings) == (other.inputs, other.settings)
@@ -338,7 +338,7 @@ def check_same_examples(first: Measured, *others: Measured) -> None:
             )
 
 
-def averaged(of_one_run: Sequence[Measured]) -> Measured:
+def averaged(of_one_run: Sequence[CheckpointEstimate]) -> CheckpointEstimate:
     """Return the mean of an estimate over checkpoints of one run, which are not independent of each other.
 
     What an example adds to the mean is the mean of what it adds to each; the probes of all count as probes of one.
@@ -358,7 +358,7 @@ def averaged(of_one_run: Sequence[Measured]) -> Measured:
     return dataclasses.replace(first, value=statistics.fmean(one.value for one in of_one_run), examples=examples)
 
 
-def _by_example(one: Measured) -> Estimate:
+def _by_example(one: CheckpointEstimate) -> Estimate:
     """Return an estimate with what each example adds to it, and the error that follows from that alone."""
     if "influence" not in one.examples:
         return one
@@ -373,7 +373,7 @@ def _in_points(found: Estimate) -> Estimate:
     return dataclasses.replace(times(found, 100), unit="percentage points")
 
 
-def cka(first: Measured, second: Measured) -> Estimate:
+def cka(first: CheckpointEstimate, second: CheckpointEstimate) -> Estimate:
     """Return the linear CKA of the features of two checkpoints, by the `effective-dimension` of the measure `features`.
 
     See `isoloss.transfer.similarity.linear_cka`: 1 where the features are the same up to rotation and scale, 0

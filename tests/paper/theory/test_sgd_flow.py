@@ -71,6 +71,17 @@ def test_a_wrong_coefficient_is_not_shown_of_the_masked_language_model(found_mas
     assert judged(found_masked, settings)[1:3] == [False, False]
 
 
+@pytest.mark.parametrize("settings", [SMALL, MASKED], ids=["two parameters", "masked LM"])
+def test_without_label_noise_only_what_is_off_the_minimizers_moves(settings):
+    model, generator = settings.model, np.random.default_rng(0)
+    starts = np.stack([model.minimizer, model.flow(0.3)])
+    (end,) = simulate(model, starts, step_size=0.05, times=[1.0], generator=generator, exact=True)
+    assert end == pytest.approx(starts, abs=1e-6)
+    beside = model.beside
+    (moved,) = simulate(model, beside, step_size=0.05, times=[0.1], generator=generator, exact=True)
+    assert np.linalg.norm(moved - beside, axis=1).min() > 1e-3
+
+
 def test_rows_are_the_simulation(found):
     row = next(row for row in found.rows if (row.batch_size, row.step_size, row.time) == (2, 0.05, pytest.approx(2)))
     model = SMALL.model

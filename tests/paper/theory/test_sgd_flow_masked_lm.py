@@ -134,19 +134,6 @@ def test_mean_squared_step_at_a_minimizer_is_the_trace(model, batch_size):
     assert (mean**2).sum() < 2 * expected / n
 
 
-def test_without_label_noise_a_minimizer_does_not_move(model):
-    starts = np.tile(model.minimizer, (4, 1))
-    (end,) = simulate(model, starts, step_size=0.05, times=[1.0], generator=np.random.default_rng(0), exact=True)
-    assert end == pytest.approx(starts, abs=1e-9)
-
-
-def test_the_control_starts_off_the_minimizers(model):
-    beside = model.beside
-    assert np.linalg.norm(beside - model.minimizer, axis=1) == pytest.approx(np.full(len(beside), 0.3))
-    errors = model.minimizers.model.log_probs(torch.tensor(beside[0])).exp() - torch.tensor(model.conditionals)
-    assert errors.abs().max() > 1e-3
-
-
 def test_reached_is_the_time_of_the_flow(model):
     found = model.reached(np.stack([model.flow(0.25)] * 3))
     assert found.value == pytest.approx(0.25, abs=1e-6)

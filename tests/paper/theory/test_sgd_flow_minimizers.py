@@ -9,7 +9,7 @@ from isoloss.paper.theory import sgd_flow as module
 from isoloss.paper.theory.bartlett import EnumerableModel, curvature, softmax_model
 from isoloss.paper.theory.sgd_flow import Flow, MaskedLM, Minimizers, TwoParameters
 
-PROBLEMS = [TwoParameters(p, start) for p in (0.7, 0.2) for start in (2.0, 0.4, -1.5)]
+PROBLEMS = [TwoParameters(0.7, 2.0), TwoParameters(0.7, 0.4), TwoParameters(0.2, -1.5)]
 
 
 def numerical(problem):

@@ -39,8 +39,7 @@ def test_trace_is_the_hessians(p, a, b):
     assert TwoParameters(p, 3.0).trace(np.array([[a, b]]))[0] == pytest.approx(float(expected), rel=1e-12)
 
 
-@pytest.mark.parametrize("p", [0.7, 0.2, 0.5])
-@pytest.mark.parametrize("start", [2.0, 0.3, -1.5])
+@pytest.mark.parametrize(("p", "start"), [(0.7, 2.0), (0.2, -1.5), (0.5, 0.3)])
 def test_flow_is_the_projected_gradient_flow(p, start):
     """Runge-Kutta on -grad Tr with the Hessian's null space by its eigenvectors, against the closed form."""
     model = TwoParameters(p, start)
@@ -111,17 +110,6 @@ def test_mean_gradient_noise_is_the_answers(batch_size):
     assert abs(noise.mean()) < 4 * math.sqrt(variance / n)
     fourth = ((noise - noise.mean()) ** 4).mean()
     assert abs(noise.var() - variance) < 4 * math.sqrt((fourth - variance**2) / n) + 1 / n
-
-
-def test_without_noise_a_minimizer_does_not_move():
-    starts = np.array([[a, MODEL.logit / a] for a in (2.0, 0.5, -3.0)])
-    (end,) = simulate(MODEL, starts, step_size=0.05, times=[4.0], generator=rng(), exact=True)
-    assert end == pytest.approx(starts, abs=1e-10)
-
-
-def test_the_control_starts_off_the_minimizers():
-    ((a, b),) = MODEL.beside
-    assert a * b == pytest.approx(MODEL.logit + 0.5)
 
 
 @pytest.mark.parametrize(

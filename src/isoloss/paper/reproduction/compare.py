@@ -14,7 +14,7 @@ from isoloss.paper.reproduction.spec import SGD_EXACT, SGD_SAMPLED, Dataset, Rep
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Contrast
-from isoloss.studies.results import Checkpoint, Measured, Pair, Results, loss_key
+from isoloss.studies.results import Checkpoint, CheckpointEstimate, Pair, Results, loss_key
 
 TRAJECTORY = "AdamW at the same loss"
 PAIR = Callable[[Replicate], Pair | None]
@@ -106,7 +106,7 @@ def interpolated_control(controls: Sequence[Checkpoint], treated: Checkpoint) ->
     return None
 
 
-def _by_example(one: Measured) -> Measured:
+def _by_example(one: CheckpointEstimate) -> CheckpointEstimate:
     """Return an accuracy on sampled examples with what each example adds to it, the mean over probes; others as is."""
     if not one.is_accuracy:
         return one
@@ -115,7 +115,7 @@ def _by_example(one: Measured) -> Measured:
     return dataclasses.replace(one, examples={"influence": correct - correct.mean()})
 
 
-def _mixed(first: Measured, second: Measured, fraction: float) -> Measured:
+def _mixed(first: CheckpointEstimate, second: CheckpointEstimate, fraction: float) -> CheckpointEstimate:
     """Return (1 - fraction) of one estimate and `fraction` of another, on the same examples."""
     first, second = _by_example(first), _by_example(second)
 

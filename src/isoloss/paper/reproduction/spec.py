@@ -14,9 +14,10 @@ from typing import Any, Literal, Self
 from isoloss.config import LanguageConfig
 from isoloss.lab.languages.config import WithSpecialTokensConfig
 from isoloss.lab.training.algorithms.config import SAMConfig
-from isoloss.paper.design import CONTINUED, MEASURED, OFFSET, Design, Unit
+from isoloss.paper.design import MEASURED, OFFSET, Design, Unit, adamw, continued
 from isoloss.paper.reproduction import costs
 from isoloss.paper.reproduction.costs import Tokens
+from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.studies.plan import Resources
 from isoloss.studies.spec import Experiment, Measurement
@@ -324,10 +325,8 @@ class _Runs:
             steps=sum(stage.steps for stage in stages),
             stages=stages,
             checkpoints=arm.watched,
-            init_from=f"../{start}/checkpoints/step-{dataset.start}",
         )
-        # sentences depend on seed and step alone: with the seed of the main run they would be its first ones again
-        config = dataclasses.replace(config, seed=self.replicate.seed + CONTINUED)
+        config = continued(self.replicate, config, f"{dataset.main}/checkpoints/step-{dataset.start}")
         # before the cooldown, if there is one, and at the end
         steps = (*arm.watched, *config.stage_ends())
         about: Any = {"shown_in": arm.shown_in, "after": (start,), "ends": dataset.arm_measures}
@@ -336,11 +335,8 @@ class _Runs:
     def _cooldown_stage(self) -> StageConfig:
         dataset = self.dataset
         return StageConfig(
-            steps=dataset.cooldown_steps, labels=dataset.cooldown_labels, optimizer=self._cooldown_optimizer()
+            steps=dataset.cooldown_steps, labels=dataset.cooldown_labels, optimizer=adamw(self.dataset.cooldown_rate)
         )
-
-    def _cooldown_optimizer(self) -> OptimizerConfig:
-        return OptimizerConfig(learning_rate=self.dataset.cooldown_rate, schedule="cosine", weight_decay=0.0)
 
     def _cooldown(
         self, arm: str, step: int, config: TrainConfig, group: str, *, ends: tuple[str, ...], length: int = 0
@@ -351,10 +347,9 @@ class _Runs:
             steps=length or dataset.cooldown_steps,
             checkpoints=(),
             objective=dataclasses.replace(config.objective, labels=dataset.cooldown_labels),
-            optimizer=self._cooldown_optimizer(),
-            init_from=f"../{start}/checkpoints/step-{step}",
-            seed=self.replicate.seed + CONTINUED,
+            optimizer=adamw(dataset.cooldown_rate),
         )
+        cooldown = continued(self.replicate, cooldown, f"{arm}/checkpoints/step-{step}")
         shown = [each for each in dataset.shown.sizes if each == FIGURE_1]
         if arm in dataset.sizes and step == dataset.start and dataset.expands_cooled:
             shown += dataset.shown.expanded
@@ -422,8 +417,6 @@ class _Runs:
         )
 
     def _needs(self, model: ModelConfig, *, training: bool) -> Resources:
-        from isoloss.registry import MODELS
-
         shape = MODELS.load(model.architecture).shape(model)
         width = getattr(shape, "d_model", None) or shape.hidden
         needs = [needs for least, needs in self.dataset.needs if width >= least][-1]

@@ -15,7 +15,7 @@ from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replic
 from isoloss.statistics.comparison import times
 from isoloss.statistics.correlation import Kind, correlation, granulated_kendall
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.results import Checkpoint, Measured, Pair, Results, cka, difference
+from isoloss.studies.results import Checkpoint, CheckpointEstimate, Pair, Results, cka, difference
 from isoloss.studies.summary import SummaryTable
 
 MINUS = " minus control"  # after a measure, its difference from the control's
@@ -140,7 +140,7 @@ def _papers_name(dataset: Dataset, name: str) -> str:
     return name if is_own else f"in place of {name}"
 
 
-def _exact_rate(one: Measured, rate: str) -> Estimate:
+def _exact_rate(one: CheckpointEstimate, rate: str) -> Estimate:
     """Return a rate that a measurement has among its details as an estimate."""
     return Estimate(
         value=one.details[rate],
@@ -369,7 +369,7 @@ def _features(data: DatasetResults) -> SummaryTable:
     dataset, ones = data.dataset, data.replicates
     control = dataset.control
 
-    def features(one: Replicate, run: str) -> Measured:
+    def features(one: Replicate, run: str) -> CheckpointEstimate:
         return data.at(one, run)["effective-dimension"]
 
     pairs = {
