@@ -1,5 +1,6 @@
 """Configs: TOML and JSON both ways, strictness, and what the fingerprint is over."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -19,7 +20,8 @@ from isoloss.cli.main import main
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import CorpusConfig, GrammarConfig, PCFGConfig
-from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig, TrainConfig
+from isoloss.registry import ALGORITHMS, LANGUAGES
+from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.schema import json_schema
 
 text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=20)
@@ -221,3 +223,63 @@ def test_a_type_that_has_no_rule_is_held_against_nothing_also_in_a_union():
 
     configs.check(Named(path=Path("x")))
     configs.check(Named())
+
+
+# --- every field of every config
+
+
+NEEDED = {
+    "rules": "S a 1",
+    "language": PCFGConfig(),
+    "path": "a.safetensors",
+    "checkpoint": "a",
+    "paths": ("a.txt",),
+    "tokenizer": "a",
+}
+CONFIGS = [
+    *(ModelConfig(), ObjectiveConfig(), OptimizerConfig(), StageConfig(steps=1), TrainConfig(language=PCFGConfig())),
+    *(kind() for kind in ALGORITHMS.loaded().values()),
+    *(
+        kind(**{name: NEEDED[name] for name in kind.required_fields()})
+        for kind in LANGUAGES.loaded().values()
+        if kind.__module__.startswith("isoloss.")
+    ),
+]
+
+
+def beyond(form, bounds):
+    """Values that a field cannot have, and what is said of each."""
+    if form.config is not None:
+        yield 3, f"it must be an isoloss config, {form.config.__name__}"
+    elif form.items is not None:
+        yield 3, "it must be (a list|[0-9]+ values), each"
+        for value, told in beyond(configs.form_of(form.items), bounds):
+            yield (value,) * (form.length or 1), told
+    elif form.kinds:
+        yield object(), f"it must be {configs._WORDS[form.kinds[0]]}"
+    elif form.choices:
+        yield "no such word", f"it must be one of {form.choices[0]}"
+    if bounds is not None and form.kinds:
+        if bounds.minimum is not None:
+            yield bounds.minimum - 1, f"it must be at least {bounds.minimum:g}"
+        if bounds.above is not None:
+            yield bounds.above, f"it must be above {bounds.above:g}"
+        if bounds.maximum is not None:
+            yield bounds.maximum + 1, f"it must be .*at most {bounds.maximum:g}"
+        if bounds.below is not None and math.isfinite(bounds.below):
+            yield bounds.below, f"it must be .*below {bounds.below:g}"
+        if float in form.kinds:
+            yield math.nan, "it must be finite, "
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+def test_each_field_refuses_what_is_beyond_its_range_and_names_itself(config):
+    configs.check(config)
+    hints = configs.hints_of(type(config))
+    for field in dataclasses.fields(config):
+        for value, told in beyond(configs.form_of(hints[field.name]), field.metadata.get("range")):
+            # set behind the back of `__post_init__`, which may rely on types
+            other = copy.copy(config)
+            object.__setattr__(other, field.name, value)
+            with pytest.raises(IsolossError, match=rf"^here\.{field.name}(\[0\])? is .*{told}"):
+                configs.check(other, "here")

@@ -89,7 +89,6 @@ def test_the_adversary_needs_examples(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        (SAMConfig(rho=0.0), "algorithm.rho is 0.0; it must be above 0"),
         (
             AdversarialConfig(weight=0.0),
             "weight is 0.0; it must be finite, above 0 to spoil .* below 0 to help",

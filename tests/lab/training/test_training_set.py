@@ -302,7 +302,6 @@ CAUSAL = {"model": ModelConfig(architecture="opt"), "objective": ObjectiveConfig
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_sentences": -1}, "num_sentences is -1; it must be at least 0"),
         ({"masked_copies": 5}, "masked_copies is 5, and the sentences are fresh ones at every step: give num_sent"),
         ({"masked_copies": 5, "num_sentences": 9, **CAUSAL}, "the causal objective masks no tokens"),
         (
