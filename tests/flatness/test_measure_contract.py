@@ -472,3 +472,9 @@ def test_loss_rises_refuses_what_the_others_do():
     for given, sentence in REFUSED.values():
         with pytest.raises(IsolossError, match=sentence):
             loss_rises(gpt2(), given)
+
+
+@pytest.mark.parametrize("measure", FUNCTIONS)
+def test_another_argument_is_named(measure):
+    with pytest.raises(TypeError, match="unexpected argument 'rtoll'; the options are num_sequences, rtol"):
+        measure(windows(), stream(2, 3), rtoll=0.1)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gc
-import itertools
 import math
 import weakref
 
@@ -19,8 +18,8 @@ from isoloss.lab.evaluation.context import MeasureContext
 from isoloss.lab.evaluation.evaluator import Evaluator
 from isoloss.lab.evaluation.measures.base import make_measure, settings_of
 from isoloss.lab.finetuning import finetune
-from isoloss.lab.languages.base import Sentences
 from isoloss.lab.languages.config import BracketsConfig, DyckConfig, PCFGConfig
+from isoloss.lab.languages.exact import all_sentences
 from isoloss.lab.lookup import language_probe
 from isoloss.lab.models.make import make_model
 from isoloss.lab.tasks import labeling, make_task, read_from_start
@@ -69,34 +68,19 @@ def accuracy(name, settings, model, context):
 
 @functools.cache
 def every(language, task):
-    """All sentences one by one, and the probability of each with each label, given that there is a label."""
-    exact, asked = language.exact(), labeling(language, task)
-    lengths = [length for length, p in enumerate(exact.length_probs.tolist()) if p > 0]
-    sentences, joint = [], []
-    for length in lengths:
-        for string in itertools.product(range(exact.vocab_size), repeat=length):
-            tokens = torch.tensor([[*string, *[exact.pad_id] * (exact.max_length - length)]])
-            one = Sentences(tokens, torch.tensor([length]))
-            try:
-                p = float(exact.log_prob(*one[:2]).exp())
-            except IsolossError:
-                continue
-            if asked.scores is None:
-                label = int(asked.label(one))
-                shares = [float(label == index) for index in range(len(asked.classes))]
-            else:
-                shares = asked.scores(one)[0].tolist()
-            sentences.append(one)
-            joint.append([p * share for share in shares])
-    return sentences, np.array(joint) / np.sum(joint)
-
-
-def together(sentences):
-    return Sentences(*(torch.cat([one[part] for one in sentences]) for part in (0, 1)))
+    """All sentences, and the probability of each with each label, given that there is a label."""
+    asked = labeling(language, task)
+    sentences, probabilities = all_sentences(language)
+    if asked.scores is None:
+        shares = torch.stack([asked.label(sentences) == index for index in range(len(asked.classes))], dim=1)
+    else:
+        shares = asked.scores(sentences)
+    joint = (probabilities[:, None] * shares).numpy()
+    return sentences, joint / joint.sum()
 
 
 def states(model, sentences):
-    return features.extract(model, together(sentences)).double().numpy()
+    return features.extract(model, sentences).double().numpy()
 
 
 def scipy_probe(x, y, classes):
@@ -139,7 +123,7 @@ def test_an_accuracy_over_all_sentences_is_that_of_a_loop_over_them(model, langu
     assert (result.stderr, result.samples, result.num_predictions) == (0, 0, (joint.sum(axis=1) > 0).sum())
     assert result.method == "linear probe, convex; exact over all sentences, given the training sentences"
     seen = {tuple(row) for row in drawn.train.tokens.tolist()}
-    shared = sum(p.sum() for one, p in zip(sentences, joint, strict=True) if tuple(one.tokens[0].tolist()) in seen)
+    shared = sum(p.sum() for row, p in zip(sentences.tokens.tolist(), joint, strict=True) if tuple(row) in seen)
     assert result.details["overlap"] == pytest.approx(shared)
     assert result.details["majority_rate"] == pytest.approx(joint.sum(axis=0).max())
     assert result.details["bayes_accuracy"] == pytest.approx(joint.max(axis=1).sum())
@@ -148,7 +132,7 @@ def test_an_accuracy_over_all_sentences_is_that_of_a_loop_over_them(model, langu
 def test_the_sum_over_sentences_is_that_of_the_probes_own_predictions(model, language, context):
     sentences, joint = every(language, "root-latent")
     whole = context.whole_task("root-latent", num_train=60, seed=0)
-    assert [one.tokens[0].tolist() for one in sentences] == whole.task.test.tokens.tolist()
+    assert torch.equal(sentences.tokens, whole.task.test.tokens)
     probe = make_measure("probe-root-latent", WHOLE)
     predictions, _ = probe._fitted(model, context, whole)
     result = probe.run(model, context).estimates["accuracy"]
@@ -159,8 +143,8 @@ def test_sentences_without_a_label_and_of_other_lengths():
     language = DyckConfig(kinds=2, max_length=6).build()
     context, task = context_of(language), "prefix-4"
     sentences, joint = every(language, task)
-    assert 0 < (joint.sum(axis=1) > 0).sum() < len(sentences)
-    assert len({int(one.lengths) for one in sentences}) > 1
+    assert 0 < (joint.sum(axis=1) > 0).sum() < len(joint)
+    assert len(set(sentences.lengths.tolist())) > 1
     one = accuracy(f"one-hot-{task}", WHOLE, None, context)
     drawn = make_task(language, task, num_train=60, num_test=1, seed=0)
 
@@ -171,7 +155,7 @@ def test_sentences_without_a_label_and_of_other_lengths():
                 hot[row, place, tokens[row, place]] = 1
         return hot.reshape(len(tokens), -1)
 
-    tokens = np.concatenate([sentence.tokens.numpy() for sentence in sentences])
+    tokens = sentences.tokens.numpy()
     assert np.array_equal(lookup.one_hot_features(language, drawn.train).numpy(), one_hot(drawn.train.tokens.numpy()))
     fitted = scipy_probe(one_hot(drawn.train.tokens.numpy()), drawn.train_labels.numpy(), len(drawn.classes))
     assert one.value == pytest.approx(share_right(fitted(one_hot(tokens)), joint), abs=0.005)
@@ -258,7 +242,7 @@ def test_tables_are_functions_of_the_language_and_take_a_sampled_test(model, lan
         assert sampled.value == pytest.approx((guesses == task.test_labels.numpy()).mean(), abs=0.02)
         whole = accuracy(f"{how}-prefix-2", WHOLE, None, context)
         sentences, joint = every(language, "prefix-2")
-        x = table(language, together(sentences)).double().numpy()
+        x = table(language, sentences).double().numpy()
         assert whole.value == pytest.approx(share_right(fitted(x), joint), abs=0.005)
 
 
@@ -320,7 +304,7 @@ def test_a_causal_model_reads_the_start(language):
     sentences, joint = every(language, "prefix-2")
     task = read_from_start(make_task(language, "prefix-2", num_train=60, num_test=1, seed=0), language)
     train_x = features.extract(model, task.train).double().numpy()
-    x = states(model, [with_start(one, language) for one in sentences])
+    x = states(model, with_start(sentences, language))
     expected = share_right(scipy_probe(train_x, task.train_labels.numpy(), 3)(x), joint)
     assert accuracy("probe-prefix-2", WHOLE, model, context).value == pytest.approx(expected, abs=0.005)
 
@@ -340,7 +324,7 @@ def test_a_probe_may_read_one_token_the_mean_or_another_layer(language):
 
         assert len({*task.train.lengths.tolist()}) == 1
         probe = scipy_probe(read(task.train), task.train_labels.numpy(), 3)
-        expected = share_right(probe(np.concatenate([read(one) for one in sentences])), joint)
+        expected = share_right(probe(read(sentences)), joint)
         settings = {**WHOLE, "probe_pooling": pooling, "probe_layer": layer}
         # one after the other in one context: each has its own features
         assert accuracy("probe-prefix-2", settings, model, context).value == pytest.approx(expected, abs=0.01)

@@ -86,11 +86,11 @@ def test_probes_read_the_states_at_spans(kind, architecture, state):
 @pytest.mark.parametrize("kind", ["causal", "masked"])
 def test_the_bayes_rate_is_that_of_the_posterior_and_no_one_does_better(kind):
     model = make_model(ModelConfig(architecture="llama" if kind == "causal" else "bert", size="d16"), GRAMMAR, seed=0)
-    found = make_measure("span-1", {"num_train": 40, "num_test": 400}).run(model.eval(), context_of(GRAMMAR, kind))
-    drawn = GRAMMAR.sample(400, generator=seeds.generator(0, "span", "test"), latent=True)
+    found = make_measure("span-1", {"num_train": 40, "num_test": 150}).run(model.eval(), context_of(GRAMMAR, kind))
+    drawn = GRAMMAR.sample(150, generator=seeds.generator(0, "span", "test"), latent=True)
     symbols = [GRAMMAR.symbols.index(f"L1.{i}") for i in range(3)]
     best, right = [], []
-    for row, start, stop, symbol in nodes_of("test", 400, 1):
+    for row, start, stop, symbol in nodes_of("test", 150, 1):
         one = {"tokens": drawn.tokens[row : row + 1], "lengths": drawn.lengths[row : row + 1]}
         if kind == "causal":
             posterior = GRAMMAR.prefix_span_posterior(**one, symbols=symbols, start=start, stop=stop)[0]

@@ -21,9 +21,19 @@ from small_languages import (
     truth_of,
 )
 
+from isoloss.config import check
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
 from isoloss.lab.languages.base import ExactLanguage
+from isoloss.lab.languages.config import (
+    BracketsConfig,
+    CorpusConfig,
+    DyckConfig,
+    HiddenBracketConfig,
+    HMMConfig,
+    PCFGConfig,
+    TeacherConfig,
+)
 from isoloss.lab.languages.exact import all_sentences, masked_sentences
 from isoloss.lab.languages.pcfg import PCFG
 from isoloss.registry import LANGUAGES
@@ -382,3 +392,23 @@ def test_an_impossible_sentence_is_named_by_its_row(name):
                 IsolossError, match=r"sentence 1 (has probability 0|must have .CLS. as its first token)"
             ):
                 getattr(language, method)(tokens, lengths, **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (PCFGConfig(symbols_per_level=2, rules_per_symbol=5), "5, but 2 symbols per level make only 4 different pairs"),
+        (BracketsConfig(length=7), "length is 7; it must be even"),
+        (HiddenBracketConfig(length=5), "length is 5; it must be even"),
+        (DyckConfig(max_length=7), "max_length is 7; it must be even"),
+        (DyckConfig(max_depth=9), "max_depth is 9, but 16 brackets nest at most 8 deep"),
+        (HMMConfig(states=3), "blocks is 4, more than the 3 states or the 200 tokens"),
+        (HMMConfig(blocks=2, vocab_size=1), "blocks is 2, more than the 100 states or the 1 tokens"),
+        (TeacherConfig(checkpoint="none", samples=0), "samples is 0; it must be at least 1"),
+        (CorpusConfig(paths=(), tokenizer="none", held_out=1.0), "held_out is 1.0; it must be above 0 and below 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_is_opened(config, message):
+    for refuse in (check, lambda config: config.build()):
+        with pytest.raises(IsolossError, match=message):
+            refuse(config)

@@ -31,9 +31,10 @@ def small(**changes):
     return TrainConfig(**arguments)
 
 
+SGD_MOMENTUM = OptimizerConfig(name="sgd", learning_rate=0.1, momentum=0.9)
 STAGES = (
     StageConfig(steps=30, target_kl=2.21, validate_every=2),
-    StageConfig(steps=5, optimizer=OptimizerConfig(name="sgd", learning_rate=0.1, momentum=0.9), batch_size=4),
+    StageConfig(steps=5, optimizer=SGD_MOMENTUM, batch_size=4),
     StageConfig(steps=4, optimizer=OptimizerConfig(learning_rate=0.01, schedule="linear", warmup_steps=1)),
 )
 ENDS = (6, 11, 15)  # the target is reached at step 6 of at most 30

@@ -1,7 +1,5 @@
 """The gradient step against its formulas written out, in float64; micro-batches; its state."""
 
-import copy
-
 import pytest
 import torch
 from stepping import STEPS, batches, check, context, gradients_of, loss_of, plain_loss, run, tiny
@@ -81,27 +79,6 @@ def test_the_norm_is_only_computed_when_asked_for():
         model = tiny()
         algorithm = TrainingAlgorithm(model, context(OptimizerConfig(max_grad_norm=limit), total=1))
         assert algorithm.step(1, batches(1)[0], loss_of(model)).grad_norm is None
-
-
-@pytest.mark.parametrize(
-    "config",
-    [OptimizerConfig(warmup_steps=3), OptimizerConfig(name="sgd", momentum=0.9), OptimizerConfig(name="sgd")],
-    ids=["adamw", "sgd-momentum", "sgd"],
-)
-def test_an_algorithm_goes_on_from_its_state_bit_for_bit(config):
-    whole = tiny(torch.float32)
-    run(whole, TrainingAlgorithm(whole, context(config, total=10)), 10)
-
-    first = tiny(torch.float32)
-    algorithm = TrainingAlgorithm(first, context(config, total=10))
-    run(first, algorithm, 4)
-    second = copy.deepcopy(first)
-    resumed = TrainingAlgorithm(second, context(config, total=10))
-    resumed.load_state(algorithm.state())
-    run(first, algorithm, 2, start=5)  # what the first one does afterwards must not matter
-    run(second, resumed, 6, start=5)
-    for got, want in zip(second.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(got, want)
 
 
 def test_a_state_names_the_parameters_it_belongs_to():

@@ -1,15 +1,11 @@
-"""Runs with the compiled step: those of transformers' blocks up to rounding, the same bytes however interrupted."""
+"""Runs with the compiled step: those of transformers' blocks up to rounding, and what it does not have."""
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
-from running import Signalling, content, small, validate
+from running import small, validate
 from toy_language import PairLanguage
 
 from isoloss import config as configs
@@ -19,11 +15,10 @@ from isoloss.lab.languages.config import PRESETS
 from isoloss.lab.training.algorithms.base import Examples
 from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 from isoloss.lab.training.distributed import ProcessGroup
-from isoloss.lab.training.train import Interrupted, check_compiled, train
-from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
+from isoloss.lab.training.train import check_compiled, train
+from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 
-SGD = OptimizerConfig(name="sgd", learning_rate=0.1, momentum=0.9)
 DROPPING = ModelConfig(size="d16", dropout=0.1)
 ADVERSARY = AdversarialConfig(task="first", head_examples=8, loss_examples=8, task_examples=32)
 
@@ -43,24 +38,6 @@ def trained(path, config, language=None):
     return Run(path)
 
 
-DIFFERENT = {
-    "plain": compiled(),
-    "clipped": compiled(seed=2, optimizer=OptimizerConfig(learning_rate=0.01, max_grad_norm=0.1)),
-    "stages": compiled(
-        seed=5,
-        stages=(
-            StageConfig(steps=30, target_kl=2.21, validate_every=2),
-            StageConfig(steps=5, optimizer=SGD, batch_size=6),
-            StageConfig(steps=3, algorithm=SAMConfig()),
-        ),
-        steps=38,
-        log_every=2,
-        checkpoints=(),
-    ),
-    "adversary": compiled(seed=7, algorithm=ADVERSARY),
-}
-
-
 @pytest.mark.parametrize(
     "algorithm",
     [None, SAMConfig(), SAMConfig(batch="same"), ADVERSARY, FisherPenaltyConfig(sentences=4)],
@@ -76,45 +53,6 @@ def test_it_is_training_as_with_transformers_blocks_up_to_rounding(tmp_path, alg
         assert ours == pytest.approx(theirs, rel=2e-4)
     start = json.loads((one.path / "log.jsonl").read_text().splitlines()[0])
     assert (start["compiled"], start["threads"]) == (True, 1)
-
-
-SCRIPT = """
-import json, multiprocessing, os, signal, sys
-from pathlib import Path
-from test_compiled import trained
-from toy_language import PairLanguage
-from isoloss import config as configs
-from isoloss.run_config import TrainConfig
-
-class Deadly(PairLanguage):
-    def batch(self, step, n, *, seed):
-        if step == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().batch(step, n, seed=seed)
-
-path, config = Path(sys.argv[1]), configs.from_dict(TrainConfig, json.loads(sys.argv[2]))
-for kill_at in map(int, sys.argv[3:]):  # in processes forked from this one, which imports for all
-    process = multiprocessing.get_context("fork").Process(target=trained, args=(path, config, Deadly(is_ragged=True)))
-    process.start()
-    process.join()
-    assert process.exitcode == (-signal.SIGKILL if kill_at else 0)
-"""
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_a_signal_saves_and_the_bytes_are_those_of_a_run_without(tmp_path, name):
-    whole = trained(tmp_path / "whole", DIFFERENT[name])
-    with pytest.raises(Interrupted):
-        trained(tmp_path / "parts", DIFFERENT[name], Signalling([4], signal.SIGTERM, is_ragged=True))
-    assert content(trained(tmp_path / "parts", DIFFERENT[name])) == content(whole)
-
-
-def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
-    config = dataclasses.replace(DIFFERENT["stages"], save_every_seconds=0.0)
-    helpers = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-    arguments = [str(tmp_path / "killed"), json.dumps(configs.to_dict(config)), "4", "8", "0"]
-    subprocess.run([sys.executable, "-c", SCRIPT, *arguments], env={**os.environ, "PYTHONPATH": helpers}, check=True)
-    assert content(Run(tmp_path / "killed")) == content(trained(tmp_path / "whole", config))
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,6 @@ SAME_AS_ONE = {
     "exact": config(objective=dataclasses.replace(FRACTION, labels="exact")),
     "adversarial": config(algorithm=ADVERSARIAL, micro_batch_size=2),
     "penalty": config(algorithm=PENALTY, objective=FRACTION, optimizer=dataclasses.replace(SGD, learning_rate=0.01)),
-    "pre-ln": config(model=dataclasses.replace(EVEN, architecture="bert-pre-ln")),
     "lstm": config(model=dataclasses.replace(EVEN, architecture="lstm", size="h16")),
     "opt": config(model=dataclasses.replace(EVEN, architecture="opt"), objective=ObjectiveConfig(kind="causal")),
 }
@@ -80,10 +79,8 @@ WITH_FSDP = {
             "batch_size": 4,
             "objective": ObjectiveConfig(),
         },
-        "sgd": {},
         "sam": {},
         "adversarial": {},
-        "pre-ln": {},
         "opt": {},
     }.items()
 }
@@ -255,10 +252,8 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rank"),
     [
-        ("noisy", 0),
         ("fsdp-noisy", 1),
-        pytest.param("noisy", 1, marks=SLOW),
-        pytest.param("fsdp-noisy", 0, marks=SLOW),
+        pytest.param("noisy", 0, marks=SLOW),
     ],
 )
 def test_one_of_two_is_killed_and_the_run_goes_on_bit_for_bit(trained, tmp_path, name, rank):
@@ -322,17 +317,10 @@ def test_the_command_says_once_what_it_says(tmp_path):
     assert Run(tmp_path / "run").metrics()[0]["trace"] > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--batch-size 7", "batch_size is 7; 2 processes need a multiple of 2"),
-        ("--device cuda:0", "the device is 'cuda:0', "),
-    ],
-)
-def test_the_command_says_once_what_is_wrong(tmp_path, options, message):
-    statuses, text = command(tmp_path, *options.split())
+def test_the_command_says_once_what_is_wrong(tmp_path):
+    statuses, text = command(tmp_path, "--batch-size", "7")
     assert statuses == [FAILED, FAILED]
-    assert text.count(message) == text.count("isoloss train: ") == 1, text
+    assert text.count("batch_size is 7; 2 processes need a multiple of 2") == text.count("isoloss train: ") == 1, text
     assert not (tmp_path / "run" / "run.json").exists()
 
 

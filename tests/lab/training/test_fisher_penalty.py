@@ -110,7 +110,7 @@ def test_the_steps_are_those_of_the_definition(weight, patterns, is_penalized):
     model = tiny()
     settings = FisherPenaltyConfig(weight=weight, sentences=2, parameters=patterns)
     gradient = partial(reference_gradient, weight=weight, is_penalized=is_penalized)
-    check(model, algorithm_for(model, optimizer, settings, micro_batch_size=3), optimizer, gradient, batches())
+    check(model, algorithm_for(model, optimizer, settings, micro_batch_size=3), optimizer, gradient, batches(8))
 
 
 def test_a_sham_makes_the_steps_of_the_loss_alone_and_tells_the_trace():

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 from running import Signalling, content, small, staged, trained, validate
-from stepping import context, run, tiny
+from stepping import context, tiny
 from toy_language import PairLanguage
 
 from isoloss.errors import IsolossError
@@ -20,7 +20,6 @@ from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig
 from isoloss.runs import Run
 
 STEPS = 25
-NAMES = ["muon", "soap", "shampoo", "lion", "lawa", "schedule-free"]
 
 
 class Toy(torch.nn.Module):
@@ -210,39 +209,6 @@ def test_muon_has_the_matrices_of_hidden_layers_alone():
         assert not by_muon & by_adamw
         assert all(name.endswith("weight") and "embed" not in name and "norm" not in name.lower() for name in by_muon)
         assert all(names[p] in by_muon for p in names if p.ndim == 2 and "embed" not in names[p])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_optimizer_goes_on_from_its_state_bit_for_bit(name):
-    config = OptimizerConfig(name=name, warmup_steps=3)
-    whole = tiny(torch.float32)
-    run(whole, TrainingAlgorithm(whole, context(config, total=30)), 24)
-
-    first = tiny(torch.float32)
-    algorithm = TrainingAlgorithm(first, context(config, total=30))
-    run(first, algorithm, 13)
-    state = algorithm.state()
-    with algorithm.optimizer.evaluated():
-        second = copy.deepcopy(first)
-    resumed = TrainingAlgorithm(second, context(config, total=30))
-    resumed.load_state(state)
-    run(first, algorithm, 2, start=14)  # what the first one does afterwards must not matter
-    run(second, resumed, 11, start=14)
-    for got, want in zip(second.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_that_was_stopped_ends_with_the_same_bytes(tmp_path, name):
-    optimizer = OptimizerConfig(name=name, learning_rate=0.01, warmup_steps=3)
-    whole, stopped = (
-        trained(tmp_path / "whole", small(optimizer=optimizer, checkpoints=(4,))),
-        Run(tmp_path / "stopped"),
-    )
-    with pytest.raises(Interrupted):
-        train(stopped, small(optimizer=optimizer, checkpoints=(4,)), Signalling({6}))
-    train(stopped, small(optimizer=optimizer, checkpoints=(4,)), PairLanguage())
-    assert content(stopped) == content(whole)
 
 
 def test_a_stage_goes_on_from_the_average_of_a_schedule_free_one(tmp_path):

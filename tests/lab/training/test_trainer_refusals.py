@@ -7,7 +7,7 @@ from isoloss import files
 from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.training.train import Interrupted, train
-from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig
+from isoloss.run_config import ModelConfig, OptimizerConfig
 from isoloss.runs import Run
 
 
@@ -102,7 +102,6 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path):
         ({"checkpoints": (3, 11)}, "checkpoints is 3, 11; it must be steps from 0 to 10"),
         ({"checkpoints": (-1,)}, "checkpoints is -1; it must be steps from 0 to 10"),
         ({"model": ModelConfig(size="d7")}, "has no model size 'd7'"),
-        ({"objective": ObjectiveConfig(masking="all")}, "masking is 'all'; it must be one of one, fraction"),
         ({"device": "gpu"}, "device is 'gpu'; it must be auto, cpu"),
     ],
 )
