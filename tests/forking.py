@@ -27,6 +27,7 @@ PRELOADED = [
     *(
         "isoloss.comparison.traces",
         "isoloss.lab.evaluation.pretraining",
+        "isoloss.comparison.figure",
         "isoloss.comparison.page",
         "isoloss.lab.finetuning",
     ),

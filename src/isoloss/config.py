@@ -22,7 +22,7 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from isoloss import files
-from isoloss.errors import IsolossError, did_you_mean, require
+from isoloss.errors import IsolossError, did_you_mean, require, warn
 from isoloss.registry import ALGORITHMS, LANGUAGES
 
 T = TypeVar("T")
@@ -376,6 +376,9 @@ def _read(cls: Any, document: Any, path: str) -> Any:
             raise IsolossError(
                 f"{where}no setting {key!r}" + (did_you_mean(key, fields) or f"; they are {', '.join(fields)}")
             )
+        elif removed[key] is None:
+            if value:
+                warn(f"{where}{key} is {value!r}: isoloss no longer has this setting and goes on without it")
         elif value != removed[key]:
             raise IsolossError(f"{where}{key} is {value!r}, and isoloss no longer has this setting: leave it out")
     for key, field in fields.items():

@@ -218,8 +218,8 @@ class StageConfig:
 class TrainConfig:
     """One pre-training run."""
 
-    # settings of earlier versions, and the values at which they did nothing
-    removed: ClassVar[Mapping[str, Any]] = {"ema": 0.0, "loggers": [], "prefetch": False}
+    # settings of earlier versions, and the values at which they did nothing; None: no result depends on the setting
+    removed: ClassVar[Mapping[str, Any]] = {"ema": 0.0, "loggers": None, "prefetch": None}
 
     language: LanguageConfig
     model: ModelConfig = field(default_factory=ModelConfig)

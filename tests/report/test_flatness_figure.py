@@ -3,7 +3,7 @@
 import pytest
 from panel_rows import panels, xy
 
-from isoloss.comparison.page import trace_against_loss
+from isoloss.comparison.figure import trace_against_loss
 from isoloss.comparison.verdict import TraceComparison
 from isoloss.report.save import PANEL, printed, save
 from isoloss.statistics.estimate import Estimate

@@ -241,7 +241,7 @@ def _write(args: Any, compared: ModelComparison, command: str, more: str) -> Non
         files.write_text(args.html, comparison_page(compared, command=command, more=more))
         common.note(f"page: {args.html}")
     if args.figure is not None:
-        from isoloss.comparison.page import trace_against_loss
+        from isoloss.comparison.figure import trace_against_loss
 
         common.save_figure(args.figure, trace_against_loss(compared, compared.short))
     if args.csv is not None:
