@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "isoloss"
 
 # from the ground up; a module may import its own layer and those before it
 LAYERS = [
-    ("builtin_components", "errors", "files", "interrupts", "lazy", "machine", "seeds"),
+    ("builtin_components", "errors", "examples", "files", "interrupts", "lazy", "machine", "seeds"),
     ("model_checks", "same_function"),
     ("registry", "config", "schema", "statistics"),
     ("checkpoints",),

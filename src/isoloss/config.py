@@ -37,6 +37,7 @@ class Range:
     """The finite values that a number may have; None: no bound.
 
     Example:
+        >>> from isoloss.config import Range
         >>> unit = Range(above=0, maximum=1)
         >>> str(unit), 1 in unit, 0 in unit
         ('above 0 and at most 1', True, False)
@@ -107,6 +108,8 @@ def form_of(hint: Any) -> Form:
     """Return what an annotation allows; an empty form, which nothing is held against, of any other than these.
 
     Example:
+        >>> from typing import Literal
+        >>> from isoloss.config import form_of
         >>> form_of(int | Literal["all"] | None)
         Form(choices=('all', None), kinds=(<class 'int'>,), config=None, items=None, length=None)
     """
@@ -138,6 +141,8 @@ def check(config: Any, path: str = "") -> None:
         IsolossError: A value of another type, that is none of the choices or out of its range; it is named.
 
     Example:
+        >>> from dataclasses import dataclass
+        >>> from isoloss.config import check, setting
         >>> @dataclass(frozen=True, kw_only=True)
         ... class Small:
         ...     steps: int = setting(10, minimum=1)
@@ -207,6 +212,7 @@ def replaced(config: T, settings: Mapping[str, Any]) -> T:
         IsolossError: It has no field of a name, or a value is refused.
 
     Example:
+        >>> from isoloss.config import replaced
         >>> from isoloss.run_config import ModelConfig
         >>> replaced(ModelConfig(), {"dropout": 1.5})
         Traceback (most recent call last):
@@ -340,6 +346,7 @@ def from_dict(cls: type[T], document: Mapping[str, Any]) -> T:
             refuses.
 
     Example:
+        >>> from isoloss.config import from_dict
         >>> from isoloss.run_config import ModelConfig
         >>> from_dict(ModelConfig, {"size": "d32", "dropot": 0.0})
         Traceback (most recent call last):
@@ -422,6 +429,7 @@ def to_toml(config: Any) -> str:
     None is left out, as TOML has no word for it.
 
     Example:
+        >>> from isoloss.config import to_toml
         >>> from isoloss.run_config import StageConfig
         >>> print(to_toml(StageConfig(steps=500, target_kl=0.1)))
         steps = 500
@@ -443,6 +451,8 @@ def fingerprint(config: Any) -> str:
     """Return 16 hexadecimal digits over the fields that decide a result, not how it is computed (device, threads).
 
     Example:
+        >>> import dataclasses
+        >>> from isoloss.config import fingerprint
         >>> from isoloss.lab.languages.config import LAPTOP_PCFG
         >>> from isoloss.run_config import TrainConfig
         >>> config = TrainConfig(language=LAPTOP_PCFG)
@@ -462,6 +472,7 @@ def differences(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
     Either may be what `identity` returned.
 
     Example:
+        >>> from isoloss.config import differences
         >>> from isoloss.run_config import OptimizerConfig
         >>> differences(OptimizerConfig(), OptimizerConfig(learning_rate=1e-4), "optimizer")
         ['optimizer.learning_rate is 0.001 here and 0.0001 there']

@@ -45,6 +45,7 @@ def is_installed(package: str) -> bool:
     """Whether a package can be imported, without importing it.
 
     Example:
+        >>> from isoloss.errors import is_installed
         >>> is_installed("json"), is_installed("jso")
         (True, False)
     """
@@ -57,6 +58,7 @@ def require_package(package: str) -> None:
     """Refuse what needs a package of an extra that is not installed, before anything is computed or written.
 
     Example:
+        >>> from isoloss.errors import require_package
         >>> require_package("jinja2")
     """
     if not is_installed(package):
@@ -68,6 +70,7 @@ def naming_extras() -> Iterator[None]:
     """Turn the lack of a package that only an extra installs into an error that names the extra; also a decorator.
 
     Example:
+        >>> from isoloss.errors import naming_extras
         >>> with naming_extras():
         ...     raise ModuleNotFoundError("No module named 'numba'", name="numba")
         Traceback (most recent call last):
@@ -91,6 +94,7 @@ def printable(text: str) -> str:
     Names of files and tokens may hold any, also the escape that begins a terminal's commands.
 
     Example:
+        >>> from isoloss.errors import printable
         >>> printable("runs/\x1b[2Jfirst")
         'runs/\\x1b[2Jfirst'
     """
@@ -105,6 +109,7 @@ def naming(subject: str) -> Iterator[None]:
     """Put a name before the errors and warnings of a block, such as the name of the model that is being measured.
 
     Example:
+        >>> from isoloss.errors import IsolossError, naming
         >>> with naming("step-200"):
         ...     raise IsolossError("the loss is not finite")
         Traceback (most recent call last):
@@ -129,6 +134,8 @@ def require(name: str, value: object, kind: type | tuple[type, ...], wanted: str
     """Refuse an argument of another type than it must have.
 
     Example:
+        >>> from pathlib import Path
+        >>> from isoloss.errors import require
         >>> require("spec", 3, (str, Path), "a name or a path")
         Traceback (most recent call last):
         isoloss.errors.IsolossError: spec is 3; it must be a name or a path
@@ -149,6 +156,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return the end of a message about a word that is none of the choices: the one that it may have been meant as.
 
     Example:
+        >>> from isoloss.errors import did_you_mean
         >>> did_you_mean("trian", ["train", "eval"]), did_you_mean("cook", ["train", "eval"])
         ('; did you mean train?', '')
     """

@@ -33,6 +33,9 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         IsolossError: It cannot be written.
 
     Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from isoloss.files import new_file
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder, "numbers")
         ...     with new_file(path) as file:
@@ -126,6 +129,9 @@ def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
         IsolossError: The file is missing, unreadable or damaged.
 
     Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from isoloss.files import read_sealed, write_sealed
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder, "result.json")
         ...     write_sealed(path, {"steps": 20})
@@ -178,6 +184,9 @@ def nearest(path: str | Path) -> str:
     for there.
 
     Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from isoloss.files import nearest
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     Path(folder, "runs", "first").mkdir(parents=True)
         ...     nearest(f"{folder}/runs/frist").removeprefix(f"; did you mean {folder}")
@@ -244,6 +253,8 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[str | Pat
         IsolossError: An output is a folder, is an input, is given twice, or cannot be written.
 
     Example:
+        >>> from pathlib import Path
+        >>> from isoloss.files import check_outputs
         >>> check_outputs({"--html": Path("a.html"), "--csv": Path("b/../a.html")})
         Traceback (most recent call last):
             ...

@@ -22,6 +22,7 @@ def status() -> int:
     """Return the exit status of a command that was interrupted, as shells report it: 128 and the signal's number.
 
     Example:
+        >>> from isoloss.interrupts import clear, status
         >>> clear()
         >>> status()
         130

@@ -14,6 +14,7 @@ def exports(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any
     """Return `__getattr__` and `__dir__` of the package called so, which offers names of the modules that they map to.
 
     Example:
+        >>> from isoloss.lazy import exports
         >>> get, _ = exports("isoloss.lazy", {"sqrt": "math"})
         >>> get("sqrt")(4.0)
         2.0

@@ -21,6 +21,7 @@ def check_device(name: str) -> None:
     """Refuse what is not the name of a device; whether there is such a device here, torch knows.
 
     Example:
+        >>> from isoloss.machine import check_device
         >>> check_device("gpu")
         Traceback (most recent call last):
             ...
@@ -49,6 +50,7 @@ def resolve_device(name: str) -> torch.device:
         IsolossError: No such name, or this machine or this torch has no such device.
 
     Example:
+        >>> from isoloss.machine import resolve_device
         >>> resolve_device("cpu")
         device(type='cpu')
     """

@@ -83,6 +83,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model that `torch.compile` or data parallelism was put around, else the model itself.
 
     Example:
+        >>> from torch import nn
+        >>> from torch.nn.parallel.data_parallel import DataParallel
+        >>> from isoloss.model_checks import unwrapped
         >>> model = nn.Linear(2, 2)
         >>> unwrapped(DataParallel(DataParallel(model))) is model
         True
@@ -182,6 +185,7 @@ def is_causal_class(name: str, config: Any) -> bool | None:
     """Return whether models of the class `name` predict next tokens; False: masked ones; None: neither is known.
 
     Example:
+        >>> from isoloss.model_checks import is_causal_class
         >>> [is_causal_class(name, None) for name in ("GPT2LMHeadModel", "BertForMaskedLM", "BertModel")]
         [True, False, None]
     """
@@ -295,6 +299,9 @@ def states_before_output(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -
         IsolossError: The last product does not make the logits.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from isoloss.model_checks import states_before_output
         >>> model = nn.Sequential(nn.Embedding(5, 3), nn.Tanh(), nn.Linear(3, 5))
         >>> ids = torch.tensor([[0, 4]])
         >>> torch.equal(states_before_output(model, {"input_ids": ids}), model[:2](ids))
@@ -371,6 +378,7 @@ def max_length(model: nn.Module) -> int | None:
 
     Example:
         >>> from transformers import RobertaConfig, RobertaForMaskedLM
+        >>> from isoloss.model_checks import max_length
         >>> sizes = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
         >>> max_length(RobertaForMaskedLM(RobertaConfig(max_position_embeddings=34, **sizes)))
         32

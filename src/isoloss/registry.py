@@ -172,6 +172,7 @@ class Registry:
             IsolossError: There is none.
 
         Example:
+            >>> from isoloss.registry import Registry
             >>> Registry("measure", "measures", {"builtins": {"probe-TASK": "int"}}).match("probe-prefix-4")
             ('probe-TASK', {'TASK': 'prefix-4'})
         """

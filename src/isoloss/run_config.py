@@ -96,6 +96,7 @@ class OptimizerConfig:
         """Return how many of `total` steps warm up.
 
         Example:
+            >>> from isoloss.run_config import OptimizerConfig
             >>> OptimizerConfig().num_warmup_steps(2000), OptimizerConfig(warmup_proportion=0.1).num_warmup_steps(2000)
             (120, 200)
         """
@@ -122,6 +123,7 @@ class ModelConfig:
     """A model by its architecture and size name (`isoloss ls models`, `isoloss ls sizes`).
 
     Example:
+        >>> from isoloss.run_config import ModelConfig
         >>> str(ModelConfig(heads=4)), ModelConfig(architecture="lstm").size
         ('bert d64, heads 4', 'h64')
     """
@@ -288,6 +290,7 @@ class TrainConfig:
 
         Example:
             >>> from isoloss.lab.languages.config import LAPTOP_PCFG
+            >>> from isoloss.run_config import StageConfig, TrainConfig
             >>> stages = (StageConfig(steps=500, target_kl=0.1), StageConfig(steps=100))
             >>> config = TrainConfig(language=LAPTOP_PCFG, stages=stages)
             >>> config.stage_ends(), config.stage_ends([350])

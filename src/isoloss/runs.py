@@ -96,6 +96,8 @@ class Run:
         path: The folder.
 
     Example:
+        >>> from pathlib import Path
+        >>> from isoloss.runs import Run
         >>> Run(Path("runs/no-such-run"))
         Run('runs/no-such-run', not begun)
     """

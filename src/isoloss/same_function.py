@@ -37,6 +37,7 @@ def function_of_config(config: Any) -> dict[str, Any]:
 
     Example:
         >>> from transformers import GPT2Config
+        >>> from isoloss.same_function import function_of_config
         >>> fields = function_of_config(GPT2Config(n_layer=2, use_cache=False, attn_pdrop=0.3, made_by="someone"))
         >>> fields["n_layer"], {"use_cache", "attn_pdrop", "made_by"} & fields.keys()
         (2, set())
@@ -59,6 +60,8 @@ def function_of_model(model: nn.Module) -> dict[str, Any]:
     """Return the settings that decide a model's function of its weights: its config, else those of each part.
 
     Example:
+        >>> from torch import nn
+        >>> from isoloss.same_function import function_of_model
         >>> function_of_model(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Dropout(), nn.ReLU()))["2"]
         {'class': 'ReLU', 'inplace': False}
     """
@@ -84,6 +87,7 @@ def differences(one: Any, other: Any, place: str = "") -> Iterator[tuple[str, An
     """Yield where two documents of JSON types differ: the place, and the value in each; None where one has none.
 
     Example:
+        >>> from isoloss.same_function import differences
         >>> list(differences({"a": {"b": [1, 2]}, "c": 0}, {"a": {"b": [1, 3]}, "c": 0}))
         [('a.b.1', 2, 3)]
     """

@@ -20,6 +20,7 @@ def json_schema(cls: type) -> dict[str, Any]:
 
     Example:
         >>> from isoloss.run_config import StageConfig
+        >>> from isoloss.schema import json_schema
         >>> json_schema(StageConfig)["$defs"]["StageConfig"]["properties"]["batch_size"]
         {'type': 'integer', 'minimum': 1, 'description': 'Sentences in a step; default: as the run has it.'}
     """

@@ -17,6 +17,7 @@ def derive(seed: int, *names: str | int) -> int:
         names: What the stream is for, e.g. `"masks", step, rank`.
 
     Example:
+        >>> from isoloss.seeds import derive
         >>> derive(0, "masks", 7) == derive(0, "masks", 7), derive(0, "masks", 7) == derive(0, "masks", 8)
         (True, False)
     """

@@ -31,6 +31,7 @@ def may_be_hub_name(name: str) -> bool:
     A path is what lies in a folder that exists, or is named like a run's checkpoint.
 
     Example:
+        >>> from isoloss.checkpoints.places import may_be_hub_name
         >>> may_be_hub_name("google-bert/bert-base-uncased"), may_be_hub_name("runs/first/checkpoints/step-100")
         (True, False)
     """
@@ -154,6 +155,7 @@ def split_module(module: str) -> tuple[Path, str]:
     """Return the file and the function that `FILE.py:NAME` names.
 
     Example:
+        >>> from isoloss.checkpoints.places import split_module
         >>> split_module("gpt.py")
         Traceback (most recent call last):
             ...

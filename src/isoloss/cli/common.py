@@ -232,6 +232,7 @@ def command_with(subcommand: str, arguments: Sequence[str], option: str, value: 
     """Return the command line of a subcommand with another value of one option.
 
     Example:
+        >>> from isoloss.cli.common import command_with
         >>> command_with("compare", ["A", "my model", "--seed=1"], "--seed", 2)
         "isoloss compare A 'my model' --seed 2"
     """

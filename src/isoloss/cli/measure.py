@@ -427,6 +427,7 @@ def _percent(fraction: float) -> str:
     """Return a fraction in percent with one decimal, or one significant digit where that would be 0.
 
     Example:
+        >>> from isoloss.cli.measure import _percent
         >>> _percent(0.0371), _percent(0.00512), _percent(0.00038)
         ('3.7 %', '0.5 %', '0.04 %')
     """

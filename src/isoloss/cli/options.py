@@ -332,6 +332,7 @@ def option_name(field: str) -> str:
     """Return how the command line calls a field.
 
     Example:
+        >>> from isoloss.cli.options import option_name
         >>> option_name("learning_rate")
         '--learning-rate'
     """

@@ -646,6 +646,7 @@ def _rough(amount: float) -> str:
     """Return a number with two digits at least, as estimates of cost have no more.
 
     Example:
+        >>> from isoloss.cli.study import _rough
         >>> _rough(0.123), _rough(2.6), _rough(1234.5)
         ('0.12', '2.6', '1,234')
     """
@@ -656,6 +657,7 @@ def _hours(seconds: float, resource: str) -> str:
     """Return a cost in words.
 
     Example:
+        >>> from isoloss.cli.study import _hours
         >>> _hours(1800, "core"), _hours(7200 * 100, "GPU")
         ('0.5 core-hours', '200 GPU-hours')
     """
@@ -729,6 +731,7 @@ def _duration(seconds: float) -> str:
     """Return a duration in words.
 
     Example:
+        >>> from isoloss.cli.study import _duration
         >>> _duration(42), _duration(600), _duration(9000)
         ('42 s', '10 min', '2 h 30 min')
     """

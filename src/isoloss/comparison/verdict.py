@@ -378,6 +378,7 @@ def times_in_words(ratio: float, interval: tuple[float, float]) -> str:
     """Return a ratio with its 95 % interval.
 
     Example:
+        >>> from isoloss.comparison.verdict import times_in_words
         >>> times_in_words(0.4567, (0.4321, 0.4826))
         '0.457 times (95 % 0.432 to 0.483)'
     """
@@ -389,6 +390,7 @@ def in_digits(ratio: float) -> str:
     """Return a ratio in three digits.
 
     Example:
+        >>> from isoloss.comparison.verdict import in_digits
         >>> in_digits(1.2), in_digits(123.4)
         ('1.20', '123')
     """

@@ -597,6 +597,7 @@ def layer_of(name: str) -> str:
     """Return the layer that a parameter belongs to: its name up to the first number, else up to two parts of it.
 
     Example:
+        >>> from isoloss.flatness._measurement import layer_of
         >>> [layer_of(name) for name in ("bert.encoder.layer.3.output.dense.bias", "bert.embeddings.LayerNorm.bias")]
         ['bert.encoder.layer.3', 'bert.embeddings']
     """

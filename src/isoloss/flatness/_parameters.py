@@ -135,6 +135,8 @@ class ParameterBlocks:
         IsolossError: The groups of an axis are not numbered 0, 1, ... without a gap.
 
     Example:
+        >>> import torch
+        >>> from isoloss.flatness._parameters import ParameterBlocks
         >>> split = ParameterBlocks(torch.tensor([0, 0, 1]), torch.tensor([0, 1]))
         >>> split.num_blocks, split.sums(torch.arange(6.0)[None])
         (4, tensor([[2., 4., 4., 5.]], dtype=torch.float64))
@@ -207,6 +209,8 @@ class ParameterColumns:
         IsolossError: A split is of a parameter that is not measured, or of another shape.
 
     Example:
+        >>> import torch
+        >>> from isoloss.flatness._parameters import ParameterBlocks, ParameterColumns
         >>> split = ParameterBlocks(torch.tensor([0, 0, 1]), torch.tensor([0]))
         >>> columns = ParameterColumns({"weight": torch.ones(2, 3), "bias": torch.ones(3)}, {"bias": split})
         >>> columns.parameter_ids.tolist(), columns.sums("bias", torch.ones(3))

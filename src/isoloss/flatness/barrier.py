@@ -60,6 +60,9 @@ def interpolation_barrier(
 
     Example:
         >>> import copy
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import interpolation_barrier
+        >>> model, batches = tiny_bert()
         >>> barrier = interpolation_barrier(model, copy.deepcopy(model), batches)
         >>> barrier.value, barrier.unit
         (0.0, 'nats per predicted token')

@@ -48,6 +48,10 @@ def directional_sharpness(
             that does not fit, or fewer than 2 independent inputs.
 
     Example:
+        >>> import torch
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import directional_sharpness
+        >>> model, batches = tiny_bert()
         >>> ones = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
         >>> directional_sharpness(model, ones, batches).value >= 0
         True

@@ -201,6 +201,9 @@ def empirical_fisher_trace(
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import empirical_fisher_trace
+        >>> model, batches = tiny_bert()
         >>> trace = empirical_fisher_trace(model, batches)
         >>> trace.value > 0, trace.details["parameters_by_autograd"]
         (True, [])

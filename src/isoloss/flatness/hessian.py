@@ -69,6 +69,9 @@ def hessian_trace(
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import hessian_trace
+        >>> model, batches = tiny_bert()
         >>> trace = hessian_trace(model, batches)
         >>> trace.samples, abs(trace.details["fisher"] + trace.details["residual"] - trace.value) < 1e-9
         (8, True)

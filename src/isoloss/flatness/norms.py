@@ -41,6 +41,8 @@ def squared_parameter_norm(model: nn.Module, *, parameters: Mapping[str, nn.Para
         IsolossError: No parameter is trainable, or one is not finite.
 
     Example:
+        >>> from torch import nn
+        >>> from isoloss.flatness import squared_parameter_norm
         >>> layer = nn.Linear(2, 1)
         >>> _ = nn.init.constant_(layer.weight, 3.0), nn.init.constant_(layer.bias, 1.0)
         >>> squared_parameter_norm(layer).value
@@ -83,6 +85,9 @@ def fisher_rao_norm(
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import fisher_rao_norm
+        >>> model, batches = tiny_bert()
         >>> norm = fisher_rao_norm(model, batches)
         >>> norm.value > 0, norm.num_probes
         (True, 0)
@@ -116,6 +121,9 @@ def relative_flatness(
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import relative_flatness
+        >>> model, batches = tiny_bert()
         >>> flatness = relative_flatness(model, batches)
         >>> flatness.value > 0, flatness.num_probes
         (True, 0)
@@ -210,6 +218,9 @@ def weighted_fisher_trace(
         InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
 
     Example:
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import weighted_fisher_trace
+        >>> model, batches = tiny_bert()
         >>> trace = weighted_fisher_trace(model, batches)
         >>> trace.value > 0, trace.samples
         (True, 64)

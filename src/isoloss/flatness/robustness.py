@@ -73,6 +73,8 @@ class Rounding:
         smaller. Halves go to the even k.
 
         Example:
+            >>> import torch
+            >>> from isoloss.flatness import Rounding
             >>> Rounding(bits=4).round(torch.tensor([[-7.0, 3.4, 0.2], [0.07, 0.0, 0.004]]))
             tensor([[-7.0000,  3.0000,  0.0000],
                     [ 0.0700,  0.0000,  0.0000]])
@@ -196,6 +198,9 @@ def loss_rises(
             be rounded and the model has no linear map besides its output layer.
 
     Example:
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import Noise, Rounding, loss_rises
+        >>> model, batches = tiny_bert()
         >>> rises = loss_rises(model, batches, {"int3": Rounding(bits=3), "noise": Noise(relative_std=0.1)})
         >>> [(name, rise.stderr > 0) for name, rise in rises.items()]
         [('int3', True), ('int3_loss', True), ('noise', True)]

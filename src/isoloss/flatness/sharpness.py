@@ -77,6 +77,9 @@ def sam_sharpness(
         InterruptedEstimate: Ctrl-C after at least two batches; it carries the estimate so far.
 
     Example:
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import sam_sharpness
+        >>> model, batches = tiny_bert()
         >>> sam_sharpness(model, batches).value > 0
         True
     """
@@ -171,6 +174,9 @@ def noise_sharpness(
         InterruptedEstimate: Ctrl-C after at least two pairs; it carries the estimate so far.
 
     Example:
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import noise_sharpness
+        >>> model, batches = tiny_bert()
         >>> rise = noise_sharpness(model, batches, num_probes=4)
         >>> rise.num_probes, rise.stderr > 0
         (4, True)

@@ -87,6 +87,9 @@ def largest_eigenvalues(
         KeyboardInterrupt: Ctrl-C. It carries no estimate, which would take further products.
 
     Example:
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import largest_eigenvalues
+        >>> model, batches = tiny_bert()
         >>> first, second = largest_eigenvalues(model, batches, num_eigenvalues=2)
         >>> first.value > second.value > 0, first.details["residual_norm"] <= 1e-3 * first.value
         (True, True)
@@ -279,6 +282,10 @@ def spectral_density(
         InterruptedEstimate: Ctrl-C after at least two probes; it carries the estimate of the trace so far.
 
     Example:
+        >>> import torch
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import spectral_density
+        >>> model, batches = tiny_bert()
         >>> spectrum = spectral_density(model, batches, num_steps=5)
         >>> density, stderr = spectrum.density(torch.linspace(-0.1, 0.5, 7), width=0.01)
         >>> spectrum.nodes.shape == (8, 5), density.shape == stderr.shape == (7,), spectrum.moment(1).value > 0

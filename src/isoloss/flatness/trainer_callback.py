@@ -26,6 +26,7 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
 
     Example:
         >>> from torch import nn
+        >>> from isoloss.flatness import evaluating
         >>> model = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1).eval())
         >>> with evaluating(model):
         ...     print([part.training for part in model])
@@ -72,6 +73,10 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         IsolossError: `every` is below 1, or `rtol` is out of range.
 
     Example:
+        >>> from isoloss import fisher_trace
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import FlatnessCallback, evaluating
+        >>> model, batches = tiny_bert()
         >>> callback = FlatnessCallback(batches, every=100)  # for Trainer(..., callbacks=[callback])
         >>> with evaluating(model.train()):  # and in any other loop; in training mode it has dropout
         ...     trace = fisher_trace(model, batches)

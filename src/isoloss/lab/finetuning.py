@@ -145,6 +145,8 @@ def num_steps(config: FinetuneConfig, num_train: int) -> int:
     """Return the steps that one seed makes on `num_train` examples.
 
     Example:
+        >>> from isoloss.lab.finetune_config import FinetuneConfig
+        >>> from isoloss.lab.finetuning import num_steps
         >>> num_steps(FinetuneConfig(epochs=10, batch_size=32), num_train=2490)
         780
     """

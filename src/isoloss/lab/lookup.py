@@ -32,7 +32,10 @@ def lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
         IsolossError: There are no sentences, or one that the language cannot produce.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.languages import Sentences
         >>> from isoloss.lab.languages.brackets import Brackets
+        >>> from isoloss.lab.lookup import lookup_features
         >>> lookup_features(Brackets(2), Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))).tolist()
         [[1.0, 0.0, 0.0, 1.0]]
     """
@@ -49,7 +52,10 @@ def causal_lookup_features(language: Language, sentences: Sentences) -> torch.Te
         IsolossError: As `lookup_features`.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.languages import Sentences
         >>> from isoloss.lab.languages.brackets import Brackets
+        >>> from isoloss.lab.lookup import causal_lookup_features
         >>> causal_lookup_features(Brackets(2), Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))).tolist()
         [[0.5, 0.5, 0.0, 1.0]]
     """
@@ -85,7 +91,10 @@ def log_lookup_features(language: Language, sentences: Sentences) -> torch.Tenso
         IsolossError: As `lookup_features`.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.languages import Sentences
         >>> from isoloss.lab.languages.brackets import Brackets
+        >>> from isoloss.lab.lookup import log_lookup_features
         >>> features = log_lookup_features(Brackets(2), Sentences(torch.tensor([[0, 1]]), torch.tensor([2])))
         >>> [round(nats, 2) for nats in features[0].tolist()]
         [0.0, -9.21, -9.21, 0.0]
@@ -115,7 +124,10 @@ def one_hot_features(language: Language, sentences: Sentences) -> torch.Tensor:
         IsolossError: There are no sentences.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.languages import Sentences
         >>> from isoloss.lab.languages.brackets import Brackets
+        >>> from isoloss.lab.lookup import one_hot_features
         >>> one_hot_features(Brackets(2), Sentences(torch.tensor([[1, 0], [1, 2]]), torch.tensor([2, 1]))).tolist()
         [[0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
     """
@@ -140,6 +152,7 @@ def lookup_probe(
 
     Example:
         >>> from isoloss.lab.languages.pcfg import PCFG
+        >>> from isoloss.lab.lookup import lookup_probe
         >>> from isoloss.lab.tasks import make_task
         >>> language = PCFG.from_text("S A 1\nS B 1\nA C D 1\nB D C 1\nC c 1\nD d 1")
         >>> task = make_task(language, "root", num_train=100, num_test=50)

@@ -131,6 +131,7 @@ def load_preset(name: str) -> Preset:
         IsolossError: There is none of that name; the names are given.
 
     Example:
+        >>> from isoloss.lab.presets import load_preset
         >>> load_preset("authors").optimizer.schedule
         'linear'
     """
@@ -158,6 +159,7 @@ def train_config(
         IsolossError: No such preset or language, or settings that contradict each other.
 
     Example:
+        >>> from isoloss.lab.presets import train_config
         >>> from isoloss.run_config import ModelConfig
         >>> config = train_config("paper", "pcfg-paper", ModelConfig(size="d128"), seed=3)
         >>> config.num_sentences, config.steps, config.optimizer.learning_rate, config.model.architecture

@@ -166,7 +166,9 @@ def read_from_start(task: TaskData, language: Language) -> TaskData:
     """Return the task as a causal model of `language` reads it: with the start before each sentence.
 
     Example:
+        >>> from isoloss import make_task
         >>> from isoloss.lab.languages.brackets import Brackets
+        >>> from isoloss.lab.tasks import read_from_start
         >>> task = make_task(Brackets(4), "mismatch", num_train=50, num_test=9, seed=0)
         >>> task.test.tokens[0].tolist(), read_from_start(task, Brackets(4)).test.tokens[0].tolist()
         ([0, 1, 1, 1], [3, 0, 1, 1, 1])
@@ -378,6 +380,7 @@ def whole_task(
     Example:
         >>> from isoloss.lab.languages.config import PCFGConfig
         >>> from isoloss.lab.languages.exact import all_sentences
+        >>> from isoloss.lab.tasks import whole_task
         >>> language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=5).build()
         >>> whole_task(language, "prefix-2", all_sentences(language), num_train=100, seed=0)
         WholeTask(prefix-2: 3 classes, 512 sentences)
@@ -419,6 +422,8 @@ def weighted_overlap(probabilities: torch.Tensor, rows: torch.Tensor) -> float:
     """Return the probability of the sentences `rows` (m,), each counted once, of joint `probabilities` (n, C).
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.tasks import weighted_overlap
         >>> weighted_overlap(torch.tensor([[0.5, 0.0], [0.0, 0.25], [0.25, 0.0]]), torch.tensor([1, 1, 2]))
         0.5
     """

@@ -301,6 +301,7 @@ def title_of(arm: str) -> str:
     """Return what an arm is called, with its dose.
 
     Example:
+        >>> from isoloss.paper.brackets import title_of
         >>> title_of("label-noise-500"), title_of("penalty-0.003"), title_of("sham")
         ('SGD (sampled labels), 500 steps', 'Flatness penalty, 0.003', 'Sham penalty')
     """

@@ -34,7 +34,9 @@ def needed(language: Language, length: str) -> Labeling:
         IsolossError: The language cannot be enumerated, or no sentence is longer than L.
 
     Example:
+        >>> import torch
         >>> from isoloss.lab.languages.config import PCFGConfig
+        >>> from isoloss.paper.dose_response_tasks import needed
         >>> language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=6).build()
         >>> needed(language, "2").label(language.sample(4, generator=torch.Generator().manual_seed(0))).tolist()
         [0, 0, 1, 1]
@@ -60,7 +62,9 @@ def spare(language: Language, length: str) -> Labeling:
     Arguments and errors as for `needed`.
 
     Example:
+        >>> import torch
         >>> from isoloss.lab.languages.config import PCFGConfig
+        >>> from isoloss.paper.dose_response_tasks import spare
         >>> language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=6).build()
         >>> spare(language, "2").label(language.sample(4, generator=torch.Generator().manual_seed(0))).tolist()
         [0, 1, 1, 1]
@@ -84,6 +88,8 @@ def twins(rest: Array) -> list[tuple[int, int]]:
     """Return pairs of different rows of distributions (n, m), the nearest first; of an odd number one is left out.
 
     Example:
+        >>> import numpy as np
+        >>> from isoloss.paper.dose_response_tasks import twins
         >>> twins(np.array([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1], [0.1, 0.9], [0.5, 0.5]]))
         [(0, 2), (1, 3)]
     """

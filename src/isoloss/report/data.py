@@ -36,6 +36,7 @@ class Column:
     """A column of the table, and how it is shown.
 
     Example:
+        >>> from isoloss.report.data import accuracy
         >>> accuracy("root").axis_title
         'Probe accuracy, root (%)'
     """
@@ -82,6 +83,7 @@ def column_of(name: str, unit: str = "") -> Column:
     """Return how to show a column: as one of those above, or under its own name.
 
     Example:
+        >>> from isoloss.report.data import accuracy, column_of
         >>> column_of("sharpness", "nats").axis_title, column_of("probe-root") == accuracy("root")
         ('sharpness (nats)', True)
     """
@@ -219,6 +221,7 @@ def log_ticks(ends: Sequence[float]) -> list[float]:
     and 7 times, or steps of the power, of half, a fifth or a tenth of it.
 
     Example:
+        >>> from isoloss.report.data import log_ticks
         >>> log_ticks((7.6, 550)), log_ticks((55, 280)), log_ticks((33, 62)), log_ticks((21, 36))
         ([10.0, 20.0, 50.0, 100.0, 200.0, 500.0], [70.0, 100.0, 150.0, 200.0], [40.0, 50.0, 60.0], [25.0, 30.0, 35.0])
     """
@@ -243,6 +246,7 @@ def columns(count: int, most: int = 3, together: int = 1) -> int:
     Each run of `together` panels takes full rows.
 
     Example:
+        >>> from isoloss.report.data import columns
         >>> [columns(n) for n in (1, 2, 3, 4, 5, 6)]
         [1, 2, 3, 2, 3, 3]
         >>> columns(8, together=4), columns(6, together=3)
@@ -266,6 +270,7 @@ def ends(values: Sequence[float], *, log: bool, percent: bool = False) -> tuple[
     An axis of percentages does not go beyond 0 and 100.
 
     Example:
+        >>> from isoloss.report.data import ends
         >>> ends([0.0, 10.0], log=False), ends([3.0, 3.0], log=False), ends([80.0, 100.0], log=False, percent=True)
         ((-0.5, 10.5), (2.85, 3.15), (79.0, 100.0))
     """

@@ -5,6 +5,8 @@ dark mode and in print. The title, the lede and the cards are the first screen, 
 few readers need is in folded sections.
 
 Example:
+    >>> from isoloss.report.html import IntervalRow, Section, interval_rows, page, table
+    >>> from isoloss.studies import Card
     >>> flatter = Card(label="Flatter?", value="Yes: 0.82 times the trace", detail="95 %: 0.78 to 0.86", tone="good")
     >>> row = IntervalRow(label="trace", effect="-9.1", interval="-11.0 to -7.2", value=-9.1, low=-11.0, high=-7.2)
     >>> document = page(
@@ -242,6 +244,7 @@ def packed(text: str) -> str:
     """Return a long text as gzip in base64, a fifth of its size, which a page's script reads.
 
     Example:
+        >>> from isoloss.report.html import packed
         >>> len(packed("<tr><td>0.5</td></tr>" * 1000)) < 300
         True
     """
@@ -252,6 +255,7 @@ def script_json(document: Any) -> Markup:
     r"""Return JSON that can stand in a `<script>` element: no text in it can end the element or open another.
 
     Example:
+        >>> from isoloss.report.html import script_json
         >>> print(script_json({"run": "</script>"}))
         {"run":"\u003c/script\u003e"}
     """

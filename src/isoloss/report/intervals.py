@@ -60,6 +60,7 @@ def intervals(panels: Sequence[IntervalPanel], rows: Sequence[str], *, note: str
         IsolossError: A panel is empty, an interval names none of the rows, or there are more series than colors.
 
     Example:
+        >>> from isoloss.report.intervals import Interval, IntervalPanel, intervals
         >>> sgd = Interval(row="SGD", series="", value=-44.0, low=-57.7, high=-30.3, text="-44.0 ± 3.2")
         >>> panel = IntervalPanel(title="difference in trace (nats)", intervals=[sgd])
         >>> chart = intervals([panel], ["SGD"], note="95 % confidence intervals")

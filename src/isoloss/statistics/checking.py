@@ -19,6 +19,7 @@ def column(name: str, values: ArrayLike, length: int | None = None) -> NDArray[n
         IsolossError: They are not a list of finite numbers, or not as many as `length`.
 
     Example:
+        >>> from isoloss.statistics.checking import column
         >>> column("losses", [1.0, float("nan")])
         Traceback (most recent call last):
         isoloss.errors.IsolossError: losses[1] is nan; all of losses must be finite
@@ -45,6 +46,7 @@ def labels(
         IsolossError: There is not one label for each observation, or there are too few clusters.
 
     Example:
+        >>> from isoloss.statistics.checking import labels
         >>> labels(["b", "a", "b"], 3)
         (['a', 'b'], array([1, 0, 1]))
     """
@@ -65,6 +67,7 @@ def fraction(name: str, value: float, *, below: float = 1.0) -> None:
     """Refuse a probability that does not lie strictly between 0 and `below`.
 
     Example:
+        >>> from isoloss.statistics.checking import fraction
         >>> fraction("power", 80)
         Traceback (most recent call last):
         isoloss.errors.IsolossError: power is 80; it must be above 0 and below 1
@@ -77,6 +80,7 @@ def positive(name: str, value: float) -> None:
     """Refuse a number that is not finite and above 0.
 
     Example:
+        >>> from isoloss.statistics.checking import positive
         >>> positive("margin", 0)
         Traceback (most recent call last):
         isoloss.errors.IsolossError: margin is 0; it must be finite and above 0
@@ -89,6 +93,7 @@ def at_least(name: str, value: float, least: float) -> None:
     """Refuse a number that is not finite or too small.
 
     Example:
+        >>> from isoloss.statistics.checking import at_least
         >>> at_least("min_ratio", 0.9, 1)
         Traceback (most recent call last):
         isoloss.errors.IsolossError: min_ratio is 0.9; it must be finite and at least 1
@@ -101,6 +106,7 @@ def count(name: str, value: int, least: int) -> None:
     """Refuse a number of things that is too small or not whole.
 
     Example:
+        >>> from isoloss.statistics.checking import count
         >>> count("pairs", 1, 2)
         Traceback (most recent call last):
         isoloss.errors.IsolossError: pairs is 1; it must be a whole number of at least 2

@@ -35,6 +35,7 @@ class VarianceComponents:
         """Return the standard deviation of the mean of a cluster's observations: what planning takes.
 
         Example:
+            >>> from isoloss.statistics.clusters import VarianceComponents
             >>> round(VarianceComponents(between=0.5, within=1.0).sd_of_means(4), 3)
             0.707
         """
@@ -63,6 +64,7 @@ def cluster_mean(values: ArrayLike, clusters: Sequence[Any], *, unit: str, metho
         IsolossError: Values that are not finite, a label missing, or a single cluster.
 
     Example:
+        >>> from isoloss.statistics.clusters import cluster_mean
         >>> print(cluster_mean([1.0, 3.0, 4.0, 4.0, 7.0], ["a", "a", "b", "b", "c"], unit="points"))
         4.3 ± 1.5 points
     """
@@ -97,6 +99,7 @@ def crossed_mean(values: torch.Tensor | Sequence[Sequence[float]], *, unit: str,
         IsolossError: Not a table, too small, or values that are not finite.
 
     Example:
+        >>> from isoloss.statistics.clusters import crossed_mean
         >>> print(crossed_mean([[1.0, 2.0, 4.0], [2.0, 2.0, 5.0]], unit="points", method="two-way"))
         2.67 ± 0.97 points
     """
@@ -143,6 +146,7 @@ def variance_components(values: ArrayLike, clusters: Sequence[Any]) -> VarianceC
         IsolossError: As for `cluster_mean`, or no cluster has two observations.
 
     Example:
+        >>> from isoloss.statistics.clusters import variance_components
         >>> variance_components([1.0, 3.0, 5.0, 7.0], ["a", "a", "b", "b"])
         VarianceComponents(between=2.6457513110645907, within=1.4142135623730951)
     """
@@ -191,6 +195,7 @@ def slope_within(outcomes: ArrayLike, losses: ArrayLike, clusters: Sequence[Any]
             constant.
 
     Example:
+        >>> from isoloss.statistics.clusters import slope_within
         >>> slope = slope_within([3, 1, 6, 2], [1.0, 2.0, 1.0, 2.0], ["a", "a", "b", "b"], unit="points per nat")
         >>> print(slope)
         -3.0 ± 1.0 points per nat
@@ -229,6 +234,8 @@ def adjusted_to_loss(difference: Estimate, change: Estimate, slope: Estimate, *,
         IsolossError: An estimate is not over clusters, or they do not have the same ones.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.statistics.clusters import adjusted_to_loss, cluster_mean
         >>> runs = ["a", "b", "c"]
         >>> difference = cluster_mean([2.0, 3.0, 4.0], runs, unit="points")
         >>> change = cluster_mean([-0.1, 0.0, -0.2], runs, unit="nats")

@@ -44,6 +44,7 @@ def paired_difference(first: Estimate, second: Estimate, *, unit: str | None = N
         IsolossError: An estimate has no influence, or they are not of the same samples.
 
     Example:
+        >>> from isoloss.statistics.comparison import paired_difference
         >>> from isoloss.statistics.ratio import ratio_estimate
         >>> a, b = (ratio_estimate(x, unit="nats", method="loss") for x in ([1.5, 2.5, 4.0], [1.0, 2.0, 3.0]))
         >>> print(paired_difference(a, b))
@@ -72,6 +73,7 @@ def paired_log_ratio(first: Estimate, second: Estimate) -> Estimate:
         IsolossError: A value is not above 0.
 
     Example:
+        >>> from isoloss.statistics.comparison import paired_log_ratio
         >>> from isoloss.statistics.ratio import ratio_estimate
         >>> a, b = (ratio_estimate(x, unit="nats", method="loss") for x in ([1.5, 2.5, 4.0], [1.0, 2.0, 3.0]))
         >>> print(paired_log_ratio(a, b))
@@ -108,6 +110,8 @@ def independent_difference(second: Estimate, first: Estimate) -> Estimate:
         IsolossError: The units differ, or an estimate with an error has fewer than 2 samples.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.statistics.comparison import independent_difference
         >>> known = {"unit": "nats", "num_predictions": 9, "method": "mean over seeds"}
         >>> a = Estimate(value=1.0, stderr=0.3, samples=3, **known)
         >>> b = Estimate(value=2.0, stderr=0.4, samples=3, **known)
@@ -150,6 +154,8 @@ def probability_above_zero(difference: Estimate) -> float:
     By Student's t with the difference's `freedom`, as the interval: it is 0.975 where that ends at 0.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.statistics.comparison import probability_above_zero
         >>> d = Estimate(value=2.306, stderr=1.0, samples=9, unit="nats", num_predictions=9, method="paired difference")
         >>> round(probability_above_zero(d), 3)
         0.975
@@ -169,6 +175,7 @@ def probabilities_of_smallest(estimates: Sequence[Estimate]) -> list[float]:
     form for two, from 200,000 draws for more.
 
     Example:
+        >>> from isoloss.statistics.comparison import probabilities_of_smallest
         >>> from isoloss.statistics.ratio import ratio_estimate
         >>> a, b = (ratio_estimate(x, unit="nats", method="loss") for x in ([1.5, 2.5, 4.0], [1.0, 2.0, 3.0]))
         >>> [round(chance, 3) for chance in probabilities_of_smallest([a, b])]
@@ -257,6 +264,7 @@ class Comparison(Tabular):
         measure: What measured them; it heads the printed table.
 
     Example:
+        >>> from isoloss.statistics.comparison import Comparison
         >>> from isoloss.statistics.ratio import ratio_estimate
         >>> draws = {"a": [1.5, 2.5, 4.0], "b": [1.0, 2.0, 3.0]}
         >>> models = {name: {"loss": ratio_estimate(x, unit="nats", method="loss")} for name, x in draws.items()}
@@ -393,6 +401,7 @@ def label(measure: str, name: str, names: Sequence[str]) -> str:
     """Return the name of an estimate beside the estimates of other measures.
 
     Example:
+        >>> from isoloss.statistics.comparison import label
         >>> label("spectral-density", "trace", ("trace", "squared-frobenius-norm"))
         'spectral-density, trace'
         >>> label("trace-in-d64-paper", "trace", ("trace",))

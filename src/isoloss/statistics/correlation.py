@@ -51,6 +51,7 @@ def jackknife(
         paired difference, and the clusters' names as `details["labels"]`.
 
     Example:
+        >>> from isoloss.statistics.correlation import jackknife
         >>> mean = jackknife(2.0, [2.5, 2.0, 1.5], ["a", "b", "c"], unit="points", num_observations=3)  # of 1, 2 and 3
         >>> print(mean)
         2.00 ± 0.58 points
@@ -109,6 +110,7 @@ class Correlation:
         """Return it as an estimate, with the error in r: dr = (1 - r^2) d artanh r.
 
         Example:
+            >>> from isoloss.statistics.correlation import correlation
             >>> print(correlation([1, 2, 3, 4, 5, 6], [2, 1, 4, 3, 7, 5], range(6)).estimate())
             0.792 ± 0.068 correlation
         """
@@ -127,6 +129,7 @@ class Correlation:
         The error is taken to be the one that was found here.
 
         Example:
+            >>> from isoloss.statistics.correlation import correlation
             >>> round(correlation([1, 2, 3, 4, 5, 6], [2, 1, 4, 3, 7, 5], range(6)).detectable(), 2)
             0.56
         """
@@ -181,6 +184,7 @@ def correlation(
             no error.
 
     Example:
+        >>> from isoloss.statistics.correlation import correlation
         >>> x, y, width = [1, 2, 3, 4, 5, 6], [2, 1, 4, 3, 7, 5], [1, 2, 1, 2, 2, 1]
         >>> print(correlation(x, y, range(6), kind="spearman"))
         Spearman correlation 0.83, 95 % interval 0.60 to 0.93 (6 observations in 6 clusters)
@@ -418,6 +422,7 @@ def granulated_kendall(
         Two arms, each with the same four seeds. In 3 of 4 seeds the arms' order agrees: psi is (3 - 1) / 4. Of the 6
         pairs of seeds all agree in arm a and 5 in arm b: (6 / 6 + 4 / 6) / 2 = 5 / 6. Their mean is 2 / 3.
 
+        >>> from isoloss.statistics.correlation import granulated_kendall
         >>> runs = {"arm": ["a"] * 4 + ["b"] * 4, "seed": [0, 1, 2, 3] * 2}
         >>> sharpness, error = [1, 3, 6, 7, 2, 4, 5, 8], [1, 2, 3, 4, 2, 5, 4, 6]
         >>> found = granulated_kendall(sharpness, error, runs, clusters=runs["seed"])

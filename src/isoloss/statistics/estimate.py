@@ -111,6 +111,7 @@ class Estimate:
         """Return the numbers of a row of a data frame: value, error, 95 % interval, unit and samples.
 
         Example:
+            >>> from isoloss import Estimate
             >>> e = Estimate(value=0.5, stderr=0.01, samples=9, unit="nats", num_predictions=9, method="loss")
             >>> list(e.row())
             ['value', 'stderr', 'low95', 'high95', 'unit', 'samples']
@@ -151,6 +152,8 @@ def number(estimate: Estimate) -> str:
     """Return an estimate's value and error without the unit; an accuracy's in percent.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.statistics.estimate import number
         >>> number(Estimate(value=0.5, stderr=0.01, samples=9, unit="accuracy", num_predictions=9, method="probe"))
         '50.0 ± 1.0'
     """
@@ -162,6 +165,8 @@ def interval(estimate: Estimate) -> str:
     """Return the two ends of the 95 % interval, with as many digits as the error has; an accuracy's in percent.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.statistics.estimate import interval
         >>> interval(Estimate(value=0.5, stderr=0.01, samples=9, unit="accuracy", num_predictions=9, method="probe"))
         '47.7 to 52.3'
     """
@@ -174,6 +179,8 @@ def signed(difference: Estimate) -> str:
     """Return a difference with its sign, also where it is above 0.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.statistics.estimate import signed
         >>> signed(Estimate(value=0.5, stderr=0.01, samples=9, unit="nats", num_predictions=9, method="difference"))
         '+0.500 ± 0.010 nats'
     """
@@ -184,6 +191,8 @@ def samples_of(estimate: Estimate) -> str:
     """Return the samples that an error rests on in words, e.g. 64 sequences; nothing where the estimate is exact.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.statistics.estimate import samples_of
         >>> samples_of(Estimate(value=0.5, stderr=0.01, samples=9, unit="nats", num_predictions=9, method="loss"))
         '9 samples'
     """
@@ -198,6 +207,8 @@ def rarity(estimates: Mapping[str, Estimate]) -> str:
 
     Example:
         >>> import numpy as np
+        >>> from isoloss import Estimate
+        >>> from isoloss.statistics.estimate import rarity
         >>> influence = np.array([9.0] + [1.0] * 39)
         >>> e = Estimate(value=9, stderr=1, samples=40, unit="", num_predictions=40, method="", influence=influence)
         >>> rarity({"a": e})
@@ -226,6 +237,7 @@ def html_table(rows: list[list[str]], header: list[str] | None = None) -> str:
     """Return an HTML table of text.
 
     Example:
+        >>> from isoloss.statistics.estimate import html_table
         >>> html_table([["value", "< 3"]])
         '<table><tr><td>value</td><td>&lt; 3</td></tr></table>'
     """
@@ -246,6 +258,7 @@ def student95(freedom: float) -> float:
         IsolossError: Fewer than 1: one sample does not show how much samples vary.
 
     Example:
+        >>> from isoloss.statistics.estimate import student95
         >>> round(student95(3), 4), round(student95(10**6), 4)
         (3.1824, 1.96)
     """
@@ -262,6 +275,7 @@ def rounded(value: float, stderr: float) -> str:
     An exact value has five significant digits, and all those before its decimal point.
 
     Example:
+        >>> from isoloss.statistics.estimate import rounded
         >>> rounded(0.0464321, 0.00118), rounded(1234.5, 120.0), rounded(1e-16, 2e-15)
         ('0.0464 ± 0.0012', '1230 ± 120', '1.0e-16 ± 2.0e-15')
         >>> rounded(3.0, 0.0), rounded(2.659364291, 0.0), rounded(1234567.8, 0.0)

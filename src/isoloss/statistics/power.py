@@ -36,6 +36,7 @@ def paired_power(effect: float, sd: float, pairs: int, *, alpha: float = 0.05) -
         IsolossError: An effect that is not finite, an sd of 0 or less, fewer than 2 pairs, or an alpha out of range.
 
     Example:
+        >>> from isoloss.statistics.power import paired_power
         >>> round(paired_power(1.0, sd=1.0, pairs=10), 4)
         0.8031
     """
@@ -57,6 +58,7 @@ def equivalence_power(margin: float, sd: float, pairs: int, *, effect: float = 0
     `paired_power`, and the margin is above 0 and alpha below 0.5.
 
     Example:
+        >>> from isoloss.statistics.power import equivalence_power
         >>> round(equivalence_power(1.0, sd=1.0, pairs=10), 4), round(equivalence_power(1.0, 1.0, 10, effect=0.5), 4)
         (0.7952, 0.424)
     """
@@ -82,6 +84,7 @@ def pairs_for_power(effect: float, sd: float, *, power: float = 0.8, alpha: floa
         IsolossError: As for `paired_power`; an effect of 0, a power out of range, or more than a million pairs.
 
     Example:
+        >>> from isoloss.statistics.power import pairs_for_power
         >>> pairs_for_power(0.5, sd=1.0), pairs_for_power(0.5, sd=1.0, power=0.95)
         (34, 54)
     """
@@ -102,6 +105,7 @@ def pairs_for_equivalence(
             a million pairs.
 
     Example:
+        >>> from isoloss.statistics.power import pairs_for_equivalence
         >>> pairs_for_equivalence(1.0, sd=1.0), pairs_for_equivalence(1.0, sd=1.0, effect=0.5)
         (11, 27)
     """
@@ -121,6 +125,7 @@ def minimal_detectable_effect(sd: float, pairs: int, *, power: float = 0.8, alph
         IsolossError: As for `paired_power`, or a power that is not between alpha and 1.
 
     Example:
+        >>> from isoloss.statistics.power import minimal_detectable_effect
         >>> round(minimal_detectable_effect(1.0, 10), 3)
         0.996
     """
@@ -148,6 +153,7 @@ def sd_upper_bound(sd: float, pairs: int, *, confidence: float = 0.8) -> float:
         IsolossError: An sd of 0 or less, fewer than 2 pairs, or a confidence out of range.
 
     Example:
+        >>> from isoloss.statistics.power import sd_upper_bound
         >>> round(sd_upper_bound(1.0, 3), 2), round(sd_upper_bound(1.0, 30), 2)
         (2.12, 1.14)
     """

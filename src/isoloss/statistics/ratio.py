@@ -40,6 +40,7 @@ def ratio(numerators: Values, denominators: Values) -> tuple[float, float]:
         IsolossError: Fewer than two clusters with a denominator above 0, or unequal lengths.
 
     Example:
+        >>> from isoloss.statistics.ratio import ratio
         >>> ratio([1.0, 5.0], [1, 2])  # 5 / 2 without the first, 1 without the second
         (2.0, 0.7905694150420949)
     """
@@ -54,6 +55,7 @@ def influence(numerators: Values, denominators: Values) -> tuple[float, torch.Te
     difference of two ratios over the same clusters has the influences psi_i - psi'_i.
 
     Example:
+        >>> from isoloss.statistics.ratio import influence
         >>> influence([1.0, 5.0], [1, 2])
         (2.0, tensor([-0.5000,  1.0000], dtype=torch.float64))
     """
@@ -87,6 +89,8 @@ def effective_samples(sizes: torch.Tensor) -> float:
     of the error: Satterthwaite's (1946), for clusters with a variance that grows with their size.
 
     Example:
+        >>> import torch
+        >>> from isoloss.statistics.ratio import effective_samples
         >>> effective_samples(torch.tensor([3.0, 3.0, 3.0])), effective_samples(torch.tensor([8.0, 1.0, 1.0]))
         (3.0, 1.5151515151515151)
     """
@@ -98,6 +102,7 @@ def ratio_estimate(numerators: Values, denominators: Values | None = None, *, un
     """Return `ratio` as an `Estimate` with its influence; without denominators it is the mean.
 
     Example:
+        >>> from isoloss.statistics.ratio import ratio_estimate
         >>> ratio_estimate([1.0, 2.0, 6.0], unit="nats", method="loss")
         Estimate(3.0 ± 1.5 nats; loss; 3 samples)
     """
@@ -133,6 +138,8 @@ def crossed_ratio(values: torch.Tensor, sizes: torch.Tensor) -> tuple[float, flo
         that follows from the influence is the larger one.
 
     Example:
+        >>> import torch
+        >>> from isoloss.statistics.ratio import crossed_ratio
         >>> values = torch.tensor([[1.0, 2.0], [2.0, 4.0], [3.0, 3.0]], dtype=torch.float64)  # 3 inputs, 2 probes
         >>> value, stderr, influence = crossed_ratio(values, torch.ones(3, dtype=torch.float64))
         >>> value, round(stderr, 3), tuple(influence.shape)
@@ -165,6 +172,7 @@ def subset_deviation(numerators: Values, denominators: Values, *, subsets: int =
         IsolossError: There are fewer than two samples for each subset.
 
     Example:
+        >>> from isoloss.statistics.ratio import subset_deviation
         >>> deviation, size = subset_deviation(range(1, 9), [1] * 8, subsets=2)  # the means 2.5 and 6.5
         >>> round(deviation, 3), size
         (2.828, 4)
@@ -353,6 +361,7 @@ class ColumnRatios:
     Least squares is linear in a, so the coefficients of the weighted sum are beta w.
 
     Example:
+        >>> import torch
         >>> from isoloss.statistics.ratio import ClusteredRatioEstimator
         >>> estimator = ClusteredRatioEstimator(num_parameters=2, num_controls=0)
         >>> norms = torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 0.0]])
@@ -543,6 +552,8 @@ class ClusteredRatioEstimator:
         part: Parameters, by their columns, whose sum is wanted with an influence of its own.
 
     Example:
+        >>> import torch
+        >>> from isoloss.statistics.ratio import ClusteredRatioEstimator
         >>> estimator = ClusteredRatioEstimator(num_parameters=2, num_controls=0)
         >>> norms = torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 0.0]])
         >>> estimator.add(norms, torch.tensor([1, 1, 1]), torch.zeros(3, 0))

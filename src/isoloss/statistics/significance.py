@@ -29,6 +29,8 @@ def p_value(difference: Estimate) -> float:
         IsolossError: Fewer than 2 samples.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.statistics.significance import p_value
         >>> d = Estimate(value=2.306, stderr=1.0, samples=9, unit="nats", num_predictions=9, method="paired difference")
         >>> round(p_value(d), 3)
         0.05
@@ -65,6 +67,7 @@ def holm(
         IsolossError: There is none, one is not between 0 and 1, or there are more than `tests`.
 
     Example:
+        >>> from isoloss.statistics.significance import holm
         >>> holm({"flatter": 0.01, "transfers better": 0.04, "same loss": 0.03})
         {'flatter': 0.03, 'transfers better': 0.06, 'same loss': 0.06}
         >>> holm({"flatter": 0.01}, tests=5)
@@ -143,6 +146,8 @@ def equivalence(difference: Estimate, margin: float, *, alpha: float = 0.05) -> 
         IsolossError: A margin of 0 or less, an alpha out of range, or fewer than 2 samples.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.statistics.significance import equivalence
         >>> d = Estimate(value=0.1, stderr=0.2, samples=10, unit="points", num_predictions=10, method="paired")
         >>> print(equivalence(d, 0.5))
         within ± 0.5 points (p = 0.038, 90 % interval -0.27 to 0.47, smallest margin 0.47)
@@ -178,6 +183,8 @@ def all_within(differences: Mapping[str, Estimate], margin: float) -> tuple[bool
     larger difference is. None: neither is shown. Of several that decide it, the name is that of the largest.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.statistics.significance import all_within
         >>> known = {"samples": 99, "unit": "nats", "num_predictions": 99, "method": "paired difference"}
         >>> differences = {"sure": Estimate(value=0.02, stderr=0.001, **known)}
         >>> differences["wide"] = Estimate(value=0.03, stderr=0.1, **known)
@@ -198,6 +205,8 @@ def largest_size(difference: Estimate, *, alpha: float = 0.05) -> float:
     margin that two one-sided tests would show. Arguments and errors are those of `equivalence`.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.statistics.significance import largest_size
         >>> d = Estimate(value=0.1, stderr=0.2, samples=10, unit="points", num_predictions=10, method="paired")
         >>> round(largest_size(d), 3)
         0.467
@@ -237,6 +246,7 @@ def mcnemar(correct_a: NDArray[np.bool_], correct_b: NDArray[np.bool_]) -> McNem
 
     Example:
         >>> import numpy as np
+        >>> from isoloss.statistics.significance import mcnemar
         >>> mcnemar(np.array([True] * 6), np.array([False] * 5 + [True]))
         McNemar(only_first=5, only_second=0, p_value=0.0625)
     """

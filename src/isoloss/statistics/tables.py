@@ -40,6 +40,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: i
     """Return a table as lines of text; the first `left` columns are aligned on the left, the others on the right.
 
     Example:
+        >>> from isoloss.statistics.tables import text_table
         >>> print(text_table(["model", "accuracy"], [["a", "81 %"], ["larger", "9 %"]]))
         model   accuracy
         a           81 %
@@ -61,6 +62,7 @@ def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
     r"""Return rows, all with the same columns, as CSV; with an apostrophe before what looks like a formula.
 
     Example:
+        >>> from isoloss.statistics.tables import csv_table
         >>> csv_table([{"model": "=1+1", "value": -0.5}])
         "model,value\r\n'=1+1,-0.5\r\n"
     """
@@ -77,6 +79,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     """Return each name without the folders above it, and without those below it, that all have in common.
 
     Example:
+        >>> from isoloss.statistics.tables import short_names
         >>> short_names(["runs/x/step-1", "runs/x/step-2"])
         {'runs/x/step-1': 'step-1', 'runs/x/step-2': 'step-2'}
         >>> short_names(["runs/x/step-1", "runs/y/step-1"])
@@ -100,6 +103,7 @@ def probability(fraction: float) -> str:
     """Return a probability with three decimals, and none that reads as certain.
 
     Example:
+        >>> from isoloss.statistics.tables import probability
         >>> probability(0.62345), probability(1.0), probability(1e-9)
         ('0.623', 'above 0.999', 'below 0.001')
     """

@@ -55,6 +55,8 @@ def told(difference: Estimate) -> str:
     """Return a difference with its sign, its error and a short unit.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.studies.answer import told
         >>> known = {"samples": 9, "num_predictions": 9, "method": "paired"}
         >>> told(Estimate(value=0.5, stderr=0.01, unit="nats per predicted token", **known))
         '+0.500 ± 0.010 nats/token'
@@ -161,6 +163,8 @@ def claimed(claim: Claim) -> tuple[float | None, float | None]:
     """Return the ends of the range of differences that a claim states; None: open.
 
     Example:
+        >>> from isoloss.studies import Claim
+        >>> from isoloss.studies.answer import claimed
         >>> claimed(Claim(id="a", statement="", direction="decrease", margin=0.1, of=print, measures="kl"))
         (None, -0.1)
     """
@@ -175,6 +179,10 @@ def claim_lines(result: ClaimResult) -> list[tuple[Tone, str, str]]:
     """Return for each case of a claim its tone, the case, and the verdict with its effect and 95 % interval.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.studies import Claim
+        >>> from isoloss.studies.answer import claim_lines
+        >>> from isoloss.studies.claims import Answer, ClaimResult, Verdict
         >>> claim = Claim(id="longer", statement="", direction="increase", of=print, measures="kl")
         >>> known = {"stderr": 1.0, "samples": 9, "unit": "percentage points", "num_predictions": 9, "method": "paired"}
         >>> answer = Answer(case="root", numbers={}, verdict=Verdict.CONTRADICTED, explanation="",
@@ -387,6 +395,7 @@ def title_of(key: str) -> str:
     """Return what an estimate is called in a sentence.
 
     Example:
+        >>> from isoloss.studies.answer import title_of
         >>> title_of("minimal-trace (T = 6)"), title_of("probe-root"), title_of("sharpness")
         ('minimal trace (T = 6)', 'probe accuracy, root', 'sharpness')
     """

@@ -144,6 +144,7 @@ class Claim:
         IsolossError: A number, role or case does not fit the claim.
 
     Example:
+        >>> from isoloss.studies import Claim, Contrast
         >>> def noise(results):
         ...     pair = results.at("exact-labels"), results.at("sampled-labels")
         ...     return Contrast(names=("exact labels", "sampled labels"), pairs=[pair])
@@ -412,6 +413,8 @@ class ClaimResult:
         """The verdict of all cases, or of each case where they differ.
 
         Example:
+            >>> from isoloss.studies import Claim
+            >>> from isoloss.studies.claims import Answer, ClaimResult, Verdict
             >>> claim = Claim(id="longer", statement="", direction="increase", of=print, measures="kl")
             >>> answers = [Answer(case="root", numbers={}, verdict=Verdict.CONTRADICTED, explanation=""),
             ...            Answer(case="prefix-4", numbers={}, verdict=Verdict.SHOWN, explanation="")]
@@ -429,6 +432,8 @@ class ClaimResult:
         """Return the verdict of one answer in words: with the smallest effect of interest where that is excluded.
 
         Example:
+            >>> from isoloss.studies import Claim
+            >>> from isoloss.studies.claims import Answer, ClaimResult, Verdict
             >>> claim = Claim(id="longer", statement="", direction="increase", no_effect_within=0.5, of=print,
             ...               measures="kl")
             >>> known = {"case": "", "numbers": {}, "explanation": "", "p_no_effect_adjusted": 0.01}
@@ -476,6 +481,8 @@ def judge(
         IsolossError: A margin that does not fit the direction.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.studies.claims import judge
         >>> gain = Estimate(value=0.024, stderr=0.008, samples=5, unit="accuracy", num_predictions=1000, method="probe")
         >>> judge(gain, "increase").value, judge(gain, "increase", margin=0.02).value, judge(gain, "decrease").value
         ('shown', 'not shown', 'contradicted')
@@ -497,6 +504,8 @@ def p_value(difference: Estimate, direction: Direction, margin: float = 0.0) -> 
     being outside, the test on the side where the difference is. Arguments and errors are as for `judge`.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.studies.claims import p_value
         >>> gain = Estimate(value=3.0, stderr=1.0, samples=9, unit="points", num_predictions=9, method="probe")
         >>> [round(p_value(gain, "increase", margin), 3) for margin in (0.0, 1.0, 3.0, 5.0)]
         [0.017, 0.081, 1.0, 0.081]
@@ -582,6 +591,8 @@ def answer(
         IsolossError: An adjusted difference is to be judged, and the contrast has no slope for it.
 
     Example:
+        >>> from isoloss.studies import Claim, Contrast
+        >>> from isoloss.studies.claims import answer
         >>> from isoloss.studies.results import CheckpointEstimate
         >>> def checkpoint(trace):
         ...     exact = {"stderr": 0, "samples": 0, "unit": "nats", "num_predictions": 9, "method": "trace"}

@@ -108,6 +108,7 @@ def text_table(
         label: Of a LaTeX table.
 
     Example:
+        >>> from isoloss.studies.export import text_table
         >>> print(text_table("md", "Traces.", ["run", "trace"], [["base", "85.4 ± 0.6"]], 1))
         Traces.
         <BLANKLINE>

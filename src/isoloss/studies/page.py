@@ -194,6 +194,7 @@ def without_folders(value: Any) -> Any:
     """Return JSON types with the name alone of each absolute path: a page may be read on another machine.
 
     Example:
+        >>> from isoloss.studies.page import without_folders
         >>> without_folders({"checkpoint": "/home/me/models/first", "task_data": ["sst2=/data/SST-2"], "seed": 0})
         {'checkpoint': 'first', 'task_data': ['sst2=SST-2'], 'seed': 0}
     """
@@ -274,6 +275,7 @@ def words(config: Any) -> str:
 
     Example:
         >>> from isoloss.lab.languages.config import DyckConfig
+        >>> from isoloss.studies.page import words
         >>> words(DyckConfig(kinds=2)).split(",")[0]
         'dyck: kinds 2'
     """

@@ -30,6 +30,7 @@ class Resources:
         IsolossError: A number is out of range.
 
     Example:
+        >>> from isoloss.studies import Resources
         >>> Resources(cores=2, gpus=0.25)
         Resources(cores=2, gpus=0.25, memory=0.0, processes=1)
     """
@@ -123,6 +124,7 @@ class Unit:
         """The form of its name that is used in file names.
 
         Example:
+            >>> from isoloss.studies.plan import Unit
             >>> Unit(name="train base, grammars 1 to 4", arguments=(), done=lambda: False).file_name
             'train-base-grammars-1-to-4'
         """
@@ -171,6 +173,7 @@ def complete_blocks(units: Sequence[Unit], done: Collection[str]) -> tuple[int, 
         done: Names of the units that are done.
 
     Example:
+        >>> from isoloss.studies.plan import Unit, complete_blocks
         >>> known = {"arguments": (), "done": lambda: False}
         >>> plan = [Unit(name="a", **known), Unit(name="b", block=1, **known), Unit(name="c", block=1, **known)]
         >>> complete_blocks(plan, {"a", "b"}), complete_blocks(plan, {"a", "b", "c"})

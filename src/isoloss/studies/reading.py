@@ -142,6 +142,7 @@ def as_csv(values: pl.DataFrame) -> pl.DataFrame:
 
     Example:
         >>> import polars as pl
+        >>> from isoloss.studies.reading import as_csv
         >>> as_csv(pl.DataFrame({"run": ["base", "=1+1"], "value": [-1.0, 2.0]})).rows()
         [('base', -1.0), ("'=1+1", 2.0)]
     """
@@ -261,6 +262,7 @@ def processor() -> str:
     """Return this machine's processor in words.
 
     Example:
+        >>> from isoloss.studies.reading import processor
         >>> "cores" in processor()
         True
     """

@@ -305,6 +305,8 @@ def difference(later: CheckpointEstimate, earlier: CheckpointEstimate, *, factor
         IsolossError: The two were not measured on the same examples with the same settings.
 
     Example:
+        >>> import numpy as np
+        >>> from isoloss.studies.results import CheckpointEstimate, difference
         >>> def measured_of(*losses):  # the mean over sentences, and what each sentence adds to it
         ...     known = {"stderr": 0.0, "samples": len(losses), "unit": "nats", "num_predictions": 9, "method": "loss"}
         ...     influence = np.array(losses, np.float32) - np.mean(losses)
@@ -405,6 +407,8 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
         IsolossError: Fewer than two runs have no standard deviation.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.studies.results import over_seeds
         >>> known = {"stderr": 0.1, "samples": 9, "unit": "nats", "num_predictions": 9, "method": "m"}
         >>> runs = [Estimate(value=v, **known) for v in (1, 2, 3)]
         >>> print(over_seeds(runs))

@@ -170,6 +170,8 @@ class Study:
 
     Example:
         >>> from isoloss.lab.languages.config import PCFGConfig
+        >>> from isoloss.run_config import TrainConfig
+        >>> from isoloss.studies import Experiment, Measurement, Scale, Study
         >>> config = TrainConfig(language=PCFGConfig(levels=2), steps=100)
         >>> run = Experiment(config=config, measurements=(Measurement(measures=("loss", "trace")),))
         >>> study = Study(name="small", scales={"smoke": Scale(description="a minute", experiments={"plain": run})})
@@ -264,6 +266,7 @@ def load_study(name: str | Path) -> Study:
         IsolossError: There is no such study or file, the file fails, or it has no study.
 
     Example:
+        >>> from isoloss.studies import load_study
         >>> list(load_study("same-loss").scales)
         ['laptop', 'smoke']
     """

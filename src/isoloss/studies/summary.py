@@ -258,7 +258,8 @@ def explanations(result: ClaimResult) -> list[str]:
     """Return each explanation once, preceded by its cases if there are several explanations.
 
     Example:
-        >>> from isoloss.studies.claims import Claim, Verdict
+        >>> from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict
+        >>> from isoloss.studies.summary import explanations
         >>> def answer(case, text):
         ...     return Answer(case=case, numbers={}, verdict=Verdict.NOT_TESTED, explanation=text)
         >>> answers = answer("root", "No pair."), answer("prefix-4", "No pair."), answer("last", "No probe.")

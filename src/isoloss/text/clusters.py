@@ -49,6 +49,8 @@ class SequenceClusters:
     Blocks cannot show how other texts differ from these.
 
     Example:
+        >>> import torch
+        >>> from isoloss.text.clusters import SequenceClusters
         >>> clusters = SequenceClusters()
         >>> clusters.add({"input_ids": torch.tensor([[5, 6], [7, 8], [5, 6]])})
         tensor([0, 1, 0])
@@ -198,6 +200,7 @@ def equal_blocks(numbers: list[int]) -> Blocks:
         numbers: The clusters of each stream; of N in all, there are `max(5, sqrt(N) / 3)` blocks.
 
     Example:
+        >>> from isoloss.text.clusters import equal_blocks
         >>> equal_blocks([6, 4]).labels.tolist()
         [0, 0, 1, 2, 3, 4, 0, 1, 2, 3]
     """
@@ -211,6 +214,8 @@ def sequence_hashes(ids: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     """Return (B,) int64 hashes of the tokens (B, T) that are present; the same whatever padding there is.
 
     Example:
+        >>> import torch
+        >>> from isoloss.text.clusters import sequence_hashes
         >>> left, right = sequence_hashes(torch.tensor([[0, 5, 6], [5, 6, 0]]), torch.tensor([[0, 1, 1], [1, 1, 0]]))
         >>> bool(left == right)
         True

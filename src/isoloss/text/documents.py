@@ -126,6 +126,8 @@ def read_documents(
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
+        >>> from isoloss.text.documents import read_documents
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder, "two.jsonl")
         ...     _ = file.write_text('{"text": "One."}\n{"text": "Two.", "id": 7}\n')

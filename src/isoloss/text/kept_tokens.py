@@ -36,8 +36,10 @@ class KeptTokensTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         kept_tokens: K ids of its tokens.
 
     Example:
+        >>> from tokenizers import Tokenizer
         >>> from tokenizers.models import WordLevel
         >>> from tokenizers.pre_tokenizers import Whitespace
+        >>> from isoloss.text.kept_tokens import KeptTokensTokenizer
         >>> source = Tokenizer(WordLevel({"[UNK]": 0, "a": 1, "the": 2, "film": 3, "good": 4}, unk_token="[UNK]"))
         >>> source.pre_tokenizer = Whitespace()
         >>> tokenizer = KeptTokensTokenizer(source, kept_tokens=[4, 1, 3])

@@ -104,6 +104,8 @@ def read_rows(
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
+        >>> from isoloss.text.labeled_text import number_labels, read_rows
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = Path(folder, "dev.tsv").write_text('sentence\tlabel\nA "fine" film .\t1\nDull .\t0\n')
         ...     rows = read_rows(folder, [("sentence", None, "label")], split="dev")
@@ -248,6 +250,8 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
+        >>> from isoloss.text.labeled_text import split_files
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     for name in ("train_part_2.json", "train_part_1.json", "dev.tsv", "README.md"):
         ...         _ = Path(folder, name).write_text("")

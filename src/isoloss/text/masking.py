@@ -87,6 +87,10 @@ def mask(
         IsolossError: A sentence has no token that could be masked, or the fraction is not in (0, 1].
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.languages import Sentences
+        >>> from isoloss.run_config import ObjectiveConfig
+        >>> from isoloss.text.masking import SpecialIds, mask
         >>> sentences = Sentences(torch.tensor([[5, 6, 7]]), torch.tensor([3]))
         >>> generator = torch.Generator().manual_seed(0)
         >>> batch = mask(sentences, SpecialIds(mask_id=9), ObjectiveConfig(), generator=generator)

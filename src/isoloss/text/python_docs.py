@@ -90,6 +90,7 @@ def rows(name: str, split: str) -> Columns:
         IsolossError: There is no such dataset or split, or this Python was installed without the text.
 
     Example:
+        >>> from isoloss.text.python_docs import rows
         >>> sorted(set(rows("docstring-module", "train")["label"]))[:3]
         ['asyncio', 'email', 'importlib']
     """

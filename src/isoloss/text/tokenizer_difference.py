@@ -36,6 +36,7 @@ def difference(first: PreTrainedTokenizerFast, second: PreTrainedTokenizerFast, 
     pre-tokenizer, and put the same ids around a text. Their decoders, truncation and padding are not compared.
 
     Example:
+        >>> from isoloss.text.tokenizer_difference import difference
         >>> from isoloss.text.tokenizers import train_tokenizer
         >>> a, b = (train_tokenizer(["Aa"], vocab_size=8, lowercase=lowercase) for lowercase in (True, False))
         >>> difference(a, b, ("a", "b")).reason

@@ -85,6 +85,7 @@ def trained_size(spec: str) -> int | None:
         IsolossError: What follows the colon is not a whole number up to a million.
 
     Example:
+        >>> from isoloss.text.tokenizers import trained_size
         >>> trained_size("wordpiece:2000"), trained_size("vocab.txt")
         (2000, None)
     """
@@ -114,6 +115,7 @@ def train_tokenizer(
         lowercase: Of `wordpiece`: whether text is lower-cased and loses its accents.
 
     Example:
+        >>> from isoloss.text.tokenizers import train_tokenizer
         >>> tokenizer = train_tokenizer(["One two three.", "Two and two."], vocab_size=50)
         >>> tokenizer.convert_ids_to_tokens(tokenizer("two")["input_ids"])
         ['[CLS]', 'two', '[SEP]']
@@ -181,6 +183,7 @@ def encode(
     tokenizer puts around a text comes with `add_special_tokens`.
 
     Example:
+        >>> from isoloss.text.tokenizers import encode, train_tokenizer
         >>> tokenizer = train_tokenizer(["Two, three.", "Two and three."], vocab_size=50)
         >>> [len(ids) for ids in encode(tokenizer, ["two", "two three"])]
         [1, 2]
@@ -203,6 +206,7 @@ def encode_with_bytes(
     else with the last.
 
     Example:
+        >>> from isoloss.text.tokenizers import encode_with_bytes, train_tokenizer
         >>> tokenizer = train_tokenizer(["Two, three.", "Two and three."], vocab_size=50)
         >>> [(ids, sizes)] = encode_with_bytes(tokenizer, ["TWO   three"])
         >>> sizes.tolist()
@@ -298,6 +302,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
     """Return the token strings by id; an id that stands for no token has the empty string.
 
     Example:
+        >>> from isoloss.text.tokenizers import train_tokenizer, vocabulary
         >>> vocabulary(train_tokenizer(["aa"], vocab_size=7))
         ('[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', '##a', 'a')
     """

@@ -169,6 +169,8 @@ def accuracy_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Est
         IsolossError: The shapes differ, or there are fewer than 2 examples.
 
     Example:
+        >>> import torch
+        >>> from isoloss.transfer.compare import accuracy_difference
         >>> a = torch.tensor([[True, True, True, False], [True, True, False, True]])
         >>> b = torch.tensor([[True, False, False, False], [True, True, False, False]])
         >>> print(accuracy_difference(a, b))
@@ -200,6 +202,8 @@ def bootstrap95(
         IsolossError: As for `accuracy_difference`, or there are fewer than 100 resamples.
 
     Example:
+        >>> import torch
+        >>> from isoloss.transfer.compare import bootstrap95
         >>> always, mostly = torch.ones(1, 40, dtype=torch.bool), torch.arange(40)[None] % 4 > 0
         >>> low, high = bootstrap95(always, mostly)
         >>> 0.1 < low < 0.25 < high < 0.4

@@ -77,7 +77,10 @@ def extract(
             width is below 1, or the file cannot be written.
 
     Example:
+        >>> import torch
         >>> from transformers import BertConfig, BertForMaskedLM
+        >>> from isoloss.lab.languages import Sentences
+        >>> from isoloss.transfer.features import extract
         >>> model = BertForMaskedLM(BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1,
         ...                                    intermediate_size=8, max_position_embeddings=3)).eval()
         >>> sentences = Sentences(torch.tensor([[5, 6, 7], [8, 1, 0]]), torch.tensor([3, 2]))
@@ -129,6 +132,7 @@ def projection_matrix(width: int, columns: int, seed: int, *draw: int) -> torch.
     It depends only on the arguments; `draw` numbers several matrices.
 
     Example:
+        >>> from isoloss.transfer.features import projection_matrix
         >>> projection_matrix(8, 4, 0).shape, bool((projection_matrix(8, 4, 0) == projection_matrix(8, 4, 0, 1)).any())
         (torch.Size([8, 4]), False)
     """
@@ -165,6 +169,8 @@ def pool(states: torch.Tensor, present: torch.Tensor, pooling: str) -> torch.Ten
     """Return (B, d) of states (B, T, d): of the `first` token, the `last` or their `mean`; present (B, T) is bool.
 
     Example:
+        >>> import torch
+        >>> from isoloss.transfer.features import pool
         >>> states, present = torch.arange(6.0).view(1, 3, 2), torch.tensor([[True, True, False]])
         >>> [pool(states, present, pooling).tolist() for pooling in ("first", "last", "mean")]
         [[[0.0, 1.0]], [[2.0, 3.0]], [[1.0, 2.0]]]
@@ -321,6 +327,9 @@ def store(path: Path, blocks: Iterable[torch.Tensor], *, shape: tuple[int, int],
 
     Example:
         >>> import tempfile
+        >>> import torch
+        >>> from pathlib import Path
+        >>> from isoloss.transfer.features import store
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     stored = store(Path(folder, "x.safetensors"), [torch.ones(2, 3)], shape=(2, 3), dtype=torch.bfloat16)
         ...     stored[torch.tensor([1])].tolist()

@@ -89,6 +89,8 @@ def fit(
             setting is out of range; or the tolerance is not reached.
 
     Example:
+        >>> import torch
+        >>> from isoloss.transfer.logistic_regression import fit
         >>> x = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]])
         >>> result = fit(x, torch.tensor([0, 0, 1, 1]), classes=2, regularization=[0.1, 1.0])
         >>> result.predict(x).tolist()

@@ -164,6 +164,8 @@ def fit_linear_probe(
             never predicted; training examples of a single class, which is then the prediction for all.
 
     Example:
+        >>> import torch
+        >>> from isoloss.transfer.probe import fit_linear_probe
         >>> x = torch.tensor([[-1.0], [-2.0], [1.0], [2.0]])
         >>> y = torch.tensor([0, 0, 1, 1])
         >>> fit_linear_probe(x, y, x, y, classes=("low", "high"), learning_rate=0.1, seeds=3)
@@ -247,6 +249,9 @@ def over_draws(
         IsolossError: A feature is not finite.
 
     Example:
+        >>> import torch
+        >>> from isoloss.transfer.config import ClassifierConfig
+        >>> from isoloss.transfer.probe import over_draws
         >>> x = torch.tensor([[-1.0], [1.0], [1.0], [-1.0]])
         >>> config = ClassifierConfig(solver="convex", seeds=1)
         >>> over_draws(x, torch.tensor([0, 1, 0, 1]), x[:2], config, classes=2, draws=2)[0].tolist()
@@ -292,6 +297,9 @@ def over_projections(
         IsolossError: The features have fewer columns than `width`, or one is not finite.
 
     Example:
+        >>> import torch
+        >>> from isoloss.transfer.config import ClassifierConfig
+        >>> from isoloss.transfer.probe import over_projections
         >>> x, y = torch.tensor([[-1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1])
         >>> config = ClassifierConfig(solver="convex", seeds=1)
         >>> over_projections(x, y, x, config, classes=2, width=1, projections=3, seed=0)[0].tolist()

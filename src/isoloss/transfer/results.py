@@ -38,6 +38,8 @@ def absent_classes(train_y: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Return the classes that no training label (n,) has.
 
     Example:
+        >>> import torch
+        >>> from isoloss.transfer.results import absent_classes
         >>> absent_classes(torch.tensor([2, 0, 2]), 4).tolist()
         [1, 3]
     """
@@ -69,6 +71,8 @@ def majority_rate(labels: torch.Tensor) -> float:
     """Return the fraction of the labels (n,) that are the most common one.
 
     Example:
+        >>> import torch
+        >>> from isoloss.transfer.results import majority_rate
         >>> majority_rate(torch.tensor([2, 0, 2, 1]))
         0.5
     """
@@ -117,6 +121,8 @@ class TransferResult:
         details: What else there is to say of the classifiers, in JSON types, e.g. a curve over epochs.
 
     Example:
+        >>> import torch
+        >>> from isoloss.transfer.results import score
         >>> labels = torch.tensor([0, 0, 1, 1])
         >>> result = score(torch.tensor([[0, 0, 1, 0], [0, 1, 1, 0]]), labels, ("no", "yes"), method="a guess")
         >>> result.accuracy.value, result.confusion.tolist()

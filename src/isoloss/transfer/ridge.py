@@ -29,6 +29,8 @@ def leave_one_out_ridge(train_x: Floats, train_y: Floats, test_x: Floats) -> Flo
         test_x: (n', d).
 
     Example:
+        >>> import numpy as np
+        >>> from isoloss.transfer.ridge import leave_one_out_ridge
         >>> x = np.array([[0.0], [1.0], [2.0], [3.0]])
         >>> leave_one_out_ridge(x, 2 * x + 1, np.array([[5.0]])).round(1).tolist()
         [[11.0]]
@@ -58,6 +60,8 @@ def r_squared(features: Floats, targets: Floats, chosen: NDArray[np.int64]) -> F
     chosen rows happen to be nearly alike, what little they differ in is not magnified.
 
     Example:
+        >>> import numpy as np
+        >>> from isoloss.transfer.ridge import r_squared
         >>> x = np.arange(6.0)[:, None]
         >>> r_squared(x, 2 * x, np.array([0, 3, 5])).round(3).tolist()
         [1.0]

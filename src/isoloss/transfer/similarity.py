@@ -30,6 +30,7 @@ def gram_matrix(features: torch.Tensor) -> Array:
 
     Example:
         >>> import torch
+        >>> from isoloss.transfer import gram_matrix
         >>> gram_matrix(torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 3.0]])).tolist()
         [[2.0, 0.0, -2.0], [0.0, 2.0, -2.0], [-2.0, -2.0, 4.0]]
     """
@@ -51,6 +52,8 @@ def from_upper_triangle(triangle: NDArray[Any]) -> Array:
     """Return the Gram matrix (n, n) that `upper_triangle` was given.
 
     Example:
+        >>> import numpy as np
+        >>> from isoloss.transfer.similarity import from_upper_triangle, upper_triangle
         >>> from_upper_triangle(upper_triangle(np.array([[1.0, 2.0], [2.0, 3.0]]))).tolist()
         [[1.0, 2.0], [2.0, 3.0]]
     """
@@ -86,6 +89,7 @@ def linear_cka(first: ArrayLike, second: ArrayLike) -> Estimate:
 
     Example:
         >>> import torch
+        >>> from isoloss.transfer import gram_matrix, linear_cka
         >>> x = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
         >>> y = x + 0.5 * torch.randn(200, 8, generator=torch.Generator().manual_seed(1))
         >>> print(linear_cka(gram_matrix(x), gram_matrix(y)))
@@ -116,6 +120,7 @@ def effective_dimension(gram: ArrayLike) -> Estimate:
 
     Example:
         >>> import torch
+        >>> from isoloss.transfer import effective_dimension, gram_matrix
         >>> x = torch.randn(100, 50, generator=torch.Generator().manual_seed(0))
         >>> print(effective_dimension(gram_matrix(x)))
         50.4 ± 1.4 dimensions
@@ -151,6 +156,7 @@ def effective_rank(gram: ArrayLike) -> Estimate:
 
     Example:
         >>> import torch
+        >>> from isoloss.transfer import effective_rank, gram_matrix
         >>> x = torch.randn(1000, 20, generator=torch.Generator().manual_seed(0))
         >>> print(effective_rank(gram_matrix(x)))
         19.9471 ± 0.0073 dimensions
@@ -190,6 +196,7 @@ def exact_features(features: torch.Tensor, probabilities: torch.Tensor, truth: t
 
     Example:
         >>> import torch
+        >>> from isoloss.transfer.similarity import exact_features
         >>> corners = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
         >>> exact = exact_features(corners, torch.full((4,), 0.25), corners[:, :1])
         >>> {name: round(each.value, 4) for name, each in exact.items()}

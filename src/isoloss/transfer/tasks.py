@@ -94,6 +94,8 @@ def overlap(train: torch.Tensor, test: torch.Tensor) -> float:
     """Return the fraction of the rows of `test` (n, T) that are rows of `train` (m, T).
 
     Example:
+        >>> import torch
+        >>> from isoloss.transfer.tasks import overlap
         >>> overlap(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[3, 4], [4, 3]]))
         0.5
     """

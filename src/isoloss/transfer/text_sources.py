@@ -78,6 +78,7 @@ def registered_name(name: str) -> str:
     """Return the name under which a task is registered that is called `name`, whatever its case and hyphens.
 
     Example:
+        >>> from isoloss.transfer.text_sources import registered_name
         >>> registered_name("SST-2"), registered_name("prefix-4")
         ('sst2', 'prefix-4')
     """
@@ -100,6 +101,7 @@ def registered_text_task(name: str, data: str | None = None) -> TextTask | None:
         IsolossError: The name is GLUE's STS-B, a regression.
 
     Example:
+        >>> from isoloss.transfer.text_sources import registered_text_task
         >>> task = registered_text_task("SST-2", "data/SST-2")
         >>> task.name, task.train, task.text, task.label
         ('sst2', 'data/SST-2', 'sentence', 'label')
@@ -121,6 +123,7 @@ def own_text_task(name: str, data: str) -> TextTask:
         data: Where the examples are: a file, a folder with one for each split, or a dataset.
 
     Example:
+        >>> from isoloss.transfer.text_sources import own_text_task
         >>> own_text_task("mine", "reviews.csv").train
         'reviews.csv'
     """

@@ -74,7 +74,10 @@ def make_text_task(
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
         >>> from isoloss.text.tokenizers import load_tokenizer
+        >>> from isoloss.transfer import make_text_task
+        >>> from isoloss.transfer.text_sources import TextTask
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     words = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\ngood\nbad\nfilm\n"
         ...     _ = Path(folder, "vocab.txt").write_text(words)

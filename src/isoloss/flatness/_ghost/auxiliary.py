@@ -41,6 +41,8 @@ class Bigrams:
     is (c_ij + 5 u_j) / (c_i + 5). Beyond 4 million pairs, several share a count.
 
     Example:
+        >>> import torch
+        >>> from isoloss.flatness._ghost.auxiliary import Bigrams
         >>> bigrams, ids = Bigrams(3), torch.tensor([[0, 1, 0, 1], [2, 2, 2, 2]])
         >>> for document in range(8):
         ...     bigrams.add(ids, None, torch.tensor([document, document]))

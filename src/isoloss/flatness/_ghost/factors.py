@@ -132,6 +132,8 @@ def squared_norms(
     the parameter is also looked up by tokens, the result may be negative.
 
     Example:
+        >>> import torch
+        >>> from isoloss.flatness._ghost.factors import Outer, squared_norms
         >>> left, right = torch.ones(1, 3, 2), torch.ones(1, 3, 5)  # sums to a gradient (2, 5) full of threes
         >>> squared_norms([Outer(left, right)], 1)
         tensor([90.], dtype=torch.float64)

@@ -50,7 +50,11 @@ def rescaled(model: nn.Module, rescalings: Rescalings, z: ArrayLike) -> dict[str
         IsolossError: z has another shape or is not finite, or the model lacks one of the parameters.
 
     Example:
-        >>> from isoloss.flatness import rescalings_of
+        >>> import numpy as np
+        >>> import torch
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import rescaled, rescalings_of
+        >>> model, _ = tiny_bert()
         >>> found = rescalings_of(model)
         >>> new = rescaled(model, found, np.full(len(found.names), np.log(2)))
         >>> old = model.bert.embeddings.word_embeddings.weight
@@ -117,7 +121,9 @@ def check_rescaling(
         IsolossError: Dropout is on, or z has another shape.
 
     Example:
-        >>> from isoloss.flatness import rescalings_of
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import check_rescaling, rescalings_of
+        >>> model, batches = tiny_bert()
         >>> check_rescaling(model, rescalings_of(model, granularity="channel"), batches[0]) < 1e-12
         True
     """
@@ -146,7 +152,9 @@ def rescaled_at_random(model: nn.Module, *, granularity: Granularity = "tensor",
         IsolossError: As for `rescalings_of`.
 
     Example:
-        >>> from isoloss.flatness import fisher_trace
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import fisher_trace, rescaled_at_random
+        >>> model, batches = tiny_bert()
         >>> other = rescaled_at_random(model, seed=1)
         >>> values = [fisher_trace(m, batches, rescaling=r).value for r in (None, "minimal") for m in (model, other)]
         >>> abs(values[1] / values[0] - 1) > 0.1, abs(values[3] / values[2] - 1) < 1e-3

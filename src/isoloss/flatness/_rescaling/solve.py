@@ -184,6 +184,7 @@ class Minimum:
     """Where a trace is smallest over rescalings, under gauges if it has no smallest value.
 
     Example:
+        >>> from isoloss.flatness._rescaling.solve import minimize
         >>> found = minimize([9, 4], [[1], [-1]], log_rms=[0, 0], sizes=[1, 1], writers=[[0]])
         >>> round(found.value, 9), found.weights.round(9).tolist(), found.gauged
         (12.0, [0.666666667, 1.5], ())
@@ -449,7 +450,7 @@ def cross_fit(
 
     Example:
         >>> import functools
-        >>> from isoloss.flatness._rescaling.solve import minimize
+        >>> from isoloss.flatness._rescaling.solve import cross_fit, minimize
         >>> program = functools.partial(minimize, exponents=[[1], [-1]], log_rms=[0, 0], sizes=[1, 1], writers=[[0]])
         >>> found = cross_fit(program, fold_sums=[[4, 1], [5, 3]], shares_without=[[5, 3], [4, 1]], total=2)
         >>> round(found.in_sample, 3), round(found.cross_fitted, 3), round(found.value, 3)

@@ -48,6 +48,8 @@ class Signals:
         units: What has a factor of its own, any of `head`, `channel` and `neuron`; none: whole signals.
 
     Example:
+        >>> from torch import nn
+        >>> from isoloss.flatness import Signals
         >>> network = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         >>> signals = Signals({id(value): name for name, value in network.named_parameters()}, units=["neuron"])
         >>> hidden = signals.activated("hidden units", 3, network[1])
@@ -366,6 +368,9 @@ def rescalings_of(
             has names of its own.
 
     Example:
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import rescalings_of
+        >>> model, _ = tiny_bert()
         >>> found = rescalings_of(model)  # a BERT of one layer
         >>> for name in found.names:
         ...     print(name)

@@ -50,6 +50,7 @@ class ExternalCheckpoint:
         IsolossError: Both `data` and a `language` are given, or neither.
 
     Example:
+        >>> from isoloss.studies import ExternalCheckpoint
         >>> ExternalCheckpoint(checkpoint="EleutherAI/pythia-14m", data="text.txt").measured_on
         'text.txt'
     """

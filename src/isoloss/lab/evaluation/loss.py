@@ -134,7 +134,9 @@ def exact_targets(
             strings, or an objective that masks a fraction.
 
     Example:
+        >>> from isoloss.lab.evaluation.loss import exact_targets
         >>> from isoloss.lab.languages.brackets import Brackets
+        >>> from isoloss.run_config import ObjectiveConfig
         >>> targets = exact_targets(Brackets(4), num_sentences="all", objective=ObjectiveConfig(), seed=0)
         >>> len(targets), abs(targets.entropy).max().item() < 1e-12  # the other brackets tell which one is masked
         (24, True)
@@ -304,9 +306,10 @@ def pretraining_loss(
     Arguments and errors are as for `kl_values`.
 
     Example:
+        >>> from isoloss.lab.evaluation.loss import exact_targets, pretraining_loss
         >>> from isoloss.lab.languages.config import BracketsConfig
         >>> from isoloss.lab.models.make import make_model
-        >>> from isoloss.run_config import ModelConfig
+        >>> from isoloss.run_config import ModelConfig, ObjectiveConfig
         >>> language = BracketsConfig(length=4).build()
         >>> targets = exact_targets(language, num_sentences="all", objective=ObjectiveConfig(), seed=0)
         >>> loss = pretraining_loss(make_model(ModelConfig(size="d16"), language, seed=0).eval(), targets)

@@ -163,6 +163,8 @@ def uniforms(seed: int, numbers: Long, width: int) -> torch.Tensor:
         width: Columns; those of a smaller width are the first of a larger one's.
 
     Example:
+        >>> import numpy as np
+        >>> from isoloss.lab.languages.alias_sampling import uniforms
         >>> rows = uniforms(7, np.array([3, 0]), 5)
         >>> rows[0].equal(uniforms(7, np.array([3]), 9)[0, :5])
         True

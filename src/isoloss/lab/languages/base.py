@@ -194,6 +194,7 @@ class Language(abc.ABC):
             IsolossError: The language draws its sentences one after the other (`has_numbered_sentences` is false).
 
         Example:
+            >>> import torch
             >>> from isoloss import load_language
             >>> language, numbers = load_language("pcfg-laptop"), torch.tensor([19_999_999, 3])
             >>> language.sentences_at(numbers, seed=0).tokens[1].equal(

@@ -110,6 +110,8 @@ def entropies(probs: torch.Tensor) -> torch.Tensor:
     """Return the entropies of distributions along the last axis, in nats.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.languages.batches import entropies
         >>> entropies(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
         tensor([0.0000, 0.6931])
     """
@@ -132,6 +134,8 @@ def run_in_threads(work: Callable[..., None], pieces: Iterable[tuple[Any, ...]],
     each other. Where several fail, the error of the first one is raised.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.languages.batches import run_in_threads
         >>> squares = torch.zeros(3)
         >>> run_in_threads(lambda index: squares[index].fill_(index**2), [(0,), (1,), (2,)], squares.device)
         >>> squares

@@ -32,6 +32,8 @@ class Brackets(ExactLanguage):
     The attributes are those of `ExactLanguage`.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.languages.brackets import Brackets
         >>> language = Brackets(4)
         >>> tokens, lengths = torch.tensor([[0, 0, 1, 1]]), torch.tensor([4])
         >>> language.log_prob(tokens, lengths).exp()  # one of 6 sentences
@@ -137,6 +139,8 @@ class Brackets(ExactLanguage):
             summed: Whether to return z, (n, 2T), or the single vectors, (n, T, 2T).
 
         Example:
+            >>> import torch
+            >>> from isoloss.lab.languages.brackets import Brackets
             >>> language, tokens = Brackets(2), torch.tensor([[0, 1]])
             >>> language.encode(tokens)
             tensor([[ 1., -1.,  0.,  0.]], dtype=torch.float64)

@@ -479,6 +479,7 @@ def canonical(name: str) -> str:
     """Return the one name of a task that has several.
 
     Example:
+        >>> from isoloss.lab.languages.config import canonical
         >>> canonical("B"), canonical("C-latent"), canonical("task-6"), canonical("root")
         ('prefix-16', 'prefix-8-latent', 'state-6', 'root')
     """
@@ -492,6 +493,7 @@ def task_number(name: str, kind: str, low: int, high: int) -> int | None:
     """Return the number in e.g. `state-6`, or None where the name is of another kind or the number out of range.
 
     Example:
+        >>> from isoloss.lab.languages.config import task_number
         >>> task_number("state-6", "state", 1, 8), task_number("state-9", "state", 1, 8)
         (6, None)
     """

@@ -54,6 +54,7 @@ def all_sentences(language: Language) -> tuple[Sentences, torch.Tensor]:
 
     Example:
         >>> from isoloss.lab.languages.brackets import Brackets
+        >>> from isoloss.lab.languages.exact import all_sentences
         >>> sentences, probabilities = all_sentences(Brackets(2))
         >>> sentences.tokens.tolist(), probabilities.tolist()
         ([[0, 1], [1, 0]], [0.5, 0.5])
@@ -103,6 +104,7 @@ def masked_sentences(language: Language) -> tuple[Sentences, torch.Tensor, torch
 
     Example:
         >>> from isoloss.lab.languages.brackets import Brackets
+        >>> from isoloss.lab.languages.exact import masked_sentences
         >>> sentences, positions, probabilities = masked_sentences(Brackets(2))
         >>> sentences.tokens.tolist(), positions.tolist(), probabilities.tolist()
         ([[1, 0], [0, 1], [0, 1], [1, 0]], [0, 0, 1, 1], [0.25, 0.25, 0.25, 0.25])
@@ -175,6 +177,7 @@ def entropy(language: Language, *, num_sentences: int = 4096, seed: int = 0) -> 
         seed: Decides them.
 
     Example:
+        >>> from isoloss.lab.languages import entropy
         >>> from isoloss.lab.languages.brackets import Brackets
         >>> entropies = entropy(Brackets(4))  # one of 6 sentences
         >>> print(entropies.sentence, entropies.sentence.method, entropies.masked_token.value)

@@ -45,6 +45,8 @@ class HiddenBracket(ExactLanguage):
         IsolossError: A length or a probability outside these.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.languages.hidden_bracket import HiddenBracket
         >>> language = HiddenBracket(2, flip=0.1)
         >>> tokens, lengths = torch.tensor([[2, 4, 1]]), torch.tensor([3])  # < + =>
         >>> language.log_prob(tokens, lengths).exp()  # one of 2 strings, 2 positions and 2 signs; and not flipped

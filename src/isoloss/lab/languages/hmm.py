@@ -52,6 +52,8 @@ class HMM(ExactLanguage):
     The other attributes are those of `ExactLanguage`.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.languages.hmm import HMM
         >>> language = HMM([0.5, 0.5], [[1.0, 0.0], [0.0, 1.0]], [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]], length=2)
         >>> tokens, lengths = torch.tensor([[1, 1], [0, 1]]), torch.tensor([2, 2])
         >>> language.log_prob(tokens, lengths).exp()

@@ -65,6 +65,8 @@ class PCFG(ExactLanguage):
     The other attributes are those of `ExactLanguage`.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.languages.pcfg import PCFG
         >>> language = PCFG.from_text("S -> A B [0.5] | 'a' [0.5]\nA -> 'a' [1.0]\nB -> 'a' [0.25] | 'b' [0.75]")
         >>> tokens, lengths = torch.tensor([[0, 1], [0, 2]]), torch.tensor([2, 1])
         >>> language.log_prob(tokens, lengths).exp()
@@ -208,6 +210,7 @@ class PCFG(ExactLanguage):
                 probability under 1e-250 before the language is cut at `max_length`.
 
         Example:
+            >>> from isoloss.lab.languages.pcfg import PCFG
             >>> language = PCFG.from_text("S -> S S [0.9] | 'a' [0.05] | 'b' [0.05]", max_length=8)
             >>> language.sample(1000, length=5).tokens.shape
             torch.Size([1000, 5])
@@ -247,6 +250,7 @@ class PCFG(ExactLanguage):
         symbol stops as often as before and a random layered grammar keeps its lengths.
 
         Example:
+            >>> from isoloss.lab.languages.pcfg import PCFG
             >>> language = PCFG.from_text("S A A 1\nA a 0.5\nA b 0.5")
             >>> language.perturbed(fraction=1.0, seed=0).grammar.emission_probs.round(3)
             array([0.836, 0.164])
@@ -326,6 +330,8 @@ class PCFG(ExactLanguage):
         shorter.
 
         Example:
+            >>> import torch
+            >>> from isoloss.lab.languages.pcfg import PCFG
             >>> language = PCFG.from_text("S A A 1\nA a 0.25\nA b 0.75")
             >>> language.inside(torch.tensor([[0, 1]]), torch.tensor([2]), stop=1)[0, 1].exp()  # A yields a
             tensor(0.2500, dtype=torch.float64)
@@ -361,6 +367,8 @@ class PCFG(ExactLanguage):
         Arguments and errors as for `inside`, or a sentence has probability 0; `stop` None: each sentence's length.
 
         Example:
+            >>> import torch
+            >>> from isoloss.lab.languages.pcfg import PCFG
             >>> language = PCFG.from_text("S A A 1\nA a 0.25\nA b 0.75")
             >>> language.span_posterior(torch.tensor([[0, 1]]), torch.tensor([2]), stop=1)  # of S, of A
             tensor([[0., 1.]], dtype=torch.float64)
@@ -389,6 +397,8 @@ class PCFG(ExactLanguage):
         Arguments and errors as for `inside`.
 
         Example:
+            >>> import torch
+            >>> from isoloss.lab.languages.pcfg import PCFG
             >>> language = PCFG.from_text("S A B 1\nA a 0.5\nA b 0.5\nB A 0.25\nB A A 0.75")
             >>> tokens, lengths = torch.tensor([[0, 1, 0]]), torch.tensor([3])
             >>> language.prefix_span_posterior(tokens, lengths, symbols=[1, 2], start=1, stop=2)
@@ -467,7 +477,9 @@ def derivation_sums(grammar: Grammar, max_length: int) -> tuple[npt.NDArray[np.f
     S(w) / P(w) + log P(w). It is the entropy of the sentences where each has one derivation, and else more.
 
     Example:
+        >>> import math
         >>> from isoloss.lab.languages._pcfg.grammar import parse_grammar
+        >>> from isoloss.lab.languages.pcfg import derivation_sums
         >>> derivation_sums(parse_grammar("S A A 1\nA a 0.5\nA b 0.5"), 2)[1] / math.log(2)
         array([0., 0., 2.])
     """

@@ -84,6 +84,8 @@ def save(language: Language, path: Path | str, *, overwrite: bool = False) -> No
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
+        >>> from isoloss.lab.languages import load, save
         >>> from isoloss.lab.languages.pcfg import PCFG
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder, "grammar.safetensors")

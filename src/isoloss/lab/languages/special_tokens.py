@@ -39,7 +39,9 @@ class WithSpecialTokens(ExactLanguage):
     The other attributes are those of `ExactLanguage`.
 
     Example:
+        >>> import torch
         >>> from isoloss.lab.languages.brackets import Brackets
+        >>> from isoloss.lab.languages.special_tokens import WithSpecialTokens
         >>> language = WithSpecialTokens(Brackets(2))
         >>> tokens, lengths = torch.tensor([[2, 0, 1, 3]]), torch.tensor([4])
         >>> " ".join(language.vocabulary[token] for token in tokens[0])
@@ -142,7 +144,10 @@ class WithSpecialTokens(ExactLanguage):
         """Return sentences of the inner language between [CLS] and [SEP], (n, T - 2) tokens as (n, T).
 
         Example:
+            >>> import torch
+            >>> from isoloss.lab.languages import Sentences
             >>> from isoloss.lab.languages.brackets import Brackets
+            >>> from isoloss.lab.languages.special_tokens import WithSpecialTokens
             >>> WithSpecialTokens(Brackets(2)).frame(Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))).tokens
             tensor([[2, 0, 1, 3]])
         """

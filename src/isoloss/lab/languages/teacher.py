@@ -52,7 +52,9 @@ class Teacher(ExactLanguage):
     The other attributes are those of `ExactLanguage`.
 
     Example:
+        >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from isoloss.lab.languages.teacher import Teacher
         >>> config = GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=4, bos_token_id=0)
         >>> language = Teacher(GPT2LMHeadModel(config), [4, 2, 7], 3, start_id=0).to(dtype=torch.float64)
         >>> tokens, lengths = language.sample(5, generator=torch.Generator().manual_seed(0))[:2]
@@ -487,6 +489,8 @@ def by_set(flags: torch.Tensor) -> list[tuple[tuple[int, ...], list[int]]]:
     """Return the sets of true columns that occur in (r, T) bool, each with its rows.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.languages.teacher import by_set
         >>> by_set(torch.tensor([[True, False, True], [False, False, False], [True, False, True]]))
         [((0, 2), [0, 2]), ((), [1])]
     """
@@ -572,6 +576,8 @@ def most_frequent(counts: np.ndarray, specials: Iterable[int], most: int) -> tup
     Special ids and those that do not occur are left out, so that there may be fewer.
 
     Example:
+        >>> import numpy as np
+        >>> from isoloss.lab.languages.teacher import most_frequent
         >>> most_frequent(np.array([9, 2, 5, 2, 0]), {0}, 3)
         (2, 1, 3)
     """

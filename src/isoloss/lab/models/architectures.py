@@ -108,6 +108,7 @@ class Architecture:
             IsolossError: An unknown size, a shape that cannot be, or a `pad_id` outside the vocabulary.
 
         Example:
+            >>> from isoloss.lab.models.architectures import BERT
             >>> from isoloss.run_config import ModelConfig
             >>> BERT.new_model(ModelConfig(size="d16"), vocab_size=34, pad_id=32, max_length=8, seed=0).num_parameters()
             4354
@@ -186,6 +187,7 @@ class Transformer(Architecture):
         """Return the shape of a config; see `Architecture.shape`.
 
         Example:
+            >>> from isoloss.lab.models.architectures import BERT
             >>> from isoloss.run_config import ModelConfig
             >>> BERT.shape(ModelConfig(size="d64", heads=4))
             Shape(d_model=64, num_heads=4, num_layers=1, intermediate=256)
@@ -200,6 +202,7 @@ class Transformer(Architecture):
         """Return the number of parameters of the blocks and of `other_parameters`.
 
         Example:
+            >>> from isoloss.lab.models.architectures import BERT, SIZES
             >>> BERT.num_parameters(SIZES["d64"], vocab_size=34, max_length=8)
             57250
         """
@@ -310,6 +313,7 @@ class _Gated(Transformer):
         """Return the number of parameters of the blocks and of `other_parameters`.
 
         Example:
+            >>> from isoloss.lab.models.architectures import LLAMA, SIZES
             >>> LLAMA.num_parameters(SIZES["d64"], vocab_size=34, max_length=8)
             67904
         """
@@ -380,6 +384,7 @@ class _LSTM(Architecture):
         """Return the shape of a config; see `Architecture.shape`.
 
         Example:
+            >>> from isoloss.lab.models.architectures import LSTM
             >>> from isoloss.run_config import ModelConfig
             >>> LSTM.shape(ModelConfig(architecture="lstm", size="h1024", layers=8, directions=1))
             LSTMShape(hidden=1024, num_layers=8, directions=1)
@@ -395,6 +400,7 @@ class _LSTM(Architecture):
         The width is h in each of k directions.
 
         Example:
+            >>> from isoloss.lab.models.architectures import LSTM, LSTM_SIZES
             >>> LSTM.num_parameters(LSTM_SIZES["h64"], vocab_size=34, max_length=8)
             203042
         """
@@ -429,6 +435,7 @@ class _BracketAttention(Architecture):
         """Return the shape of a config: `width` is k and `ffn` is m; see `Architecture.shape`.
 
         Example:
+            >>> from isoloss.lab.models.architectures import BRACKET_ATTENTION
             >>> from isoloss.run_config import ModelConfig
             >>> BRACKET_ATTENTION.shape(ModelConfig(architecture="bracket-attention", ffn=16))
             BracketShape(key_width=2, neurons=16)
@@ -454,6 +461,7 @@ class _BracketAttention(Architecture):
         """Return 4 T k of Q and K, 2 T m of V and m of u.
 
         Example:
+            >>> from isoloss.lab.models.architectures import BRACKET_ATTENTION, BRACKET_SIZES
             >>> BRACKET_ATTENTION.num_parameters(BRACKET_SIZES["m64"], vocab_size=8, max_length=7)
             880
         """

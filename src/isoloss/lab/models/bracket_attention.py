@@ -91,6 +91,8 @@ class BracketAttentionModel(BracketAttentionPreTrainedModel):
     The model reads T tokens and leaves out the answer. It has no masks: a context is always T tokens long.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.models.bracket_attention import BracketAttentionConfig, BracketAttentionModel
         >>> model = BracketAttentionModel(BracketAttentionConfig(max_position_embeddings=3, hidden_size=4)).eval()
         >>> model(torch.tensor([[2, 4, 7]])).last_hidden_state.shape
         torch.Size([1, 3, 4])
@@ -155,6 +157,8 @@ class BracketAttentionForMaskedLM(BracketAttentionPreTrainedModel):
     """`BracketAttentionModel` and its output layer: p(`=<`) = sigmoid(f).
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.models.bracket_attention import BracketAttentionConfig, BracketAttentionForMaskedLM
         >>> model = BracketAttentionForMaskedLM(BracketAttentionConfig(max_position_embeddings=3, hidden_size=4)).eval()
         >>> logits = model(torch.tensor([[2, 4, 7]])).logits
         >>> logits.shape, bool(logits[0, 2, 0] == -logits[0, 2, 1])

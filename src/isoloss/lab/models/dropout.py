@@ -27,6 +27,8 @@ class Dropout(nn.Dropout):
     call takes a whole number of 64-bit draws. Derivatives of any order pass through.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.models.dropout import Dropout
         >>> _ = torch.manual_seed(0)
         >>> Dropout(0.25)(torch.ones(8))
         tensor([0.0000, 0.0000, 1.3333, 0.0000, 1.3333, 1.3333, 0.0000, 0.0000])

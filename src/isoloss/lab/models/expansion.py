@@ -41,6 +41,7 @@ class Part:
         divisor: What each is divided by.
 
     Example:
+        >>> from isoloss.lab.models.expansion import Part
         >>> part = Part(name="attention.query.weight", blocks=(3, 3), divisor=3.0)
         >>> part.copies, part.trace_factor
         (9, 1.0)
@@ -141,8 +142,10 @@ def expand(model: PreTrainedModel, into: Shape, *, embedding_scale: Scale = "exa
         IsolossError: A model of another architecture, or one that cannot be expanded to this shape, with the reason.
 
     Example:
-        >>> from isoloss.run_config import ModelConfig
+        >>> import torch
         >>> from isoloss.lab.models.architectures import BERT
+        >>> from isoloss.lab.models.expansion import SIZES, expand
+        >>> from isoloss.run_config import ModelConfig
         >>> small = BERT.new_model(ModelConfig(size="d64"), vocab_size=34, max_length=8, pad_id=32, seed=0)
         >>> small = small.double().eval()
         >>> large = expand(small, SIZES["d192"]).model
@@ -194,8 +197,9 @@ def shape_of(model: PreTrainedModel) -> Shape:
         IsolossError: A model of another architecture, or a variant of it that cannot be expanded.
 
     Example:
-        >>> from isoloss.run_config import ModelConfig
         >>> from isoloss.lab.models.architectures import BERT
+        >>> from isoloss.lab.models.expansion import shape_of
+        >>> from isoloss.run_config import ModelConfig
         >>> shape_of(BERT.new_model(ModelConfig(size="d64"), vocab_size=34, max_length=8, pad_id=32, seed=0))
         Shape(d_model=64, num_heads=1, num_layers=1, intermediate=256)
     """
@@ -214,6 +218,7 @@ def check_fits(small: Shape, large: Shape) -> None:
             with the named sizes that would do.
 
     Example:
+        >>> from isoloss.lab.models.expansion import SIZES, check_fits
         >>> check_fits(SIZES["d128"], SIZES["d384"])
         >>> check_fits(SIZES["d128"], SIZES["d192"])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
@@ -342,6 +347,9 @@ def expand_mlp(mlp: nn.Sequential, factor: int) -> Expanded:
         IsolossError: Other layers, or a factor below 1.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from isoloss.lab.models.expansion import expand_mlp
         >>> small = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
         >>> large = expand_mlp(small, 2).model
         >>> large[2].weight.shape

@@ -64,6 +64,8 @@ class LSTMModel(LSTMPreTrainedModel):
     attention the LSTMs may use cuDNN's kernel, which is faster and has no second derivatives.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.models.lstm import LSTMConfig, LSTMModel
         >>> config = LSTMConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, pad_token_id=8)
         >>> model = LSTMModel(config).eval()
         >>> model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
@@ -125,6 +127,8 @@ class LSTMForMaskedLM(LSTMPreTrainedModel):
     """`LSTMModel` and a linear decoder with a bias, its weight the token embedding.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.models.lstm import LSTMConfig, LSTMForMaskedLM
         >>> config = LSTMConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, pad_token_id=8)
         >>> model = LSTMForMaskedLM(config).eval()
         >>> model(torch.tensor([[1, 2, 3]])).logits.shape

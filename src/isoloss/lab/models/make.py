@@ -31,6 +31,8 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
 
     Example:
         >>> from isoloss import load_language
+        >>> from isoloss.lab.models.make import make_model
+        >>> from isoloss.run_config import ModelConfig
         >>> make_model(ModelConfig(size="d16"), load_language("pcfg-laptop"), seed=0).num_parameters()
         4354
     """
@@ -62,7 +64,10 @@ def predicted_states(model: nn.Module, batch: Batch) -> torch.Tensor:
         IsolossError: No registered architecture has the model's class.
 
     Example:
+        >>> import torch
         >>> from isoloss import load_language
+        >>> from isoloss.lab.models.make import IGNORED, make_model, predicted_states
+        >>> from isoloss.run_config import ModelConfig
         >>> model = make_model(ModelConfig(size="d16"), load_language("pcfg-laptop"), seed=0)
         >>> labels = torch.full((2, 8), IGNORED)
         >>> labels[:, 3] = 5

@@ -78,6 +78,7 @@ def shape(name: str) -> Shape:
         IsolossError: There is none of that name.
 
     Example:
+        >>> from isoloss.lab.models.sizes import shape
         >>> shape("d128")
         Shape(d_model=128, num_heads=2, num_layers=4, intermediate=512)
     """
@@ -100,6 +101,7 @@ def reshaped(
         IsolossError: A number is below 1, or the heads do not divide the width.
 
     Example:
+        >>> from isoloss.lab.models.sizes import reshaped, shape
         >>> reshaped(shape("d64"), width=96, heads=6)
         Shape(d_model=96, num_heads=6, num_layers=1, intermediate=384)
     """

@@ -34,6 +34,8 @@ def linear_cross_entropy(
         IsolossError: A gradient that can itself be differentiated is asked for.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.training.cross_entropy import linear_cross_entropy
         >>> round(float(linear_cross_entropy(torch.zeros(3, 2), torch.ones(5, 2), None, torch.tensor([0, 1, 4]))), 4)
         1.6094
     """

@@ -43,6 +43,7 @@ class ProcessGroup:
         store: How they find each other, if this module made the group.
 
     Example:
+        >>> from isoloss.lab.training.distributed import ProcessGroup
         >>> one = ProcessGroup()
         >>> one.sum(2.0, 3.0), one.any(True), one.rows(), one.count(7)
         ((2.0, 3.0), (True,), slice(0, None, 1), 7)
@@ -253,6 +254,8 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the Euclidean norm over all elements of all tensors, in the shards of all processes: a scalar.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.training.distributed import total_norm
         >>> float(total_norm([torch.tensor([3.0]), torch.tensor([0.0, 4.0])]))
         5.0
     """

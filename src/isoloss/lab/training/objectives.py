@@ -43,7 +43,10 @@ def exact_targets(
     predicted.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.languages import Sentences
         >>> from isoloss.lab.languages.brackets import Brackets
+        >>> from isoloss.lab.training.objectives import IGNORED, exact_targets
         >>> sentences = Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))
         >>> exact_targets(Brackets(2), sentences, torch.tensor([[IGNORED, 1]])).round().tolist()
         [[0.0, 1.0]]

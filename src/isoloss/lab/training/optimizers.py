@@ -29,6 +29,8 @@ def learning_rate(config: OptimizerConfig, step: int, *, total: int) -> float:
     `decay_steps`, the way begins so many steps before the last, and the rate is constant until then: WSD.
 
     Example:
+        >>> from isoloss.lab.training.optimizers import learning_rate
+        >>> from isoloss.run_config import OptimizerConfig
         >>> config = OptimizerConfig(learning_rate=0.1, warmup_steps=4, schedule="linear")
         >>> [round(learning_rate(config, step, total=8), 3) for step in range(1, 9)]
         [0.025, 0.05, 0.075, 0.1, 0.08, 0.06, 0.04, 0.02]

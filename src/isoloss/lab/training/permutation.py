@@ -33,6 +33,8 @@ def shuffled(positions: _Long, size: int, *, seed: int) -> _Long:
         seed: Decides the permutations.
 
     Example:
+        >>> import numpy as np
+        >>> from isoloss.lab.training.permutation import shuffled
         >>> row = shuffled(np.arange(12), 6, seed=0)
         >>> sorted(row[:6]) == sorted(row[6:]) == [0, 1, 2, 3, 4, 5]
         True

@@ -586,7 +586,8 @@ class Stages:
 
     Example:
         >>> from isoloss.lab.languages.config import LAPTOP_PCFG
-        >>> from isoloss.run_config import StageConfig
+        >>> from isoloss.lab.training.train import Stages
+        >>> from isoloss.run_config import StageConfig, TrainConfig
         >>> few = (StageConfig(steps=100, target_kl=0.1), StageConfig(steps=20))
         >>> stages = Stages(TrainConfig(language=LAPTOP_PCFG, stages=few))
         >>> stages.num_ended(50), stages.ended(0, 50)

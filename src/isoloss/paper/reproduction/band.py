@@ -74,6 +74,7 @@ def limits(kl: float, dataset: Dataset) -> tuple[float, float]:
     """Return the lowest and the highest KL in the band around a control's, in nats per predicted token.
 
     Example:
+        >>> from isoloss.paper.reproduction.band import limits
         >>> from isoloss.paper.reproduction.cpu_scales import EVENING
         >>> [round(limit, 4) for limit in limits(0.006, EVENING.datasets[0])]
         [0.0048, 0.0072]

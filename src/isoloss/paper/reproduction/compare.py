@@ -373,6 +373,7 @@ def _case(dataset: Dataset, key: str) -> str:
     """Return a measure of accuracy in words.
 
     Example:
+        >>> from isoloss.paper.reproduction.compare import _case
         >>> from isoloss.paper.reproduction.cpu_scales import LAPTOP
         >>> [_case(LAPTOP.datasets[0], key) for key in ("few-shot-prefix-4-100", "probe-prefix-4")]
         ['B (100 examples)', 'B']

@@ -49,6 +49,8 @@ def num_parameters(model: ModelConfig, tokens: Tokens) -> int:
     """Return the number of parameters, the embedding included.
 
     Example:
+        >>> from isoloss.paper.reproduction.costs import Tokens, num_parameters
+        >>> from isoloss.run_config import ModelConfig
         >>> num_parameters(ModelConfig(size="d1024"), Tokens(vocab_size=30_522, length=128))
         234011450
     """
@@ -61,6 +63,7 @@ def num_examples(measure: str, settings: Mapping[str, Any]) -> int:
     """Return how many examples the measure of a task reads; 0 of another measure.
 
     Example:
+        >>> from isoloss.paper.reproduction.costs import num_examples
         >>> num_examples("finetune-rte", {"num_train": "all", "num_test": "all"})
         2767
     """

@@ -47,6 +47,7 @@ def corresponds(*shown_in: str) -> str:
     """Return, as the beginning of a caption, which of the paper's figures and tables it is about; of none, nothing.
 
     Example:
+        >>> from isoloss.paper.reproduction.published import corresponds
         >>> corresponds("figure 3a", "figure 8")
         "Corresponds to the paper's figure 3a, figure 8. "
     """
@@ -57,6 +58,7 @@ def by_algorithm(*measured: str) -> str:
     """Return these rows of the paper's tables 1 and 2 in words.
 
     Example:
+        >>> from isoloss.paper.reproduction.published import by_algorithm
         >>> by_algorithm("task C (%)", "trace")
         'task C (%): AdamW 55.7 ± 0.6, adversary 50.2 ± 1.0; trace: AdamW 8.01 ± 0.73, adversary 19.34 ± 0.92'
     """

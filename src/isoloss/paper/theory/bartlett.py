@@ -153,6 +153,7 @@ def curvature(model: EnumerableModel, theta: torch.Tensor, conditionals: torch.T
     `sum_x w(x) sum_y q(y|x) g g^T - (grad L)(grad L)^T`. `theta` is (P,), `conditionals` are the (n, V) true q.
 
     Example:
+        >>> from isoloss.paper.theory.bartlett import curvature, softmax_model
         >>> model = softmax_model(seed=0)
         >>> truth = model.log_probs(model.teacher).exp()
         >>> curvature(model, model.teacher, truth).gap < 1e-10, curvature(model, model.teacher + 0.1, truth).gap > 1e-3

@@ -61,6 +61,7 @@ def pretraining_inputs(length: int) -> Inputs:
     """Return every sentence with each of its brackets hidden in turn, under both signs that may hide it.
 
     Example:
+        >>> from isoloss.paper.theory.brackets import num_inputs, pretraining_inputs
         >>> len(pretraining_inputs(6).y), num_inputs(6)
         (240, 240)
     """
@@ -84,6 +85,8 @@ def each_bracket_hidden(language: Brackets) -> tuple[torch.Tensor, torch.Tensor]
     """Return every sentence T times, (T C(T, T/2), T), and with it (T C(T, T/2), T) bool, true at a bracket each time.
 
     Example:
+        >>> from isoloss.lab.languages.brackets import Brackets
+        >>> from isoloss.paper.theory.brackets import each_bracket_hidden
         >>> tokens, hidden = each_bracket_hidden(Brackets(2))
         >>> tokens.tolist(), hidden.long().tolist()
         ([[0, 1], [0, 1], [1, 0], [1, 0]], [[1, 0], [0, 1], [1, 0], [0, 1]])
@@ -133,6 +136,7 @@ def bound(length: int, width: int) -> float:
     The paper has sqrt(4 / T) for every m; the two agree at m = 2.
 
     Example:
+        >>> from isoloss.paper.theory.brackets import bound
         >>> bound(4, 2), bound(4, 8)
         (1.0, 0.25)
     """
@@ -174,8 +178,8 @@ def flatness(model: Weights, inputs: Inputs, *, count_kink: bool = False) -> Fla
     """Return the loss, the trace and its factors, exactly: averaged over every input.
 
     Example:
-        >>> from isoloss.paper.theory.brackets import pretraining_inputs
-        >>> from isoloss.paper.theory.brackets import two_neurons
+        >>> import math
+        >>> from isoloss.paper.theory.brackets import flatness, pretraining_inputs, two_neurons
         >>> result = flatness(two_neurons(6, 2), pretraining_inputs(6))
         >>> result.loss < 1e-9, round(result.trace * math.sqrt(6), 9)
         (True, 2.0)
@@ -259,6 +263,7 @@ def full_width(length: int) -> int:
     linear in z, with 2 T dimensions. The answer is linear, so the sums must cancel at each of the pairs.
 
     Example:
+        >>> from isoloss.paper.theory.brackets import full_width
         >>> full_width(6), full_width(8), full_width(10)
         (132, 576, 2540)
     """
@@ -284,6 +289,7 @@ def balanced(model: Weights, inputs: Inputs) -> Weights:
     The model must have Q = K = 0, so that `|h|` is the same for every input.
 
     Example:
+        >>> from isoloss.paper.theory.brackets import balanced, flatness, pretraining_inputs, random_features
         >>> inputs = pretraining_inputs(4)
         >>> features = random_features(inputs, 40, seed=0)
         >>> flatness(balanced(features, inputs), inputs).trace < flatness(features, inputs).trace
@@ -309,6 +315,7 @@ def losses_by_width(inputs: Inputs, *, seed: int) -> torch.Tensor:
     One orthogonal basis serves every width: feature by feature it takes away a part of the answer.
 
     Example:
+        >>> from isoloss.paper.theory.brackets import full_width, losses_by_width, pretraining_inputs
         >>> losses = losses_by_width(pretraining_inputs(4), seed=0)
         >>> len(losses) == full_width(4) + 1, round(float(losses[0]), 9), float(losses[-1])
         (True, 1.0, 0.0)
@@ -325,6 +332,7 @@ def shifted_signs(k: int) -> torch.Tensor:
     """Return (2k + 1, 2k + 1): Lemma G.5's matrix, the row of k + 1 ones and k minus ones in every cyclic shift.
 
     Example:
+        >>> from isoloss.paper.theory.brackets import shifted_signs
         >>> shifted_signs(1).long().tolist()
         [[1, 1, -1], [-1, 1, 1], [1, -1, 1]]
     """
@@ -446,6 +454,7 @@ def sign_missing(length: int, samples: int) -> float:
     0.
 
     Example:
+        >>> from isoloss.paper.theory.brackets import sign_missing
         >>> sign_missing(6, 1), round(sign_missing(6, 8), 4)
         (1.0, 0.0687)
     """
@@ -473,6 +482,8 @@ def population_losses(products: torch.Tensor, answers: torch.Tensor, chosen: tor
         chosen: (k, n) the strings of each training set.
 
     Example:
+        >>> import torch
+        >>> from isoloss.paper.theory.brackets import ZERO, downstream_inputs, kernel, population_losses, two_neurons
         >>> strings = downstream_inputs(4)
         >>> products = kernel(two_neurons(4, 2), strings)
         >>> highest, lowest = int(strings.y.argmax()), int(strings.y.argmin())

@@ -47,6 +47,7 @@ def steps_until(time: float, step_size: float) -> int:
     """Return K / eta^2, rounded to whole steps.
 
     Example:
+        >>> from isoloss.paper.theory.sgd_flow import steps_until
         >>> steps_until(0.5, 0.05)
         200
     """
@@ -70,6 +71,8 @@ def simulate(
     answers. `times` are K, increasing: K / eta^2 steps are taken. `progress` gets each number of further steps.
 
     Example:
+        >>> import numpy as np
+        >>> from isoloss.paper.theory.sgd_flow import TwoParameters, simulate
         >>> model = TwoParameters(0.7, 2.0)
         >>> starts, generator = np.tile(model.minimizer, (1000, 1)), np.random.default_rng(0)
         >>> (points,) = simulate(model, starts, step_size=0.05, times=[1.0], generator=generator)
@@ -112,6 +115,7 @@ class Minimizers:
 
     Example:
         >>> from isoloss.paper.theory.bartlett import softmax_model
+        >>> from isoloss.paper.theory.sgd_flow import Minimizers
         >>> model = softmax_model(seed=0)
         >>> minimizers = Minimizers(model, model.log_probs(model.teacher).exp())
         >>> back = minimizers.retract(model.teacher + 0.1)
@@ -280,6 +284,8 @@ class TwoParameters:
     `Tr(t) = v sqrt(D(t)^2 + 4 logit(p)^2)`.
 
     Example:
+        >>> import numpy as np
+        >>> from isoloss.paper.theory.sgd_flow import TwoParameters
         >>> model = TwoParameters(0.7, 2.0)
         >>> start, later = model.flow(0.0), model.flow(1.0)
         >>> [round(float(x), 4) for x in model.trace(np.stack([start, later]))]
@@ -382,6 +388,8 @@ class MaskedLM:
     position, U a decoder. With d >= C every table of conditionals can be had, in many ways.
 
     Example:
+        >>> import numpy as np
+        >>> from isoloss.paper.theory.sgd_flow import MaskedLM
         >>> model = MaskedLM.random(seed=0)
         >>> model.joint.shape, len(model.minimizer), model.conditionals.shape
         ((3, 3), 88, (6, 3))
@@ -845,6 +853,8 @@ def extrapolated(step_sizes: Sequence[float], estimates: Sequence[Estimate]) -> 
     """Return the value at step size 0 of the polynomial through estimates at some step sizes.
 
     Example:
+        >>> from isoloss import Estimate
+        >>> from isoloss.paper.theory.sgd_flow import extrapolated
         >>> at = lambda value: Estimate(value=value, stderr=0.1, samples=9, unit="", num_predictions=9, method="m")
         >>> round(extrapolated([0.2, 0.1], [at(1.4), at(1.2)]).value, 9)
         1.0

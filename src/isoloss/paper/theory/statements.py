@@ -14,6 +14,7 @@ class Statement:
     """A statement, the figures that decide it, and whether they do.
 
     Example:
+        >>> from isoloss.paper.theory.statements import Statement
         >>> Statement(text="one is less than two", evidence="1 < 2", shown=1 < 2).verdict
         'shown'
     """

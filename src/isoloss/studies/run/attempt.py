@@ -275,6 +275,8 @@ def attempt_folder(path: Path, number: int) -> Path:
     """Return the folder in which an attempt at a run is made.
 
     Example:
+        >>> from pathlib import Path
+        >>> from isoloss.studies.run.attempt import attempt_folder
         >>> attempt_folder(Path("runs/base"), 2)
         PosixPath('runs/.base.attempt-2')
     """
@@ -290,6 +292,8 @@ def command(arguments: Sequence[str], needs: Resources) -> list[str]:
     """Return the command that runs `isoloss` with these arguments, under torchrun if it has several processes.
 
     Example:
+        >>> from isoloss.studies import Resources
+        >>> from isoloss.studies.run.attempt import command
         >>> command(("train", "runs/base"), Resources())[1:]
         ['-m', 'isoloss', 'train', 'runs/base']
         >>> " ".join(command(("train", "runs/base"), Resources(processes=2))[1:])

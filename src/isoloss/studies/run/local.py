@@ -105,6 +105,8 @@ class Capacity:
         memory: Memory in GiB.
 
     Example:
+        >>> from isoloss.studies import Resources
+        >>> from isoloss.studies.run.local import Capacity
         >>> capacity = Capacity(cores=4, gpus={"0": 1.0}, memory=8.0)
         >>> capacity.reserve(Resources(gpus=0.5)), capacity.reserve(Resources(gpus=0.75))
         (('0',), None)

@@ -278,6 +278,7 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
         settings: Values of fields, by name; those of other measures are not used.
 
     Example:
+        >>> from isoloss.lab.evaluation.measures.base import make_measure
         >>> make_measure("few-shot-root-100", {"probe_draws": 3, "loss_sentences": 100}).probe_draws
         3
     """
@@ -316,6 +317,7 @@ def settings_of(name: str, settings: Mapping[str, Any] | None = None) -> dict[st
     """Return the settings that decide the result of a measure: they are kept with it. Arguments as for `make_measure`.
 
     Example:
+        >>> from isoloss.lab.evaluation.measures.base import settings_of
         >>> settings_of("probe-root", {"probe_seeds": 3})
         {'num_train': 4096, 'num_test': 4096, 'probe_seeds': 3, 'probe_epochs': 100, 'seed': 0}
     """
@@ -328,6 +330,7 @@ def name_fields(pattern: str) -> set[str]:
     """Return the fields of a registered measure that its name gives.
 
     Example:
+        >>> from isoloss.lab.evaluation.measures.base import name_fields
         >>> sorted(name_fields("trace-in-SIZE-EMBEDDING_SCALE"))
         ['embedding_scale', 'size']
     """

@@ -258,6 +258,7 @@ def intersection(a: range, b: range) -> range:
     """Return the common elements of two arithmetic progressions, which are one themselves.
 
     Example:
+        >>> from isoloss.lab.languages._pcfg.charts import intersection
         >>> intersection(range(0, 9, 2), range(0, 9, 3))
         range(0, 7, 6)
     """
@@ -273,6 +274,7 @@ def part_of(whole: range, part: range) -> slice:
     """Return the slice of `whole` that holds `part`.
 
     Example:
+        >>> from isoloss.lab.languages._pcfg.charts import part_of
         >>> part_of(range(0, 9, 2), range(2, 7, 4))  # 2 and 6 of 0, 2, 4, 6, 8
         slice(1, 4, 2)
     """

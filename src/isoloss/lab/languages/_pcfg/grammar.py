@@ -142,6 +142,7 @@ def parse_grammar(text: str, *, source: str = "<text>") -> Grammar:
             be reached has no rule, or derives no sentence, or itself alone. The message names the line.
 
     Example:
+        >>> from isoloss.lab.languages._pcfg.grammar import parse_grammar
         >>> grammar = parse_grammar("S A A 3\nS A 1\nA a 1\nA b 1")
         >>> grammar.symbols, grammar.vocabulary, grammar.binary_probs, grammar.unary_probs
         (('S', 'A'), ('a', 'b'), array([0.75]), array([0.25]))
@@ -421,6 +422,7 @@ def dyck_grammar(config: DyckConfig) -> Grammar:
 
     Example:
         >>> import torch
+        >>> from isoloss.lab.languages.config import DyckConfig
         >>> language = DyckConfig(kinds=1, max_depth=2, max_length=4).build()
         >>> language.vocabulary
         ('(', ')')

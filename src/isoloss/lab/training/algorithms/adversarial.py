@@ -29,6 +29,8 @@ def ridge_predictions(
     mean(y) + z Z^T (K + n1 ridge I)^-1 Y, an n1 by n1 system whatever the number of features.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.training.algorithms.adversarial import ridge_predictions
         >>> x = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
         >>> [round(float(y), 3) for y in ridge_predictions(x, 2 * x, torch.tensor([[4.0]]), ridge=1e-6)]
         [8.0]

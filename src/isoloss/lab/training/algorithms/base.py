@@ -110,6 +110,9 @@ class TrainingAlgorithm:
         parallel: How the gradients of several processes come together.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.training.algorithms.base import TrainingAlgorithm, TrainingContext
+        >>> from isoloss.run_config import OptimizerConfig
         >>> model = torch.nn.Linear(2, 1)
         >>> context = TrainingContext(optimizer=OptimizerConfig(warmup_steps=10), total_steps=100)
         >>> algorithm = TrainingAlgorithm(model, context)
@@ -183,6 +186,8 @@ def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     All tensors have a row per sentence but the exact targets, which have one per predicted token.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.training.algorithms.base import IGNORED, split
         >>> labels = torch.tensor([[7], [IGNORED], [8]])
         >>> parts = split({"labels": labels, "targets": torch.tensor([[0.25, 0.75], [0.5, 0.5]])}, [2, 1])
         >>> [part["targets"].tolist() for part in parts]

@@ -49,6 +49,8 @@ def trace_estimate(
     The logits (m, V) are a function of the parameters with second derivatives, and the probes (m, V) are -1 and 1.
 
     Example:
+        >>> import torch
+        >>> from isoloss.lab.training.algorithms.fisher_penalty import trace_estimate
         >>> logits = torch.nn.Parameter(torch.zeros(1, 2))  # p = 1/2 each: the trace is the sum of p (1 - p), 1/2
         >>> estimates = [trace_estimate(logits, [logits], torch.tensor([[1.0, sign]])).item() for sign in (1.0, -1.0)]
         >>> [round(estimate, 4) for estimate in estimates]
