@@ -54,18 +54,18 @@ def found(tmp_path_factory):
     return json.loads(done.stdout) | {"files": sorted(path.name for path in folder.iterdir())}
 
 
-def check(told, extra):
+def check(told, extra, name):
     if extra:
         packages = "|".join(package for package, of in EXTRAS.items() if of == extra)
         sentence = rf"this needs ({packages}), which is not installed: pip install 'isoloss\[{extra}\]'"
         assert re.fullmatch(rf"(isoloss \w+: )?{sentence}\n?", told)
     else:
-        assert told == ""
+        assert told == "", name
 
 
 @pytest.mark.parametrize("line", base_alone.COMMANDS)
 def test_a_command(found, line):
-    check(found[line], base_alone.COMMANDS[line])
+    check(found[line], base_alone.COMMANDS[line], line)
 
 
 def test_every_subcommand_is_tried():
@@ -76,7 +76,7 @@ def test_public_names(found):
     names = found.keys() - base_alone.COMMANDS.keys() - {"files"}
     assert len(names) > 70
     for name in names:
-        check(found[name], base_alone.NAMES.get(name, ""))
+        check(found[name], base_alone.NAMES.get(name, ""), name)
 
 
 def test_nothing_is_left_behind(found):

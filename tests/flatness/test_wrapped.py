@@ -12,7 +12,7 @@ from small_models import llama
 from test_position_selection import all_signs, assert_exact  # noqa: F401 (a fixture)
 from torch import nn
 
-from isoloss.cli import flatness as command
+from isoloss.cli import measure as command
 from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import (
