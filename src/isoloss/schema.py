@@ -49,7 +49,9 @@ def _config_schema(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
                 one["const"] = field.default
             if isinstance(field.default, bool | int | float | str) and field.default != "":
                 one["default"] = field.default
-            schema["properties"][field.name] = {**one, "description": texts.get(field.name, "")}
+            if text := texts.get(field.name):
+                one["description"] = text
+            schema["properties"][field.name] = one
             if not has_default and field.name != "kind":
                 schema["required"].append(field.name)
     return reference

@@ -43,7 +43,7 @@ REFUSED = {
     "measure checkpoint --dta text.txt": "there is no option --dta; did you mean --data?",
     "measure checkpoint --data": "--data needs 1 value",
     "measure checkpoint --data text.txt --dtype float8": "--dtype is 'float8'; did you mean float64? it must be",
-    "measure checkpoint --data text.txt --num-sequences 5o": "--num-sequences: '5o' is not a whole number",
+    "measure checkpoint --data text.txt --num-sequences 5o": "--num-sequences is '5o'; it must be a whole number",
     "measure checkpoint --data text.txt --measures trce": "no measure 'trce'; did you mean trace?",
     "measur checkpoint": "no subcommand 'measur'; did you mean measure?",
     "measure other --data text.txt": "other is not a checkpoint: it has no config.json",

@@ -248,7 +248,7 @@ def test_a_start_that_does_not_fit_makes_no_run(capsys, run, tmp_path):
         (["--loss-sentences", "-3"], ["loss_sentences is -3; it must be at least 1, or all"]),
         (
             ["--loss-sentences", "al"],
-            ["--loss-sentences: 'al' is not a whole number, such as 1000 or 1e3, and not all"],
+            ["--loss-sentences is 'al'; it must be a whole number, such as 1000 or 1e3, or all"],
         ),
         (
             ["--measures", "loss", "--loss-sentences", "all"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -286,11 +287,10 @@ def _reader(kind: Any) -> tuple[Callable[[str], Any], str]:
             one = f"{'one of ' * (len(words) > 1)}{', '.join(words)}"
             raise argparse.ArgumentTypeError(f"is {word!r}{did_you_mean(word, words) or ';'} it must be {one}")
         for inner in plain:
-            try:
+            with contextlib.suppress(ValueError):
                 return _READERS[inner](word)
-            except ValueError as error:
-                told = str(error)
-        raise argparse.ArgumentTypeError(told + f", and not {' or '.join(words)}" * bool(words))
+        wanted = ", or ".join([" or ".join(_WANTED[inner] for inner in plain), *[" or ".join(words)] * bool(words)])
+        raise argparse.ArgumentTypeError(f"is {word!r}; it must be {wanted}")
 
     names = [inner.__name__.upper() for inner in plain]
     return read, "|".join([*names, *words]) if names else f"{{{','.join(words)}}}"
@@ -305,10 +305,11 @@ def _read_whole(word: str) -> int:
             return int(number)
     except InvalidOperation:
         pass
-    raise ValueError(f"{word!r} is not a whole number, such as 1000 or 1e3")
+    raise ValueError(word)
 
 
 _READERS: dict[Any, Callable[[str], Any]] = {int: _read_whole, float: float, str: str, Path: Path}
+_WANTED = {int: "a whole number, such as 1000 or 1e3", float: "a number"}
 
 
 def _is_union(kind: Any) -> bool:
