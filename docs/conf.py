@@ -18,6 +18,7 @@ from sphinx.application import Sphinx
 import isoloss
 from isoloss.cli import study, theory
 from isoloss.cli.main import SUBCOMMANDS, main
+from isoloss.registry import Registry
 
 project = "isoloss"
 author = "the isoloss developers"
@@ -108,7 +109,6 @@ PACKAGES = [
     "lab.languages",
     "lab.models",
     "lab.training",
-    "transfer",
 ]
 PACKAGES += ["transfer", "lab.tasks", "lab.lookup", "lab.finetuning", "lab.finetune_config"]
 PACKAGES += ["lab.evaluation", "lab.presets", "lab.jit", "studies", "report", "paper", "ground"]
@@ -132,12 +132,15 @@ def directive(kind: str, name: str, *options: str) -> str:
 def write_public_reference() -> None:
     """Write the page of the public names, from `isoloss.__all__`."""
     names = [name for name in isoloss.__all__ if name != "__version__"]
-    register = [name for name in names if name.startswith("register_")]
+    registries = [name for name in names if isinstance(getattr(isoloss, name), Registry)]
     parts = ["# Public names", "`import isoloss` offers these names, and `__version__`."]
-    for name in (*(name for name in names if name not in register), *register):
+    for name in (name for name in names if name not in registries):
         member = getattr(isoloss, name)
         kind, options = ("class", (":members:",)) if isinstance(member, type) else ("function", ())
         parts.append(directive(kind, f"isoloss.{name}", *options))
+    listed = ", ".join(f"`{name}`" for name in registries)
+    parts.append(f"## Registries\n\n{listed}: components by name. Each is a registry, with these methods.")
+    parts.append(directive("class", "isoloss.registry.Registry", ":members:"))
     parts.append("## Results\n\nThe classes of what these functions take and return, where not above.")
     parts += [directive("class", f"{module}.{name}", ":members:") for module, name in RESULTS.items()]
     (GENERATED / "api-public.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -147,7 +150,7 @@ def write_api_reference() -> None:
     """Write the page of public names, then a page for each internal package, with the other members of its modules."""
     write_public_reference()
     elsewhere = {(getattr(isoloss, name).__module__, name) for name in isoloss.__all__ if name != "__version__"}
-    elsewhere |= set(RESULTS.items())
+    elsewhere |= {*RESULTS.items(), ("isoloss.registry", "Registry")}
     modules = [m.name for m in pkgutil.walk_packages(isoloss.__path__, "isoloss.")]
     modules = [
         name for name in modules if not name.endswith("__main__") and ".cli" not in name and name != "isoloss.lab"

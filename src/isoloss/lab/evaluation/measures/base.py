@@ -1,5 +1,7 @@
 """What a measure is: a function whose annotated keyword arguments are its settings, and how one is made from its name.
 
+For example:
+
     def gradient_norm(model, batches, *, power: Annotated[int, setting(minimum=1), "The exponent."] = 2, causal=False):
         ...
 
