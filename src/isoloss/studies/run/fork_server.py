@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 import types
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
@@ -58,6 +59,7 @@ def start(arguments: Sequence[str], needs: Resources, log: Path, environment: Ma
             with contextlib.suppress(EOFError, ConnectionError):
                 process.start()
                 return process
+            time.sleep(1)  # a process that was killed takes a moment to end, and until then it is taken for the server
     finally:
         sys.modules["__main__"] = main
     raise IsolossError(
