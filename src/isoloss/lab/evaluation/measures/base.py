@@ -21,7 +21,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from isoloss import config as configs
 from isoloss.config import setting
@@ -200,21 +200,6 @@ class FunctionMeasure(Measure):
             stopping = StopCriteria(rtol=context.rtol, seconds=context.seconds)
             number = stopping.number_of_probes(getattr(self, "num_probes", None), number or 0)
         return number or num_sequences, what
-
-    def continued(self, context: MeasureContext, first: Estimate) -> tuple[Self, MeasureContext]:
-        """Return how other models are measured after a first one whose measurement `rtol` or `seconds` ended.
-
-        They are measured on as much as the first was, so that their differences are paired.
-        """
-        what, _ = self.counts
-        # a search for eigenvalues takes all sequences, and ends by its own tolerance
-        if (context.rtol is None and context.seconds is None) or what == "products":
-            return self, context
-        # by their number: the same time, or the same `rtol`, would end others elsewhere
-        sequences = first.details["sequences"]
-        limited = dataclasses.replace(context, rtol=None, seconds=None, num_sequences=sequences)
-        probes: dict[str, Any] = {"num_probes": first.num_probes} if what == "probes" else {}
-        return dataclasses.replace(self, **probes), limited
 
 
 # what a function may take that is no setting: of `MeasureOptions`, and what a context has besides
