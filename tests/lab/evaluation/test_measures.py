@@ -221,19 +221,6 @@ def context_of(checkpoints, **more):
     return MeasureContext(read=lambda number, seed: inputs.cut(8), objective=ObjectiveConfig(), **more)
 
 
-def test_progress_counts_to_as_many_probes_as_may_be_taken(checkpoints):
-    for name, default in (("noise-sharpness", 16), ("spectral-density", 8)):
-        for settings, limits, most in (
-            ({}, {}, default),
-            ({}, {"rtol": 0.1}, 1024),
-            ({}, {"seconds": 60.0}, 1024),
-            ({"num_probes": 5}, {"rtol": 0.1}, 5),
-        ):
-            context = context_of(checkpoints, **limits)
-            assert make_measure(name, settings).amount(40, context) == (most, "probes")
-    assert make_measure("trace").amount(40, context) == (40, "sequences")
-
-
 def test_every_function_of_flatness_that_returns_an_estimate_has_a_measure():
     functions = {
         name

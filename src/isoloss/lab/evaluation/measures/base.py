@@ -126,16 +126,6 @@ def requires(check: Callable[[FunctionMeasure, MeasureContext], str | None]) -> 
     return marked
 
 
-def counts(what: str, number: int) -> Callable[[F], F]:
-    """Let the progress of a measure count something else than sequences, up to a number: probes, products, losses."""
-
-    def marked(function: F) -> F:
-        function.counts = what, number  # type: ignore[attr-defined]
-        return function
-
-    return marked
-
-
 @dataclass(frozen=True, kw_only=True)
 class FunctionMeasure(Measure):
     """A function with values of its settings.
@@ -149,11 +139,6 @@ class FunctionMeasure(Measure):
     function: ClassVar[Callable[..., Any]]
     taken: ClassVar[tuple[str, ...]]  # the names of its other keyword arguments
     is_of_flatness: ClassVar[bool]  # whether it takes a model, perhaps sequences, and nothing else
-
-    @property
-    def counts(self) -> tuple[str, int | None]:
-        """What its progress counts, and up to which number, if that is no number of sequences."""
-        return getattr(self.function, "counts", ("sequences", None))
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return which limits are set that the function does not take, or the reason that it gives itself."""
@@ -190,16 +175,6 @@ class FunctionMeasure(Measure):
         given = {**{name: getattr(self, name) for name in settings}, **options}
         made = self.function(model, batches, **given) if "batches" in names else self.function(model, **given)
         return MeasureResult.of(self.pattern, made)
-
-    def amount(self, num_sequences: int, context: MeasureContext) -> tuple[int, str]:
-        """Return what `progress` counts to at most, given the number of sequences, and what it counts."""
-        what, number = self.counts
-        if what == "probes":
-            from isoloss.flatness._measurement import StopCriteria
-
-            stopping = StopCriteria(rtol=context.rtol, seconds=context.seconds)
-            number = stopping.number_of_probes(getattr(self, "num_probes", None), number or 0)
-        return number or num_sequences, what
 
 
 # what a function may take that is no setting: of `MeasureOptions`, and what a context has besides

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isoloss.config import setting
 from isoloss.errors import IsolossError, did_you_mean
-from isoloss.lab.evaluation.measures.base import FunctionMeasure, counts, make_measure, measure_class, requires
+from isoloss.lab.evaluation.measures.base import FunctionMeasure, make_measure, measure_class, requires
 from isoloss.registry import MEASURES
 
 if TYPE_CHECKING:
@@ -342,7 +342,6 @@ def adaptive_sharpness(
     return flatness.sam_sharpness(model, batches, **given, **options)
 
 
-@counts("probes", 16)
 def noise_sharpness(
     model: Any,
     batches: Any,
@@ -363,7 +362,6 @@ def noise_sharpness(
     return flatness.noise_sharpness(model, batches, **given, **options)
 
 
-@counts("losses", 2)
 def int8_rise(
     model: Any, batches: Any, *, causal: bool | None = None, num_sequences: int | None = None, progress: Any = None
 ) -> Estimate:
@@ -371,7 +369,6 @@ def int8_rise(
     return _rise(model, batches, "int8_rise", causal=causal, num_sequences=num_sequences, progress=progress)
 
 
-@counts("losses", 2)
 def int4_rise(
     model: Any, batches: Any, *, causal: bool | None = None, num_sequences: int | None = None, progress: Any = None
 ) -> Estimate:
@@ -391,7 +388,6 @@ def _why_no_barrier(measure: FunctionMeasure, context: MeasureContext) -> str | 
 
 
 @requires(_why_no_barrier)
-@counts("losses", 11)  # at both ends and at nine points between them
 def barrier(
     model: Any,
     batches: Any,
@@ -439,7 +435,6 @@ def directional_sharpness(
     return flatness.directional_sharpness(model, next_update(run, language), batches, causal=causal)
 
 
-@counts("products", 100)
 def largest_eigenvalue(
     model: Any,
     batches: Any,
@@ -457,7 +452,6 @@ def largest_eigenvalue(
     return {f"largest-eigenvalue{f'-{i}' * (i > 1)}": estimate for i, estimate in enumerate(eigenvalues, start=1)}
 
 
-@counts("probes", 8)
 def spectral_density(
     model: Any,
     batches: Any,
