@@ -123,8 +123,12 @@ def compare(first: Path, second: Path) -> Repetition:
         seed_offsets=(ours["seed_offset"], theirs["seed_offset"]),
         numbers=tuple(
             Repeated(
-                **{"name": name, "first": one, "second": other, "verdicts": verdicts},
-                **{"difference": difference, "p_holm": adjusted.get(str(i))},
+                name=name,
+                first=one,
+                second=other,
+                verdicts=verdicts,
+                difference=difference,
+                p_holm=adjusted.get(str(i)),
             )
             for i, ((name, (one, other, verdicts)), difference) in enumerate(zip(pairs, differences, strict=True))
         ),
