@@ -347,8 +347,8 @@ def _fit_adamw(
     read, num_features = _standardized(x, center, scale), x.shape[1]
     bound = num_features**-0.5
     drawn = [torch.rand(num_classes, num_features + 1, generator=g) * (2 * bound) - bound for g in generators]
-    start = torch.stack(drawn).to(y.device)
-    weight, bias = start[:, :, :-1].contiguous(), start[:, None, :, -1].contiguous()
+    initial = torch.stack(drawn).to(y.device)
+    weight, bias = initial[:, :, :-1].contiguous(), initial[:, None, :, -1].contiguous()
     # AdamW goes by elements, so that one optimizer of all seeds is one of each: S times fewer calls
     optimizer = torch.optim.AdamW([weight, bias], lr=config.learning_rate, weight_decay=config.weight_decay)
     for _ in range(config.epochs):
