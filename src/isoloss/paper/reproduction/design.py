@@ -13,8 +13,8 @@ from isoloss.lab.languages.config import WithSpecialTokensConfig
 from isoloss.paper.design import MEASURED, OFFSET, Design, Unit, adamw, continued
 from isoloss.paper.reproduction.costs import Costs, Tokens, shape
 from isoloss.run_config import ModelConfig, StageConfig, TrainConfig
+from isoloss.studies import Experiment, Measurement
 from isoloss.studies.plan import Resources
-from isoloss.studies.spec import Experiment, Measurement
 
 FIGURE_1 = "figure 1"  # which on the page shows cooldowns too
 SGD_SHOWN = ("figure 4", "figure 10")
