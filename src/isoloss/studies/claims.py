@@ -20,7 +20,7 @@ from isoloss.statistics import significance
 from isoloss.statistics.checking import positive
 from isoloss.statistics.estimate import Estimate, interval
 from isoloss.statistics.power import minimal_detectable_effect
-from isoloss.statistics.significance import SAME_LOSS_NATS, Equivalence, equivalence, holm, largest_size, mcnemar
+from isoloss.statistics.significance import LOSS_MARGIN, Equivalence, equivalence, holm, largest_size, mcnemar
 from isoloss.studies.results import UNITS, Pair, Results, change, common_measures, loss_key, mean
 from isoloss.studies.spec import AnyScale, call_study_hook
 
@@ -531,7 +531,7 @@ def _at_the_edge_of_no_change(beyond: float, direction: str) -> bool:
 
 
 def judge_claims(
-    claims: Sequence[Claim], results: Results, *, loss_margin: float = SAME_LOSS_NATS, has_verdicts: bool = True
+    claims: Sequence[Claim], results: Results, *, loss_margin: float = LOSS_MARGIN, has_verdicts: bool = True
 ) -> tuple[ClaimResult, ...]:
     """Return the result of every claim, in their order: each tested on every contrast and every measure.
 
@@ -574,7 +574,7 @@ def answer(
     contrast: Contrast,
     keys: Mapping[str, str],
     *,
-    margin: float = SAME_LOSS_NATS,
+    margin: float = LOSS_MARGIN,
 ) -> list[Answer]:
     """Return the answers to a claim for one contrast, from second - factor * first of each estimate.
 
@@ -615,7 +615,7 @@ def answer(
     return [_answer(claim, contrast, key, case, gate) for case, key in measured.items()]
 
 
-def same_loss(pairs: Sequence[Pair], *, clusters: Sequence[str] = (), margin: float = SAME_LOSS_NATS) -> Equivalence:
+def same_loss(pairs: Sequence[Pair], *, clusters: Sequence[str] = (), margin: float = LOSS_MARGIN) -> Equivalence:
     """Test whether the mean difference in loss over the pairs is within a margin of 0: two one-sided tests at 5 %.
 
     Args:
