@@ -224,22 +224,16 @@ class HMM(ExactLanguage):
                 table[state, possible] = perturbation.draw(table[state, possible])
         return HMM(self.initial, transition, emission, self.max_length, vocabulary=self.vocabulary)
 
-    def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n,) bool: whether the model can produce each string, which has a length that sentences have."""
+    def _is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         # Only whether it is possible, not how probable it is: no product can underflow.
         initial, transition, emission = (
             torch.from_numpy(table > 0).double() for table in (self.initial, self.transition, self.emission)
         )
-        out = torch.zeros(len(tokens), dtype=torch.bool)
-        for length in sorted(set(lengths.tolist())):
-            if length <= self.max_length and self.length_probs[length] > 0:
-                rows = lengths == length
-                strings = tokens[rows]
-                reached = initial * emission.T[strings[:, 0]]
-                for position in range(1, length):
-                    reached = ((reached @ transition) > 0) * emission.T[strings[:, position]]
-                out[rows] = reached.any(dim=1)
-        return out
+        reached = initial * emission.T[tokens[:, 0]]
+        for position in range(1, int(lengths.max())):
+            further = ((reached @ transition) > 0) * emission.T[tokens[:, position]]
+            reached = torch.where(lengths[:, None] > position, further, reached)
+        return reached.any(dim=1)
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         # The sum over all state sequences. The Viterbi algorithm, which the paper names, gives the likeliest of them.

@@ -207,11 +207,10 @@ class WithSpecialTokens(ExactLanguage):
 
     # --- exact computations
 
-    def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n,) bool: whether each string is a sentence between [CLS] and [SEP]."""
+    def _is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         ends = tokens.gather(1, lengths[:, None] - 1)[:, 0]
         inside = self.bare(Sentences(tokens, lengths))
-        framed = (lengths > 2) & (tokens[:, 0] == self.cls_id) & (ends == self.sep_id)
+        framed = (tokens[:, 0] == self.cls_id) & (ends == self.sep_id)
         framed &= ((inside.tokens < self.cls_id) | ~inside.present()).all(dim=1)
         out = torch.zeros(len(tokens), dtype=torch.bool)
         rows = framed.nonzero()[:, 0]
