@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForMaskedLM
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.brackets import Brackets
-from isoloss.lab.models.initial import seeded_weights
+from isoloss.lab.models.architectures import seeded_weights
 from isoloss.paper.theory.brackets import each_bracket_hidden
 from isoloss.paper.theory.statements import Statement, counter, mean_and_stderr
 
