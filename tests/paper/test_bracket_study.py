@@ -7,7 +7,7 @@ import pytest
 from known_study import judged, known_results, verdicts
 
 from isoloss import config as configs
-from isoloss.paper.brackets import SCALES, SHAM, STUDY, answer, compared, parts, tables
+from isoloss.paper.brackets import SCALES, SHAM, STUDY, TARGET_KL, answer, compared, parts, tables
 from isoloss.studies.claims import Verdict
 
 LAPTOP = SCALES["laptop"]
