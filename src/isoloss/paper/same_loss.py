@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PCFGConfig
-from isoloss.lab.models.sizes import shape
+from isoloss.lab.models.architectures import shape
 from isoloss.lab.training.algorithms.config import AdversarialConfig
 from isoloss.paper.design import (
     OverGrammars,

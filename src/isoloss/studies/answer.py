@@ -11,7 +11,7 @@ from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.report.html import Card, IntervalRow, Tone
 from isoloss.statistics.comparison import independent_difference
 from isoloss.statistics.estimate import Estimate, interval, number
-from isoloss.statistics.significance import SAME_LOSS_NATS, all_within, p_value
+from isoloss.statistics.significance import LOSS_MARGIN, all_within, p_value
 from isoloss.studies.claims import GATES, Answer, Claim, ClaimResult, Verdict
 from isoloss.studies.results import (
     RESCALED,
@@ -339,12 +339,12 @@ class Comparison:
         label = "The same loss?"
         if len(known) < len(others):
             return Card(label=label, value="Not known", detail="The differences have no error.", tone="unclear")
-        same, decisive = all_within(known, SAME_LOSS_NATS)
+        same, decisive = all_within(known, LOSS_MARGIN)
         one, other = self._ordered(decisive, best)
         difference = self.difference(key, other, one)
         assert difference is not None
         words = f"{one} minus {other}; {self._detail(difference, one, other)}; "
-        words += f"the same: within {SAME_LOSS_NATS:g} nats/token"
+        words += f"the same: within {LOSS_MARGIN:g} nats/token"
         value, verdict = {
             True: ("Yes", Verdict.SHOWN),
             False: ("No", Verdict.CONTRADICTED),
