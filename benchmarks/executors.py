@@ -139,8 +139,8 @@ def by_executor(name: str, address: str, arguments: Sequence[str], count: int, f
     """Make a plan of empty jobs and carry it out by an executor; return the seconds per job."""
     worker: tuple[str, ...] = ()
     if name == "slurm-local":
+        from isoloss.studies import load_study
         from isoloss.studies.folder import StudyFolder
-        from isoloss.studies.spec import load_study
 
         folder.mkdir(parents=True)
         file = folder.with_name(f"{folder.name}.py")

@@ -14,11 +14,11 @@ from typing import Any
 
 from isoloss import config as configs
 from isoloss.runs import Run
+from isoloss.studies import load_study
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.run.attempt import Attempts
 from isoloss.studies.run.attempt import folder as folder_of
 from isoloss.studies.run.loop import Loop, Options
-from isoloss.studies.spec import load_study
 
 REPEATS = 3  # of each command that is timed
 STUDY = """

@@ -12,8 +12,8 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.files import write_text
+from isoloss.lab.models.architectures import SIZES
 from isoloss.lab.models.expansion import Scale, check_fits, expand
-from isoloss.lab.models.sizes import SIZES
 from isoloss.paper.theory.expansion import differences
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig

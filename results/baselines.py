@@ -15,7 +15,7 @@ from isoloss.lab.evaluation.context import MeasureContext
 from isoloss.lab.evaluation.measures.transfer import FewShot, OneHot
 from isoloss.lab.models.make import make_model
 from isoloss.paper.optimizers import ADAMW, STUDY
-from isoloss.studies.spec import Experiment
+from isoloss.studies import Experiment
 
 RESULTS = Path(__file__).parent
 

@@ -2,9 +2,10 @@
 
 from isoloss.cli import study as command
 from isoloss.cli.main import main
+from isoloss.studies import load_study
 from isoloss.studies.folder import StudyFolder
+from isoloss.studies.page import report
 from isoloss.studies.run.loop import Loop, Options
-from isoloss.studies.spec import load_study
 
 BLOCKS = """
 from dataclasses import dataclass, replace
@@ -104,7 +105,7 @@ def finish(folder, seed_offset=0):
     made = StudyFolder(load_study(write(folder)), folder / "out", seed_offset=seed_offset)
     made.prepare()
     carry_out(made.plan(), made.path)
-    made.report()
+    report(made)
     return made.path
 
 

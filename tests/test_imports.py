@@ -109,7 +109,7 @@ def test_imports_point_downwards():
     "code",
     [
         "import isoloss",
-        "import isoloss.config, isoloss.runs, isoloss.statistics.estimate, isoloss.lab.models.sizes",
+        "import isoloss.config, isoloss.runs, isoloss.statistics.estimate, isoloss.lab.models.architectures",
         "import sys; from isoloss.cli.main import main; assert main(['--help']) == 0",
         "import sys; from isoloss.cli.main import main; assert main(['nonsense']) == 2",
     ],

@@ -153,7 +153,7 @@ WHY = {
     (MODELS, "no-model"): "it must be an isoloss.lab.models.architectures.Architecture",
     (TASKS, "no-task"): "it must be an isoloss.transfer.text_sources.TextTask or a function",
     (EXECUTORS, "no-executor"): "it must be a function like isoloss.studies.run.local.run",
-    (STUDIES, "no-study"): "it must be an isoloss.studies.spec.Study or a function that returns one",
+    (STUDIES, "no-study"): "it must be an isoloss.studies.Study or a function that returns one",
 }
 
 

@@ -340,7 +340,7 @@ STUDIES = Registry(
     "study",
     "studies",
     builtin_components.STUDIES,
-    base="isoloss.studies.spec:Study",
+    base="isoloss.studies:Study",
     function="a function that returns one",
 )
 # by `config.model_type`, a function that declares the signals of such a model

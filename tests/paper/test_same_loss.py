@@ -20,6 +20,7 @@ from isoloss.report.data import TRACE
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Verdict, claims_sha256, judge_claims
 from isoloss.studies.folder import StudyFolder
+from isoloss.studies.page import report
 from isoloss.studies.plan import check
 from isoloss.studies.results import CheckpointEstimate, Results, run_of
 
@@ -375,7 +376,7 @@ def test_the_page_has_every_part_and_is_the_same_every_time(tmp_path, quick_figu
     smoke = SCALES["smoke"]
     save(known_results(tmp_path, smoke, label_noise={"trace": -40.0}), tmp_path)
     folder = StudyFolder(STUDY, tmp_path, "smoke")
-    index = folder.report()
+    index = report(folder)
     text = index.read_text()
     assert "Scale smoke is too small to say anything, and no verdict is given." in text
     assert claims_sha256(STUDY.claims, smoke) in text
@@ -388,7 +389,7 @@ def test_the_page_has_every_part_and_is_the_same_every_time(tmp_path, quick_figu
         "sizes",
     }
     before = {path: path.read_bytes() for path in index.parent.rglob("*.*")}
-    folder.report()
+    report(folder)
     assert {path: path.read_bytes() for path in index.parent.rglob("*.*")} == before
     document = json.loads(json.dumps(folder.summary().to_dict(), allow_nan=False))
     assert {one["verdict"] for claim in document["claims"] for one in claim["answers"]} == {"no verdict at this scale"}

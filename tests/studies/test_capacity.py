@@ -5,10 +5,10 @@ import sys
 import pytest
 
 from isoloss.errors import IsolossError
+from isoloss.studies import Measurement
 from isoloss.studies.plan import Resources, Unit
 from isoloss.studies.run.attempt import command
 from isoloss.studies.run.local import Capacity, visible_gpus
-from isoloss.studies.spec import Measurement
 
 
 def test_units_share_a_gpu_and_whole_ones_stay_free():

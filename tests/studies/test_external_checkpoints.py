@@ -27,10 +27,10 @@ from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.languages.config import PCFGConfig
+from isoloss.studies import load_study
 from isoloss.studies.answer import Comparison
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.results import difference
-from isoloss.studies.spec import load_study
 from pages import unpacked
 from studies_in_process import call
 

@@ -12,9 +12,10 @@ from isoloss.cli import study as command
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import rounded
-from isoloss.studies import page
+from isoloss.studies import load_study, page
 from isoloss.studies.folder import StudyFolder
-from isoloss.studies.spec import load_study
+from isoloss.studies.page import report
+from isoloss.studies.verify import verify
 from pages import unpacked
 from studies_in_process import call, carry_out
 
@@ -194,7 +195,7 @@ def test_the_last_checkpoint_is_measured_wherever_a_target_ends_the_run(file, tm
     assert list(results.of_run("with")) == [4, 6]  # not 10
     assert results.last_step("with") == 6
     assert results.at("with") == results.at("with", 6) != results.at("with", 4)
-    assert all(problem is None for _, problem in folder.verify())
+    assert all(problem is None for _, problem in verify(folder))
     assert "measure with" not in [unit.name for unit in folder.plan() if not unit.done()]
 
 
@@ -213,7 +214,7 @@ def test_runs_that_miss_their_target_are_told_with_the_next_step(file, tmp_path)
         "study, and run isoloss study run dropout.py --scale tiny --folder out-longer"
     )
     assert folder.summary().warning == told
-    assert told in folder.report().read_text()
+    assert told in report(folder).read_text()
 
 
 @pytest.mark.parametrize(

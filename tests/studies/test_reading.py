@@ -13,11 +13,10 @@ from markdown_it import MarkdownIt
 import isoloss
 from isoloss import files
 from isoloss.errors import IsolossError
-from isoloss.studies import reading
+from isoloss.studies import load_study, reading
 from isoloss.studies.export import MOST_ROWS, export, text_table
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.results import COLUMNS, Results
-from isoloss.studies.spec import load_study
 from studies_in_process import call
 
 KEPT = Path(__file__).parents[2] / "results"

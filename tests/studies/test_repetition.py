@@ -15,11 +15,11 @@ from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.runs import Run
 from isoloss.statistics.significance import p_value
+from isoloss.studies import load_study
 from isoloss.studies.export import export
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.repetition import compare
 from isoloss.studies.results import Results
-from isoloss.studies.spec import load_study
 from studies_in_process import call
 
 # --- other seeds

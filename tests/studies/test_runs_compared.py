@@ -13,9 +13,9 @@ from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.statistics.estimate import rounded
 from isoloss.statistics.significance import equivalence
+from isoloss.studies import Experiment, Measurement, Scale
 from isoloss.studies.answer import Comparison, setup
 from isoloss.studies.results import CheckpointEstimate, Results, change
-from isoloss.studies.spec import Experiment, Measurement, Scale
 from known_estimates import ON, estimate
 
 LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)

@@ -11,11 +11,11 @@ import pytest
 
 import studies_in_process
 from isoloss import files
+from isoloss.studies import load_study
 from isoloss.studies.claims import Claim, planned_tests
 from isoloss.studies.export import export
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.reading import read_study
-from isoloss.studies.spec import load_study
 
 RESULTS = Path(__file__).parents[2] / "results"
 

@@ -16,10 +16,10 @@ from isoloss.lab.training.train import train
 from isoloss.paper.same_loss import STUDY
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.runs import Run
+from isoloss.studies import Experiment, Measurement, Scale, Study
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.plan import Resources
-from isoloss.studies.spec import Experiment, Measurement, Scale, Study
-from isoloss.studies.verify import verify_run
+from isoloss.studies.verify import verify, verify_run
 
 CONFIG = TrainConfig(
     language=PRESETS["pcfg-laptop"][0],
@@ -184,7 +184,7 @@ def test_no_run_is_found(tmp_path):
 def test_a_study_says_the_same_of_a_run_once(tmp_path):
     folder = StudyFolder(STUDY, tmp_path, "smoke")
     folder.prepare()
-    checks = list(folder.verify())  # one run has two measurements
+    checks = list(verify(folder))  # one run has two measurements
     names = list(folder.scale.experiments)
     assert sorted(check for check, _ in checks) == sorted(f"{name}: run.json" for name in names)
     assert {problem for _, problem in checks} == {"it has not been made yet"}  # whatever stands beside it
@@ -200,13 +200,13 @@ def test_a_study_is_verified_with_the_threads_and_on_the_device_that_it_was_meas
     folder.prepare()
     used = []
 
-    def verify(*arguments):
+    def recorded(*arguments):
         used.append((torch.get_num_threads(), {one["num_threads"] for one in threadpool_info()}, arguments[-1]))
         return ()
 
-    monkeypatch.setattr("isoloss.studies.verify.verify_run", verify)
+    monkeypatch.setattr("isoloss.studies.verify.verify_run", recorded)
     before = torch.get_num_threads()
-    assert list(folder.verify()) == []
+    assert list(verify(folder)) == []
     assert torch.get_num_threads() == before
     assert used == [(2, {2}, "cpu"), (1, {1}, "cuda")]
 

@@ -13,7 +13,7 @@ from isoloss.cli import common, options
 from isoloss.cli.options import Loading
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.measures.base import SequenceMeasure
-from isoloss.lab.models.sizes import reshaped, shape
+from isoloss.lab.models.architectures import reshaped, shape
 from isoloss.runs import Run, checkpoint_of
 from isoloss.statistics.estimate import rounded
 from isoloss.text import hub_datasets

@@ -302,7 +302,7 @@ def _components(registry: Registry) -> list[Row]:
 
 
 def _studies() -> list[Row]:
-    from isoloss.studies.spec import load_study
+    from isoloss.studies import load_study
 
     return [
         {"study": name, "scale": scale, "description": STUDIES.summary(name), "scale_description": size.description}

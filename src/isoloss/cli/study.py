@@ -78,8 +78,8 @@ class _Command:
         if Run(Path(self.name)).exists:
             told = common.command("show", self.name)
             raise IsolossError(f"{self.name} is a run, not a study: {told} says what it holds")
+        from isoloss.studies import load_study
         from isoloss.studies.folder import StudyFolder
-        from isoloss.studies.spec import load_study
 
         if (Path(self.name) / "study.json").is_file():
             return self._of_folder(Path(self.name))
@@ -203,8 +203,10 @@ class _Run(_Working):
             common.note(f"{todo} units done; writing the report")
         else:
             common.note(f"all {len(units)} units were already done")
+        from isoloss.studies.page import report
+
         with files.lock(folder.path, wait=True):
-            page = folder.report()
+            page = report(folder)
         return _emit_summary(folder, page, as_json=self.json)
 
     def _submit_parameters(self) -> dict[str, str | int | float]:
@@ -293,12 +295,14 @@ class _Report(_Command):
     """Write it from the complete blocks of a study that is not finished; verdicts follow when all are."""
 
     def run(self) -> int:
+        from isoloss.studies.page import report
+
         folder = _begun(self)
         missing, complete = _progress(folder)
         if missing and not (self.partial and complete):
             raise _unfinished(self, folder)
         with files.lock(folder.path):
-            page = folder.report(complete)
+            page = report(folder, complete)
         return _emit_summary(folder, page, complete, as_json=self.json)
 
 
@@ -307,9 +311,12 @@ class _Verify(_Command):
     """Check every file of a study against what it was made from; the status is 1 where one is not what it should be."""
 
     def run(self) -> int:
-        folder = self.study()
+        folder = _begun(self)
+        # only now: a folder without a study is refused before the seconds that torch takes
+        from isoloss.studies.verify import verify
+
         checks = []
-        for name, problem in folder.verify():
+        for name, problem in verify(folder):
             checks.append({"check": name, "problem": problem})
             if not self.json:
                 # as they come: measuring again takes minutes

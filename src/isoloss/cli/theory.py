@@ -22,24 +22,16 @@ if TYPE_CHECKING:
 
 EXAMPLES = [
     ("isoloss theory 3.3", "by its number in the paper: 3.2 is bartlett, 3.3 sgd-flow, 5.1 brackets"),
-    ("isoloss theory bartlett", "both sides exactly, at minimizers and away from them"),
-    ("isoloss theory bartlett --length 6", "sentences of six brackets"),
-    (
-        "isoloss theory sgd-flow --figure flow.pdf",
-        "two models, three step sizes, three batch sizes, and a control without label noise",
-    ),
+    ("isoloss theory bartlett --length 6", "both sides exactly, on sentences of six brackets"),
+    ("isoloss theory sgd-flow --figure flow.pdf", "two models, three step sizes, three batch sizes, and a control"),
     ("isoloss theory sgd-flow --model masked-lm", "the model whose flow has no closed form"),
     ("isoloss theory sgd-flow --coefficient 0.5", "a coefficient that the simulation refutes"),
-    (
-        "isoloss theory brackets",
-        "two solutions at zero loss, the flattest by descent, and what a head on each learns downstream",
-    ),
     ("isoloss theory brackets --lengths 6 --figure brackets.pdf", "the shortest sentences alone, and a figure"),
 ]
 
 
 class Table(NamedTuple):
-    """A table, as `common.print_table` takes it."""
+    """What `common.print_table` takes."""
 
     title: str
     columns: Sequence[str]
@@ -137,18 +129,15 @@ class FlowArgs(CommonArgs):
         from isoloss.paper.theory.sgd_flow import study
 
         results: list[tuple[Settings, Result]] = []
+        document: dict[str, Any] = {"rows": [], "limits": [], "control": {}}
         for settings in self._settings():
-            with common.Progress(f"sgd-flow, {settings.model.name}", settings.num_steps, "steps") as progress:
-                results.append((settings, study(settings, progress=progress)))
-        document: dict[str, Any] = {
-            part: [
-                {"model": settings.model.name, **dataclasses.asdict(row)}
-                for settings, result in results
-                for row in getattr(result, part)
-            ]
-            for part in ("rows", "limits")
-        }
-        document["control"] = {settings.model.name: result.control for settings, result in results}
+            name = settings.model.name
+            with common.Progress(f"sgd-flow, {name}", settings.num_steps, "steps") as progress:
+                result = study(settings, progress=progress)
+            results.append((settings, result))
+            document["rows"] += [{"model": name, **dataclasses.asdict(row)} for row in result.rows]
+            document["limits"] += [{"model": name, **dataclasses.asdict(row)} for row in result.limits]
+            document["control"][name] = result.control
         return Report(
             statements=[statement for _, result in results for statement in result.statements],
             document=document,
@@ -166,19 +155,16 @@ class FlowArgs(CommonArgs):
             raise IsolossError("--probability and --start are of the model two-parameters, not of masked-lm")
         shared: dict[str, Any] = {name: getattr(self, name) for name in ("times", "batch_sizes", "coefficient", "seed")}
         # each model has defaults of its own for these two
-        if self.step_sizes:
-            shared["step_sizes"] = self.step_sizes
-        if self.trajectories:
-            shared["trajectories"] = self.trajectories
+        by_model = {"step_sizes": self.step_sizes, "trajectories": self.trajectories}
+        shared |= {name: value for name, value in by_model.items() if value}
         settings = [] if self.model == "masked-lm" else [two_parameters(**of_two, **shared)]
         return settings if self.model == "two-parameters" else [*settings, masked_lm(**shared)]
 
 
 def _flow_table(settings: Settings, result: Result) -> Table:
     """Return the rows of the last time; the JSON document has the others."""
-    at_end = {
-        (row.batch_size, row.step_size): row for row in [*result.rows, *result.limits]
-    }  # a later time replaces one
+    # a later time replaces an earlier one
+    at_end = {(row.batch_size, row.step_size): row for row in [*result.rows, *result.limits]}
     cells = [
         (
             size,
@@ -211,11 +197,11 @@ class BracketsArgs(CommonArgs, BracketsSettings):
             result = brackets.study(self, progress=progress)
         traces = [
             (
-                *(row.solution, row.length, row.width, f"{row.flatness.loss:.1e}", f"{row.flatness.trace:.4g}"),
-                *(f"{value:.3f}" for value in (row.flatness.ratio, row.flatness.balance)),
-                *(f"{value:.3f}" for value in (row.flatness.cancellation, row.flatness.evenness)),
+                *(row.solution, row.length, row.width, f"{found.loss:.1e}", f"{found.trace:.4g}"),
+                *(f"{value:.3f}" for value in (found.ratio, found.balance, found.cancellation, found.evenness)),
             )
             for row in result.solutions
+            for found in [row.flatness]
         ]
         heads = [
             (
@@ -259,7 +245,7 @@ class BracketsArgs(CommonArgs, BracketsSettings):
 
 
 def _figures() -> ModuleType:
-    """Return the module of figures, which takes the extra `study`, as the programs themselves do not."""
+    """Return the module of figures, which takes the extra `study`; the programs themselves do not."""
     from isoloss.paper.theory import figures
 
     return figures

@@ -31,6 +31,7 @@ from isoloss.lab.finetune_config import FinetuneConfig
 from isoloss.lab.training.algorithms.base import TrainingAlgorithm, TrainingContext
 from isoloss.lab.training.process import process_settings, seed_dropout, signals
 from isoloss.lab.training.train import Interrupted
+from isoloss.model_checks import is_causal_class
 from isoloss.runs import versions
 from isoloss.seeds import derive, generator
 from isoloss.text.masking import Batch
@@ -99,7 +100,9 @@ def finetune(
     require("task", task, TaskData, "a task, which make_task returns")
     steps = num_steps(config, len(task.train_labels))
     config.check_steps(steps)
-    backbone, pooling = backbone_of(model), _pooling(config, model)
+    backbone, pooling = backbone_of(model), config.pooling
+    if pooling == "auto":
+        pooling = "last" if is_causal_class(type(model).__name__, model.config) else "first"
     check_labels(task.train_labels, task.test_labels, task.classes)
     for sentences in (task.train, task.test):
         check_sentences(backbone, sentences)
@@ -142,23 +145,12 @@ def finetune(
 
 
 def num_steps(config: FinetuneConfig, num_train: int) -> int:
-    """Return the steps that one seed makes on `num_train` examples.
-
-    Example:
-        >>> from isoloss.lab.finetune_config import FinetuneConfig
-        >>> from isoloss.lab.finetuning import num_steps
-        >>> num_steps(FinetuneConfig(epochs=10, batch_size=32), num_train=2490)
-        780
-    """
+    """Return the steps that one seed makes on `num_train` examples."""
     return config.epochs * math.ceil(num_train / config.batch_size)
 
 
 class Classifier(nn.Module):
-    """A model's body with a linear head on one of its last states.
-
-    The body, `backbone`, becomes part of this module. The head's initial weights are normal with deviation 0.02, from
-    `draws`, and its bias is 0.
-    """
+    """A model's body with a linear head on one of its last states, whose initial weights come from `draws`."""
 
     def __init__(self, backbone: Any, pooling: str, width: int, num_classes: int, draws: torch.Generator) -> None:
         super().__init__()
@@ -196,8 +188,7 @@ class _Seed:
     def run(self, stopped: Callable[[], bool], progress: Callable[[int, str], None] | None) -> dict[str, Any]:
         """Return the predictions (n_test ids) and the losses by epoch, computed now or read from the folder.
 
-        Raises:
-            Interrupted: `stopped` said so after a step, and the state is saved.
+        Where `stopped` says so after a step, save the state and raise `Interrupted`.
         """
         if self.folder is not None and self._result.exists():
             document: dict[str, Any] = files.read_json(self._result)
@@ -228,7 +219,9 @@ class _Seed:
     def _start(self) -> None:
         """Begin at the pre-trained weights and a fresh head, or at the state in the folder."""
         draws = generator(self.config.seed, "finetune", "head", self.index)
-        width = self._width()
+        one = {name: tensor[:, :1].to(self.device) for name, tensor in self.task.batch("test", slice(0, 1)).items()}
+        with torch.no_grad():
+            width = int(self.backbone(**one).last_hidden_state.shape[-1])
         self.classifier = Classifier(copy.deepcopy(self.backbone), self.pooling, width, len(self.task.classes), draws)
         self.classifier.to(self.device).train()
         context = TrainingContext(
@@ -239,11 +232,6 @@ class _Seed:
         self.losses = torch.zeros(self.config.epochs, dtype=torch.float64)
         if self.folder is not None and self._state.exists():
             self._load()
-
-    def _width(self) -> int:
-        batch = {name: tensor[:, :1].to(self.device) for name, tensor in self.task.batch("test", slice(0, 1)).items()}
-        with torch.no_grad():
-            return int(self.backbone(**batch).last_hidden_state.shape[-1])
 
     def _one_step(self) -> float:
         """Make the next step and return its loss."""
@@ -309,13 +297,6 @@ def _trimmed(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
     """Return a batch on `device` without the columns that are padding in every row."""
     longest = int(batch["attention_mask"].sum(dim=1).max())
     return {name: tensor[:, :longest].to(device) for name, tensor in batch.items()}
-
-
-def _pooling(config: FinetuneConfig, model: Any) -> str:
-    if config.pooling != "auto":
-        return config.pooling
-    is_causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    return "last" if is_causal else "first"
 
 
 def _identity(backbone: Any, task: TaskData, config: FinetuneConfig) -> dict[str, Any]:

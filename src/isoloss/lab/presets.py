@@ -28,44 +28,24 @@ _GRAMMAR, _MARKOV = 20_000_000, 10_000_000  # sentences to train on
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """How models are pre-trained, measured and transferred.
-
-    Attributes:
-        description: A line about it.
-        architecture: Of the models; the size is free.
-        optimizer: Of pre-training on a synthetic language.
-        text_warmup_steps: Steps of the warm-up on text.
-        steps: Training steps.
-        batch_size: Sentences in a step.
-        dropout: Of the models.
-        num_sentences: Sentences of the training set by the kind of language; 0 for other kinds: fresh ones at every
-            step, or the whole text.
-        objective: What is masked in the sentences of a synthetic language.
-        text_objective: What is masked in text.
-        masked_copies: Fixed masks of each sentence of a finite training set; 0: a new mask every time.
-        is_framed: Whether [CLS] and [SEP] stand around the sentences of a synthetic language.
-        measures: Settings of the measures of `isoloss measure`, by field.
-        probe: The linear probe.
-        lookup: The probe of the look-up table.
-        finetuning: Fine-tuning.
-        num_train: Training examples of a task of a synthetic language.
-        tasks: What the paper's names of tasks stand for.
-    """
+    """How models are pre-trained, measured and transferred."""
 
     description: str
-    architecture: str
-    optimizer: OptimizerConfig
-    text_warmup_steps: int
+    architecture: str  # the size is free
+    optimizer: OptimizerConfig  # of pre-training on a synthetic language
+    text_warmup_steps: int  # on text, in place of the optimizer's
     steps: int
     batch_size: int = 4096
     dropout: float = 0.1
+    # of the training set, by the kind of language; 0 for other kinds: fresh ones at every step, or the whole text
     num_sentences: Mapping[str, int] = field(
         default_factory=lambda: {"pcfg": _GRAMMAR, "grammar": _GRAMMAR, "dyck": _GRAMMAR, "hmm": _MARKOV}
     )
-    objective: ObjectiveConfig
+    objective: ObjectiveConfig  # of a synthetic language
     text_objective: ObjectiveConfig = _MASKED
-    masked_copies: int = 0
-    is_framed: bool = False
+    masked_copies: int = 0  # fixed masks of each sentence of a finite training set; 0: a new mask every time
+    is_framed: bool = False  # whether [CLS] and [SEP] stand around the sentences of a synthetic language
+    # settings of the measures of `isoloss measure`
     measures: Mapping[str, Any] = field(
         default_factory=lambda: {
             # appendices A.5 and, for the trace, B.1; the paper does not standardize what its probes read
@@ -85,8 +65,8 @@ class Preset:
         default=ClassifierConfig(epochs=100, learning_rate=1e-3, standardize=False, seeds=5)
     )
     finetuning: FinetuneConfig = field(default=FinetuneConfig(learning_rate=1e-4, warmup_steps=200, epochs=10, seeds=5))
-    num_train: int = 100_000
-    tasks: Mapping[str, str]
+    num_train: int = 100_000  # training examples of a task of a synthetic language
+    tasks: Mapping[str, str]  # what the paper's names of tasks stand for
 
     def method(self, name: str) -> Any:
         """Return the config of a method of `isoloss transfer`: probe, lookup or finetune."""
@@ -125,16 +105,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def load_preset(name: str) -> Preset:
-    """Return a preset by its name.
-
-    Raises:
-        IsolossError: There is none of that name; the names are given.
-
-    Example:
-        >>> from isoloss.lab.presets import load_preset
-        >>> load_preset("authors").optimizer.schedule
-        'linear'
-    """
+    """Return a preset by its name."""
     if name not in PRESETS:
         raise IsolossError(f"no preset {name!r}{did_you_mean(name, PRESETS) or ':'} choose {' or '.join(PRESETS)}")
     return PRESETS[name]
@@ -145,9 +116,7 @@ def train_config(
 ) -> TrainConfig:
     """Return the config of a run of `preset`, on a language and with a model of one's own.
 
-    The preset decides the masking, the training set, whether [CLS] and [SEP] stand around the sentences, the optimizer,
-    the steps and the batch size. A causal model predicts next tokens and has no masks; a model that is given keeps its
-    dropout.
+    A causal model predicts next tokens and has no masks; a model that is given keeps its dropout.
 
     Args:
         preset: `paper` or `authors` (`isoloss ls presets`), or one made here.

@@ -20,11 +20,10 @@ from isoloss.report.panels import Axis, Panel, Series, draw
 from isoloss.report.study_page import Figure
 from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.statistics.estimate import Estimate
+from isoloss.studies import Experiment, Measurement, PageParts, Study
 from isoloss.studies.answer import card_of
 from isoloss.studies.claims import Claim, ClaimResult, Contrast
-from isoloss.studies.page import PageParts
 from isoloss.studies.results import Checkpoint, Results, change
-from isoloss.studies.spec import Experiment, Measurement, Study
 from isoloss.studies.summary import SummaryTable
 
 Model = Literal["attention", "transformer"]

@@ -19,8 +19,8 @@ from isoloss.config import LanguageConfig
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.statistics.estimate import Estimate
+from isoloss.studies import Experiment, Measurement
 from isoloss.studies.results import Checkpoint, Pair, Results
-from isoloss.studies.spec import Experiment, Measurement
 
 # what is added to a unit's seed: for what follows its first run, and for the measures. Units of one language have
 # consecutive seeds, fewer than 30, and languages are 100 apart: no two streams meet

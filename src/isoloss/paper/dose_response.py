@@ -38,11 +38,10 @@ from isoloss.report.study_page import Figure
 from isoloss.run_config import StageConfig, TrainConfig
 from isoloss.statistics.clusters import slope_within
 from isoloss.statistics.estimate import Estimate
+from isoloss.studies import Experiment, PageParts, Study
 from isoloss.studies.answer import card_of
 from isoloss.studies.claims import Claim, ClaimResult, Contrast
-from isoloss.studies.page import PageParts
 from isoloss.studies.results import Pair, Results, change, difference
-from isoloss.studies.spec import Experiment, Study
 from isoloss.studies.summary import SummaryTable
 
 PILOT = Path(__file__).with_name("dose_response_pilot.toml")

@@ -27,10 +27,9 @@ from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, St
 from isoloss.statistics.correlation import Correlation, correlation
 from isoloss.statistics.estimate import Estimate, number
 from isoloss.statistics.significance import holm
+from isoloss.studies import Experiment, PageParts, Study
 from isoloss.studies.claims import Claim, ClaimResult, Contrast
-from isoloss.studies.page import PageParts
 from isoloss.studies.results import Results
-from isoloss.studies.spec import Experiment, Study
 from isoloss.studies.summary import SummaryTable
 
 STABLE, ADAMW, HELPER, ADVERSARY = "stable", "adamw", "helper", "adversary"

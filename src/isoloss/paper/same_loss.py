@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PCFGConfig
-from isoloss.lab.models.sizes import shape
+from isoloss.lab.models.architectures import shape
 from isoloss.lab.training.algorithms.config import AdversarialConfig
 from isoloss.paper.design import (
     OverGrammars,
@@ -43,11 +43,10 @@ from isoloss.run_config import ModelConfig, StageConfig, TrainConfig
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.correlation import correlation
 from isoloss.statistics.estimate import Estimate
+from isoloss.studies import Experiment, Measurement, PageParts, Study
 from isoloss.studies.answer import card_of
 from isoloss.studies.claims import Claim, ClaimResult, Contrast
-from isoloss.studies.page import PageParts
 from isoloss.studies.results import RESCALED, Checkpoint, CheckpointEstimate, Pair, Results
-from isoloss.studies.spec import Experiment, Measurement, Study
 from isoloss.studies.summary import SummaryTable
 
 PILOT = Path(__file__).with_name("same_loss_pilot.toml")

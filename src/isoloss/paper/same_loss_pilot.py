@@ -16,8 +16,8 @@ from isoloss.paper.tables import changes
 from isoloss.statistics.clusters import slope_within
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import pairs_for_equivalence, pairs_for_power, sd_upper_bound
+from isoloss.studies import Experiment, Study
 from isoloss.studies.results import RESCALED, Results, difference
-from isoloss.studies.spec import Experiment, Study
 from isoloss.studies.summary import SummaryTable
 
 PRIMARY = CONTRASTS["label noise"]  # what the primary claim compares

@@ -134,7 +134,7 @@ def equivalence(difference: Estimate, margin: float, *, alpha: float = 0.05) -> 
     With the value d, the standard error s and f = `samples` - 1 degrees of freedom, the p-values are
     P(T_f > (d + margin) / s) and P(T_f < (d - margin) / s); both have to be below alpha. That is so just when the
     interval d ± t(f, 1 - alpha) s lies within the margin. If the true difference is at the margin or beyond, this is
-    wrongly shown with a probability of at most alpha. `isoloss.studies.verdicts.judge` asks for the 95 % interval,
+    wrongly shown with a probability of at most alpha. `isoloss.studies.claims.judge` asks for the 95 % interval,
     which is the same test with alpha 0.025.
 
     Args:

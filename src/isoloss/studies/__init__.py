@@ -21,7 +21,8 @@ a function `study()` that returns it.
 
 from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.lazy import exports
-from isoloss.studies.spec import Experiment, Measurement, Scale, Study, load_study
+from isoloss.studies.plan import Experiment, Measurement, Resources, Scale
+from isoloss.studies.study import PageParts, Study, load_study
 
 __all__ = ["Card", "Claim", "Contrast", "Experiment", "ExternalCheckpoint", "Measurement", "PageParts", "Resources",
            "Results", "Scale", "Study", "StudyFolder", "SummaryTable", "load_study"]  # fmt: skip
@@ -30,8 +31,6 @@ _EXPORTS = {
     "Card": "isoloss.report.html",
     "Claim": "isoloss.studies.claims",
     "Contrast": "isoloss.studies.claims",
-    "PageParts": "isoloss.studies.page",
-    "Resources": "isoloss.studies.plan",
     "Results": "isoloss.studies.results",
     "StudyFolder": "isoloss.studies.folder",
     "SummaryTable": "isoloss.studies.summary",

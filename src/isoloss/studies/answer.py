@@ -51,14 +51,14 @@ _TITLES = {
 }
 
 
-def told(difference: Estimate) -> str:
+def format_difference(difference: Estimate) -> str:
     """Return a difference with its sign, its error and a short unit.
 
     Example:
         >>> from isoloss import Estimate
-        >>> from isoloss.studies.answer import told
+        >>> from isoloss.studies.answer import format_difference
         >>> known = {"samples": 9, "num_predictions": 9, "method": "paired"}
-        >>> told(Estimate(value=0.5, stderr=0.01, unit="nats per predicted token", **known))
+        >>> format_difference(Estimate(value=0.5, stderr=0.01, unit="nats per predicted token", **known))
         '+0.500 ± 0.010 nats/token'
     """
     sign = "+" if difference.value > 0 else ""
@@ -104,11 +104,11 @@ def card_of(label: str, result: ClaimResult) -> Card:
     if answer.difference is None:
         return Card(label=label, value=ANSWERS[answer.verdict], detail=answer.explanation, tone=tone)
     more, same_loss = len(result.answers) - 1, answer.same_loss
-    effect = told(answer.difference)
+    effect = format_difference(answer.difference)
     words = [f"{_title(answer, result.claim)}: {detail(answer.difference)}"]
     if answer.verdict is Verdict.NOT_TESTED and same_loss is not None and not same_loss.shown:
         value = "Not tested: the losses may differ"
-        words = [f"by {told(same_loss.difference)}, not shown to be within {same_loss.margin:g}"]
+        words = [f"by {format_difference(same_loss.difference)}, not shown to be within {same_loss.margin:g}"]
     elif answer.withheld:
         value, words = f"Not tested: {answer.withheld}", [f"{effect}; {words[0]}"]
     elif answer.verdict is Verdict.NO_EFFECT:
@@ -153,7 +153,7 @@ def interval_row(label: str, difference: Estimate, *, group: str = "") -> Interv
     """Return the row of a difference, with its 95 % interval."""
     low, high = difference.ci95
     ends = interval(difference) if difference.stderr > 0 else "exact"
-    about = told(difference)
+    about = format_difference(difference)
     return IntervalRow(
         label=label, effect=about, interval=ends, value=difference.value, low=low, high=high, group=group
     )
@@ -193,7 +193,7 @@ def claim_lines(result: ClaimResult) -> list[tuple[Tone, str, str]]:
     lines = []
     for answer in result.answers:
         difference = answer.difference
-        effect = "" if difference is None else f"; {told(difference)} ({detail(difference)})"
+        effect = "" if difference is None else f"; {format_difference(difference)} ({detail(difference)})"
         lines.append((TONES[answer.verdict], answer.case, f"{result.words(answer)}{effect}"))
     return lines
 
@@ -334,16 +334,16 @@ class Comparison:
             why = "The architectures or sizes differ, and a trace depends on the parameters that it is a sum over."
             return Card(label=label, value="Not comparable", detail=why, tone="unclear")
         found = {key: self.best(key) for key in keys}
-        told_by = "; ".join(self._told(key, *each[:2]) for key, each in found.items())
+        words = "; ".join(self._told(key, *each[:2]) for key, each in found.items())
         sure = {best for best, _, clear in found.values() if clear}
         if len(sure) == 1 and all(clear for *_, clear in found.values()):
             if same_loss != "good":
                 but = "but the losses differ" if same_loss == "bad" else "but the losses may differ"
-                return Card(label=label, value=f"{sure.pop()}, {but}", detail=told_by, tone="unclear")
-            return Card(label=label, value=sure.pop(), detail=told_by, tone="good")
+                return Card(label=label, value=f"{sure.pop()}, {but}", detail=words, tone="unclear")
+            return Card(label=label, value=sure.pop(), detail=words, tone="good")
         if not sure:
-            return Card(label=label, value="No difference shown", detail=told_by, tone="unclear")
-        return Card(label=label, value="The measures disagree", detail=told_by, tone="unclear")
+            return Card(label=label, value="No difference shown", detail=words, tone="unclear")
+        return Card(label=label, value="The measures disagree", detail=words, tone="unclear")
 
     def _told(self, key: str, best: str, second: str) -> str:
         """Return by how much the best group differs from the next, in words."""
@@ -351,7 +351,7 @@ class Comparison:
         one, other = self._ordered(best, second)
         if (difference := self.difference(key, other, one)) is None:
             return f"{title}: {best} has the best value; the differences have no error"
-        return f"{title}, {one} minus {other}: {told(difference)} ({self._detail(difference, one, other)})"
+        return f"{title}, {one} minus {other}: {format_difference(difference)} ({self._detail(difference, one, other)})"
 
     def _ordered(self, one: str, other: str) -> tuple[str, str]:
         """Return the groups of a difference, the first one minus the second: of two, as in the rows."""
@@ -380,7 +380,7 @@ class Comparison:
             False: ("No", Verdict.CONTRADICTED),
             None: ("Not shown", Verdict.NOT_SHOWN),
         }[same]
-        return Card(label=label, value=f"{value}: {told(difference)}", detail=words, tone=TONES[verdict])
+        return Card(label=label, value=f"{value}: {format_difference(difference)}", detail=words, tone=TONES[verdict])
 
     def _best(self, key: str) -> Card:
         best, second, clear = self.best(key)

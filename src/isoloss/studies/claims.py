@@ -21,8 +21,8 @@ from isoloss.statistics.checking import positive
 from isoloss.statistics.estimate import Estimate, interval
 from isoloss.statistics.power import minimal_detectable_effect
 from isoloss.statistics.significance import SAME_LOSS_NATS, Equivalence, equivalence, holm, largest_size, mcnemar
+from isoloss.studies.plan import AnyScale, call_study_hook
 from isoloss.studies.results import UNITS, Pair, Results, change, common_measures, loss_key, mean
-from isoloss.studies.spec import AnyScale, call_study_hook
 
 ALPHA = 0.05  # the level of all tests
 
@@ -243,8 +243,7 @@ def check_margin(direction: str, margin: float) -> None:
 def source_of(function: Any) -> str:
     """Return the source of a function without comments, docstrings and layout, with the values that it was made with.
 
-    Raises:
-        IsolossError: It is not written in a file.
+    A function that is not written in a file is an error.
     """
     if isinstance(function, functools.partial):
         given = [*map(_written, function.args), *(f"{name}={_written(one)}" for name, one in function.keywords.items())]
@@ -311,12 +310,8 @@ def planned_tests(
 ) -> int:
     """Return the number of secondary tests of a study: a claim has one for each of its cases and contrasts.
 
-    It does not depend on what was measured: a case that could not be compared counts.
-
-    Args:
-        claims: The claims.
-        scale: The scale of the study.
-        made: The contrasts that were made, by the claim's id, if there are results: at least as many count.
+    It does not depend on what was measured: a case that could not be compared counts. Of a claim for which more
+    contrasts were made (`made`, by its id) than planned, these count.
     """
     number = 0
     for claim in claims:
@@ -332,56 +327,32 @@ def _case(case: str, contrast: str) -> str:
     return f"{case} ({contrast})" if case and contrast else case or contrast
 
 
-# --- what a study says to them ---------------------------------------------------------------------------------------
+# --- the answer to a claim -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The result of a claim in one case, with its verdict.
+    """The result of a claim in one case, with its verdict. None is what was not tested, or does not apply."""
 
-    Attributes:
-        case: The case, e.g. the task; empty if there is only one.
-        contrast: The case of the contrast alone, e.g. `d16 to d32`.
-        numbers: The estimates behind the verdict by name, in the order shown: the first model's, the second's and
-            their difference; empty if the study cannot test the claim.
-        verdict: The verdict.
-        explanation: One or two sentences: what was compared, or why nothing was.
-        role: The role of this test: of the claim, or secondary for a case of a gate that is not the one tested.
-        difference: The difference that is judged; None if nothing was compared.
-        same_loss: The test of equivalence of the two losses; None if the claim does not need it.
-        p_value: Of the difference (`p_value`); None if it was not tested.
-        p_no_effect: Of the larger of two one-sided tests: for a difference as large as the smallest effect of interest.
-            None if the claim has none, or was not tested.
-        p_adjusted: `p_value`, adjusted as the verdict needs (`RULE`).
-        p_no_effect_adjusted: `p_no_effect`, adjusted in the same way.
-        tests: Number of tests that the adjustment is for; None if it was not tested.
-        withheld: What kept it from being tested, in a few words: a gate, identical weights, or that there are no such
-            models; empty: none of these.
-        positive_control: Beside `not shown`: what the positive control says, in a few words; empty for other verdicts.
-        detectable: The smallest true difference that is found with 80 % power, in the difference's unit; it includes
-            the margin if there is one. None if it was not tested, or is exact.
-        below: If nothing is shown: upper bound on the size of the true difference, with 95 % confidence.
-        adjusted: The difference adjusted to the same loss; None if the contrast has no slope for it.
-    """
-
-    case: str
+    case: str  # e.g. the task; empty if there is only one
+    # by name, in the order shown: the first model's, the second's and their difference; empty if there are none
     numbers: Mapping[str, Estimate]
     verdict: Verdict
-    explanation: str
-    contrast: str = ""
-    role: Role = "secondary"
-    difference: Estimate | None = None
-    same_loss: Equivalence | None = None
-    p_value: float | None = None
-    p_no_effect: float | None = None
-    p_adjusted: float | None = None
+    explanation: str  # one or two sentences: what was compared, or why nothing was
+    contrast: str = ""  # the case of the contrast alone, e.g. `d16 to d32`
+    role: Role = "secondary"  # of this test: the claim's, or secondary for a case of a gate that is not the one tested
+    difference: Estimate | None = None  # that is judged; None if nothing was compared
+    same_loss: Equivalence | None = None  # the test of the two losses; None if the claim does not need it
+    p_value: float | None = None  # of the difference
+    p_no_effect: float | None = None  # of the absence of an effect as large as the smallest effect of interest
+    p_adjusted: float | None = None  # `p_value`, adjusted as the verdict needs (`RULE`)
     p_no_effect_adjusted: float | None = None
-    tests: int | None = None
-    withheld: str = ""
-    positive_control: str = ""
-    detectable: float | None = None
-    below: float | None = None
-    adjusted: Estimate | None = None
+    tests: int | None = None  # number of tests that the adjustment is for
+    withheld: str = ""  # what kept it from being tested, in a few words
+    positive_control: str = ""  # beside `not shown`: what the positive control says
+    detectable: float | None = None  # the smallest true difference found with 80 % power, with the margin; not of exact
+    below: float | None = None  # if nothing is shown: 95 % upper bound on the size of the true difference
+    adjusted: Estimate | None = None  # the difference adjusted to the same loss; None: no slope for it
 
     @property
     def interval95(self) -> tuple[float, float] | None:
@@ -397,11 +368,7 @@ class ClaimResult:
     answers: tuple[Answer, ...]  # one for each case, at least one
 
     def answer(self, case: str = "") -> Answer:
-        """Return the answer of a case.
-
-        Raises:
-            IsolossError: There is no such case, or more than one.
-        """
+        """Return the answer of a case; it is an error if there is no such case, or more than one."""
         matching = [answer for answer in self.answers if answer.case == case]
         if len(matching) != 1:
             cases = ", ".join(repr(answer.case) for answer in self.answers)
@@ -410,17 +377,7 @@ class ClaimResult:
 
     @property
     def verdict(self) -> str:
-        """The verdict of all cases, or of each case where they differ.
-
-        Example:
-            >>> from isoloss.studies import Claim
-            >>> from isoloss.studies.claims import Answer, ClaimResult, Verdict
-            >>> claim = Claim(id="longer", statement="", direction="increase", of=print, measures="kl")
-            >>> answers = [Answer(case="root", numbers={}, verdict=Verdict.CONTRADICTED, explanation=""),
-            ...            Answer(case="prefix-4", numbers={}, verdict=Verdict.SHOWN, explanation="")]
-            >>> ClaimResult(claim=claim, answers=tuple(answers)).verdict
-            'shown for prefix-4; contradicted for root'
-        """
+        """The verdict of all cases or, where they differ, of each: `shown for prefix-4; contradicted for root`."""
         cases: dict[Verdict, list[str]] = {}
         for answer in self.answers:
             cases.setdefault(answer.verdict, []).append(answer.case)
@@ -429,19 +386,7 @@ class ClaimResult:
         return "; ".join(f"{verdict} for {', '.join(cases[verdict])}" for verdict in Verdict if verdict in cases)
 
     def words(self, answer: Answer) -> str:
-        """Return the verdict of one answer in words: with the smallest effect of interest where that is excluded.
-
-        Example:
-            >>> from isoloss.studies import Claim
-            >>> from isoloss.studies.claims import Answer, ClaimResult, Verdict
-            >>> claim = Claim(id="longer", statement="", direction="increase", no_effect_within=0.5, of=print,
-            ...               measures="kl")
-            >>> known = {"case": "", "numbers": {}, "explanation": "", "p_no_effect_adjusted": 0.01}
-            >>> answers = [Answer(verdict=each, **known) for each in (Verdict.NO_EFFECT, Verdict.SHOWN)]
-            >>> result = ClaimResult(claim=claim, answers=tuple(answers))
-            >>> [result.words(answer) for answer in answers]
-            ['no effect of 0.5 or more: shown', 'shown, and smaller than 0.5']
-        """
+        """Return the verdict of one answer in words: with the smallest effect of interest where that is excluded."""
         unit = "" if answer.difference is None else UNITS.get(answer.difference.unit, answer.difference.unit)
         if self.claim.no_effect_within == 1 and unit == "points":
             unit = "point"
@@ -469,16 +414,7 @@ def judge(
     By its own p-value (`p_value`), this is the rule of the 95 % confidence interval [a, b]. Shown: b < -margin for a
     decrease, a > margin for an increase, -margin <= a and b <= margin for no change within the margin. Contradicted:
     a > -margin for a decrease, b < margin for an increase, a > margin or b < -margin for no change. Otherwise not
-    shown.
-
-    Args:
-        difference: After minus before, or treated minus control, with its own standard error.
-        direction: The claimed direction.
-        margin: At least 0, and above 0 for `no change within`; in the difference's unit.
-        p_adjusted: The p-value, adjusted for the number of tests; None: its own.
-
-    Raises:
-        IsolossError: A margin that does not fit the direction.
+    shown. With `p_adjusted`, an adjusted p-value decides in the place of its own.
 
     Example:
         >>> from isoloss import Estimate
@@ -486,8 +422,6 @@ def judge(
         >>> gain = Estimate(value=0.024, stderr=0.008, samples=5, unit="accuracy", num_predictions=1000, method="probe")
         >>> judge(gain, "increase").value, judge(gain, "increase", margin=0.02).value, judge(gain, "decrease").value
         ('shown', 'not shown', 'contradicted')
-        >>> judge(gain, "increase", p_adjusted=0.12).value
-        'not shown'
     """
     p = p_value(difference, direction, margin) if p_adjusted is None else p_adjusted
     if p >= ALPHA:
@@ -501,14 +435,7 @@ def p_value(difference: Estimate, direction: Direction, margin: float = 0.0) -> 
 
     It is below alpha exactly when the interval of level 1 - alpha shows or contradicts the claim. For no change within
     the margin, it is twice the smaller of two p-values: for being within, the larger one of two one-sided tests; for
-    being outside, the test on the side where the difference is. Arguments and errors are as for `judge`.
-
-    Example:
-        >>> from isoloss import Estimate
-        >>> from isoloss.studies.claims import p_value
-        >>> gain = Estimate(value=3.0, stderr=1.0, samples=9, unit="points", num_predictions=9, method="probe")
-        >>> [round(p_value(gain, "increase", margin), 3) for margin in (0.0, 1.0, 3.0, 5.0)]
-        [0.017, 0.081, 1.0, 0.081]
+    being outside, the test on the side where the difference is.
     """
     check_margin(direction, margin)
     beyond = _beyond(difference.value, direction, margin)
@@ -570,25 +497,13 @@ def judge_claims(
 
 
 def answer(
-    claim: Claim,
-    contrast: Contrast,
-    keys: Mapping[str, str],
-    *,
-    margin: float = SAME_LOSS_NATS,
+    claim: Claim, contrast: Contrast, keys: Mapping[str, str], *, margin: float = SAME_LOSS_NATS
 ) -> list[Answer]:
-    """Return the answers to a claim for one contrast, from second - factor * first of each estimate.
+    """Return the answers to a claim for one contrast, by case of `keys`: from second - factor * first of each estimate.
 
-    Each is judged at 5 % without adjustment. A claim that is not about the loss needs two models of the same loss, or
-    a slope on the loss, unless the contrast says otherwise. What was not measured of both models has no answer.
-
-    Args:
-        claim: The claim.
-        contrast: The two models.
-        keys: The key of the estimate to compare, by case.
-        margin: Equivalence margin of the mean difference in loss, in nats.
-
-    Raises:
-        IsolossError: An adjusted difference is to be judged, and the contrast has no slope for it.
+    Each is judged at 5 % without adjustment. A claim that is not about the loss needs two models of the same loss
+    within a margin in nats, or a slope on the loss, unless the contrast says otherwise. What was not measured of both
+    models has no answer. It is an error if an adjusted difference is to be judged and the contrast has no slope for it.
 
     Example:
         >>> from isoloss.studies import Claim, Contrast
@@ -616,13 +531,7 @@ def answer(
 
 
 def same_loss(pairs: Sequence[Pair], *, clusters: Sequence[str] = (), margin: float = SAME_LOSS_NATS) -> Equivalence:
-    """Test whether the mean difference in loss over the pairs is within a margin of 0: two one-sided tests at 5 %.
-
-    Args:
-        pairs: The pairs of checkpoints.
-        clusters: The cluster of each pair, as for `isoloss.studies.results.change`.
-        margin: In nats, above 0.
-    """
+    """Test whether the mean difference in loss over the pairs is within a margin of 0: two one-sided tests at 5 %."""
     return equivalence(change(pairs, loss_key(pairs), clusters=clusters), margin, alpha=ALPHA)
 
 
@@ -647,16 +556,14 @@ def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equival
             )
         judged, name = adjusted, f"{name} at the same loss"
         explanation = f"{explanation} The difference without the adjustment to the same loss is {measured}."
-    # first, second, difference: the columns of `summary.claim_table` rely on this order
     numbers = {
         name: mean([pair[i][key] for pair in pairs], clusters=contrast.clusters)
         for i, name in enumerate(contrast.names)
     }
-    numbers[name] = judged
-    measured_answer = Answer(
+    found = Answer(
         case=_case(case, contrast.case),
         contrast=contrast.case,
-        numbers=numbers,
+        numbers={**numbers, name: judged},
         verdict=Verdict.NOT_TESTED,
         explanation=f"{explanation} {contrast.where}".rstrip(),
         difference=judged,
@@ -664,13 +571,13 @@ def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equival
         adjusted=adjusted,
     )
     if gate is not None and not gate.shown:
-        return measured_answer
+        return found
     # the difference is exactly 0 ± 0: a test would show "no change" of a model compared with itself
     if all(one[key].weights == two[key].weights != "" for one, two in pairs):
-        return dataclasses.replace(measured_answer, withheld="the weights are identical")
+        return dataclasses.replace(found, withheld="the weights are identical")
     p, within = p_value(judged, claim.direction, claim.margin), claim.no_effect_within
     p_no_effect = None if within is None else equivalence(judged, within, alpha=ALPHA).p_value
-    return _judged(claim, dataclasses.replace(measured_answer, p_value=p, p_no_effect=p_no_effect))
+    return _judged(claim, dataclasses.replace(found, p_value=p, p_no_effect=p_no_effect))
 
 
 def _judged(
@@ -682,15 +589,10 @@ def _judged(
     tests: int | None = None,
     factor: int = 1,
 ) -> Answer:
-    """Return a tested answer with its verdict, by adjusted p-values or by its own, and its power as one of `tests`.
+    """Return a tested answer with its verdict and power.
 
-    Args:
-        claim: The claim.
-        tested: The answer.
-        p: The adjusted p-value of the difference; None: its own.
-        p_no_effect: The adjusted p-value of the absence of an effect; None: its own.
-        tests: The number of tests that p-values are adjusted for; None: they are not.
-        factor: What p-values are multiplied by beside that.
+    Without adjusted p-values (`p` of the difference, `p_no_effect`), its own decide. `tests` is the number of tests
+    that they are adjusted for, and `factor` what they are multiplied by beside that.
     """
     difference = tested.difference
     assert difference is not None

@@ -1,18 +1,18 @@
-"""A study's page: what every page has, and what a study adds to it."""
+"""The page of a study: its answer, figures and claims, and how it was made."""
 
 from __future__ import annotations
 
 import dataclasses
 import pkgutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup
 
 from isoloss import config as configs
 from isoloss import files
+from isoloss.errors import naming_extras
 from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
@@ -20,32 +20,25 @@ from isoloss.report.html import Section, interval_rows
 from isoloss.report.html import table as html_table
 from isoloss.report.save import save
 from isoloss.report.study_page import Figure, render
-from isoloss.studies.answer import Comparison, claim_rows, detail, setup, title_of, told
-from isoloss.studies.claims import RULE, Claim, ClaimResult, Verdict, gates
+from isoloss.studies.answer import Comparison, claim_rows, detail, format_difference, setup, title_of
+from isoloss.studies.claims import RULE, ClaimResult, Verdict, gates
+from isoloss.studies.folder import StudyFolder
 from isoloss.studies.results import CheckpointEstimate, Results
-from isoloss.studies.summary import VERDICT, Family, Summary, SummaryTable, claim_table, explanations
+from isoloss.studies.study import PageParts
+from isoloss.studies.summary import VERDICT, Summary, SummaryTable, claim_table, explanations
 
-if TYPE_CHECKING:
-    from isoloss.studies.folder import StudyFolder
-    from isoloss.studies.spec import Study
+_BREAK = Markup("<br>")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PageParts:
-    """What a study adds to its page.
+@naming_extras()
+def report(folder: StudyFolder, complete: Collection[int] | None = None) -> Path:
+    """Write report/index.html and its figures, for the finished study or its complete blocks; return the page.
 
-    Attributes:
-        figures: The figures; the first is in the page's first screen.
-        sections: More sections.
-        paper_claims: The ids of the claims that the first table sets beside the paper's own results, each with what a
-            verdict needs, for a scale without verdicts.
-        settings: How the study was made, by name; listed before what every page says about that.
+    Call it only while holding the folder's lock.
     """
-
-    figures: Sequence[Figure]
-    sections: Sequence[Section] = ()
-    paper_claims: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, str] = field(default_factory=dict)
+    path = folder.path / "report" / "index.html"
+    files.remove_unfinished(path.parent)
+    return write(folder, folder.results(complete), path)
 
 
 def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str, ...] = ("pdf", "png")) -> Path:
@@ -53,8 +46,10 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
 
     The page of an unfinished study has tables and figures, but no answer and no claims.
     """
-    study, interim = folder.study, _interim(folder.study, results)
-    summary = folder.summary(results)
+    study, summary, interim = folder.study, folder.summary(results), ""
+    if results.blocks_done < results.blocks:
+        blocks = f"blocks ({study.block_name})" if study.block_name else "blocks"
+        interim = f"Partial: {results.blocks_done} of {results.blocks} {blocks} are done. Verdicts follow when all are."
     show: Any = study.page or default_parts
     parts: PageParts = (pkgutil.resolve_name(show) if isinstance(show, str) else show)(results)
     figures = [dataclasses.replace(figure, formats=formats) for figure in parts.figures]
@@ -88,15 +83,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
             for name, one in results.experiments.items()
         },
         command=folder.command,
-        settings={
-            "Scale": f"{folder.scale_name} ({folder.scale.description})",
-            **_inputs(results),
-            **parts.settings,
-            **_seeds(folder.seed_offset, parts.settings),
-            **_measuring(results),
-            **_claiming(study.claims, summary.family),
-            **_making(results),
-        },
+        settings=_made(folder, results, parts.settings, summary),
     )
     files.write_text(path, document)
     return path
@@ -128,9 +115,6 @@ def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[S
     return [Section(title="Differences", body=interval_rows(rows) + note)]
 
 
-_BREAK = Markup("<br>")
-
-
 def _beside_the_paper(results: Sequence[ClaimResult], needs: Mapping[str, str], command: str) -> list[Section]:
     by_id = {result.claim.id: result for result in results}
     found = [by_id[each] for each in needs if each in by_id]
@@ -153,13 +137,13 @@ def _found(result: ClaimResult, needs: str) -> Markup:
     for answer in sorted(result.answers, key=lambda answer: order.index(answer.verdict)):
         difference, verdict = answer.difference, result.words(answer)
         if difference is None:
-            told_of = answer.explanation
+            text = answer.explanation
         else:
             bound = "" if answer.below is None else f"; within ± {answer.below:.2g}"
-            told_of = f"{told(difference)} ({detail(difference)}{bound})"
+            text = f"{format_difference(difference)} ({detail(difference)}{bound})"
         if answer.verdict is Verdict.NO_VERDICT and needs:
             verdict += f" ({needs})"
-        case = f"{title_of(answer.case)} {told_of}".strip()
+        case = f"{title_of(answer.case)} {text}".strip()
         # a line of numbers stays together, and the table scrolls instead
         by_verdict.setdefault(verdict, []).append(case.replace(" ", "\N{NO-BREAK SPACE}") if difference else case)
     return _BREAK.join(
@@ -208,34 +192,6 @@ def without_folders(value: Any) -> Any:
     return f"{name}{equals}{Path(path).name}" if path.startswith("/") and Path(path).name else value
 
 
-def _inputs(results: Results) -> dict[str, str]:
-    """Return the languages that runs were trained on, and the external checkpoints with what they were measured on."""
-    languages, external = dict[str, None](), list[str]()
-    for name, experiment in results.experiments.items():
-        config = experiment.config
-        if isinstance(config, ExternalCheckpoint):
-            record = results.run(name).result()
-            what = f"{record['architecture']}, weights SHA-256 {record['weights'][:12]}"
-            external.append(f"{name}: {config.name} ({what}), measured on {config.measured_on}")
-        if config.language is not None:
-            languages[words(config.language)] = None
-    lines = {"Language": "; ".join(languages), "External checkpoints": "; ".join(external)}
-    return {key: text for key, text in lines.items() if text}
-
-
-def _interim(study: Study, results: Results) -> str:
-    """Return the note at the top of an unfinished study's page; empty when all blocks are done."""
-    if results.blocks_done == results.blocks:
-        return ""
-    blocks = f"blocks ({study.block_name})" if study.block_name else "blocks"
-    return f"Partial: {results.blocks_done} of {results.blocks} {blocks} are done. Verdicts follow when all are."
-
-
-def _seeds(offset: int, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the seed offset, followed by what the study says about its seeds; nothing for offset 0."""
-    return {"Seeds": "; ".join([f"offset {offset}", *filter(None, [settings.get("Seeds")])])} if offset else {}
-
-
 def default_parts(results: Results) -> PageParts:
     """Return the figures of a study that draws none of its own: each estimate against the loss, and over the steps."""
     table = results.table()
@@ -270,61 +226,60 @@ def _having(results: Results, key: str) -> list[CheckpointEstimate]:
     return [each[key] for each in results.checkpoints.values() if key in each]
 
 
-def words(config: Any) -> str:
-    """Return a config as its kind and its settings in words.
+def _made(folder: StudyFolder, results: Results, own: Mapping[str, str], summary: Summary) -> dict[str, str]:
+    """Return how a study was made, by name; `own` are the settings that the study itself names."""
+    languages, external = dict[str, None](), list[str]()
+    for name, experiment in results.experiments.items():
+        config = experiment.config
+        if isinstance(config, ExternalCheckpoint):
+            about = results.run(name).result()
+            weights = f"{about['architecture']}, weights SHA-256 {about['weights'][:12]}"
+            external.append(f"{name}: {config.name} ({weights}), measured on {config.measured_on}")
+        if config.language is not None:
+            languages[words(config.language)] = None
+    made = {"Scale": f"{folder.scale_name} ({folder.scale.description})"}
+    made |= {"Language": "; ".join(languages)} if languages else {}
+    made |= {"External checkpoints": "; ".join(external)} if external else {}
+    made |= own
+    if folder.seed_offset:
+        made["Seeds"] = "; ".join([f"offset {folder.seed_offset}", *filter(None, [own.get("Seeds")])])
+    for key in results.columns:
+        # more than one way where languages differ in it
+        ways: dict[str, None] = {}
+        for one in _having(results, key):
+            settings = without_folders({name: value for name, value in one.settings.items() if name != "seed"})
+            parts = [f"{name.replace('_', ' ')} {_in_words(value)}" for name, value in settings.items()]
+            ways["; ".join([one.method, *parts])] = None
+        made[column_of(key).title] = "; or ".join(ways)
+    if (family := summary.family) is not None:
+        claims = gates(folder.study.claims)
+        first = [f"{each.role}: {' for '.join(filter(None, (each.id, each.case)))}" for each in claims]
+        made |= {
+            "Claims": f"SHA-256 {family.claims_sha256}",
+            "Tested first, in order": "; ".join(first) or "none: all tests are secondary",
+            "Family": f"{family.secondary_tests} secondary tests, as planned before the runs",
+            "Same loss": f"mean difference shown to be within {family.loss_margin:g} nats by two one-sided tests at "
+            "5 %, unless a claim sets another margin",
+        }
+    record = results.run(next(iter(results.experiments))).record  # of the first run
+    devices = {each.details.get("device") for one in results.checkpoints.values() for each in one.values()}
+    return made | {
+        "Measured on": " and ".join(sorted(filter(None, devices))),
+        "Versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
+        "Commit": record["commit"] or "unknown",
+    }
 
-    Example:
-        >>> from isoloss.lab.languages.config import DyckConfig
-        >>> from isoloss.studies.page import words
-        >>> words(DyckConfig(kinds=2)).split(",")[0]
-        'dyck: kinds 2'
-    """
+
+def words(config: Any) -> str:
+    """Return a config as its kind and its settings in words, e.g. `dyck: kinds 2, ...`."""
     settings = without_folders(configs.to_dict(config))
     kind = settings.pop("kind")
     return f"{kind}: " + ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())
 
 
-def _measuring(results: Results) -> dict[str, str]:
-    """Return how checkpoints were measured, by measure; more than one way where languages differ in it."""
-    lines = {}
-    for key in results.columns:
-        ways: dict[str, None] = {}
-        for one in _having(results, key):
-            settings = without_folders({name: value for name, value in one.settings.items() if name != "seed"})
-            words = [f"{name.replace('_', ' ')} {_told(value)}" for name, value in settings.items()]
-            ways["; ".join([one.method, *words])] = None
-        lines[column_of(key).title] = "; or ".join(ways)
-    return lines
-
-
-def _told(value: Any) -> str:
+def _in_words(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return " or ".join(map(_told, value)) or "none"
+        return " or ".join(map(_in_words, value)) or "none"
     if value is None:
         return "by default"
     return value if isinstance(value, str) else f"{value:,}"
-
-
-def _claiming(claims: Sequence[Claim], family: Family | None) -> dict[str, str]:
-    """Return the hash of the claims and the settings that hold for all of them."""
-    if family is None:
-        return {}
-    first = [f"{claim.role}: {' for '.join(filter(None, (claim.id, claim.case)))}" for claim in gates(claims)]
-    return {
-        "Claims": f"SHA-256 {family.claims_sha256}",
-        "Tested first, in order": "; ".join(first) or "none: all tests are secondary",
-        "Family": f"{family.secondary_tests} secondary tests, as planned before the runs",
-        "Same loss": f"mean difference shown to be within {family.loss_margin:g} nats by two one-sided tests at 5 %, "
-        "unless a claim sets another margin",
-    }
-
-
-def _making(results: Results) -> dict[str, str]:
-    """Return the device, versions and commit of the runs, the last two from the first of them."""
-    record = results.run(next(iter(results.experiments))).record
-    devices = {each.details.get("device") for one in results.checkpoints.values() for each in one.values()}
-    return {
-        "Measured on": " and ".join(sorted(filter(None, devices))),
-        "Versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
-        "Commit": record["commit"] or "unknown",
-    }

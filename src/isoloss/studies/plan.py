@@ -1,16 +1,27 @@
-"""The plan of a study: commands on directories, what each of them waits for, and what it needs."""
+"""What a study is to run: runs with their measurements, by scale, and the units of work that they become.
+
+Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from isoloss import config as configs
 from isoloss.errors import IsolossError
+from isoloss.lab.evaluation.external import ExternalCheckpoint
+from isoloss.run_config import TrainConfig
+
+if TYPE_CHECKING:
+    from isoloss.runs import Run
 
 _LONGEST_NAME = 150  # bytes of a unit's name in file names: suffixes are added, and file systems allow 255
 
@@ -64,22 +75,153 @@ class Resources:
         """GPUs of all its processes."""
         return self.gpus * self.processes
 
+    @property
+    def device(self) -> str:
+        """The device that it computes on."""
+        return "cuda" if self.gpus else "cpu"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a unit of work is expected to need before any like it has run.
+    """What a unit of work is expected to need before any like it has run."""
+
+    seconds: float  # with the resources that it needs
+    memory: int | None = None  # bytes of all its processes at the peak; None: unknown
+    gpu_memory: int | None = None
+    disk: int | None = None  # bytes of its result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The measurement of a run by one unit of work.
 
     Attributes:
-        seconds: Its duration with the resources that it needs.
-        memory: Peak memory of all its processes, in bytes; None: unknown.
-        gpu_memory: The same for the memory of its GPUs.
-        disk: Size of its result in bytes.
+        measures: Names of registered measures (`isoloss ls measures`), at least one.
+        steps: Steps that have a checkpoint; `"last"`: the last one, wherever a target ends the run; empty: every
+            checkpoint that the run keeps.
+        settings: Settings of the measures, e.g. `{"loss_sentences": 256}`, as the options of `isoloss measure`.
+        name: First part of the unit's name; the second is the run.
+        needs: What the unit needs; with GPUs it measures on `cuda`.
+        expected: What it is expected to take; None: a rough guess of the time.
+
+    Raises:
+        IsolossError: It has no measures, or needs several processes, which only training can use.
     """
 
-    seconds: float
-    memory: int | None = None
-    gpu_memory: int | None = None
-    disk: int | None = None
+    measures: tuple[str, ...]
+    steps: tuple[int | Literal["last"], ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "measure"
+    needs: Resources = field(default_factory=Resources)
+    expected: Expected | None = None
+
+    def __post_init__(self) -> None:
+        if not self.measures:
+            raise IsolossError(f"the measurement {self.name!r} has no measures: name at least one")
+        if self.needs.processes > 1:
+            raise IsolossError(
+                f"a measurement needs {self.needs.processes} processes, but only training uses several: give it cores"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A pre-training run, or a checkpoint that was trained elsewhere, and what is measured of it.
+
+    Attributes:
+        config: What is trained; or an `isoloss.studies.ExternalCheckpoint`, which has only step 0.
+        measurements: What is measured, a unit of work each.
+        after: The runs of the study that must be trained before it.
+        group: What the run is called in figures and tables, the same for all seeds of one setting; empty: its name.
+        block: The number of its block: a part of the study that is complete in itself, e.g. one grammar with all its
+            runs. Lower blocks run first, and a page of an unfinished study shows the complete ones.
+        needs: What training needs; with GPUs it trains on `cuda`.
+        shown_in: The figures and tables that show it, e.g. `figure 3a`; `isoloss study plan` says what each costs.
+        expected: What training is expected to take; None: a rough guess of the time.
+    """
+
+    config: TrainConfig | ExternalCheckpoint
+    measurements: tuple[Measurement, ...]
+    after: tuple[str, ...] = ()
+    group: str = ""
+    block: int = 0
+    needs: Resources = field(default_factory=Resources)
+    shown_in: tuple[str, ...] = ()
+    expected: Expected | None = None
+
+    @property
+    def kept_steps(self) -> tuple[int, ...]:
+        """The steps whose checkpoint the run keeps, in order."""
+        if isinstance(self.config, ExternalCheckpoint):
+            return (0,)
+        return tuple(sorted({*self.config.checkpoints, *self.config.stage_ends()}))
+
+    @property
+    def last_step(self) -> int:
+        """The last step of training; 0 of an external checkpoint."""
+        return 0 if isinstance(self.config, ExternalCheckpoint) else self.config.steps
+
+    @property
+    def size(self) -> str:
+        """The name of the model's size, if it has one."""
+        return "external" if isinstance(self.config, ExternalCheckpoint) else self.config.model.size or "free shape"
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits over all that decides the results of its config."""
+        config = self.config
+        return config.fingerprint if isinstance(config, ExternalCheckpoint) else configs.fingerprint(config)
+
+    def steps(self, measurement: Measurement, run: Run | None = None) -> tuple[int, ...]:
+        """The steps at which a measurement is made; without its run, or before that has ended, as they are planned."""
+        last = self.last_step
+        if run is not None and "last" in measurement.steps and isinstance(self.config, TrainConfig) and run.complete:
+            last = run.result()["steps"]
+        return tuple(last if step == "last" else step for step in measurement.steps) or self.kept_steps
+
+
+class AnyScale(Protocol):
+    """A scale of a study: `Scale`, or a study's own class with settings from which its experiments are made.
+
+    It may have a method `with_seed_offset(offset: int) -> AnyScale` that returns the same scale with other seeds for
+    runs, measures and everything else that is drawn. No two offsets share a seed; 0 is the scale itself.
+    """
+
+    @property
+    def description(self) -> str:
+        """What it is for and how long it takes."""
+
+    @property
+    def experiments(self) -> Mapping[str, Experiment]:
+        """The runs by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """One size of a study.
+
+    Attributes:
+        description: What it is for and how long it takes.
+        experiments: The runs by name.
+    """
+
+    description: str
+    experiments: Mapping[str, Experiment]
+
+
+def call_study_hook(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a study; the error says where it fails."""
+    try:
+        return function(*arguments)
+    except IsolossError:
+        raise
+    except Exception as error:  # whatever a function of another package does
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}, line {place.lineno}"
+        raise IsolossError(f"{name} fails with {type(error).__name__}: {error} ({where})") from error
+
+
+# --- units of work ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,17 +308,5 @@ def check(units: Sequence[Unit]) -> None:
 
 
 def complete_blocks(units: Sequence[Unit], done: Collection[str]) -> tuple[int, ...]:
-    """Return the blocks of a plan all of whose units are done, in order.
-
-    Args:
-        units: The plan.
-        done: Names of the units that are done.
-
-    Example:
-        >>> from isoloss.studies.plan import Unit, complete_blocks
-        >>> known = {"arguments": (), "done": lambda: False}
-        >>> plan = [Unit(name="a", **known), Unit(name="b", block=1, **known), Unit(name="c", block=1, **known)]
-        >>> complete_blocks(plan, {"a", "b"}), complete_blocks(plan, {"a", "b", "c"})
-        ((0,), (0, 1))
-    """
+    """Return the blocks of a plan all of whose units are among those that are done, by name; in order."""
     return tuple(sorted({unit.block for unit in units} - {unit.block for unit in units if unit.name not in done}))

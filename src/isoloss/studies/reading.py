@@ -17,7 +17,7 @@ from isoloss.registry import STUDIES
 from isoloss.statistics.tables import FORMULA
 from isoloss.studies.claims import claims_sha256
 from isoloss.studies.results import COLUMNS
-from isoloss.studies.spec import Study, load_study
+from isoloss.studies.study import Study, load_study
 from isoloss.studies.summary import tables_in
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from isoloss.lab.evaluation.external import ExternalCheckpoint, ExternalRun
 from isoloss.runs import Run
 from isoloss.statistics.comparison import paired_difference, times
 from isoloss.statistics.estimate import Estimate
-from isoloss.studies.spec import AnyScale, Experiment
+from isoloss.studies.plan import AnyScale, Experiment
 
 if TYPE_CHECKING:
     import polars as pl

@@ -255,18 +255,7 @@ def _size(size: float, error: float) -> str:
 
 
 def explanations(result: ClaimResult) -> list[str]:
-    """Return each explanation once, preceded by its cases if there are several explanations.
-
-    Example:
-        >>> from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict
-        >>> from isoloss.studies.summary import explanations
-        >>> def answer(case, text):
-        ...     return Answer(case=case, numbers={}, verdict=Verdict.NOT_TESTED, explanation=text)
-        >>> answers = answer("root", "No pair."), answer("prefix-4", "No pair."), answer("last", "No probe.")
-        >>> claim = Claim(id="flatter", statement="", direction="decrease", of=print, measures="kl")
-        >>> explanations(ClaimResult(claim=claim, answers=answers))
-        ['root, prefix-4: No pair.', 'last: No probe.']
-    """
+    """Return each explanation once, preceded by its cases if there are several explanations."""
     cases: dict[str, list[str]] = {}
     for answer in result.answers:
         cases.setdefault(answer.explanation, []).append(answer.case)

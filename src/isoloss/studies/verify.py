@@ -1,20 +1,55 @@
-"""Reading a run back: whether every file is what it should be, and whether measuring again gives the same digits."""
+"""Reading a study back: whether every file is what it should be, and whether measuring again gives the same digits."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import scipy.linalg  # noqa: F401  (the threads of a library that is not loaded are not limited)
+import torch
+from threadpoolctl import threadpool_limits
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.evaluator import Evaluator, pending
 from isoloss.lab.evaluation.external import ExternalRun
 from isoloss.runs import Run
-from isoloss.studies.spec import Experiment
+from isoloss.studies.folder import StudyFolder
+from isoloss.studies.plan import Experiment
+from isoloss.studies.results import run_of
 
 Check = tuple[str, str | None]  # what was checked, and what is wrong with it, if anything
+
+
+def verify(folder: StudyFolder) -> Iterator[Check]:
+    """Check every run of a study; see `verify_run`."""
+    said = set()
+    for name, experiment in folder.scale.experiments.items():
+        for part in experiment.measurements:
+            run = run_of(folder.path, name, experiment)
+            steps = list(experiment.steps(part, run))
+            # as the unit that measured: with other threads or another device, sums differ in their last digits
+            with _threads(part.needs.cores):
+                for check in verify_run(run, experiment, part.measures, steps, part.settings, part.needs.device):
+                    # several measurements of one run look at the same files
+                    if check not in said:
+                        said.add(check)
+                        yield check
+
+
+@contextlib.contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Compute with this many threads, whatever OMP_NUM_THREADS was when torch, numpy and scipy were loaded."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        with threadpool_limits(number):
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def verify_run(
@@ -27,18 +62,21 @@ def verify_run(
 ) -> Iterator[Check]:
     """Check a run's files against its config, its checkpoints and each other, and measure its last checkpoint again.
 
-    Measuring again gives the same digits only on the kind of `device` that they were measured on.
-
-    Yields:
-        For each check its name and None, or what is wrong. A file that cannot be read ends the checks of its run alone.
+    Measuring again gives the same digits only on the kind of `device` that they were measured on. A file that cannot be
+    read ends the checks of its run alone.
     """
     try:
-        yield from _verify(run, experiment, measures, steps, settings, device)
+        if not run.exists:
+            yield f"{run.name}: run.json", "it has not been made yet"
+        elif isinstance(run, ExternalRun):
+            yield from _verify_external(run, measures, settings, device)
+        else:
+            yield from _verify_trained(run, experiment, measures, steps, settings, device)
     except (IsolossError, OSError, KeyError, TypeError) as error:
         yield f"{run.name}: files", str(error) if isinstance(error, IsolossError) else repr(error)
 
 
-def _verify(
+def _verify_trained(
     run: Run,
     experiment: Experiment,
     measures: Sequence[str],
@@ -46,12 +84,6 @@ def _verify(
     settings: Mapping[str, Any],
     device: str,
 ) -> Iterator[Check]:
-    if not run.exists:
-        yield f"{run.name}: run.json", "it has not been made yet"
-        return
-    if isinstance(run, ExternalRun):
-        yield from _verify_external(run, measures, settings, device)
-        return
     try:
         differing = configs.differences(run.config, experiment.config)
         fingerprint = run.record.get("fingerprint")
@@ -97,25 +129,21 @@ def _verify_external(
 def _verify_evaluations(
     run: Run, measures: Sequence[str], steps: Sequence[int], settings: Mapping[str, Any], device: str, *, again: bool
 ) -> Iterator[Check]:
+    """Check that all evaluations are there and, if so and asked for, make those of the last step again."""
     todo = [f"{measure} at step {step}" for step, measure in pending(run, measures, steps, settings)]
     wrong = (
         "missing, damaged, made with other weights, config, tokenizer or settings, or without the file of examples "
         "they were saved with"
     )
     yield f"{run.name}: evaluations", f"{wrong}: {', '.join(todo)}" if todo else None
-    if again and not todo:
-        yield from _measured_again(run, measures, steps[-1], settings, device)
-
-
-def _measured_again(
-    run: Run, measures: Sequence[str], step: int, settings: Mapping[str, Any], device: str
-) -> Iterator[Check]:
-    evaluator = Evaluator(run, settings, device=device)
+    if todo or not again:
+        return
+    step, evaluator = steps[-1], Evaluator(run, settings, device=device)
     for measure in measures:
-        kept, (again, _) = run.evaluation(measure, step), evaluator.measure(measure, step)
+        kept, (made, _) = run.evaluation(measure, step), evaluator.measure(measure, step)
         if kept is not None and not kept.model_files:  # measured before they were recorded
-            again = dataclasses.replace(again, model_files="")
+            made = dataclasses.replace(made, model_files="")
         before = {} if kept is None else kept.to_dict()
         # as JSON gives it back: tuples are lists there, and keys are text
-        differing = configs.differences(before, json.loads(json.dumps(again.to_dict())))
+        differing = configs.differences(before, json.loads(json.dumps(made.to_dict())))
         yield f"{run.name}: {measure} at step {step}, measured again", "; ".join(differing[:1]) or None

@@ -19,8 +19,8 @@ from isoloss.lab.evaluation.loss import exact_targets as make_targets
 from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.lab.languages.config import PRESETS, CorpusConfig
 from isoloss.lab.lookup import lookup_probe
+from isoloss.lab.models.architectures import SIZES
 from isoloss.lab.models.expansion import expand
-from isoloss.lab.models.sizes import SIZES
 from isoloss.lab.tasks import make_task
 from isoloss.lab.training.train import train
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig

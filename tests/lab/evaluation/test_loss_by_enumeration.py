@@ -22,9 +22,9 @@ from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.comparison import paired_difference
 from isoloss.statistics.estimate import Estimate
+from isoloss.studies import Experiment
 from isoloss.studies.claims import Claim, Contrast, Verdict, answer
 from isoloss.studies.results import difference, measured
-from isoloss.studies.spec import Experiment
 from isoloss.studies.verify import verify_run
 
 ONE = ObjectiveConfig(masking="one")

@@ -24,8 +24,8 @@ from transformers import (
 
 from isoloss.checkpoints.loading import quiet
 from isoloss.errors import IsolossError
+from isoloss.lab.models.architectures import SIZES, Shape
 from isoloss.lab.models.expansion import Part, check_fits, expand, shape_of
-from isoloss.lab.models.sizes import SIZES, Shape
 
 VOCAB, LENGTH, PAD = 11, 5, 9
 SMALL = Shape(d_model=8, num_heads=2, num_layers=2, intermediate=12)

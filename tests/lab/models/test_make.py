@@ -17,10 +17,9 @@ from transformers import (
 from isoloss import config as configs
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PRESETS
-from isoloss.lab.models.architectures import BERT
+from isoloss.lab.models.architectures import BERT, Shape
 from isoloss.lab.models.lstm import LSTMForMaskedLM
 from isoloss.lab.models.make import make_model, predicted_logits, predicted_states
-from isoloss.lab.models.sizes import Shape
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig, ObjectiveConfig
 from isoloss.seeds import generator

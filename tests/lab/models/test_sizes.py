@@ -8,8 +8,7 @@ import torch
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
-from isoloss.lab.models.architectures import BERT, LSTM
-from isoloss.lab.models.sizes import LSTM_SIZES, SIZES, LSTMShape, Shape, shape
+from isoloss.lab.models.architectures import BERT, LSTM, LSTM_SIZES, SIZES, LSTMShape, Shape, shape
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig
 

@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from isoloss.errors import IsolossError
-from isoloss.lab.training import cross_entropy as module
-from isoloss.lab.training.cross_entropy import linear_cross_entropy
+from isoloss.lab.training import objectives as module
+from isoloss.lab.training.objectives import linear_cross_entropy
 
 
 def drawn(k=23, d=5, v=11, dtype=torch.float64, scale=1.0):

@@ -35,8 +35,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.algorithms.adversarial import Adversarial
 from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
-from isoloss.lab.training.data_parallel import SingleProcess
-from isoloss.lab.training.distributed import ProcessGroup
+from isoloss.lab.training.distributed import ProcessGroup, SingleProcess
 from isoloss.lab.training.objectives import prediction_loss, training_batch
 from isoloss.lab.training.train import Interrupted, train
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig

@@ -1,6 +1,5 @@
 """Inputs, traces and solutions of the bracket language against enumeration, automatic differentiation and algebra."""
 
-import dataclasses
 import itertools
 import math
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.models.bracket_attention import Weights, attend
 from isoloss.paper.theory import brackets
 from isoloss.paper.theory.brackets import (
@@ -16,11 +14,9 @@ from isoloss.paper.theory.brackets import (
     downstream_inputs,
     flatness,
     hessian_trace,
-    num_inputs,
     parts,
     pretraining_inputs,
 )
-from isoloss.seeds import generator
 
 
 def random_model(length, width=5, key_width=2, seed=0):
@@ -58,7 +54,7 @@ def test_every_input_once(length):
                 expected[tuple(visible + hidden)] = sentence[place]
     found = {tuple(int(value) for value in z): int(y) for z, y in zip(inputs.z.tolist(), inputs.y, strict=True)}
     assert found == expected
-    assert len(inputs.y) == num_inputs(length) == len(expected)
+    assert len(inputs.y) == 2 * length * math.comb(length, length // 2)
     assert torch.equal(inputs.y, -inputs.z[:, :length].sum(dim=1))
 
 
@@ -67,31 +63,6 @@ def test_every_string_once():
     assert {tuple(z[:4]) for z in inputs.z.tolist()} == set(itertools.product((1.0, -1.0), repeat=4))
     assert not inputs.z[:, 4:].any()
     assert torch.equal(inputs.y, -inputs.z.sum(dim=1))
-
-
-def hidden_one(length):
-    """Every sentence of the language with every bracket hidden in turn, and g* of what is left."""
-    sentences = [s for s in itertools.product((0, 1), repeat=length) if sum(s) == length // 2]
-    tokens, targets = [], []
-    for sentence, place in itertools.product(sentences, range(length)):
-        tokens.append([3 if t == place else bracket for t, bracket in enumerate(sentence)])
-        targets.append(1.0 if sentence[place] == 0 else -1.0)
-    return torch.tensor(tokens), torch.tensor(targets)
-
-
-def test_the_encoding_is_the_papers():
-    tokens, targets = hidden_one(6)
-    language = Brackets(6)
-    x = language.encode(tokens, tokens == language.mask_id, generator=generator(0, "signs"), summed=False)
-    assert x.shape == (len(tokens), 6, 12)
-    for row, encoded in zip(tokens.tolist(), x.tolist(), strict=True):
-        for t, (bracket, vector) in enumerate(zip(row, encoded, strict=True)):
-            place = t + 6 if bracket == 3 else t
-            assert [i for i, value in enumerate(vector) if value] == [place]
-            assert vector[place] in ((1.0, -1.0) if bracket == 3 else (1.0,) if bracket == 0 else (-1.0,))
-    torch.testing.assert_close(-x.sum(dim=1)[:, :6].sum(dim=1), targets.double())
-    signs = x.sum(dim=1)[:, 6:].sum(dim=1)
-    assert abs(float(signs.mean())) < 4 / len(signs) ** 0.5  # four standard errors of a fair sign
 
 
 def test_outputs_are_the_sum_written_out():
@@ -113,7 +84,8 @@ def test_squared_gradients_are_autograds():
         assert float(found.attention[index].detach()) == pytest.approx(size["query"] + size["key"], rel=1e-11)
 
 
-def test_factors_multiply_to_the_ratio_and_are_the_inequalities():
+def test_factors_multiply_to_the_ratio_and_are_the_inequalities(monkeypatch):
+    monkeypatch.setattr(brackets, "_TRACE_BLOCK", 35)  # blocks change nothing
     model, inputs = random_model(6, seed=1), pretraining_inputs(6)
     found = flatness(model, inputs)
     product = found.heads * found.balance * found.cancellation * found.evenness
@@ -127,14 +99,6 @@ def test_factors_multiply_to_the_ratio_and_are_the_inequalities():
     assert found.cancellation > 1.01 < found.balance
     assert found.heads > 1.001
     assert found.evenness == pytest.approx(float(math.sqrt(6) * (norms * (values @ u).abs()).mean() / 5), rel=1e-12)
-
-
-def test_blocks_change_nothing(monkeypatch):
-    model, inputs = random_model(4), pretraining_inputs(4)
-    whole = flatness(model, inputs)
-    monkeypatch.setattr("isoloss.paper.theory.brackets._TRACE_BLOCK", 35)
-    parts = flatness(model, inputs)
-    assert dataclasses.astuple(parts) == pytest.approx(dataclasses.astuple(whole), rel=1e-12)
 
 
 @pytest.mark.parametrize("length", [4, 6, 8, 10])
@@ -216,7 +180,7 @@ def test_four_neurons_on_their_kinks(length):
 def test_random_features_solve_it_from_the_predicted_width_on():
     inputs = pretraining_inputs(6)
     width = brackets.full_width(6)
-    assert width == num_inputs(6) // 2 + 12
+    assert width == 6 * 20 + 12
     model = brackets.random_features(inputs, width, seed=2)
     assert flatness(model, inputs).loss < 1e-9
     wide = brackets.random_features(inputs, 200, seed=2)

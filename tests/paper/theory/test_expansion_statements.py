@@ -14,8 +14,8 @@ from transformers import (
     RobertaPreLayerNormForMaskedLM,
 )
 
+from isoloss.lab.models.architectures import Shape
 from isoloss.lab.models.expansion import expand
-from isoloss.lab.models.sizes import Shape
 from isoloss.paper.theory.expansion import ADDED, differences, judge_expansion
 
 TOKENS, LENGTH = 3, 3

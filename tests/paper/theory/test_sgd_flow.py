@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.paper.theory.sgd_flow import extrapolated, judge, masked_lm, simulate, steps_until, study, two_parameters
 from isoloss.statistics.estimate import Estimate
@@ -82,30 +83,20 @@ def test_without_label_noise_only_what_is_off_the_minimizers_moves(settings):
     assert np.linalg.norm(moved - beside, axis=1).min() > 1e-3
 
 
-def test_rows_are_the_simulation(found):
-    row = next(row for row in found.rows if (row.batch_size, row.step_size, row.time) == (2, 0.05, pytest.approx(2)))
-    model = SMALL.model
-    assert row.flow_trace == pytest.approx(model.trace(model.flow(0.25)[None])[0], rel=1e-12)  # 2 / (4 * 2)
-    assert abs(row.trace.value / row.flow_trace - 1) < 0.02
-    assert abs(row.coefficient.value - 0.25) < 0.01
-    assert row.trace.samples == SMALL.trajectories
-
-
 def test_a_row_by_hand():
     """The only block's trajectories, simulated again, with the flow's point and all shares."""
-    from isoloss import seeds
-
-    row = study(FEW).rows[1]  # B = 1, the smaller step size
-    model, eta, n = FEW.model, 0.1, FEW.trajectories
-    generator = np.random.default_rng(seeds.derive(1, "sgd-flow", 1, "0.1", 0))
-    (theta,) = simulate(model, np.tile(model.minimizer, (n, 1)), step_size=eta, times=[0.5], generator=generator)
+    row = study(FEW).rows[3]  # B = 2, the smaller step size
+    model, n, size = FEW.model, FEW.trajectories, {"step_size": 0.1, "batch_size": 2}
+    generator = np.random.default_rng(seeds.derive(1, "sgd-flow", 2, "0.1", 0))
+    (theta,) = simulate(model, np.tile(model.minimizer, (n, 1)), **size, times=[0.5], generator=generator)
     assert row.time == pytest.approx(0.5)
     assert row.trace.value == pytest.approx(np.mean(model.trace(theta)))
     assert row.trace.stderr == pytest.approx(np.std(model.trace(theta), ddof=1) / math.sqrt(n))
-    point = model.flow(0.125)
+    point = model.flow(0.5 / (4 * 2))
+    assert row.flow_trace == pytest.approx(model.trace(point[None])[0], rel=1e-12)
     squares = [math.dist(one, point) ** 2 / math.dist(point, model.minimizer) ** 2 for one in theta]
     assert row.distance.value == pytest.approx(np.mean(squares))
-    assert row.coefficient.value == pytest.approx(model.reached(theta).value / 0.5)
+    assert row.coefficient.value == pytest.approx(2 * model.reached(theta).value / 0.5)
     assert row.error == pytest.approx(row.trace.value / row.flow_trace - 1)
     assert row.error_percent.endswith(" %")
     assert float(row.error_percent.split()[0]) == pytest.approx(100 * row.error, abs=0.5)
@@ -121,18 +112,6 @@ def test_limit_is_the_parabola_through_three_step_sizes(found):
     assert abs(limit.coefficient.value - 0.25) < 4 * limit.coefficient.stderr < 0.02
 
 
-def test_extrapolation_from_two_step_sizes_is_a_line():
-    at_zero = extrapolated([0.2, 0.1], [estimate(3.0, 0.3), estimate(2.5, 0.2)])
-    assert at_zero.value == pytest.approx(2.0)
-    assert at_zero.stderr == pytest.approx(math.hypot(0.3, 2 * 0.2))
-
-
-def test_blocks_draw_different_answers():
-    settings = dataclasses.replace(FEW, batch_sizes=(1,))
-    one, two = (study(dataclasses.replace(settings, trajectories=n)).rows[0].trace.value for n in (4096, 8192))
-    assert abs(two / one - 1) > 1e-9  # the same answers twice would give the same mean
-
-
 def test_the_same_seed_gives_the_same_numbers():
     assert study(FEW) == study(FEW)
     assert study(FEW).rows != study(dataclasses.replace(FEW, seed=2)).rows
@@ -144,6 +123,9 @@ def test_more_trajectories_than_a_block():
     found = study(settings, progress=done.append)
     assert [row.trace.samples for row in found.rows] == [4097, 4097]
     assert done[-1] == settings.num_steps == 2 * (steps_until(0.5, 0.2) + steps_until(0.5, 0.1))
+    # a block draws answers of its own: those of the first one again would give the same mean
+    one, two = (study(dataclasses.replace(settings, trajectories=n)).rows[0].trace.value for n in (4096, 8192))
+    assert abs(two / one - 1) > 1e-9
 
 
 @pytest.mark.parametrize("coefficient", [0.5, 0.125, 0.26])
@@ -154,51 +136,47 @@ def test_a_wrong_coefficient_is_not_shown(coefficient):
         assert verdicts(found.statements) == [False] * 4 + [True]
 
 
-def changed(limits, which, **changes):
-    return tuple(dataclasses.replace(row, **changes) if place == which else row for place, row in enumerate(limits))
-
-
-def test_the_batch_size_must_slow_the_flow(found):
-    wrong = changed(found.limits, 3, coefficient=estimate(0.125, 0.001))
-    assert judged(found, limits=wrong) == [True, True, False, True, True]
-    alone = dataclasses.replace(found, rows=found.rows[:6], limits=found.limits[:2])
-    assert judged(alone) == [True, True, False, True, True]
-
-
-def test_a_coefficient_that_says_nothing_is_not_shown(found):
-    vague = changed(found.limits, 1, coefficient=estimate(0.25, 0.03))
-    assert judged(found, limits=vague) == [True, False, False, True, True]
-
-
-def test_a_limit_off_the_flow_is_not_shown(found):
-    limit = found.limits[0]
-    off = limit.flow_trace + 4 * limit.trace.stderr
-    wrong = changed(found.limits, 0, trace=dataclasses.replace(limit.trace, value=off))
-    assert judged(found, limits=wrong) == [False, True, True, True, True]
-
-
-def test_parameters_that_stay_away_are_not_shown(found):
-    wrong = changed(found.limits, 1, distance=estimate(0.05, 0.01))
-    assert judged(found, limits=wrong) == [True, True, True, False, True]
-
-
-def test_errors_that_do_not_fall_are_not_shown(found):
-    # the first and the last step size exchanged
-    swapped = (*found.rows[4:6], *found.rows[2:4], *found.rows[:2], *found.rows[6:])
-    assert judged(dataclasses.replace(found, rows=swapped)) == [False, True, True, False, True]
-
-
-def test_a_control_that_drifts_is_not_shown(found):
-    lost = found.control[0]
-    assert judged(found, control=(lost, lost, lost - 0.001)) == [True] * 4 + [False]
-
-
 def test_the_control_comes_back_to_the_minimizers(found, found_masked):
     for result, settings in ((found, SMALL), (found_masked, MASKED)):
         assert len(result.control) == 1 + len(settings.times)
         off = float(settings.model.trace(settings.model.beside).mean())
         assert abs(result.control[0] - off) > 1e-3
         assert result.control == pytest.approx([result.control[0]] * 3, rel=1e-6)
+
+
+def test_extrapolation_from_two_step_sizes_is_a_line():
+    at_zero = extrapolated([0.2, 0.1], [estimate(3.0, 0.3), estimate(2.5, 0.2)])
+    assert at_zero.value == pytest.approx(2.0)
+    assert at_zero.stderr == pytest.approx(math.hypot(0.3, 2 * 0.2))
+
+
+def off_the_flow(limit):
+    return dataclasses.replace(limit.trace, value=limit.flow_trace + 4 * limit.trace.stderr)
+
+
+@pytest.mark.parametrize(
+    ("place", "changes", "lost"),
+    [
+        (3, {"coefficient": lambda _: estimate(0.125, 0.001)}, {2}),  # the batch size must slow the flow
+        (1, {"coefficient": lambda _: estimate(0.25, 0.03)}, {1, 2}),  # a coefficient that says nothing
+        (0, {"trace": off_the_flow}, {0}),
+        (1, {"distance": lambda _: estimate(0.05, 0.01)}, {3}),  # parameters that stay away
+    ],
+)
+def test_a_spoiled_limit_is_not_shown(found, place, changes, lost):
+    limits = list(found.limits)
+    limits[place] = dataclasses.replace(limits[place], **{name: of(limits[place]) for name, of in changes.items()})
+    assert {number for number, shown in enumerate(judged(found, limits=limits)) if not shown} == lost
+
+
+def test_what_lacks_a_batch_size_or_does_not_fall_or_drifts_is_not_shown(found):
+    alone = dataclasses.replace(found, rows=found.rows[:6], limits=found.limits[:2])
+    assert judged(alone) == [True, True, False, True, True]
+    # the first and the last step size exchanged
+    swapped = (*found.rows[4:6], *found.rows[2:4], *found.rows[:2], *found.rows[6:])
+    assert judged(dataclasses.replace(found, rows=swapped)) == [False, True, True, False, True]
+    lost = found.control[0]
+    assert judged(found, control=(lost, lost, lost - 0.001)) == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize(
@@ -213,19 +191,13 @@ def test_the_control_comes_back_to_the_minimizers(found, found_masked):
         ({"batch_sizes": (0, 1)}, "the batch sizes are 0, 1"),
         ({"trajectories": 1}, "trajectories is 1"),
         ({"coefficient": -0.25}, "the coefficient is -0.25"),
+        ({"start": 10.0}, r"the step size 0\.1 is too large for a Hessian of trace"),
+        ({"start": 1e200}, r"the step size 0\.1 is too large for a Hessian of trace inf"),
     ],
 )
 def test_what_is_refused(wrong, message):
     with pytest.raises(IsolossError, match=message):
-        _ = dataclasses.replace(SMALL, **wrong)
-
-
-@pytest.mark.parametrize("start", [1e200, 10.0])
-def test_steps_too_large_for_the_start_are_refused(start):
-    with pytest.raises(IsolossError, match=r"the step size 0\.1 is too large for a Hessian of trace"):
-        two_parameters(start=start)
-    if start == 10:
-        assert two_parameters(start=start, step_sizes=(0.01, 0.005)).trajectories == 65536
+        two_parameters(**wrong)
 
 
 def test_masked_lm_with_large_steps_is_refused():

@@ -62,13 +62,6 @@ def test_flow_is_the_projected_gradient_flow(p, start):
     assert model.flow(0.0) == pytest.approx(model.minimizer, rel=1e-12, abs=1e-12)
 
 
-def test_reached_is_the_time_of_the_flow():
-    theta = np.stack([MODEL.flow(0.2), MODEL.flow(0.6)])
-    found = MODEL.reached(theta)
-    assert found.value == pytest.approx(0.4, rel=1e-12)
-    assert found.stderr == pytest.approx(0.2, rel=1e-12)
-
-
 def test_reached_is_where_gradient_flow_of_the_loss_leads():
     """Gradient descent with a small step on the loss, without noise, to its end."""
     start, step = np.array([[1.7, 0.9]]), 1e-3

@@ -1,7 +1,7 @@
 """A study: does noise on the gradient find a flatter model of the same loss?"""
 
 from isoloss.run_config import ModelConfig, TrainConfig
-from isoloss.studies.spec import Experiment, Measurement, Scale, Study
+from isoloss.studies import Experiment, Measurement, Scale, Study
 from mylab.dice import DiceConfig
 from mylab.noise import GradientNoiseConfig
 

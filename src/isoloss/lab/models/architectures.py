@@ -5,12 +5,14 @@ An architecture is an `Architecture` object, registered in `isoloss.registry.MOD
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from isoloss.errors import IsolossError
-from isoloss.lab.models.sizes import BRACKET_SIZES, LSTM_SIZES, SIZES, BracketShape, LSTMShape, Shape, reshaped
+from isoloss.seeds import derive
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +24,122 @@ if TYPE_CHECKING:
 
 TOKEN_TYPES = 2  # rows of the token-type embedding, as BERT's tokenizers expect when they pair two sentences
 _LAYER_BYTES = 50_000  # of the Python objects of a layer, about
+
+# --- sizes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a transformer."""
+
+    d_model: int  # width of the hidden states
+    num_heads: int  # attention heads of each layer; they divide the width
+    num_layers: int
+    intermediate: int  # width inside the feed-forward blocks
+
+
+@dataclass(frozen=True)
+class LSTMShape:
+    """The shape of an LSTM."""
+
+    hidden: int  # width of each direction; tokens are embedded in `directions` times as many dimensions
+    num_layers: int  # each of all directions
+    directions: int = 2  # from left to right and from right to left; 1: from left to right only
+
+
+@dataclass(frozen=True)
+class BracketShape:
+    """The shape of the paper's model of brackets."""
+
+    key_width: int  # of queries and keys
+    neurons: int
+
+
+# Two for a laptop, and the rows of the paper's Tables 3 and 4, whose first two are the same. The feed-forward width is
+# 4 d_model, as appendix B.4.2 states it and as its expansion of a small model into a large one needs it; Table 4 prints
+# the column of Table 3 there, which is not 4 d_model from d320 on, nor that of the 950 million parameters in the text.
+SIZES: dict[str, Shape] = {
+    "d16": Shape(16, 1, 1, 64),
+    "d32": Shape(32, 1, 1, 128),
+    "d64": Shape(64, 1, 1, 256),
+    "d128": Shape(128, 2, 4, 512),
+    "d192": Shape(192, 3, 5, 768),
+    "d256": Shape(256, 4, 6, 1024),
+    "d320": Shape(320, 5, 6, 1280),
+    "d384": Shape(384, 6, 7, 1536),
+    "d512": Shape(512, 8, 8, 2048),
+    "d640": Shape(640, 10, 12, 2560),
+    "d768": Shape(768, 12, 12, 3072),
+    "d960": Shape(960, 15, 16, 3840),
+    "d1024": Shape(1024, 16, 16, 4096),
+    "d1280": Shape(1280, 20, 20, 5120),
+    "d1536": Shape(1536, 24, 24, 6144),
+    "d1920": Shape(1920, 30, 20, 7680),
+}
+
+# three for a laptop, and the paper's (appendix A.4): the i-th width with the i-th number of layers
+LSTM_SIZES: dict[str, LSTMShape] = {
+    "h16": LSTMShape(16, 1),
+    "h32": LSTMShape(32, 1),
+    "h64": LSTMShape(64, 2),
+    "h128": LSTMShape(128, 4),
+    "h256": LSTMShape(256, 6),
+    "h512": LSTMShape(512, 8),
+    "h768": LSTMShape(768, 12),
+    "h1024": LSTMShape(1024, 16),
+}
+
+BRACKET_SIZES: dict[str, BracketShape] = {f"m{neurons}": BracketShape(2, neurons) for neurons in (16, 64, 256)}
+
+
+def shape(name: str) -> Shape:
+    """Return the shape of a transformer by the name of its size, e.g. d128."""
+    if name not in SIZES:
+        raise IsolossError(f"there is no model size {name!r}; the sizes are {', '.join(SIZES)}")
+    return SIZES[name]
+
+
+def reshaped(
+    named: Shape,
+    *,
+    layers: int | None = None,
+    width: int | None = None,
+    heads: int | None = None,
+    ffn: int | None = None,
+) -> Shape:
+    """Return a shape with other numbers; None keeps the old one, but with a width, `ffn` is 4 times that.
+
+    Example:
+        >>> from isoloss.lab.models.architectures import reshaped, shape
+        >>> reshaped(shape("d64"), width=96, heads=6)
+        Shape(d_model=96, num_heads=6, num_layers=1, intermediate=384)
+    """
+    for name, number in {"layers": layers, "width": width, "heads": heads, "ffn": ffn}.items():
+        if number is not None and number < 1:
+            raise IsolossError(f"{name} is {number}; it must be at least 1")
+    d_model, num_heads = width or named.d_model, heads or named.num_heads
+    if d_model % num_heads:
+        divisors = ", ".join(str(n) for n in range(1, d_model + 1) if d_model % n == 0)
+        raise IsolossError(
+            f"{num_heads} heads cannot divide the width {d_model} evenly; the number of heads (--heads) can be "
+            f"{divisors}"
+        )
+    inner = ffn or (named.intermediate if width is None else 4 * width)
+    return Shape(d_model, num_heads, layers or named.num_layers, inner)
+
+
+# --- architectures
+
+
+@contextlib.contextmanager
+def seeded_weights(seed: int) -> Iterator[None]:
+    """Let torch draw on the CPU from the seed's stream `"weights"`, and leave the caller's random state alone."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        # the CPU's generator alone: torch.manual_seed would also reseed the GPUs, which fork_rng does not restore here
+        torch.default_generator.manual_seed(derive(seed, "weights"))
+        yield
 
 
 class Architecture:
@@ -46,11 +164,7 @@ class Architecture:
     has_compiled_loss = False
 
     def shape(self, config: ModelConfig) -> Any:
-        """Return the shape that a config describes: that of its size, but for what it sets itself.
-
-        Raises:
-            IsolossError: There is no such size, or the config sets what the architecture does not have.
-        """
+        """Return the shape of a config's size, but for what the config sets itself."""
         if config.size not in self.sizes:
             known = ", ".join(self.sizes)
             raise IsolossError(f"{config.architecture} has no model size {config.size!r}; its sizes are {known}")
@@ -71,10 +185,7 @@ class Architecture:
     def settings(
         self, shape: Any, dropout: float, *, pad_id: int, max_length: int, start_id: int | None, end_id: int | None
     ) -> dict[str, Any]:
-        """Return what the models' Hugging Face config takes besides the vocabulary, the padding and the kernel.
-
-        The shape comes from `shape`; the other arguments are as for `new_model`.
-        """
+        """Return what the models' Hugging Face config takes besides the vocabulary, the padding and the kernel."""
         raise NotImplementedError
 
     def new_model(
@@ -95,17 +206,8 @@ class Architecture:
         is left alone. Attention is transformers' eager kernel: as fast as the fused one at short lengths, made of
         operations that repeat bit for bit, and with second derivatives.
 
-        Args:
-            config: Shape and dropout.
-            vocab_size: Token ids that the model knows, the special ones included.
-            pad_id: Id of the padding.
-            max_length: Longest sentence, in tokens, the start included.
-            start_id: Id that a sentence of a causal model starts from: the checkpoint's bos.
-            end_id: Id that ends a sentence, the checkpoint's eos, or None.
-            seed: The experiment's seed; the stream is `"weights"`.
-
-        Raises:
-            IsolossError: An unknown size, a shape that cannot be, or a `pad_id` outside the vocabulary.
+        `vocab_size` counts the special ids, too, and `max_length` the start of a sentence. A causal model starts from
+        `start_id`, the checkpoint's bos; `end_id` is its eos.
 
         Example:
             >>> from isoloss.lab.models.architectures import BERT
@@ -113,8 +215,6 @@ class Architecture:
             >>> BERT.new_model(ModelConfig(size="d16"), vocab_size=34, pad_id=32, max_length=8, seed=0).num_parameters()
             4354
         """
-        from isoloss.lab.models.initial import seeded_weights
-
         if not 0 <= pad_id < vocab_size:
             raise IsolossError(
                 f"the padding's id is {pad_id}; it must be one of the model's ids, 0 to {vocab_size - 1}"
@@ -148,9 +248,9 @@ class Architecture:
     def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
         """Return (k, d): what the output layer turns into logits, at the k tokens where `predicted` (n, T) is true.
 
-        The model is of the class that `build` makes. The batch has `input_ids` and, where something is padded,
-        `attention_mask`, each (n, T). Here these are the output layer's inputs in a forward pass, whose logits of all
-        tokens are thrown away: an architecture that knows its head returns them without.
+        The batch has `input_ids` and, where something is padded, `attention_mask`, each (n, T). Here these are the
+        output layer's inputs in a forward pass, whose logits of all tokens are thrown away: an architecture that knows
+        its head returns them without.
         """
         inputs: list[torch.Tensor] = []
         handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
@@ -184,14 +284,7 @@ class Transformer(Architecture):
     default_size = "d64"
 
     def reshaped(self, named: Shape, config: ModelConfig) -> Shape:
-        """Return the shape of a config; see `Architecture.shape`.
-
-        Example:
-            >>> from isoloss.lab.models.architectures import BERT
-            >>> from isoloss.run_config import ModelConfig
-            >>> BERT.shape(ModelConfig(size="d64", heads=4))
-            Shape(d_model=64, num_heads=4, num_layers=1, intermediate=256)
-        """
+        """Return the shape of a config, which has no directions."""
         if config.directions != 2:
             raise IsolossError(
                 f"directions is {config.directions}, but {config.architecture} is not an LSTM: leave it out"
@@ -211,7 +304,7 @@ class Transformer(Architecture):
         return blocks + self.other_parameters(d, vocab_size, max_length, pad_id)
 
     def least_memory(self, shape: Shape, vocab_size: int, max_length: int, *, num_tokens: int) -> float:
-        """Return the bytes of weights, gradient and layers; see `Architecture.least_memory`."""
+        """Return the bytes of weights, gradient and layers."""
         num_parameters = self.num_parameters(shape, vocab_size, max_length)
         return _least_memory(num_parameters, shape.num_layers, shape.d_model, num_tokens)
 
@@ -310,13 +403,7 @@ class _Gated(Transformer):
         return shape
 
     def num_parameters(self, shape: Shape, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
-        """Return the number of parameters of the blocks and of `other_parameters`.
-
-        Example:
-            >>> from isoloss.lab.models.architectures import LLAMA, SIZES
-            >>> LLAMA.num_parameters(SIZES["d64"], vocab_size=34, max_length=8)
-            67904
-        """
+        """Return the number of parameters of the blocks and of `other_parameters`."""
         d, inner = shape.d_model, shape.intermediate
         blocks = shape.num_layers * (4 * d * d + 3 * d * inner + 2 * d)
         return blocks + self.other_parameters(d, vocab_size, max_length, pad_id)
@@ -381,14 +468,7 @@ class _LSTM(Architecture):
     supports_fsdp = False  # torch's LSTM kernels need full weights
 
     def reshaped(self, named: LSTMShape, config: ModelConfig) -> LSTMShape:
-        """Return the shape of a config; see `Architecture.shape`.
-
-        Example:
-            >>> from isoloss.lab.models.architectures import LSTM
-            >>> from isoloss.run_config import ModelConfig
-            >>> LSTM.shape(ModelConfig(architecture="lstm", size="h1024", layers=8, directions=1))
-            LSTMShape(hidden=1024, num_layers=8, directions=1)
-        """
+        """Return the shape of a config, which has no heads and no feed-forward width."""
         given = " and ".join(name for name in ("heads", "ffn") if getattr(config, name) is not None)
         if given:
             raise IsolossError(f"an LSTM has no attention heads and no feed-forward blocks: leave out {given}")
@@ -398,17 +478,12 @@ class _LSTM(Architecture):
         """Return k h V of the embedding, k (4 (k + 1) h^2 + 8 h) of each layer, and V of the decoder's bias.
 
         The width is h in each of k directions.
-
-        Example:
-            >>> from isoloss.lab.models.architectures import LSTM, LSTM_SIZES
-            >>> LSTM.num_parameters(LSTM_SIZES["h64"], vocab_size=34, max_length=8)
-            203042
         """
         h, k = shape.hidden, shape.directions
         return k * h * vocab_size + shape.num_layers * k * (4 * (k + 1) * h * h + 8 * h) + vocab_size
 
     def least_memory(self, shape: LSTMShape, vocab_size: int, max_length: int, *, num_tokens: int) -> float:
-        """Return the bytes of weights, gradient and layers; see `Architecture.least_memory`."""
+        """Return the bytes of weights, gradient and layers."""
         num_parameters = self.num_parameters(shape, vocab_size, max_length)
         return _least_memory(num_parameters, shape.num_layers, shape.directions * shape.hidden, num_tokens)
 
@@ -432,14 +507,7 @@ class _BracketAttention(Architecture):
     supports_fsdp = False  # the output layer is made of the weight at every step
 
     def reshaped(self, named: BracketShape, config: ModelConfig) -> BracketShape:
-        """Return the shape of a config: `width` is k and `ffn` is m; see `Architecture.shape`.
-
-        Example:
-            >>> from isoloss.lab.models.architectures import BRACKET_ATTENTION
-            >>> from isoloss.run_config import ModelConfig
-            >>> BRACKET_ATTENTION.shape(ModelConfig(architecture="bracket-attention", ffn=16))
-            BracketShape(key_width=2, neurons=16)
-        """
+        """Return the shape of a config: `width` is k and `ffn` is m."""
         if config.layers is not None or config.heads is not None or config.directions != 2:
             raise IsolossError("bracket-attention has one layer and one head: leave out layers, heads and directions")
         shape = BracketShape(config.width or named.key_width, config.ffn or named.neurons)
@@ -458,13 +526,7 @@ class _BracketAttention(Architecture):
         return super().build(config, language, seed=seed)
 
     def num_parameters(self, shape: BracketShape, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
-        """Return 4 T k of Q and K, 2 T m of V and m of u.
-
-        Example:
-            >>> from isoloss.lab.models.architectures import BRACKET_ATTENTION, BRACKET_SIZES
-            >>> BRACKET_ATTENTION.num_parameters(BRACKET_SIZES["m64"], vocab_size=8, max_length=7)
-            880
-        """
+        """Return 4 T k of Q and K, 2 T m of V and m of u."""
         return 4 * (max_length - 1) * shape.key_width + (2 * (max_length - 1) + 1) * shape.neurons
 
     def settings(self, shape: BracketShape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:

@@ -22,26 +22,16 @@ KINK = 1e-9  # cosine of a neuron and its input below which the input lies on th
 
 
 class BracketAttentionConfig(PreTrainedConfig):  # type: ignore[misc]
-    """The shape of the model, and how it reads token ids.
-
-    Attributes:
-        vocab_size: Token ids that the model knows.
-        max_position_embeddings: T + 1: the T brackets of the context and the answer.
-        key_width: k.
-        hidden_size: m, the number of neurons.
-        value_std: Standard deviation of the initial V. A large one makes features that cancel.
-        signs: Of each id the sign of a visible bracket and the sign of a hidden one; (0, 0): no token of a context. Ids
-            beyond the list have none either. The default is that of `isoloss.lab.languages.hidden_bracket`.
-        pad_token_id: Id of the padding.
-    """
+    """The shape of the model, and how it reads token ids: by default as `isoloss.lab.languages.hidden_bracket` does."""
 
     model_type = "isoloss-bracket-attention"
 
     vocab_size: int = 8
-    max_position_embeddings: int = 7
-    key_width: int = 2
-    hidden_size: int = 64
-    value_std: float = 0.7
+    max_position_embeddings: int = 7  # T + 1: the T brackets of the context and the answer
+    key_width: int = 2  # k
+    hidden_size: int = 64  # m, the number of neurons
+    value_std: float = 0.7  # of the initial V; a large one makes features that cancel
+    # of each id the sign of a visible bracket and of a hidden one; no token of a context has (0, 0), as further ids do
     signs: tuple[tuple[int, int], ...] = ((0, 0), (0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
     pad_token_id: int | None = 6
     tie_word_embeddings: bool = False
@@ -89,13 +79,6 @@ class BracketAttentionModel(BracketAttentionPreTrainedModel):
     """relu(V h), what the neurons say of a context; it is the state of every token, the answer's among them.
 
     The model reads T tokens and leaves out the answer. It has no masks: a context is always T tokens long.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.models.bracket_attention import BracketAttentionConfig, BracketAttentionModel
-        >>> model = BracketAttentionModel(BracketAttentionConfig(max_position_embeddings=3, hidden_size=4)).eval()
-        >>> model(torch.tensor([[2, 4, 7]])).last_hidden_state.shape
-        torch.Size([1, 3, 4])
     """
 
     def __init__(self, config: BracketAttentionConfig) -> None:
@@ -122,15 +105,12 @@ class BracketAttentionModel(BracketAttentionPreTrainedModel):
 
 
 class Answers(nn.Module):
-    """The output layer: f = u^T relu(V h) as logits f/2 and -f/2 of the two answers, and one far below of other ids.
-
-    Attributes:
-        read: u, a linear map to f.
-    """
+    """The output layer: f = u^T relu(V h) as logits f/2 and -f/2 of the two answers, and one far below of other ids."""
 
     def __init__(self, config: BracketAttentionConfig) -> None:
         super().__init__()
         self.num_ids = config.vocab_size
+        # u
         self.read = nn.Linear(config.hidden_size, 1, bias=False)
 
     @property

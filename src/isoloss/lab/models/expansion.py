@@ -26,29 +26,17 @@ from transformers import (
 
 from isoloss.checkpoints.loading import quiet
 from isoloss.errors import IsolossError
-from isoloss.lab.models.sizes import SIZES, Shape
+from isoloss.lab.models.architectures import SIZES, Shape
 
 Scale = Literal["exact", "balanced", "paper"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Where a parameter of the small model lies in the large one: copies of it in blocks, each divided by `divisor`.
+    """Where a parameter of the small model lies in the large one: copies of it in blocks, each divided by `divisor`."""
 
-    Attributes:
-        name: The large model's parameter that is made of the copies.
-        blocks: How many there are along each of its dimensions.
-        divisor: What each is divided by.
-
-    Example:
-        >>> from isoloss.lab.models.expansion import Part
-        >>> part = Part(name="attention.query.weight", blocks=(3, 3), divisor=3.0)
-        >>> part.copies, part.trace_factor
-        (9, 1.0)
-    """
-
-    name: str
-    blocks: tuple[int, ...]
+    name: str  # of the large model's parameter
+    blocks: tuple[int, ...]  # how many there are along each of its dimensions
     divisor: float
 
     @property
@@ -126,6 +114,8 @@ def expand(model: PreTrainedModel, into: Shape, *, embedding_scale: Scale = "exa
     The r copies of the token embedding E that the decoder multiplies must not add up to r times the logits: with
     `divisor` c of the embeddings, the last layer norm before the decoder is divided by r / c.
 
+    The large model has the same type and device, with dropout off.
+
     Args:
         model: A Hugging Face BERT or RoBERTa with its masked-language-model head, a RoBERTa-PreLayerNorm (which is
             isoloss's `bert-pre-ln`) or an OPT, in any floating-point type.
@@ -134,12 +124,6 @@ def expand(model: PreTrainedModel, into: Shape, *, embedding_scale: Scale = "exa
             the added layers of post-layer-norm models, docs/method/expansion.md). `balanced`: sqrt(r), which keeps the
             embeddings' part of the trace; the layer norm after them sees r times its eps. `paper`: r, as printed in
             appendix B.4.2; r^2 times the eps. The last two are not for OPT, whose embeddings have no layer norm.
-
-    Returns:
-        The large model, of the same type and on the same device, with dropout off, and where each parameter lies in it.
-
-    Raises:
-        IsolossError: A model of another architecture, or one that cannot be expanded to this shape, with the reason.
 
     Example:
         >>> import torch
@@ -191,18 +175,7 @@ def expand(model: PreTrainedModel, into: Shape, *, embedding_scale: Scale = "exa
 
 
 def shape_of(model: PreTrainedModel) -> Shape:
-    """Return the shape of a model that `expand` takes.
-
-    Raises:
-        IsolossError: A model of another architecture, or a variant of it that cannot be expanded.
-
-    Example:
-        >>> from isoloss.lab.models.architectures import BERT
-        >>> from isoloss.lab.models.expansion import shape_of
-        >>> from isoloss.run_config import ModelConfig
-        >>> shape_of(BERT.new_model(ModelConfig(size="d64"), vocab_size=34, max_length=8, pad_id=32, seed=0))
-        Shape(d_model=64, num_heads=1, num_layers=1, intermediate=256)
-    """
+    """Return the shape of a model that `expand` takes; other models are refused."""
     family, config = _family(model), model.config
     return Shape(
         config.hidden_size, config.num_attention_heads, config.num_hidden_layers, getattr(config, family.inner_width)
@@ -210,31 +183,17 @@ def shape_of(model: PreTrainedModel) -> Shape:
 
 
 def check_fits(small: Shape, large: Shape) -> None:
-    """Refuse a pair of shapes that the construction does not know how to fit together.
-
-    Raises:
-        IsolossError: The large width is not a multiple of the small one, heads differ in size (unless the small model
-            has one, whose size divides theirs), the feed-forward width is not a multiple, or there are fewer layers;
-            with the named sizes that would do.
-
-    Example:
-        >>> from isoloss.lab.models.expansion import SIZES, check_fits
-        >>> check_fits(SIZES["d128"], SIZES["d384"])
-        >>> check_fits(SIZES["d128"], SIZES["d192"])  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        isoloss.errors.IsolossError: a transformer of width 128 ... 192 is not a multiple of 128; the sizes that ...
-    """
+    """Refuse a pair of shapes that the construction does not know how to fit together, with the sizes that would do."""
     reason = _misfit(small, large)
     if reason is None:
         return
     fitting = ", ".join(name for name, other in SIZES.items() if _misfit(small, other) is None)
+    advice = f"the sizes that hold it are {fitting}"
+    if not fitting:
+        advice = "no named size holds it with its own layers, heads and feed-forward width"
     raise IsolossError(
         f"a transformer of width {_described(small)} cannot be expanded to one of width {_described(large)}: {reason}; "
-        + (
-            f"the sizes that hold it are {fitting}"
-            if fitting
-            else "no named size holds it with its own layers, heads and feed-forward width"
-        )
+        f"{advice}"
     )
 
 
@@ -339,24 +298,7 @@ def expand_mlp(mlp: nn.Sequential, factor: int) -> Expanded:
     stays. So hidden layers are `factor` copies divided by sqrt(factor), which rectifiers let through, and every
     parameter keeps its part of the Fisher's trace (`Part.trace_factor` is 1).
 
-    Args:
-        mlp: Linear layers with `nn.ReLU` or `nn.LeakyReLU` between them, at least one hidden layer.
-        factor: How many times as wide, at least 1.
-
-    Raises:
-        IsolossError: Other layers, or a factor below 1.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from isoloss.lab.models.expansion import expand_mlp
-        >>> small = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-        >>> large = expand_mlp(small, 2).model
-        >>> large[2].weight.shape
-        torch.Size([8, 8])
-        >>> x = torch.ones(5, 3, dtype=torch.float64)
-        >>> bool((large(x) - small(x)).abs().max() < 1e-12)
-        True
+    The layers are linear, with `nn.ReLU` or `nn.LeakyReLU` between them.
     """
     if factor < 1:
         raise IsolossError(f"the factor is {factor}; it must be at least 1")

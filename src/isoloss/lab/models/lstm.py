@@ -6,7 +6,6 @@ Shapes: n sentences, T tokens, h the width of each of k directions, V token ids.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,27 +18,16 @@ from isoloss.errors import IsolossError
 
 
 class LSTMConfig(PreTrainedConfig):  # type: ignore[misc]
-    """The shape of an LSTM.
-
-    Attributes:
-        vocab_size: Token ids that the model knows, V.
-        hidden_size: Width h of the states of each direction; tokens are embedded in k h dimensions.
-        num_hidden_layers: Layers, each of all directions.
-        num_directions: k; 2: from left to right and from right to left, 1: from left to right only.
-        hidden_dropout_prob: Dropout between the layers.
-        initializer_range: Standard deviation of the initial token embeddings.
-        pad_token_id: Id of the padding.
-        tie_word_embeddings: Whether the decoder's weight is the token embedding.
-    """
+    """The shape of an LSTM; the decoder's weight may be the token embedding."""
 
     model_type = "isoloss-lstm"
 
     vocab_size: int = 30522
-    hidden_size: int = 128
-    num_hidden_layers: int = 4
-    num_directions: int = 2
-    hidden_dropout_prob: float = 0.1
-    initializer_range: float = 0.02
+    hidden_size: int = 128  # h, the width of each direction's states; tokens are embedded in k h dimensions
+    num_hidden_layers: int = 4  # each of all directions
+    num_directions: int = 2  # k; 2: from left to right and from right to left, 1: from left to right only
+    hidden_dropout_prob: float = 0.1  # between the layers
+    initializer_range: float = 0.02  # standard deviation of the initial token embeddings
     pad_token_id: int | None = 0
     tie_word_embeddings: bool = True
 
@@ -93,10 +81,7 @@ class LSTMModel(LSTMPreTrainedModel):
         """Return the states of every token, `last_hidden_state` (n, T, k h); what it holds at padding means nothing.
 
         Without an attention mask (n, T) there is no padding. `output_hidden_states` asks for the embeddings and every
-        layer's states as `hidden_states`.
-
-        Raises:
-            IsolossError: Autocast to bfloat16 on a CPU that has no LSTM in it.
+        layer's states as `hidden_states`. Autocast to bfloat16 is refused on a CPU that has no LSTM in it.
         """
         on_cpu = input_ids.device.type == "cpu" and torch.is_autocast_enabled("cpu")
         if on_cpu and torch.get_autocast_dtype("cpu") == torch.bfloat16 and not has_bfloat16_lstm():
@@ -104,8 +89,9 @@ class LSTMModel(LSTMPreTrainedModel):
         order, reverse = _orders(input_ids, attention_mask)
         states = self.embeddings(_rows(input_ids, order))
         collected = [states]
-        has_second_derivatives = self.config._attn_implementation == "eager"
-        with _without_cudnn() if has_second_derivatives else contextlib.nullcontext():
+        # cuDNN's LSTM has no second derivatives
+        is_eager = self.config._attn_implementation == "eager"
+        with torch.backends.cudnn.flags(enabled=False) if is_eager else contextlib.nullcontext():
             for number, ahead in enumerate(self.forwards):
                 if number:
                     states = self.dropout(states)
@@ -124,16 +110,7 @@ class LSTMModel(LSTMPreTrainedModel):
 
 
 class LSTMForMaskedLM(LSTMPreTrainedModel):
-    """`LSTMModel` and a linear decoder with a bias, its weight the token embedding.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.models.lstm import LSTMConfig, LSTMForMaskedLM
-        >>> config = LSTMConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, pad_token_id=8)
-        >>> model = LSTMForMaskedLM(config).eval()
-        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
-        torch.Size([1, 3, 9])
-    """
+    """`LSTMModel` and a linear decoder with a bias, its weight the token embedding."""
 
     _tied_weights_keys = {"decoder.weight": "lstm.embeddings.weight"}  # noqa: RUF012  (transformers' own form)
 
@@ -185,17 +162,6 @@ def _orders(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tup
 def has_bfloat16_lstm() -> bool:
     """Return whether this CPU can run an LSTM under autocast to bfloat16."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-@contextlib.contextmanager
-def _without_cudnn() -> Iterator[None]:
-    """Keep torch from cuDNN's kernels while this is open."""
-    before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = before
 
 
 def _rows(values: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

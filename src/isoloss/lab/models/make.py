@@ -5,8 +5,6 @@ Shapes: n sentences, T tokens, k predicted positions, d the model's width.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -26,9 +24,6 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
 
     It is `Architecture.build`'s, with the dropout of `isoloss.lab.models.dropout`.
 
-    Raises:
-        IsolossError: There is no such architecture or shape.
-
     Example:
         >>> from isoloss import load_language
         >>> from isoloss.lab.models.make import make_model
@@ -44,13 +39,8 @@ def make_model(config: ModelConfig, language: Language, *, seed: int) -> PreTrai
 
 def architecture_of(model: nn.Module) -> Architecture | None:
     """Return the registered architecture whose class `model` has, or None."""
-    # By names, and with all registered ones in the key: an architecture that is registered later is found.
-    return _architecture_of(tuple(parent.__name__ for parent in type(model).__mro__), tuple(MODELS))
-
-
-@functools.lru_cache(maxsize=64)
-def _architecture_of(classes: tuple[str, ...], names: tuple[str, ...]) -> Architecture | None:
-    return next((a for a in map(MODELS.load, names) if a.model_class in classes), None)
+    classes = {parent.__name__ for parent in type(model).__mro__}
+    return next((a for a in map(MODELS.load, MODELS) if a.model_class in classes), None)
 
 
 def predicted_states(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -58,21 +48,7 @@ def predicted_states(model: nn.Module, batch: Batch) -> torch.Tensor:
 
     With W and b the weight and bias of `model.get_output_embeddings()`, the logits are `states @ W.T + b`. A causal
     model predicts label t + 1 at position t, any other model label t at position t. The batch has `input_ids`, `labels`
-    and, where something is padded, `attention_mask`, each (n, T).
-
-    Raises:
-        IsolossError: No registered architecture has the model's class.
-
-    Example:
-        >>> import torch
-        >>> from isoloss import load_language
-        >>> from isoloss.lab.models.make import IGNORED, make_model, predicted_states
-        >>> from isoloss.run_config import ModelConfig
-        >>> model = make_model(ModelConfig(size="d16"), load_language("pcfg-laptop"), seed=0)
-        >>> labels = torch.full((2, 8), IGNORED)
-        >>> labels[:, 3] = 5
-        >>> predicted_states(model, {"input_ids": torch.zeros(2, 8, dtype=torch.int64), "labels": labels}).shape
-        torch.Size([2, 16])
+    and, where something is padded, `attention_mask`, each (n, T). The model is of a registered architecture.
     """
     architecture = architecture_of(model)
     if architecture is None:

@@ -44,24 +44,11 @@ class TrainerState:
 
 
 def save(
-    path: Path,
-    model: Any,
-    tensors: Mapping[str, torch.Tensor],
-    state: TrainerState,
-    *,
-    tokenizer: Any = None,
+    path: Path, model: Any, tensors: Mapping[str, torch.Tensor], state: TrainerState, *, tokenizer: Any = None
 ) -> None:
     """Write the checkpoint `path`, whole or not at all; one that is there is replaced.
 
-    Args:
-        path: The folder.
-        model: A transformers model.
-        tensors: The training algorithm's state.
-        state: Where the run stands.
-        tokenizer: Saved along, so that the folder can be used by itself.
-
-    Raises:
-        IsolossError: The weights are not all finite, or the folder cannot be written.
+    `tensors` is the training algorithm's state. A tokenizer goes along, so that the folder can be used by itself.
     """
     # a finite loss can have an update that is not, and every later start would go on from what is saved here
     for name, parameter in model.named_parameters():
@@ -89,11 +76,7 @@ def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
 
 
 def load(path: Path, model: torch.nn.Module, *, config: TrainConfig) -> tuple[TrainerState, dict[str, torch.Tensor]]:
-    """Put a checkpoint's weights into `model`, and return where the run stood and the training algorithm's tensors.
-
-    Raises:
-        IsolossError: The checkpoint is damaged, or of another config; the fields that differ are named.
-    """
+    """Put a checkpoint's weights into `model`, and return where the run stood and the training algorithm's tensors."""
     state = read_state(path)
     if differing := configs.differences(config, state.config):
         raise IsolossError(f"{path} is a checkpoint of another config ({'; '.join(differing)}): {_REMEDY}")
@@ -104,8 +87,7 @@ def load(path: Path, model: torch.nn.Module, *, config: TrainConfig) -> tuple[Tr
 def load_branch(path: Path, config: TrainConfig) -> dict[str, torch.Tensor]:
     """Return the training algorithm's tensors at a checkpoint of another run, for a run that begins there.
 
-    Raises:
-        IsolossError: They are of another optimizer or algorithm, there are none, or the two runs have one seed.
+    Another optimizer or algorithm, no tensors, and two runs of one seed are refused.
     """
     state = read_state(path)
     parent = configs.from_dict(TrainConfig, state.config)
@@ -131,11 +113,7 @@ def load_branch(path: Path, config: TrainConfig) -> dict[str, torch.Tensor]:
 
 
 def load_weights(path: Path, model: torch.nn.Module) -> str:
-    """Put the weights of the checkpoint folder `path`, made by isoloss or not, into `model`; return their SHA-256.
-
-    Raises:
-        IsolossError: The weights cannot be read, or are not exactly those of `model`, in names and shapes.
-    """
+    """Put the weights of the checkpoint folder `path`, made by isoloss or not, into `model`; return their SHA-256."""
     source = path / WEIGHTS
     if not source.is_file():
         raise IsolossError(f"{path} is not a checkpoint folder: it has no {WEIGHTS}")
@@ -189,11 +167,7 @@ _REMEDY = "delete its folder and those of later steps to go on from an earlier c
 
 
 def read_state(path: Path) -> TrainerState:
-    """Return where the run stood at a checkpoint.
-
-    Raises:
-        IsolossError: One of the checkpoint's files is not the one that training wrote.
-    """
+    """Return where the run stood at a checkpoint; files that are not those that training wrote are refused."""
     document = _read_trainer(path)
     hashes = document.pop("sha256")
     for name, recorded in hashes.items():

@@ -1,29 +1,45 @@
-"""The process group that trains one model: how it is joined, its collective operations, how it ends.
+"""Several processes that train one model: their group, and how they put a gradient together (DDP, FSDP2).
 
 `torchrun` and `accelerate launch` start one process a device and put its rank into the environment. Rank 0 is the
 process that writes files and prints for the user.
+
+Each process takes the gradient of its own sentences, and torch averages the gradients over the processes. So each
+process multiplies its mean loss by (its predicted tokens) / (all predicted tokens) and by the number of processes: the
+average is then the gradient of the mean over all predicted tokens, whichever process has which.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import inspect
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import distributed
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from isoloss.errors import IsolossError
 from isoloss.machine import resolve_device
 
 TIMEOUT = timedelta(minutes=30)  # for a process that lives and does not answer; rank 0 may be measuring or saving
+
+# buffers are constants, sent to nobody at each step; torch 2.13 has a new name for that
+_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
+
+Function = Callable[..., torch.Tensor]  # of a model and anything else
 
 
 class ProcessLost(IsolossError):  # noqa: N818  (it is the other one that failed)
@@ -36,12 +52,6 @@ class ProcessGroup:
 
     Every method but `rows`, `count`, `device` and `is_first_to_report` is called by all of them, in the same order.
 
-    Attributes:
-        rank: This process, from 0.
-        world_size: How many there are.
-        local_rank: This process among those of its machine, from 0.
-        store: How they find each other, if this module made the group.
-
     Example:
         >>> from isoloss.lab.training.distributed import ProcessGroup
         >>> one = ProcessGroup()
@@ -51,8 +61,8 @@ class ProcessGroup:
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
-    store: Any = None
+    local_rank: int = 0  # among the processes of its machine
+    store: Any = None  # how they find each other, if this module made the group
 
     @property
     def is_main(self) -> bool:
@@ -74,11 +84,7 @@ class ProcessGroup:
         return len(range(self.rank, n, self.world_size))
 
     def device(self, name: str) -> torch.device:
-        """Return this process's device of the kind `name`: of CUDA devices, the one with its local rank.
-
-        Raises:
-            IsolossError: As for `isoloss.machine.resolve_device`, or there are fewer devices than processes.
-        """
+        """Return this process's device of the kind `name`: of CUDA devices, the one with its local rank."""
         device = resolve_device(name)
         if self.world_size == 1 or device.type == "cpu":
             return device
@@ -132,16 +138,12 @@ class ProcessGroup:
             except IsolossError as raised:
                 error = raised
         # where nothing failed the text is empty; the others wait here until the function is done
-        if text := self._text_from_main("" if error is None else str(error)):
-            raise error or IsolossError(text)
-
-    def _text_from_main(self, text: str) -> str:
-        if self.world_size == 1:
-            return text
-        texts = [text]
-        with _listening():
-            distributed.broadcast_object_list(texts)
-        return texts[0]
+        texts = ["" if error is None else str(error)]
+        if self.world_size > 1:
+            with _listening():
+                distributed.broadcast_object_list(texts)
+        if texts[0]:
+            raise error or IsolossError(texts[0])
 
     def is_first_to_report(self) -> bool:
         """Whether no other process has called this: where all of them fail, one says why.
@@ -162,10 +164,7 @@ def process_group() -> Iterator[ProcessGroup]:
 
     It is torch's default process group. Where there is none and the environment says that there are several processes,
     the group is made, with gloo for the CPU and NCCL for CUDA devices, and destroyed at the end; one that was there
-    stays, and needs a backend for tensors of the CPU.
-
-    Raises:
-        ProcessLost: Another process has gone.
+    stays, and needs a backend for tensors of the CPU. Where another process has gone, this raises `ProcessLost`.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if distributed.is_initialized():
@@ -227,11 +226,6 @@ def _listening() -> Iterator[None]:
 # --- tensors sharded over processes, as FSDP2 leaves parameters; a plain tensor is its own only shard
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is sharded over processes."""
-    return isinstance(tensor, DTensor)
-
-
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's shard of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -251,13 +245,117 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norm over all elements of all tensors, in the shards of all processes: a scalar.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.training.distributed import total_norm
-        >>> float(total_norm([torch.tensor([3.0]), torch.tensor([0.0, 4.0])]))
-        5.0
-    """
+    """Return the Euclidean norm over all elements of all tensors, in the shards of all processes: a scalar."""
     norm = torch.nn.utils.get_total_norm(tensors)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+# --- how a gradient is put together from the processes' parts of a batch
+
+
+class SingleProcess:
+    """One process: a gradient is what backward gives; `DDP` and `FSDP` are variations, for the processes of `group`."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup | None = None) -> None:
+        self._model = model
+        self.group = group or ProcessGroup()
+
+    def loss(self, function: Function, *arguments: Any) -> torch.Tensor:
+        """Return `function(model, *arguments)`, whose backward pass ends with the gradients of all processes."""
+        return function(self._model, *arguments)
+
+    def auxiliary(self, function: Function, *arguments: Any) -> torch.Tensor:
+        """Return `function(model, *arguments)`, whose backward pass comes before that of a `loss`.
+
+        The processes' gradients are averaged by the latter.
+        """
+        return function(self._model, *arguments)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep gradients of losses that are computed while this is open to their process, where that is possible."""
+        return contextlib.nullcontext()
+
+    def full_model(self) -> Any:
+        """Return the model with full parameters in rank 0, and None elsewhere; all processes call this."""
+        return self._model if self.group.is_main else None
+
+
+class DDP(SingleProcess):
+    """Distributed data parallel: every process has the same whole model, and backward averages the gradients."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+        super().__init__(model, group)
+        self._ddp = DistributedDataParallel(_Applied(model), **_BUFFERS)
+
+    def loss(self, function: Function, *arguments: Any) -> torch.Tensor:
+        """Return a loss whose backward pass averages all gradients so far; see `SingleProcess.loss`."""
+        value: torch.Tensor = self._ddp(function, *arguments)
+        return value
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep gradients to this process; see `SingleProcess.no_sync`."""
+        return self._ddp.no_sync()
+
+
+class FSDP(SingleProcess):
+    """FSDP2: every process has a shard of each parameter, its gradient and the optimizer's state.
+
+    Gradients are averaged at every backward pass: keeping them to their process would take full ones in each.
+    """
+
+    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+        super().__init__(model, group)
+        # what is saved and measured: made before the parameters are cut, and on the CPU, so that the device holds no
+        # second model
+        self._full = copy.deepcopy(model).cpu() if group.is_main else None
+        mesh = init_device_mesh(next(model.parameters()).device.type, (group.world_size,))
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        self._root = _Applied(model)
+        # blocks first: a call takes all parameters below it that no earlier one has, and the root what is left
+        for module in [*(block for blocks in lists for block in blocks), self._root]:
+            module.register_forward_hook(_own_memory)
+            sharded = fully_shard(module, mesh=mesh)
+            # gloo's own average is a sum in torch 2.8
+            if mesh.device_type == "cpu":
+                sharded.set_force_sum_reduction_for_comms(True)
+
+    def loss(self, function: Function, *arguments: Any) -> torch.Tensor:
+        """Return a loss whose backward pass ends with the average in shards; see `SingleProcess.loss`."""
+        value: torch.Tensor = self._root(function, *arguments)
+        return value
+
+    auxiliary = loss  # only the hooks around the root's forward pass put parameters together
+
+    def full_model(self) -> Any:
+        """Return a copy of the model on the CPU in rank 0; see `SingleProcess.full_model`."""
+        targets = {} if self._full is None else dict(self._full.cpu().named_parameters())
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                # called in every process, as each sends its shard
+                value = full_tensor(parameter)
+                if name in targets:
+                    targets[name].copy_(value)
+        return self._full
+
+
+class _Applied(nn.Module):
+    """A model whose forward pass is any function of it: what DDP and FSDP put their hooks around."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Function, *arguments: Any) -> torch.Tensor:
+        return function(self.model, *arguments)
+
+
+def _own_memory(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Return a module's output, copied if it is a view, which FSDP2 cannot hook its backward pass onto."""
+    return output.clone() if isinstance(output, torch.Tensor) and output._base is not None else output
+
+
+def make_parallel(model: nn.Module, parallel: Literal["ddp", "fsdp"], group: ProcessGroup) -> SingleProcess:
+    """Return how the processes of `group` train `model`, which is on its device."""
+    if group.world_size == 1:
+        return SingleProcess(model, group)
+    return DDP(model, group) if parallel == "ddp" else FSDP(model, group)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from isoloss.errors import IsolossError
@@ -60,7 +61,7 @@ def adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
 def sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return SGD: b <- momentum b + g + w theta, theta <- theta - eta b, where b starts at the first g + w theta."""
     # torch fuses AdamW on shards of parameters, too, but not SGD
-    fused = not any(distributed.is_sharded(p) for group in groups for p in group["params"])
+    fused = not any(isinstance(p, DTensor) for group in groups for p in group["params"])
     return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
 
 
@@ -175,11 +176,7 @@ class Optimizer:
         return distributed.total_norm([p.grad for p in self.parameters if p.grad is not None])
 
     def update(self, number: int, *, with_norm: bool) -> tuple[float, float | None]:
-        """Make the update of step `number` from the gradients.
-
-        Returns:
-            The learning rate, and the norm of the gradient before clipping; None where it was not asked for.
-        """
+        """Make the update of step `number`; return the rate and, if asked for, the norm before clipping."""
         if self._compiled is not None:
             self._compiled.collect_gradients()
         rate = learning_rate(self._config, number, total=self._total)
@@ -203,11 +200,7 @@ class Optimizer:
 
     @contextlib.contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Give the model the weights that are saved and measured, for a while.
-
-        These are the trained weights, except with `schedule-free` and `lawa`, which save and measure an average of
-        them.
-        """
+        """Give the model the weights that are saved and measured, for a while: of `lawa` and the like, an average."""
         trained = [p.detach().clone() for p in self.parameters] if self._averaging else []
         self.to_evaluated()
         try:
@@ -270,11 +263,7 @@ class Optimizer:
         return {f"{what}/{name}": own for name, own in self._compiled.by_name(number, tensor).items()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state` returned.
-
-        Raises:
-            IsolossError: A name that is no parameter of the model, or a tensor of another shape.
-        """
+        """Take over what `state` returned; names and shapes of another model are refused."""
         nothing: list[list[dict[str, Any]]] = [[{} for _ in optimizer.param_groups] for optimizer in self._optimizers]
         settings: dict[str, Any] = {"values": {}, "strides": {}, "counts": nothing}
         if _SETTINGS in state:

@@ -41,8 +41,7 @@ from isoloss.lab.training.algorithms.base import (
     without_dropout,
 )
 from isoloss.lab.training.checkpoints import TrainerState
-from isoloss.lab.training.data_parallel import make_parallel
-from isoloss.lab.training.distributed import ProcessGroup, process_group
+from isoloss.lab.training.distributed import ProcessGroup, make_parallel, process_group
 from isoloss.lab.training.objectives import prediction_loss, training_batch
 from isoloss.lab.training.process import process_settings, seed_dropout, signals
 from isoloss.lab.training.tensorboard import TensorBoard
@@ -59,11 +58,7 @@ REPORT_SECONDS = 1.0  # between two calls of `progress`
 
 
 class Interrupted(IsolossError):  # noqa: N818  (nothing went wrong)
-    """Training stopped on a signal with everything saved; training the same run again goes on from there.
-
-    Attributes:
-        step: Steps made.
-    """
+    """Training stopped on a signal after `step` steps, all saved; training the same run again goes on from there."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"interrupted after step {step}, which is saved; run it again to go on from there")
@@ -72,21 +67,13 @@ class Interrupted(IsolossError):  # noqa: N818  (nothing went wrong)
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """How far a run is."""
 
-    Attributes:
-        step: Steps made, those of earlier processes included.
-        steps: Steps of the whole run.
-        loss_nats: Mean loss of the steps since the last report.
-        tokens_per_second: Over this process's steps; padding is not counted.
-        seconds: Since this process began to train.
-    """
-
-    step: int
-    steps: int
-    loss_nats: float
-    tokens_per_second: float
-    seconds: float
+    step: int  # steps made, those of earlier processes included
+    steps: int  # of the whole run
+    loss_nats: float  # mean of the steps since the last report
+    tokens_per_second: float  # over this process's steps; padding is not counted
+    seconds: float  # since this process began to train
 
 
 def train(
@@ -104,34 +91,30 @@ def train(
     The run's files are those that `isoloss.runs` lists. On one device and with one number of threads they are, all but
     log.jsonl, the same bytes however often the process was stopped or killed. metrics.jsonl gets a line every
     `log_every` steps and at the last one: `loss_nats` is the mean since the line before, `learning_rate`, `grad_norm`
-    (before clipping) and the algorithm's own numbers are of that step. Every `measure_every` steps it holds what
-    `measure` returns for the model after that step, which changes nothing in training. In a run with stages, a line
-    also has the `stage`, counted from 1, and the last line of a stage `stage_ended`: why it ended. Ctrl-C and SIGTERM
-    end the current step, save it and raise `Interrupted`; a second one stops at once. The number of threads and the
-    random state of the CPU and of the training device are left as they were.
+    (before clipping) and the algorithm's own numbers are of that step. In a run with stages, a line also has the
+    `stage`, counted from 1, and the last line of a stage `stage_ended`: why it ended. Ctrl-C and SIGTERM end the
+    current step, save it and raise `Interrupted`; a second one stops at once. The number of threads and the random
+    state of the CPU and of the training device are left as they were.
 
     Where several processes call this together (`isoloss.lab.training.distributed.process_group`), each takes its part
-    of every batch, and rank 0 writes the files. The batch of a step is the same for any number of them, and so is the
-    gradient, up to rounding; dropout and what is per rank are not. A run may go on with any number of processes, and
-    with the same number it goes on bit for bit.
+    of every batch. Rank 0 writes the files and calls `progress`, `measure` and `validate`. The batch of a step is the
+    same for any number of processes, and so is the gradient, up to rounding; dropout and what is per rank are not. A
+    run may go on with any number of processes, and with the same number it goes on bit for bit.
 
     Args:
         run: The directory; new, or of the same config.
         config: What to train.
         language: The language that `config.language` describes; if it has a `tokenizer`, checkpoints hold it too.
-        progress: Called about once a second and at the end; of several processes, in rank 0.
+        progress: Called about once a second and at the end.
         task_examples: The training set of a downstream task, for an algorithm that asks for one.
-        measure: Called with the model in eval mode at the steps that `config.measure_every` names; of several
-            processes, in rank 0.
-        validate: Called with what a stage has a target for and the model in eval mode, whenever these are compared; of
-            several processes, in rank 0, which decides for all.
+        measure: Called with the model in eval mode every `config.measure_every` steps, for the line of that step; it
+            changes nothing in training.
+        validate: Called with "kl" or "loss", for which a stage has a target, and the model in eval mode, whenever
+            these are compared.
 
     Raises:
-        IsolossError: A config that `isoloss.config.check` refuses; a directory of another config, in use by another
-            process, or with a damaged checkpoint; initial weights that do not fit; task examples, a `measure` or a
-            `validate` that are asked for and missing; exact labels where the language has none; a batch that does not
-            divide equally among the processes; a compiled step where it cannot run; too little memory; or a loss
-            that is not finite.
+        IsolossError: A config, language or callable that cannot be trained with; a directory of another config, in use,
+            or with a damaged checkpoint; initial weights that do not fit; too little memory; a loss that is not finite.
         ProcessLost: Another process has gone.
         Interrupted: A signal came, to any of the processes.
     """
@@ -167,8 +150,8 @@ def train(
 class Training:
     """One process's work on a run; the arguments are those of `train`.
 
-    With several processes, each makes the same calls in the same order, as whatever needs all shards or a sum waits for
-    the others. What depends on files or on time is therefore decided in rank 0 and told to the others.
+    Several processes make the same calls in the same order, as whatever needs all shards or a sum waits for the others.
+    So what depends on files or on time is decided in rank 0 and told to the others.
     """
 
     run: Run
@@ -453,13 +436,8 @@ class Training:
                 targets_reached=self.stages.reached,
                 metrics_sha256=_flush_metrics(self.run),
             )
-            checkpoints.save(
-                self.run.checkpoint(self.step),
-                model,
-                tensors,
-                state,
-                tokenizer=getattr(self.language, "tokenizer", None),
-            )
+            tokenizer = getattr(self.language, "tokenizer", None)
+            checkpoints.save(self.run.checkpoint(self.step), model, tensors, state, tokenizer=tokenizer)
             # only now: killed at any moment, the run has a whole checkpoint
             checkpoints.remove_except(self.run, {*self.kept_steps, self.step})
 
@@ -562,11 +540,7 @@ def check_compiled(device: torch.device, group: ProcessGroup) -> None:
 
 
 def is_complete(run: Run, config: TrainConfig, group: ProcessGroup) -> bool:
-    """Return whether `run` is complete, the same for all processes of `group`, which call this together.
-
-    Raises:
-        IsolossError: It is the complete run of another config.
-    """
+    """Return whether `run` is complete, in all processes of `group` together; one of another config is refused."""
     if not group.from_main(run.complete):
         return False
     # of a run that exists, this compares the configs and writes nothing
@@ -574,7 +548,7 @@ def is_complete(run: Run, config: TrainConfig, group: ProcessGroup) -> bool:
     return True
 
 
-# --- stages, batches, time and metrics.jsonl
+# --- stages, time and metrics.jsonl
 
 
 class Stages:
@@ -689,14 +663,7 @@ def _flush_metrics(run: Run) -> str:
 def _truncate_metrics(run: Run, step: int, count: int, sha256: str) -> None:
     """Keep the `count` lines up to `step`; a killed process may have left more, and half a line after them.
 
-    Args:
-        run: The run.
-        step: How many steps were made.
-        count: How many lines these steps have.
-        sha256: Of these lines, as the checkpoint has it; empty: the checkpoint does not say.
-
-    Raises:
-        IsolossError: The lines are not there, not of these steps, or changed.
+    Refuse lines that are not there, not of these steps, or of another SHA-256; empty: the checkpoint does not say.
     """
     path = run.path / "metrics.jsonl"
     content = path.read_bytes() if path.exists() else b""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isoloss.lab.models.sizes import LSTMShape
+from isoloss.lab.models.architectures import LSTMShape
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.studies.plan import Expected, Resources

@@ -17,7 +17,7 @@ from isoloss.report import charts
 from isoloss.report.data import KL, LOSS, MARKERS, MINIMAL_TRACE, TRACE, Column, Style, column_of
 from isoloss.report.study_page import Figure
 from isoloss.statistics.estimate import number
-from isoloss.studies.page import PageParts
+from isoloss.studies import PageParts
 from isoloss.studies.results import Results
 
 # on a logarithmic axis, as models of about one loss are compared with much worse ones

@@ -19,8 +19,8 @@ from isoloss.paper.reproduction import costs
 from isoloss.paper.reproduction.costs import Tokens
 from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig, OptimizerConfig, StageConfig, TrainConfig
+from isoloss.studies import Experiment, Measurement
 from isoloss.studies.plan import Resources
-from isoloss.studies.spec import Experiment, Measurement
 
 FIGURE_1 = "figure 1"  # which on the page shows cooldowns too
 SGD_SAMPLED, SGD_EXACT = "sgd-sampled", "sgd-exact"

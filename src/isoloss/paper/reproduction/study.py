@@ -13,10 +13,10 @@ from isoloss.paper.reproduction.cpu_scales import EVENING, LAPTOP, SMOKE
 from isoloss.paper.reproduction.gpu_scales import AUTHORS, PAPER, WORKSTATION
 from isoloss.paper.reproduction.tables import tables
 from isoloss.report.html import Card, Tone
+from isoloss.studies import Study
 from isoloss.studies.answer import card_of
 from isoloss.studies.claims import Answer, Claim, ClaimResult, Verdict
 from isoloss.studies.results import Results
-from isoloss.studies.spec import Study
 
 # --- what is claimed --------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForMaskedLM
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.brackets import Brackets
-from isoloss.lab.models.initial import seeded_weights
+from isoloss.lab.models.architectures import seeded_weights
 from isoloss.paper.theory.brackets import each_bracket_hidden
 from isoloss.paper.theory.statements import Statement, counter, mean_and_stderr
 
@@ -151,13 +151,6 @@ def curvature(model: EnumerableModel, theta: torch.Tensor, conditionals: torch.T
 
     With `L = -sum_x w(x) sum_y q(y|x) log f(y|x)` and `g(x, y)` the gradient of `-log f(y|x)`, the covariance is
     `sum_x w(x) sum_y q(y|x) g g^T - (grad L)(grad L)^T`. `theta` is (P,), `conditionals` are the (n, V) true q.
-
-    Example:
-        >>> from isoloss.paper.theory.bartlett import curvature, softmax_model
-        >>> model = softmax_model(seed=0)
-        >>> truth = model.log_probs(model.teacher).exp()
-        >>> curvature(model, model.teacher, truth).gap < 1e-10, curvature(model, model.teacher + 0.1, truth).gap > 1e-3
-        (True, True)
     """
     theta = theta.detach().requires_grad_()
     log_probs = model.log_probs(theta)
@@ -208,12 +201,11 @@ def study(
             truth = model.log_probs(model.teacher).exp().detach()
             generator = seeds.generator(seed, "bartlett", "direction", index)
             draw = torch.randn(len(model.teacher), generator=generator, dtype=torch.float64)
-            path = []
+            paths.append([])
             for radius in (0.0, *RADII):
-                path.append(curvature(model, model.teacher + radius * (draw / draw.norm()), truth))
+                paths[-1].append(curvature(model, model.teacher + radius * (draw / draw.norm()), truth))
                 count()
-            paths.append(path)
-        rows += [_row(model.name, radius, [path[i] for path in paths]) for i, radius in enumerate((0.0, *RADII))]
+        rows += [_row(model.name, *at) for at in zip((0.0, *RADII), zip(*paths, strict=True), strict=True)]
         statements += _judge(model.name, paths)
     return Result(rows=tuple(rows), statements=tuple(statements))
 

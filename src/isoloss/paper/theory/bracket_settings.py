@@ -35,11 +35,7 @@ class Settings:
         check(self)
 
     def check_fields(self) -> None:
-        """Check what a range does not say.
-
-        Raises:
-            IsolossError: Lengths that cannot be visited, an order that is not increasing, or too many training sets.
-        """
+        """Refuse lengths that cannot be visited, an order that is not increasing, and too many training sets."""
         if not self.lengths or list(self.lengths) != sorted(set(self.lengths) & set(LENGTHS)):
             raise IsolossError(
                 f"the lengths are {_list(self.lengths)}; choose from {_list(LENGTHS)}, increasing, to visit every input"

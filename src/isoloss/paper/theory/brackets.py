@@ -7,6 +7,7 @@ its `Weights`, with the paper's factor: f = 1/m u^T relu(V h).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,9 +62,9 @@ def pretraining_inputs(length: int) -> Inputs:
     """Return every sentence with each of its brackets hidden in turn, under both signs that may hide it.
 
     Example:
-        >>> from isoloss.paper.theory.brackets import num_inputs, pretraining_inputs
-        >>> len(pretraining_inputs(6).y), num_inputs(6)
-        (240, 240)
+        >>> from isoloss.paper.theory.brackets import pretraining_inputs
+        >>> len(pretraining_inputs(6).y)  # 2 T C(T, T/2)
+        240
     """
     language = _language(length)
     tokens, hidden = each_bracket_hidden(language)
@@ -82,23 +83,10 @@ def downstream_inputs(length: int) -> Inputs:
 
 
 def each_bracket_hidden(language: Brackets) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return every sentence T times, (T C(T, T/2), T), and with it (T C(T, T/2), T) bool, true at a bracket each time.
-
-    Example:
-        >>> from isoloss.lab.languages.brackets import Brackets
-        >>> from isoloss.paper.theory.brackets import each_bracket_hidden
-        >>> tokens, hidden = each_bracket_hidden(Brackets(2))
-        >>> tokens.tolist(), hidden.long().tolist()
-        ([[0, 1], [0, 1], [1, 0], [1, 0]], [[1, 0], [0, 1], [1, 0], [0, 1]])
-    """
+    """Return every sentence T times, (T C(T, T/2), T), and with it bool, true at one of its brackets each time."""
     sentences = all_sentences(language)[0].tokens
     hidden = torch.eye(language.length, dtype=torch.bool).repeat(len(sentences), 1)
     return sentences.repeat_interleave(language.length, dim=0), hidden
-
-
-def num_inputs(length: int) -> int:
-    """Return the number of inputs of the pre-training task: 2 T C(T, T/2)."""
-    return 2 * length * math.comb(length, length // 2)
 
 
 def _language(length: int) -> Brackets:
@@ -134,11 +122,6 @@ def bound(length: int, width: int) -> float:
     """Return 4 / (m sqrt(T)), the least trace at zero loss.
 
     The paper has sqrt(4 / T) for every m; the two agree at m = 2.
-
-    Example:
-        >>> from isoloss.paper.theory.brackets import bound
-        >>> bound(4, 2), bound(4, 8)
-        (1.0, 0.25)
     """
     return 4 / (width * math.sqrt(length))
 
@@ -157,7 +140,7 @@ class Parts(NamedTuple):
 def parts(model: Weights, z: torch.Tensor, *, count_kink: bool = False) -> Parts:
     """Return the squared gradients of f, differentiable by the weights almost everywhere."""
     m = len(model.output)
-    by_row = squares(_without_factor(model), z, count_kink=count_kink)
+    by_row = squares(model._replace(output=model.output / m), z, count_kink=count_kink)
     return Parts(
         outputs=by_row.outputs,
         neurons=by_row.output.sum(dim=1) / m**2 + by_row.value.sum(dim=1),
@@ -166,11 +149,6 @@ def parts(model: Weights, z: torch.Tensor, *, count_kink: bool = False) -> Parts
         norms=by_row.norms,
         on_kink=by_row.on_kink,
     )
-
-
-def _without_factor(model: Weights) -> Weights:
-    """Return the same f as `squares` has it, without the factor 1 / m."""
-    return model._replace(output=model.output / len(model.output))
 
 
 @torch.no_grad()
@@ -261,13 +239,8 @@ def full_width(length: int) -> int:
 
     Features of z and -z have a sum that is even, `|<V, z>|`, one for each pair of inputs, and a difference that is
     linear in z, with 2 T dimensions. The answer is linear, so the sums must cancel at each of the pairs.
-
-    Example:
-        >>> from isoloss.paper.theory.brackets import full_width
-        >>> full_width(6), full_width(8), full_width(10)
-        (132, 576, 2540)
     """
-    return num_inputs(length) // 2 + 2 * length
+    return length * math.comb(length, length // 2) + 2 * length
 
 
 def random_features(inputs: Inputs, width: int, *, seed: int) -> Weights:
@@ -287,13 +260,6 @@ def balanced(model: Weights, inputs: Inputs) -> Weights:
     """Return the same function with the least trace that scaling can give: V_i times s_i, u_i over s_i.
 
     The model must have Q = K = 0, so that `|h|` is the same for every input.
-
-    Example:
-        >>> from isoloss.paper.theory.brackets import balanced, flatness, pretraining_inputs, random_features
-        >>> inputs = pretraining_inputs(4)
-        >>> features = random_features(inputs, 40, seed=0)
-        >>> flatness(balanced(features, inputs), inputs).trace < flatness(features, inputs).trace
-        True
     """
     h = inputs.z / inputs.length
     values, active = torch.zeros(2, len(model.output), dtype=torch.float64)
@@ -313,12 +279,6 @@ def losses_by_width(inputs: Inputs, *, seed: int) -> torch.Tensor:
     """Return (w + 1,): the least loss that u can reach over the first 0, 1, ..., w random features, w the full width.
 
     One orthogonal basis serves every width: feature by feature it takes away a part of the answer.
-
-    Example:
-        >>> from isoloss.paper.theory.brackets import full_width, losses_by_width, pretraining_inputs
-        >>> losses = losses_by_width(pretraining_inputs(4), seed=0)
-        >>> len(losses) == full_width(4) + 1, round(float(losses[0]), 9), float(losses[-1])
-        (True, 1.0, 0.0)
     """
     rows, targets = _equations(inputs, _values(inputs.length, full_width(inputs.length), seed))
     basis = torch.linalg.qr(rows).Q
@@ -329,13 +289,7 @@ def losses_by_width(inputs: Inputs, *, seed: int) -> torch.Tensor:
 
 
 def shifted_signs(k: int) -> torch.Tensor:
-    """Return (2k + 1, 2k + 1): Lemma G.5's matrix, the row of k + 1 ones and k minus ones in every cyclic shift.
-
-    Example:
-        >>> from isoloss.paper.theory.brackets import shifted_signs
-        >>> shifted_signs(1).long().tolist()
-        [[1, 1, -1], [-1, 1, 1], [1, -1, 1]]
-    """
+    """Return (2k + 1, 2k + 1): Lemma G.5's matrix, the row of k + 1 ones and k minus ones in every cyclic shift."""
     row = torch.cat([torch.ones(k + 1, dtype=torch.float64), -torch.ones(k, dtype=torch.float64)])
     return torch.stack([row.roll(shift) for shift in range(2 * k + 1)])
 
@@ -452,11 +406,6 @@ def sign_missing(length: int, samples: int) -> float:
 
     p = C(T, T/2) / 2^T is the probability of g* = 0. The theorem's 2^-n holds for one of the signs, where g* is never
     0.
-
-    Example:
-        >>> from isoloss.paper.theory.brackets import sign_missing
-        >>> sign_missing(6, 1), round(sign_missing(6, 8), 4)
-        (1.0, 0.0687)
     """
     zero = math.comb(length, length // 2) / 2**length
     # no positive one, or no negative one, each (1 + p) / 2 per string; all 0 would count twice
@@ -474,22 +423,8 @@ def kernel(model: Weights, inputs: Inputs) -> torch.Tensor:
 def population_losses(products: torch.Tensor, answers: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Return (k,): the loss over all strings of the head of least norm that fits a training set.
 
-    Among the heads of least training loss it is the one of least norm, so it exists where no head fits.
-
-    Args:
-        products: (N, N) of `kernel`.
-        answers: (N,) of all strings.
-        chosen: (k, n) the strings of each training set.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.paper.theory.brackets import ZERO, downstream_inputs, kernel, population_losses, two_neurons
-        >>> strings = downstream_inputs(4)
-        >>> products = kernel(two_neurons(4, 2), strings)
-        >>> highest, lowest = int(strings.y.argmax()), int(strings.y.argmin())
-        >>> sets = torch.tensor([[highest, lowest], [highest, highest]])  # with both signs, and with one
-        >>> (population_losses(products, strings.y, sets) < ZERO).tolist()
-        [True, False]
+    Among the heads of least training loss it is the one of least norm, so it exists where no head fits. `products`
+    (N, N) are those of `kernel`, `answers` (N,) those of all strings, `chosen` (k, n) the strings of each training set.
     """
     size = max(1, _HEAD_BLOCK // (len(answers) * chosen.shape[1]))
     losses = []
@@ -517,28 +452,24 @@ def try_heads(models: Mapping[str, Weights], inputs: Inputs, *, samples: int, tr
     chosen = torch.randint(len(inputs.y), (trials, samples), generator=generator)
     signs = inputs.y[chosen].sign()
     covered = (signs > 0).any(dim=1) & (signs < 0).any(dim=1)
-    rows: list[HeadRow] = []
-    first: torch.Tensor | None = None
-    for name, model in models.items():
-        losses = population_losses(kernel(model, inputs), inputs.y, chosen)
-        first = losses if first is None else first
-        excess = losses - first
-        rows.append(
-            HeadRow(
-                solution=name,
-                length=length,
-                samples=samples,
-                trials=trials,
-                failures=float((losses > ZERO).double().mean()),
-                loss=float(losses.mean()),
-                loss_stderr=float(losses.std() / math.sqrt(trials)),
-                excess=float(excess.mean()),
-                excess_stderr=float(excess.std() / math.sqrt(trials)),
-                worst_covered=float(losses[covered].max()) if covered.any() else None,
-                expected=sign_missing(length, samples),
-            )
+    losses = {name: population_losses(kernel(model, inputs), inputs.y, chosen) for name, model in models.items()}
+    first = next(iter(losses.values()))
+    return [
+        HeadRow(
+            solution=name,
+            length=length,
+            samples=samples,
+            trials=trials,
+            failures=float((each > ZERO).double().mean()),
+            loss=float(each.mean()),
+            loss_stderr=float(each.std() / math.sqrt(trials)),
+            excess=float((each - first).mean()),
+            excess_stderr=float((each - first).std() / math.sqrt(trials)),
+            worst_covered=float(each[covered].max()) if covered.any() else None,
+            expected=sign_missing(length, samples),
         )
-    return rows
+        for name, each in losses.items()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -598,16 +529,15 @@ def study(settings: Settings, *, progress: Callable[[int], None] | None = None) 
         widths.append(_width_row(settings, inputs, features))
         rows += [_solution_row(TWO, two_neurons(length, width), inputs, differentiate=width == 2) for width in WIDTHS]
         kinks = on_the_kink(length)
-        rows += [
-            _solution_row(KINKS, kinks, inputs),
-            _solution_row(FEATURES, features, inputs),
-            _solution_row(BALANCED, rescaled, inputs),
-        ]
+        made = {KINKS: kinks, FEATURES: features, BALANCED: rescaled}
+        rows += [_solution_row(name, model, inputs) for name, model in made.items()]
         start = initial(length, settings.width, seed=seed)
         end, paths[length] = descend(start, inputs, steps=steps, progress=count)
         rows.append(_solution_row(DESCENT, end, inputs))
         models = {TWO: two_neurons(length, 2), DESCENT: end, KINKS: kinks, BALANCED: rescaled}
-        tried += _head_rows(settings, length, models)
+        strings, draws = downstream_inputs(length), {"trials": settings.trials, "seed": seed}
+        by_size = [try_heads(models, strings, samples=n, **draws) for n in settings.samples]
+        tried += itertools.chain.from_iterable(zip(*by_size, strict=True))  # by solution, then by n
         if length == settings.lengths[0]:
             rows.append(_solution_row(FROM_FEATURES, descend(rescaled, inputs, steps=steps, progress=count)[0], inputs))
     ranks = {k: int(torch.linalg.matrix_rank(shifted_signs(k))) for k in range(1, MAX_K + 1)}
@@ -647,7 +577,7 @@ def _width_row(settings: Settings, inputs: Inputs, features: Weights) -> WidthRo
     means, errors = zip(*map(mean_and_stderr, zip(*needed, strict=True)), strict=True)
     return WidthRow(
         length=length,
-        inputs=num_inputs(length),
+        inputs=len(inputs.y),
         predicted=full_width(length),
         rank=int(torch.linalg.matrix_rank(inputs.z[inputs.y > 0])),
         widths=means,
@@ -657,16 +587,8 @@ def _width_row(settings: Settings, inputs: Inputs, features: Weights) -> WidthRo
     )
 
 
-def _head_rows(settings: Settings, length: int, models: Mapping[str, Weights]) -> list[HeadRow]:
-    inputs = downstream_inputs(length)
-    draws = {"trials": settings.trials, "seed": settings.seed}
-    rows = [row for n in settings.samples for row in try_heads(models, inputs, samples=n, **draws)]
-    # by solution, then by n
-    return sorted(rows, key=lambda row: list(models).index(row.solution))
-
-
 def judge(result: Result) -> list[Statement]:
-    """Return the statements, those on traces first, with their verdicts."""
+    """Return the statements with their verdicts."""
     return [*_on_traces(result), *_on_conditions(result), *_downstream(result), *_on_width(result)]
 
 

@@ -27,9 +27,9 @@ def bartlett_gap(result: bartlett.Result) -> Spec:
         _points(name, index, [(row.kl_nats, row.gap, row.gap_stderr) for row in rows if row.model == name])
         for index, name in enumerate(dict.fromkeys(row.model for row in rows))
     ]
-    ends = min(row.kl_nats for row in rows), max(row.kl_nats for row in rows)
+    kls = [row.kl_nats for row in rows]
     # through the first model's point at the least radius, where the square root holds best
-    root = [(kl, rows[0].gap * math.sqrt(kl / rows[0].kl_nats)) for kl in ends]
+    root = [(kl, rows[0].gap * math.sqrt(kl / rows[0].kl_nats)) for kl in (min(kls), max(kls))]
     series.append(Series(name="square root of the KL", color=GRAY, curve=root))
     panel = Panel(
         x=Axis(title="KL from the true conditionals (nats per token)", log=True),

@@ -11,13 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """A statement, the figures that decide it, and whether they do.
-
-    Example:
-        >>> from isoloss.paper.theory.statements import Statement
-        >>> Statement(text="one is less than two", evidence="1 < 2", shown=1 < 2).verdict
-        'shown'
-    """
+    """A statement, the figures that decide it, and whether they do."""
 
     text: str  # what is claimed, in one sentence
     evidence: str  # the figures, and the rule that they are held against

@@ -13,8 +13,6 @@ if os.getsid(0) != os.getpid():
     os.setsid()
 
 for name in (
-    "isoloss.cli.train",
-    "isoloss.cli.measure",
     "isoloss.lab.evaluation.evaluator",
     "isoloss.lab.evaluation.loss",
     "isoloss.lab.evaluation.measures.flatness",
@@ -35,6 +33,12 @@ for name in (
     "isoloss.transfer.probe",
     "isoloss.transfer.tasks",
     "isoloss.lab.tasks",
+    "isoloss.lab.presets",
+    "isoloss.schema",
+    "isoloss.studies.run.usage",
+    "rich.console",
+    "rich.progress",
+    "rich.table",
     "transformers.models.bert.modeling_bert",
 ):
     importlib.import_module(name)

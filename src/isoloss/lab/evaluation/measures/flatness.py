@@ -196,8 +196,8 @@ def _expanded(
     model: Any, batches: Any, size: str, layers: int | None, heads: int | None, scale: Any, options: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Return the same function in a larger model, and details; these say how far the logits differ."""
+    from isoloss.lab.models.architectures import reshaped, shape
     from isoloss.lab.models.expansion import expand
-    from isoloss.lab.models.sizes import reshaped, shape
     from isoloss.model_checks import is_causal
 
     into = reshaped(shape(size), layers=layers, heads=heads)

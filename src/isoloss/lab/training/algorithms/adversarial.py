@@ -27,13 +27,6 @@ def ridge_predictions(
     features centered by the training rows' mean and divided by the root of their mean squared norm: a model cannot
     escape the head by the scale of its features. With Z, Y the centered rows and K = Z Z^T, the prediction at z is
     mean(y) + z Z^T (K + n1 ridge I)^-1 Y, an n1 by n1 system whatever the number of features.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.training.algorithms.adversarial import ridge_predictions
-        >>> x = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
-        >>> [round(float(y), 3) for y in ridge_predictions(x, 2 * x, torch.tensor([[4.0]]), ridge=1e-6)]
-        [8.0]
     """
     center, mean = train_x.mean(dim=0), train_y.mean(dim=0)
     train, test = train_x - center, test_x - center
@@ -76,11 +69,8 @@ class Adversarial(TrainingAlgorithm):
 
     `adversary_loss` and `adversary_accuracy` are of that head on D2, or the means over the heads.
 
-    The context has a language and task examples, which always go together whatever the `micro_batch_size`. The
-    stream of a step is `("adversary", step)`, and per process `("adversary", step, rank)`.
-
-    Raises:
-        IsolossError: The language has no such task, or there are fewer examples than a step takes.
+    The task's examples always go together whatever the `micro_batch_size`. The stream of a step is
+    `("adversary", step)`, and per process `("adversary", step, rank)`.
     """
 
     config: AdversarialConfig

@@ -15,7 +15,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.base import Language, Sentences
-from isoloss.lab.training.data_parallel import SingleProcess
+from isoloss.lab.training.distributed import SingleProcess
 from isoloss.lab.training.optimizers import Optimizer
 from isoloss.run_config import OptimizerConfig
 from isoloss.text.masking import IGNORED, Batch
@@ -27,16 +27,10 @@ Loss = Callable[[Batch], torch.Tensor]
 
 
 class Examples(NamedTuple):
-    """The training set of a downstream task.
+    """The training set of a downstream task."""
 
-    Attributes:
-        sentences: n sentences padded to one length.
-        labels: (n,) int64, from 0 to `num_classes` - 1.
-        num_classes: C.
-    """
-
-    sentences: Sentences
-    labels: torch.Tensor
+    sentences: Sentences  # n sentences padded to one length
+    labels: torch.Tensor  # (n,) int64, from 0 to `num_classes` - 1
     num_classes: int
 
 
@@ -53,46 +47,26 @@ def no_task_examples(name: str, n: int) -> Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingContext:
-    """What an algorithm may use of a run besides the model.
-
-    Attributes:
-        optimizer: The optimizer's settings.
-        total_steps: Steps of the run, or of the stage whose algorithm it is; a step's number counts from 1 in it.
-        micro_batch_size: Sentences whose gradient is computed at once in a process; 0: all.
-        causal: Whether the labels are next tokens.
-        seed: Of its random draws: the run's seed, or one that is derived from it for a later stage.
-        language: Whose sentences the model learns; None where an algorithm needs none.
-        parallel: How the gradients of several processes come together, whose `loss` a step's loss must then be; None:
-            there is one process.
-        task_examples: The training set of a downstream task, by name and number of examples.
-        compiled: The compiled loss, which a step's loss must then be.
-    """
+    """What an algorithm may use of a run besides the model."""
 
     optimizer: OptimizerConfig
-    total_steps: int
-    micro_batch_size: int = 0
-    causal: bool = False
-    seed: int = 0
-    language: Language | None = None
-    parallel: SingleProcess | None = None
+    total_steps: int  # of the run, or of the stage whose algorithm it is; a step's number counts from 1 in it
+    micro_batch_size: int = 0  # sentences whose gradient is computed at once in a process; 0: all
+    causal: bool = False  # whether the labels are next tokens
+    seed: int = 0  # of its random draws: the run's seed, or one that is derived from it for a later stage
+    language: Language | None = None  # whose sentences the model learns; None where an algorithm needs none
+    parallel: SingleProcess | None = None  # its `loss` must be a step's loss; None: there is one process
     task_examples: TaskExamples = no_task_examples
-    compiled: CompiledLoss | None = None
+    compiled: CompiledLoss | None = None  # where it is there, it must be a step's loss
 
 
 class StepResult(NamedTuple):
-    """What a step did.
+    """What a step did."""
 
-    Attributes:
-        loss_nats: The batch's loss before the update.
-        learning_rate: The rate that the update was made with.
-        grad_norm: Euclidean norm of the gradient over all parameters, or None where it was not asked for.
-        details: What else the algorithm computed, by name.
-    """
-
-    loss_nats: float
-    learning_rate: float
-    grad_norm: float | None
-    details: Mapping[str, float]
+    loss_nats: float  # of the batch before the update
+    learning_rate: float  # of the update
+    grad_norm: float | None  # Euclidean, over all parameters; None where it was not asked for
+    details: Mapping[str, float]  # what else the algorithm computed, by name
 
 
 class TrainingAlgorithm:
@@ -101,13 +75,6 @@ class TrainingAlgorithm:
     A process is given its part of the batch, and cuts it into parts of `micro_batch_size` sentences. Each part's
     gradient is weighted by its fraction of the predicted tokens of all processes, so that the sum is the gradient of
     the whole batch, up to rounding.
-
-    Attributes:
-        model: The model that is updated in place.
-        context: What else the algorithm may use.
-        config: The algorithm's settings.
-        optimizer: Makes the update.
-        parallel: How the gradients of several processes come together.
 
     Example:
         >>> import torch
@@ -172,11 +139,7 @@ class TrainingAlgorithm:
         return self.optimizer.state()
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `state` returned; it is not called where a run begins, nor where that was empty.
-
-        Raises:
-            IsolossError: It does not fit the model.
-        """
+        """Go on from what `state` returned; it is not called where a run begins, nor where that was empty."""
         self.optimizer.load_state(state)
 
 
@@ -184,14 +147,6 @@ def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     """Return parts of a batch, `sizes` sentences each.
 
     All tensors have a row per sentence but the exact targets, which have one per predicted token.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.training.algorithms.base import IGNORED, split
-        >>> labels = torch.tensor([[7], [IGNORED], [8]])
-        >>> parts = split({"labels": labels, "targets": torch.tensor([[0.25, 0.75], [0.5, 0.5]])}, [2, 1])
-        >>> [part["targets"].tolist() for part in parts]
-        [[[0.25, 0.75]], [[0.5, 0.5]]]
     """
     parts = {name: torch.split(tensor, list(sizes)) for name, tensor in batch.items() if name != "targets"}
     if "targets" in batch:

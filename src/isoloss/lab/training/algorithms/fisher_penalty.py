@@ -47,14 +47,6 @@ def trace_estimate(
     differentiates 2 G . g / m with G constant; summed over the processes, these are the gradient of ||G||^2 / m.
 
     The logits (m, V) are a function of the parameters with second derivatives, and the probes (m, V) are -1 and 1.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.training.algorithms.fisher_penalty import trace_estimate
-        >>> logits = torch.nn.Parameter(torch.zeros(1, 2))  # p = 1/2 each: the trace is the sum of p (1 - p), 1/2
-        >>> estimates = [trace_estimate(logits, [logits], torch.tensor([[1.0, sign]])).item() for sign in (1.0, -1.0)]
-        >>> [round(estimate, 4) for estimate in estimates]
-        [0.0, 1.0]
     """
     group = group or ProcessGroup()
     log_p = logits.log_softmax(dim=1)
@@ -96,15 +88,14 @@ class FisherPenalty(TrainingAlgorithm):
         if model.config._attn_implementation != "eager":
             model.set_attn_implementation("eager")
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        for pattern in config.parameters:
-            if not any(fnmatchcase(name, pattern) for name in named):
+        matched = {pattern: [name for name in named if fnmatchcase(name, pattern)] for pattern in config.parameters}
+        for pattern, names in matched.items():
+            if not names:
                 raise IsolossError(
                     f"no parameter of the model matches {pattern!r}, whose trace is to be penalized; some of its "
                     f"parameters are {', '.join(list(named)[:3])} and {list(named)[-1]}"
                 )
-        self._penalized = [
-            p for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in config.parameters)
-        ]
+        self._penalized = [p for name, p in named.items() if any(name in names for names in matched.values())]
 
     def add_gradient(self, number: int, batch: Batch, loss: Loss) -> tuple[float, dict[str, float]]:
         """Add the gradient of the objective; see `TrainingAlgorithm.add_gradient`."""

@@ -1,151 +1,45 @@
-"""What a study consists of: runs, their measurements, claims, and a page; and how to load one.
+"""A study: its scales, its claims and what its page shows; and how to load one.
 
 Nothing here needs torch.
 """
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING
 
-from isoloss import config as configs
 from isoloss.errors import IsolossError
-from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.registry import STUDIES, run_python
-from isoloss.run_config import TrainConfig
 from isoloss.statistics.checking import positive
 from isoloss.statistics.significance import SAME_LOSS_NATS
-from isoloss.studies.plan import Expected, Resources
+from isoloss.studies.plan import AnyScale
 
 if TYPE_CHECKING:
-    from isoloss.report.html import Card
-    from isoloss.runs import Run
+    from isoloss.report.html import Card, Section
+    from isoloss.report.study_page import Figure
     from isoloss.studies.claims import Claim, ClaimResult
-    from isoloss.studies.page import PageParts
     from isoloss.studies.results import Results
     from isoloss.studies.summary import SummaryTable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """The measurement of a run by one unit of work.
+class PageParts:
+    """What a study adds to its page.
 
     Attributes:
-        measures: Names of registered measures (`isoloss ls measures`), at least one.
-        steps: Steps that have a checkpoint; `"last"`: the last one, wherever a target ends the run; empty: every
-            checkpoint that the run keeps.
-        settings: Settings of the measures, e.g. `{"loss_sentences": 256}`, as the options of `isoloss measure`.
-        name: First part of the unit's name; the second is the run.
-        needs: What the unit needs; with GPUs it measures on `cuda`.
-        expected: What it is expected to take; None: a rough guess of the time.
-
-    Raises:
-        IsolossError: It has no measures, or needs several processes, which only training can use.
+        figures: The figures; the first is in the page's first screen.
+        sections: More sections.
+        paper_claims: The ids of the claims that the first table sets beside the paper's own results, each with what a
+            verdict needs, for a scale without verdicts.
+        settings: How the study was made, by name; listed before what every page says about that.
     """
 
-    measures: tuple[str, ...]
-    steps: tuple[int | Literal["last"], ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    name: str = "measure"
-    needs: Resources = field(default_factory=Resources)
-    expected: Expected | None = None
-
-    def __post_init__(self) -> None:
-        if not self.measures:
-            raise IsolossError(f"the measurement {self.name!r} has no measures: name at least one")
-        if self.needs.processes > 1:
-            raise IsolossError(
-                f"a measurement needs {self.needs.processes} processes, but only training uses several: give it cores"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """A pre-training run, or a checkpoint that was trained elsewhere, and what is measured of it.
-
-    Attributes:
-        config: What is trained; or an `isoloss.studies.ExternalCheckpoint`, which has only step 0.
-        measurements: What is measured, a unit of work each.
-        after: The runs of the study that must be trained before it.
-        group: What the run is called in figures and tables, the same for all seeds of one setting; empty: its name.
-        block: The number of its block: a part of the study that is complete in itself, e.g. one grammar with all its
-            runs. Lower blocks run first, and a page of an unfinished study shows the complete ones.
-        needs: What training needs; with GPUs it trains on `cuda`.
-        shown_in: The figures and tables that show it, e.g. `figure 3a`; `isoloss study plan` says what each costs.
-        expected: What training is expected to take; None: a rough guess of the time.
-    """
-
-    config: TrainConfig | ExternalCheckpoint
-    measurements: tuple[Measurement, ...]
-    after: tuple[str, ...] = ()
-    group: str = ""
-    block: int = 0
-    needs: Resources = field(default_factory=Resources)
-    shown_in: tuple[str, ...] = ()
-    expected: Expected | None = None
-
-    @property
-    def kept_steps(self) -> tuple[int, ...]:
-        """The steps whose checkpoint the run keeps, in order."""
-        if isinstance(self.config, ExternalCheckpoint):
-            return (0,)
-        return tuple(sorted({*self.config.checkpoints, *self.config.stage_ends()}))
-
-    @property
-    def last_step(self) -> int:
-        """The last step of training; 0 of an external checkpoint."""
-        return 0 if isinstance(self.config, ExternalCheckpoint) else self.config.steps
-
-    @property
-    def size(self) -> str:
-        """The name of the model's size, if it has one."""
-        return "external" if isinstance(self.config, ExternalCheckpoint) else self.config.model.size or "free shape"
-
-    @property
-    def fingerprint(self) -> str:
-        """16 hexadecimal digits over all that decides the results of its config."""
-        return (
-            self.config.fingerprint if isinstance(self.config, ExternalCheckpoint) else configs.fingerprint(self.config)
-        )
-
-    def steps(self, measurement: Measurement, run: Run | None = None) -> tuple[int, ...]:
-        """The steps at which a measurement is made; without its run, or before that has ended, as they are planned."""
-        last = self.last_step
-        if run is not None and "last" in measurement.steps and isinstance(self.config, TrainConfig) and run.complete:
-            last = run.result()["steps"]
-        return tuple(last if step == "last" else step for step in measurement.steps) or self.kept_steps
-
-
-class AnyScale(Protocol):
-    """A scale of a study: `Scale`, or a study's own class with settings from which its experiments are made.
-
-    It may have a method `with_seed_offset(offset: int) -> AnyScale` that returns the same scale with other seeds for
-    runs, measures and everything else that is drawn. No two offsets share a seed; 0 is the scale itself.
-    """
-
-    @property
-    def description(self) -> str:
-        """What it is for and how long it takes."""
-
-    @property
-    def experiments(self) -> Mapping[str, Experiment]:
-        """The runs by name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """One size of a study.
-
-    Attributes:
-        description: What it is for and how long it takes.
-        experiments: The runs by name.
-    """
-
-    description: str
-    experiments: Mapping[str, Experiment]
+    figures: Sequence[Figure]
+    sections: Sequence[Section] = ()
+    paper_claims: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,18 +133,6 @@ class Study:
                 f"with_seed_offset: the seed offset must be 0, not {seed_offset}"
             )
         return repeated(seed_offset)
-
-
-def call_study_hook(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of a study; the error says where it fails."""
-    try:
-        return function(*arguments)
-    except IsolossError:
-        raise
-    except Exception as error:  # whatever a function of another package does
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(place.filename).name}, line {place.lineno}"
-        raise IsolossError(f"{name} fails with {type(error).__name__}: {error} ({where})") from error
 
 
 def load_study(name: str | Path) -> Study:
