@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
 def _findings() -> dict[str, dict[str, Any]]:
     import torch
 
-    from isoloss.lab.languages.backend import describe_backend
+    from isoloss.lab.languages.batches import describe_backend
     from isoloss.machine import resolve_device
 
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]

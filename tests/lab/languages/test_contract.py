@@ -75,8 +75,7 @@ def test_probabilities_of_all_sentences(name):
     torch.testing.assert_close(language.log_prob(*as_batch(list(truth))).exp(), expected, rtol=tolerance, atol=0)
     # and of no other string
     widths = torch.randint(1, language.max_length + 1, (300,), generator=generator(0, "lengths"))
-    if language.costs_forward_passes:  # a teacher's first tokens are sentences, too
-        widths.fill_(language.max_length)
+    # of other lengths than sentences have, too: of a teacher and an HMM these are first tokens, and no sentences
     strings = torch.randint(language.vocab_size, (300, language.max_length), generator=generator(0, "strings"))
     possible = language.is_possible(strings, widths).tolist()
     assert possible == [
@@ -152,6 +151,11 @@ def check_conditionals(language, truth, rows, share, tolerance, seed=0):
         found = method(given, lengths, **options, positions=several)
         torch.testing.assert_close(found, whole[every[:, None], several], **close)
         torch.testing.assert_close(method(given, lengths, **options, positions=single), whole[every, single], **close)
+        for shape in ((len(rows), 0), (0,), (0, 3)):
+            some = {name: hidden[: shape[0]] for name, hidden in options.items()}
+            at = torch.zeros(shape, dtype=torch.int64)
+            none = method(given[: shape[0]], lengths[: shape[0]], **some, positions=at)
+            assert none.shape == (*shape, *whole.shape[2:])
 
 
 def some_rows(truth, n=30):

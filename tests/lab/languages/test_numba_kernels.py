@@ -15,7 +15,7 @@ import isoloss
 from isoloss.lab.languages._pcfg.charts import FoldedRules
 from isoloss.lab.languages._pcfg.grammar import parse_grammar, random_grammar
 from isoloss.lab.languages._pcfg.inside_outside import InsideOutside
-from isoloss.lab.languages.backend import choose_backend, describe_backend
+from isoloss.lab.languages.batches import choose_backend, describe_backend
 from isoloss.lab.languages.config import PCFGConfig
 
 CPU = torch.device("cpu")

@@ -208,22 +208,6 @@ class Language(abc.ABC):
         """Return `n` sentences that training never sees; all, where there are no more or n is None."""
         raise IsolossError(f"{self!r} holds no sentences out: sample draws any number of fresh ones")
 
-    def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
-        """Return the sentences of `low` to `high` tokens, the others left out or cut; for transfer to other lengths."""
-        raise IsolossError(f"{self!r} has no sentences of other lengths: choose no lengths")
-
-    def perturbed(self, *, fraction: float, seed: int) -> Language:
-        """Return a language with the same possibilities and, in part, other probabilities; for transfer to it.
-
-        Args:
-            fraction: Fraction of the symbols or states whose probabilities are drawn anew, above 0 and at most 1,
-                rounded up to whole ones.
-            seed: Decides which, and the probabilities.
-        """
-        raise IsolossError(
-            f"a grammar or a hidden Markov model has probabilities to draw anew, and {self!r} is neither"
-        )
-
     def exact(self) -> ExactLanguage:
         """Return the language itself where `is_exact`, with all that is known then; else raise an `IsolossError`."""
         raise IsolossError(f"the probabilities of {self!r} are not known")
@@ -246,7 +230,8 @@ class Language(abc.ABC):
                 `max_masked`). The message names the row.
         """
         exact = self.exact()
-        return exact._log_prob(*exact._checked(tokens, lengths, mask))
+        ids, lengths = exact._checked(tokens, lengths, mask)
+        return exact._log_prob(batches.cropped(ids, lengths), lengths)
 
     def log_conditionals(
         self,
@@ -273,8 +258,7 @@ class Language(abc.ABC):
         """
         exact = self.exact()
         ids, lengths = exact._checked(tokens, lengths, mask)
-        logs = exact._log_conditionals(ids, lengths, batches.checked_positions(positions, lengths))
-        return logs if positions is None else logs.view(*positions.shape, self.vocab_size)
+        return batches.at_positions(exact._log_conditionals, ids, lengths, positions, (self.vocab_size,), exact.dtype)
 
     def log_next(
         self,
@@ -325,8 +309,7 @@ class Language(abc.ABC):
         """
         exact = self.exact()
         ids, lengths = exact._checked(tokens, lengths, mask)
-        entropies = exact._entropies(ids, lengths, batches.checked_positions(positions, lengths))
-        return entropies if positions is None else entropies.view(positions.shape)
+        return batches.at_positions(exact._entropies, ids, lengths, positions, (), exact.dtype)
 
     @property
     def max_masked(self) -> int:
@@ -368,8 +351,8 @@ class Language(abc.ABC):
 class ExactLanguage(Language):
     """A language that is drawn from a model and whose probabilities are known, in nats, given the sentence's length.
 
-    A subclass has `_log_prob`, `_log_conditionals` and `_entropies`, whose arguments are checked; or `log_prob`,
-    `log_conditionals` and `conditional_entropy` themselves.
+    A subclass has `_log_prob` and either `_probabilities` or both `_log_conditionals` and `_entropies`, whose arguments
+    are checked; or `log_prob`, `log_conditionals` and `conditional_entropy` themselves.
 
     Attributes:
         device: Where exact computations run and sentences are put.
@@ -424,11 +407,19 @@ class ExactLanguage(Language):
         """Return (n,), as `log_prob`, for what `_checked` returned."""
         raise NotImplementedError
 
+    def _probabilities(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return (n, k, V): the conditionals at (n, k) positions, as probabilities."""
+        raise NotImplementedError
+
     def _log_conditionals(
         self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
         """Return (n, k, V), as `log_conditionals`, at (n, k) positions; None: (n, T, V) at all."""
-        raise NotImplementedError
+        return batches.clamped_log_(self._probabilities(ids, batches.or_all(positions, ids)))
+
+    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """Return (n, k), as `conditional_entropy`, at (n, k) positions; None: (n, T) at all."""
+        return batches.entropies(self._probabilities(ids, batches.or_all(positions, ids)))
 
     def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
         """Return (n, T, V), as `log_next`: here by one pass for each position, with all that follows unknown."""
@@ -475,10 +466,6 @@ class ExactLanguage(Language):
         logs[whole, lengths[whole], -1] = 0
         return logs
 
-    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Return (n, k), as `conditional_entropy`, at (n, k) positions; None: (n, T) at all."""
-        raise NotImplementedError
-
     def _seed(self, n: int, generator: torch.Generator | None) -> int:
         """Return the seed of `n` sentences, one number of the generator."""
         # One draw whatever n is, so that what the generator gives next does not depend on n; the sentences follow from
@@ -504,7 +491,21 @@ class ExactLanguage(Language):
         return None
 
     def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n,) bool: whether each string of tokens is a sentence of the language."""
+        """Return (n,) bool: whether each string of tokens is a sentence of the language.
+
+        A string of a length that no sentence has is none, also where `log_prob` takes it for the first tokens of one.
+        """
+        probs = self.length_probs.to(lengths.device)
+        has_length = (lengths > 0) & (lengths <= self.max_length)
+        has_length &= probs[lengths.long().clamp(0, self.max_length)] > 0
+        out = torch.zeros(len(tokens), dtype=torch.bool)
+        rows = has_length.nonzero()[:, 0]
+        if len(rows):
+            out[rows.cpu()] = self._is_possible(tokens[rows], lengths[rows]).cpu()
+        return out
+
+    def _is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return (n,) bool, as `is_possible`, for strings of a length that sentences have."""
         out = torch.zeros(len(tokens), dtype=torch.bool)
         # `log_prob` raises at the first impossible row, so an error says nothing of the others: the rows are halved
         # until each is alone. A batch without impossible rows takes one call.
@@ -539,31 +540,3 @@ def cpu_generator(n: int, generator: torch.Generator | None) -> torch.Generator:
     if generator.device.type != "cpu":
         raise IsolossError(f"sentences are drawn on the CPU, but the generator is on {generator.device}")
     return generator
-
-
-Floats = npt.NDArray[np.float64]
-
-
-class Perturbation:
-    """The draws of `Language.perturbed`, whose arguments it takes."""
-
-    def __init__(self, fraction: float, seed: int) -> None:
-        if not 0 < fraction <= 1:
-            raise IsolossError(f"the fraction is {fraction}; it must be above 0 and at most 1")
-        self._fraction = fraction
-        self._rng = np.random.default_rng(seeds.derive(seed, "redraw"))
-
-    def choose(self, has_choice: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Return the ids of the symbols or states, of those where `has_choice` is true, that are drawn anew."""
-        candidates = np.flatnonzero(has_choice)
-        if not len(candidates):
-            raise IsolossError("no symbol or state of this language has a choice, so there is nothing to draw anew")
-        # The first of one permutation: at the same seed, a larger fraction changes the symbols of a smaller one, too.
-        return np.sort(self._rng.permutation(candidates)[: math.ceil(self._fraction * len(candidates))])
-
-    def draw(self, probs: Floats) -> Floats:
-        """Return other probabilities of the same sum, from the flat Dirichlet distribution; one alone stays."""
-        if len(probs) < 2:
-            return probs
-        drawn: Floats = probs.sum() * self._rng.dirichlet(np.ones(len(probs)))
-        return drawn

@@ -1,10 +1,11 @@
-"""Padded batches of sentences on their way into an exact language and its numbers on their way out."""
+"""Padded batches of sentences on their way into an exact language, its numbers on their way out, and what computes."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch
 from isoloss.errors import IsolossError
 
 Rows = slice | torch.Tensor
+Backend = Literal["numba", "torch"]  # of exact inference: compiled loops, or torch
 
 
 def checked(
@@ -53,10 +55,40 @@ def checked(
     return tokens.masked_fill(~seen, vocab_size), lengths
 
 
-def checked_positions(positions: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor | None:
-    """Return positions (n,) or (n, k), each within its sentence, as (n, k) int64 on the device of `lengths`."""
+def at_positions(
+    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    ids: torch.Tensor,
+    lengths: torch.Tensor,
+    positions: torch.Tensor | None,
+    trailing: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the (*positions.shape, *trailing) results of `compute`, or with None (n, T, *trailing), 0 at padding.
+
+    `compute(ids, lengths, positions)` takes ids no wider than the longest sentence, and (n, k) positions or None.
+    """
+    narrow = cropped(ids, lengths)
     if positions is None:
-        return None
+        out = compute(narrow, lengths, None)
+        return torch.nn.functional.pad(out, (0, 0) * len(trailing) + (0, ids.shape[1] - narrow.shape[1]))
+    wide = _checked_positions(positions, lengths)
+    if not wide.numel():
+        return torch.zeros(*positions.shape, *trailing, dtype=dtype, device=ids.device)
+    return compute(narrow, lengths, wide).reshape(*positions.shape, *trailing)
+
+
+def cropped(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return (n, T) ids without the columns behind the longest sentence."""
+    return ids[:, : int(lengths.max())] if len(lengths) else ids
+
+
+def or_all(positions: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
+    """Return (n, k) positions or, for None, those of all (n, T) ids."""
+    return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape) if positions is None else positions
+
+
+def _checked_positions(positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return positions (n,) or (n, k), each within its sentence, as (n, k) int64 on the device of `lengths`."""
     n = len(lengths)
     if positions.dim() not in (1, 2) or len(positions) != n:
         raise IsolossError(f"positions must be ({n},) or ({n}, k), not {tuple(positions.shape)}")
@@ -120,8 +152,10 @@ def entropies(probs: torch.Tensor) -> torch.Tensor:
 
 
 def put(out: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
-    """Set the first positions of some rows of `out`; on the CPU by numpy, which moves rows whole."""
-    if out.device.type == "cpu" and not isinstance(rows, slice):
+    """Set some rows of `out`, or the first positions of these; on the CPU by numpy, which moves rows whole."""
+    if part.dim() == 1:
+        out[rows] = part
+    elif out.device.type == "cpu" and not isinstance(rows, slice):
         out.numpy()[rows.numpy(), : part.shape[1]] = part.numpy()
     else:
         out[rows, : part.shape[1]] = part
@@ -168,6 +202,23 @@ def run_in_threads(work: Callable[..., None], pieces: Iterable[tuple[Any, ...]],
                 raise
     finally:
         torch.set_num_threads(threads)
+
+
+def choose_backend(device: torch.device) -> Backend:
+    """Return what computes on `device`: numba on the CPU where it can be imported, torch elsewhere."""
+    if device.type != "cpu":
+        return "torch"
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return "torch"
+    return "numba"
+
+
+def describe_backend(device: torch.device) -> str:
+    """Return what computes on `device`, with its version, in words."""
+    name = choose_backend(device)
+    return f"{name} {importlib.metadata.version(name)}, scaled inside-outside in linear space"
 
 
 def _check_integers(name: str, tensor: torch.Tensor) -> None:

@@ -171,51 +171,30 @@ class Brackets(ExactLanguage):
         classes = tuple(str(count) for count in range(-self.length, self.length + 1, 2))
         return Labeling(name=name, classes=classes, label=label, draw=draw)
 
-    def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n,) bool: whether each string has `length` brackets, as many `<` as `>`."""
-        out = lengths == self.length
-        out[out.clone()] = self.mismatch(tokens[out, : self.length]) == 0
-        return out
+    def _is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.mismatch(tokens[:, : self.length]) == 0
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        cases = ids[:, : self.length]
-        masked, missing = (cases == _MASKED).sum(dim=1), self.length // 2 - (cases == OPEN).sum(dim=1)
+        masked, missing = (ids == _MASKED).sum(dim=1), self.length // 2 - (ids == OPEN).sum(dim=1)
         # C(h, d) of up to 4,096 brackets overflows a float: exact integers, one for each pair (h, d) that occurs.
         codes, index = torch.unique(masked * (self.length + 1) + missing, return_inverse=True)
         pairs = [divmod(code, self.length + 1) for code in codes.tolist()]
         ways = [math.log(math.comb(h, d)) - self._log_ways for h, d in pairs]
         return torch.tensor(ways, dtype=self.dtype, device=self.device)[index]
 
-    def _log_conditionals(
-        self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
-    ) -> torch.Tensor:
-        return self._at(ids, positions, batches.clamped_log_(self._conditionals(ids)))
-
-    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        return self._at(ids, positions, batches.entropies(self._conditionals(ids))[..., None])[..., 0]
-
     def closed_form_entropies(self) -> tuple[float, float]:
         """Return log C(T, T/2), and 0: the others imply one masked bracket."""
         return self._log_ways, 0.0
 
-    def _conditionals(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return (n, 3, 2) probabilities for the kinds of position: a visible `<`, a visible `>` and a masked one."""
-        cases = ids[:, : self.length]
-        masked = (cases == _MASKED).sum(dim=1)
-        missing = self.length // 2 - (cases == OPEN).sum(dim=1)
+    def _probabilities(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        masked, missing = (ids == _MASKED).sum(dim=1), self.length // 2 - (ids == OPEN).sum(dim=1)
         # The conditional of a visible bracket does not read it: there it counts as one more masked token and, if it is
         # an opening one, as one more that is missing. So a sentence has three distributions, not one for each position.
         missing = torch.stack([missing + 1, missing, missing], dim=1)
         # Where nothing is masked the third is not read; 1 only avoids dividing by 0.
         masked = torch.stack([masked + 1, masked + 1, masked.clamp(min=1)], dim=1)
-        return torch.stack([missing, masked - missing], dim=-1).to(self.dtype) / masked[..., None]
-
-    def _at(self, ids: torch.Tensor, positions: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
-        """Return (n, k, d), or (n, T, d) padded with 0, of the (n, 3, d) values for the kinds of position."""
-        cases = ids[:, : self.length] if positions is None else ids.gather(1, positions)
-        values = values.gather(1, cases[..., None].expand(-1, -1, values.shape[2]))
-        padding = 0 if positions is not None else ids.shape[1] - self.length
-        return torch.nn.functional.pad(values, (0, 0, 0, padding))
+        of_kind = torch.stack([missing, masked - missing], dim=-1).to(self.dtype) / masked[..., None]
+        return of_kind.gather(1, ids.gather(1, positions)[..., None].expand(-1, -1, 2))
 
     def _checked(
         self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor | None = None

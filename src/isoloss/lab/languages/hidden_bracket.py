@@ -97,7 +97,7 @@ class HiddenBracket(ExactLanguage):
         super()._move(device, dtype)
         # at [o, c, b, a]: the probability of a sentence in which so many `<`, `>` and blanks are visible, somewhere
         # given, and the answer is a, 2 where it is unknown
-        self._probabilities = _probabilities(self.length, self.flip).to(device, dtype)
+        self._table = _table(self.length, self.flip).to(device, dtype)
 
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
         """Return `n` independent sentences; arguments and errors as for `Language.sample`.
@@ -142,11 +142,8 @@ class HiddenBracket(ExactLanguage):
             )
         return ids, lengths
 
-    def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n,) bool: whether each string is a context with an answer that it can have."""
-        out = lengths == self.max_length
-        out[out.clone()] = self._at(tokens[out, : self.max_length]) > 0
-        return out
+    def _is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self._at(tokens[:, : self.max_length]) > 0
 
     def _at(self, ids: torch.Tensor) -> torch.Tensor:
         """Return (...): the probability of what is visible of strings (..., T + 1); 0 where it cannot be."""
@@ -160,35 +157,22 @@ class HiddenBracket(ExactLanguage):
         opened, closed = (context == OPEN).sum(dim=-1), (context == CLOSE).sum(dim=-1)
         blanks = ((context == PLUS) | (context == MINUS)).sum(dim=-1).clamp(max=2)
         # an answer within the context is impossible
-        return self._probabilities[opened, closed, blanks].masked_fill((context < OPEN).any(dim=-1, keepdim=True), 0)
+        return self._table[opened, closed, blanks].masked_fill((context < OPEN).any(dim=-1, keepdim=True), 0)
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        values = self._at(ids[:, : self.max_length])
+        values = self._at(ids)
         _check_possible(values)
         return values.log()
 
-    def _log_conditionals(
-        self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
-    ) -> torch.Tensor:
-        logs = batches.clamped_log_(self._conditionals(ids, positions))
-        return logs if positions is not None else _padded(logs, ids)
-
-    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        values = batches.entropies(self._conditionals(ids, positions))
-        return values if positions is not None else _padded(values[..., None], ids)[..., 0]
-
-    def _conditionals(self, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Return (n, k, V) probabilities of each token at (n, k) positions, given the others; None: at all T + 1."""
-        if positions is None:
-            positions = torch.arange(self.max_length, device=ids.device).expand(len(ids), -1)
-        elif bool((positions == self.length).all()):
+    def _probabilities(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if bool((positions == self.length).all()):
             # the answer alone, which is what training asks for at every step
             answers = self._by_answer(ids[:, None, : self.length].expand(-1, positions.shape[1], -1))
             _check_possible(answers[:, 0, 2])
             return torch.nn.functional.pad(answers[..., :2] / answers[..., 2:], (0, self.vocab_size - 2))
         # (n, k, V, T + 1): the string with each token in turn at the position
         shape = (*positions.shape, self.vocab_size, self.max_length)
-        tried = ids[:, None, None, : self.max_length].expand(shape)
+        tried = ids[:, None, None].expand(shape)
         tokens = torch.arange(self.vocab_size, device=ids.device)[:, None].expand(*shape[:-1], 1)
         joint = self._at(tried.scatter(-1, positions[:, :, None, None].expand(*shape[:-1], 1), tokens))
         total = joint.sum(dim=-1, keepdim=True)
@@ -207,11 +191,6 @@ def _check_possible(probabilities: torch.Tensor) -> None:
         raise IsolossError(f"sentence {row} has probability 0: a context is balanced, with one bracket hidden")
 
 
-def _padded(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return (n, k, d) values with zeros at the columns of the ids that are padding."""
-    return torch.nn.functional.pad(values, (0, 0, 0, ids.shape[1] - values.shape[1]))
-
-
 def _contexts(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (2 T C(T, T/2), T) all contexts and, of each, what is hidden: `IS_OPEN` or `IS_CLOSE`."""
     rows, hidden = [], []
@@ -223,8 +202,8 @@ def _contexts(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(rows), torch.tensor(hidden)
 
 
-def _probabilities(length: int, flip: float) -> torch.Tensor:
-    """Return (T + 1, T + 1, 3, 3) float64, as `HiddenBracket._probabilities`."""
+def _table(length: int, flip: float) -> torch.Tensor:
+    """Return (T + 1, T + 1, 3, 3) float64, as `HiddenBracket._table`."""
     table = torch.zeros(length + 1, length + 1, 3, 3, dtype=torch.float64)
     all_contexts = 2 * length * math.comb(length, length // 2)
     answers = {IS_OPEN: (1 - flip, flip, 1.0), IS_CLOSE: (flip, 1 - flip, 1.0)}

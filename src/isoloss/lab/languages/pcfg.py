@@ -26,13 +26,12 @@ from isoloss.lab.languages._pcfg.grammar import (
     dyck_grammar,
     grammar_tables,
     parse_grammar,
-    perturbed_grammar,
     random_grammar,
     read_grammar,
 )
 from isoloss.lab.languages._pcfg.inside_outside import InsideOutside
 from isoloss.lab.languages._pcfg.sampler import Sampler, derivations, longest_yields
-from isoloss.lab.languages.base import UNDEFINED, ExactLanguage, Labeling, Perturbation, Sentences, Stored
+from isoloss.lab.languages.base import UNDEFINED, ExactLanguage, Labeling, Sentences, Stored
 from isoloss.lab.languages.batches import Rows, run_in_threads
 from isoloss.lab.languages.config import (
     GRAMMAR_TASKS,
@@ -236,37 +235,12 @@ class PCFG(ExactLanguage):
         """Return what the task `name` asks (see `isoloss.lab.tasks.make_task`)."""
         return grammar_labeling(self, name)
 
-    def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
-        """Return the sentences of `low` to `high` tokens; the others are left out."""
-        tokens, lengths, latent = sentences
-        chosen = (lengths >= low) & (lengths <= high)
-        return Sentences(tokens[chosen], lengths[chosen], None if latent is None else latent[chosen])
-
-    def perturbed(self, *, fraction: float, seed: int) -> PCFG:
-        r"""Return the language of the same rules, of which some symbols have other probabilities.
-
-        Of a fraction of the symbols that have a choice, drawn without replacement, the probabilities are drawn anew
-        from the flat Dirichlet distribution, separately for binary rules, rules to one symbol and tokens, so that a
-        symbol stops as often as before and a random layered grammar keeps its lengths.
-
-        Example:
-            >>> from isoloss.lab.languages.pcfg import PCFG
-            >>> language = PCFG.from_text("S A A 1\nA a 0.5\nA b 0.5")
-            >>> language.perturbed(fraction=1.0, seed=0).grammar.emission_probs.round(3)
-            array([0.836, 0.164])
-        """
-        return PCFG(perturbed_grammar(self.grammar, Perturbation(fraction, seed)), max_length=self.max_length)
-
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros(len(ids), dtype=self.dtype, device=self.device)
-
-        def compute(rows: Rows, length: int) -> None:
+        def compute(rows: Rows, length: int) -> tuple[torch.Tensor, torch.Tensor]:
             log_z = self._engine.log_partition(ids[rows, :length])
-            self._check_possible(rows, log_z)
-            out[rows] = (log_z - math.log(self._acceptance)).to(self.dtype)
+            return log_z - math.log(self._acceptance), log_z
 
-        run_in_threads(compute, self._buckets(lengths), self.device)
-        return out
+        return self._by_length(compute, lengths, (len(ids),))
 
     def _log_conditionals(
         self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
@@ -277,25 +251,19 @@ class PCFG(ExactLanguage):
         return out
 
     def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
-        out = batches.large_zeros((*ids.shape, self.vocab_size), self.dtype, self.device)
-        emission, floor = self._emission.double(), math.log(torch.finfo(self.dtype).tiny)
-        longest = None if given_length else self.max_length
+        emission, longest = self._emission.double(), None if given_length else self.max_length
 
-        def compute(rows: Rows, length: int) -> None:
+        def compute(rows: Rows, length: int) -> tuple[torch.Tensor, torch.Tensor]:
             scores, log_mass = self._engine.prefix_outside(ids[rows, :length], longest=longest)
-            self._check_possible(rows, log_mass.amin(dim=1))
-            batches.put(out, rows, batches.clamped_log_(scores @ emission).clamp_(min=floor).to(self.dtype))
+            return self._clamped(batches.clamped_log_(scores @ emission)), log_mass.amin(dim=1)
 
-        run_in_threads(
-            compute, self._buckets(lengths, lambda length: self._engine.chunk(longest or length)), self.device
-        )
-        return out
+        shape = (*ids.shape, self.vocab_size)
+        return self._by_length(compute, lengths, shape, lambda length: self._engine.chunk(longest or length))
 
     def _log_next_or_end(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        out = batches.large_zeros((len(ids), ids.shape[1] + 1, self.vocab_size + 1), self.dtype, self.device)
-        emission, floor = self._emission.double(), math.log(torch.finfo(self.dtype).tiny)
+        emission = self._emission.double()
 
-        def compute(rows: Rows, length: int) -> None:
+        def compute(rows: Rows, length: int) -> tuple[torch.Tensor, torch.Tensor]:
             # any token: nothing is given the last one
             tokens = torch.nn.functional.pad(ids[rows, :length], (0, 1))
             scores, goes_on = self._engine.prefix_outside(tokens[:, : self.max_length], longest=self.max_length)
@@ -306,13 +274,15 @@ class PCFG(ExactLanguage):
             whole = [self._engine.log_partition(tokens[:, :width]) for width in range(1, length + 1)]
             ends = torch.stack([torch.full_like(goes_on[:, 0], -math.inf), *whole], dim=1)
             either = torch.logaddexp(goes_on, ends)
-            self._check_possible(rows, either.amin(dim=1))
             tokens_next = batches.clamped_log_(scores.nan_to_num() @ emission) + (goes_on - either)[..., None]
-            logs = torch.cat([tokens_next, (ends - either)[..., None]], dim=2).clamp(min=floor)
-            batches.put(out, rows, logs.to(self.dtype))
+            logs = torch.cat([tokens_next, (ends - either)[..., None]], dim=2)
+            return self._clamped(logs), either.amin(dim=1)
 
-        run_in_threads(compute, self._buckets(lengths, lambda _: self._engine.chunk(self.max_length)), self.device)
-        return out
+        shape = (len(ids), ids.shape[1] + 1, self.vocab_size + 1)
+        return self._by_length(compute, lengths, shape, lambda _: self._engine.chunk(self.max_length))
+
+    def _clamped(self, logs: torch.Tensor) -> torch.Tensor:
+        return logs.clamp(min=math.log(torch.finfo(self.dtype).tiny))
 
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         out = torch.zeros((ids if positions is None else positions).shape, dtype=self.dtype, device=self.device)
@@ -338,17 +308,14 @@ class PCFG(ExactLanguage):
         """
         tokens, lengths = self._checked(tokens, lengths)
         batches.check_span(lengths, start, stop)
-        out = torch.zeros(len(tokens), len(self.symbols), dtype=self.dtype, device=self.device)
 
-        def compute(rows: Rows, length: int) -> None:
-            out[rows] = self._engine.inside(tokens[rows, start : start + length])[0].to(self.dtype)
+        def compute(rows: Rows, length: int) -> tuple[torch.Tensor, None]:
+            return self._engine.inside(tokens[rows, start : start + length])[0], None
 
-        same = torch.full_like(lengths, stop - start)
-        run_in_threads(compute, self._buckets(same, self._engine.chunk_of_spans), self.device)
-        return out
+        same, shape = torch.full_like(lengths, stop - start), (len(tokens), len(self.symbols))
+        return self._by_length(compute, same, shape, self._engine.chunk_of_spans)
 
-    def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n,) bool: whether the grammar derives each string of tokens."""
+    def _is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         exact = self.to("cpu", torch.float64)
         out = torch.zeros(len(tokens), dtype=torch.bool)
         for length in sorted(set(lengths.tolist())):
@@ -375,16 +342,12 @@ class PCFG(ExactLanguage):
         """
         tokens, lengths = self._checked(tokens, lengths)
         batches.check_span(lengths, start, stop)
-        out = torch.zeros(len(tokens), len(self.symbols), dtype=self.dtype, device=self.device)
 
-        def compute(rows: Rows, length: int) -> None:
-            end = length if stop is None else stop
-            posterior, log_z = self._engine.span_posterior(tokens[rows, :length], start, end)
-            self._check_possible(rows, log_z)
-            out[rows] = posterior
+        def compute(rows: Rows, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return self._engine.span_posterior(tokens[rows, :length], start, length if stop is None else stop)
 
-        run_in_threads(compute, self._buckets(lengths, self._engine.chunk_of_spans), self.device)
-        return out
+        shape = len(tokens), len(self.symbols)
+        return self._by_length(compute, lengths, shape, self._engine.chunk_of_spans)
 
     def prefix_span_posterior(
         self, tokens: torch.Tensor, lengths: torch.Tensor, *, symbols: Sequence[int], start: int, stop: int
@@ -440,6 +403,28 @@ class PCFG(ExactLanguage):
                 batches.put(out, chosen, function(part @ self._emission))
 
         run_in_threads(compute, self._buckets(lengths), self.device)
+
+    def _by_length(
+        self,
+        compute: Callable[[Rows, int], tuple[torch.Tensor, torch.Tensor | None]],
+        lengths: torch.Tensor,
+        shape: tuple[int, ...],
+        chunk: Callable[[int], int] | None = None,
+    ) -> torch.Tensor:
+        """Return what `compute` gives for rows of one length, from several threads, in one tensor of the shape.
+
+        With the values it may give (rows,) log-probabilities; where one of these is -inf, the sentence is impossible.
+        """
+        out = batches.large_zeros(shape, self.dtype, self.device)
+
+        def work(rows: Rows, length: int) -> None:
+            values, log_z = compute(rows, length)
+            if log_z is not None:
+                self._check_possible(rows, log_z)
+            batches.put(out, rows, values.to(self.dtype))
+
+        run_in_threads(work, self._buckets(lengths, chunk), self.device)
+        return out
 
     def _buckets(self, lengths: torch.Tensor, chunk: Callable[[int], int] | None = None) -> Iterator[tuple[Rows, int]]:
         """Yield rows of one length and the length, at most `chunk(length)` at once; a slice where all rows have it.

@@ -178,18 +178,6 @@ class WithSpecialTokens(ExactLanguage):
         """Return the inner language's sentences with these numbers."""
         return self.frame(self.inner.sentences_at(numbers, seed=seed))
 
-    def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
-        """Return the sentences of `low` to `high` tokens, [CLS] and [SEP] among them; see `Language`."""
-        if high < 3:
-            raise IsolossError(f"the lengths are {low} to {high}, and [CLS], [SEP] and one token are 3")
-        return self.frame(
-            self.inner.restrict_lengths(self.bare(sentences), max(1, low - 2), high - 2, generator=generator)
-        )
-
-    def perturbed(self, *, fraction: float, seed: int) -> WithSpecialTokens:
-        """Return the inner language with other probabilities, framed; see `Language.perturbed`."""
-        return WithSpecialTokens(self.inner.perturbed(fraction=fraction, seed=seed))
-
     def describe_latent(self, sentences: Sentences) -> Sequence[Any]:
         """Return what produced each of the sentences; see `Language.describe_latent`."""
         return self.inner.describe_latent(self.bare(sentences))
@@ -207,11 +195,10 @@ class WithSpecialTokens(ExactLanguage):
 
     # --- exact computations
 
-    def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return (n,) bool: whether each string is a sentence between [CLS] and [SEP]."""
+    def _is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         ends = tokens.gather(1, lengths[:, None] - 1)[:, 0]
         inside = self.bare(Sentences(tokens, lengths))
-        framed = (lengths > 2) & (tokens[:, 0] == self.cls_id) & (ends == self.sep_id)
+        framed = (tokens[:, 0] == self.cls_id) & (ends == self.sep_id)
         framed &= ((inside.tokens < self.cls_id) | ~inside.present()).all(dim=1)
         out = torch.zeros(len(tokens), dtype=torch.bool)
         rows = framed.nonzero()[:, 0]

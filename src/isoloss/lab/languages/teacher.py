@@ -199,10 +199,17 @@ class Teacher(ExactLanguage):
     def _log_conditionals(
         self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
-        positions = _all_positions(ids) if positions is None else positions
+        positions = batches.or_all(positions, ids)
         out = torch.zeros(*positions.shape, self.vocab_size, dtype=self.dtype, device=self.device)
         for rows, columns, logs in self._conditionals(ids, lengths, positions):
-            out[rows, columns] = logs.clamp(min=math.log(torch.finfo(self.dtype).tiny))
+            out[rows, columns] = logs
+        return out
+
+    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        positions = batches.or_all(positions, ids)
+        out = torch.zeros(positions.shape, dtype=self.dtype, device=self.device)
+        for rows, columns, logs in self._conditionals(ids, lengths, positions):
+            out[rows, columns] = batches.entropies(logs.exp())
         return out
 
     def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
@@ -210,18 +217,11 @@ class Teacher(ExactLanguage):
         out = torch.zeros(*ids.shape, self.vocab_size, dtype=self.dtype, device=self.device)
         for rows, prefix in self._read(*self._masked(ids, lengths)[:1], lengths):
             check_possible(prefix.logs.gather(2, prefix.tokens[..., None])[..., 0].sum(dim=1))
-            out[rows, : prefix.logs.shape[1]] = prefix.logs.clamp(min=math.log(torch.finfo(self.dtype).tiny))
+            out[rows, : prefix.logs.shape[1]] = self._clamped(prefix.logs)
         return out
 
-    def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        positions = _all_positions(ids) if positions is None else positions
-        out = torch.zeros(positions.shape, dtype=self.dtype, device=self.device)
-        for rows, columns, logs in self._conditionals(ids, lengths, positions):
-            # exp of the unclamped log: an impossible token gives 0 times a finite number.
-            terms = logs.clamp(min=math.log(torch.finfo(self.dtype).tiny)).mul_(logs.exp())
-            # abs turns -0.0 into 0.0.
-            out[rows, columns] = terms.sum(dim=1).neg_().abs_()
-        return out
+    def _clamped(self, logs: torch.Tensor) -> torch.Tensor:
+        return logs.clamp(min=math.log(torch.finfo(self.dtype).tiny))
 
     def _conditionals(
         self, ids: torch.Tensor, lengths: torch.Tensor, wide: torch.Tensor
@@ -236,7 +236,7 @@ class Teacher(ExactLanguage):
         already_masked = masked.gather(1, wide.clamp(max=ids.shape[1] - 1))
         counts = masked.sum(dim=1, keepdim=True) + (~already_masked).long()
         # Before the model reads anything, as scoring may take hours.
-        self._check_completions(counts.masked_fill(~inside, 0).amax(dim=1) if wide.shape[1] else counts[:, 0] * 0)
+        self._check_completions(counts.masked_fill(~inside, 0).amax(dim=1))
         for chunk, prefix in self._read(ids, lengths):
             rows, columns = inside[chunk].nonzero(as_tuple=True)
             at = wide[chunk][rows, columns]
@@ -255,7 +255,7 @@ class Teacher(ExactLanguage):
                             # (r, K, ..., K): log Pr of all unknown tokens, summed over all but one
                             joint.movedim(1 + axis, 1).flatten(2).logsumexp(dim=2) if len(unknown_at) > 1 else joint
                         )
-                        logs = marginal.log_softmax(dim=1)[which[chosen]]
+                        logs = self._clamped(marginal.log_softmax(dim=1))[which[chosen]]
                         yield chunk[sentences[which[chosen]]], columns[index[chosen]], logs
 
     def _read(self, ids: torch.Tensor, lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, Prefix]]:
@@ -282,10 +282,6 @@ class Teacher(ExactLanguage):
                 f"sentence {row} has {int(counts[row])} unknown tokens, with {self.vocab_size}^{int(counts[row])} "
                 f"completions to add up; a teacher adds up {_COMPLETIONS} at most, and always those of one token"
             )
-
-
-def _all_positions(ids: torch.Tensor) -> torch.Tensor:
-    return torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
 
 
 def _load(checkpoint: str) -> tuple[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from scipy.sparse.csgraph import connected_components
 
 from isoloss.lab.languages import batches
-from isoloss.lab.languages.backend import Backend, choose_backend
+from isoloss.lab.languages.batches import Backend, choose_backend
 
 if TYPE_CHECKING:
     from isoloss.lab.languages._hmm.kernels import Kernels

@@ -19,7 +19,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages._pcfg.charts import FoldedRules, Key, Plan, Planner, intersection, part_of
-from isoloss.lab.languages.backend import Backend, choose_backend
+from isoloss.lab.languages.batches import Backend, choose_backend
 
 if TYPE_CHECKING:
     from isoloss.lab.languages._pcfg.kernels import Kernels
