@@ -356,7 +356,11 @@ class Dataset:
         self, unit: Unit, measures: Iterable[str], steps: Sequence[int], name: str, model: ModelConfig
     ) -> Measurement:
         # drawn apart from what the adversary and the helper train on, and the same for all seeds of a language
-        settings = {**self.settings, "seed": unit.seed - unit.seed % 100 + MEASURED}
+        settings = dict(self.settings)
+        if self.when_expanded and not self.expanded:
+            largest = self.sizes[self.largest]
+            settings |= {"expanded_layers": largest.layers, "expanded_heads": largest.heads}
+        settings["seed"] = unit.seed - unit.seed % 100 + MEASURED
         # only training can use several processes
         needs, expected = dataclasses.replace(self._needs(model), processes=1), None
         measures, steps = tuple(dict.fromkeys(measures)), tuple(dict.fromkeys(steps))
