@@ -17,7 +17,6 @@ from isoloss.lab.languages.config import PRESETS, CorpusConfig, HMMConfig, PCFGC
 from isoloss.lab.presets import Preset, load_preset, train_config
 from isoloss.lab.training.algorithms.config import AdversarialConfig, SAMConfig
 from isoloss.paper.design import adamw, sgd, small_bert
-from isoloss.paper.reproduction.costs import Costs, Tokens
 from isoloss.paper.reproduction.design import (
     FLATNESS,
     SGD_EXACT,
@@ -27,6 +26,7 @@ from isoloss.paper.reproduction.design import (
     Arm,
     Dataset,
     Reproduction,
+    Tokens,
 )
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.studies.plan import Resources
@@ -346,8 +346,6 @@ EVENING = Reproduction(
 TABLE_3 = ("d64", "d128", "d192", "d256", "d512", "d768", "d1024", "d1280", "d1536")
 TABLE_4 = ("d128", "d192", "d320", "d384", "d640", "d960", "d1920")
 BERT_TOKENIZER = "google-bert/bert-large-uncased"
-SGD_STEPS = 30_000  # ours: the text has no number
-HMM_TOKENS = Tokens(vocab_size=202, length=16)
 TEXT_TOKENS = Tokens(vocab_size=30_522, length=128, predicted=19)  # by that tokenizer
 NEEDS = (
     (0, Resources(cores=4, gpus=1.0, memory=32.0)),
@@ -398,7 +396,7 @@ def _dataset(preset: Preset, *languages: LanguageConfig, **more: Any) -> Dataset
     return Dataset(**fields | more)
 
 
-def _large_sgd_arms(steps: int = SGD_STEPS) -> dict[str, Arm]:
+def _large_sgd_arms(steps: int = 30_000) -> dict[str, Arm]:  # ours: the text has no number
     """Return SGD after the last step: warm-up over 12 % of the steps, then 1e-3 (appendix B.2)."""
     optimizer = OptimizerConfig(name="sgd", learning_rate=1e-3, warmup_proportion=0.12, weight_decay=0.0)
     return _sgd_arms(steps, optimizer, *range(steps // 6, steps, steps // 6))
@@ -438,10 +436,6 @@ def _pcfg(preset: Preset) -> Dataset:
     )
 
 
-def _lstm(layers: int, directions: Literal[1, 2] = 2) -> ModelConfig:
-    return ModelConfig(architecture="lstm", size="h1024", layers=layers, directions=directions)
-
-
 def _lstms(*sizes: str) -> dict[str, ModelConfig]:
     return {size: ModelConfig(architecture="lstm", size=size) for size in sizes}
 
@@ -449,6 +443,7 @@ def _lstms(*sizes: str) -> dict[str, ModelConfig]:
 def _hmm(preset: Preset) -> Dataset:
     """Return the hidden Markov model with the LSTMs of appendix A.4."""
     model: Any = PRESETS["hmm-paper"][0]
+    large = {"h1024-8-layers": 8, "h1024": 16}
     return _dataset(
         preset,
         *(dataclasses.replace(model, seed=seed) for seed in range(POWER["hmm"][0])),
@@ -456,12 +451,15 @@ def _hmm(preset: Preset) -> Dataset:
         title="HMM",
         tasks={"6": "probe-task-6", "10": "probe-task-10"},
         # the paper's "67M" and "135M" are the last two, but in one direction (docs/errata.md); these read both sides
-        sizes={**_lstms("h128", "h256", "h512", "h768"), "h1024-8-layers": _lstm(8), "h1024": _lstm(16)},
+        sizes={
+            **_lstms("h128", "h256", "h512", "h768"),
+            **{name: ModelConfig(architecture="lstm", size="h1024", layers=layers) for name, layers in large.items()},
+        },
         main="h1024-8-layers",
         arms=_large_sgd_arms(),
         **COOLDOWNS,
         needs=((0, NEEDS[0][1]),),
-        tokens=HMM_TOKENS,
+        tokens=Tokens(vocab_size=202, length=16),
     )
 
 
@@ -504,10 +502,8 @@ def _text(preset: Preset, size: str = "d1024", layers: int | None = 24) -> Datas
     """Return BookCorpus, with and without regularization, and with SAM."""
     corpus = CorpusConfig(paths=("hf:bookcorpus/bookcorpus",), tokenizer=BERT_TOKENIZER)
     # 24 layers: 335M with the embedding
-    name, model = (
-        f"{size}-{layers}-layers" if layers else size,
-        dataclasses.replace(berts(preset, size)[size], layers=layers),
-    )
+    model = ModelConfig(architecture=preset.architecture, size=size, layers=layers)
+    name = f"{size}-{layers}-layers" if layers else size
     return _dataset(
         preset,
         corpus,
@@ -524,20 +520,12 @@ def _text(preset: Preset, size: str = "d1024", layers: int | None = 24) -> Datas
     )
 
 
-def _millions(directions: Literal[1, 2]) -> str:
-    """Return how many parameters the two LSTMs of which the paper has a number have in one or both directions."""
-    counts = (Costs(_lstm(layers, directions), HMM_TOKENS).parameters / 1e6 for layers in (8, 16))
-    return " and ".join(f"{count:.1f}M" for count in counts)
-
-
 def _large(preset: Preset) -> Reproduction:
     """Return the paper's scale with the settings of a preset."""
-    counts = (
-        f"LSTMs of width 1024 with 8 and 16 layers have {_millions(2)} parameters, as they read both sides of a masked "
-        f"token; in one direction they have {_millions(1)}, which the paper's 67M and 135M seem to be"
-    )
     return Reproduction(
-        description=f"the paper's sizes on GPUs, settings: {preset.description}. {counts}",
+        description=f"the paper's sizes on GPUs, settings: {preset.description}. LSTMs of width 1024 with 8 and 16 "
+        "layers have 201.9M and 403.3M parameters, as they read both sides of a masked token; in one direction they "
+        "have 67.4M and 134.6M, which the paper's 67M and 135M seem to be",
         datasets=tuple(make(preset) for make in (_pcfg, _hmm, _generated, _web, _text)),
     )
 
@@ -551,6 +539,7 @@ def _workstation() -> Iterator[Dataset]:
     fewer = {"loss_sentences": 20_000, "num_sequences": 4_096, "num_train": 20_000, "finetune_seeds": 2}
     preset = dataclasses.replace(preset, steps=10_000, measures={**preset.measures, **fewer})
     shorter: dict[str, Any] = {"watched": watched_steps(10_000, 2_000), "cooldowns": (), "seeds": 1}
+    pre_ln = ModelConfig(architecture="bert-pre-ln", size="d512")
     pcfg, inside = _pcfg(preset), ("d64", "d128", "d192", "d256", "d384", "d768")  # widths that divide the last one
     yield dataclasses.replace(
         pcfg,
@@ -562,9 +551,7 @@ def _workstation() -> Iterator[Dataset]:
             **_large_sgd_arms(3_000),
             "adversary": _algorithm(preset, "Adversary", "B", *TABLES),
             "helper": _algorithm(preset, "Helper", "B", *TABLES),
-            "pre-ln": Arm(
-                title="Pre-layer-norm", changes={"model": ModelConfig(architecture="bert-pre-ln", size="d512")}
-            ),
+            "pre-ln": Arm(title="Pre-layer-norm", changes={"model": pre_ln}),
         },
         **shorter,
     )
