@@ -88,11 +88,6 @@ def rows(name: str, split: str) -> Columns:
 
     Raises:
         IsolossError: There is no such dataset or split, or this Python was installed without the text.
-
-    Example:
-        >>> from isoloss.text.python_docs import rows
-        >>> sorted(set(rows("docstring-module", "train")["label"]))[:3]
-        ['asyncio', 'email', 'importlib']
     """
     if name not in DATASETS:
         raise IsolossError(f"there is no dataset python:{name}{did_you_mean(name, DATASETS)}; available: {_names()}")

@@ -34,13 +34,6 @@ def difference(first: PreTrainedTokenizerFast, second: PreTrainedTokenizerFast, 
 
     They are alike if they have the same tokens with the same ids, the same merges or scores, normalizer and
     pre-tokenizer, and put the same ids around a text. Their decoders, truncation and padding are not compared.
-
-    Example:
-        >>> from isoloss.text.tokenizer_difference import difference
-        >>> from isoloss.text.tokenizers import train_tokenizer
-        >>> a, b = (train_tokenizer(["Aa"], vocab_size=8, lowercase=lowercase) for lowercase in (True, False))
-        >>> difference(a, b, ("a", "b")).reason
-        "'A' is a token of b alone"
     """
     documents = [json.loads(_backend(tokenizer).to_str()) for tokenizer in (first, second)]
     models = [document["model"] for document in documents]

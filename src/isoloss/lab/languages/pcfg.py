@@ -208,12 +208,6 @@ class PCFG(ExactLanguage):
         Raises:
             IsolossError: As for `Language.sample`; no sentence has `length` tokens, or all sentences together have a
                 probability under 1e-250 before the language is cut at `max_length`.
-
-        Example:
-            >>> from isoloss.lab.languages.pcfg import PCFG
-            >>> language = PCFG.from_text("S -> S S [0.9] | 'a' [0.05] | 'b' [0.05]", max_length=8)
-            >>> language.sample(1000, length=5).tokens.shape
-            torch.Size([1000, 5])
         """
         return self._drawn(n, self._seed(n, generator), length=length, trees=latent)
 
@@ -320,13 +314,6 @@ class PCFG(ExactLanguage):
 
         The span is from `start` to `stop` - 1; other arguments and errors as for `log_prob`, and a sentence must not be
         shorter.
-
-        Example:
-            >>> import torch
-            >>> from isoloss.lab.languages.pcfg import PCFG
-            >>> language = PCFG.from_text("S A A 1\nA a 0.25\nA b 0.75")
-            >>> language.inside(torch.tensor([[0, 1]]), torch.tensor([2]), stop=1)[0, 1].exp()  # A yields a
-            tensor(0.2500, dtype=torch.float64)
         """
         tokens, lengths = self._checked(tokens, lengths)
         batches.check_span(lengths, start, stop)
@@ -380,14 +367,6 @@ class PCFG(ExactLanguage):
         span's last token. It is computed in float64. A row is NaN where no such node can be there.
 
         Arguments and errors as for `inside`.
-
-        Example:
-            >>> import torch
-            >>> from isoloss.lab.languages.pcfg import PCFG
-            >>> language = PCFG.from_text("S A B 1\nA a 0.5\nA b 0.5\nB A 0.25\nB A A 0.75")
-            >>> tokens, lengths = torch.tensor([[0, 1, 0]]), torch.tensor([3])
-            >>> language.prefix_span_posterior(tokens, lengths, symbols=[1, 2], start=1, stop=2)
-            tensor([[0.8000, 0.2000]], dtype=torch.float64)
         """
         exact = self.to("cpu", torch.float64)
         tokens, lengths = exact._checked(tokens.cpu(), lengths.cpu())
@@ -482,13 +461,6 @@ def derivation_sums(grammar: Grammar, max_length: int) -> tuple[npt.NDArray[np.f
     and likewise for tokens; rules A -> B make both a linear system over the symbols of one length, which (I - U)^-1
     solves, U the matrix of their probabilities. Given w, a derivation of the start symbol has the entropy
     S(w) / P(w) + log P(w). It is the entropy of the sentences where each has one derivation, and else more.
-
-    Example:
-        >>> import math
-        >>> from isoloss.lab.languages._pcfg.grammar import parse_grammar
-        >>> from isoloss.lab.languages.pcfg import derivation_sums
-        >>> derivation_sums(parse_grammar("S A A 1\nA a 0.5\nA b 0.5"), 2)[1] / math.log(2)
-        array([0., 0., 2.])
     """
     size = len(grammar.symbols)
     unary = np.zeros((size, size))

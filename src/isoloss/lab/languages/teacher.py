@@ -482,14 +482,7 @@ def _cache(states: list[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
 
 
 def by_set(flags: torch.Tensor) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Return the sets of true columns that occur in (r, T) bool, each with its rows.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.languages.teacher import by_set
-        >>> by_set(torch.tensor([[True, False, True], [False, False, False], [True, False, True]]))
-        [((0, 2), [0, 2]), ((), [1])]
-    """
+    """Return the sets of true columns that occur in (r, T) bool, each with its rows."""
     sets: dict[tuple[int, ...], list[int]] = {}
     for row, row_flags in enumerate(flags.tolist()):
         sets.setdefault(tuple(column for column, flag in enumerate(row_flags) if flag), []).append(row)
@@ -570,12 +563,6 @@ def most_frequent(counts: np.ndarray, specials: Iterable[int], most: int) -> tup
     """Return the ids of the `most` largest counts, largest first, smaller ids first among equals.
 
     Special ids and those that do not occur are left out, so that there may be fewer.
-
-    Example:
-        >>> import numpy as np
-        >>> from isoloss.lab.languages.teacher import most_frequent
-        >>> most_frequent(np.array([9, 2, 5, 2, 0]), {0}, 3)
-        (2, 1, 3)
     """
     counts = counts.copy()
     counts[[index for index in specials if 0 <= index < len(counts)]] = 0

@@ -419,15 +419,6 @@ def dyck_grammar(config: DyckConfig) -> Grammar:
     its partner's, and which of the two it is follows from the number of each), so with `tokens_per_bracket` 1
     every full conditional has entropy 0. With more, O_i and C_i each emit one of so many tokens of their own, by
     probabilities from the flat Dirichlet distribution, and the full conditional of a bracket is that distribution.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.languages.config import DyckConfig
-        >>> language = DyckConfig(kinds=1, max_depth=2, max_length=4).build()
-        >>> language.vocabulary
-        ('(', ')')
-        >>> language.log_prob(torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]), torch.tensor([4, 4])).exp()
-        tensor([0.2857, 0.1429], dtype=torch.float64)
     """
     check(config)
     rules: list[Rule] = []

@@ -205,11 +205,6 @@ def bracketed(nodes: Sequence[Sequence[int]], symbols: Sequence[str], words: Seq
     """Return a tree as nested brackets; a name with a bracket, a quote or a space in it stands in quotes.
 
     The nodes are rows (start, stop, symbol id) in preorder, each over the words start to stop - 1.
-
-    Example:
-        >>> from isoloss.lab.languages._pcfg.sampler import bracketed
-        >>> bracketed([(0, 2, 0), (0, 1, 1), (1, 2, 1)], ("S", "A"), ("the", "end"))
-        '(S (A the) (A end))'
     """
     text, open_until = "", list[int]()
     for index, (start, stop, symbol) in enumerate(nodes):
