@@ -11,9 +11,18 @@ from slow_grammar import SlowGrammar, random_rules
 from small_languages import p_value
 
 from isoloss.errors import IsolossError
+from isoloss.lab.languages._pcfg import sampler as samplers
 from isoloss.lab.languages._pcfg.grammar import parse_grammar, random_grammar
-from isoloss.lab.languages._pcfg.sampler import Sampler, longest_yields
+from isoloss.lab.languages._pcfg.sampler import longest_yields
 from isoloss.lab.languages.config import PCFGConfig
+
+
+class Sampler(samplers.Sampler):
+    """Draws the first n sentences."""
+
+    def __call__(self, n, seed, **options):
+        return super().__call__(torch.arange(n), seed, **options)
+
 
 UNARY = (
     "S A 0.4\nS B 0.3\nS A S 0.3\nA B 0.5\nA C 0.2\nA S B 0.2\nA x 0.1\nB C 0.6\nB y 0.2\nB C C 0.2\nC x 0.5\nC z 0.5"

@@ -387,6 +387,9 @@ class ExactLanguage(Language):
     device: torch.device
     dtype: torch.dtype
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.describe()}; {self.dtype} on {self.device})"
+
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Return the language with its exact computations on `device` and in `dtype`; None leaves one as it is.
 

@@ -168,12 +168,6 @@ class PCFG(ExactLanguage):
         """(max_length + 1,) the probability of each length."""
         return self._length_probs.to(self.device, self.dtype)
 
-    def __repr__(self) -> str:
-        return (
-            f"PCFG({len(self.symbols)} symbols, {self.vocab_size} tokens, at most {self.max_length} tokens per "
-            f"sentence, {self.dtype} on {self.device})"
-        )
-
     @property
     def has_slow_entropy(self) -> bool:
         """Whether an estimate of the entropy takes minutes: a treebank's grammar has thousands of pairs."""
@@ -194,9 +188,7 @@ class PCFG(ExactLanguage):
         """Return `n` independent sentences; see `Language.sample`.
 
         The generator gives one number, the seed; sentence i is a function of it and of i, so that the sentences of a
-        smaller n are the first of a larger one's, for every device and any number of threads. They are drawn on the CPU
-        or, for a language on a CUDA device, there. Nothing is rejected: where sentences are cut at `max_length`, or all
-        have one length, symbols are rewritten by their probabilities given the number of tokens that they must yield.
+        smaller n are the first of a larger one's, on every device.
 
         Args:
             n: Number of sentences.
@@ -209,18 +201,16 @@ class PCFG(ExactLanguage):
             IsolossError: As for `Language.sample`; no sentence has `length` tokens, or all sentences together have a
                 probability under 1e-250 before the language is cut at `max_length`.
         """
-        return self._drawn(n, self._seed(n, generator), length=length, trees=latent)
+        seed = self._seed(n, generator)
+        return self._drawn(torch.arange(n), seed, length=length, trees=latent)
 
     def sentences_at(self, numbers: torch.Tensor, *, seed: int) -> Sentences:
         """Return the sentences with these numbers; see `Language.sentences_at`."""
         return self._drawn(numbers, seed)
 
-    def _drawn(
-        self, sentences: int | torch.Tensor, seed: int, *, length: int | None = None, trees: bool = False
-    ) -> Sentences:
-        tokens, lengths, nodes = self._sampler(sentences, seed, length=length, trees=trees)
-        latent = None if nodes is None else nodes.to(self.device)
-        return Sentences(tokens.to(self.device), lengths.to(self.device), latent)
+    def _drawn(self, numbers: torch.Tensor, seed: int, *, length: int | None = None, trees: bool = False) -> Sentences:
+        drawn = self._sampler(numbers, seed, length=length, trees=trees)
+        return Sentences(*(part if part is None else part.to(self.device) for part in drawn))
 
     def describe_latent(self, sentences: Sentences) -> list[str]:
         """Return the derivation of each sentence as nested brackets."""

@@ -135,9 +135,6 @@ class WithSpecialTokens(ExactLanguage):
         """Return what the inner language is."""
         return f"between [CLS] and [SEP]: {self.inner.describe()}"
 
-    def __repr__(self) -> str:
-        return f"WithSpecialTokens({self.inner!r})"
-
     # --- sentences
 
     def frame(self, sentences: Sentences) -> Sentences:

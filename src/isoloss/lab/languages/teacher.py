@@ -150,7 +150,7 @@ class Teacher(ExactLanguage):
 
     def describe(self) -> str:
         """Return what the sentences are, and their length."""
-        return f"what a causal language model writes over {super().describe()}"
+        return f"what {self._source} writes over {super().describe()}"
 
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
         super()._move(device, dtype)
@@ -159,10 +159,6 @@ class Teacher(ExactLanguage):
         if self._scorer.model.dtype != dtype or self._scorer.ids.device != device:
             self._scorer.model = copy.deepcopy(self._scorer.model)
             self._scorer.to(device, dtype)
-
-    def __repr__(self) -> str:
-        sizes = f"{self.vocab_size} tokens, {self.max_length} tokens per sentence"
-        return f"Teacher({self._source}, {sizes}, {self.dtype} on {self.device})"
 
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
         """Return `n` independent sentences of `max_length` tokens; arguments and errors as for `Language.sample`.

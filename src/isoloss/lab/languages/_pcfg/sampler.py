@@ -46,13 +46,13 @@ class Sampler:
 
     def __call__(
         self,
-        sentences: int | torch.Tensor,
+        numbers: torch.Tensor,
         seed: int,
         *,
         length: int | None = None,
         trees: bool = False,
     ) -> Sentences:
-        """Return independent sentences, the first n or those of (n,) numbers, with their trees where `trees` is set.
+        """Return the independent sentences of (n,) numbers, with their trees where `trees` is set.
 
         A `length` that no sentence has is an `IsolossError`.
         """
@@ -68,7 +68,6 @@ class Sampler:
         # Rows are symbol * columns + width: the start symbol with a given width, the last row, which draws the width,
         # or without widths the start symbol.
         root = length if length is not None else len(rewrites.tables.offsets) - 2 if refined else 0
-        numbers = torch.arange(sentences) if isinstance(sentences, int) else sentences
         return alias_sampling.draw_derivations(
             rewrites,
             numbers=numbers.cpu().numpy(),
