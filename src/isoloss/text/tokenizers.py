@@ -54,8 +54,7 @@ def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -
         needs: Special tokens that it has to have.
 
     Raises:
-        NoTokenizerError: There is none.
-        IsolossError: It is damaged, or of a kind that cannot be used.
+        NoTokenizerError: There is none; any other error is about one that was found.
     """
     check_name(spec)
     path = Path(spec).expanduser()
@@ -79,11 +78,7 @@ def check_name(spec: str) -> None:
 
 
 def trained_size(spec: str) -> int | None:
-    """Return the number of tokens in `wordpiece:NUMBER`, a tokenizer to be trained on the text; None for others.
-
-    Raises:
-        IsolossError: What follows the colon is not a whole number up to a million.
-    """
+    """Return the number of tokens in `wordpiece:NUMBER`, a tokenizer to be trained on the text; None for others."""
     if not spec.startswith(_TRAINED):
         return None
     number = spec.removeprefix(_TRAINED)
@@ -187,12 +182,9 @@ def encode_with_bytes(
     """Yield what `encode` does, and (tokens,) how many bytes of the text, in UTF-8, each token stands for.
 
     They sum to the bytes of the original text, whatever the tokenizer changes (lower case, NFKC, a space before the
-    text, unknown tokens), and are 0 for the tokens that it adds around the text. A loss in nats per token, divided by
-    ln 2 and by bytes per token, is in bits per byte, which can be compared across tokenizers.
-
-    A character that several tokens share, such as one of several bytes in a byte-level tokenizer, is split equally. A
-    character in no token, such as a space between two words, counts with the next character that is in a token, or
-    else with the last.
+    text, unknown tokens), and are 0 for the tokens that it adds around the text. A character that several tokens share,
+    such as one of several bytes in a byte-level tokenizer, is split equally. A character in no token, such as a space
+    between two words, counts with the next character that is in a token, or else with the last.
     """
     for text, ids, encoding in _encode(tokenizer, texts, add_special_tokens, with_offsets=True):
         sizes = _bytes_of(text, encoding.offsets)

@@ -91,9 +91,6 @@ def masked_sentences(language: Language) -> tuple[Sentences, torch.Tensor, torch
     Returns:
         The sentences, with the lowest possible token at the masked position; (n,) int64 masked positions; (n,) float64
         probabilities, which sum to 1.
-
-    Raises:
-        IsolossError: As for `all_sentences`.
     """
     if isinstance(language, WithSpecialTokens):
         inside, inner_positions, inner_probabilities = masked_sentences(language.inner)

@@ -87,10 +87,6 @@ class Teacher(ExactLanguage):
             tokenizer: The model's, of which the language's is made (see `isoloss.text.kept_tokens`).
             config: What the model was read from, where it was.
             source: What errors call the model.
-
-        Raises:
-            IsolossError: An id is out of range, special or named twice, there are fewer than two, the model knows no
-                start token or no so long text, or the vocabulary does not fit.
         """
         most = getattr(model.config, "max_position_embeddings", None)
         if length < 1 or (most is not None and length > most):
@@ -131,7 +127,15 @@ class Teacher(ExactLanguage):
                 raise IsolossError(f"the tokens of a corpus cannot be counted: {error}") from error
             tokenizer = None
         start_id = find_start(model, config.start_id, name)
-        tokens = config.tokens or choose_tokens(model, tokenizer, start_id, config)
+        tokens = config.tokens
+        if not tokens:
+            if tokenizer is not None and config.corpus:
+                counts = count_text(config.corpus, tokenizer, vocab_size(model))
+            else:
+                counts = count_samples(
+                    model, start_id, sequences=config.samples, length=config.length, seed=config.seed
+                )
+            tokens = most_frequent(counts, special_token_ids(model, tokenizer), config.vocab_size)
         resolved = dataclasses.replace(config, checkpoint=name, tokens=tokens, start_id=start_id, content=content)
         return cls(
             model,
@@ -394,24 +398,18 @@ class Scorer:
         size, start = len(self.ids), masked[0]
         count = size ** len(masked)
         total = torch.empty(len(rows) * count, dtype=prefix.logs.dtype, device=prefix.logs.device)
-        for part in self.parts(len(total), prefix.tokens.shape[1]):
-            index = torch.arange(part.start, part.stop, device=rows.device)
+        # Where the output layer is not cut, logits over all of the model's tokens take more memory than all else.
+        width = size if self.cut else vocab_size(self.model)
+        step = max(1, min(_POSITIONS, _LOGITS // width) // prefix.tokens.shape[1])
+        for index in torch.arange(len(total), device=rows.device).split(step):
             sentences, code = rows[index // count], index % count
             ends = prefix.tokens[sentences, start:]
             # The last masked token varies fastest, as in the view below.
             for position in reversed(masked):
                 ends[:, position - start] = code % size
                 code //= size
-            total[part] = self.ending(prefix, sentences, ends)
+            total[index] = self.ending(prefix, sentences, ends)
         return total.view(len(rows), *[size] * len(masked))
-
-    def parts(self, n: int, length: int) -> Iterator[slice]:
-        """Yield slices of n rows, each a part for one pass with sentences of `length` tokens."""
-        # Where the output layer is not cut, logits over all of the model's tokens take more memory than all else.
-        width = len(self.ids) if self.cut else self.model.get_input_embeddings().weight.shape[0]
-        step = max(1, min(_POSITIONS, _LOGITS // width) // length)
-        for first in range(0, n, step):
-            yield slice(first, min(first + step, n))
 
     def _inputs(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the model's ids of tokens, behind the start."""
@@ -519,18 +517,6 @@ def find_start(model: Any, start_id: int | None, source: str) -> int:
     if not 0 <= start_id < size:
         raise IsolossError(f"{source}: start_id is {start_id}; the model's ids are from 0 to {size - 1}")
     return start_id
-
-
-def choose_tokens(
-    model: Any, tokenizer: PreTrainedTokenizerFast | None, start_id: int, config: TeacherConfig
-) -> tuple[int, ...]:
-    """Return the ids that are most frequent in the config's text or, where it names none, in samples of the model."""
-    if config.corpus:
-        assert tokenizer is not None
-        counts = count_text(config.corpus, tokenizer, vocab_size(model))
-    else:
-        counts = count_samples(model, start_id, sequences=config.samples, length=config.length, seed=config.seed)
-    return most_frequent(counts, special_token_ids(model, tokenizer), config.vocab_size)
 
 
 def count_text(paths: Iterable[str], tokenizer: PreTrainedTokenizerFast, size: int) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages._pcfg.grammar import Grammar
+from isoloss.lab.languages._pcfg.rules import first_of
 from isoloss.text.masking import Sentences
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Sampler:
             )
         if length is not None and length not in possible:
             raise IsolossError(
-                f"no sentence of {length} tokens can be drawn; the possible lengths are {_listed(possible)}"
+                f"no sentence of {length} tokens can be drawn; the possible lengths are {first_of(possible)}"
             )
 
     @functools.cached_property
@@ -175,20 +175,6 @@ def _chains(grammar: Grammar) -> list[_Ints]:
         np.maximum.at(depth, grammar.unary[:, 0], depth[grammar.unary[:, 1]] + 1)
         if np.array_equal(depth, before):
             return [np.flatnonzero(depth[grammar.unary[:, 0]] == level) for level in range(1, depth.max() + 1)]
-
-
-def _listed(numbers: list[int]) -> str:
-    """Return ascending numbers in words: the ends of an arithmetic progression, or else of each run."""
-    steps = {after - before for before, after in itertools.pairwise(numbers)}
-    if len(numbers) > 4 and len(steps) == 1 and steps != {1}:
-        return f"{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}"
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs)
 
 
 def derivations(sentences: Sentences, symbols: Sequence[str], vocabulary: Sequence[str]) -> list[str]:
