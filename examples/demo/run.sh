@@ -24,7 +24,7 @@ isoloss train plain --config "$configs/plain.toml" >plain.log 2>&1 &
 plain=$!
 isoloss train penalized --config "$configs/penalized.toml" >penalized.log
 wait $plain || { cat plain.log >&2; exit 1; }
-echo "isoloss compare plain penalized --data python:docs --same-loss-nats 0.05 --html page.html"
-isoloss compare plain penalized --data python:docs --same-loss-nats 0.05 --html page.html
+echo "isoloss compare plain penalized --data python:docs --loss-margin 0.05 --html page.html"
+isoloss compare plain penalized --data python:docs --loss-margin 0.05 --html page.html
 echo "The page: runs/demo/page.html"
 echo "Next: isoloss compare with two checkpoints and a text of yours, or the tutorial, docs/tutorial.md"

@@ -198,7 +198,8 @@ REFUSED = {
         "--csv is labels/dev.csv, which is read as an input",
     ),
     "one file for two": ("a b --html z --csv ./z", "--html and --csv are the same file, z: give each its own"),
-    "no margin": ("a b --same-loss-nats 0", "--same-loss-nats is 0.0; it must be finite and above 0"),
+    "the former name": ("a b --same-loss-nats 0", "--same-loss-nats is now called --loss-margin;"),
+    "no margin": ("a b --loss-margin 0", "--loss-margin is 0.0; it must be finite and above 0"),
     "no checkpoint": ("a ./no", "there is no checkpoint ./no: it is not a folder"),
 }
 
@@ -217,7 +218,7 @@ def test_one_document_is_said(capsys):
 
 
 def test_what_there_is_more_of_is_said(capsys):
-    few = ("--num-sequences", "8", "--same-loss-nats", "0.3")
+    few = ("--num-sequences", "8", "--loss-margin", "0.3")
     out, _ = call(capsys, "a", "b", "--data", "one.txt", "--length", "12", "--threads", "1", *few)
     assert "Next: take more sequences (--num-sequences), or" in " ".join(out.split())
 
@@ -226,7 +227,7 @@ def test_the_same_weights_and_other_architectures_have_no_flattest(capsys):
     shutil.copytree("a", "copy")
     out, _ = call(capsys, "a", "copy", *DATA)
     assert "a and copy have identical weights. There is nothing to compare." in " ".join(out.split())
-    out, err = call(capsys, "a", "wide", *DATA, "--same-loss-nats", "100")
+    out, err = call(capsys, "a", "wide", *DATA, "--loss-margin", "100")
     assert "No verdict on which is the flattest. a and wide have different parameters" in " ".join(out.split())
     assert "is the flattest:" not in out
     assert err.count("warning: a and wide have different parameters") == 1

@@ -66,7 +66,6 @@ REFUSED = {
     "transfer checkpoint --task sst2 --data glue": "there is no file or folder glue",
     "transfer checkpoint --task root --language pcfg-laptop --num-train 0": "num_train is 0; it must be at least 1",
     "transfer checkpoint --task root --language pcfg-laptop --device gpu": "the device is 'gpu'",
-    "transfer checkpoint --task root --language pcfg-laptop --test-redraw 2": "test_redraw is 2.0; it must be above 0",
     "transfer checkpoint": "--task is missing",
     "expand chekpoint --into d32": "does not answer; did you mean checkpoint?",
     "expand checkpoint": "--into is missing",

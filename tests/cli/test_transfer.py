@@ -106,18 +106,6 @@ def test_the_look_up_table_needs_no_model_and_convex_probes_no_seed(capsys):
     assert document["task"] == "state-3-latent"
     assert found["accuracy"]["details"]["seed_std"] == 0
     assert found["majority_rate"] < found["accuracy"]["value"] < found["bayes"]["value"] + 0.1
-    moved = as_json(
-        capsys, "transfer", "--language", "hmm-laptop", "--task", "task-3-latent", *words, "--test-redraw", "1.0"
-    )
-    assert moved["models"]["hmm-laptop"]["labels"] != found["labels"]
-
-
-def test_lengths_out_of_distribution(capsys, runs):
-    words = ("--train-lengths", "3", "4", "--test-lengths", "6", "8", *SMALL)
-    document = as_json(capsys, "transfer", runs[2], "--task", "state-2", *words)
-    (found,) = document["models"].values()
-    assert found["overlap"] == 0
-    assert found["bayes"]["value"] == 1.0
 
 
 def test_your_own_text_probed_and_fine_tuned(capsys, bert, mails, tmp_path):
@@ -149,7 +137,6 @@ def test_your_own_text_probed_and_fine_tuned(capsys, bert, mails, tmp_path):
         (["--task", "state-2"], "no task 'state-2'"),
         (["--task", "root", "--num-train", "0"], "num_train is 0"),
         (["--task", "root", "--text", "body"], "leave out --text"),
-        (["--task", "root", "--test-lengths", "9", "9"], "the lengths are 9 to 9"),
         (["--task", "root", "--method", "finetune", "--layer", "0"], "--layer: no effect with --method finetune"),
         (
             ["--task", "root", "--method", "lookup", "--pooling", "mean"],

@@ -322,7 +322,7 @@ def test_a_model_is_better_at_a_task_where_an_exact_test_says_so(text, reviews, 
     assert f", p {p_value:.2g} by McNemar's test" in answer.detail
     assert answer.holds is (True if p_value < 0.05 else None)
     assert answer.answer.startswith("a, by" if p_value < 0.05 else "No difference shown, by")
-    assert ("too few for errors to be right" in found.rests_on()) is (right + wrong < 20)
+    assert ("too few for errors to be right" in found.caption()) is (right + wrong < 20)
 
 
 @pytest.mark.parametrize("name", ["one", "two"])
@@ -456,7 +456,7 @@ def test_ctrl_c_leaves_the_others_measured():
 
     models = {"a": small.gpt2(8, 0), "b": small.gpt2(8, 1), "c": interrupted}
     with pytest.raises(InterruptedComparison) as stop:
-        compare(models, batches(), same_loss=10.0, robustness=False)
+        compare(models, batches(), loss_margin=10.0, robustness=False)
     assert list(stop.value.complete.models) == ["a", "b"]
     same_loss, *_ = stop.value.complete.answers()
     assert same_loss.answer == "Yes, within ± 10 nats"
@@ -465,7 +465,7 @@ def test_ctrl_c_leaves_the_others_measured():
 def test_differences_are_in_the_order_of_the_table_whichever_model_is_better():
     models = {"a": small.gpt2(8, 0), "b": small.gpt2(8, 1)}
     for order in ("ab", "ba"):
-        comparison = compare({name: models[name] for name in order}, batches(), same_loss=10.0)
+        comparison = compare({name: models[name] for name in order}, batches(), loss_margin=10.0)
         first, second = order
         same_loss, flatter, robust = comparison.answers()
         for answer in (same_loss, robust):
@@ -480,7 +480,7 @@ def test_at_different_losses_no_model_is_called_more_robust():
     assert answers["Same loss?"].holds is not True
     robust = answers["More robust at 4 bits?"]
     assert (robust.answer, robust.holds) == ("Not judged: the losses are not shown to be the same", None)
-    at_ten = dataclasses.replace(comparison, same_loss=10.0)
+    at_ten = dataclasses.replace(comparison, loss_margin=10.0)
     assert at_ten.answers()[2].answer in ("a's loss rises least", "b's loss rises least", "No difference shown")
 
 
@@ -495,7 +495,7 @@ def test_the_same_weights_are_identical_and_no_model_is_better():
 
 def test_other_architectures_are_compared_without_a_flattest():
     with pytest.warns(match="a and b have different parameters"):
-        comparison = compare({"a": small.gpt2(8), "b": small.llama(8)}, batches(), same_loss=100.0)
+        comparison = compare({"a": small.gpt2(8), "b": small.llama(8)}, batches(), loss_margin=100.0)
     assert comparison.verdict().reasons == ("parameters",)
     assert comparison.answers()[1].answer == "No verdict: different architectures"
     assert "flattest:" not in str(comparison)
@@ -556,7 +556,9 @@ def test_documents_that_return_in_turn_are_all_in_the_rises():
     assert found.models["a"]["int4_rise"].samples == 8
 
 
-@pytest.mark.parametrize("wrong", [{"same_loss": 0}, {"same_loss": -1}, {"same_loss": math.nan}, {"min_ratio": 0.9}])
+@pytest.mark.parametrize(
+    "wrong", [{"loss_margin": 0}, {"loss_margin": -1}, {"loss_margin": math.nan}, {"min_ratio": 0.9}]
+)
 def test_a_margin_that_is_none_is_refused_before_anything_is_measured(wrong):
     with pytest.raises(IsolossError, match=f"{next(iter(wrong))} is"):
         compare({"a": small.gpt2(20, 0)}, [], **wrong)

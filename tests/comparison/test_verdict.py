@@ -48,7 +48,7 @@ def compared(models):
             found[name]["minimal-trace"] = estimate(least, 0.1, seed + 2)
             found[name]["minimal_without_embeddings"] = rest
     weights = {name: model[-1] for name, model in models.items()}
-    return TraceComparison(found, weights=weights, architectures=dict.fromkeys(models, ""))
+    return TraceComparison(models=found, weights=weights, architectures=dict.fromkeys(models, ""))
 
 
 def test_a_model_is_the_flattest_where_both_measures_say_so_at_the_same_loss():
@@ -62,7 +62,7 @@ def test_a_model_is_the_flattest_where_both_measures_say_so_at_the_same_loss():
 
 def test_the_answer_on_the_loss_is_about_the_same_models_as_the_verdict():
     known = compared({"a": (6, 4, 2.0, "1"), "b": (5, 3, 1.992, "2"), "c": (7, 5, 2.008, "3")})
-    found = ModelComparison(known.models, weights=known.weights, architectures=known.architectures)
+    found = ModelComparison(models=known.models, weights=known.weights, architectures=known.architectures)
     same_loss, _ = found.answers()
     assert found.verdict().reasons == ("loss",)
     assert (same_loss.answer, same_loss.holds) == ("No, 0.016 nats apart", False)
@@ -74,7 +74,7 @@ def with_more(known, key, of):
     found = {
         name: {**each, key: estimate(*of[name], 100 + place)} for place, (name, each) in enumerate(known.models.items())
     }
-    return ModelComparison(found, weights=known.weights, architectures=known.architectures)
+    return ModelComparison(models=found, weights=known.weights, architectures=known.architectures)
 
 
 def test_a_loss_that_surely_differs_is_no_less_so_beside_a_larger_uncertain_difference():
@@ -166,9 +166,9 @@ def test_other_losses_give_no_verdict_but_a_wider_margin_does():
     assert (found.flattest, found.reasons) == (None, ("loss",))
     assert "Losses differ by more than 0.01 nats from the loss of a. Differences: b 0.02" in str(found)
     assert " nats. Next: compare checkpoints whose losses are nearer (isoloss compare takes all" in str(found)
-    assert comparison.verdict(same_loss=0.03).flattest == "a"
+    assert comparison.verdict(loss_margin=0.03).flattest == "a"
     with pytest.raises(IsolossError, match="margin"):
-        comparison.verdict(same_loss=0)
+        comparison.verdict(loss_margin=0)
 
 
 def test_losses_that_may_be_the_same_take_more_inputs_and_no_other_checkpoints():
@@ -275,7 +275,7 @@ def test_a_rescaling_does_not_make_a_model_the_flattest(model):
     assert comparison.ranking("trace") == (sharper, flatter)
     assert comparison.probability_of_smallest("trace")[sharper] > 0.99
     assert comparison.ranking("minimal-trace") == (flatter, sharper)
-    found = comparison.verdict(same_loss=1)
+    found = comparison.verdict(loss_margin=1)
     assert (found.flattest, found.reasons) == (None, ("disagree",))
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from isoloss import config as configs
 from isoloss.lab.presets import PRESETS
-from isoloss.paper.reproduction import costs
-from isoloss.paper.reproduction.gpu_scales import POWER
+from isoloss.paper.reproduction.costs import Costs, Tokens
+from isoloss.paper.reproduction.scales import POWER
 from isoloss.paper.reproduction.study import STUDY
 from isoloss.registry import MODELS
 from isoloss.statistics.power import pairs_for_power, sd_upper_bound
@@ -118,9 +118,9 @@ def test_lstms_have_the_widths_and_layers_of_appendix_a4(scale):
     [("pcfg", "figure 2a", 41), ("generated", "figure 2b", 235), ("pcfg", "table 1", 235), ("text", "table 1", 335)],
 )
 def test_models_have_the_parameters_that_the_text_gives(dataset, figure, millions):
-    tokens = costs.Tokens(vocab_size=30_522, length=128)  # as the paper counts: docs/errata.md
+    tokens = Tokens(vocab_size=30_522, length=128)  # as the paper counts: docs/errata.md
     for experiment in experiments("paper", dataset, figure).values():
-        assert costs.num_parameters(experiment.config.model, tokens) / 1e6 == pytest.approx(millions, rel=0.01)
+        assert Costs(experiment.config.model, tokens).parameters / 1e6 == pytest.approx(millions, rel=0.01)
 
 
 @pytest.mark.parametrize("scale", GPU_SCALES)
@@ -197,7 +197,7 @@ def test_every_plan_is_complete_and_its_configs_can_be_trained(scale, tmp_path):
 def test_claims_at_the_scale_of_the_paper_have_the_languages_and_seeds_that_they_need():
     for name, (number, effect, sd, pilot) in POWER.items():
         dataset = STUDY.scale("paper").dataset(name)
-        assert number == len(dataset.replicates) == len({one.seed for one in dataset.replicates})
+        assert number == len(dataset.units) == len({one.seed for one in dataset.units})
         # Holm's first step, for up to 130 tests
         assert pairs_for_power(effect, sd_upper_bound(sd, pilot), alpha=0.05 / 130) == number
     assert StudyFolder(STUDY, Path(), "paper").secondary_tests <= 130
@@ -265,7 +265,7 @@ def test_a_teacher_is_one_run_of_the_study_that_its_students_come_after():
 def test_a_repetition_has_other_grammars(scale):
     def grammars(offset):
         dataset = STUDY.scale(scale).with_seed_offset(offset).dataset("pcfg")
-        return {getattr(one.language, "language", one.language).seed for one in dataset.replicates}
+        return {getattr(one.language, "language", one.language).seed for one in dataset.units}
 
     assert len(grammars(0)) == len(grammars(1)) > 1
     assert not grammars(0) & grammars(1)

@@ -11,11 +11,11 @@ import polars as pl
 import pytest
 from scipy import stats
 
-from isoloss.paper.reproduction import band, page, published
-from isoloss.paper.reproduction.band import Model
-from isoloss.paper.reproduction.compare import by_dataset, contrasts, interpolated_control
-from isoloss.paper.reproduction.cpu_scales import EVENING, SMOKE
-from isoloss.paper.reproduction.spec import Reproduction
+from isoloss.paper.reproduction import page
+from isoloss.paper.reproduction import tables as published
+from isoloss.paper.reproduction.compare import Model, by_dataset, contrasts, interpolated_control
+from isoloss.paper.reproduction.design import Reproduction
+from isoloss.paper.reproduction.scales import EVENING, SMOKE
 from isoloss.paper.reproduction.study import STUDY, answer
 from isoloss.paper.reproduction.tables import _ranking, compared, tables
 from isoloss.statistics.estimate import Estimate
@@ -23,6 +23,27 @@ from isoloss.studies.claims import Answer, ClaimResult, Verdict, judge_claims
 from isoloss.studies.claims import answer as studies_answer
 from isoloss.studies.page import _beside_the_paper
 from isoloss.studies.results import CheckpointEstimate, Results, change, difference
+
+# every figure and table of the paper that shows results: the datasets, and on the page the figure or table of each
+SHOWN_BY = {
+    "figure 1": ("pcfg same-loss",),
+    "figure 2a": ("pcfg longer",),
+    "figure 2b": ("generated longer",),
+    "figure 2c": ("web longer",),
+    "figure 3a": ("pcfg sizes",),
+    "figure 3b": ("hmm sizes",),
+    "figure 3c": ("generated sizes",),
+    "figure 4 left": ("pcfg sgd",),
+    "figure 4 middle": ("hmm sgd",),
+    "figure 4 right": ("web longer",),
+    "figure 5 left": ("pcfg expanded",),
+    "figure 5 right": ("generated expanded",),
+    "figure 8": ("pcfg sizes", "hmm sizes", "generated sizes"),
+    "figure 9": ("pcfg sizes", "pcfg longer", "generated longer"),
+    "figure 10": ("pcfg sgd", "hmm sgd"),
+    "table 1": ("pcfg algorithms", "text algorithms"),
+    "table 2": ("pcfg flatness", "text flatness"),
+}
 
 
 def measured(value, influence=(), unit="nats per predicted token"):
@@ -124,10 +145,10 @@ class Known(Results):
 def known_results(near=NEAR, minimal=10.0, seeds=2):
     """Results with these models near the control's KL, on three grammars with two seeds."""
     languages = tuple(dataclasses.replace(SMOKE.datasets[0].languages[0], seed=seed) for seed in (300, 301, 302))
-    dataset = dataclasses.replace(SMOKE.datasets[0], languages=languages, seeds=seeds, arm_measures=(), band=BAND)
+    dataset = dataclasses.replace(SMOKE.datasets[0], languages=languages, seeds=seeds, flatness=(), band=BAND)
     scale = Reproduction(description="known", datasets=(dataset,))
     checkpoints = {}
-    for one in scale.datasets[0].replicates:
+    for one in scale.datasets[0].units:
         for name, experiment in scale.experiments.items():
             if not name.startswith(f"{one.prefix}-"):
                 continue
@@ -153,39 +174,36 @@ def test_the_band_is_as_wide_as_the_losses_of_the_papers_figure_1():
     low, high = (float(loss) - float(published.ENTROPY) for loss in published.LOSSES)
     for dataset in EVENING.datasets:
         assert dataset.band == pytest.approx((high - low) / (high + low))
-        assert band.limits(0.006, dataset) == pytest.approx((0.0048, 0.0072))
 
 
 def test_the_band_has_the_models_whose_kl_is_near_the_controls():
     results = known_results()
     (data,) = by_dataset(results)
-    assert band.control(data) == Model("d32-40-cooldown", 20)
-    assert band.mean_limits(data) == pytest.approx(
+    assert data.control == Model("d32-40-cooldown", 20)
+    assert data.band == pytest.approx(
         (0.051 * (1 - BAND), 0.051 * (1 + BAND))  # 0.051 on average over the grammars
     )
     measured_once = {(name.split("-", 4)[4], step) for name, step in results.checkpoints if step}
-    assert set(band.models(data)) == measured_once
+    assert set(data.models) == measured_once
     inside = set(NEAR) - {("sgd-exact", 20)}
-    assert set(band.in_band(data)) == inside  # the helper's mean is 0.041 + 0.05 / 6
-    of_each = {one.prefix: len(found) for one, found in band.by_replicate(data)}
+    assert set(data.in_band) == inside  # the helper's mean is 0.041 + 0.05 / 6
+    of_each = {one.prefix: len(found) for one, found in zip(data.units, data.near(), strict=True)}
     assert of_each == dict.fromkeys(of_each, 5) | {"pcfg-301-seed-1": 4}
-    assert [len(found) for _, found in band.by_replicate(data, "d16")] == [1] * 6
-    assert band.name(data, Model("adversary", 30)) == "adversary"
-    assert band.name(data, Model("adversary", 10)) == "adversary at step 10"
+    assert [len(found) for found in data.near("d16")] == [1] * 6
 
 
 def test_how_far_accuracies_spread_is_paired_by_grammar_and_seed():
     results = known_results()
     (data,) = by_dataset(results)
-    spreads = band.spreads(data)
-    assert list(spreads) == ["kl", "probe-prefix-8", "probe-prefix-4", "probe-prefix-2"]
-    assert spreads["kl"].difference.value == pytest.approx(0.069 - 0.032)
-    found = spreads["probe-prefix-4"]
-    assert (found.lowest, found.highest) == (Model("adversary", 30), Model("helper", 30))
-    assert [end.value for end in found.ends] == pytest.approx([0.65, 0.72])
+    assert data.extremes("kl") == (Model("d32-60-cooldown", 20), Model("d16-40-cooldown-40", 40))
+    lowest, highest = (Model("adversary", 30), Model("helper", 30))
+    assert data.extremes("probe-prefix-4") == (lowest, highest)
+    ends = [data.ends(*model) for model in (lowest, highest)]
+    assert [data.mean(each, "probe-prefix-4").value for each in ends] == pytest.approx([0.65, 0.72])
     # 8, 7 and 6 points on the three grammars
-    assert (found.difference.value, found.difference.stderr) == pytest.approx((7.0, 1 / math.sqrt(3)))
-    assert found.difference.unit == "percentage points"
+    found = data.difference(ends[1], ends[0], "probe-prefix-4")
+    assert (found.value, found.stderr) == pytest.approx((7.0, 1 / math.sqrt(3)))
+    assert found.unit == "percentage points"
 
 
 def test_correlations_in_the_band_are_within_grammars_and_seeds():
@@ -196,7 +214,7 @@ def test_correlations_in_the_band_are_within_grammars_and_seeds():
     kinds = [(sizes, kind) for sizes in ("all sizes", "d32") for kind in ("Spearman", "Pearson")]
     assert list(rows) == [(*which, name) for which in kinds for name in ("kl", "trace")]
     columns = {"kl": [], "trace": [], "accuracy": []}
-    for one in data.dataset.replicates:
+    for one in data.dataset.units:
         own = [
             (
                 math.log(kl + 0.001 * one.block),
@@ -227,7 +245,7 @@ def test_the_ranking_is_by_the_correlation_given_the_kl_within_grammars_and_seed
     (data,) = by_dataset(results)
     table = _ranking(data, "pearson")
     columns = {"kl": [], "trace": [], "probe-prefix-4": []}
-    for one in data.dataset.replicates:
+    for one in data.dataset.units:
         ends = [results.at(one.run(run)) for run in compared(data.dataset)]
         for key, column in columns.items():
             own = np.array([end[key].value for end in ends])
@@ -260,7 +278,7 @@ def test_figure_1_comes_first_and_shows_the_band_magnified():
     spec = first.chart
     assert len(spec["concat"]) == 4  # task B: all models, then the KL and both traces in the band
     everything, near, *_ = ([row["run"] for row in spec["datasets"][part["data"]["name"]]] for part in points(spec))
-    assert len(everything) == len(band.models(data))
+    assert len(everything) == len(data.models)
     assert sorted(near) == sorted(arm for arm, _ in NEAR if arm != "sgd-exact")
     adversary = next(row for row in drawn(first, 0) if (row["run"], row["step"]) == ("adversary", 30))
     assert adversary["probe_prefix_4"] == pytest.approx(65.0)
@@ -360,12 +378,15 @@ def known_text(losses=LOSSES):
     dataset = next(each for each in SMOKE.datasets if each.name == "text")
     scale = Reproduction(description="known", datasets=(dataset,))
     checkpoints = {}
-    for one in dataset.replicates:
+    for one in dataset.units:
         for arm, values in losses.items():
             for step, loss in zip(dataset.watched, values, strict=True):
                 traces = {"loss": loss, "trace": 20.0 * loss, "minimal-trace": 10.0}
                 accuracy = (
-                    0.5 + 0.1 * (step == 40) + 0.05 * (arm == "unregularized") + 0.02 * one.index * (arm == "sam")
+                    0.5
+                    + 0.1 * (step == 40)
+                    + 0.05 * (arm == "unregularized")
+                    + 0.02 * (one.seed % 100) * (arm == "sam")
                 )
                 checkpoints[one.run(arm), step] = {
                     key: measured(traces.get(key, accuracy), unit="nats" if key in traces else "accuracy")
@@ -389,7 +410,7 @@ def test_without_a_cooldown_the_last_checkpoint_that_the_other_encloses_is_compa
     fraction = math.log(2.5 / 3.5) / math.log(2 / 3.5)
     assert kind.value == pytest.approx(100 * (0.6 + 0.01 - (0.55 + 0.1 * fraction)))
     assert kind.stderr == pytest.approx(1.0)  # of two seeds, 2 points apart
-    assert made["pcfg sgd"] == ()
+    assert made["pcfg sgd"] == []
 
 
 def test_what_no_checkpoint_of_the_other_encloses_is_not_tested():
@@ -417,7 +438,7 @@ def test_what_no_checkpoint_of_the_other_encloses_is_not_tested():
 def test_claims_need_half_of_the_models_and_three_languages(seeds, enclosed, is_tested):
     """Some seeds of three grammars; the arm of some has a KL within the control's cooldowns, the others' is 9."""
     results = known_results({}, seeds=seeds)
-    for place, one in enumerate(results.scale.datasets[0].replicates):
+    for place, one in enumerate(results.scale.datasets[0].units):
         for length, kl in (("-10", 0.3), ("", 0.2), ("-40", 0.1)):
             run = one.run(f"d32-40-cooldown{length}")
             at = results.checkpoints[run, results.experiments[run].last_step]
@@ -453,7 +474,7 @@ def test_the_error_of_the_interpolation_is_that_of_a_cooldown_between_two_others
         ("d32-40-cooldown-40", 40): (0.1, 0.7, 20.0),
     }
     results = known_results(near)
-    for one in results.scale.datasets[0].replicates:  # the same KL on all grammars
+    for one in results.scale.datasets[0].units:  # the same KL on all grammars
         for (arm, step), (kl, *_) in near.items():
             at = results.checkpoints[one.run(arm), step]
             at["kl"] = measured(kl)
@@ -473,7 +494,7 @@ def test_larger_models_minus_smaller_ones_by_expansion():
         ("d32-40-cooldown-40", 40): (0.1, 40.0, 30.0),
     }
     results = known_results()
-    for one in results.scale.datasets[0].replicates:
+    for one in results.scale.datasets[0].units:
         for (arm, step), (kl, papers, exact) in inside.items():
             more = 3.0 * one.block  # of grammar 1 and 2, which the larger model has less of
             sign = -1 if arm.startswith("d32") else 1
@@ -525,9 +546,7 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
     results = drawn_results(dataclasses.replace(whole, datasets=tuple(few)))
     claims = judge_claims(STUDY.claims, results, loss_margin=STUDY.loss_margin, has_verdicts=STUDY.has_verdicts(name))
     tested = {each.claim.id for each in claims if any(one.difference is not None for one in each.answers)}
-    assert tested >= (
-        {"noise-transfer", "lookup-transfer"} if whole.datasets[0].cooldown_steps else {"adversary-transfer"}
-    )
+    assert tested >= ({"noise-transfer", "lookup-transfer"} if whole.datasets[0].cooldowns else {"adversary-transfer"})
     assert {each.claim.id for each in claims} > set(page.PAPER_CLAIMS)
     assert all(each.answers for each in claims)
     if name == "evening":  # at the others no verdict is given
@@ -537,7 +556,7 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
     assert list(parts.paper_claims) == list(page.PAPER_CLAIMS)
     captions = {each.name.replace("-", " ", 1): each.caption for each in parts.figures}
     captions |= {each.name.replace("_", " ", 1): each.caption for each in tables(results)}
-    for papers, ours in published.SHOWN_BY.items():
+    for papers, ours in SHOWN_BY.items():
         for one in ours:
             number = " ".join(papers.split()[:2])
             assert one in captions, f"at scale {name}, nothing shows the paper's {papers}: {one} is missing"
@@ -568,7 +587,7 @@ def test_the_first_table_has_a_line_for_each_case_under_its_verdict():
 def test_the_documentation_lists_what_shows_each_of_the_papers_figures_tables_and_claims():
     text = (Path(__file__).parents[2] / "docs" / "method" / "studies.md").read_text()
     listed = re.findall(r"^\| (figure [^|]*|table [^|]*|claim [^|]*) \| ([^|]*) \|$", text, flags=re.MULTILINE)
-    expected = {papers: ", ".join(f"`{one}`" for one in ours) for papers, ours in published.SHOWN_BY.items()}
+    expected = {papers: ", ".join(f"`{one}`" for one in ours) for papers, ours in SHOWN_BY.items()}
     expected |= {f"claim `{claim}`": "the page's first table" for claim in page.PAPER_CLAIMS}
     assert dict(listed) == expected
     assert len(listed) == len(expected)

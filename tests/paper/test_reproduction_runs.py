@@ -14,7 +14,7 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 from isoloss import pretrain
 from isoloss.lab.evaluation.evaluator import Evaluator
 from isoloss.lab.languages.config import CorpusConfig, TeacherConfig
-from isoloss.paper.reproduction import costs
+from isoloss.paper.reproduction.costs import BYTES, Costs, Tokens
 from isoloss.paper.reproduction.study import STUDY
 from isoloss.text.python_docs import write_python_docs
 
@@ -103,7 +103,7 @@ def two_steps(config):
 def test_two_steps_of_every_model(scale, name, stand_ins, tmp_path, monkeypatch):
     experiment = STUDY.scale(scale).experiments[name]
     config = two_steps(dataclasses.replace(experiment.config, language=language(experiment.config.language, stand_ins)))
-    needed = costs.BYTES * costs.num_parameters(config.model, costs.Tokens(vocab_size=30_522, length=128))
+    needed = BYTES * Costs(config.model, Tokens(vocab_size=30_522, length=128)).parameters
     if needed > LIMIT:
         pytest.skip(f"needs {needed / GIB:.0f} GiB of memory")
     try:
@@ -114,10 +114,8 @@ def test_two_steps_of_every_model(scale, name, stand_ins, tmp_path, monkeypatch)
             settings = {**SETTINGS, "task_data": data} if name.startswith(("generated", "web", "text")) else SETTINGS
             evaluator = Evaluator(run, settings)
             for measure in part.measures:
-                if (
-                    measure == "minimal-trace"
-                    and costs.num_parameters(config.model, costs.Tokens(vocab_size=202, length=32)) > 3e8
-                ):
+                parameters = Costs(config.model, Tokens(vocab_size=202, length=32)).parameters
+                if measure == "minimal-trace" and parameters > 3e8:
                     continue  # minutes on a processor; smaller models of the same architecture have it
                 evaluation, _ = evaluator.measure(measure, config.steps)
                 assert all(torch.isfinite(torch.tensor(each.value)) for each in evaluation.estimates.values())

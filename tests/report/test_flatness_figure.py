@@ -19,7 +19,7 @@ def comparison(*traces):
     models = {
         f"m{i}": {"trace": estimate(trace, 0.5), "loss": estimate(2.0 + i, 0.1)} for i, trace in enumerate(traces)
     }
-    return TraceComparison(models, weights={}, architectures={})
+    return TraceComparison(models=models, weights={}, architectures={})
 
 
 def test_each_model_is_a_point_with_its_intervals():

@@ -8,7 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2LMHeadModel, PreTrainedModel, RobertaPreLayerNormConfig
 from transformers import RobertaPreLayerNormForMaskedLM as PreNorm
@@ -19,8 +19,8 @@ from isoloss.errors import IsolossError
 from isoloss.lab.languages.base import Sentences
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.languages.pcfg import PCFG
-from isoloss.lab.lookup import LEAST_PROBABILITY, causal_log_lookup_features, causal_lookup_features, lookup_features
-from isoloss.transfer.features import extract, open_features, store, why_no_features
+from isoloss.lab.lookup import LEAST_PROBABILITY, log_lookup_features, lookup_features
+from isoloss.transfer.features import extract, projection_matrix, store, why_no_features
 
 SHAPE = {
     "vocab_size": 20,
@@ -91,22 +91,6 @@ def test_other_layers_and_the_mean() -> None:
         torch.testing.assert_close(row, tokens_states[:length].mean(0), rtol=1e-5, atol=1e-5)
 
 
-def test_extract_leaves_the_model_as_it_was() -> None:
-    model = bert()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    extract(model, varied())
-    assert not model.training
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
-
-
-def test_a_model_in_training_mode_is_refused() -> None:
-    model = bert()
-    model.base_model.encoder.train()  # one part is enough
-    with pytest.raises(IsolossError, match=r"training mode.*model.eval\(\)"):
-        extract(model, varied())
-
-
 def test_bad_input_is_named() -> None:
     model, sentences = bert(), varied()
     with pytest.raises(IsolossError, match="no layer 3: the model has hidden states 0 to 2"):
@@ -129,6 +113,9 @@ def test_bad_input_is_named() -> None:
         extract(torch.nn.Linear(2, 2).eval(), sentences)
     with pytest.raises(IsolossError, match="only its layer -1 can be read, not 1"):
         extract(Own("a layer"), sentences, layer=1)
+    model.base_model.encoder.train()  # one part is enough
+    with pytest.raises(IsolossError, match=r"training mode.*model.eval\(\)"):
+        extract(model, sentences)
 
 
 class Own(torch.nn.Module):
@@ -246,9 +233,9 @@ def test_the_look_up_table_of_a_causal_model_holds_the_conditionals_of_the_next_
     language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=4, vocab_size=7, stop_probability=0.3).build()
     sentences = language.sample(40, generator=seeds.generator(0, "lookup"))
     truth = language.log_next(*sentences[:2]).exp().float().masked_fill(~sentences.present()[:, :, None], 0.0)
-    assert causal_lookup_features(language, sentences).equal(truth.flatten(1))
+    assert lookup_features(language, sentences, causal=True).equal(truth.flatten(1))
     logarithms = truth.clamp(min=LEAST_PROBABILITY).log().masked_fill(~sentences.present()[:, :, None], 0.0)
-    assert causal_log_lookup_features(language, sentences).equal(logarithms.flatten(1))
+    assert log_lookup_features(language, sentences, causal=True).equal(logarithms.flatten(1))
 
 
 def test_the_look_up_table_needs_sentences() -> None:
@@ -285,18 +272,12 @@ def test_a_projection_keeps_squared_distances_in_expectation() -> None:
     difference = whole[1:] - whole[:-1]
     ratios = []
     for seed in range(50):
-        projected = extract(model, sentences, projection=16, projection_seed=seed, batch_size=11)
-        assert projected.shape == (37, 16)
+        projected = whole @ projection_matrix(48, 16, seed)
         ratios.append((projected[1:] - projected[:-1]).square().sum() / difference.square().sum())
     found = torch.stack(ratios)
     assert abs(float(found.mean()) - 1) < 4 * float(found.std()) / 50**0.5
-    # the same matrix for every sentence: one linear map
-    matrix = torch.linalg.lstsq(
-        whole.double(), extract(model, sentences, projection=3).double(), driver="gelsd"
-    ).solution
-    torch.testing.assert_close((whole.double() @ matrix).float(), extract(model, sentences, projection=3))
-    test = Sentences(sentences.tokens[:5], sentences.lengths[:5])
-    torch.testing.assert_close(extract(model, test, projection=3), extract(model, sentences, projection=3)[:5])
+    expected = whole @ projection_matrix(48, 3, 0)
+    torch.testing.assert_close(extract(model, sentences, projection=3, batch_size=11), expected)
 
 
 # --- features in a file
@@ -322,33 +303,10 @@ def test_a_file_holds_what_memory_would(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
 
 
-def test_files_that_hold_no_features_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    with pytest.raises(IsolossError, match=r"cannot read the features .*x.safetensors: No such file"):
-        open_features(path)
-    for content in (b"", b"\xff" * 20, b"\x02\0\0\0\0\0\0\0{}", b"\x10\0\0\0\0\0\0\0not JSON"):
-        path.write_bytes(content)
-        with pytest.raises(IsolossError, match="holds no features"):
-            open_features(path)
-    stored = store(path, [torch.ones(2, 3), torch.ones(1, 3)], shape=(3, 3), dtype=torch.float32)
-    assert torch.equal(stored[:], torch.ones(3, 3))
-    short = path.read_bytes()[:-1]
-    path.unlink()  # the mapped features stay as they are
-    path.write_bytes(short)
-    with pytest.raises(IsolossError, match="holds no features"):
-        open_features(path)
-    assert torch.equal(stored, torch.ones(3, 3))
-    save_file({"features": torch.ones(3)}, path)
-    with pytest.raises(IsolossError, match=r"are torch.float32 of shape \(3,\): they must be \(n, D\)"):
-        open_features(path)
-
-
 def test_features_in_a_file_take_memory_only_where_they_are_read(tmp_path: Path) -> None:
     n, width = 4000, 4096
     features = store(tmp_path / "x", (torch.ones(500, width) for _ in range(8)), shape=(n, width), dtype=torch.bfloat16)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    del features
-    features = open_features(tmp_path / "x")
     assert float(features[torch.tensor([3999, 0])].sum()) == 2 * width
     grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert grown < n * width * 2 / 2

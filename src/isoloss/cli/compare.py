@@ -20,7 +20,7 @@ from isoloss.lab.evaluation.measures.flatness import flatness_measure, flatness_
 from isoloss.lab.evaluation.measures.transfer import task_probes
 from isoloss.runs import last_checkpoint, refuse_twice
 from isoloss.statistics.checking import at_least, positive
-from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS
+from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO
 from isoloss.statistics.tables import csv_table
 from isoloss.text import hub_datasets
 
@@ -45,7 +45,7 @@ COMMON = (
     "length",
     "num_sequences",
     "task",
-    "same_loss_nats",
+    "loss_margin",
     "html",
     "csv",
     "json",
@@ -86,7 +86,7 @@ class Args:
     pooling: Literal["auto", "last", "mean", "first", "concatenate"] = "auto"
     """Which token states the probe of a task reads; auto: the last token of causal models, the mean over
     tokens of masked ones. Another pooling may rank the models differently."""
-    same_loss_nats: float = SAME_LOSS_NATS
+    loss_margin: float = LOSS_MARGIN
     """How far losses may be apart to count as the same, in nats per predicted token."""
     min_ratio: float = MIN_RATIO
     """The smallest ratio of two traces that counts: no model is called the flattest if another is closer than this."""
@@ -152,7 +152,7 @@ def main(arguments: list[str]) -> int:
                 seed=seed,
                 rtol=args.rtol,
                 seconds=args.seconds,
-                same_loss=args.same_loss_nats,
+                loss_margin=args.loss_margin,
                 min_ratio=args.min_ratio,
                 inputs=InputConfig(**inputs),
                 dtype=getattr(torch, args.dtype),
@@ -205,7 +205,7 @@ def _check(args: Any, models: list[str]) -> None:
     refuse_twice(models)
     if len(models) == 1:
         raise IsolossError(f"{models[0]} alone has nothing to be compared with: name another, or see isoloss measure")
-    positive("--same-loss-nats", args.same_loss_nats)
+    positive("--loss-margin", args.loss_margin)
     at_least("--min-ratio", args.min_ratio, 1)
     configs.check(args)
     InputConfig(**args.inputs).check()

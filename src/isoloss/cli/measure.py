@@ -231,7 +231,7 @@ def _language(args: Any) -> dict[str, Any]:
 
 def _print(args: Any, evaluations: Evaluations, inputs: Inputs | None) -> None:
     """Print a table or, of one model that no run keeps, each estimate with what it rests on."""
-    from isoloss.statistics.comparison import label
+    from isoloss.statistics.tables import label
 
     if inputs is not None and len(args.models) == 1:
         for number, evaluation in enumerate(evaluations):

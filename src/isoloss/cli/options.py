@@ -46,6 +46,7 @@ ALIASES = {  # of other programs, and of earlier versions
     "--lr": "--learning-rate",
     "--wd": "--weight-decay",
 }
+RENAMED = {"--same-loss-nats": "--loss-margin"}
 _FEW = 4  # examples in a short help
 _WIDEST = 100  # columns of help
 _MOST_DIGITS = 18
@@ -177,6 +178,8 @@ def _listed(examples: Sequence[tuple[str, str]]) -> str:
 
 def _unknown(option: str, parser: Parser, parent: str, others: Mapping[str, Any]) -> str:
     """Return what is wrong with an option that there is not; `others`: the subcommands beside this one."""
+    if (renamed := RENAMED.get(option.replace("_", "-"))) in parser.options:
+        return f"{option} is now called {renamed};"
     names: dict[str, Collection[str]] = {}
     for name, cls in others.items():
         add_options(other := Parser(name), cls)

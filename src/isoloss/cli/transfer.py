@@ -40,7 +40,6 @@ EXAMPLES = [
     ("isoloss transfer runs/first/checkpoints/step-500 --task prefix-4", "of another one"),
     ("isoloss transfer runs/first runs/second --task root", "two models, compared on the same sentences"),
     ("isoloss transfer runs/first --task root --method lookup", "a probe on the true conditionals"),
-    ("isoloss transfer runs/first --task prefix-4 --test-lengths 5 8", "tested on sentences of other lengths"),
     ("isoloss transfer runs/first --task B --preset paper", "the paper's probe, on 100,000 sentences"),
     ("isoloss transfer CHECKPOINT --task sst2 --data glue/SST-2", "GLUE, from a folder with train.tsv and dev.tsv"),
     ("isoloss transfer CHECKPOINT --task spam --data mails.csv --text body --method finetune", "your labeled text"),
@@ -81,12 +80,6 @@ class SentenceOptions:
 
     language: str | None = None
     """The language; default: that of the models' runs."""
-    train_lengths: tuple[int, int] | None = setting(None, minimum=1)
-    """Least and most tokens of the training sentences."""
-    test_lengths: tuple[int, int] | None = setting(None, minimum=1)
-    """Least and most tokens of the test sentences."""
-    test_redraw: float | None = setting(None, above=0, maximum=1)
-    """Test on a language with the same rules, with new probabilities for this fraction of the symbols or states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,7 +336,7 @@ class Tasks:
     def _make_synthetic(self) -> TaskData:
         from isoloss.lab.tasks import make_task
 
-        args, sentences = self.args, self.args.sentences
+        args = self.args
         preset, task = None if args.preset is None else load_preset(args.preset), args.task
         num_train = preset.num_train if preset and args.num_train is None else args.num_train
         if preset:
@@ -351,16 +344,11 @@ class Tasks:
             # the paper's name stands for one of ours, and what follows it, such as -latent, is kept
             task = preset.tasks.get(base, base) + task[len(base) :]
         numbers = {"num_train": num_train, "num_test": args.num_test}
-        redraw = sentences.test_redraw
-        other = None if redraw is None else self.language.perturbed(fraction=redraw, seed=args.seed)
         return make_task(
             self.language,
             task,
             **{name: number for name, number in numbers.items() if number is not None},
             seed=args.seed,
-            train_lengths=sentences.train_lengths,
-            test_lengths=sentences.test_lengths,
-            test_language=other,
         )
 
     def _make_text(self, subject: Subject, loaded: LoadedModel) -> TaskData:

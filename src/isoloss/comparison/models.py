@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from isoloss.comparison.verdict import TraceComparison, Verdict, in_digits, verdict
 from isoloss.flatness.robustness import ROBUSTNESS
 from isoloss.statistics.estimate import accuracy_bounds, html_table, interval, number, samples_of
-from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, all_within, mcnemar, p_value
+from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO, all_within, mcnemar, p_value
 from isoloss.statistics.tables import short_names, text_table
 
 # what the tables call an estimate; those that are not here are shown under their own names or not at all
@@ -89,13 +89,13 @@ class ModelComparison(TraceComparison):
     The others are compared with the first model.
 
     Attributes:
-        same_loss: The margin in nats per predicted token within which two losses count as the same.
+        loss_margin: The margin in nats per predicted token within which two losses count as the same.
         min_ratio: The smallest ratio of two traces that counts.
         inputs: The inputs that the models were measured on, in words.
         measures: The measures that were asked for beside the usual ones.
     """
 
-    same_loss: float = SAME_LOSS_NATS
+    loss_margin: float = LOSS_MARGIN
     min_ratio: float = MIN_RATIO
     inputs: str = ""
     measures: tuple[str, ...] = ()
@@ -119,24 +119,10 @@ class ModelComparison(TraceComparison):
         """The models' names as they are printed, without the folders that all have in common."""
         return short_names(list(self.models))
 
-    def verdict(
-        self, *, same_loss: float | None = None, min_ratio: float | None = None, more: str = "more inputs"
-    ) -> Verdict:
-        """Return which model is the flattest, or why that cannot be said, and the next step.
-
-        Args:
-            same_loss: Another margin within which two losses count as the same.
-            min_ratio: Another smallest ratio of two traces that counts.
-            more: What would make the errors smaller.
-        """
-        return verdict(
-            self,
-            same_loss=self.same_loss if same_loss is None else same_loss,
-            min_ratio=self.min_ratio if min_ratio is None else min_ratio,
-            names=self.short,
-            more=more,
-            with_tasks=bool(self.tasks),
-        )
+    def verdict(self, **options: Any) -> Verdict:
+        """Return which model is the flattest, by the result's margin and ratio unless `options` have others."""
+        about = {"names": self.short, "with_tasks": bool(self.tasks)}
+        return verdict(self, **{"loss_margin": self.loss_margin, "min_ratio": self.min_ratio, **about, **options})
 
     def answers(self) -> list[Answer]:
         """Return an answer to each question: same loss? flatter? more robust at 4 bits? better at each task?"""
@@ -159,13 +145,13 @@ class ModelComparison(TraceComparison):
         first = next(iter(self.models)) if len(self.models) == 2 else self.ranking("trace")[0]
         names = self.short
         differences = {other: self.difference("loss", other, first) for other in self.models if other != first}
-        holds, decisive = all_within(differences, self.same_loss)
+        holds, decisive = all_within(differences, self.loss_margin)
         most = differences[decisive]
         detail = f"{names[decisive]} minus {names[first]}: {number(most)} nats/token, 95 % {interval(most)}"
         answer = {
-            True: f"Yes, within ± {self.same_loss:g} nats",
+            True: f"Yes, within ± {self.loss_margin:g} nats",
             False: f"No, {abs(most.value):.3g} nats apart",
-            None: f"Not shown within ± {self.same_loss:g} nats",
+            None: f"Not shown within ± {self.loss_margin:g} nats",
         }[holds]
         return Answer(question="Same loss?", answer=answer, detail=detail, holds=holds)
 
@@ -251,11 +237,11 @@ class ModelComparison(TraceComparison):
     def texts(self, more: str = "more inputs") -> list[str]:
         """Return the sentences below the table: units and errors, the verdict, and the other answers."""
         if len(self.models) == 1:
-            return [self.rests_on()]
+            return [self.caption()]
         # the verdict has the answers to the first two questions in it
-        return [self.rests_on(), str(self.verdict(more=more)), *map(str, self.answers()[2:])]
+        return [self.caption(), str(self.verdict(more=more)), *map(str, self.answers()[2:])]
 
-    def rests_on(self) -> str:
+    def caption(self) -> str:
         """Return the units of the numbers and the samples behind their errors, in words."""
         trace = next(iter(self.of("trace").values()))
         text = f"In nats per predicted token unless a unit is named; ± is the standard error over {samples_of(trace)}"
@@ -311,7 +297,7 @@ class ModelComparison(TraceComparison):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
-        about = {"inputs": self.inputs, "same_loss_nats": self.same_loss, "min_ratio": self.min_ratio}
+        about = {"inputs": self.inputs, "loss_margin": self.loss_margin, "min_ratio": self.min_ratio}
         answers = {"answers": [dataclasses.asdict(answer) for answer in self.answers()]}
         judged = {"verdict": dataclasses.asdict(self.verdict())} if len(self.models) > 1 else {}
         return {**about, **super().to_dict(), **judged, **answers}

@@ -53,13 +53,13 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
     differences = (
         interval_rows(list(_rows(comparison)), effect=f"{minus} (nats per token; traces: ratio)") if others else ""
     )
-    rests_on, *texts = comparison.texts(more)
+    caption, *texts = comparison.texts(more)
     verdict = texts[0] if texts else ""  # the cards have the other answers
     made = [comparison.inputs, command]
     sections = [
         Section(title="Verdict", body=verdict),
         Section(title="Differences", body=differences),
-        Section(title="Numbers", body=table(header, rows, left=left, caption=rests_on)),
+        Section(title="Numbers", body=table(header, rows, left=left, caption=caption)),
         Section(title="How to read this", body=_READING, folded=True),
         Section(title="How it was measured", body="\n".join(filter(None, made)), folded=True),
     ]
@@ -99,6 +99,6 @@ def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
                     low=low,
                     high=high,
                     scale=name,
-                    claimed=(-comparison.same_loss, comparison.same_loss) if name == "loss" else None,
+                    claimed=(-comparison.loss_margin, comparison.loss_margin) if name == "loss" else None,
                     group=group,
                 )

@@ -19,7 +19,7 @@ from torch import nn
 
 from isoloss import files
 from isoloss.checkpoints.loading import load_model
-from isoloss.comparison.verdict import MINIMAL_ESTIMATES, TraceComparison, warn_unlike
+from isoloss.comparison.verdict import TraceComparison, warn_unlike
 from isoloss.errors import IsolossError, naming, require
 from isoloss.flatness._batches import CheckedBatch, as_tensors
 from isoloss.flatness._ghost.auxiliary import AuxiliarySample
@@ -42,6 +42,7 @@ from isoloss.text.clusters import Blocks
 Model = nn.Module | Callable[[], nn.Module]
 
 _CHUNK = 1 << 22  # logits widened at a time
+_MINIMAL = ("minimal-trace", "minimal_without_embeddings")
 
 
 class Incomplete(BaseException):
@@ -112,7 +113,7 @@ def compare_traces(
     one_estimator: bool = False,
     minimal: bool | None = None,
     granularity: Granularity = "tensor",
-    further: Callable[[nn.Module], Mapping[str, Estimate]] | None = None,
+    extra_estimates: Callable[[nn.Module], Mapping[str, Estimate]] | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> TraceComparison:
     """Compare the flatness of models, each measured on the same inputs with the same random probes.
@@ -146,7 +147,7 @@ def compare_traces(
         minimal: Whether to measure the minimal traces too (`fisher_trace` with a `rescaling`); `rtol` is then about
             these. None: where the rescalings of all models are known, and the result's `no_minimal` says why not.
         granularity: Of the rescalings, as for `fisher_trace`.
-        further: Called with each model, while it is loaded, for more estimates of it.
+        extra_estimates: Called with each model, while it is loaded, for more estimates of it.
         progress: Called with a model's name and the number of its sequences done.
 
     Raises:
@@ -203,9 +204,11 @@ def compare_traces(
     def so_far() -> TraceComparison | None:
         if not done:
             return None
-        left_out = () if shared.has_minimal else MINIMAL_ESTIMATES
+        left_out = () if shared.has_minimal else _MINIMAL
         models = {model: {n: e for n, e in each.items() if n not in left_out} for model, each in done.items()}
-        return TraceComparison(models, weights=weights, architectures=architectures, no_minimal=shared.no_minimal)
+        return TraceComparison(
+            models=models, weights=weights, architectures=architectures, no_minimal=shared.no_minimal
+        )
 
     for name, given in loaders.items():
         try:
@@ -213,9 +216,9 @@ def compare_traces(
             with torch.inference_mode(False):
                 model = given if isinstance(given, nn.Module) else given()
             estimates = shared.measure(name, model, None if progress is None else functools.partial(progress, name))
-            if further is not None:
+            if extra_estimates is not None:
                 with naming(name):
-                    estimates |= further(model)
+                    estimates |= extra_estimates(model)
         except KeyboardInterrupt as stop:
             partial = stop.partial if isinstance(stop, InterruptedEstimate) else None
             if not done and not isinstance(stop, InterruptedEstimate):

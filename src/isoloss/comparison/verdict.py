@@ -12,20 +12,27 @@ traces of every other model are larger by a ratio that counts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from isoloss.errors import warn
+from isoloss.errors import IsolossError, warn
 from isoloss.statistics.checking import at_least
-from isoloss.statistics.comparison import Comparison, probability_above_zero
+from isoloss.statistics.comparison import (
+    paired_difference,
+    paired_log_ratio,
+    probabilities_of_smallest,
+    probability_above_zero,
+)
 from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, rounded, samples_of
-from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS, equivalence, is_beyond
-from isoloss.statistics.tables import probability, text_table
+from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO, equivalence, is_beyond
+from isoloss.statistics.tables import Tabular, probability, text_table
 
 Reason = Literal[
     "weights",
@@ -41,15 +48,10 @@ Reason = Literal[
     "rare",
 ]
 
-TRACE_ESTIMATES = ("trace", "without_embeddings", "loss")
-MINIMAL_ESTIMATES = {  # by the name that each has in `by_measure`
-    "minimal-trace": "minimal-trace",
-    "minimal_without_embeddings": "without_embeddings",
-}
 # of two models: the 95 % interval of their difference then ends before 0
 _SURE = 0.975  # the probability from which a model's trace is the smallest
 _NEGLIGIBLE = 0.01  # of a standard error
-_MOST_NAMED = 3  # models whose losses are told one by one
+_MOST_NAMED = 3  # models whose losses are given one by one
 _SAME_NATS = 1e-5  # root mean square over samples, below which losses of two models differ by rounding
 
 
@@ -76,37 +78,85 @@ class Verdict:
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class TraceComparison(Comparison):
+class TraceComparison(Tabular):
     """The result of `isoloss.compare_traces`: it prints as tables with a verdict.
 
     Attributes:
+        models: The estimates of each model, by name: all models have the same ones, on the same inputs.
         weights: The SHA-256 of each model's parameters, which identifies copies.
         architectures: The SHA-256 of each model's layers, their shapes and its activations.
         no_minimal: Why the minimal traces were not measured, though they were asked for.
     """
 
+    models: Mapping[str, Mapping[str, Estimate]]
     weights: Mapping[str, str]
     architectures: Mapping[str, str]
     no_minimal: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The estimates' names."""
+        return tuple(next(iter(self.models.values())))
+
+    @property
+    def paired(self) -> tuple[str, ...]:
+        """The names of the estimates that have differences, as the influence of each sample is known."""
+        return tuple(name for name in self.names if all(e.influence is not None for e in self.of(name).values()))
 
     @property
     def traces(self) -> tuple[str, ...]:
         """Which traces were measured: `trace` and, where the rescalings of all models are known, `minimal-trace`."""
         return tuple(name for name in ("trace", "minimal-trace") if name in self.names)
 
-    @property
-    def by_measure(self) -> dict[str, Comparison]:
-        """A comparison by each of the measures `trace` and `minimal-trace` that was taken."""
-        by_measure = {
-            "trace": Comparison({m: {n: e[n] for n in TRACE_ESTIMATES} for m, e in self.models.items()}, "trace")
-        }
-        if "minimal-trace" in self.names:
-            least = {
-                m: {title: e[n] for n, title in MINIMAL_ESTIMATES.items()} | {"loss": e["loss"]}
-                for m, e in self.models.items()
-            }
-            by_measure["minimal-trace"] = Comparison(least, "minimal-trace")
-        return by_measure
+    def of(self, name: str) -> dict[str, Estimate]:
+        """Return the estimate called `name` of each model."""
+        return {model: estimates[name] for model, estimates in self.models.items()}
+
+    def difference(self, name: str, first: str, second: str) -> Estimate:
+        """Return the paired difference of the estimates called `name`, first model minus second.
+
+        Raises:
+            IsolossError: There is no such model or estimate, or it is not known what each sample adds to it.
+        """
+        return paired_difference(self._estimate(first, name), self._estimate(second, name))
+
+    def log_ratio(self, name: str, first: str, second: str) -> Estimate | None:
+        """Return the logarithm of the ratio of two models' estimates, paired; None where one is not above 0."""
+        one, other = self._estimate(first, name), self._estimate(second, name)
+        return paired_log_ratio(one, other) if min(one.value, other.value) > 0 else None
+
+    def ratio(self, name: str, first: str, second: str) -> tuple[float, tuple[float, float]]:
+        """Return the ratio of two models' estimates and its 95 % interval, from the interval of the logarithm.
+
+        Raises:
+            IsolossError: As for `difference`, or a value is not above 0.
+        """
+        logarithm = paired_log_ratio(self._estimate(first, name), self._estimate(second, name))
+        low, high = logarithm.ci95
+        return math.exp(logarithm.value), (math.exp(low), math.exp(high))
+
+    def ranking(self, name: str) -> tuple[str, ...]:
+        """Return the models' names by value, the smallest first."""
+        values = self.of(name)
+        return tuple(sorted(values, key=lambda model: values[model].value))
+
+    def probability_of_smallest(self, name: str) -> Mapping[str, float]:
+        """Return for each model the probability that its true value is the smallest."""
+        if name not in self._chances:
+            chances = probabilities_of_smallest(list(self.of(name).values()))
+            self._chances[name] = dict(zip(self.models, chances, strict=True))
+        return self._chances[name]
+
+    @functools.cached_property
+    def _chances(self) -> dict[str, Mapping[str, float]]:
+        # kept, as they are drawn for three models and more; a cached property is stored in a frozen dataclass too
+        return {}
+
+    def _estimate(self, model: str, name: str) -> Estimate:
+        for kind, wanted, known in (("model", model, tuple(self.models)), ("estimate", name, self.names)):
+            if wanted not in known:
+                raise IsolossError(f"there is no {kind} {wanted}; the {kind}s are {', '.join(known)}")
+        return self.models[model][name]
 
     @property
     def warning(self) -> str:
@@ -120,14 +170,9 @@ class TraceComparison(Comparison):
                 estimates[f"the difference in {words} of {first} and {second}"] = difference
         return rarity(estimates)
 
-    def verdict(self, *, same_loss: float = SAME_LOSS_NATS, min_ratio: float = MIN_RATIO) -> Verdict:
-        """Return which model is the flattest, or why that cannot be said (`isoloss.comparison.verdict`).
-
-        Args:
-            same_loss: Margin in nats per predicted token within which two losses count as the same.
-            min_ratio: The smallest ratio of two traces that counts.
-        """
-        return verdict(self, same_loss=same_loss, min_ratio=min_ratio)
+    def verdict(self, **options: Any) -> Verdict:
+        """Return which model is the flattest, or why that cannot be said; `options` are those of `verdict`."""
+        return verdict(self, **options)
 
     def __repr__(self) -> str:
         return f"TraceComparison({len(self.models)} models; flattest: {self.verdict().flattest or 'no verdict'})"
@@ -143,13 +188,8 @@ class TraceComparison(Comparison):
         tables = "".join(html_table(rows, header) for header, rows, _ in self.tables())
         return f"{tables}<p>{html.escape(str(self.verdict()))}</p>" if len(self.models) > 1 else tables
 
-    def tables(self, names: Mapping[str, str] | None = None) -> list[tuple[list[str], list[list[str]], int]]:
-        """Return two tables, of the models and of the differences: header, rows, and how many columns are text.
-
-        Args:
-            names: What the models are called there; None: their names.
-        """
-        names = names or {model: model for model in self.models}
+    def tables(self) -> list[tuple[list[str], list[list[str]], int]]:
+        """Return two tables, of the models and of the differences: header, rows, and how many columns are text."""
         split = any(trace.details["embeddings"] for trace in self.of("trace").values())
         shown = ["loss", "trace", *["without_embeddings"] * split, *self.traces[1:]]
         words = {name: name.replace("_", " ").replace("-", " ") for name in shown}
@@ -158,7 +198,7 @@ class TraceComparison(Comparison):
             estimates = self.models[model]
             chances = [probability(self.probability_of_smallest(name)[model]) for name in self.traces]
             size = f"{estimates['trace'].details['num_parameters']:,}"
-            rows.append([names[model], size, *(number(estimates[name]) for name in shown), *chances])
+            rows.append([model, size, *(number(estimates[name]) for name in shown), *chances])
         header = ["model", "parameters", *words.values(), *(f"P(smallest {words[name]})" for name in self.traces)]
         models = header, rows, 1
         best, *others = self.ranking("trace")
@@ -166,7 +206,7 @@ class TraceComparison(Comparison):
             return [models]
         rows = []
         for model in others:
-            title = f"{names[model]} minus {names[best]}"
+            title = f"{model} minus {best}"
             for name in shown:
                 difference, of, ends = self.difference(name, model, best), "", ""
                 if name in self.traces:
@@ -176,21 +216,44 @@ class TraceComparison(Comparison):
                 title = ""
         return [models, (["", "paired by input", "difference", "95 % interval", "ratio", "95 % interval"], rows, 2)]
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each estimate of each model, and for each model minus the first one, which is `minus`."""
+        first = next(iter(self.models))
+        rows = []
+        for name in self.names:
+            for model, estimates in self.models.items():
+                rows.append({"measure": name, "model": model, "minus": "", **estimates[name].row()})
+                if model != first and name in self.paired:
+                    difference = self.difference(name, model, first)
+                    rows.append({"measure": name, "model": model, "minus": first, **difference.row()})
+        return rows
+
     def to_dict(self) -> dict[str, Any]:
         """Return the models' estimates, their differences, rankings and probabilities as JSON types."""
-        models = {model: {name: e.to_dict() for name, e in each.items()} for model, each in self.models.items()}
-        about = {
+        return {
+            "models": {model: {name: e.to_dict() for name, e in each.items()} for model, each in self.models.items()},
+            "pairs": [
+                {
+                    **{"first": first, "second": second, "estimate": name},
+                    "difference": self.difference(name, first, second).to_dict(),
+                    "log_ratio": None if ratio is None else ratio.to_dict(),
+                }
+                for name in self.paired
+                for first, second in itertools.combinations(self.models, 2)
+                for ratio in [self.log_ratio(name, first, second)]
+            ],
+            "ranking": {name: list(self.ranking(name)) for name in self.names},
+            "probability_of_smallest": {name: dict(self.probability_of_smallest(name)) for name in self.paired},
             "weights": dict(self.weights),
             "architectures": dict(self.architectures),
             "no_minimal": self.no_minimal,
         }
-        return {"models": models, **super().to_dict(), **about}
 
 
 def verdict(
     comparison: TraceComparison,
     *,
-    same_loss: float = SAME_LOSS_NATS,
+    loss_margin: float = LOSS_MARGIN,
     min_ratio: float = MIN_RATIO,
     names: Mapping[str, str] | None = None,
     more: str = "more inputs",
@@ -200,7 +263,7 @@ def verdict(
 
     Args:
         comparison: What `isoloss.compare_traces` returned for them.
-        same_loss: Margin in nats per predicted token within which losses count as the same: by two one-sided tests at
+        loss_margin: Margin in nats per predicted token within which losses count as the same: by two one-sided tests at
             5 % (`isoloss.statistics.significance`), of each model against the one with the smallest trace.
         min_ratio: The smallest ratio of two traces that counts: the flattest model's trace and minimal trace are
             smaller than any other's by this factor at least.
@@ -225,7 +288,7 @@ def verdict(
     names = names or {model: model for model in comparison.models}
     weights = comparison.weights
     originals: dict[str, str] = {}  # the first model that is the same as a model, or itself
-    told: dict[Reason, list[str]] = {"weights": [], "function": []}
+    copies: dict[Reason, list[str]] = {"weights": [], "function": []}
     for name in weights:
         other = next(
             (one for one in originals.values() if _is_rounding(comparison.difference("loss", one, name))), name
@@ -234,15 +297,17 @@ def verdict(
         # not by the same weights alone: another config makes another function of them
         if other != name:
             reason: Reason = "weights" if weights[other] == weights[name] else "function"
-            told[reason].append(f"{names[other]} and {names[name]}")
+            copies[reason].append(f"{names[other]} and {names[name]}")
     same = []
-    if told["weights"]:
-        same.append(f"{_listed(told['weights'])} have identical weights.")
-    if told["function"]:
-        same.append(f"{_listed(told['function'])} have the same loss on every input: one function, different weights.")
+    if copies["weights"]:
+        same.append(f"{_listed(copies['weights'])} have identical weights.")
+    if copies["function"]:
+        same.append(
+            f"{_listed(copies['function'])} have the same loss on every input: one function, different weights."
+        )
     number = len(set(originals.values()))
     if number == 1:
-        reasons = tuple(reason for reason, pairs in told.items() if pairs)
+        reasons = tuple(reason for reason, pairs in copies.items() if pairs)
         return Verdict(flattest=None, reasons=reasons, text=" ".join([*same, "There is nothing to compare."]))
 
     best = {trace: originals[comparison.ranking(trace)[0]] for trace in comparison.traces}
@@ -255,7 +320,7 @@ def verdict(
         )
         for trace in comparison.traces
     }
-    against = dict(_reasons(comparison, originals, best, chances, names, same_loss, min_ratio, more))
+    against = dict(_reasons(comparison, originals, best, chances, names, loss_margin, min_ratio, more))
     if against:
         text = ["No verdict on which is the flattest.", *against.values()]
         steps = _next(against, more, with_tasks)
@@ -267,7 +332,7 @@ def verdict(
     ]
     sentence = (
         f"{names[best['trace']]} is the flattest: {_listed(ratios)}, at the same loss as the other{'s' * (number > 2)} "
-        f"within ± {same_loss:g} nats."
+        f"within ± {loss_margin:g} nats."
     )
     return Verdict(flattest=best["trace"], reasons=(), text=" ".join([*same, sentence]))
 
@@ -278,7 +343,7 @@ def _reasons(
     best: Mapping[str, str],
     chances: Mapping[str, float],
     names: Mapping[str, str],
-    same_loss: float,
+    loss_margin: float,
     min_ratio: float,
     more: str,
 ) -> Iterator[tuple[Reason, str]]:
@@ -333,19 +398,19 @@ def _reasons(
         yield "rare", f"{said}, but {warning}."
     others = [name for name in originals if originals[name] == name != best["trace"]]
     differences = {name: comparison.difference("loss", name, best["trace"]) for name in others}
-    apart = {name: each for name, each in differences.items() if not equivalence(each, same_loss).shown}
+    apart = {name: each for name, each in differences.items() if not equivalence(each, loss_margin).shown}
     if apart:
         # beyond the margin with confidence, or too uncertain to say
-        differ = {name: each for name, each in apart.items() if is_beyond(each, same_loss)}
+        differ = {name: each for name, each in apart.items() if is_beyond(each, loss_margin)}
         apart = differ or apart
         # of many models, the two ends
         ordered = sorted(apart.items(), key=lambda item: item[1].value)
         shown = ordered if len(ordered) <= _MOST_NAMED else [ordered[0], ordered[-1]]
         losses = [f"{names[name]} {rounded(each.value, each.stderr)}" for name, each in shown]
         found = (
-            f"Losses differ by more than {same_loss:g} nats from the loss of {names[best['trace']]}"
+            f"Losses differ by more than {loss_margin:g} nats from the loss of {names[best['trace']]}"
             if differ
-            else f"It takes {more} to tell whether losses are within ± {same_loss:g} nats of the loss of "
+            else f"It takes {more} to tell whether losses are within ± {loss_margin:g} nats of the loss of "
             f"{names[best['trace']]}"
         )
         yield (

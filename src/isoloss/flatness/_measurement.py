@@ -119,7 +119,7 @@ class Accumulation(abc.ABC):
     """The sums of a measurement, to which items are added: batches, probes, or the steps of a method."""
 
     seconds = 0.0  # the time that it has taken
-    done = 0  # what `progress` is told: how many sequences, probes or steps
+    done = 0  # the argument of `progress`: how many sequences, probes or steps
     fewest = 2  # samples before `seconds` may end it
 
     @abc.abstractmethod

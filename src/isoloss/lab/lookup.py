@@ -1,4 +1,8 @@
-"""The look-up table: a model of the true conditionals, its features, and linear probes without a model."""
+"""The look-up table: a model of the true conditionals, its features, and linear probes without a model.
+
+Features are (n, T * V) float32 for n sentences padded to T tokens of a vocabulary of V, with zeros at padding. With
+`causal` they are those of the look-up table of a causal model, which knows the tokens before a position alone.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.base import ExactLanguage, Language, Sentences
+from isoloss.lab.languages.base import Language, Sentences
 from isoloss.transfer.config import ClassifierConfig
 from isoloss.transfer.features import one_hot
 from isoloss.transfer.probe import fit_on_task
@@ -19,14 +23,12 @@ LEAST_PROBABILITY = 1e-4  # the logarithms of the look-up table are clipped here
 _LOOKUP_CHUNK = 4096  # sentences whose conditionals are computed at once
 
 
-def lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
+def lookup_features(language: Language, sentences: Sentences, causal: bool = False) -> torch.Tensor:
     """Return the look-up table's representation: all true conditionals of a sentence, side by side (appendix A.5).
 
     The look-up table is the model whose token states are the true conditional probabilities `Pr(x_t = c | x_-t)`. Its
-    pre-training loss is the best possible, and a probe on it tells how much the probabilities alone give away.
-
-    Returns:
-        (n, T * vocab_size) float32 probabilities of the n sentences padded to T tokens, zeros at padding.
+    pre-training loss is the best possible, and a probe on it tells how much the probabilities alone give away. With
+    `causal` they are the next-token conditionals (`Language.log_next`).
 
     Raises:
         IsolossError: There are no sentences, or one that the language cannot produce.
@@ -36,35 +38,15 @@ def lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
         >>> from isoloss.lab.languages import Sentences
         >>> from isoloss.lab.languages.brackets import Brackets
         >>> from isoloss.lab.lookup import lookup_features
-        >>> lookup_features(Brackets(2), Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))).tolist()
+        >>> sentences = Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))
+        >>> lookup_features(Brackets(2), sentences).tolist()
         [[1.0, 0.0, 0.0, 1.0]]
-    """
-    return _table(language.log_conditionals, sentences)
-
-
-def causal_lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
-    """Return the look-up table of a causal model: all next-token conditionals (`Language.log_next`), side by side.
-
-    Returns:
-        (n, T * vocab_size) float32 probabilities of the n sentences padded to T tokens, zeros at padding.
-
-    Raises:
-        IsolossError: As `lookup_features`.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.languages import Sentences
-        >>> from isoloss.lab.languages.brackets import Brackets
-        >>> from isoloss.lab.lookup import causal_lookup_features
-        >>> causal_lookup_features(Brackets(2), Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))).tolist()
+        >>> lookup_features(Brackets(2), sentences, causal=True).tolist()
         [[0.5, 0.5, 0.0, 1.0]]
     """
-    return _table(language.log_next, sentences)
-
-
-def _table(conditionals: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], sentences: Sentences) -> torch.Tensor:
     if len(sentences.lengths) == 0:
         raise IsolossError("features need at least one sentence")
+    conditionals = language.log_next if causal else language.log_conditionals
     rows = []
     for first in range(0, len(sentences.tokens), _LOOKUP_CHUNK):
         tokens, lengths = (part[first : first + _LOOKUP_CHUNK] for part in sentences[:2])
@@ -75,7 +57,7 @@ def _table(conditionals: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], s
     return torch.cat(rows)
 
 
-def log_lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
+def log_lookup_features(language: Language, sentences: Sentences, causal: bool = False) -> torch.Tensor:
     r"""Return the logarithms of the true conditionals, side by side: `log max(Pr(x_t = c | x_-t), LEAST_PROBABILITY)`.
 
     Probabilities are clipped at `LEAST_PROBABILITY`, 1e-4, from below. An impossible token has the logarithm minus
@@ -83,12 +65,6 @@ def log_lookup_features(language: Language, sentences: Sentences) -> torch.Tenso
     make the others vanish. (With 4,096 + 4,096 sentences of the language `pcfg-laptop` and task
     `prefix-4` the convex probe reaches 61.2 %; with a floor of 1e-3 62.0 %, of 1e-6 60.5 %, of 1e-9 59.0 %, with the
     smallest normal number of float64 29.2 %, each ± 0.8 %. On the probabilities themselves it reaches 50.1 %.)
-
-    Returns:
-        (n, T * vocab_size) float32, nats, of the n sentences padded to T tokens, zeros at padding.
-
-    Raises:
-        IsolossError: As `lookup_features`.
 
     Example:
         >>> import torch
@@ -99,29 +75,14 @@ def log_lookup_features(language: Language, sentences: Sentences) -> torch.Tenso
         >>> [round(nats, 2) for nats in features[0].tolist()]
         [0.0, -9.21, -9.21, 0.0]
     """
-    return _logarithms(lookup_features(language, sentences), sentences)
-
-
-def causal_log_lookup_features(language: Language, sentences: Sentences) -> torch.Tensor:
-    """Return the logarithms of the next-token conditionals, otherwise as `log_lookup_features`."""
-    return _logarithms(causal_lookup_features(language, sentences), sentences)
-
-
-def _logarithms(table: torch.Tensor, sentences: Sentences) -> torch.Tensor:
-    floored = table.clamp(min=LEAST_PROBABILITY).log()
+    floored = lookup_features(language, sentences, causal).clamp(min=LEAST_PROBABILITY).log()
     # the zeros at padding have become the logarithm of the floor
-    shape = (*sentences.tokens.shape, -1)
-    return floored.view(shape).masked_fill(~sentences.present().to(floored.device)[:, :, None], 0.0).flatten(1)
+    by_token = floored.view(*sentences.tokens.shape, -1)
+    return by_token.masked_fill(~sentences.present().to(floored.device)[:, :, None], 0.0).flatten(1)
 
 
-def one_hot_features(language: Language, sentences: Sentences) -> torch.Tensor:
-    """Return the one-hot tokens, position by position: the features of a probe without a model.
-
-    Returns:
-        (n, T * vocab_size) float32 of the n sentences padded to T tokens, zeros at padding.
-
-    Raises:
-        IsolossError: There are no sentences.
+def one_hot_features(language: Language, sentences: Sentences, causal: bool = False) -> torch.Tensor:
+    """Return the one-hot tokens, position by position, with or without `causal`: the features of a probe on no model.
 
     Example:
         >>> import torch
@@ -135,7 +96,12 @@ def one_hot_features(language: Language, sentences: Sentences) -> torch.Tensor:
 
 
 def lookup_probe(
-    language: ExactLanguage, task: TaskData, config: ClassifierConfig | None = None, **settings: Any
+    language: Language,
+    task: TaskData,
+    config: ClassifierConfig | None = None,
+    *,
+    features: Callable[[Language, Sentences], torch.Tensor] = lookup_features,
+    **settings: Any,
 ) -> TransferResult:
     r"""Return the test accuracy of a linear probe on the true conditionals (paper, section 2.3 and appendix A.5).
 
@@ -145,6 +111,7 @@ def lookup_probe(
         language: The language of the task's sentences.
         task: Labeled sentences, from `make_task`.
         config: The settings; None: those of `ClassifierConfig`.
+        features: What the probe reads of the sentences.
         settings: Fields of `ClassifierConfig` that replace those of `config`.
 
     Raises:
@@ -158,20 +125,6 @@ def lookup_probe(
         >>> task = make_task(language, "root", num_train=100, num_test=50)
         >>> print(lookup_probe(language, task, solver="convex").accuracy)
         100 %
-    """
-    return language_probe(lookup_features, language, task, config, **settings)
-
-
-def language_probe(
-    features: Callable[[Language, Sentences], torch.Tensor],
-    language: Language,
-    task: TaskData,
-    config: ClassifierConfig | None = None,
-    **settings: Any,
-) -> TransferResult:
-    """Return the test accuracy of a linear probe on what `features` makes of sentences, without a model.
-
-    The other arguments and the errors are those of `lookup_probe`.
     """
     try:
         train_x, test_x = (features(language, sentences) for sentences in (task.train, task.test))

@@ -27,8 +27,6 @@ _LEAST_FRACTION = 1e-3  # a task whose labels fewer of the sentences bear is ref
 _LEAST_DRAWS = 10_000  # once so many have been drawn
 _BATCH = 4096  # sentences drawn at once, or whose posteriors are computed together
 
-Lengths = tuple[int, int]
-
 
 def make_task(
     language: Language | str,
@@ -37,9 +35,6 @@ def make_task(
     num_train: int = 4096,
     num_test: int = 4096,
     seed: int = 0,
-    train_lengths: Lengths | None = None,
-    test_lengths: Lengths | None = None,
-    test_language: Language | None = None,
 ) -> TaskData:
     """Return the downstream task `name` of a language, on fresh sentences (paper, section 2.2 and appendix A.1).
 
@@ -69,11 +64,6 @@ def make_task(
     no node covers them; for `root`, the start symbol splits at once) is drawn again: the sentences follow the
     language's distribution given that there is one.
 
-    Other sentences than the language's are for transfer out of distribution. `train_lengths` and `test_lengths`, each
-    the least and the most tokens, leave out a grammar's other sentences; of a hidden Markov model they cut each
-    sentence at a length drawn uniformly from these. `test_language`, e.g. `language.perturbed(fraction=0.5, seed=0)`,
-    is where the test sentences and their labels come from.
-
     Args:
         language: A language that has the task (`language.tasks()`), or what `isoloss.load_language` makes one of, e.g.
             `pcfg-laptop`.
@@ -83,13 +73,10 @@ def make_task(
         num_test: Test sentences, from a stream of their own.
         seed: The seed of the sentences; the streams are `("task", name, "train")` and `("task", name, "test")`, with
             the name that has no `-latent`.
-        train_lengths: Of the training sentences; None: any.
-        test_lengths: Of the test sentences; None: any.
-        test_language: Of the same tokens and classes; None: `language`.
 
     Raises:
         IsolossError: No such task; fewer than two classes can be a label; hardly any sentence has a label; a number of
-            sentences is below 1; lengths that the language does not have; a `test_language` of other tokens or classes.
+            sentences is below 1.
 
     Example:
         >>> from isoloss import make_task
@@ -106,24 +93,17 @@ def make_task(
             raise IsolossError(f"num_{split} is {number}; a task needs at least 1 {split} sentence")
     if isinstance(language, str):
         language = languages.load_language(language)
-    other = language if test_language is None else test_language
-    asked, asked_of_test = labeling(language, name), labeling(other, name)
+    asked = labeling(language, name)
     # by the name that stands behind an alias such as A, so that both draw the same sentences
     name, classes = asked.name or name, asked.classes
-    if (other.vocabulary, asked_of_test.classes) != (language.vocabulary, classes):
-        raise IsolossError("the test language must have the tokens and the symbols or states of the first")
     if len(classes) < 2:
         which = f"only {classes[0]}" if classes else "no symbol"
         raise IsolossError(f"task {name}: {which} can be the label, and a task needs two classes; choose another task")
-    # both splits have one width, as the features of all tokens side by side are as wide as sentences
-    width = max(language.max_length, other.max_length)
     # the two definitions of a label are compared on the same sentences
     stream = name.removesuffix(LATENT)
-    train, train_labels = _Draw(language, name, asked, train_lengths, width)(
-        num_train, seeds.generator(seed, "task", stream, "train")
-    )
-    test, test_labels = _Draw(other, name, asked_of_test, test_lengths, width)(
-        num_test, seeds.generator(seed, "task", stream, "test")
+    (train, train_labels), (test, test_labels) = (
+        _draw(language, name, asked, number, seeds.generator(seed, "task", stream, split))
+        for split, number in (("train", num_train), ("test", num_test))
     )
     return TaskData(
         name=name,
@@ -134,8 +114,7 @@ def make_task(
         classes=classes,
         majority_rate=majority_rate(test_labels),
         overlap=overlap(train.tokens, test.tokens),
-        # sentences of some lengths only do not follow the distribution that a sum over all strings would weigh them by
-        bayes=bayes_accuracy(other, asked_of_test, test, enumerable=test_lengths is None),
+        bayes=bayes_accuracy(language, asked, test),
         vocabulary=language.vocabulary,
     )
 
@@ -153,8 +132,8 @@ def labeling(language: Language, name: str) -> Labeling:
             pattern, parts = TASKS.match(name)
         except IsolossError:
             others = [other for other, task in TASKS.loaded().items() if not isinstance(task, TextTask)]
-            told = f"; any language has {', '.join(others)}" if others else ""
-            raise IsolossError(f"{error}{told}") from None
+            more = f"; any language has {', '.join(others)}" if others else ""
+            raise IsolossError(f"{error}{more}") from None
     task = TASKS.load(pattern)
     if isinstance(task, TextTask):
         raise IsolossError(f"{name} is a task of text: its examples are read with make_text_task")
@@ -163,77 +142,40 @@ def labeling(language: Language, name: str) -> Labeling:
 
 
 def read_from_start(task: TaskData, language: Language) -> TaskData:
-    """Return the task as a causal model of `language` reads it: with the start before each sentence.
-
-    Example:
-        >>> from isoloss import make_task
-        >>> from isoloss.lab.languages.brackets import Brackets
-        >>> from isoloss.lab.tasks import read_from_start
-        >>> task = make_task(Brackets(4), "mismatch", num_train=50, num_test=9, seed=0)
-        >>> task.test.tokens[0].tolist(), read_from_start(task, Brackets(4)).test.tokens[0].tolist()
-        ([0, 1, 1, 1], [3, 0, 1, 1, 1])
-    """
+    """Return the task as a causal model of `language` reads it: with the start before each sentence."""
     train, test = (with_start(sentences, language) for sentences in (task.train, task.test))
     return dataclasses.replace(task, train=train, test=test, texts=tuple(task.inputs()))
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """Draws labeled sentences of one language, padded to `width` tokens."""
-
-    language: Language
-    name: str
-    labeling: Labeling
-    lengths: Lengths | None
-    width: int
-
-    def __post_init__(self) -> None:
-        if self.lengths is None:
-            return
-        low, high = self.lengths
-        if not 1 <= low <= high <= self.language.max_length:
+def _draw(
+    language: Language, name: str, labeling: Labeling, n: int, generator: torch.Generator
+) -> tuple[Sentences, torch.Tensor]:
+    """Return the stream's first `n` sentences with a label, padded to the longest of the language, and their labels."""
+    tokens, lengths, labels = [], [], []
+    drawn = num_labeled = 0
+    while num_labeled < n:
+        if drawn >= _LEAST_DRAWS and num_labeled < drawn * _LEAST_FRACTION:
             raise IsolossError(
-                f"the lengths are {low} to {high}; they must be from 1 to {self.language.max_length} tokens, the least "
-                "first"
+                f"task {name}: {num_labeled} of {drawn} sentences have a label; choose another task or language"
             )
-
-    def __call__(self, n: int, generator: torch.Generator) -> tuple[Sentences, torch.Tensor]:
-        """Return the stream's first `n` sentences with a label, and their labels."""
-        tokens, lengths, labels = [], [], []
-        drawn = num_labeled = 0
-        while num_labeled < n:
-            if drawn >= _LEAST_DRAWS and num_labeled < drawn * _LEAST_FRACTION:
-                fitting = "a label" if self.lengths is None else "a label and {} to {} tokens".format(*self.lengths)
-                raise IsolossError(
-                    f"task {self.name}: {num_labeled} of {drawn} sentences have {fitting}; choose another task or "
-                    "language"
-                )
-            # always as many, so that the stream's sentences do not depend on n
-            sentences = self._sentences(generator)
-            batch_labels = self.labeling.label(sentences)
-            has_label = batch_labels != UNDEFINED
-            missing = self.width - sentences.tokens.shape[1]
-            padded = torch.nn.functional.pad(sentences.tokens, (0, missing), value=self.language.pad_id)
-            tokens.append(padded[has_label])
-            lengths.append(sentences.lengths[has_label])
-            labels.append(batch_labels[has_label])
-            drawn, num_labeled = drawn + _BATCH, num_labeled + int(has_label.sum())
-        return Sentences(torch.cat(tokens)[:n], torch.cat(lengths)[:n]), torch.cat(labels)[:n]
-
-    def _sentences(self, generator: torch.Generator) -> Sentences:
-        """Return the next sentences of the stream; sentences of other lengths are left out or cut."""
-        if self.labeling.draw is not None:
-            sentences = self.labeling.draw(_BATCH, generator)
+        # always as many, so that the stream's sentences do not depend on n
+        if labeling.draw is not None:
+            sentences = labeling.draw(_BATCH, generator)
         else:
-            sentences = self.language.sample(_BATCH, generator=generator, latent=self.labeling.needs_latent)
-        if self.lengths is None:
-            return sentences
-        return self.language.restrict_lengths(sentences, *self.lengths, generator=generator)
+            sentences = language.sample(_BATCH, generator=generator, latent=labeling.needs_latent)
+        batch_labels = labeling.label(sentences)
+        has_label = batch_labels != UNDEFINED
+        # features of all tokens side by side are as wide as sentences: both splits have one width
+        missing = language.max_length - sentences.tokens.shape[1]
+        padded = torch.nn.functional.pad(sentences.tokens, (0, missing), value=language.pad_id)
+        tokens.append(padded[has_label])
+        lengths.append(sentences.lengths[has_label])
+        labels.append(batch_labels[has_label])
+        drawn, num_labeled = drawn + _BATCH, num_labeled + int(has_label.sum())
+    return Sentences(torch.cat(tokens)[:n], torch.cat(lengths)[:n]), torch.cat(labels)[:n]
 
 
-def bayes_accuracy(
-    language: Language, labeling: Labeling, sentences: Sentences, *, enumerable: bool = True
-) -> Estimate:
+def bayes_accuracy(language: Language, labeling: Labeling, sentences: Sentences) -> Estimate:
     r"""Return `E_x max_y Pr(y | x)`, over the sentences that have a label.
 
     Where the label is a function of the sentence that is 1. Where it is what produced the sentence it is a sum over all
@@ -242,12 +184,11 @@ def bayes_accuracy(
 
         sum_x Pr(x) max_y s_y(x) / sum_x Pr(x) sum_y s_y(x).
 
-    The sentences are drawn given that they have a label. They are `enumerable` where they follow the language's
-    distribution, so that the sum over all strings is the same.
+    The sentences are drawn given that they have a label.
     """
     if labeling.scores is None:
         return _exact("exact: the label is a function of the sentence")
-    if enumerable and why_not_enumerable(language) is None:
+    if why_not_enumerable(language) is None:
         strings, probabilities = all_sentences(language)
         scores = labeling.scores(strings).cpu()
         best, total = probabilities @ scores.amax(dim=1), probabilities @ scores.sum(dim=1)
@@ -300,38 +241,34 @@ class WholeTask:
         """Number of sentences with a label."""
         return int((self.probabilities.sum(dim=1) > 0).sum())
 
-    def accuracies(self, predictions: torch.Tensor) -> torch.Tensor:
-        """Return (R,) float64: the probability that each of R classifiers is right, from predictions (R, n)."""
-        return self.probabilities.gather(1, predictions.cpu().T).sum(dim=0)
-
     def estimate(
         self,
         predictions: torch.Tensor,
         *,
         method: str,
         over: str,
-        given: str,
         details: Mapping[str, Any],
         seconds: float | None = None,
     ) -> Estimate:
         """Return the mean accuracy of R classifiers, with its standard error over them; a single one is exact.
 
+        Its influences are the classifiers' accuracies minus their mean.
+
         Args:
             predictions: (R, n) int64.
             method: How they were made.
-            over: What the classifiers differ in, in the plural: draws, projections or seeds.
-            given: What the accuracy is conditional on, e.g. the training sentences.
+            over: Plural noun of the difference between the classifiers: draws, projections or seeds.
             details: Further details of the estimate.
             seconds: Wall-clock time.
-
-        Returns:
-            The accuracy, with `accuracies`, `majority_rate`, `bayes_accuracy` and `given` among its details. Its
-            influences are the classifiers' accuracies minus their mean.
         """
-        accuracies = self.accuracies(predictions)
+        # the probability that each classifier is right
+        accuracies = self.probabilities.gather(1, predictions.cpu().T).sum(dim=0)
         count, value = len(accuracies), float(accuracies.mean())
         stderr = float(accuracies.std()) / math.sqrt(count) if count > 1 else 0.0
         deviations = (accuracies - value).numpy() if count > 1 else None
+        # what the accuracy is conditional on
+        given = "the training sentences" if over != "draws" or count == 1 else ""
+        given += f" and the {over[:-1]}" if over != "draws" and count == 1 else ""
         return Estimate(
             value=value,
             stderr=stderr,
@@ -367,23 +304,8 @@ def whole_task(
 ) -> WholeTask:
     """Return the downstream task `name` with all sentences of the language as test sentences.
 
-    Args:
-        language: A language that has the task.
-        name: The task, as for `isoloss.make_task`.
-        every: All sentences of the language and their probabilities (n,); None: too many, or not known.
-        num_train: Number of training sentences, drawn as by `make_task`.
-        seed: Their seed.
-
-    Raises:
-        IsolossError: As `make_task`; `every` is None; or the task has sentences of its own.
-
-    Example:
-        >>> from isoloss.lab.languages.config import PCFGConfig
-        >>> from isoloss.lab.languages.exact import all_sentences
-        >>> from isoloss.lab.tasks import whole_task
-        >>> language = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=2, vocab_size=5).build()
-        >>> whole_task(language, "prefix-2", all_sentences(language), num_train=100, seed=0)
-        WholeTask(prefix-2: 3 classes, 512 sentences)
+    `every` has all sentences and their probabilities (n,); None: too many, or not known, which is refused, as is a task
+    with sentences of its own. The training sentences are drawn as by `make_task`.
     """
     drawn = make_task(language, name, num_train=num_train, num_test=1, seed=seed)
     if every is None:
@@ -419,12 +341,5 @@ def whole_task(
 
 
 def weighted_overlap(probabilities: torch.Tensor, rows: torch.Tensor) -> float:
-    """Return the probability of the sentences `rows` (m,), each counted once, of joint `probabilities` (n, C).
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.tasks import weighted_overlap
-        >>> weighted_overlap(torch.tensor([[0.5, 0.0], [0.0, 0.25], [0.25, 0.0]]), torch.tensor([1, 1, 2]))
-        0.5
-    """
+    """Return the probability of the sentences `rows` (m,), each counted once, of joint `probabilities` (n, C)."""
     return float(probabilities[rows.bincount(minlength=len(probabilities)) > 0].sum())

@@ -6,22 +6,15 @@ Shapes: n samples, and behind them what else the estimates have in common (see `
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.statistics.estimate import Estimate, interval, number, samples_of
-from isoloss.statistics.tables import Tabular, probability, short_names, text_table
-
-Estimates = Mapping[str, Estimate]
+from isoloss.statistics.estimate import Estimate
 
 _DRAWS = 200_000  # for the probability of being the smallest, which is then within 0.003
 _TIE = 1e-9  # of a value: differences below it are rounding
@@ -253,158 +246,3 @@ def _unexplained(estimate: Estimate) -> float:
     # where the error is the larger of two, over clusters and over blocks, the influence may be by the other one
     rest = square - float(np.square(estimate.influence).sum()) / (n * (n - 1))
     return rest if rest > _ROUNDING * square else 0.0
-
-
-@dataclass(frozen=True, repr=False)
-class Comparison(Tabular):
-    """Models with estimates of the same names on the same inputs: paired differences, rankings and chances.
-
-    Attributes:
-        models: The estimates of each model, by name.
-        measure: What measured them; it heads the printed table.
-
-    Example:
-        >>> from isoloss.statistics.comparison import Comparison
-        >>> from isoloss.statistics.ratio import ratio_estimate
-        >>> draws = {"a": [1.5, 2.5, 4.0], "b": [1.0, 2.0, 3.0]}
-        >>> models = {name: {"loss": ratio_estimate(x, unit="nats", method="loss")} for name, x in draws.items()}
-        >>> comparison = Comparison(models)
-        >>> print(comparison.difference("loss", "a", "b"))
-        0.67 ± 0.17 nats
-        >>> comparison.ranking("loss")
-        ('b', 'a')
-    """
-
-    models: Mapping[str, Estimates]
-    measure: str = ""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The estimates' names."""
-        return tuple(next(iter(self.models.values())))
-
-    @property
-    def paired(self) -> tuple[str, ...]:
-        """The names of the estimates that have differences, as the influence of each sample is known."""
-        return tuple(name for name in self.names if all(e.influence is not None for e in self.of(name).values()))
-
-    def of(self, name: str) -> dict[str, Estimate]:
-        """Return the estimate called `name` of each model."""
-        return {model: estimates[name] for model, estimates in self.models.items()}
-
-    def difference(self, name: str, first: str, second: str) -> Estimate:
-        """Return the paired difference of the estimates called `name`, first model minus second (`paired_difference`).
-
-        Raises:
-            IsolossError: There is no such model or estimate, or it is not known what each sample adds to it.
-        """
-        return paired_difference(self._estimate(first, name), self._estimate(second, name))
-
-    def log_ratio(self, name: str, first: str, second: str) -> Estimate | None:
-        """Return the logarithm of the ratio of two models' estimates, paired; None where one is not above 0."""
-        one, other = self._estimate(first, name), self._estimate(second, name)
-        return paired_log_ratio(one, other) if min(one.value, other.value) > 0 else None
-
-    def ratio(self, name: str, first: str, second: str) -> tuple[float, tuple[float, float]]:
-        """Return the ratio of two models' estimates and its 95 % interval, from the interval of the logarithm.
-
-        Raises:
-            IsolossError: As for `difference`, or a value is not above 0.
-        """
-        logarithm = paired_log_ratio(self._estimate(first, name), self._estimate(second, name))
-        low, high = logarithm.ci95
-        return math.exp(logarithm.value), (math.exp(low), math.exp(high))
-
-    def ranking(self, name: str) -> tuple[str, ...]:
-        """Return the models' names by value, the smallest first."""
-        values = self.of(name)
-        return tuple(sorted(values, key=lambda model: values[model].value))
-
-    def probability_of_smallest(self, name: str) -> Mapping[str, float]:
-        """Return for each model the probability that its true value is the smallest (`probabilities_of_smallest`)."""
-        if name not in self._chances:
-            chances = probabilities_of_smallest(list(self.of(name).values()))
-            self._chances[name] = dict(zip(self.models, chances, strict=True))
-        return self._chances[name]
-
-    @functools.cached_property
-    def _chances(self) -> dict[str, Mapping[str, float]]:
-        # kept, as they are drawn for three models and more; a cached property is stored in a frozen dataclass too
-        return {}
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each estimate of each model, and for each model minus the first one, which is `minus`."""
-        first = next(iter(self.models))
-        rows = []
-        for name in self.names:
-            for model, estimates in self.models.items():
-                rows.append({"measure": name, "model": model, "minus": "", **estimates[name].row()})
-                if model != first and name in self.paired:
-                    difference = self.difference(name, model, first)
-                    rows.append({"measure": name, "model": model, "minus": first, **difference.row()})
-        return rows
-
-    def _estimate(self, model: str, name: str) -> Estimate:
-        for kind, wanted, known in (("model", model, tuple(self.models)), ("estimate", name, self.names)):
-            if wanted not in known:
-                raise IsolossError(f"there is no {kind} {wanted}; the {kind}s are {', '.join(known)}")
-        return self.models[model][name]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self.names)} of {', '.join(self.models)})"
-
-    def __str__(self) -> str:
-        blocks, short = [], short_names(list(self.models))
-        for name in self.names:
-            estimates = self.of(name)
-            chances = self.probability_of_smallest(name) if name in self.paired else {}
-            rows = [
-                [short[model], number(estimate), *([probability(chances[model])] if chances else [])]
-                for model, estimate in estimates.items()
-            ]
-            header = [
-                label(self.measure or name, name, self.names),
-                "value",
-                *(["probability of smallest"] if chances else []),
-            ]
-            first = next(iter(estimates.values()))
-            blocks.append(f"in {first.unit}\n{text_table(header, rows)}")
-            if chances:
-                differences = [
-                    [f"{short[a]} minus {short[b]}", number(difference), interval(difference)]
-                    for a, b in itertools.combinations(self.models, 2)
-                    for difference in [self.difference(name, a, b)]
-                ]
-                header = [f"difference, paired over {samples_of(first)}", "value", "95 % interval"]
-                blocks.append(text_table(header, differences))
-        return "\n\n".join(blocks)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return differences, rankings and probabilities as JSON types, without the models' estimates."""
-        return {
-            "pairs": [
-                {
-                    **{"first": first, "second": second, "estimate": name},
-                    "difference": self.difference(name, first, second).to_dict(),
-                    "log_ratio": None if ratio is None else ratio.to_dict(),
-                }
-                for name in self.paired
-                for first, second in itertools.combinations(self.models, 2)
-                for ratio in [self.log_ratio(name, first, second)]
-            ],
-            "ranking": {name: list(self.ranking(name)) for name in self.names},
-            "probability_of_smallest": {name: dict(self.probability_of_smallest(name)) for name in self.paired},
-        }
-
-
-def label(measure: str, name: str, names: Sequence[str]) -> str:
-    """Return the name of an estimate beside the estimates of other measures.
-
-    Example:
-        >>> from isoloss.statistics.comparison import label
-        >>> label("spectral-density", "trace", ("trace", "squared-frobenius-norm"))
-        'spectral-density, trace'
-        >>> label("trace-in-d64-paper", "trace", ("trace",))
-        'trace-in-d64-paper'
-    """
-    return measure if name == measure or len(names) == 1 else f"{measure}, {name}"

@@ -175,18 +175,6 @@ def interval(estimate: Estimate) -> str:
     return f"{low} to {high}"
 
 
-def signed(difference: Estimate) -> str:
-    """Return a difference with its sign, also where it is above 0.
-
-    Example:
-        >>> from isoloss import Estimate
-        >>> from isoloss.statistics.estimate import signed
-        >>> signed(Estimate(value=0.5, stderr=0.01, samples=9, unit="nats", num_predictions=9, method="difference"))
-        '+0.500 ± 0.010 nats'
-    """
-    return f"{'+' if difference.value > 0 else ''}{difference}"
-
-
 def samples_of(estimate: Estimate) -> str:
     """Return the samples that an error rests on in words, e.g. 64 sequences; nothing where the estimate is exact.
 

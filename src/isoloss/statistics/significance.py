@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-SAME_LOSS_NATS = 0.01  # default margin within which two models have the same loss, per predicted token
+LOSS_MARGIN = 0.01  # default margin within which two models have the same loss, per predicted token
 MIN_RATIO = 1.05  # default of the smallest ratio of two traces that counts
 
 

@@ -99,6 +99,19 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     return {name: str(Path(*path)) for name, path in rest.items()}
 
 
+def label(measure: str, name: str, names: Sequence[str]) -> str:
+    """Return the name of an estimate beside the estimates of other measures.
+
+    Example:
+        >>> from isoloss.statistics.tables import label
+        >>> label("spectral-density", "trace", ("trace", "squared-frobenius-norm"))
+        'spectral-density, trace'
+        >>> label("trace-in-d64-paper", "trace", ("trace",))
+        'trace-in-d64-paper'
+    """
+    return measure if name == measure or len(names) == 1 else f"{measure}, {name}"
+
+
 def probability(fraction: float) -> str:
     """Return a probability with three decimals, and none that reads as certain.
 

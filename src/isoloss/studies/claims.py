@@ -20,7 +20,7 @@ from isoloss.statistics import significance
 from isoloss.statistics.checking import positive
 from isoloss.statistics.estimate import Estimate, interval
 from isoloss.statistics.power import minimal_detectable_effect
-from isoloss.statistics.significance import SAME_LOSS_NATS, Equivalence, equivalence, holm, largest_size, mcnemar
+from isoloss.statistics.significance import LOSS_MARGIN, Equivalence, equivalence, holm, largest_size, mcnemar
 from isoloss.studies.plan import AnyScale, call_study_hook
 from isoloss.studies.results import UNITS, Pair, Results, change, common_measures, loss_key, mean
 
@@ -458,7 +458,7 @@ def _at_the_edge_of_no_change(beyond: float, direction: str) -> bool:
 
 
 def judge_claims(
-    claims: Sequence[Claim], results: Results, *, loss_margin: float = SAME_LOSS_NATS, has_verdicts: bool = True
+    claims: Sequence[Claim], results: Results, *, loss_margin: float = LOSS_MARGIN, has_verdicts: bool = True
 ) -> tuple[ClaimResult, ...]:
     """Return the result of every claim, in their order: each tested on every contrast and every measure.
 
@@ -496,9 +496,7 @@ def judge_claims(
     return tuple(dataclasses.replace(each, answers=tuple(_unjudged(one) for one in each.answers)) for each in found)
 
 
-def answer(
-    claim: Claim, contrast: Contrast, keys: Mapping[str, str], *, margin: float = SAME_LOSS_NATS
-) -> list[Answer]:
+def answer(claim: Claim, contrast: Contrast, keys: Mapping[str, str], *, margin: float = LOSS_MARGIN) -> list[Answer]:
     """Return the answers to a claim for one contrast, by case of `keys`: from second - factor * first of each estimate.
 
     Each is judged at 5 % without adjustment. A claim that is not about the loss needs two models of the same loss
@@ -530,7 +528,7 @@ def answer(
     return [_answer(claim, contrast, key, case, gate) for case, key in measured.items()]
 
 
-def same_loss(pairs: Sequence[Pair], *, clusters: Sequence[str] = (), margin: float = SAME_LOSS_NATS) -> Equivalence:
+def same_loss(pairs: Sequence[Pair], *, clusters: Sequence[str] = (), margin: float = LOSS_MARGIN) -> Equivalence:
     """Test whether the mean difference in loss over the pairs is within a margin of 0: two one-sided tests at 5 %."""
     return equivalence(change(pairs, loss_key(pairs), clusters=clusters), margin, alpha=ALPHA)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from isoloss.errors import IsolossError
 from isoloss.registry import STUDIES, run_python
 from isoloss.statistics.checking import positive
-from isoloss.statistics.significance import SAME_LOSS_NATS
+from isoloss.statistics.significance import LOSS_MARGIN
 from isoloss.studies.plan import AnyScale
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Study:
     title: str = ""
     lead: tuple[str, ...] = ()
     claims: Sequence[Claim] = ()
-    loss_margin: float = SAME_LOSS_NATS
+    loss_margin: float = LOSS_MARGIN
     verdicts_at: Sequence[str] = ()
     answer: Callable[[Sequence[ClaimResult], Results], Sequence[Card]] | None = None
     tables: Callable[[Results], Sequence[SummaryTable]] | None = None

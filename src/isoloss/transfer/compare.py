@@ -25,7 +25,7 @@ from isoloss.transfer.results import TransferResult
 _LEAST_BOOTSTRAP = 100
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class AccuracyDifference:
     """How the accuracies of two models differ, the first's minus the second's.
 
@@ -46,7 +46,7 @@ class AccuracyDifference:
     resamples: int
 
     def row(self, first: str | None = None, second: str | None = None) -> tuple[str, ...]:
-        """Return the cells of `DIFFERENCE_COLUMNS`, in percentage points, with other names of the models if given."""
+        """Return the cells of `DIFFERENCE_COLUMNS`, in percentage points, perhaps with shorter names of the models."""
         return (
             f"{first or self.first} minus {second or self.second}",
             rounded(100 * self.difference.value, 100 * self.difference.stderr),
@@ -54,9 +54,6 @@ class AccuracyDifference:
             f"{self.mcnemar.only_first} : {self.mcnemar.only_second}",
             f"{self.mcnemar.p_value:.2g}",
         )
-
-    def __repr__(self) -> str:
-        return f"AccuracyDifference({self.first} minus {self.second}: {self.difference}, p {self.mcnemar.p_value:.2g})"
 
 
 DIFFERENCE_COLUMNS = ("", "difference", "95 % interval (bootstrap)", "only one is right", "p (McNemar)")
@@ -159,14 +156,8 @@ def accuracy_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Est
 
     Models that fail on the same examples are compared more sharply this way than by two separate accuracies. Seeds and
     examples are two crossed random effects: `isoloss.statistics.clusters.crossed_mean` of `d_si = a_si - b_si` over S
-    seeds and n examples has the formula, and the degrees of freedom for the interval.
-
-    Args:
-        correct_a: (S, n) bool, `TransferResult.correct` of the first model, at least 2 examples.
-        correct_b: The same of the second model, for the same test examples in the same order.
-
-    Raises:
-        IsolossError: The shapes differ, or there are fewer than 2 examples.
+    seeds and n examples has the formula, and the degrees of freedom for the interval. The arrays (S, n) are
+    `TransferResult.correct` of two models on the same examples, at least 2.
 
     Example:
         >>> import torch
@@ -195,19 +186,6 @@ def bootstrap95(
     alike, so that a resample of the examples is one draw from a multinomial distribution over these patterns. Where
     the seeds of a model disagree much, the interval is too wide, as their noise is in both draws: trust the error of
     `accuracy_difference` there. With few seeds their own part of the variance is too small by (S - 1) / S.
-
-    The arrays are as for `accuracy_difference`. The stream of the seed is `"bootstrap"`.
-
-    Raises:
-        IsolossError: As for `accuracy_difference`, or there are fewer than 100 resamples.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.transfer.compare import bootstrap95
-        >>> always, mostly = torch.ones(1, 40, dtype=torch.bool), torch.arange(40)[None] % 4 > 0
-        >>> low, high = bootstrap95(always, mostly)
-        >>> 0.1 < low < 0.25 < high < 0.4
-        True
     """
     _check(correct_a, correct_b)
     if resamples < _LEAST_BOOTSTRAP:

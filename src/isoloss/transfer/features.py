@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from isoloss import files, seeds
 from isoloss.errors import IsolossError
@@ -25,7 +25,7 @@ from isoloss.transfer.config import Pooling
 _MOST_ONE_HOT_BYTES = 2**34  # of the tokens of real text, whose vocabularies are large
 _MAX_LOGITS = 2**26  # in a forward pass of your own module, which runs its output layer too
 _BLOCK = 2**24  # numbers of features that are read at once
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _NAME = "features"
 
 
@@ -37,7 +37,6 @@ def extract(
     pooling: Pooling = "concatenate",
     layer: int = -1,
     projection: int | None = None,
-    projection_seed: int = 0,
     batch_size: int = 512,
     dtype: torch.dtype = torch.float32,
     path: Path | None = None,
@@ -60,8 +59,7 @@ def extract(
         pooling: How the (n, T, d) states become rows.
         layer: Index into the model's hidden states, 0 being the embeddings; -1 is the model's own last hidden state,
             after a final layer norm where it has one.
-        projection: Width that the rows are projected to; None: not at all.
-        projection_seed: Decides the matrix, which is the same for all rows of one width.
+        projection: Width that the rows are projected to, by the same matrix for all of one width; None: not at all.
         batch_size: Sentences in a forward pass.
         dtype: Type of the features; bfloat16 keeps 8 significant bits in half the space.
         path: A safetensors file for features that do not fit in memory, written a batch at a time, whole or not at all.
@@ -110,7 +108,7 @@ def extract(
         check_sentences(backbone := backbone_of(model), sentences)
         read_states = functools.partial(_states, backbone, layer)
 
-    matrix = functools.cache(lambda width, columns: projection_matrix(width, columns, projection_seed).to(device))
+    matrix = functools.cache(lambda width, columns: projection_matrix(width, columns, 0).to(device))
 
     def read(rows: slice) -> torch.Tensor:
         batch = Sentences(sentences.tokens[rows], sentences.lengths[rows])
@@ -127,15 +125,7 @@ def extract(
 
 
 def projection_matrix(width: int, columns: int, seed: int, *draw: int) -> torch.Tensor:
-    """Return the (width, columns) matrix of a random projection, normal numbers with variance 1 / columns.
-
-    It depends only on the arguments; `draw` numbers several matrices.
-
-    Example:
-        >>> from isoloss.transfer.features import projection_matrix
-        >>> projection_matrix(8, 4, 0).shape, bool((projection_matrix(8, 4, 0) == projection_matrix(8, 4, 0, 1)).any())
-        (torch.Size([8, 4]), False)
-    """
+    """Return a (width, columns) random projection, normal numbers with variance 1 / columns; `draw` numbers several."""
     generator = seeds.generator(seed, "projection", *draw)
     return torch.randn(width, columns, generator=generator).mul_(columns**-0.5)
 
@@ -166,15 +156,7 @@ def _pooled(
 
 
 def pool(states: torch.Tensor, present: torch.Tensor, pooling: str) -> torch.Tensor:
-    """Return (B, d) of states (B, T, d): of the `first` token, the `last` or their `mean`; present (B, T) is bool.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.transfer.features import pool
-        >>> states, present = torch.arange(6.0).view(1, 3, 2), torch.tensor([[True, True, False]])
-        >>> [pool(states, present, pooling).tolist() for pooling in ("first", "last", "mean")]
-        [[[0.0, 1.0]], [[2.0, 3.0]], [[1.0, 2.0]]]
-    """
+    """Return (B, d) of states (B, T, d): of the `first` token, the `last` or their `mean`; present (B, T) is bool."""
     if pooling == "first":
         return states[:, 0]
     lengths = present.sum(dim=1)
@@ -286,59 +268,21 @@ def check_sentences(model: Any, sentences: Sentences) -> int:
 # --- in a file --------------------------------------------------------------------------------------------------------
 
 
-def open_features(path: Path) -> torch.Tensor:
-    """Return the features in a file, mapped from disk: only the rows that are read take memory.
-
-    The file is one that `store` wrote, or any safetensors file with one tensor `features` (n, D) in float32 or
-    bfloat16.
-
-    Raises:
-        IsolossError: There is no such file, or it holds something else.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            features: torch.Tensor = file.get_tensor(_NAME)
-    except OSError as error:
-        raise IsolossError(f"cannot read the features {path}: {error.strerror or error}") from error
-    except SafetensorError as error:
-        raise IsolossError(
-            f"{path} holds no features ({error}): a safetensors file with a tensor {_NAME} (n, D) of "
-            f"{', '.join(DTYPES)} is needed"
-        ) from error
-    if features.ndim != 2 or features.dtype not in DTYPES.values():
-        raise IsolossError(
-            f"the features in {path} are {features.dtype} of shape {tuple(features.shape)}: they must be (n, D) of "
-            f"{', '.join(DTYPES)}"
-        )
-    return features
-
-
 def rows_at_once(width: int) -> int:
     """Return how many rows of features (n, width) are best read at once: not more than memory should hold."""
     return min(2048, max(64, _BLOCK // width))
 
 
 def store(path: Path, blocks: Iterable[torch.Tensor], *, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Write blocks of rows, (B, D) each, one after another to `path`, whole or not at all, and open it.
+    """Write blocks of rows, (B, D) each, one after another to `path`, whole or not at all, and map it from disk.
 
     Raises:
         IsolossError: A type that is neither float32 nor bfloat16, blocks that do not add up to `shape`, or a file that
             cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> import torch
-        >>> from pathlib import Path
-        >>> from isoloss.transfer.features import store
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     stored = store(Path(folder, "x.safetensors"), [torch.ones(2, 3)], shape=(2, 3), dtype=torch.bfloat16)
-        ...     stored[torch.tensor([1])].tolist()
-        [[1.0, 1.0, 1.0]]
     """
-    names = {known: name for name, known in DTYPES.items()}
-    if dtype not in names:
+    if dtype not in DTYPES:
         raise IsolossError(f"features are stored in float32 or bfloat16, not in {dtype}")
-    entry = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [0, math.prod(shape) * dtype.itemsize]}
+    entry = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [0, math.prod(shape) * dtype.itemsize]}
     # by hand, as the library wants the whole tensor in memory before it writes the first byte
     header = json.dumps({_NAME: entry}).encode()
     # padded so that the numbers are aligned where the file is mapped
@@ -354,4 +298,6 @@ def store(path: Path, blocks: Iterable[torch.Tensor], *, shape: tuple[int, int],
             rows += len(block)
         if rows != shape[0]:
             raise IsolossError(f"there are {rows} rows of features, not {shape[0]}")
-    return open_features(path)
+    with safe_open(path, framework="pt") as stored:
+        features: torch.Tensor = stored.get_tensor(_NAME)
+    return features

@@ -1,6 +1,6 @@
 """Linear probes: a softmax regression on frozen features (paper, section 2.1 and A.5), by AdamW or at its minimum.
 
-Shape letters: S seeds, B examples of a step, D features, C classes, n examples, R draws or projections.
+Shape letters: S seeds, B examples of a step, D features, C classes, n examples, R parts or seeds.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,13 @@ from isoloss.errors import IsolossError, require
 from isoloss.statistics.estimate import Estimate
 from isoloss.transfer import logistic_regression
 from isoloss.transfer.config import ClassifierConfig, LinearProbeConfig
-from isoloss.transfer.features import extract, projection_matrix, rows_at_once
+from isoloss.transfer.features import extract, rows_at_once
 from isoloss.transfer.results import TransferResult, absent_classes, check_labels, score
 from isoloss.transfer.tasks import TaskData
 
 MEMORY_BYTES = 2**31  # of the features of a split that stay in memory, and of a standardized copy
 
 _FOLDS = 5  # of the training examples, to choose a regularization strength by
-_RowReader = Callable[[torch.Tensor], torch.Tensor]  # float32 features of these rows, centered and scaled
 
 Fitted = tuple[torch.Tensor, dict[str, Any]]  # predictions (R, n_test), and how the classifiers were fitted
 
@@ -99,11 +98,7 @@ def linear_probe(
 
 
 def fit_on_task(
-    task: TaskData,
-    train_x: torch.Tensor,
-    test_x: torch.Tensor,
-    config: ClassifierConfig | None,
-    **settings: Any,
+    task: TaskData, train_x: torch.Tensor, test_x: torch.Tensor, config: ClassifierConfig | None, **settings: Any
 ) -> TransferResult:
     """Fit a linear classifier to features of the task's sentences, as `fit_linear_probe`."""
     return fit_linear_probe(
@@ -195,11 +190,7 @@ def probe_method(config: ClassifierConfig) -> str:
 
 
 def _check_splits(
-    train_x: torch.Tensor,
-    train_y: torch.Tensor,
-    test_x: torch.Tensor,
-    test_y: torch.Tensor,
-    classes: Sequence[str],
+    train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, test_y: torch.Tensor, classes: Sequence[str]
 ) -> None:
     for split, x, y in (("training", train_x, train_y), ("test", test_x, test_y)):
         if x.ndim != 2 or y.ndim != 1 or len(x) != len(y):
@@ -217,122 +208,36 @@ def _check_splits(
     check_labels(train_y, test_y, classes)
 
 
-# --- several draws or projections -------------------------------------------------------------------------------------
-
-
-def over_draws(
-    train_x: torch.Tensor,
-    train_y: torch.Tensor,
-    test_x: torch.Tensor,
-    config: ClassifierConfig,
-    *,
-    classes: int,
-    draws: int,
+def fit_each(
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], config: ClassifierConfig, *, classes: int
 ) -> Fitted:
-    """Return the predictions of one probe per draw, where the draws are equal slices of the training examples.
+    """Return (R, n_test) predictions of one probe for each part: training features, their labels, and test features.
 
-    Each probe is fitted to its slice as by `fit_linear_probe`; a single draw can have a probe per seed. A class missing
-    from the slice is never predicted.
-
-    Args:
-        train_x: (R n_train, D) features, the first n_train of them the first draw.
-        train_y: (R n_train,) labels.
-        test_x: (n_test, D) features.
-        config: How a probe is fitted.
-        classes: Number of classes.
-        draws: R; 1 if the config has several seeds.
-
-    Returns:
-        (R, n_test) predictions, or one row per seed of a single draw; and details of the fits.
-
-    Raises:
-        IsolossError: A feature is not finite.
+    With several seeds in the config there is a row for each. The details of the fits have one value where all agree; a
+    class missing from a part is never predicted, and `absent_classes` has their number.
 
     Example:
         >>> import torch
         >>> from isoloss.transfer.config import ClassifierConfig
-        >>> from isoloss.transfer.probe import over_draws
-        >>> x = torch.tensor([[-1.0], [1.0], [1.0], [-1.0]])
-        >>> config = ClassifierConfig(solver="convex", seeds=1)
-        >>> over_draws(x, torch.tensor([0, 1, 0, 1]), x[:2], config, classes=2, draws=2)[0].tolist()
-        [[0, 1], [1, 0]]
+        >>> from isoloss.transfer.probe import fit_each
+        >>> low, high = torch.tensor([[-1.0]]), torch.tensor([[1.0]])
+        >>> draws = [(torch.cat(pair), torch.tensor([0, 1]), low) for pair in ((low, high), (high, low))]
+        >>> fit_each(draws, ClassifierConfig(solver="convex", seeds=1), classes=2)[0].tolist()
+        [[0], [1]]
     """
-    train_y = _checked(train_x, train_y, test_x)
-    pairs = zip(train_x.chunk(draws), train_y.chunk(draws), strict=True)
-    probes = [fit_probe(x, y, classes, config) for x, y in pairs]
-    return torch.cat([probe.predict(test_x) for probe in probes]).cpu(), _details_of(
-        probes, train_y.chunk(draws), classes
-    )
-
-
-def over_projections(
-    train_x: torch.Tensor,
-    train_y: torch.Tensor,
-    test_x: torch.Tensor,
-    config: ClassifierConfig,
-    *,
-    classes: int,
-    width: int,
-    projections: int,
-    seed: int,
-) -> Fitted:
-    """Return the predictions of one probe per random projection of the features to `width` columns.
-
-    The matrices come from `isoloss.transfer.features.projection_matrix`, the same for all models of one width.
-
-    Args:
-        train_x: (n_train, D) features.
-        train_y: (n_train,) labels.
-        test_x: (n_test, D) features.
-        config: How a probe is fitted, with one seed.
-        classes: Number of classes.
-        width: Columns of a projection.
-        projections: R.
-        seed: Seed of the matrices.
-
-    Returns:
-        (R, n_test) predictions, and details of the fits.
-
-    Raises:
-        IsolossError: The features have fewer columns than `width`, or one is not finite.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.transfer.config import ClassifierConfig
-        >>> from isoloss.transfer.probe import over_projections
-        >>> x, y = torch.tensor([[-1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1])
-        >>> config = ClassifierConfig(solver="convex", seeds=1)
-        >>> over_projections(x, y, x, config, classes=2, width=1, projections=3, seed=0)[0].tolist()
-        [[0, 1], [0, 1], [0, 1]]
-    """
-    if width > train_x.shape[1]:
-        raise IsolossError(
-            f"the width is {width}, but the model has {train_x.shape[1]} features: choose at most that many"
-        )
-    train_y = _checked(train_x, train_y, test_x)
-    predictions, probes = [], []
-    for number in range(projections):
-        matrix = projection_matrix(train_x.shape[1], width, seed, number).to(train_x.device)
-        probes.append(fit_probe(train_x @ matrix, train_y, classes, config))
-        predictions.append(probes[-1].predict(test_x @ matrix))
-    details = _details_of(probes, [train_y], classes) | {"width_before_projection": train_x.shape[1]}
-    return torch.cat(predictions).cpu(), details
-
-
-def _checked(train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor) -> torch.Tensor:
-    """Refuse features that are not finite, and return the labels on their device."""
-    for split, x in (("training", train_x), ("test", test_x)):
-        refuse_nonfinite(x, split, x.device)
-    return train_y.to(train_x.device)
-
-
-def _details_of(probes: Sequence[Probe], labels: Sequence[torch.Tensor], classes: int) -> dict[str, Any]:
-    """Return the details of the fits, a single value where all agree, and how many classes each draw lacks."""
+    predictions, fits, absent = [], [], []
+    for train_x, train_y, test_x in parts:
+        for split, x in (("training", train_x), ("test", test_x)):
+            refuse_nonfinite(x, split, x.device)
+        probe = fit_probe(train_x, train_y.to(train_x.device), classes, config)
+        predictions.append(probe.predict(test_x))
+        fits.append(probe.details)
+        absent.append(len(absent_classes(train_y, classes)))
     details = {}
-    for name, first in probes[0].details.items():
-        values = [probe.details[name] for probe in probes]
+    for name, first in fits[0].items():
+        values = [fit[name] for fit in fits]
         details[name] = first if all(value == first for value in values) else values
-    return {**details, "absent_classes": [len(absent_classes(y, classes)) for y in labels]}
+    return torch.cat(predictions).cpu(), {**details, "absent_classes": absent}
 
 
 # --- fitting ----------------------------------------------------------------------------------------------------------
@@ -367,16 +272,13 @@ def fit_probe(train_x: torch.Tensor, train_y: torch.Tensor, num_classes: int, co
     if config.standardize and bool((train_y != train_y[0]).any()):
         center, scale = _center_and_scale(train_x, where)
     if config.solver == "convex":
-        weight, bias, details = _fit_convex(
-            train_x, train_y, num_classes, config.regularization, center, scale, config.seed
-        )
+        weight, bias, details = _fit_convex(train_x, train_y, num_classes, config, center, scale)
         # the bias is written to below, which a view with one memory for all seeds does not allow
         weight, bias = weight.expand(config.seeds, -1, -1), bias.repeat(config.seeds, 1, 1)
     else:
         used = ("epochs", "learning_rate", "weight_decay", "batch_size", "seed")
         details = {name: getattr(config, name) for name in used}
-        rows = _standardized(train_x, center, scale)
-        weight, bias = _fit_adamw(rows, train_y, config, num_features=train_x.shape[1], num_classes=num_classes)
+        weight, bias = _fit_adamw(train_x, train_y, num_classes, config, center, scale)
     # the random start may have left them likely
     bias[..., absent_classes(train_y, num_classes)] = -math.inf
     probe = Probe(weight, bias, center, scale, {})
@@ -418,9 +320,8 @@ def _blocks(x: torch.Tensor, device: torch.device | str) -> Iterator[torch.Tenso
         yield x[first : first + size].to(device, torch.float32)
 
 
-def _standardized(x: torch.Tensor, center: torch.Tensor, scale: float) -> _RowReader:
-    """Return a function that reads rows of `(x - center) / scale`; features that are not too large are copied once."""
-    # rows (S, B) give (S, B, D)
+def _standardized(x: torch.Tensor, center: torch.Tensor, scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function of rows (S, B) that reads `(x - center) / scale`, (S, B, D); small features are copied once."""
     if 4 * x.numel() <= MEMORY_BYTES:
         return ((x.to(center) - center) / scale).__getitem__
     # row by row, as features may be mapped from a file
@@ -435,15 +336,19 @@ def refuse_nonfinite(x: torch.Tensor, split: str, device: torch.device | str) ->
 
 
 def _fit_adamw(
-    read: _RowReader, y: torch.Tensor, config: ClassifierConfig, *, num_features: int, num_classes: int
+    x: torch.Tensor, y: torch.Tensor, num_classes: int, config: ClassifierConfig, center: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights (S, C, D) and biases (S, 1, C) after the last step.
+    """Return weights (S, C, D) and biases (S, 1, C) on centered and scaled features after the last step.
 
     A seed decides the initial weights (uniform within ±1/sqrt(D), as in `torch.nn.Linear`) and the order of the
     examples in each epoch. The labels y (n,) are on the device to compute on.
     """
     generators = [seeds.generator(config.seed, "probe", index) for index in range(config.seeds)]
-    weight, bias = _initial(generators, num_features, num_classes, y.device)
+    read, num_features = _standardized(x, center, scale), x.shape[1]
+    bound = num_features**-0.5
+    drawn = [torch.rand(num_classes, num_features + 1, generator=g) * (2 * bound) - bound for g in generators]
+    initial = torch.stack(drawn).to(y.device)
+    weight, bias = initial[:, :, :-1].contiguous(), initial[:, None, :, -1].contiguous()
     # AdamW goes by elements, so that one optimizer of all seeds is one of each: S times fewer calls
     optimizer = torch.optim.AdamW([weight, bias], lr=config.learning_rate, weight_decay=config.weight_decay)
     for _ in range(config.epochs):
@@ -453,16 +358,6 @@ def _fit_adamw(
             weight.grad, bias.grad = _gradients(weight, bias, read(rows), y[rows])
             optimizer.step()
     return weight, bias
-
-
-def _initial(
-    generators: list[torch.Generator], num_features: int, num_classes: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights (S, C, D) and biases (S, 1, C), each seed's from its own generator."""
-    bound = num_features**-0.5
-    drawn = [torch.rand(num_classes, num_features + 1, generator=g) * (2 * bound) - bound for g in generators]
-    stacked = torch.stack(drawn).to(device)
-    return stacked[:, :, :-1].contiguous(), stacked[:, None, :, -1].contiguous()
 
 
 def _gradients(
@@ -483,27 +378,19 @@ def _fit_convex(
     x: torch.Tensor,
     y: torch.Tensor,
     num_classes: int,
-    regularization: Sequence[float],
+    config: ClassifierConfig,
     center: torch.Tensor,
     scale: float,
-    seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return the weights and biases of the convex probe on centered and scaled features, and how it was fitted.
+    """Return weights (1, C, D) and biases (1, 1, C) on centered and scaled features, float32, and how they were fitted.
 
-    The features x (n, D) are as they are; scaled ones are centered at `center`, (D,) or a single 0, and divided by
-    `scale`. Of several regularization strengths one is chosen by five folds, from a stream of `seed`.
-
-    A class of which there is no training example has a bias of minus infinity; where all are of one class, that is all
-    there is.
-
-    Returns:
-        Weights (1, C, D) and biases (1, 1, C), both in float32; `regularization`, `objective_nats` and `gap_nats`, and
-        of several strengths also `regularization_strengths` and `held_out_accuracies`.
+    The features x (n, D) are neither: `center` is (D,) or a single 0. Of several regularization strengths one is chosen
+    by five folds. A class of which there is no training example has a bias of minus infinity.
     """
     present = torch.tensor(sorted(set(y.tolist())), device=y.device)
     weight = torch.zeros(1, num_classes, x.shape[1], dtype=torch.float64, device=y.device)
     bias = torch.full((1, 1, num_classes), -math.inf, dtype=torch.float64, device=y.device)
-    strengths = list(regularization)
+    strengths = list(config.regularization)
     if len(present) == 1:
         bias[..., present] = 0.0
         return weight.float(), bias.float(), {"regularization": max(strengths), "objective_nats": 0.0, "gap_nats": 0.0}
@@ -520,7 +407,7 @@ def _fit_convex(
     details: dict[str, Any] = {}
     best = strengths[0]
     if len(strengths) > 1:
-        folds = _folds(targets.cpu(), seeds.generator(seed, "probe", "folds")).to(y.device)
+        folds = _folds(targets.cpu(), seeds.generator(config.seed, "probe", "folds")).to(y.device)
         # folds depend on the labels alone, so that all models of a task are held out on the same examples
         correct = torch.zeros(len(strengths), device=y.device)
         for fold in range(_FOLDS):

@@ -35,14 +35,7 @@ def check_classes(what: str, values: torch.Tensor, num_classes: int) -> None:
 
 
 def absent_classes(train_y: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Return the classes that no training label (n,) has.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.transfer.results import absent_classes
-        >>> absent_classes(torch.tensor([2, 0, 2]), 4).tolist()
-        [1, 3]
-    """
+    """Return the classes that no training label (n,) has."""
     return (train_y.bincount(minlength=num_classes) == 0).nonzero()[:, 0]
 
 
@@ -68,18 +61,11 @@ def check_labels(train_y: torch.Tensor, test_y: torch.Tensor, classes: Sequence[
 
 
 def majority_rate(labels: torch.Tensor) -> float:
-    """Return the fraction of the labels (n,) that are the most common one.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.transfer.results import majority_rate
-        >>> majority_rate(torch.tensor([2, 0, 2, 1]))
-        0.5
-    """
+    """Return the fraction of the labels (n,) that are the most common one."""
     return int(labels.bincount().max()) / len(labels)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class ClassScores:
     """How well one class is told from the others; errors are over the draw of the test examples, for the given seeds.
 
@@ -101,11 +87,6 @@ class ClassScores:
         """Return the name, the number of examples and the three scores as text."""
         scores = ("" if score is None else str(score) for score in (self.precision, self.recall, self.f1))
         return self.name, f"{self.examples:,}", *scores
-
-    def __repr__(self) -> str:
-        name, examples, *scores = self.row()
-        named = zip(("precision", "recall", "F1"), scores, strict=True)
-        return f"ClassScores({name}, examples {examples}{''.join(f', {k} {v}' for k, v in named if v)})"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -262,16 +243,6 @@ def below_majority(details: Mapping[str, Any]) -> str | None:
     return f"{text}; the classifier is right on {100 * train:.1f} % of its training examples, so it {reason}"
 
 
-def _above_majority(predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Return the accuracy minus the majority class's, paired by example, with its error over examples and seeds."""
-    # one example has no spread to take an error from
-    if len(labels) < 2:
-        return {}
-    correct = (predictions == labels).double() - (labels == labels.bincount().argmax()).double()
-    difference = crossed_mean(correct, unit="difference in accuracy", method="accuracy minus the majority class's")
-    return {"above_majority": difference.value, "above_majority_stderr": difference.stderr}
-
-
 def score(
     predictions: torch.Tensor,
     labels: torch.Tensor,
@@ -283,24 +254,15 @@ def score(
     details: Mapping[str, Any] | None = None,
     seconds: float | None = None,
 ) -> TransferResult:
-    """Return the result of S classifiers on the same n test examples.
+    """Return the result of S classifiers on the same n test examples, with predictions (S, n) and labels (n,) in int64.
 
     The error of the mean accuracy `a` joins the draw of the test examples and the draw of the seeds:
     `stderr^2 = a (1 - a) / n + sd^2 / S`, with `sd` the standard deviation of the seeds' accuracies. Where the
     classifiers of all seeds give nearly the same answers, as trained ones do, that is the standard deviation over fresh
     examples and seeds; where they do not, part of their noise is in both terms and the error is too large. It leaves
     out the draw of the training examples, and at an accuracy of exactly 0 or 1 it is 0: there the accuracy is known to
-    about 3 / n. With one seed `sd` is unknown: it is None, and the error is the first term's.
-
-    Args:
-        predictions: (S, n) int64.
-        labels: (n,) int64 in 0..C - 1.
-        classes: Their names.
-        method: What made the predictions.
-        settings: More of the accuracy's details.
-        bayes: The Bayes-optimal accuracy, where it is known.
-        details: See `TransferResult`.
-        seconds: Wall-clock time.
+    about 3 / n. With one seed `sd` is unknown: it is None, and the error is the first term's. The `settings` are more
+    of the accuracy's details.
 
     Raises:
         IsolossError: There is no example or seed, the shapes do not fit, or a label or prediction is no class.
@@ -314,7 +276,14 @@ def score(
     check_classes("label", labels, len(classes))
     check_classes("prediction", predictions, len(classes))
     num_seeds, num_test = predictions.shape
-    accuracies = (predictions == labels).double().mean(dim=1)
+    correct = (predictions == labels).double()
+    above = {}
+    # one example has no spread to take an error from
+    if num_test > 1:
+        majority = (labels == labels.bincount().argmax()).double()
+        difference = crossed_mean(correct - majority, unit="accuracy", method="accuracy minus the majority class's")
+        above = {"above_majority": difference.value, "above_majority_stderr": difference.stderr}
+    accuracies = correct.mean(dim=1)
     value = float(accuracies.mean())
     deviation = float(accuracies.std()) if num_seeds > 1 else None
     binomial = math.sqrt(value * (1 - value) / num_test)
@@ -331,7 +300,7 @@ def score(
             "seed_std": deviation,
             "binomial_stderr": binomial,
             "majority_rate": majority_rate(labels),
-            **_above_majority(predictions, labels),
+            **above,
             **({} if bayes is None else {"bayes_accuracy": bayes.value, "bayes_stderr": bayes.stderr}),
             "num_test": num_test,
             "seeds": num_seeds,
@@ -352,17 +321,9 @@ def write_predictions(path: Path, result: TransferResult, inputs: Sequence[Seque
     """Write a table of the test examples to `path` as JSON lines, whole or not at all.
 
     A line has `example` (from 0), `text`, a `pair` where an example is two texts, `label`, and `predicted`, the class
-    by each seed: by their names. polars reads it with `read_ndjson`.
-
-    The inputs are what `TaskData.inputs` returns, the text or the two texts of each example.
-
-    Raises:
-        IsolossError: There is not one input for each example, or the file cannot be written.
+    by each seed: by their names. polars reads it with `read_ndjson`. The `inputs` are those of `TaskData.inputs`.
     """
-    if len(inputs) != len(result.labels):
-        raise IsolossError(f"{len(inputs)} inputs do not belong to {len(result.labels)} test examples")
-    names = result.classes
-    predicted = result.predictions.T.tolist()
+    names, predicted = result.classes, result.predictions.T.tolist()
     lines = []
     for number, (texts, label, guesses) in enumerate(zip(inputs, result.labels.tolist(), predicted, strict=True)):
         line = {

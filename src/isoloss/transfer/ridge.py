@@ -21,19 +21,7 @@ def leave_one_out_ridge(train_x: Floats, train_y: Floats, test_x: Floats) -> Flo
     A regression minimizes `|y - X w - b|^2 + s |w|^2`. s is the one of `STRENGTHS`, made for features of mean squared
     norm 1, with the smallest squared error on examples that are left out one at a time; of those that are as good but
     for `_AS_GOOD` of the targets' variation, the largest. That error has a closed form: with the hat
-    matrix H, example i is missed by (y - H y)_i / (1 - H_ii).
-
-    Args:
-        train_x: (n, d), n at least 2.
-        train_y: (n, t).
-        test_x: (n', d).
-
-    Example:
-        >>> import numpy as np
-        >>> from isoloss.transfer.ridge import leave_one_out_ridge
-        >>> x = np.array([[0.0], [1.0], [2.0], [3.0]])
-        >>> leave_one_out_ridge(x, 2 * x + 1, np.array([[5.0]])).round(1).tolist()
-        [[11.0]]
+    matrix H, example i is missed by (y - H y)_i / (1 - H_ii). There are at least two training examples.
     """
     n, (center, middle) = len(train_x), (train_x.mean(axis=0), train_y.mean(axis=0))
     x, y = train_x - center, train_y - middle

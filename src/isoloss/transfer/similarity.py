@@ -49,14 +49,7 @@ def upper_triangle(gram: Array) -> NDArray[np.float32]:
 
 
 def from_upper_triangle(triangle: NDArray[Any]) -> Array:
-    """Return the Gram matrix (n, n) that `upper_triangle` was given.
-
-    Example:
-        >>> import numpy as np
-        >>> from isoloss.transfer.similarity import from_upper_triangle, upper_triangle
-        >>> from_upper_triangle(upper_triangle(np.array([[1.0, 2.0], [2.0, 3.0]]))).tolist()
-        [[1.0, 2.0], [2.0, 3.0]]
-    """
+    """Return the Gram matrix (n, n) that `upper_triangle` was given."""
     n = (int(np.sqrt(8 * len(triangle) + 1)) - 1) // 2
     gram = np.zeros((n, n))
     gram[np.triu_indices(n)] = triangle
@@ -183,16 +176,7 @@ def effective_rank(gram: ArrayLike) -> Estimate:
 def exact_features(features: torch.Tensor, probabilities: torch.Tensor, truth: torch.Tensor) -> dict[str, Estimate]:
     """Return what `effective_dimension`, `effective_rank` and `linear_cka` estimate, over all sentences of a language.
 
-    Args:
-        features: (n, D) of all sentences.
-        probabilities: (n,) of the sentences, which sum to 1.
-        truth: (n, E) other features of the same sentences.
-
-    Returns:
-        `effective-dimension`, `effective-rank` and `cka-truth`, without error.
-
-    Raises:
-        IsolossError: Either features are the same for all sentences.
+    The features are (n, D), the true ones (n, E), and the probabilities of the n sentences sum to 1.
 
     Example:
         >>> import torch
@@ -216,21 +200,15 @@ def exact_features(features: torch.Tensor, probabilities: torch.Tensor, truth: t
         "effective-rank": (rank, "dimensions", "RankMe of centered features"),
         "cka-truth": (np.square(cross).sum() / math.sqrt(squares[0] * squares[1]), "CKA", "linear CKA"),
     }
+    exact: dict[str, Any] = {"stderr": 0.0, "samples": 0, "num_predictions": 0}
     return {
-        name: Estimate(
-            value=float(value),
-            stderr=0.0,
-            samples=0,
-            unit=unit,
-            num_predictions=0,
-            method=f"{method}; exact over all sentences",
-        )
+        name: Estimate(value=float(value), unit=unit, method=f"{method}; exact over all sentences", **exact)
         for name, (value, unit, method) in found.items()
     }
 
 
 def _shares(eigenvalues: Array) -> tuple[Array, float]:
-    """Return the fraction of each singular value in their sum, and the effective rank, from squared ones above 0."""
+    """Return the share of each singular value in their sum, and the effective rank, from squared ones above 0."""
     singular = np.sqrt(eigenvalues)
     p = singular / singular.sum()
     return p, float(np.exp(-(p * np.log(p)).sum()))

@@ -75,13 +75,7 @@ SENTENCE_ORDER = TextTask(name="sentence-order", train="python:sentence-order", 
 
 
 def registered_name(name: str) -> str:
-    """Return the name under which a task is registered that is called `name`, whatever its case and hyphens.
-
-    Example:
-        >>> from isoloss.transfer.text_sources import registered_name
-        >>> registered_name("SST-2"), registered_name("prefix-4")
-        ('sst2', 'prefix-4')
-    """
+    """Return the name under which the task `name` is registered, whatever its case and hyphens: of SST-2, sst2."""
     return name if name in TASKS else next((task for task in TASKS if _plain(task) == _plain(name)), name)
 
 
@@ -90,15 +84,10 @@ def _plain(name: str) -> str:
 
 
 def registered_text_task(name: str, data: str | None = None) -> TextTask | None:
-    """Return the task of text that is registered under `name`, or None.
+    """Return the task of text that is registered under `name`, e.g. `rte` or `SST-2`, or None; STS-B is refused.
 
-    Args:
-        name: E.g. `rte`; of no effect are case and hyphens (`SST-2`).
-        data: Where the examples are, e.g. a folder with `train.tsv` and `dev.tsv`; None: where the task says, which is
-            `hf:nyu-mll/glue:NAME` for those of GLUE.
-
-    Raises:
-        IsolossError: The name is GLUE's STS-B, a regression.
+    Its examples are in `data`, e.g. a folder with `train.tsv` and `dev.tsv`; None: where the task says, which is
+    `hf:nyu-mll/glue:NAME` for those of GLUE.
 
     Example:
         >>> from isoloss.transfer.text_sources import registered_text_task
@@ -116,17 +105,7 @@ def registered_text_task(name: str, data: str | None = None) -> TextTask | None:
 
 
 def own_text_task(name: str, data: str) -> TextTask:
-    """Return your own task, with examples in the columns `text` and `label`, and `pair` if they are two texts.
-
-    Args:
-        name: What the task is called.
-        data: Where the examples are: a file, a folder with one for each split, or a dataset.
-
-    Example:
-        >>> from isoloss.transfer.text_sources import own_text_task
-        >>> own_text_task("mine", "reviews.csv").train
-        'reviews.csv'
-    """
+    """Return your own task, with examples in the columns `text` and `label`, and `pair` if they are two texts."""
     if is_dataset(data):
         return TextTask(name=name, train=data, text="text")
     return TextTask(name=name, train=data, text="text", pair="pair", other_columns=(("text", None, "label"),))

@@ -31,13 +31,7 @@ _MOST_TOKENS = 128  # of an example, where the model reads as many
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextExamples:
-    """The examples of a task of text, before a tokenizer has read them.
-
-    Attributes:
-        name: The task.
-        train: The training examples.
-        test: The test examples, with the same names of labels.
-    """
+    """The examples of a task of text, before a tokenizer has read them; both splits have the same names of labels."""
 
     name: str
     train: LabeledText
@@ -104,9 +98,6 @@ def read_examples(
 
     With `draws`, the training examples are as many disjoint draws of `num_train`, one after another. The first is the
     one that is drawn without it.
-
-    Raises:
-        IsolossError: There are fewer examples than the draws take.
     """
     for split, number in (("train", num_train), ("test", num_test)):
         if number is not None and number < 1:
@@ -136,31 +127,36 @@ def as_read_by(
     max_length: int | None = None,
     model: str = "the model",
 ) -> TaskData:
-    """Return examples as token ids, in the form that a model takes.
+    """Return examples as token ids, as the model with this transformers config reads them.
 
     Args:
-        config: The model's transformers config.
+        config: The model's.
         positions: The most tokens that the model takes (`isoloss.model_checks.max_length`); None: any number.
         examples: The examples.
         tokenizer: The model's.
-        max_length: The most tokens of an example; None: 128, or as many as the model or its tokenizer takes.
+        max_length: The most tokens of an example; None: 128, or as many as the model or its tokenizer takes. Then a
+            warning says how many examples are truncated.
         model: What messages call the model.
 
     Raises:
         IsolossError: The tokenizer gives an id that the model does not know; or as for `make_text_task`.
-
-    Warns:
-        IsolossWarning: Examples are truncated, and no `max_length` is given.
     """
     config = config.get_text_config()
     # (transformers sets the last one to 1e30 where a tokenizer does not say)
     most = min(_MOST_TOKENS, positions or _MOST_TOKENS, tokenizer.model_max_length)
     types = getattr(config, "type_vocab_size", 1)
     task = _encoded(examples, tokenizer, max_length=max_length or most, token_types=types)
-    train, test = (
-        _checked_ids(sentences, config.vocab_size, task.name, model) for sentences in (task.train, task.test)
-    )
-    task = dataclasses.replace(task, train=train, test=test)
+    known = []
+    for sentences in (task.train, task.test):
+        unknown = sentences.tokens >= config.vocab_size
+        if bool((unknown & sentences.present()).any()):
+            raise IsolossError(
+                f"the examples of {task.name} hold the token id {int(sentences.tokens[sentences.present()].max())}, "
+                f"and {model} knows {config.vocab_size:,} ids: the tokenizer belongs to another model"
+            )
+        # the id of padding may be one that the model does not know
+        known.append(Sentences(sentences.tokens.masked_fill(unknown, 0), sentences.lengths))
+    task = dataclasses.replace(task, train=known[0], test=known[1])
     text = task.coverage
     if text is not None and text.num_cut and max_length is None:
         warn(
@@ -168,17 +164,6 @@ def as_read_by(
             f"that {model} reads here (special tokens included) and are truncated"
         )
     return task
-
-
-def _checked_ids(sentences: Sentences, vocab_size: int, task: str, model: str) -> Sentences:
-    """Return the sentences; refuse an id that the model does not know, except at padding."""
-    unknown = sentences.tokens >= vocab_size
-    if bool((unknown & sentences.present()).any()):
-        raise IsolossError(
-            f"the examples of {task} hold the token id {int(sentences.tokens[sentences.present()].max())}, and {model} "
-            f"knows {vocab_size:,} ids: the tokenizer belongs to another model"
-        )
-    return Sentences(sentences.tokens.masked_fill(unknown, 0), sentences.lengths)
 
 
 def encode_labeled_text(
@@ -189,13 +174,8 @@ def encode_labeled_text(
     Special tokens are those that the tokenizer itself puts around one and two texts; GPT-2's puts none. Where it puts
     none between two texts, a newline separates them. An example that is too long loses tokens from the end of the
     longer text, one at a time; while the two are equally long, from the one that was shorter at first (if neither was,
-    the first). What a text spells is never a special token.
-
-    Args:
-        tokenizer: Any tokenizer. Without a padding token, the padding is id 0, hidden by the attention mask.
-        data: n examples.
-        max_length: The most tokens of an example, the special ones included.
-        token_types: Token types that the model knows (`type_vocab_size`).
+    the first). What a text spells is never a special token. A tokenizer without a padding token pads with id 0, hidden
+    by the attention mask. `max_length` counts special tokens; `token_types` is the model's `type_vocab_size`.
 
     Returns:
         `input_ids` and `attention_mask` (n, T), padded on the right to the longest example; `token_type_ids` (n, T), 1

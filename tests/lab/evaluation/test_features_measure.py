@@ -15,7 +15,7 @@ from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.transfer import Features
 from isoloss.lab.languages.config import CorpusConfig, DyckConfig, PCFGConfig
 from isoloss.lab.languages.exact import all_sentences
-from isoloss.lab.lookup import causal_lookup_features, lookup_features
+from isoloss.lab.lookup import lookup_features
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.train import train
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
@@ -98,7 +98,7 @@ def test_the_truth_is_the_look_up_table(runs):
     language = CONFIG.language.build()
     sentences = language.sample(40, generator=generator(3, "trace sentences"))
     for name in ("bert", "lstm", "opt"):
-        table = (causal_lookup_features if name == "opt" else lookup_features)(language, sentences)
+        table = lookup_features(language, sentences, causal=name == "opt")
         one = measured(runs[name], "features", 30)
         expected = linear_cka(from_upper_triangle(found(runs[name]).examples["gram"]), centered_gram(table))
         assert one["cka-truth"].value == pytest.approx(expected.value, rel=1e-9)

@@ -20,7 +20,7 @@ from isoloss.lab.evaluation.measures.base import make_measure, settings_of
 from isoloss.lab.finetuning import finetune
 from isoloss.lab.languages.config import BracketsConfig, DyckConfig, PCFGConfig
 from isoloss.lab.languages.exact import all_sentences
-from isoloss.lab.lookup import language_probe
+from isoloss.lab.lookup import lookup_probe
 from isoloss.lab.models.make import make_model
 from isoloss.lab.tasks import labeling, make_task, read_from_start
 from isoloss.lab.training.train import train
@@ -250,12 +250,13 @@ def test_tables_of_causal_models_are_of_next_tokens(language, context):
     causal = context_of(language, "causal")
     settings = {"num_train": 60, "num_test": 100, "probe_solver": "convex", "seed": 0}
     task = make_task(language, "prefix-2", num_train=60, num_test=100, seed=0)
-    for how, table in (
-        ("lookup", lookup.causal_lookup_features),
-        ("log-lookup", lookup.causal_log_lookup_features),
-    ):
+    for how, table in (("lookup", lookup.lookup_features), ("log-lookup", lookup.log_lookup_features)):
+        of_next_tokens = functools.partial(table, causal=True)
         of_next = accuracy(f"{how}-prefix-2", settings, None, causal)
-        assert of_next.value == language_probe(table, language, task, solver="convex", seeds=1).accuracy.value
+        assert (
+            of_next.value
+            == lookup_probe(language, task, features=of_next_tokens, solver="convex", seeds=1).accuracy.value
+        )
         assert of_next.value != accuracy(f"{how}-prefix-2", settings, None, context).value
 
 

@@ -129,13 +129,6 @@ def test_tasks_have_the_labels_of_the_inner_language():
         assert own.inputs()[0][0] == f"[CLS] {inner.inputs()[0][0]} [SEP]"
     brackets = WithSpecialTokensConfig(language=INNER["brackets"]).build()
     assert make_task(brackets, "mismatch", num_train=9, num_test=9).test.tokens.shape == (9, 8)
-    grammar = WithSpecialTokensConfig(language=INNER["pcfg"]).build()
-    short = make_task(grammar, "prefix-2", num_train=50, num_test=50, test_lengths=(4, 5))
-    assert set(short.test.lengths.tolist()) <= {4, 5}
-    again = grammar.perturbed(fraction=1.0, seed=1)
-    assert again.vocabulary == grammar.vocabulary
-    with pytest.raises(IsolossError, match="and one token are 3"):
-        make_task(grammar, "prefix-2", test_lengths=(1, 2))
 
 
 def test_the_prefix_of_a_name():

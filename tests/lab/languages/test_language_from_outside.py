@@ -150,7 +150,6 @@ def test_what_is_possible_is_asked_sentence_by_sentence_where_nothing_better_is_
 def test_what_a_language_lacks_is_one_clear_sentence(tmp_path):
     plain = Plain()
     sentences = plain.sample(2)
-    stream = torch.Generator()
     assert (plain.is_exact, plain.num_held_out, plain.latent_name, plain.tasks()) == (False, 0, None, {})
     assert plain.start.id == plain.mask_id
     assert torch.equal(plain.batch(3, 5, seed=1).tokens, plain.batch(3, 5, seed=1).tokens)
@@ -165,8 +164,6 @@ def test_what_a_language_lacks_is_one_clear_sentence(tmp_path):
         (lambda: languages.entropy(plain), "are not known"),
         (lambda: plain.labeling("root"), r"no task 'root': Plain\(.*\) has no tasks of its own"),
         (lambda: plain.held_out(3), "holds no sentences out"),
-        (lambda: plain.perturbed(fraction=1.0, seed=0), r"Plain\(.*\) is neither"),
-        (lambda: plain.restrict_lengths(sentences, 1, 1, generator=stream), "choose no lengths"),
         (lambda: plain.describe_latent(sentences), "nothing is known of what produced"),
         (lambda: languages.save(plain, tmp_path / "a.safetensors"), "is not stored as one file"),
     ):

@@ -25,10 +25,11 @@ from isoloss.lab.evaluation.measures.flatness import flatness_measure
 from isoloss.lab.evaluation.measures.transfer import Probe, task_probes
 from isoloss.runs import last_checkpoint
 from isoloss.statistics.checking import at_least, positive
-from isoloss.statistics.comparison import label, times
+from isoloss.statistics.comparison import times
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import ratio_estimate
-from isoloss.statistics.significance import MIN_RATIO, SAME_LOSS_NATS
+from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO
+from isoloss.statistics.tables import label
 from isoloss.text.inputs import drawn_rows
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def compare(
     robustness: bool = True,
     rtol: float | None = None,
     seconds: float | None = None,
-    same_loss: float = SAME_LOSS_NATS,
+    loss_margin: float = LOSS_MARGIN,
     min_ratio: float = MIN_RATIO,
     inputs: InputConfig | None = None,
     device: str = "auto",
@@ -100,7 +101,7 @@ def compare(
         rtol: Stop measuring the traces as soon as the first model's standard error is at most this fraction of its
             trace; the others get as many sequences.
         seconds: Stop after this time, in the same way.
-        same_loss: Margin in nats per predicted token within which two losses count as the same.
+        loss_margin: Margin in nats per predicted token within which two losses count as the same.
         min_ratio: The smallest ratio of two traces that counts: the flattest model's are smaller by this factor.
         inputs: How `data` is read: length, masking, and so on. The tokenizer is an argument of its own.
         device: For checkpoints: auto, cpu, cuda, cuda:1, mps.
@@ -139,7 +140,7 @@ def compare(
     settings = {"num_sequences": num_sequences, "seed": seed} | dict(settings or {})
     # the traces are measured in any case
     others = {name: flatness_measure(name, settings) for name in measures if name not in ("trace", "minimal-trace")}
-    positive("same_loss", same_loss)
+    positive("loss_margin", loss_margin)
     at_least("min_ratio", min_ratio, 1)
     named = {
         name: last_checkpoint(given) if isinstance(given, str | Path) else given
@@ -183,7 +184,7 @@ def compare(
         few, read, bytes_per_token, auxiliary_sample = _some(batches, seed), "", None, None
 
     # 2. of each model, while it is loaded: trace and minimal trace, then robustness and the tasks
-    def further(model: nn.Module) -> dict[str, Estimate]:
+    def extra_estimates(model: nn.Module) -> dict[str, Estimate]:
         found = loss_rises(model, few, _changes(seed), causal=causal) if robustness else {}
         for name, measure in others.items():
             estimates = MeasureResult.of(name, measure.run(model, context)).estimates
@@ -198,7 +199,9 @@ def compare(
                 name: {**estimates, "bits_per_byte": _bits_per_byte(estimates["loss"], bytes_per_token)}
                 for name, estimates in compared.models.items()
             }
-        return ModelComparison(**fields, same_loss=same_loss, min_ratio=min_ratio, inputs=read, measures=tuple(others))
+        return ModelComparison(
+            **fields, loss_margin=loss_margin, min_ratio=min_ratio, inputs=read, measures=tuple(others)
+        )
 
     try:
         compared = compare_traces(
@@ -211,7 +214,7 @@ def compare(
             causal=causal,
             auxiliary_sample=auxiliary_sample,
             granularity=settings.get("rescaling_granularity", "tensor"),
-            further=further,
+            extra_estimates=extra_estimates,
             progress=progress,
         )
     except Incomplete as stop:

@@ -202,22 +202,6 @@ class Language(abc.ABC):
         """Return `n` sentences that training never sees; all, where there are no more or n is None."""
         raise IsolossError(f"{self!r} holds no sentences out: sample draws any number of fresh ones")
 
-    def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
-        """Return the sentences of `low` to `high` tokens, the others left out or cut; for transfer to other lengths."""
-        raise IsolossError(f"{self!r} has no sentences of other lengths: choose no lengths")
-
-    def perturbed(self, *, fraction: float, seed: int) -> Language:
-        """Return a language with the same possibilities and, in part, other probabilities; for transfer to it.
-
-        Args:
-            fraction: Fraction of the symbols or states whose probabilities are drawn anew, above 0 and at most 1,
-                rounded up to whole ones.
-            seed: Decides which, and the probabilities.
-        """
-        raise IsolossError(
-            f"a grammar or a hidden Markov model has probabilities to draw anew, and {self!r} is neither"
-        )
-
     def exact(self) -> ExactLanguage:
         """Return the language itself where `is_exact`, with all that is known then; else raise an `IsolossError`."""
         raise IsolossError(f"the probabilities of {self!r} are not known")
@@ -553,31 +537,3 @@ def cpu_generator(n: int, generator: torch.Generator | None) -> torch.Generator:
     if generator.device.type != "cpu":
         raise IsolossError(f"sentences are drawn on the CPU, but the generator is on {generator.device}")
     return generator
-
-
-Floats = npt.NDArray[np.float64]
-
-
-class Perturbation:
-    """The draws of `Language.perturbed`, whose arguments it takes."""
-
-    def __init__(self, fraction: float, seed: int) -> None:
-        if not 0 < fraction <= 1:
-            raise IsolossError(f"the fraction is {fraction}; it must be above 0 and at most 1")
-        self._fraction = fraction
-        self._rng = np.random.default_rng(seeds.derive(seed, "redraw"))
-
-    def choose(self, has_choice: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Return the ids of the symbols or states, of those where `has_choice` is true, that are drawn anew."""
-        candidates = np.flatnonzero(has_choice)
-        if not len(candidates):
-            raise IsolossError("no symbol or state of this language has a choice, so there is nothing to draw anew")
-        # The first of one permutation: at the same seed, a larger fraction changes the symbols of a smaller one, too.
-        return np.sort(self._rng.permutation(candidates)[: math.ceil(self._fraction * len(candidates))])
-
-    def draw(self, probs: Floats) -> Floats:
-        """Return other probabilities of the same sum, from the flat Dirichlet distribution; one alone stays."""
-        if len(probs) < 2:
-            return probs
-        drawn: Floats = probs.sum() * self._rng.dirichlet(np.ones(len(probs)))
-        return drawn

@@ -19,7 +19,7 @@ from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab.languages import batches
 from isoloss.lab.languages._hmm.forward_backward import Components, ForwardBackward, Index
-from isoloss.lab.languages.base import UNDEFINED, ExactLanguage, Labeling, Perturbation, Sentences, Stored
+from isoloss.lab.languages.base import UNDEFINED, ExactLanguage, Labeling, Sentences, Stored
 from isoloss.lab.languages.config import LATENT, MAX_LENGTH, STATE_TASKS, HMMConfig, canonical, task_number
 from isoloss.lab.languages.serialization import FileConfig
 
@@ -191,28 +191,6 @@ class HMM(ExactLanguage):
         if asked.endswith(LATENT):
             return Labeling(name=asked, classes=self.states, label=drawn, scores=scores, needs_latent=True)
         return Labeling(name=asked, classes=self.states, label=likely)
-
-    def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
-        """Return the sentences cut, each at a length drawn uniformly from `low` to `high`."""
-        tokens, _, latent = sentences
-        lengths = torch.randint(low, high + 1, (len(tokens),), generator=generator).to(tokens.device)
-        cut = Sentences(tokens, lengths, latent)
-        return cut._replace(tokens=tokens.masked_fill(~cut.present(), self.pad_id))
-
-    def perturbed(self, *, fraction: float, seed: int) -> HMM:
-        """Return the model with other rows of `transition` and `emission` for some of the states.
-
-        Of a fraction of the states that have a choice, drawn without replacement, both rows are drawn anew from the
-        flat Dirichlet distribution, each over the states or tokens of positive probability.
-        """
-        perturbation = Perturbation(fraction, seed)
-        transition, emission = self.transition.copy(), self.emission.copy()
-        has_choice = np.any([(table > 0).sum(axis=1) > 1 for table in (transition, emission)], axis=0)
-        for state in perturbation.choose(has_choice):
-            for table in (transition, emission):
-                possible = table[state] > 0
-                table[state, possible] = perturbation.draw(table[state, possible])
-        return HMM(self.initial, transition, emission, self.max_length, vocabulary=self.vocabulary)
 
     def _is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         # Only whether it is possible, not how probable it is: no product can underflow.

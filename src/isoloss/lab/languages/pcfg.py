@@ -25,13 +25,12 @@ from isoloss.lab.languages._pcfg.grammar import (
     dyck_grammar,
     grammar_tables,
     parse_grammar,
-    perturbed_grammar,
     random_grammar,
     read_grammar,
 )
 from isoloss.lab.languages._pcfg.inside_outside import InsideOutside
 from isoloss.lab.languages._pcfg.sampler import Sampler, derivations, longest_yields
-from isoloss.lab.languages.base import UNDEFINED, ExactLanguage, Labeling, Perturbation, Sentences, Stored
+from isoloss.lab.languages.base import UNDEFINED, ExactLanguage, Labeling, Sentences, Stored
 from isoloss.lab.languages.batches import Rows, run_in_threads
 from isoloss.lab.languages.config import (
     GRAMMAR_TASKS,
@@ -218,27 +217,6 @@ class PCFG(ExactLanguage):
     def labeling(self, name: str) -> Labeling:
         """Return what the task `name` asks (see `isoloss.lab.tasks.make_task`)."""
         return grammar_labeling(self, name)
-
-    def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
-        """Return the sentences of `low` to `high` tokens; the others are left out."""
-        tokens, lengths, latent = sentences
-        chosen = (lengths >= low) & (lengths <= high)
-        return Sentences(tokens[chosen], lengths[chosen], None if latent is None else latent[chosen])
-
-    def perturbed(self, *, fraction: float, seed: int) -> PCFG:
-        r"""Return the language of the same rules, of which some symbols have other probabilities.
-
-        Of a fraction of the symbols that have a choice, drawn without replacement, the probabilities are drawn anew
-        from the flat Dirichlet distribution, separately for binary rules, rules to one symbol and tokens, so that a
-        symbol stops as often as before and a random layered grammar keeps its lengths.
-
-        Example:
-            >>> from isoloss.lab.languages.pcfg import PCFG
-            >>> language = PCFG.from_text("S A A 1\nA a 0.5\nA b 0.5")
-            >>> language.perturbed(fraction=1.0, seed=0).grammar.emission_probs.round(3)
-            array([0.836, 0.164])
-        """
-        return PCFG(perturbed_grammar(self.grammar, Perturbation(fraction, seed)), max_length=self.max_length)
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         def compute(rows: Rows, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -166,18 +166,6 @@ class WithSpecialTokens(ExactLanguage):
         """Return the inner language's sentences with these numbers."""
         return self.frame(self.inner.sentences_at(numbers, seed=seed))
 
-    def restrict_lengths(self, sentences: Sentences, low: int, high: int, *, generator: torch.Generator) -> Sentences:
-        """Return the sentences of `low` to `high` tokens, [CLS] and [SEP] among them; see `Language`."""
-        if high < 3:
-            raise IsolossError(f"the lengths are {low} to {high}, and [CLS], [SEP] and one token are 3")
-        return self.frame(
-            self.inner.restrict_lengths(self.bare(sentences), max(1, low - 2), high - 2, generator=generator)
-        )
-
-    def perturbed(self, *, fraction: float, seed: int) -> WithSpecialTokens:
-        """Return the inner language with other probabilities, framed; see `Language.perturbed`."""
-        return WithSpecialTokens(self.inner.perturbed(fraction=fraction, seed=seed))
-
     def describe_latent(self, sentences: Sentences) -> Sequence[Any]:
         """Return what produced each of the sentences; see `Language.describe_latent`."""
         return self.inner.describe_latent(self.bare(sentences))

@@ -6,78 +6,164 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from isoloss.paper.reproduction.spec import SGD_EXACT, SGD_SAMPLED, Dataset, Replicate, Reproduction, cooldown_run
+from isoloss.paper.design import Unit
+from isoloss.paper.reproduction.design import SGD_EXACT, SGD_SAMPLED, SHOWN, Dataset, Reproduction, cooldown_run
 from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Contrast
-from isoloss.studies.results import Checkpoint, CheckpointEstimate, Pair, Results, loss_key
+from isoloss.studies.results import Checkpoint, CheckpointEstimate, Pair, Results, difference, loss_key
 
-TRAJECTORY = "AdamW at the same loss"
-PAIR = Callable[[Replicate], Pair | None]
-CONTRASTS = {  # the names of contrasts, by dataset
-    "pcfg": ("sgd", "label noise", "longer", "larger", "adversary", "helper", "pre-ln", "look-up table"),
-    "hmm": ("sgd", "longer", "larger"),
-    "generated": ("longer", "larger"),
-    "web": ("longer",),
-    "text": ("unregularized", "sam"),
-}
 MIN_LANGUAGES = 3  # of several, that have a pair; and at least half of the models
-INTERPOLATED = (
-    "The first model is interpolated, linearly in log KL, between two checkpoints {between} whose KLs bracket the "
-    "second's, so both have the same KL by construction."
-)
-ALONG = (
-    "Of {treated}: the last checkpoint whose loss is bracketed by two checkpoints of the other model. The other is "
-    "interpolated between these two, linearly in log loss, so both have the same measured loss; their numbers of steps "
-    "may differ."
-)
+
+
+class Model(NamedTuple):
+    """A checkpoint that every language and seed has."""
+
+    arm: str  # the part of the run's name that says what it is
+    step: int
 
 
 @dataclass(frozen=True)
 class DatasetResults:
-    """The results on one dataset, by replicate and by arm: the part of a run's name that says what it is."""
+    """The results on one dataset, by language and seed, and by arm: the part of a run's name that says what it is."""
 
     results: Results
     dataset: Dataset
 
     @functools.cached_property
-    def replicates(self) -> list[Replicate]:
-        """The replicates of the complete blocks."""
-        return [one for one in self.dataset.replicates if one.run(self.dataset.main) in self.results.experiments]
+    def units(self) -> list[Unit]:
+        """The languages and seeds of the complete blocks."""
+        return [one for one in self.dataset.units if one.run(self.dataset.main) in self.results.experiments]
 
-    def at(self, replicate: Replicate, arm: str, step: int | None = None) -> Checkpoint:
+    def at(self, unit: Unit, arm: str, step: int | None = None) -> Checkpoint:
         """Return what was measured of a run at a step, by default its last."""
-        return self.results.at(replicate.run(arm), step)
+        return self.results.at(unit.run(arm), step)
 
-    def end(self, replicate: Replicate, arm: str) -> Checkpoint:
-        """Return the end of a size or arm: after its cooldown, where the scale has one."""
+    def ends(self, arm: str, step: int | None = None) -> list[Checkpoint]:
+        """Return what was measured at a step, by default the last, by unit."""
+        return [self.at(unit, arm, step) for unit in self.units]
+
+    def end(self, unit: Unit, arm: str, step: int | None = None) -> Checkpoint:
+        """Return the end of a size or arm: after the cooldown of a step, by default the last, where there is one."""
         # an arm that continues the main model has its cooldown as the last stage of its own run
-        after_cooldown = cooldown_run(arm, self.dataset.last)
-        is_run = replicate.run(after_cooldown) in self.results.experiments
-        return self.at(replicate, after_cooldown if is_run else arm)
+        after_cooldown = cooldown_run(arm, step or self.dataset.last)
+        is_run = unit.run(after_cooldown) in self.results.experiments
+        return self.at(unit, after_cooldown if is_run else arm)
 
-    def by_cooldown(self, replicate: Replicate, size: str) -> list[Checkpoint]:
-        """Return a size after cooldowns of every length, shortest first, all from the step where arms branch off."""
+    def path(self, unit: Unit, arm: str) -> list[Checkpoint]:
+        """Return checkpoints that come to lower losses: after cooldowns of every length or, without, along training."""
         start, lengths = self.dataset.start, self.dataset.cooldown_lengths
-        return [self.at(replicate, cooldown_run(size, start, length)) for length in lengths]
+        if lengths:
+            return [self.at(unit, cooldown_run(arm, start, length)) for length in lengths]
+        return [self.at(unit, arm, step) for step in self.dataset.watched]
 
-    def trained(self, replicate: Replicate, arm: str) -> list[Checkpoint]:
-        """Return a size or arm at every watched step, in their order."""
-        return [self.at(replicate, arm, step) for step in self.dataset.watched]
+    def size_pair(self, unit: Unit, smaller: str, larger: str) -> Pair | None:
+        """Return two sizes at the same loss; None where no two checkpoints bracket the loss."""
+        return last_enclosed(self.path(unit, smaller), self.path(unit, larger))
 
-    def size_pair(self, replicate: Replicate, sizes: tuple[str, str]) -> Pair | None:
-        """Return two sizes at the same loss, by cooldowns of different lengths; None where no two bracket the loss."""
-        return _last(*(self.by_cooldown(replicate, size) for size in sizes))
+    def look_up(self, unit: Unit, kind: str) -> Checkpoint:
+        """Return the accuracies of the probe on features of a kind that need no model, by the keys of a model's."""
+        tables = self.at(unit, self.dataset.main, 0)
+        return {key: tables[f"{kind}-{key.removeprefix('probe-')}"] for key in self.dataset.tasks.values()}
+
+    @functools.cached_property
+    def loss(self) -> str:
+        """The key of the loss: the KL to the truth, where it is known."""
+        first = self.at(self.units[0], self.dataset.main)
+        return loss_key([(first, first)])
+
+    def mean(self, checkpoints: Sequence[Checkpoint], key: str) -> Estimate:
+        """Return the mean of an estimate over the units' checkpoints."""
+        return mean(self.units, [each[key] for each in checkpoints])
+
+    def difference(self, seconds: Sequence[Checkpoint], firsts: Sequence[Checkpoint], key: str) -> Estimate:
+        """Return the mean second minus first, paired by unit; of an accuracy in percentage points."""
+        return mean(self.units, [difference(b[key], a[key]) for a, b in zip(firsts, seconds, strict=True)])
+
+    # --- models of about the control's loss: `Dataset.band` is the rule ----------------------------------------------
+
+    @functools.cached_property
+    def models(self) -> list[Model]:
+        """All models whose KL is known: every size, arm and cooldown at every measured step."""
+        prefix = self.units[0].run("")  # all units have the same models
+        return [
+            Model(run.removeprefix(prefix), step)
+            for (run, step), checkpoint in self.results.checkpoints.items()
+            if run.startswith(prefix) and "kl" in checkpoint
+        ]
+
+    @property
+    def control(self) -> Model:
+        """The model around whose KL the band is."""
+        arm = self.dataset.control
+        return Model(arm, self.results.experiments[self.units[0].run(arm)].last_step)
+
+    def _limits(self, kl: float) -> tuple[float, float]:
+        return kl * (1 - self.dataset.band), kl * (1 + self.dataset.band)
+
+    @functools.cached_property
+    def band(self) -> tuple[float, float]:
+        """The lowest and the highest mean KL of models of about the control's loss, in nats per predicted token."""
+        return self._limits(self.mean(self.ends(*self.control), "kl").value)
+
+    @functools.cached_property
+    def in_band(self) -> list[Model]:
+        """The models whose mean KL is in the band."""
+        low, high = self.band
+        return [model for model in self.models if low <= self.mean(self.ends(*model), "kl").value <= high]
+
+    def near(self, size: str | None = None) -> list[list[Checkpoint]]:
+        """Return the models of each unit whose KL is in the band around its own control's.
+
+        Args:
+            size: Models of this size and of the control's architecture only; None: all.
+        """
+        experiments, first = self.results.experiments, self.units[0]
+
+        def kind(arm: str) -> tuple[str, str]:
+            # pre-layer-norm models have the control's size, too, but their traces are sums over other functions
+            run: Any = experiments[first.run(arm)]
+            return run.size, run.config.model.architecture
+
+        wanted = (size, kind(self.control.arm)[1])
+        models = [model for model in self.models if size is None or kind(model.arm) == wanted]
+        found = []
+        for unit in self.units:
+            low, high = self._limits(self.at(unit, *self.control)["kl"].value)
+            found.append([one for model in models if low <= (one := self.at(unit, *model))["kl"].value <= high])
+        return found
+
+    def extremes(self, key: str) -> tuple[Model, Model]:
+        """Return the models in the band with the lowest and the highest mean of an estimate."""
+        means = {model: self.mean(self.ends(*model), key).value for model in self.in_band}
+        ordered = sorted(means, key=lambda model: means[model])
+        return ordered[0], ordered[-1]
 
 
 def by_dataset(results: Results) -> list[DatasetResults]:
     """Return the results on each dataset that has any."""
     scale: Reproduction = results.scale
-    return [data for dataset in scale.datasets if (data := DatasetResults(results, dataset)).replicates]
+    return [data for dataset in scale.datasets if (data := DatasetResults(results, dataset)).units]
+
+
+def clusters_of(units: Sequence[Unit]) -> list[str]:
+    """Return what errors are over: languages or, of one language, seeds."""
+    clusters = [unit.cluster for unit in units]
+    return clusters if len(set(clusters)) > 1 else [unit.prefix for unit in units]
+
+
+def mean(units: Sequence[Unit], estimates: Sequence[Estimate]) -> Estimate:
+    """Return the mean of an estimate over units; of one, the estimate itself."""
+    if len(estimates) == 1:
+        return estimates[0]
+    return cluster_mean([each.value for each in estimates], clusters_of(units), unit=estimates[0].unit)
+
+
+# --- one loss by interpolation ---------------------------------------------------------------------------------------
 
 
 def interpolated_control(controls: Sequence[Checkpoint], treated: Checkpoint) -> Pair | None:
@@ -106,6 +192,14 @@ def interpolated_control(controls: Sequence[Checkpoint], treated: Checkpoint) ->
     return None
 
 
+def last_enclosed(firsts: Sequence[Checkpoint], seconds: Sequence[Checkpoint]) -> Pair | None:
+    """Return the last of the first whose loss two neighbors among the second enclose, and these, interpolated."""
+    for first in reversed(firsts):
+        if (pair := interpolated_control(seconds, first)) is not None:
+            return pair[1], pair[0]
+    return None
+
+
 def _by_example(one: CheckpointEstimate) -> CheckpointEstimate:
     """Return an accuracy on sampled examples with what each example adds to it, the mean over probes; others as is."""
     if not one.is_accuracy:
@@ -131,202 +225,160 @@ def _mixed(first: CheckpointEstimate, second: CheckpointEstimate, fraction: floa
     )
 
 
-def mean(estimates: Sequence[tuple[Replicate, Estimate]]) -> Estimate:
-    """Return the mean of an estimate over languages; of one language with one seed, the estimate itself."""
-    if len(estimates) == 1:
-        return estimates[0][1]
-    clusters = [replicate.cluster for replicate, _ in estimates]
-    # one language with several seeds
-    if len(set(clusters)) == 1:
-        clusters = [replicate.prefix for replicate, _ in estimates]
-    return cluster_mean([each.value for _, each in estimates], clusters, unit=estimates[0][1].unit)
+# --- the comparisons -------------------------------------------------------------------------------------------------
+
+KINDS = (
+    *("sgd", "label noise", "longer", "larger", "adversary", "helper", "pre-ln", "look-up table"),
+    *("unregularized", "sam"),
+)
+
+
+class Comparison(NamedTuple):
+    """Two models of each language and seed that claims compare."""
+
+    kind: str
+    names: tuple[str, str]
+    pair: Callable[[DatasetResults, Unit], Pair | None]
+    where: str  # which checkpoints these are
+    case: str = ""
+    needs_same_loss: bool = False  # that is, whether nothing is interpolated
+
+
+def comparisons(dataset: Dataset) -> Iterator[Comparison]:
+    """Return what is compared on a dataset, in the order of its page."""
+    main, start, last, cooled = dataset.main, dataset.start, dataset.last, bool(dataset.cooldowns)
+    if cooled:
+        between = f"of {main} after {start:,} steps and cooldowns of different lengths"
+        at_control = (
+            f"The first model is interpolated, linearly in log KL, between two checkpoints {between} whose KLs bracket "
+            "the second's, so both have the same KL by construction."
+        )
+        yield Comparison(
+            "longer",
+            (f"{start:,} steps", f"{last:,} steps"),
+            lambda data, unit: interpolated_control(data.path(unit, main), data.end(unit, main)),
+            at_control,
+        )
+    elif dataset.shown.longer:
+        yield Comparison(
+            "longer",
+            ("Fewer steps", f"{last:,} steps"),
+            lambda data, unit: interpolated_control(data.path(unit, main)[:-1], data.end(unit, main)),
+            "The first model is interpolated, linearly in log loss, between two checkpoints of the same run whose "
+            "losses bracket that of the last step.",
+        )
+    for smaller, larger in itertools.pairwise(dataset.sizes):
+        yield Comparison(
+            "larger",
+            (smaller, larger),
+            functools.partial(DatasetResults.size_pair, smaller=smaller, larger=larger),
+            "The second model is interpolated, linearly in log KL, between cooldowns of different lengths; the first "
+            "has had the longest cooldown that leaves its KL between the second's. So both have the same KL by "
+            "construction."
+            if cooled
+            else _along(smaller),
+            f"{smaller} to {larger}",
+        )
+    for name, arm in dataset.arms.items():
+        # adversary-C is the adversary of task C
+        kind, _, task = name.rpartition("-")
+        kind, case = (kind, task) if task in dataset.tasks else (name, "")
+        if kind == SGD_EXACT:
+            continue
+        if cooled:
+            kind, title = ("sgd", "SGD") if kind == SGD_SAMPLED else (kind, arm.title)
+            names = ("Post-layer-norm", title) if kind == "pre-ln" else ("AdamW at the same loss", title)
+            yield Comparison(kind, names, functools.partial(_control_of_arm, arm=name), at_control, case)
+        # one that continues where the control ends has a loss that no two of the control's checkpoints enclose
+        elif not arm.stages:
+            control = "unregularized" if kind == "sam" else main
+            names = (dataset.arms[control].title if control in dataset.arms else "AdamW", arm.title)
+            pair = functools.partial(_at_one_loss, control=control, arm=name)
+            yield Comparison(kind, names, pair, _along(arm.title), case)
+    if cooled and SGD_SAMPLED in dataset.arms:
+        yield Comparison(
+            "label noise",
+            ("SGD (exact labels)", "SGD (sampled labels)"),
+            lambda data, unit: (data.end(unit, SGD_EXACT), data.end(unit, SGD_SAMPLED)),
+            "Both after the same cooldown.",
+            needs_same_loss=True,
+        )
+    if dataset.shown.baselines:
+        for features, words in ((dataset.look_up, "probabilities"), ("log-lookup", "logarithms")):
+            yield Comparison(
+                "look-up table",
+                ("Look-up table", main),
+                functools.partial(_look_up_table, features=features),
+                f"{main} after {last:,} steps{' and the cooldown' * cooled}. The features of the look-up table are the "
+                f"true conditionals, as {words}; its KL is 0.",
+                words,
+            )
+
+
+def _along(treated: str) -> str:
+    return (
+        f"Of {treated}: the last checkpoint whose loss is bracketed by two checkpoints of the other model. The other "
+        "is interpolated between these two, linearly in log loss, so both have the same measured loss; their numbers "
+        "of steps may differ."
+    )
+
+
+def _control_of_arm(data: DatasetResults, unit: Unit, *, arm: str) -> Pair | None:
+    # an arm from scratch, when it has trained for as long as the control
+    treated = data.end(unit, arm, data.dataset.start)
+    return interpolated_control(data.path(unit, data.dataset.main), treated)
+
+
+def _at_one_loss(data: DatasetResults, unit: Unit, *, control: str, arm: str) -> Pair | None:
+    pair = last_enclosed(data.path(unit, arm), data.path(unit, control))
+    return pair and (pair[1], pair[0])
+
+
+def _look_up_table(data: DatasetResults, unit: Unit, *, features: str) -> Pair:
+    return data.look_up(unit, features), data.end(unit, data.dataset.main)
 
 
 @functools.lru_cache(maxsize=1)  # many claims ask for them, one after the other
 def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
-    """Return the pairs of checkpoints that are compared, by dataset and name; none of what was not run."""
+    """Return the pairs of checkpoints that are compared, by dataset and kind; none of what was not run."""
     # claims are about all of them, and a scale need not have all
-    named: dict[str, Sequence[Contrast]] = {f"{name} {each}": () for name, all_ in CONTRASTS.items() for each in all_}
+    named: dict[str, list[Contrast]] = {f"{name} {kind}": [] for name in SHOWN for kind in KINDS}
     for data in by_dataset(results):
-        made = (_after_cooldown if data.dataset.cooldown_steps else _along_training)(data)
-        named |= {f"{data.dataset.name} {name}": each for name, each in made.items()}
+        for each in comparisons(data.dataset):
+            named[f"{data.dataset.name} {each.kind}"].append(_contrast(data, each))
     return named
 
 
-def _contrast(data: DatasetResults, names: tuple[str, str], pair: PAIR, where: str, **more: object) -> list[Contrast]:
-    """Return a contrast of the replicates that have a pair; one that says why not, where too few have."""
-    everyone = data.replicates
-    pairs = [(one, each) for one in everyone if (each := pair(one)) is not None]
-    clusters, all_clusters = ([one.cluster for one in ones] for ones in ([one for one, _ in pairs], everyone))
+def _contrast(data: DatasetResults, comparison: Comparison) -> Contrast:
+    """Return the contrast of the units that have a pair; one that says why not, where too few have."""
+    units, names = data.units, comparison.names
+    pairs = {unit.prefix: pair for unit in units if (pair := comparison.pair(data, unit)) is not None}
+    by_unit = dict(zip([unit.prefix for unit in units], clusters_of(units), strict=True))
+    # the error of a single pair is over its examples
+    clusters = [by_unit[prefix] for prefix in pairs] if len(units) > 1 else []
     clusters_are = "grammars" if data.dataset.name == "pcfg" else "languages"
-    if len(everyone) == 1:
-        # the error is then over the examples of the one pair
-        clusters = []
-    elif len(set(all_clusters)) == 1:
-        clusters, clusters_are = [one.prefix for one, _ in pairs], "seeds"
-        all_clusters = [one.prefix for one in everyone]
-    if left_out := len(everyone) - len(pairs):
-        where += f" {left_out} of {len(everyone)} pairs are left out: no two checkpoints bracket the loss."
-    least = min(MIN_LANGUAGES, len(set(all_clusters)))
-    if 2 * len(pairs) < len(everyone) or (clusters and len(set(clusters)) < least) or not pairs:
-        more["not_tested"] = (
-            f"{names[1]} vs. {names[0]}: only {len(pairs)} of {len(everyone)} pairs, from {len(set(clusters))} "
+    if len(units) > 1 and len({unit.cluster for unit in units}) == 1:
+        clusters_are = "seeds"
+    where, not_tested = comparison.where, ""
+    if left_out := len(units) - len(pairs):
+        where += f" {left_out} of {len(units)} pairs are left out: no two checkpoints bracket the loss."
+    least = min(MIN_LANGUAGES, len(set(by_unit.values())))
+    if 2 * len(pairs) < len(units) or (clusters and len(set(clusters)) < least) or not pairs:
+        not_tested = (
+            f"{names[1]} vs. {names[0]}: only {len(pairs)} of {len(units)} pairs, from {len(set(clusters))} "
             f"{clusters_are}, could be matched in loss; at least half of them, from at least {least} "
             f"{clusters_are}, are needed."
         )
-    about: dict[str, Any] = {"where": where, "clusters": clusters, "clusters_are": clusters_are, **more}
-    return [Contrast(names=names, pairs=[each for _, each in pairs], **about)]
-
-
-def _against_adamw(data: DatasetResults, name: str, arm: str, between: str, *, case: str = "") -> list[Contrast]:
-    """Return the control at the loss of an arm against the arm."""
-    # an arm from scratch, when it has trained for as long as the control
-    cooled = cooldown_run(arm, data.dataset.start)
-
-    def pair(one: Replicate) -> Pair | None:
-        is_run = one.run(cooled) in data.results.experiments
-        treated = data.at(one, cooled) if is_run else data.end(one, arm)
-        return interpolated_control(data.by_cooldown(one, data.dataset.main), treated)
-
-    return _contrast(
-        data,
-        (TRAJECTORY, name),
-        pair,
-        INTERPOLATED.format(between=between),
-        case=case,
-        needs_same_loss=False,
+    return Contrast(
+        names=names,
+        pairs=list(pairs.values()),
+        where=where,
+        case=comparison.case,
+        needs_same_loss=comparison.needs_same_loss,
+        clusters=clusters,
+        clusters_are=clusters_are,
+        not_tested=not_tested,
     )
-
-
-def _kind(dataset: Dataset, arm: str) -> tuple[str, str]:
-    """Return what an arm is, and of which task it is where its name says so: adversary-C is the adversary of task C."""
-    kind, _, task = arm.rpartition("-")
-    return (kind, task) if task in dataset.tasks else (arm, "")
-
-
-def _after_cooldown(data: DatasetResults) -> dict[str, list[Contrast]]:
-    dataset, main = data.dataset, data.dataset.main
-    between = f"of {main} after {dataset.start:,} steps and cooldowns of different lengths"
-    made = {
-        "longer": _contrast(
-            data,
-            (f"{dataset.start:,} steps", f"{dataset.last:,} steps"),
-            lambda one: interpolated_control(data.by_cooldown(one, main), data.end(one, main)),
-            INTERPOLATED.format(between=between),
-            needs_same_loss=False,
-        ),
-        "larger": [
-            each
-            for smaller, larger in itertools.pairwise(dataset.sizes)
-            for each in _contrast(
-                data,
-                (smaller, larger),
-                lambda one, pair=(smaller, larger): data.size_pair(one, pair),  # type: ignore[misc]
-                "The second model is interpolated, linearly in log KL, between cooldowns of different lengths; the "
-                "first has had the longest cooldown that leaves its KL between the second's. So both have the same KL "
-                "by construction.",
-                case=f"{smaller} to {larger}",
-                needs_same_loss=False,
-            )
-        ],
-    }
-    if SGD_SAMPLED in dataset.arms:
-        made["sgd"] = _against_adamw(data, "SGD", SGD_SAMPLED, between)
-        made["label noise"] = _contrast(
-            data,
-            ("SGD (exact labels)", "SGD (sampled labels)"),
-            lambda one: (data.end(one, SGD_EXACT), data.end(one, SGD_SAMPLED)),
-            "Both after the same cooldown.",
-        )
-    for name, arm in dataset.arms.items():
-        kind, case = _kind(dataset, name)
-        if kind in ("adversary", "helper"):
-            made.setdefault(kind, []).extend(_against_adamw(data, arm.title, name, between, case=case))
-    if dataset.shown.baselines:
-        made["look-up table"] = [
-            each
-            for kind, words in ((dataset.look_up, "probabilities"), ("log-lookup", "logarithms"))
-            for each in _contrast(
-                data,
-                ("Look-up table", main),
-                lambda one, kind=kind: (look_up(data, one, kind), data.end(one, main)),  # type: ignore[misc]
-                f"{main} after {dataset.last:,} steps and the cooldown. The features of the look-up table are the true "
-                f"conditionals, as {words}; its KL is 0.",
-                case=words,
-                needs_same_loss=False,
-            )
-        ]
-    if "pre-ln" in dataset.arms:
-        made["pre-ln"] = _contrast(
-            data,
-            ("Post-layer-norm", "Pre-layer-norm"),
-            lambda one: interpolated_control(
-                data.by_cooldown(one, main), data.at(one, cooldown_run("pre-ln", dataset.start))
-            ),
-            INTERPOLATED.format(between=between),
-            needs_same_loss=False,
-        )
-    return made
-
-
-def _along_training(data: DatasetResults) -> dict[str, list[Contrast]]:
-    """Return the contrasts of a dataset without a cooldown: of models at one loss in the course of their training."""
-    dataset = data.dataset
-
-    def enclosed(one: Replicate, treated: str, control: str) -> Pair | None:
-        return _last(*(data.trained(one, arm) for arm in (treated, control)))
-
-    made: dict[str, list[Contrast]] = {}
-    for name, arm in dataset.arms.items():
-        # it continues where the control ends, so no two of the control's checkpoints enclose its loss
-        if arm.stages:
-            continue
-        kind, case = _kind(dataset, name)
-        control = "unregularized" if name == "sam" else dataset.main
-        names = (dataset.arms[control].title if control in dataset.arms else "AdamW", arm.title)
-
-        # names as defaults: otherwise all closures would share the names of the last arm
-        def pair(one: Replicate, treated: str = name, control: str = control) -> Pair | None:
-            at_one_loss = enclosed(one, treated, control)
-            return None if at_one_loss is None else (at_one_loss[1], at_one_loss[0])
-
-        where = ALONG.format(treated=arm.title)
-        made.setdefault(kind, []).extend(_contrast(data, names, pair, where, case=case, needs_same_loss=False))
-    if dataset.shown.longer:
-        made["longer"] = _contrast(
-            data,
-            ("Fewer steps", f"{dataset.last:,} steps"),
-            lambda one: interpolated_control(data.trained(one, dataset.main)[:-1], data.end(one, dataset.main)),
-            "The first model is interpolated, linearly in log loss, between two checkpoints of the same run whose "
-            "losses bracket that of the last step.",
-            needs_same_loss=False,
-        )
-    for smaller, larger in itertools.pairwise(dataset.sizes):
-        made.setdefault("larger", []).extend(
-            _contrast(
-                data,
-                (smaller, larger),
-                lambda one, pair=(smaller, larger): enclosed(one, *pair),  # type: ignore[misc]
-                ALONG.format(treated=smaller),
-                case=f"{smaller} to {larger}",
-                needs_same_loss=False,
-            )
-        )
-    return made
-
-
-def _last(firsts: Sequence[Checkpoint], seconds: Sequence[Checkpoint]) -> Pair | None:
-    """Return the last of the first whose loss two neighbors among the second enclose, and these, interpolated."""
-    for first in reversed(firsts):
-        if (pair := interpolated_control(seconds, first)) is not None:
-            return pair[1], pair[0]
-    return None
-
-
-def look_up(data: DatasetResults, one: Replicate, kind: str) -> Checkpoint:
-    """Return the accuracies of the probe on features of a kind that need no model, by the keys of a model's."""
-    tables = data.at(one, data.dataset.main, 0)
-    return {key: tables[f"{kind}-{key.removeprefix('probe-')}"] for key in data.dataset.tasks.values()}
 
 
 # --- what claims are about -------------------------------------------------------------------------------------------
@@ -340,15 +392,9 @@ def compared(results: Results, *, name: str) -> Sequence[Contrast]:
 def cases(scale: Reproduction, *, name: str) -> Sequence[str]:
     """Return the cases of the contrasts of a name."""
     of_dataset, _, kind = name.partition(" ")
-    if (dataset := scale.dataset(of_dataset)) is None:
-        return ("",)
-    if kind == "larger":
-        return [f"{smaller} to {larger}" for smaller, larger in itertools.pairwise(dataset.sizes)]
-    if kind == "look-up table" and dataset.shown.baselines:
-        return ["probabilities", "logarithms"]
-    if kind in ("adversary", "helper"):
-        return [task for other, task in (_kind(dataset, arm) for arm in dataset.arms) if other == kind] or ("",)
-    return ("",)
+    dataset = scale.dataset(of_dataset)
+    planned = comparisons(dataset) if dataset else ()
+    return [each.case for each in planned if each.kind == kind] or [""]
 
 
 def measured(scale: Reproduction, *, dataset: str, name: str) -> Mapping[str, str]:
@@ -356,17 +402,17 @@ def measured(scale: Reproduction, *, dataset: str, name: str) -> Mapping[str, st
     of = scale.dataset(dataset)
     if of is None:
         return {}
-    probes = {_case(of, key): key for key in of.tasks.values()}
-    keys: dict[str, dict[str, str]] = {
-        "transfer": {**probes, **{_case(of, key): key for key in of.few_shot}},
-        "probes": probes,
-        "projected probes": {_case(of, key): key for key in of.size_measures if key.startswith("projected-")},
-        "flatness": {key: key for key in ("trace", "minimal-trace") if key in of.measures},
-        "gap": {key: key for key in ("generalization-gap",) if key in of.measures},
+    keys: dict[str, Sequence[str]] = {
+        "transfer": (*of.tasks.values(), *of.few_shot),
+        "probes": tuple(of.tasks.values()),
+        "projected probes": of.projected_probes,
+        "flatness": of.traces,
+        "gap": [key for key in of.measures if key == "generalization-gap"],
         # the claims are about the paper's expansion; the exact one is in a table alone
-        "flatness in one architecture": {key: key for key in of.when_expanded if not key.endswith("-exact")},
+        "flatness in one architecture": [key for key in of.when_expanded if not key.endswith("-exact")],
     }
-    return keys[name]
+    is_accuracy = name in ("transfer", "probes", "projected probes")
+    return {_case(of, key) if is_accuracy else key: key for key in keys[name]}
 
 
 def _case(dataset: Dataset, key: str) -> str:
@@ -374,7 +420,7 @@ def _case(dataset: Dataset, key: str) -> str:
 
     Example:
         >>> from isoloss.paper.reproduction.compare import _case
-        >>> from isoloss.paper.reproduction.cpu_scales import LAPTOP
+        >>> from isoloss.paper.reproduction.scales import LAPTOP
         >>> [_case(LAPTOP.datasets[0], key) for key in ("few-shot-prefix-4-100", "probe-prefix-4")]
         ['B (100 examples)', 'B']
     """

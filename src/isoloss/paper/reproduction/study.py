@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isoloss.paper.reproduction.compare import cases, compared, measured
-from isoloss.paper.reproduction.cpu_scales import EVENING, LAPTOP, SMOKE
-from isoloss.paper.reproduction.gpu_scales import AUTHORS, PAPER, WORKSTATION
+from isoloss.paper.reproduction.scales import AUTHORS, EVENING, LAPTOP, PAPER, SMOKE, WORKSTATION
 from isoloss.paper.reproduction.tables import tables
 from isoloss.report.html import Card, Tone
 from isoloss.studies import Study
@@ -21,13 +21,16 @@ from isoloss.studies.results import Results
 # --- what is claimed --------------------------------------------------------------------------------------------------
 
 
-def _claim(*, dataset: str, compares: str, measures: str, **stated: Any) -> Claim:
-    name = f"{dataset} {compares}"
+def _claim(id: str, of: str, measures: str, direction: Any, statement: str, paper: str, **more: Any) -> Claim:  # noqa: A002
     return Claim(
-        of=functools.partial(compared, name=name),
-        cases=functools.partial(cases, name=name),
-        measures=functools.partial(measured, dataset=dataset, name=measures),
-        **stated,
+        id=id,
+        statement=statement,
+        direction=direction,
+        of=functools.partial(compared, name=of),
+        cases=functools.partial(cases, name=of),
+        measures=functools.partial(measured, dataset=of.partition(" ")[0], name=measures),
+        paper=paper,
+        **more,
     )
 
 
@@ -54,294 +57,171 @@ def _claim(*, dataset: str, compares: str, measures: str, **stated: Any) -> Clai
 # large enough to be shown: `evening` has six models and, of texts, four seeds.
 CLAIMS = (
     _claim(
-        id="sgd-flatter",
-        statement="At the same loss, a model whose training continues with SGD on sampled labels is flatter",
-        paper="theorem 3.3; figure 4 (PCFG, 235M, SGD): the trace falls steadily, by an unstated factor",
+        *("sgd-flatter", "pcfg sgd", "flatness", "decrease"),
+        "At the same loss, a model whose training continues with SGD on sampled labels is flatter",
+        "theorem 3.3; figure 4 (PCFG, 235M, SGD): the trace falls steadily, by an unstated factor",
         role="manipulation check",
         case="trace",
-        dataset="pcfg",
-        compares="sgd",
-        measures="flatness",
-        direction="decrease",
     ),
     _claim(
-        id="helper-transfer",
-        statement="At the same loss, the helper's model transfers better",
-        paper="not in the paper: the adversary's term with its sign flipped",
+        *("helper-transfer", "pcfg helper", "transfer", "increase"),
+        "At the same loss, the helper's model transfers better",
+        "not in the paper: the adversary's term with its sign flipped",
         role="positive control",
         case="B",
-        dataset="pcfg",
-        compares="helper",
-        measures="transfer",
-        direction="increase",
     ),
     _claim(
-        id="adversary-transfer",
-        statement="At the same loss, the adversary's model transfers worse",
-        paper="table 1 (PCFG, 235M): task A 83.1 ± 0.6 against 89.9 ± 0.3 %, task B 42.3 ± 1.5 against 49.2 ± 0.8 %",
+        *("adversary-transfer", "pcfg adversary", "transfer", "decrease"),
+        "At the same loss, the adversary's model transfers worse",
+        "table 1 (PCFG, 235M): task A 83.1 ± 0.6 against 89.9 ± 0.3 %, task B 42.3 ± 1.5 against 49.2 ± 0.8 %",
         role="primary",
         case="B",
-        dataset="pcfg",
-        compares="adversary",
-        measures="transfer",
-        direction="decrease",
     ),
     _claim(
-        id="lookup-transfer",
-        statement="A pre-trained model transfers better than the look-up table, whose loss is perfect",
-        paper="table 1 (PCFG, 235M): task A 89.9 ± 0.3 % against 71.2 %, task B 49.2 ± 0.8 % against 39.7 %",
+        *("lookup-transfer", "pcfg look-up table", "probes", "increase"),
+        "A pre-trained model transfers better than the look-up table, whose loss is perfect",
+        "table 1 (PCFG, 235M): task A 89.9 ± 0.3 % against 71.2 %, task B 49.2 ± 0.8 % against 39.7 %",
         role="primary",
         case="B (probabilities)",
-        dataset="pcfg",
-        compares="look-up table",
-        measures="probes",
-        direction="increase",
     ),
     _claim(
-        id="longer-transfer",
-        statement="At the same loss, a model that was pre-trained for longer transfers better",
-        paper="figure 2 (PCFG, 41M, task C): accuracy rises at constant loss",
-        dataset="pcfg",
-        compares="longer",
-        measures="transfer",
-        direction="increase",
+        *("longer-transfer", "pcfg longer", "transfer", "increase"),
+        "At the same loss, a model that was pre-trained for longer transfers better",
+        "figure 2 (PCFG, 41M, task C): accuracy rises at constant loss",
         no_effect_within=0.5,
     ),
     _claim(
-        id="sgd-transfer",
-        statement="At the same loss, a model whose training continues with SGD on sampled labels transfers better",
-        paper="figure 4 and section 2.3 (PCFG, 235M, task C): +1.6 points; tasks A and B (figure 10): increasing, no "
-        "number given",
-        dataset="pcfg",
-        compares="sgd",
-        measures="transfer",
-        direction="increase",
-        no_effect_within=0.5,
-    ),
-    _claim(
-        id="noise-transfer",
-        statement="At the same loss, a model after SGD with sampled labels transfers better than one after SGD with "
-        "exact labels",
-        paper="follows from sections 3 and 4 together: label noise is what flattens; not in the paper",
-        dataset="pcfg",
-        compares="label noise",
-        measures="transfer",
-        direction="increase",
-    ),
-    _claim(
-        id="noise-flatter",
-        statement="At the same loss, a model after SGD with sampled labels is flatter than one after SGD with exact "
-        "labels",
-        paper="theorem 3.3: label noise is what drives the trace down; not in the paper",
-        dataset="pcfg",
-        compares="label noise",
-        measures="flatness",
-        direction="decrease",
-    ),
-    _claim(
-        id="longer-flatter",
-        statement="At the same loss, a model that was pre-trained for longer is flatter",
-        paper="figure 4 shows it of OpenWebText alone (see web-longer-flatter)",
-        dataset="pcfg",
-        compares="longer",
-        measures="flatness",
-        direction="decrease",
-    ),
-    _claim(
-        id="larger-transfer",
-        statement="Of two models of the same loss, the larger transfers better, with probes on equally many features",
-        paper="figure 3 (PCFG): +6.9 points; figure 5 (PCFG, above 9M parameters): probe accuracy from 40.4 to 50.5 %",
-        dataset="pcfg",
-        compares="larger",
-        measures="projected probes",
-        direction="increase",
-    ),
-    _claim(
-        id="larger-flatter",
-        statement="Of two models of the same loss, the larger is flatter when both are expanded into one architecture",
-        paper="figure 5 (PCFG, above 9M parameters): trace from 19.8 to 12.6",
-        dataset="pcfg",
-        compares="larger",
-        measures="flatness in one architecture",
-        direction="decrease",
-    ),
-    _claim(
-        id="adversary-sharper",
-        statement="At the same loss, the adversary's model is sharper",
-        paper="table 2 (PCFG, 235M): trace 19.34 ± 0.92 against 8.01 ± 0.73",
-        dataset="pcfg",
-        compares="adversary",
-        measures="flatness",
-        direction="increase",
-    ),
-    _claim(
-        id="helper-flatter",
-        statement="At the same loss, the helper's model is flatter, as it should be if flatness explains transfer",
-        paper="follows from section 2; not in the paper",
-        dataset="pcfg",
-        compares="helper",
-        measures="flatness",
-        direction="decrease",
-    ),
-    _claim(
-        id="pre-ln-transfer",
-        statement="At the same loss, a pre-layer-norm model transfers better than a post-layer-norm model",
-        paper="not in the paper: the text has post-layer-norm, the authors' published command pre-layer-norm",
-        dataset="pcfg",
-        compares="pre-ln",
-        measures="transfer",
-        direction="increase",
-    ),
-    _claim(
-        id="pre-ln-flatter",
-        statement="At the same loss, a pre-layer-norm model is flatter than a post-layer-norm model, as it should be "
-        "if it transfers better and flatness explains transfer",
-        paper="follows from section 2 and the claim before; not in the paper, and the paper compares models of one "
-        "architecture only",
-        dataset="pcfg",
-        compares="pre-ln",
-        measures="flatness",
-        direction="decrease",
-    ),
-    _claim(
-        id="hmm-sgd-transfer",
-        statement="On the hidden Markov models, at the same loss, an LSTM whose training continues with SGD on "
-        "sampled labels transfers better",
-        paper="figure 4 and section 2.3 (HMM, 67M, task-10): +4.0 points; task-6 (figure 10): increasing, no number "
+        *("sgd-transfer", "pcfg sgd", "transfer", "increase"),
+        "At the same loss, a model whose training continues with SGD on sampled labels transfers better",
+        "figure 4 and section 2.3 (PCFG, 235M, task C): +1.6 points; tasks A and B (figure 10): increasing, no number "
         "given",
-        dataset="hmm",
-        compares="sgd",
-        measures="transfer",
-        direction="increase",
+        no_effect_within=0.5,
     ),
     _claim(
-        id="hmm-sgd-flatter",
-        statement="On the hidden Markov models, at the same loss, an LSTM whose training continues with SGD on "
-        "sampled labels is flatter",
-        paper="figure 4 (HMM, 67M): the trace falls steadily, by an unstated factor",
-        dataset="hmm",
-        compares="sgd",
-        measures="flatness",
-        direction="decrease",
+        *("noise-transfer", "pcfg label noise", "transfer", "increase"),
+        "At the same loss, a model after SGD with sampled labels transfers better than one after SGD with exact labels",
+        "follows from sections 3 and 4 together: label noise is what flattens; not in the paper",
     ),
     _claim(
-        id="hmm-longer-transfer",
-        statement="On the hidden Markov models, at the same loss, an LSTM that was pre-trained for longer transfers "
-        "better",
-        paper="section 2.3: models at a later step perform better; of HMMs only SGD is shown (figure 4)",
-        dataset="hmm",
-        compares="longer",
-        measures="transfer",
-        direction="increase",
+        *("noise-flatter", "pcfg label noise", "flatness", "decrease"),
+        "At the same loss, a model after SGD with sampled labels is flatter than one after SGD with exact labels",
+        "theorem 3.3: label noise is what drives the trace down; not in the paper",
     ),
     _claim(
-        id="hmm-larger-transfer",
-        statement="On the hidden Markov models, of two LSTMs of the same loss the larger transfers better, with "
-        "probes on equally many features",
-        paper="figure 3 (HMM, task-10): +4.5 points",
-        dataset="hmm",
-        compares="larger",
-        measures="projected probes",
-        direction="increase",
+        *("longer-flatter", "pcfg longer", "flatness", "decrease"),
+        "At the same loss, a model that was pre-trained for longer is flatter",
+        "figure 4 shows it of OpenWebText alone (see web-longer-flatter)",
     ),
     _claim(
-        id="generated-longer-transfer",
-        statement="On text that a language model wrote, at the same loss, a model that was pre-trained for longer "
+        *("larger-transfer", "pcfg larger", "projected probes", "increase"),
+        "Of two models of the same loss, the larger transfers better, with probes on equally many features",
+        "figure 3 (PCFG): +6.9 points; figure 5 (PCFG, above 9M parameters): probe accuracy from 40.4 to 50.5 %",
+    ),
+    _claim(
+        *("larger-flatter", "pcfg larger", "flatness in one architecture", "decrease"),
+        "Of two models of the same loss, the larger is flatter when both are expanded into one architecture",
+        "figure 5 (PCFG, above 9M parameters): trace from 19.8 to 12.6",
+    ),
+    _claim(
+        *("adversary-sharper", "pcfg adversary", "flatness", "increase"),
+        "At the same loss, the adversary's model is sharper",
+        "table 2 (PCFG, 235M): trace 19.34 ± 0.92 against 8.01 ± 0.73",
+    ),
+    _claim(
+        *("helper-flatter", "pcfg helper", "flatness", "decrease"),
+        "At the same loss, the helper's model is flatter, as it should be if flatness explains transfer",
+        "follows from section 2; not in the paper",
+    ),
+    _claim(
+        *("pre-ln-transfer", "pcfg pre-ln", "transfer", "increase"),
+        "At the same loss, a pre-layer-norm model transfers better than a post-layer-norm model",
+        "not in the paper: the text has post-layer-norm, the authors' published command pre-layer-norm",
+    ),
+    _claim(
+        *("pre-ln-flatter", "pcfg pre-ln", "flatness", "decrease"),
+        "At the same loss, a pre-layer-norm model is flatter than a post-layer-norm model, as it should be if it "
+        "transfers better and flatness explains transfer",
+        "follows from section 2 and the claim before; not in the paper, and the paper compares models of one "
+        "architecture only",
+    ),
+    _claim(
+        *("hmm-sgd-transfer", "hmm sgd", "transfer", "increase"),
+        "On the hidden Markov models, at the same loss, an LSTM whose training continues with SGD on sampled labels "
         "transfers better",
-        paper="figure 2 (OPT-generated, 235M, QNLI): accuracy rises at constant loss, no number given",
-        dataset="generated",
-        compares="longer",
-        measures="transfer",
-        direction="increase",
+        "figure 4 and section 2.3 (HMM, 67M, task-10): +4.0 points; task-6 (figure 10): increasing, no number given",
     ),
     _claim(
-        id="generated-larger-transfer",
-        statement="On text that a language model wrote, of two models of the same loss the larger transfers better, "
-        "with probes on equally many features",
-        paper="figure 3 (OPT-generated, QNLI): +2.0 points",
-        dataset="generated",
-        compares="larger",
-        measures="projected probes",
-        direction="increase",
+        *("hmm-sgd-flatter", "hmm sgd", "flatness", "decrease"),
+        "On the hidden Markov models, at the same loss, an LSTM whose training continues with SGD on sampled labels "
+        "is flatter",
+        "figure 4 (HMM, 67M): the trace falls steadily, by an unstated factor",
     ),
     _claim(
-        id="generated-larger-flatter",
-        statement="On text that a language model wrote, of two models of the same loss the larger is flatter when "
-        "both are expanded into one architecture",
-        paper="figure 5 (OPT-generated): a sharp decrease, no number given",
-        dataset="generated",
-        compares="larger",
-        measures="flatness in one architecture",
-        direction="decrease",
+        *("hmm-longer-transfer", "hmm longer", "transfer", "increase"),
+        "On the hidden Markov models, at the same loss, an LSTM that was pre-trained for longer transfers better",
+        "section 2.3: models at a later step perform better; of HMMs only SGD is shown (figure 4)",
     ),
     _claim(
-        id="web-longer-transfer",
-        statement="On text, at the same loss, a model that was pre-trained for longer transfers better",
-        paper="figures 2 and 4 (OpenWebText, 25M, 400,000 to 1,400,000 steps, SST-2): +1.25 points",
-        dataset="web",
-        compares="longer",
-        measures="transfer",
-        direction="increase",
+        *("hmm-larger-transfer", "hmm larger", "projected probes", "increase"),
+        "On the hidden Markov models, of two LSTMs of the same loss the larger transfers better, with probes on "
+        "equally many features",
+        "figure 3 (HMM, task-10): +4.5 points",
     ),
     _claim(
-        id="web-longer-flatter",
-        statement="On text, at the same loss, a model that was pre-trained for longer is flatter",
-        paper="figure 4 (OpenWebText, 25M, 400,000 to 1,400,000 steps): the trace falls by 0.67 (absolute; no levels "
-        "given)",
-        dataset="web",
-        compares="longer",
-        measures="flatness",
-        direction="decrease",
+        *("generated-longer-transfer", "generated longer", "transfer", "increase"),
+        "On text that a language model wrote, at the same loss, a model that was pre-trained for longer transfers "
+        "better",
+        "figure 2 (OPT-generated, 235M, QNLI): accuracy rises at constant loss, no number given",
     ),
     _claim(
-        id="text-unregularized-transfer",
-        statement="On text, at the same loss, a model trained without dropout and weight decay transfers worse",
-        paper="table 1 (BookCorpus, 330M): QNLI 83.0 against 84.4 %, SST-2 89.5 against 90.8 %, RTE 60.2 against 62.9 "
-        "%",
-        dataset="text",
-        compares="unregularized",
-        measures="transfer",
-        direction="decrease",
+        *("generated-larger-transfer", "generated larger", "projected probes", "increase"),
+        "On text that a language model wrote, of two models of the same loss the larger transfers better, with probes "
+        "on equally many features",
+        "figure 3 (OPT-generated, QNLI): +2.0 points",
     ),
     _claim(
-        id="text-unregularized-sharper",
-        statement="On text, at the same loss, a model trained without dropout and weight decay is sharper",
-        paper="table 2 (BookCorpus, 330M): trace 34.91 ± 0.40 against 24.55 ± 0.18",
-        dataset="text",
-        compares="unregularized",
-        measures="flatness",
-        direction="increase",
+        *("generated-larger-flatter", "generated larger", "flatness in one architecture", "decrease"),
+        "On text that a language model wrote, of two models of the same loss the larger is flatter when both are "
+        "expanded into one architecture",
+        "figure 5 (OPT-generated): a sharp decrease, no number given",
     ),
     _claim(
-        id="text-sam-transfer",
-        statement="On text, at the same loss and without dropout and weight decay, a model trained with SAM transfers "
-        "better than one with AdamW alone",
-        paper="table 1 (BookCorpus, 330M; loss 1.89 against 1.85): QNLI 84.4 against 83.0 %, SST-2 90.1 against 89.5 "
-        "%, RTE 62.5 against 60.2 %",
-        dataset="text",
-        compares="sam",
-        measures="transfer",
-        direction="increase",
+        *("web-longer-transfer", "web longer", "transfer", "increase"),
+        "On text, at the same loss, a model that was pre-trained for longer transfers better",
+        "figures 2 and 4 (OpenWebText, 25M, 400,000 to 1,400,000 steps, SST-2): +1.25 points",
     ),
     _claim(
-        id="text-sam-flatter",
-        statement="On text, at the same loss and without dropout and weight decay, a model trained with SAM is "
-        "flatter than one with AdamW alone",
-        paper="table 2 (BookCorpus, 330M): trace 22.15 ± 0.26 against 34.91 ± 0.40",
-        dataset="text",
-        compares="sam",
-        measures="flatness",
-        direction="decrease",
+        *("web-longer-flatter", "web longer", "flatness", "decrease"),
+        "On text, at the same loss, a model that was pre-trained for longer is flatter",
+        "figure 4 (OpenWebText, 25M, 400,000 to 1,400,000 steps): the trace falls by 0.67 (absolute; no levels given)",
     ),
     _claim(
-        id="text-unregularized-gap",
-        statement="On text, at the same loss, the generalization gap of the loss is larger without dropout and weight "
-        "decay",
-        paper="section 4 (BookCorpus, 330M): the gap rises to 0.13 nats without both; no gap given with them",
-        dataset="text",
-        compares="unregularized",
-        measures="gap",
-        direction="increase",
+        *("text-unregularized-transfer", "text unregularized", "transfer", "decrease"),
+        "On text, at the same loss, a model trained without dropout and weight decay transfers worse",
+        "table 1 (BookCorpus, 330M): QNLI 83.0 against 84.4 %, SST-2 89.5 against 90.8 %, RTE 60.2 against 62.9 %",
+    ),
+    _claim(
+        *("text-unregularized-sharper", "text unregularized", "flatness", "increase"),
+        "On text, at the same loss, a model trained without dropout and weight decay is sharper",
+        "table 2 (BookCorpus, 330M): trace 34.91 ± 0.40 against 24.55 ± 0.18",
+    ),
+    _claim(
+        *("text-sam-transfer", "text sam", "transfer", "increase"),
+        "On text, at the same loss and without dropout and weight decay, a model trained with SAM transfers better "
+        "than one with AdamW alone",
+        "table 1 (BookCorpus, 330M; loss 1.89 against 1.85): QNLI 84.4 against 83.0 %, SST-2 90.1 against 89.5 %, RTE "
+        "62.5 against 60.2 %",
+    ),
+    _claim(
+        *("text-sam-flatter", "text sam", "flatness", "decrease"),
+        "On text, at the same loss and without dropout and weight decay, a model trained with SAM is flatter than one "
+        "with AdamW alone",
+        "table 2 (BookCorpus, 330M): trace 22.15 ± 0.26 against 34.91 ± 0.40",
+    ),
+    _claim(
+        *("text-unregularized-gap", "text unregularized", "gap", "increase"),
+        "On text, at the same loss, the generalization gap of the loss is larger without dropout and weight decay",
+        "section 4 (BookCorpus, 330M): the gap rises to 0.13 nats without both; no gap given with them",
     ),
 )
 
@@ -359,20 +239,33 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
     """Return whether models of one loss can differ, whether flatness tells them apart, and whether training helps."""
     by_id = {result.claim.id: result for result in claims}
     # all cards are of task B, as the gates are
-    longer = dataclasses.replace(
-        by_id["longer-transfer"],
-        answers=tuple(sorted(by_id["longer-transfer"].answers, key=lambda one: one.case != "B")),
-    )
+    longer = by_id["longer-transfer"]
+    longer = dataclasses.replace(longer, answers=tuple(sorted(longer.answers, key=lambda one: one.case != "B")))
     differ = card_of("Can models of one loss transfer differently?", by_id["adversary-transfer"])
     return [
         dataclasses.replace(differ, detail=f"a model trained against the task; {differ.detail}"),
-        _agreement_card(claims),
+        _agreement_card(by_id),
         card_of("Does longer training help at the same loss?", longer),
     ]
 
 
-def _agreement_card(claims: Sequence[ClaimResult]) -> Card:
-    counts, pairs = _agreement(claims)
+def _agreement_card(claims: Mapping[str, ClaimResult]) -> Card:
+    """Return how often the flatter model at the same loss is the better one."""
+    counts = Counter(agree=0, disagree=0, open=0, untested=0)
+    decided = set()
+    for name in PAIRS:
+        flatness = claims.get(f"{name}-flatter") or claims[f"{name}-sharper"]
+        for sharper, better in itertools.product(flatness.answers, claims[f"{name}-transfer"].answers):
+            if better.contrast != sharper.contrast:
+                continue
+            signs = [_significant_sign(one) for one in (sharper, better)]
+            if Verdict.NOT_TESTED in (sharper.verdict, better.verdict):
+                counts["untested"] += 1
+            elif 0 in signs:
+                counts["open"] += 1
+            else:
+                counts["agree" if signs[0] != signs[1] else "disagree"] += 1
+                decided.add(name)
     both = counts["agree"] + counts["disagree"]
     tone: Tone = "unclear"
     if both and 0 in (counts["agree"], counts["disagree"]):
@@ -380,33 +273,11 @@ def _agreement_card(claims: Sequence[ClaimResult]) -> Card:
     return Card(
         label="Is the flatter model the better one?",
         value=f"In {counts['agree']} of {both} comparisons" if both else "Not shown",
-        detail=f"A comparison is of one measure of flatness with one of transfer. {both} of them, of {pairs} of "
+        detail=f"A comparison is of one measure of flatness with one of transfer. {both} of them, of {len(decided)} of "
         f"{len(PAIRS)} pairs of kinds of models, have two significant differences; {counts['open']} have not, "
         f"{counts['untested']} were not tested. Comparisons of the same models are not independent.",
         tone=tone,
     )
-
-
-def _agreement(claims: Sequence[ClaimResult]) -> tuple[dict[str, int], int]:
-    """Return how often the flatter model at the same loss is the better one, and how many of `PAIRS` say so or not."""
-    by_id = {result.claim.id: result for result in claims}
-    counts = Counter(agree=0, disagree=0, open=0, untested=0)
-    decided = set()
-    for name in PAIRS:
-        flatness = by_id.get(f"{name}-flatter") or by_id[f"{name}-sharper"]
-        for sharper in flatness.answers:
-            for better in by_id[f"{name}-transfer"].answers:
-                if better.contrast != sharper.contrast:
-                    continue
-                signs = [_significant_sign(one) for one in (sharper, better)]
-                if Verdict.NOT_TESTED in (sharper.verdict, better.verdict):
-                    counts["untested"] += 1
-                elif 0 in signs:
-                    counts["open"] += 1
-                else:
-                    counts["agree" if signs[0] != signs[1] else "disagree"] += 1
-                    decided.add(name)
-    return counts, len(decided)
 
 
 def _significant_sign(one: Answer) -> int:
@@ -419,12 +290,8 @@ def _significant_sign(one: Answer) -> int:
 STUDY = Study(
     name="paper",
     scales={
-        "laptop": LAPTOP,
-        "smoke": SMOKE,
-        "evening": EVENING,
-        "workstation": WORKSTATION,
-        "paper": PAPER,
-        "authors": AUTHORS,
+        **{"laptop": LAPTOP, "smoke": SMOKE, "evening": EVENING},
+        **{"workstation": WORKSTATION, "paper": PAPER, "authors": AUTHORS},
     },
     title="Same pre-training loss, better downstream?",
     lead=(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from isoloss.errors import IsolossError
-from isoloss.paper.reproduction import band, published
-from isoloss.paper.reproduction.compare import DatasetResults, by_dataset, interpolated_control, look_up, mean
-from isoloss.paper.reproduction.spec import BASELINES, FLATNESS, Dataset, Replicate, cooldown_run, paired_by
+from isoloss.paper.design import Unit
+from isoloss.paper.reproduction.compare import DatasetResults, by_dataset, interpolated_control, mean
+from isoloss.paper.reproduction.design import BASELINES, Dataset, cooldown_run
 from isoloss.statistics.comparison import times
 from isoloss.statistics.correlation import Kind, correlation, granulated_kendall
 from isoloss.statistics.estimate import Estimate
@@ -19,106 +19,187 @@ from isoloss.studies.results import Checkpoint, CheckpointEstimate, Pair, Result
 from isoloss.studies.summary import SummaryTable
 
 MINUS = " minus control"  # after a measure, its difference from the control's
-LOOKUPS = tuple(kind for kind in BASELINES if kind.endswith("lookup"))
 Row = tuple[tuple[str | int, ...], Mapping[str, Estimate]]
+
+# --- what the paper reports of PCFG, at its own scale: text, as it is printed, so that numbers keep their digits ---
+
+ENTROPY = "3.196"  # nats per predicted token, of the true conditionals
+LOSSES = ("3.204", "3.208")  # of all models of figure 1, lowest and highest, nats per predicted token
+PARAMETERS = "235M"  # of the model in tables 1 and 2
+# tables 1 and 2: by what is measured, each model's value, with its standard deviation over seeds
+BY_ALGORITHM: Mapping[str, Mapping[str, str]] = {
+    "loss (nats)": {"AdamW": "3.204", "adversary": "3.206", "look-up table": "3.196"},
+    "task A (%)": {"AdamW": "89.9 ± 0.3", "adversary": "83.1 ± 0.6", "look-up table": "71.2"},
+    "task B (%)": {"AdamW": "49.2 ± 0.8", "adversary": "42.3 ± 1.5", "look-up table": "39.7"},
+    "task C (%)": {"AdamW": "55.7 ± 0.6", "adversary": "50.2 ± 1.0"},
+    "trace": {"AdamW": "8.01 ± 0.73", "adversary": "19.34 ± 0.92"},
+}
+ROWS = {"table 1": ("loss (nats)", "task A (%)", "task B (%)"), "table 2": ("task C (%)", "trace")}
+# figure 5: the smallest model above 9M parameters and the largest, at about one loss
+BY_SIZE: Mapping[str, tuple[str, str]] = {"trace": ("19.8", "12.6"), "probe accuracy (%)": ("40.4", "50.5")}
+
+
+def by_algorithm(*measured: str) -> str:
+    """Return these rows of the paper's tables 1 and 2 in words.
+
+    Example:
+        >>> from isoloss.paper.reproduction.tables import by_algorithm
+        >>> by_algorithm("task C (%)", "trace")
+        'task C (%): AdamW 55.7 ± 0.6, adversary 50.2 ± 1.0; trace: AdamW 8.01 ± 0.73, adversary 19.34 ± 0.92'
+    """
+    rows = ((name, ", ".join(f"{model} {value}" for model, value in BY_ALGORITHM[name].items())) for name in measured)
+    return "; ".join(f"{name}: {values}" for name, values in rows)
+
+
+def corresponds(*shown_in: str) -> str:
+    """Return, as the beginning of a caption, which of the paper's figures and tables it is about; of none, nothing."""
+    return f"Corresponds to the paper's {', '.join(shown_in)}. " if shown_in else ""
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
 
 
 def tables(results: Results) -> tuple[SummaryTable, ...]:
     """Return the tables of every dataset that has results."""
-    made: list[SummaryTable] = []
-    for data in by_dataset(results):
-        if band.models(data):
-            made.append(_same_loss(data))
-        made += [_algorithms(data), _flatness(data), _tasks(data), _sizes(data)]
-        if data.dataset.cooldown_steps:
-            made += [_expansions(data), _interpolation(data)]
-        if data.dataset.arm_measures:
-            made += [_ranking(data, kind) for kind in ("pearson", "spearman", "kendall")]
-            made += [_granulated(data), _features(data)]
-    return tuple(table for table in made if table.rows)
+    return tuple(table for data in by_dataset(results) for table in _of_dataset(data) if table.rows)
+
+
+def _of_dataset(data: DatasetResults) -> Iterator[SummaryTable]:
+    dataset = data.dataset
+    if data.models:
+        yield _same_loss(data)
+    yield _algorithms(data)
+    yield _flatness(data)
+    yield _tasks(data)
+    yield _sizes(data)
+    if dataset.cooldowns:
+        yield _expansions(data)
+        yield _interpolation(data)
+    if dataset.arm_measures:
+        yield from (_ranking(data, kind) for kind in ("pearson", "spearman", "kendall"))
+        yield _granulated(data)
+        yield _features(data)
+
+
+def _table(
+    data: DatasetResults, name: str, title: str, labels: tuple[str, ...], rows: Sequence[Row], *caption: str
+) -> SummaryTable:
+    dataset = data.dataset
+    return SummaryTable(
+        f"{dataset.name}_{name}", f"{dataset.title}: {title}", labels, rows, " ".join(filter(None, caption))
+    )
+
+
+def paired_by(dataset: Dataset) -> str:
+    """Return in words what two models that are compared have in common."""
+    several = {"language": len(dataset.languages) > 1, "seed": dataset.seeds > 1}
+    common = " and ".join(what for what, are in several.items() if are)
+    return f"paired by {common}" if common else "of one run each"
 
 
 def _over(dataset: Dataset) -> str:
-    if len(dataset.replicates) == 1:
+    if len(dataset.units) == 1:
         return "One model each; errors are those of the measurement."
     return f"Means ± standard errors over {'languages' if len(dataset.languages) > 1 else 'seeds'}."
 
 
-def _row(
-    data: DatasetResults, labels: tuple[str | int, ...], run: str, keys: Sequence[str], step: int | None = None
-) -> Row:
-    return labels, {key: mean([(one, data.at(one, run, step)[key]) for one in data.replicates]) for key in keys}
+def _after(dataset: Dataset) -> str:
+    if not dataset.cooldowns:
+        return ""
+    after = f"After the cooldown of {dataset.cooldowns[0]:,} steps."
+    return f"{after} Rows differ in KL; the claims compare models at the same KL."
 
 
-def _arms(dataset: Dataset) -> dict[str, str]:
-    adamw = f"AdamW ({dataset.main})"
-    if not dataset.cooldown_steps:
-        return {dataset.main: adamw, **{name: arm.title for name, arm in dataset.arms.items()}}
-    # by run, so that where arms branch off at the last step there is one entry
-    after = {dataset.control: dataset.start, cooldown_run(dataset.main, dataset.last): dataset.last}
-    main = {run: f"{adamw}, {steps:,} steps" for run, steps in after.items()}
-    arms = {
-        name if arm.stages else cooldown_run(name, dataset.start): arm.title
-        if arm.stages
-        else f"{arm.title}, {dataset.start:,} steps"
-        for name, arm in dataset.arms.items()
-    }
-    return main | arms
+# --- the paper's tables ----------------------------------------------------------------------------------------------
 
 
-def _beside_control(data: DatasetResults, title: str, models: Sequence[Checkpoint], keys: Sequence[str]) -> Row:
-    """Return a model, of each replicate, by its means and by its differences from the control, paired by replicate."""
-    cells: dict[str, Estimate] = {}
+def _beside_control(data: DatasetResults, keys: Sequence[str]) -> list[Row]:
+    """Return the main model, the control first, and every arm: means, and differences from the control."""
+    dataset = data.dataset
+    adamw, control = f"AdamW ({dataset.main})", data.ends(dataset.control)
+    if dataset.cooldowns:
+        # by run, so that where arms branch off at the last step there is one entry
+        after = {dataset.control: dataset.start, cooldown_run(dataset.main, dataset.last): dataset.last}
+        titles = {run: f"{adamw}, {steps:,} steps" for run, steps in after.items()}
+    else:
+        titles = {dataset.main: adamw}
+    for name, arm in dataset.arms.items():
+        if arm.stages or not dataset.cooldowns:
+            titles[name] = arm.title
+        else:
+            titles[cooldown_run(name, dataset.start)] = f"{arm.title}, {dataset.start:,} steps"
+    return [((title,), _cells(data, data.ends(run), control, keys)) for run, title in titles.items()]
+
+
+def _cells(
+    data: DatasetResults, models: Sequence[Checkpoint], control: Sequence[Checkpoint], keys: Sequence[str]
+) -> dict[str, Estimate]:
+    cells = {}
     for key in keys:
-        controls = [data.at(one, data.dataset.control)[key] for one in data.replicates]
-        pairs = [(one, own[key], control) for one, own, control in zip(data.replicates, models, controls, strict=True)]
-        cells[key] = mean([(one, own) for one, own, _ in pairs])
-        cells[f"{key}{MINUS}"] = mean([(one, difference(own, control)) for one, own, control in pairs])
-    return (title,), cells
+        cells[key] = data.mean(models, key)
+        cells[f"{key}{MINUS}"] = data.difference(models, control, key)
+    return cells
 
 
-def _arms_beside_control(data: DatasetResults, keys: Sequence[str]) -> list[Row]:
-    """Return the main model, the control first, and every arm."""
-    arms = _arms(data.dataset).items()
-    return [_beside_control(data, title, [data.at(one, run) for one in data.replicates], keys) for run, title in arms]
+def _beside_table(dataset: Dataset, table: str) -> str:
+    """Return which table of the paper this is beside, and its numbers where the study quotes them."""
+    caption = (corresponds(table) if table in dataset.shown.main else "") + _over(dataset)
+    caption += f" Differences from the control, {dataset.control} in the first row, are {paired_by(dataset)}."
+    if dataset.name == "pcfg":
+        caption += f" In the paper ({PARAMETERS} parameters; ± standard deviation): {by_algorithm(*ROWS[table])}."
+    return caption
 
 
 def _algorithms(data: DatasetResults) -> SummaryTable:
     """Return the paper's Table 1: transfer by training algorithm, with the look-up table."""
-    dataset, loss, tasks = data.dataset, _loss(data), list(data.dataset.tasks.values())
-    rows = _arms_beside_control(data, [loss, *tasks])
+    dataset, loss, tasks = data.dataset, data.loss, list(data.dataset.tasks.values())
+    rows = _beside_control(data, [loss, *tasks])
     if dataset.shown.baselines:
         control = rows[0][1][loss]  # the look-up table's KL is 0
-        for kind in LOOKUPS:
-            tables = [look_up(data, one, kind) for one in data.replicates]
-            labels, cells = _beside_control(data, BASELINES[kind], tables, tasks)
-            rows.append((labels, {loss: times(control, 0), f"{loss}{MINUS}": times(control, -1), **cells}))
-    caption = _after(dataset) + _beside_table(dataset, "table 1")
-    return SummaryTable(
-        f"{dataset.name}_algorithms", f"{dataset.title}: transfer by algorithm", ("model",), rows, caption
+        for kind in ("raw-lookup", "standardized-lookup", "log-lookup"):
+            tables = [data.look_up(unit, kind) for unit in data.units]
+            cells = _cells(data, tables, data.ends(dataset.control), tasks)
+            rows.append(((BASELINES[kind],), {loss: times(control, 0), f"{loss}{MINUS}": times(control, -1), **cells}))
+    return _table(
+        *(data, "algorithms", "transfer by algorithm", ("model",), rows),
+        *(_after(dataset), _beside_table(dataset, "table 1")),
+    )
+
+
+def _flatness(data: DatasetResults) -> SummaryTable:
+    """Return the paper's Table 2: transfer and flatness by training algorithm."""
+    dataset = data.dataset
+    rows = _beside_control(data, [data.loss, *dataset.traces, *dataset.few_shot])
+    return _table(
+        *(data, "flatness", "flatness by algorithm", ("model",), rows),
+        *(_after(dataset), _beside_table(dataset, "table 2")),
     )
 
 
 def _tasks(data: DatasetResults) -> SummaryTable:
     """Return what the tasks take: the rates of classifiers that need no model, beside the control's."""
-    dataset = data.dataset
+    dataset, controls = data.dataset, data.ends(data.dataset.control)
     rows: list[Row] = []
     classes = []
     for name, key in dataset.tasks.items():
-        models = [(one, data.at(one, dataset.control)[key]) for one in data.replicates]
-        counts = {each.details.get("num_classes") for _, each in models}
+        models = [each[key] for each in controls]
+        counts = {each.details.get("num_classes") for each in models}
         classes += [f"{number} of task {name}" for number in counts if number]
         # nobody knows the Bayes rate of a task on text
         rates = {
-            title: mean([(one, _exact_rate(each, rate)) for one, each in models])
+            title: mean(data.units, [_exact_rate(each, rate) for each in models])
             for title, rate in (("majority", "majority_rate"), ("Bayes", "bayes_accuracy"))
-            if all(rate in each.details for _, each in models)
+            if all(rate in each.details for each in models)
         }
         tables = {
-            title: mean([(one, look_up(data, one, kind)[key]) for one in data.replicates])
+            title: data.mean([data.look_up(unit, kind) for unit in data.units], key)
             for kind, title in (BASELINES if dataset.shown.baselines else {}).items()
         }
-        rows.append(((_papers_name(dataset, name), key), {**rates, **tables, "control": mean(models)}))
+        # what the paper calls it; a task that stands in for another says so
+        task = key.rpartition("-")[2]
+        is_own = dataset.name == "pcfg" or task == name.lower().replace("-", "")
+        label = name if is_own else f"in place of {name}"
+        rows.append(((label, key), {**rates, **tables, "control": data.mean(controls, key)}))
     shown = rows[0][1]
     how = [
         "by always the most common class",
@@ -126,269 +207,184 @@ def _tasks(data: DatasetResults) -> SummaryTable:
         *(["by the same probe on features that need no model"] if dataset.shown.baselines else []),
         f"on the control, {dataset.control}",
     ]
-    caption = f"Accuracy {', '.join(how[:-1])} and {how[-1]}. {_over(dataset)}"
-    if classes:
-        caption += f" Classes: {', '.join(classes)}"
-        caption += "; in the paper 50 of each." if dataset.name == "pcfg" else "."
-    return SummaryTable(f"{dataset.name}_tasks", f"{dataset.title}: tasks", ("task", "measure"), rows, caption)
-
-
-def _papers_name(dataset: Dataset, name: str) -> str:
-    """Return what the paper calls a task; one that stands in for it says so."""
-    task = dataset.tasks[name].rpartition("-")[2]
-    is_own = dataset.name == "pcfg" or task == name.lower().replace("-", "")
-    return name if is_own else f"in place of {name}"
+    end = "; in the paper 50 of each." if dataset.name == "pcfg" else "."
+    return _table(
+        *(data, "tasks", "tasks", ("task", "measure"), rows),
+        *(f"Accuracy {', '.join(how[:-1])} and {how[-1]}.", _over(dataset)),
+        f"Classes: {', '.join(classes)}{end}" if classes else "",
+    )
 
 
 def _exact_rate(one: CheckpointEstimate, rate: str) -> Estimate:
     """Return a rate that a measurement has among its details as an estimate."""
-    return Estimate(
-        value=one.details[rate],
-        stderr=0.0,
-        samples=0,
-        unit=one.unit,
-        num_predictions=one.num_predictions,
-        method="exact",
-    )
-
-
-def _beside_table(dataset: Dataset, table: str) -> str:
-    """Return which table of the paper this is beside, and its numbers where the study quotes them."""
-    caption = (published.corresponds(table) if table in dataset.shown.main else "") + _over(dataset)
-    caption += f" Differences from the control, {dataset.control} in the first row, are {paired_by(dataset)}."
-    if dataset.name == "pcfg":
-        caption += (
-            f" In the paper ({published.PARAMETERS} parameters; ± standard deviation): "
-            f"{published.by_algorithm(*published.TABLES[table])}."
-        )
-    return caption
-
-
-def _flatness(data: DatasetResults) -> SummaryTable:
-    """Return the paper's Table 2: transfer and flatness by training algorithm."""
-    dataset = data.dataset
-    traces = [key for key in ("trace", "minimal-trace") if key in dataset.measures]
-    rows = _arms_beside_control(data, [_loss(data), *traces, *dataset.few_shot])
-    caption = _after(dataset) + _beside_table(dataset, "table 2")
-    return SummaryTable(
-        f"{dataset.name}_flatness", f"{dataset.title}: flatness by algorithm", ("model",), rows, caption
-    )
+    about: Any = {"unit": one.unit, "num_predictions": one.num_predictions, "method": "exact"}
+    return Estimate(value=one.details[rate], stderr=0.0, samples=0, **about)
 
 
 def _sizes(data: DatasetResults) -> SummaryTable:
-    dataset = data.dataset
-    keys = [
-        *dict.fromkeys((_loss(data), *(key for key in dataset.measures if key != "loss"))),
-        *dataset.size_measures,
-    ]
+    dataset, shown = data.dataset, data.dataset.shown
+    keys = dict.fromkeys((data.loss, *(key for key in dataset.measures if key != "loss"), *dataset.size_measures))
     rows: list[Row] = []
     for size in dataset.sizes:
         for step in dataset.steps_before_cooldown(size) or dataset.watched:
-            run, at_step = (cooldown_run(size, step), None) if dataset.cooldown_steps else (size, step)
+            models = data.ends(cooldown_run(size, step)) if dataset.cooldowns else data.ends(size, step)
             # what is measured at the end alone, or of some sizes, is no cell of the other rows
-            measured = data.at(data.replicates[0], run, at_step)
-            rows.append(_row(data, (size, step), run, [key for key in keys if key in measured], at_step))
-    shown = dict.fromkeys((*dataset.shown.sizes, *dataset.shown.longer, *dataset.shown.expanded))
-    caption = _after(dataset) + published.corresponds(*shown) + _over(dataset)
-    return SummaryTable(f"{dataset.name}_sizes", f"{dataset.title}: sizes and steps", ("size", "steps"), rows, caption)
+            rows.append(((size, step), {key: data.mean(models, key) for key in keys if key in models[0]}))
+    caption = corresponds(*dict.fromkeys((*shown.sizes, *shown.longer, *shown.expanded))) + _over(dataset)
+    return _table(data, "sizes", "sizes and steps", ("size", "steps"), rows, _after(dataset), caption)
+
+
+# --- models at one loss ----------------------------------------------------------------------------------------------
 
 
 def _expansions(data: DatasetResults) -> SummaryTable:
     dataset = data.dataset
     rows: list[Row] = []
     for smaller, larger in itertools.pairwise(dataset.sizes):
-        pairs = [(one, pair) for one in data.replicates if (pair := data.size_pair(one, (smaller, larger)))]
+        pairs = [(unit, pair) for unit in data.units if (pair := data.size_pair(unit, smaller, larger))]
         if differences := _differences(pairs, dataset.when_expanded):
             rows.append(((smaller, larger), differences))
-    caption = (
+    return _table(
+        *(data, "expansions", "larger models minus smaller ones, by expansion", ("smaller", "larger"), rows),
         f"Larger minus smaller at the same loss, both inside {dataset.largest}: by the paper's expansion, by the exact "
-        "one, and by the minimal trace, which does not depend on the choice. No claim is about the exact expansion. "
-        + _over(dataset)
+        "one, and by the minimal trace, which does not depend on the choice. No claim is about the exact expansion.",
+        _over(dataset),
     )
-    title = f"{dataset.title}: larger models minus smaller ones, by expansion"
-    return SummaryTable(f"{dataset.name}_expansions", title, ("smaller", "larger"), rows, caption)
 
 
 def _interpolation(data: DatasetResults) -> SummaryTable:
-    dataset = data.dataset
-    traces = [key for key in ("trace", "minimal-trace") if key in dataset.measures]
-    keys = dict.fromkeys((*dataset.tasks.values(), *traces, *dataset.size_measures, *dataset.few_shot))
+    dataset, lengths = data.dataset, data.dataset.cooldown_lengths
+    keys = dict.fromkeys((*dataset.tasks.values(), *dataset.traces, *dataset.size_measures, *dataset.few_shot))
     rows: list[Row] = []
-    lengths = dataset.cooldown_lengths
     for size in dataset.sizes:
+        paths = [(unit, data.path(unit, size)) for unit in data.units]
         # the first and the last are between no two
         for place in range(1, len(lengths) - 1):
-            pairs = []
-            for one in data.replicates:
-                cooldowns = data.by_cooldown(one, size)
-                if pair := interpolated_control([cooldowns[place - 1], cooldowns[place + 1]], cooldowns[place]):
-                    pairs.append((one, pair))
+            pairs = [
+                (unit, pair)
+                for unit, path in paths
+                if (pair := interpolated_control([path[place - 1], path[place + 1]], path[place]))
+            ]
             if missed := _differences(pairs, keys):
-                rows.append(((size, lengths[place] or dataset.cooldown_steps), missed))
-    caption = (
+                rows.append(((size, lengths[place] or dataset.cooldowns[0]), missed))
+    return _table(
+        *(data, "interpolation", "error of the interpolation", ("size", "cooldown"), rows),
         "By leaving one out: each cooldown minus the value interpolated, at its KL, from the next shorter and the next "
-        "longer one. The comparisons interpolate between closer neighbors, so their error should be smaller. "
-        + _over(dataset)
+        "longer one. The comparisons interpolate between closer neighbors, so their error should be smaller.",
+        _over(dataset),
     )
-    title = f"{dataset.title}: error of the interpolation"
-    return SummaryTable(f"{dataset.name}_interpolation", title, ("size", "cooldown"), rows, caption)
 
 
-def _differences(pairs: Sequence[tuple[Replicate, Pair]], keys: Iterable[str]) -> dict[str, Estimate]:
+def _differences(pairs: Sequence[tuple[Unit, Pair]], keys: Iterable[str]) -> dict[str, Estimate]:
     """Return the mean second minus first over pairs, of each measure that they have; none for a single language."""
-    if len({one.cluster for one, _ in pairs}) < 2:
+    if len({unit.cluster for unit, _ in pairs}) < 2:
         return {}
+    units = [unit for unit, _ in pairs]
     # not all measures are of all models, and those that some pairs lack are lacked by all
     has = pairs[0][1][0].keys() & pairs[0][1][1].keys()
-    return {key: mean([(one, difference(b[key], a[key])) for one, (a, b) in pairs]) for key in keys if key in has}
-
-
-def _after(dataset: Dataset) -> str:
-    if not dataset.cooldown_steps:
-        return ""
-    after = f"After the cooldown of {dataset.cooldown_steps:,} steps. "
-    return after + "Rows differ in KL; the claims compare models at the same KL. "
-
-
-def _loss(data: DatasetResults) -> str:
-    first = data.at(data.replicates[0], data.dataset.main)
-    return "kl" if "kl" in first else "loss"
+    return {key: mean(units, [difference(b[key], a[key]) for _, (a, b) in pairs]) for key in keys if key in has}
 
 
 # --- which measure of flatness predicts transfer ---------------------------------------------------------------------
 
 
 def compared(dataset: Dataset) -> list[str]:
-    """Return the runs of one replicate whose flatness and transfer are correlated: the main model and its arms."""
-    if not dataset.cooldown_steps:
-        return [dataset.main, *dataset.arms]
-    main = dataset.main
-    lengths = [cooldown_run(main, dataset.start, length) for length in dataset.other_cooldowns]
+    """Return the runs of one language and seed whose flatness and transfer are correlated: the main model, its arms."""
+    main, start, last = dataset.main, dataset.start, dataset.last
+    if not dataset.cooldowns:
+        return [main, *dataset.arms]
     return [
         *(cooldown_run(main, step) for step in dataset.watched),
-        *lengths,
+        *(cooldown_run(main, start, length) for length in dataset.cooldowns[1:]),
         # an arm that continues the main model ends in its own cooldown, one from scratch has it in another run
-        *(name if arm.stages else cooldown_run(name, dataset.last) for name, arm in dataset.arms.items()),
+        *(name if arm.stages else cooldown_run(name, last) for name, arm in dataset.arms.items()),
     ]
 
 
 def _same_loss(data: DatasetResults) -> SummaryTable:
     dataset = data.dataset
-    probes = list(dataset.tasks.values())
-    measures = ["kl", *(key for key in ("trace", "minimal-trace") if key in dataset.measures)]
     rows: list[Row] = []
     undefined, counts = [], []
     kinds: tuple[Kind, ...] = ("spearman", "pearson")
     for sizes, size in (("all sizes", None), (dataset.main, dataset.main)):
-        models = band.by_replicate(data, size)
-        numbers = [len(checkpoints) for _, checkpoints in models]
+        models = data.near(size)
+        numbers = [len(checkpoints) for checkpoints in models]
         counts.append(f"{min(numbers)} to {max(numbers)} of {sizes}")
-        for kind in kinds:
-            for name in measures:
-                by_probe = {probe: _correlation(models, name, probe, kind, None) for probe in probes}
-                if all(by_probe.values()):
-                    cells = {key: each for key, each in by_probe.items() if each}
-                    rows.append(((sizes, kind.capitalize(), name), cells))
-                else:
-                    undefined.append(f"{kind.capitalize()}'s with {name} of {sizes}")
-    caption = (
+        for kind, name in itertools.product(kinds, ("kl", *dataset.traces)):
+            if cells := _correlations(data, models, name, kind):
+                rows.append(((sizes, kind.capitalize(), name), cells))
+            else:
+                undefined.append(f"{kind.capitalize()}'s with {name} of {sizes}")
+    return _table(
+        *(
+            data,
+            "same_loss",
+            "correlations among models of about the same loss",
+            ("models", "correlation", "with"),
+            rows,
+        ),
         "Correlation of the accuracy of the probe with the KL and with flatness, within languages and seeds, over the "
         f"models whose KL is within {dataset.band:.0%} of the control's, {dataset.control}: "
         f"{' and '.join(counts)} for each language and seed. Errors by the jackknife over languages; the KL and the "
         "traces are taken as logarithms. Traces of different sizes are not comparable, so for flatness read only the "
         f"rows of {dataset.main}, which include its arms of the control's architecture: a negative correlation there "
         "means that flatter models transfer better. These correlations do not control for the KL; the tables of what "
-        "flatness predicts do." + (f" Not defined, and left out: {', '.join(undefined)}." if undefined else "")
+        "flatness predicts do.",
+        f"Not defined, and left out: {', '.join(undefined)}." if undefined else "",
     )
-    title = f"{dataset.title}: correlations among models of about the same loss"
-    return SummaryTable(f"{dataset.name}_same_loss", title, ("models", "correlation", "with"), rows, caption)
 
 
 def _ranking(data: DatasetResults, kind: Kind) -> SummaryTable:
-    dataset = data.dataset
-    probes, loss = list(dataset.tasks.values()), _loss(data)
-    models = [(one, [data.at(one, run) for run in compared(dataset)]) for one in data.replicates]
+    models = [[data.at(unit, run) for run in compared(data.dataset)] for unit in data.units]
     rows: list[Row] = []
-    for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.arm_measures)):
-        by_probe = {probe: _correlation(models, name, probe, kind, loss) for probe in probes}
-        if all(by_probe.values()):
-            rows.append(((name,), {probe: each for probe, each in by_probe.items() if each}))
+    for name in data.dataset.ranked:
+        if cells := _correlations(data, models, name, kind, given=data.loss):
+            rows.append(((name,), cells))
     rows.sort(key=lambda row: sum(each.value for each in row[1].values()))
-    caption = (
+    title = f"what flatness predicts at the same loss ({kind.capitalize()})"
+    return _table(
+        *(data, f"ranking_{kind}", title, ("measure",), rows),
         f"Partial {kind.capitalize()} correlation of each measure with the accuracy of the probe, given the KL, within "
         "languages and seeds; errors by the jackknife over languages. The measures and the KL are taken as logarithms. "
         "If flatter models transferred better at the same loss, it would be negative. Models: the main size after "
         "every number of steps and cooldown, and all its arms. The order is by these same data, without a correction "
-        "for the number of measures; a measure whose correlation is undefined is left out."
-        + (" Kendall's partial coefficient need not be 0 where the KL explains all." if kind == "kendall" else "")
-    )
-    return SummaryTable(
-        f"{dataset.name}_ranking_{kind}",
-        f"{dataset.title}: what flatness predicts at the same loss ({kind.capitalize()})",
-        ("measure",),
-        rows,
-        caption,
+        "for the number of measures; a measure whose correlation is undefined is left out.",
+        "Kendall's partial coefficient need not be 0 where the KL explains all." if kind == "kendall" else "",
     )
 
 
-def _granulated(data: DatasetResults) -> SummaryTable:
-    dataset = data.dataset
-    probes = list(dataset.tasks.values())
-    models = [(one, run) for one in data.replicates for run in compared(dataset)]
-    ends = [data.at(one, run) for one, run in models]
-    hyperparameters: dict[str, list[Any]] = {"model": [run for _, run in models]}
-    if dataset.seeds > 1:
-        hyperparameters["seed"] = [one.index for one, _ in models]
-    languages = [one.cluster for one, _ in models]
-    # pairs agree in all others, so with the language among them no two languages are compared; its own tau is not shown
-    within = {**hyperparameters, "language": languages}
-    rows: list[Row] = []
-    for name in (key for key in FLATNESS if key in (*dataset.measures, *dataset.arm_measures)):
-        cells: dict[str, Estimate] = {}
-        for probe in probes:
-            # too few languages, or an error that is not known
-            with contextlib.suppress(IsolossError):
-                accuracy = [end[probe].value for end in ends]
-                flatness = [end[name].value for end in ends]
-                by_hyperparameter = granulated_kendall(flatness, accuracy, within, languages).by_hyperparameter
-                cells |= {f"{probe}, {each}": by_hyperparameter[each] for each in hyperparameters}
-        if len(cells) == len(probes) * len(hyperparameters):
-            rows.append(((name,), cells))
-    rows.sort(key=lambda row: sum(each.value for each in row[1].values()))
-    caption = (
-        "Kendall's tau of each measure with the accuracy of the probe, over pairs that differ in one thing alone and "
-        "agree in all others (Jiang et al., 2020): two models of one seed, or two seeds of one model. The losses of "
-        "these models differ, and nothing adjusts for that. " + _over(dataset)
-    )
-    title = f"{dataset.title}: granulated Kendall coefficients"
-    return SummaryTable(f"{dataset.name}_granulated", title, ("measure",), rows, caption)
+def _correlations(
+    data: DatasetResults, models: Sequence[Sequence[Checkpoint]], name: str, kind: Kind, given: str | None = None
+) -> dict[str, Estimate]:
+    """Return the correlation of a measure with each probe within units, or nothing where one is not defined.
 
+    Args:
+        data: The results on the dataset.
+        models: Those of each unit; one by itself says nothing of its unit, and is left out.
+        name: The measure, which is taken as its logarithm.
+        kind: Of the correlation.
+        given: The loss, for a partial correlation given its logarithm; None: not a partial one.
+    """
+    groups = [(unit, some) for unit, some in zip(data.units, models, strict=True) if len(some) > 1]
+    clusters = [unit.cluster for unit, some in groups for _ in some]
+    # languages and seeds differ more than models do: it would be between languages
+    within = [unit.prefix for unit, some in groups for _ in some]
 
-def _features(data: DatasetResults) -> SummaryTable:
-    """Return how alike features are: of the control and each of its variants, and of two seeds of the control."""
-    dataset, ones = data.dataset, data.replicates
-    control = dataset.control
+    def logarithms(key: str) -> list[float]:
+        return [each for _, some in groups for each in _logarithms([one[key].value for one in some])]
 
-    def features(one: Replicate, run: str) -> CheckpointEstimate:
-        return data.at(one, run)["effective-dimension"]
-
-    pairs = {
-        run: [(one, cka(features(one, control), features(one, run))) for one in ones]
-        for run in compared(dataset)
-        if run != control
-    }
-    pairs[f"{control}, another seed"] = [
-        (one, cka(features(one, control), features(other, control)))
-        for one, other in itertools.pairwise(ones)
-        if one.language == other.language
-    ]
-    rows: list[Row] = [((run,), {"cka": mean(some)}) for run, some in pairs.items() if some]
-    caption = (
-        f"Linear CKA (Kornblith et al., 2019; unbiased) of the last hidden states of {control} and of each other model "
-        "on the same sentences: 1 where the features are the same up to rotation and scale. " + _over(dataset)
-    )
-    title = f"{dataset.title}: similarity of features to those of {control}"
-    return SummaryTable(f"{dataset.name}_features", title, ("model",), rows, caption)
+    cells = {}
+    for probe in data.dataset.tasks.values():
+        accuracies = [one[probe].value for _, some in groups for one in some]
+        try:
+            # the fewest resamples that there may be, as nothing here reads the bootstrap
+            about: Any = {"kind": kind, "within": within, "resamples": 100}
+            about["given"] = {given: logarithms(given)} if given else {}
+            cells[probe] = correlation(logarithms(name), accuracies, clusters, **about).estimate()
+        except IsolossError:
+            # fewer than three languages, or a measure that is the same for all models
+            return {}
+    return cells
 
 
 def _logarithms(values: Sequence[float]) -> list[float]:
@@ -397,34 +393,58 @@ def _logarithms(values: Sequence[float]) -> list[float]:
     return [math.log(max(value, least)) for value in values]
 
 
-def _correlation(
-    models: Sequence[tuple[Replicate, Sequence[Checkpoint]]], name: str, probe: str, kind: Kind, given: str | None
-) -> Estimate | None:
-    """Return a correlation within replicates as an estimate, or None where it is not defined.
+def _granulated(data: DatasetResults) -> SummaryTable:
+    dataset, probes = data.dataset, data.dataset.tasks.values()
+    models = [(unit, run) for unit in data.units for run in compared(dataset)]
+    ends = [data.at(unit, run) for unit, run in models]
+    hyperparameters: dict[str, list[Any]] = {"model": [run for _, run in models]}
+    if dataset.seeds > 1:
+        hyperparameters["seed"] = [unit.seed % 100 for unit, _ in models]
+    languages = [unit.cluster for unit, _ in models]
+    # pairs agree in all others, so with the language among them no two languages are compared; its own tau is not shown
+    within = {**hyperparameters, "language": languages}
+    rows: list[Row] = []
+    for name in dataset.ranked:
+        cells: dict[str, Estimate] = {}
+        for probe in probes:
+            # too few languages, or an error that is not known
+            with contextlib.suppress(IsolossError):
+                flatness, accuracy = ([end[key].value for end in ends] for key in (name, probe))
+                by_hyperparameter = granulated_kendall(flatness, accuracy, within, languages).by_hyperparameter
+                cells |= {f"{probe}, {each}": by_hyperparameter[each] for each in hyperparameters}
+        if len(cells) == len(probes) * len(hyperparameters):
+            rows.append(((name,), cells))
+    rows.sort(key=lambda row: sum(each.value for each in row[1].values()))
+    return _table(
+        *(data, "granulated", "granulated Kendall coefficients", ("measure",), rows),
+        "Kendall's tau of each measure with the accuracy of the probe, over pairs that differ in one thing alone and "
+        "agree in all others (Jiang et al., 2020): two models of one seed, or two seeds of one model. The losses of "
+        "these models differ, and nothing adjusts for that.",
+        _over(dataset),
+    )
 
-    Args:
-        models: Those of each replicate; one by itself says nothing of its replicate, and is left out.
-        name: The measure, which is taken as its logarithm.
-        probe: The probe.
-        kind: Of the correlation.
-        given: The loss, for a partial correlation given its logarithm; None: not a partial one.
-    """
-    columns: dict[str, list[float]] = {name: [], probe: [], **({given: []} if given else {})}
-    clusters: list[str] = []
-    within: list[str] = []  # languages and seeds differ more than models do: it would be between languages
-    for one, checkpoints in models:
-        if len(checkpoints) < 2:
-            continue
-        for key, column in columns.items():
-            values = [each[key].value for each in checkpoints]
-            column += values if key == probe else _logarithms(values)
-        clusters += [one.cluster] * len(checkpoints)
-        within += [one.prefix] * len(checkpoints)
-    try:
-        covariates = {given: columns[given]} if given else {}
-        # the fewest resamples that there may be, as nothing here reads the bootstrap
-        some: Any = {"kind": kind, "given": covariates, "within": within, "resamples": 100}
-        return correlation(columns[name], columns[probe], clusters, **some).estimate()
-    except IsolossError:
-        # fewer than three languages, or a measure that is the same for all models
-        return None
+
+def _features(data: DatasetResults) -> SummaryTable:
+    """Return how alike features are: of the control and each of its variants, and of two seeds of the control."""
+    dataset, control = data.dataset, data.dataset.control
+
+    def features(unit: Unit, run: str) -> CheckpointEstimate:
+        return data.at(unit, run)["effective-dimension"]
+
+    pairs = {
+        run: [(unit, cka(features(unit, control), features(unit, run))) for unit in data.units]
+        for run in compared(dataset)
+        if run != control
+    }
+    pairs[f"{control}, another seed"] = [
+        (unit, cka(features(unit, control), features(other, control)))
+        for unit, other in itertools.pairwise(data.units)
+        if unit.language == other.language
+    ]
+    rows: list[Row] = [((run,), {"cka": mean(*zip(*some, strict=True))}) for run, some in pairs.items() if some]
+    return _table(
+        *(data, "features", f"similarity of features to those of {control}", ("model",), rows),
+        f"Linear CKA (Kornblith et al., 2019; unbiased) of the last hidden states of {control} and of each other model "
+        "on the same sentences: 1 where the features are the same up to rotation and scale.",
+        _over(dataset),
+    )

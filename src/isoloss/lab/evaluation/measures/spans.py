@@ -56,7 +56,7 @@ class Span(Trained):
         from isoloss.lab.languages.pcfg import symbols_on_level
         from isoloss.statistics.ratio import ratio_estimate
         from isoloss.transfer.config import ClassifierConfig
-        from isoloss.transfer.probe import over_draws
+        from isoloss.transfer.probe import fit_each
 
         if reason := self.why_not_applicable(context):
             raise IsolossError(reason)
@@ -86,7 +86,7 @@ class Span(Trained):
         probe = ClassifierConfig(solver="convex", regularization=(self.span_regularization,), seeds=1, seed=self.seed)
         estimates = {}
         for layer, (train_x, test_x) in enumerate(zip(states["train"], states["test"], strict=True)):
-            predictions, _ = over_draws(train_x, spans["train"].label, test_x, probe, classes=len(symbols), draws=1)
+            predictions, _ = fit_each([(train_x, spans["train"].label, test_x)], probe, classes=len(symbols))
             estimates[f"layer-{layer}"] = accuracy(predictions[0] == test.label)
         best = _best_rates(language, drawn["test"], test, symbols, causal=context.is_causal)
         known = "the sentence up to the span's end" if context.is_causal else "the whole sentence"

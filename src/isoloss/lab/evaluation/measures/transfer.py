@@ -6,6 +6,7 @@ Some have no model: probes on the true conditionals, and on the tokens themselve
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -107,39 +108,34 @@ class TaskMeasure(SeededMeasure):
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Return `accuracy`, with the class that each seed's classifier predicts for each test example.
 
-        Tested on all sentences, it comes instead with the influence of each draw, projection or seed.
+        Tested on all sentences, it comes instead with the influence of each draw, projection or seed. The inputs of a
+        task of text are its examples: models may read them in different tokens.
         """
-        from isoloss.lab.tasks import WholeTask
-
-        if (source := self._source) is not None:
-            return self._run_on_text(model, context, self._examples(source, context))
-        data = self._sentences(context)
-        if isinstance(data, WholeTask):
-            whole, more = data.task, {}
-            accuracy = self._exact(model, context, data)
-        else:
-            whole, result = data, self._result(model, context, data)
-            accuracy, more = result.accuracy, _predictions(result)
-        inputs = digest(
-            whole.train.tokens, whole.train_labels, whole.test.tokens, whole.test_labels, more=list(whole.classes)
-        )
-        return MeasureResult(estimates={"accuracy": accuracy}, more=more, inputs=inputs)
-
-    def _run_on_text(self, model: Any, context: MeasureContext, examples: TextExamples) -> MeasureResult:
-        """Return the accuracy on examples of text, which are the inputs: models may read them in different tokens."""
         from isoloss.lab.evaluation.context import config_of
+        from isoloss.lab.tasks import WholeTask
         from isoloss.model_checks import max_length
 
-        data = context.text_task(examples, config_of(model), max_length(model), max_length=self.task_length)
-        assert data.coverage is not None  # as of every task of text
-        result = self._result(model, context, data)
-        details = {**result.accuracy.details, "text": dataclasses.asdict(data.coverage)}
-        accuracy = dataclasses.replace(result.accuracy, details=details)
-        texts = dataclasses.asdict(examples)
-        for split in ("train", "test"):
-            del texts[split]["num_unlabeled"], texts[split]["num_incomplete"]  # the examples alone are the inputs
-        inputs = digest(more=texts)
-        return MeasureResult(estimates={"accuracy": accuracy}, more=_predictions(result), inputs=inputs)
+        more: Mapping[str, Any] = {}
+        if (source := self._source) is not None:
+            examples = self._examples(source, context)
+            read = context.text_task(examples, config_of(model), max_length(model), max_length=self.task_length)
+            accuracy, more = _sampled(self._result(model, context, read))
+            assert read.coverage is not None  # as of every task of text
+            details = {**accuracy.details, "text": dataclasses.asdict(read.coverage)}
+            accuracy = dataclasses.replace(accuracy, details=details)
+            texts = dataclasses.asdict(examples)
+            for split in ("train", "test"):
+                del texts[split]["num_unlabeled"], texts[split]["num_incomplete"]  # the examples alone are the inputs
+            return MeasureResult(estimates={"accuracy": accuracy}, more=more, inputs=digest(more=texts))
+        data = self._sentences(context)
+        if isinstance(data, WholeTask):
+            task, accuracy = data.task, self._exact(model, context, data)
+        else:
+            task, (accuracy, more) = data, _sampled(self._result(model, context, data))
+        tensors = (task.train.tokens, task.train_labels, task.test.tokens, task.test_labels)
+        return MeasureResult(
+            estimates={"accuracy": accuracy}, more=more, inputs=digest(*tensors, more=list(task.classes))
+        )
 
     def _drawn(self) -> tuple[int | Literal["all"], int | None]:
         """Return how many training examples a draw has, and how many draws there are; None: one, and it may be less."""
@@ -188,12 +184,12 @@ def _task_of(entry: Any, task: str) -> str:
     return registered_name(name)
 
 
-def _predictions(result: TransferResult) -> dict[str, Any]:
-    """Return what each classifier says of each test example, and the labels, in as few bytes as the classes need."""
+def _sampled(result: TransferResult) -> tuple[Estimate, dict[str, Any]]:
+    """Return the accuracy; and each classifier's class of each test example, and the labels, in as few bytes as fit."""
     import numpy as np
 
     small = np.min_scalar_type(len(result.classes) - 1)
-    return {
+    return result.accuracy, {
         "accuracy.predictions": result.predictions.numpy().astype(small),
         "accuracy.labels": result.labels.numpy().astype(small),
     }
@@ -258,21 +254,22 @@ class _ProbeMeasure(TaskMeasure):
         from isoloss.lab.tasks import WholeTask
 
         if isinstance(data, WholeTask):
-            test = self._all_features(model, context, data.task.test)
+            task, test = data.task, self._all_features(model, context, data.task.test)
             train = test[data.train_rows.to(test.device)]
-            return self._fit(train, data.task.train_labels, test, len(data.task.classes))
-        train = self._features(model, context, data.train, data.train_types)
-        test = self._features(model, context, data.test, data.test_types)
-        return self._fit(train, data.train_labels, test, len(data.classes))
+        else:
+            task, test = data, self._features(model, context, data.test, data.test_types)
+            train = self._features(model, context, data.train, data.train_types)
+        return self._fit(train, task.train_labels, test, len(task.classes))
 
     def _all_features(self, model: Any, context: MeasureContext, sentences: Sentences) -> torch.Tensor:
         states = (self.probe_pooling, self.probe_layer)
         return context.features(model, self._features, model, context, sentences, states=states)
 
     def _fit(self, train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, classes: int) -> Fitted:
-        from isoloss.transfer.probe import over_draws
+        from isoloss.transfer.probe import fit_each
 
-        return over_draws(train_x, train_y, test_x, self._classifier(), classes=classes, draws=self._draws)
+        draws = zip(train_x.chunk(self._draws), train_y.chunk(self._draws), itertools.repeat(test_x), strict=False)
+        return fit_each(draws, self._classifier(), classes=classes)
 
     def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
         from isoloss.transfer.probe import probe_method
@@ -289,9 +286,9 @@ class _ProbeMeasure(TaskMeasure):
             bayes=data.bayes,
             seconds=time.perf_counter() - began,
         )
-        told = dict(result.accuracy.details)
-        told |= {f"{self.over[:-1]}_std": told.pop("seed_std"), self.over: told.pop("seeds")}
-        return dataclasses.replace(result, accuracy=dataclasses.replace(result.accuracy, details=told))
+        known = dict(result.accuracy.details)
+        known |= {f"{self.over[:-1]}_std": known.pop("seed_std"), self.over: known.pop("seeds")}
+        return dataclasses.replace(result, accuracy=dataclasses.replace(result.accuracy, details=known))
 
     def _exact(self, model: Any, context: MeasureContext, data: WholeTask) -> Estimate:
         from isoloss.lab.tasks import weighted_overlap
@@ -307,16 +304,9 @@ class _ProbeMeasure(TaskMeasure):
             predictions,
             method=probe_method(config),
             over=over,
-            given=self._given(over, len(predictions)),
             details={**details, "overlap": shared},
             seconds=time.perf_counter() - began,
         )
-
-    def _given(self, over: str, count: int) -> str:
-        """Return what an accuracy over all sentences is conditional on."""
-        if over == "draws":
-            return "the training sentences" if count == 1 else ""
-        return "the training sentences" + (f" and the {over[:-1]}" if count == 1 else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,11 +339,9 @@ class Probe(_ProbeMeasure, Trained):
         )
 
     def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
-        if self._draws > 1:
-            return super()._result(model, context, data)
-        return self._one(model, context, data)
+        return super()._result(model, context, data) if self._draws > 1 else self._of_one(model, context, data)
 
-    def _one(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
+    def _of_one(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
         """Return the result of one draw, whose features may be larger than memory."""
         from isoloss.transfer.probe import linear_probe
 
@@ -406,10 +394,20 @@ class Projected(_ProbeMeasure, Trained):
         return self.num_train, None
 
     def _fit(self, train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, classes: int) -> Fitted:
-        from isoloss.transfer.probe import over_projections
+        from isoloss.transfer.features import projection_matrix
+        from isoloss.transfer.probe import fit_each
 
-        sizes = {"classes": classes, "width": self.width, "projections": self._draws, "seed": self.seed}
-        return over_projections(train_x, train_y, test_x, self._classifier(), **sizes)
+        wide = train_x.shape[1]
+        if self.width > wide:
+            raise IsolossError(
+                f"the width is {self.width}, but the model has {wide} features: choose at most that many"
+            )
+        # the same for all models of one width
+        matrices = (projection_matrix(wide, self.width, self.seed, draw).to(train_x) for draw in range(self._draws))
+        parts = ((train_x @ matrix, train_y, test_x @ matrix) for matrix in matrices)
+        predictions, details = fit_each(parts, self._classifier(), classes=classes)
+        absent: list[int] = details["absent_classes"]  # the training sentences of all projections are the same
+        return predictions, {**details, "absent_classes": absent[:1], "width_before_projection": wide}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,28 +425,28 @@ class Lookup(Probe):
     def _examples(self, source: TextTask, context: MeasureContext) -> TextExamples:
         raise IsolossError(f"the true conditionals of the text of {self.task} are not known: it has no look-up table")
 
-    def _table(self, context: MeasureContext) -> Callable[[Any, Sentences], torch.Tensor]:
-        """Return what makes the features (n, D) of sentences of a language."""
+    def _table(self, context: MeasureContext) -> Callable[[Any, Sentences, bool], torch.Tensor]:
+        """Return the function that makes the features (n, D) of sentences of a language; the last argument: causal."""
         from isoloss.lab import lookup
 
-        # one-hot tokens are the same for both
-        causal = f"causal_{self.features}"
-        name = causal if context.is_causal and hasattr(lookup, causal) else self.features
-        made: Callable[[Any, Sentences], torch.Tensor] = getattr(lookup, name)
+        made: Callable[[Any, Sentences, bool], torch.Tensor] = getattr(lookup, self.features)
         return made
 
     def _features(
         self, model: Any, context: MeasureContext, sentences: Sentences, types: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self._table(context)(context.language, sentences)
+        return self._table(context)(context.language, sentences, context.is_causal)
 
     def _all_features(self, model: Any, context: MeasureContext, sentences: Sentences) -> torch.Tensor:
-        return context.features(None, self._table(context), context.language, sentences)
+        return context.features(None, self._table(context), context.language, sentences, context.is_causal)
 
-    def _one(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
-        from isoloss.lab.lookup import language_probe
+    def _of_one(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
+        from isoloss.lab.lookup import lookup_probe
 
-        return language_probe(self._table(context), context.language, data, self._classifier())
+        def features(language: Any, sentences: Sentences) -> torch.Tensor:
+            return self._table(context)(language, sentences, context.is_causal)
+
+        return lookup_probe(context.language, data, self._classifier(), features=features)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -484,14 +482,14 @@ class OneHot(Lookup):
     def _examples(self, source: TextTask, context: MeasureContext) -> TextExamples:
         return Probe._examples(self, source, context)
 
-    def _table(self, context: MeasureContext) -> Callable[[Any, Sentences], torch.Tensor]:
+    def _table(self, context: MeasureContext) -> Callable[[Any, Sentences, bool], torch.Tensor]:
         if self._source is None:
             return super()._table(context)
         from isoloss.text.tokenizers import vocabulary
         from isoloss.transfer.features import one_hot
 
         width = len(vocabulary(context.tokenizer()))
-        return lambda _, sentences: one_hot(sentences, width)
+        return lambda _, sentences, causal: one_hot(sentences, width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -526,12 +524,10 @@ class Finetune(TaskMeasure, Trained):
     def _exact(self, model: Any, context: MeasureContext, data: WholeTask) -> Estimate:
         result = self._result(model, context, data.task)
         kept: Mapping[str, Any] = {k: v for k, v in result.accuracy.details.items() if k not in _OF_SAMPLED}
-        given = "the training sentences" + (" and the seed" if len(result.predictions) == 1 else "")
         return data.estimate(
             result.predictions,
             method=result.accuracy.method,
             over="seeds",
-            given=given,
             details={**kept, "overlap": data.task.overlap},
             seconds=result.accuracy.seconds,
         )
@@ -564,21 +560,19 @@ class Features(SeededMeasure):
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Return `effective-dimension`, `effective-rank` and, of a model of an exact language, `cka-truth`.
 
-        The truth is the look-up table: the true conditionals of each token given all others or, of a causal model,
-        those before. With a sample of
-        sentences, the upper triangle of the features' Gram matrix comes with them, as `gram` of `effective-dimension`.
-        The inputs are the sentences without a start, so that causal and masked models of a language have the same.
+        The truth is the look-up table. With a sample of sentences, the upper triangle of the features' Gram matrix
+        comes with them, as `gram` of `effective-dimension`. The inputs are the sentences without a start, so that
+        causal and masked models of a language have the same.
         """
-        from isoloss.lab.lookup import causal_lookup_features, lookup_features
+        from isoloss.lab.lookup import lookup_features
         from isoloss.text.masking import with_start
         from isoloss.transfer import similarity
         from isoloss.transfer.features import extract
 
-        takes_start = context.is_causal and context.language is not None
-        table = causal_lookup_features if context.is_causal else lookup_features
+        language, takes_start = context.language, context.is_causal and context.language is not None
 
         def features_of(sentences: Sentences) -> Any:
-            return extract(model, with_start(sentences, context.language) if takes_start else sentences)
+            return extract(model, with_start(sentences, language) if takes_start else sentences)
 
         if self.feature_sentences == "all":
             every = context.all_sentences()
@@ -586,7 +580,7 @@ class Features(SeededMeasure):
                 raise IsolossError(self.why_not_applicable(context))
             sentences, probabilities = every
             features = context.features(model, features_of, sentences)
-            truth = context.features(None, table, context.language, sentences)
+            truth = context.features(None, lookup_features, language, sentences, context.is_causal)
             estimates = similarity.exact_features(features, probabilities, truth)
             return MeasureResult(estimates=estimates, inputs=digest(sentences.tokens, sentences.lengths, probabilities))
         sentences = context.sentences(self.feature_sentences, self.seed)
@@ -599,9 +593,8 @@ class Features(SeededMeasure):
             "effective-rank": similarity.effective_rank(exact),
         }
         if _has_table(context):
-            estimates["cka-truth"] = similarity.linear_cka(
-                kept, similarity.gram_matrix(table(context.language, sentences))
-            )
+            truth = lookup_features(language, sentences, context.is_causal)
+            estimates["cka-truth"] = similarity.linear_cka(kept, similarity.gram_matrix(truth))
         return MeasureResult(
             estimates=estimates,
             more={"effective-dimension.gram": gram},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import graphlib
 import math
 import re
@@ -26,7 +25,7 @@ from isoloss.lab.languages._pcfg.rules import (
     numbers_only,
     read_rules,
 )
-from isoloss.lab.languages.base import Perturbation, Stored
+from isoloss.lab.languages.base import Stored
 from isoloss.lab.languages.config import DyckConfig, PCFGConfig
 from isoloss.seeds import derive
 
@@ -383,22 +382,6 @@ def random_grammar(config: PCFGConfig) -> Grammar:
         more = rng.permutation(np.setdiff1d(dealt, first_tokens))[: emitted - len(first_tokens)]
         emit(lhs, [*first_tokens.tolist(), *more.tolist()], 1.0)
     return build_grammar(rules, start="S", source="random grammar")
-
-
-def perturbed_grammar(grammar: Grammar, perturbation: Perturbation) -> Grammar:
-    """Return a grammar of the same rules, of which some symbols have other probabilities (see `PCFG.perturbed`)."""
-    owners = {kind: getattr(grammar, kind)[:, 0] for kind in ("binary", "unary", "emission")}
-    counts = [np.bincount(owner, minlength=len(grammar.symbols)) for owner in owners.values()]
-    chosen = perturbation.choose(np.any([count > 1 for count in counts], axis=0))
-    drawn = {}
-    for kind, owner in owners.items():
-        probs = getattr(grammar, f"{kind}_probs").copy()
-        for symbol in chosen:
-            of_symbol = owner == symbol
-            probs[of_symbol] = perturbation.draw(probs[of_symbol])
-        probs.flags.writeable = False
-        drawn[f"{kind}_probs"] = probs
-    return dataclasses.replace(grammar, **drawn)
 
 
 def dyck_grammar(config: DyckConfig) -> Grammar:

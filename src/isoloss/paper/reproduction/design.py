@@ -1,0 +1,414 @@
+"""What the study trains and measures: a dataset with its sizes and arms becomes runs. `scales.py` has the numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from isoloss.config import LanguageConfig
+from isoloss.lab.languages.config import WithSpecialTokensConfig
+from isoloss.paper.design import MEASURED, OFFSET, Design, Unit, adamw, continued
+from isoloss.paper.reproduction.costs import Costs, Tokens, shape
+from isoloss.run_config import ModelConfig, StageConfig, TrainConfig
+from isoloss.studies import Experiment, Measurement
+from isoloss.studies.plan import Resources
+
+FIGURE_1 = "figure 1"  # which on the page shows cooldowns too
+SGD_SHOWN = ("figure 4", "figure 10")
+SGD_SAMPLED, SGD_EXACT = "sgd-sampled", "sgd-exact"
+TEACHER = "teacher"  # the run whose last checkpoint is the language of a dataset
+# baselines of the probe without a model, and what they are called
+BASELINES = {
+    "raw-lookup": "Look-up table, raw",
+    "standardized-lookup": "Look-up table, standardized",
+    "log-lookup": "Look-up table, logarithms",
+    "one-hot": "One-hot tokens",
+}
+# flatness by every measure that is one number
+FLATNESS = (
+    *("trace", "minimal-trace", "empirical-fisher", "hessian-trace", "weighted-trace", "fisher-rao"),
+    *("relative-flatness", "largest-eigenvalue", "sam-sharpness", "adaptive-sharpness", "noise-sharpness"),
+    "squared-norm",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """The figures and tables of the paper that show a dataset's runs, by what the runs have in common."""
+
+    sizes: tuple[str, ...] = ()  # every size
+    longer: tuple[str, ...] = ()  # the model whose steps are followed
+    expanded: tuple[str, ...] = ()  # sizes that are expanded into one
+    main: tuple[str, ...] = ()  # the model that the arms are compared with
+    baselines: tuple[str, ...] = ()  # probes without a model, such as on the look-up table
+
+
+SHOWN: Mapping[str, Shown] = {
+    "pcfg": Shown(
+        sizes=(FIGURE_1, "figure 3a", "figure 8", "figure 9"),
+        longer=("figure 2a", "figure 9"),
+        expanded=("figure 5",),
+        main=("table 1", "table 2"),
+        baselines=(FIGURE_1, "table 1"),
+    ),
+    "hmm": Shown(sizes=("figure 3b", "figure 8")),
+    "generated": Shown(sizes=("figure 3c", "figure 8"), longer=("figure 2b", "figure 9"), expanded=("figure 5",)),
+    "web": Shown(longer=("figure 2c", "figure 4")),
+    "text": Shown(main=("table 1", "table 2")),
+}
+
+
+def cooldown_run(arm: str, step: int, length: int = 0) -> str:
+    """Return the name of the cooldown that follows a step of a run; of another length than all, if one is given."""
+    return f"{arm}-{step}-cooldown{f'-{length}' if length else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A variant of the main model."""
+
+    title: str  # in figures and tables
+    changes: Mapping[str, Any] = field(default_factory=dict)  # of the main model's config, if trained from scratch
+    stages: tuple[StageConfig, ...] = ()  # instead: what follows the main model's step `start`
+    watched: tuple[int, ...] = ()  # measured steps besides the last, counted from the start of the stages
+    shown_in: tuple[str, ...] = ()  # the figures and tables of the paper
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """One of the paper's datasets: its languages, models, tasks, and what is trained and measured.
+
+    Cooldowns are AdamW with a learning rate that decays to 0. They bring models to about the same loss; the paper has
+    none. One of the usual length follows the last step of every size and arm, and each watched step of the main size,
+    in a run of its own. Those of the other lengths follow the step `start` of every size: together they give losses
+    that bracket the losses of the other models.
+    """
+
+    name: str  # e.g. `pcfg`
+    title: str  # on the page
+    languages: tuple[LanguageConfig, ...]  # e.g. grammars; errors are over them where there are several
+    teacher: TrainConfig | None = None  # trained first: the causal model whose checkpoint is the language
+    seeds: int = 1  # of pre-training, for each language
+    offset: int = 0  # of a repetition with other seeds; 0: the study itself
+    tasks: Mapping[str, str]  # the measure of each downstream task, by the paper's name of the task
+    common: Mapping[str, Any]  # fields of `TrainConfig` that all runs share, besides language, model and seed
+    sizes: Mapping[str, ModelConfig]  # of figure 3 and its like, ascending
+    expanded: Mapping[str, ModelConfig] = field(default_factory=dict)  # of Table 4; the last is what all become
+    main: str  # the size that is followed over its steps and that the arms are compared with
+    followed: str = ""  # the size of figure 2, where it is another one
+    watched: tuple[int, ...]  # the measured steps; the last is the end of training
+    cooldowns: tuple[int, ...] = ()  # lengths of the cooldown: the usual one, then the others
+    cooldown_rate: float = 3e-3  # its highest learning rate
+    # models whose KL differs from the control's by at most this fraction of it count as having its loss. The paper's
+    # models of one loss have losses of 3.204 to 3.208 and an entropy of 3.196: a KL of 0.010 ± 20 %
+    band: float = 0.2
+    arms: Mapping[str, Arm] = field(default_factory=dict)
+    projected: int = 0  # features to which those of every size are projected for one more probe; 0: there is none
+    flatness: tuple[str, ...] = ()  # measures at the end of the arms and of the main model's cooldowns
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
+    # what training and measuring need: of the pairs of a width and needs, the last whose width the model has
+    needs: tuple[tuple[int, Resources], ...] = ((0, Resources()),)
+    tokens: Tokens | None = None  # what the expected costs are computed from; None: they are not
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Every language with every seed."""
+        # a text has no seed: its place stands for it
+        numbers = [int(getattr(each, "seed", place + self.offset)) for place, each in enumerate(self.languages)]
+        return tuple(
+            Unit(
+                prefix=f"{self.name}-{number}-seed-{index}",
+                cluster=f"{self.name} {number}",
+                language=language,
+                seed=100 * number + index,
+                block=block,
+            )
+            for block, (number, language) in enumerate(zip(numbers, self.languages, strict=True))
+            for index in range(self.seeds)
+        )
+
+    @property
+    def shown(self) -> Shown:
+        """The paper's figures and tables."""
+        return SHOWN[self.name]
+
+    @property
+    def last(self) -> int:
+        """The last step of training."""
+        return self.watched[-1]
+
+    @property
+    def start(self) -> int:
+        """The step of the main model that arms continue from: the middle one before cooldowns, otherwise the last."""
+        return self.watched[(len(self.watched) - 1) // 2] if self.cooldowns else self.last
+
+    @property
+    def control(self) -> str:
+        """The run that others are compared with: the main model where arms branch off, after the usual cooldown."""
+        return cooldown_run(self.main, self.start) if self.cooldowns else self.main
+
+    @property
+    def cooldown_lengths(self) -> tuple[int, ...]:
+        """All lengths of the cooldown, ascending; 0 stands for the usual one, as in `cooldown_run`."""
+        # in the order of the KL after them, so that neighbors can enclose a loss (`interpolated_control`)
+        return tuple(0 if length == self.cooldowns[0] else length for length in sorted(self.cooldowns))
+
+    @property
+    def cooldown_labels(self) -> Literal["exact", "sampled"]:
+        """The labels of the cooldown: the exact conditionals, where they are known and fast."""
+        return "exact" if self.name in ("pcfg", "hmm") else "sampled"
+
+    def steps_before_cooldown(self, size: str) -> tuple[int, ...]:
+        """Return the steps of a size, or of an arm from scratch, after which a usual cooldown branches off."""
+        if not self.cooldowns:
+            return ()
+        return self.watched if size == self.main else tuple(sorted({self.start, self.last}))
+
+    @property
+    def expands_cooled(self) -> bool:
+        """Whether sizes are expanded after a cooldown; not those of Table 4, which are so only for being expanded."""
+        return bool(self.cooldowns and not self.expanded)
+
+    @property
+    def largest(self) -> str:
+        """The size that others are expanded into."""
+        return list(self.expanded or self.sizes)[-1]
+
+    # --- what is measured --------------------------------------------------------------------------------------------
+
+    @property
+    def traces(self) -> tuple[str, ...]:
+        """The trace and, of transformers, the minimal trace."""
+        is_lstm = self.sizes[self.main].architecture == "lstm"
+        return ("trace",) if is_lstm else ("trace", "minimal-trace")
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """What is measured of every watched checkpoint."""
+        gap = ("generalization-gap",) if self.name == "text" else ()
+        return ("loss", *gap, *self.traces, *self.tasks.values())
+
+    @property
+    def projected_probes(self) -> tuple[str, ...]:
+        """The probes on as many features for all sizes."""
+        tasks = self.tasks.values() if self.projected else ()
+        return tuple(f"projected-{key.removeprefix('probe-')}-{self.projected}" for key in tasks)
+
+    @property
+    def when_expanded(self) -> tuple[str, ...]:
+        """What is measured of models after their expansion into the largest."""
+        if not self.shown.expanded:
+            return ()
+        minimal = () if self.expanded else (f"minimal-trace-in-{self.largest}",)
+        return (*(f"trace-in-{self.largest}-{scale}" for scale in ("paper", "exact")), *minimal)
+
+    @property
+    def size_measures(self) -> tuple[str, ...]:
+        """What is also measured at the end of every size and of its cooldowns."""
+        return (*self.projected_probes, *(() if self.expanded else self.when_expanded))
+
+    @property
+    def few_shot(self) -> tuple[str, ...]:
+        """The probes on few examples."""
+        tasks = self.tasks.values() if self.name == "pcfg" and self.flatness else ()
+        return tuple(f"few-shot-{key.removeprefix('probe-')}-100" for key in tasks)
+
+    @property
+    def arm_measures(self) -> tuple[str, ...]:
+        """What is also measured at the end of the main model's cooldowns and of its arms."""
+        return (*self.few_shot, *self.flatness, "features") if self.flatness else ()
+
+    @property
+    def ranked(self) -> list[str]:
+        """The measures of flatness by which models are ranked."""
+        return [key for key in FLATNESS if key in (*self.measures, *self.arm_measures)]
+
+    @property
+    def look_up(self) -> str:
+        """The baseline with the look-up table as features whose probe is that of the models."""
+        return "standardized-lookup" if self.settings.get("probe_standardize", True) else "raw-lookup"
+
+    # --- the runs ----------------------------------------------------------------------------------------------------
+
+    def runs(self, unit: Unit) -> dict[str, Experiment]:
+        """Return the runs of a language and seed by the names of their arms, and what is measured of each."""
+        runs: dict[str, Experiment] = {}
+        for size, model in self.sizes.items():
+            runs |= self._of_size(unit, size, model)
+        for size, model in self.expanded.items():
+            if size not in runs:
+                about: Any = {"shown_in": self.shown.expanded, "more": self._inside(unit, size)}
+                runs[size] = self._run(unit, self._config(unit, model), size, (self.last,), **about)
+        for name, arm in self.arms.items():
+            if arm.stages:
+                runs[name] = self._continued(unit, arm)
+                continue
+            config = self._config(unit, **{"model": self.sizes[self.main], **arm.changes})
+            runs[name] = self._run(unit, config, arm.title, self.watched, shown_in=arm.shown_in)
+            # after the step from which the control's cooldown starts, too: as long as the control has trained
+            for step in self.steps_before_cooldown(name):
+                runs[cooldown_run(name, step)] = self._cooldown(unit, name, step, config, arm.title, self.arm_measures)
+        return runs
+
+    def _config(self, unit: Unit, model: ModelConfig, **changes: Any) -> TrainConfig:
+        fields = {"steps": self.last, "checkpoints": self.watched[:-1], **self.common, **changes}
+        return TrainConfig(language=unit.language, model=model, seed=unit.seed, **fields)
+
+    def _of_size(self, unit: Unit, size: str, model: ModelConfig) -> dict[str, Experiment]:
+        """Return a size with its cooldowns."""
+        is_main, shown = size == self.main, self.shown
+        has_baselines = is_main and bool(shown.baselines)
+        shown_in = (
+            *shown.sizes,
+            *(shown.longer if size == (self.followed or self.main) else ()),
+            *(shown.main if is_main else ()),
+            *(shown.expanded if size in self.expanded or self.expands_cooled else ()),
+            *(shown.baselines if is_main else ()),
+        )
+        more, config = self._inside(unit, size), self._config(unit, model)
+        if has_baselines:
+            # probes on tables need no model, but an evaluation belongs to a checkpoint: the untrained one
+            config = dataclasses.replace(config, checkpoints=(0, *config.checkpoints))
+            tables = [f"{kind}-{key.removeprefix('probe-')}" for kind in BASELINES for key in self.tasks.values()]
+            more = (self._measurement(unit, tables, (0,), "measure the baselines of", model), *more)
+        about: Any = {"shown_in": tuple(dict.fromkeys(shown_in)), "ends": self.size_measures, "more": more}
+        runs = {size: self._run(unit, config, size, self.watched, **about)}
+        ends = (*self.size_measures, *(self.arm_measures if is_main else ()))
+        cooldowns = [
+            *((step, 0) for step in self.steps_before_cooldown(size)),
+            *((self.start, length) for length in self.cooldowns[1:]),
+        ]
+        for step, length in cooldowns:
+            runs[cooldown_run(size, step, length)] = self._cooldown(unit, size, step, config, size, ends, length)
+        return runs
+
+    def _inside(self, unit: Unit, size: str) -> tuple[Measurement, ...]:
+        """Return what is measured of a size inside the largest of Table 4, at that one's cost."""
+        if size not in self.expanded:
+            return ()
+        name, model = f"measure inside {self.largest} of", self.expanded[self.largest]
+        return (self._measurement(unit, self.when_expanded, (self.last,), name, model),)
+
+    def _continued(self, unit: Unit, arm: Arm) -> Experiment:
+        """Return an arm that continues the main model; its last stage is the cooldown, if there is one."""
+        cooldown = [
+            StageConfig(steps=length, labels=self.cooldown_labels, optimizer=adamw(self.cooldown_rate))
+            for length in self.cooldowns[:1]
+        ]
+        stages = (*arm.stages, *cooldown)
+        steps = sum(stage.steps for stage in stages)
+        config = self._config(unit, self.sizes[self.main], steps=steps, stages=stages, checkpoints=arm.watched)
+        config = continued(unit, config, f"{self.main}/checkpoints/step-{self.start}")
+        about: Any = {"shown_in": arm.shown_in, "after": (unit.run(self.main),), "ends": self.arm_measures}
+        # before the cooldown, if there is one, and at the end
+        return self._run(unit, config, arm.title, (*arm.watched, *config.stage_ends()), **about)
+
+    def _cooldown(
+        self, unit: Unit, arm: str, step: int, config: TrainConfig, group: str, ends: tuple[str, ...], length: int = 0
+    ) -> Experiment:
+        cooldown = dataclasses.replace(
+            config,
+            steps=length or self.cooldowns[0],
+            checkpoints=(),
+            objective=dataclasses.replace(config.objective, labels=self.cooldown_labels),
+            optimizer=adamw(self.cooldown_rate),
+        )
+        cooldown = continued(unit, cooldown, f"{arm}/checkpoints/step-{step}")
+        shown = [each for each in self.shown.sizes if each == FIGURE_1]
+        if arm in self.sizes and step == self.start and self.expands_cooled:
+            shown += self.shown.expanded
+        about: Any = {"shown_in": tuple(shown), "after": (unit.run(arm),), "ends": ends}
+        return self._run(unit, cooldown, group, (cooldown.steps,), **about)
+
+    def _run(
+        self,
+        unit: Unit,
+        config: TrainConfig,
+        group: str,
+        steps: Sequence[int],
+        *,
+        ends: tuple[str, ...] = (),
+        more: tuple[Measurement, ...] = (),
+        **about: Any,
+    ) -> Experiment:
+        """Return a run that is measured at these steps, and at its end by more measures."""
+        model, needs, expected = config.model, self._needs(config.model), None
+        if self.tokens is not None:
+            costs = Costs(model, self.tokens, needs)
+            micro, processes = costs.micro_batch_size(config.batch_size), needs.processes
+            config = dataclasses.replace(config, micro_batch_size=micro if micro * processes < config.batch_size else 0)
+            expected = costs.training(config)
+        # one unit of work instead of two, which would load the same checkpoint
+        if tuple(steps) == (config.steps,):
+            parts = [self._measurement(unit, (*self.measures, *ends), steps, "measure", model)]
+        else:
+            parts = [self._measurement(unit, self.measures, steps, "measure", model)]
+            if ends:
+                parts.append(self._measurement(unit, ends, (config.steps,), "measure the end of", model))
+        return Experiment(
+            config=config, measurements=(*parts, *more), group=group, needs=needs, expected=expected, **about
+        )
+
+    def _measurement(
+        self, unit: Unit, measures: Iterable[str], steps: Sequence[int], name: str, model: ModelConfig
+    ) -> Measurement:
+        # drawn apart from what the adversary and the helper train on, and the same for all seeds of a language
+        settings = {**self.settings, "seed": unit.seed - unit.seed % 100 + MEASURED}
+        # only training can use several processes
+        needs, expected = dataclasses.replace(self._needs(model), processes=1), None
+        measures, steps = tuple(dict.fromkeys(measures)), tuple(dict.fromkeys(steps))
+        if self.tokens is not None:
+            expected = Costs(model, self.tokens, needs).measuring(measures, settings, checkpoints=len(steps))
+        return Measurement(measures=measures, steps=steps, settings=settings, name=name, needs=needs, expected=expected)
+
+    def _needs(self, model: ModelConfig) -> Resources:
+        width = getattr(shape(model), "d_model", None) or shape(model).hidden
+        return [needs for least, needs in self.needs if width >= least][-1]
+
+    def with_seed_offset(self, offset: int) -> Self:
+        """Return the dataset with other languages and seeds."""
+        move = OFFSET * offset
+
+        def other(language: Any) -> Any:
+            if isinstance(language, WithSpecialTokensConfig):
+                return dataclasses.replace(language, language=other(language.language))
+            # a text has no seed: it is repeated with other seeds of training alone
+            return dataclasses.replace(language, seed=language.seed + move) if hasattr(language, "seed") else language
+
+        languages = tuple(map(other, self.languages))
+        teacher = self.teacher and dataclasses.replace(self.teacher, seed=self.teacher.seed + move)
+        return dataclasses.replace(self, languages=languages, teacher=teacher, offset=move)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduction(Design):
+    """A scale of the study."""
+
+    datasets: tuple[Dataset, ...]
+
+    def with_seed_offset(self, offset: int) -> Self:
+        """Return the study on other grammars and other hidden Markov models, with other seeds."""
+        return dataclasses.replace(self, datasets=tuple(each.with_seed_offset(offset) for each in self.datasets))
+
+    def dataset(self, name: str) -> Dataset | None:
+        """Return the dataset of a name, if the scale has it."""
+        return next((each for each in self.datasets if each.name == name), None)
+
+    @functools.cached_property
+    def experiments(self) -> dict[str, Experiment]:
+        """Every run of every dataset; a language is a block of the study."""
+        runs: dict[str, Experiment] = {}
+        block = 0
+        for dataset in self.datasets:
+            first: tuple[str, ...] = ()
+            if dataset.teacher is not None:
+                first = (f"{dataset.name}-{TEACHER}",)
+                runs[first[0]] = Experiment(config=dataset.teacher, measurements=(), block=block)
+            for unit in dataset.units:
+                for arm, run in dataset.runs(unit).items():
+                    runs[unit.run(arm)] = dataclasses.replace(run, block=block + unit.block, after=(*first, *run.after))
+            block += len(dataset.languages)
+        return runs
