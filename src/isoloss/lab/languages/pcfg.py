@@ -207,8 +207,9 @@ class PCFG(ExactLanguage):
         return self._drawn(numbers, seed)
 
     def _drawn(self, numbers: torch.Tensor, seed: int, *, length: int | None = None, trees: bool = False) -> Sentences:
-        drawn = self._sampler(numbers, seed, length=length, trees=trees)
-        return Sentences(*(part if part is None else part.to(self.device) for part in drawn))
+        tokens, lengths, nodes = self._sampler(numbers, seed, length=length, trees=trees)
+        latent = None if nodes is None else nodes.to(self.device)
+        return Sentences(tokens.to(self.device), lengths.to(self.device), latent)
 
     def describe_latent(self, sentences: Sentences) -> list[str]:
         """Return the derivation of each sentence as nested brackets."""

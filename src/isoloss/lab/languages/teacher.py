@@ -401,7 +401,7 @@ class Scorer:
         # Where the output layer is not cut, logits over all of the model's tokens take more memory than all else.
         width = size if self.cut else vocab_size(self.model)
         step = max(1, min(_POSITIONS, _LOGITS // width) // prefix.tokens.shape[1])
-        for index in torch.arange(len(total), device=rows.device).split(step):
+        for index in torch.split(torch.arange(len(total), device=rows.device), step):
             sentences, code = rows[index // count], index % count
             ends = prefix.tokens[sentences, start:]
             # The last masked token varies fastest, as in the view below.
