@@ -68,7 +68,7 @@ UNFIT = {  # changes of a document, and what is said of each; none of them fits 
 AGAINST_RULES = {
     "optimizer.learning_rate is inf; it must be finite, above 0": {"optimizer": {"learning_rate": math.inf}},
     "no optimizer 'adam'": {"optimizer": {"name": "adam"}},
-    "no model 'gpt'; the models are bert, bert-pre-ln": {"model": {"architecture": "gpt"}},
+    "no model 'gpt'; did you mean opt? the models are bert, bert-pre-ln": {"model": {"architecture": "gpt"}},
     "batch_size is 7; sam's halves need a multiple of 2": {"algorithm": {"kind": "sam"}, "batch_size": 7},
 }
 
