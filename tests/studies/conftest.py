@@ -1,6 +1,5 @@
 """The executor of the studies' tests, a finished study with its repetition, and one that takes some seconds."""
 
-import os
 import subprocess
 
 import longer_study
@@ -8,6 +7,9 @@ import pytest
 
 import studies_in_process
 from isoloss import registry
+from isoloss.studies import load_study
+from isoloss.studies.export import export
+from isoloss.studies.folder import StudyFolder
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,10 +44,20 @@ def repeated(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def exports(finished, repeated, tmp_path_factory):
+    """The study and its repetition, exported; do not write into them."""
+    results = tmp_path_factory.mktemp("results")
+    for offset, folder in enumerate((finished, repeated)):
+        study = load_study(folder.parent / "blocks.py")
+        export(StudyFolder(study, folder, seed_offset=offset), results / "ab"[offset])
+    return results / "a", results / "b"
+
+
+@pytest.fixture(scope="session")
 def carried_out(tmp_path_factory):
     """The file of a study of some seconds, and its folder after the local executor: the bytes that others must give."""
     folder = tmp_path_factory.mktemp("local")
     file = longer_study.write(folder)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(longer_study.command(file, folder / "out"), check=True, env=environment, stdout=subprocess.DEVNULL)
+    words = longer_study.command(file, folder / "out")
+    subprocess.run(words, check=True, env=longer_study.ENVIRONMENT, stdout=subprocess.DEVNULL)
     return file, folder / "out"

@@ -1,12 +1,32 @@
-"""The study in blocks with runs of some seconds, for executors that are stopped while they train."""
+"""What tests of executors share: a study with runs of some seconds, its files, and waiting for other processes."""
 
 import hashlib
 import json
+import os
+import subprocess
 import sys
+import time
 
 import studies_in_process
 
 STEPS = 1200
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+TRAINING = ("--language", "pcfg-laptop", "--size", "d16", "--batch-size", "8", "--device", "cpu", "--threads", "1")
+ENGINE = """
+import json, sys
+from pathlib import Path
+from isoloss.runs import Run
+from isoloss.studies.plan import Unit
+from isoloss.studies.run import local
+from isoloss.studies.run.loop import Loop, Options
+units = []
+for i, words in enumerate(json.loads(sys.argv[2])):
+    path = Path(words[1])
+    done = lambda path=path: Run(path).complete
+    units.append(Unit(name=f"train {i}", arguments=tuple(words), done=done, outputs=(path,)))
+options = Options(workers=2, expiry=6.0)
+local.run(Loop(units, Path(sys.argv[1]), options, say=lambda line: print(line, flush=True)), options)
+"""
 
 
 def write(folder):
@@ -19,11 +39,26 @@ def write(folder):
     return file
 
 
-def contents(folder):
-    """SHA-256 of every file of the runs, but for those that say when things happened."""
+def engine(folder, commands):
+    """Start a process with the local executor that carries out these training commands."""
+    words = [sys.executable, "-c", ENGINE, str(folder), json.dumps(commands)]
+    return subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(condition, seconds=600.0):
+    """Wait until a condition is true, on a loaded machine for minutes; return it."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+def contents(folder, below="runs"):
+    """SHA-256 of every file below a folder, by default of the runs, but for those that say when things happened."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted((folder / "runs").rglob("*"))
+        for path in sorted((folder / below).rglob("*"))
         if path.is_file() and path.name not in ("log.jsonl", ".lock")
     }
 

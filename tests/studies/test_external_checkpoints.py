@@ -246,32 +246,29 @@ def test_new_writes_a_study_that_compares_external_checkpoints(study, capsys, he
     assert load_study("other.py").scale().experiments["opt"].config.data == "python:docs"
 
 
-def test_a_study_of_sixty_checkpoints_is_planned(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("Some text.")
-    named = [f"seed-{seed}/checkpoint-{step}" for seed in range(5) for step in range(12)]
-    for name in named:
+def checkpoints_without_weights(*names):
+    for name in names:
         Path(name).mkdir(parents=True)
         (Path(name) / "config.json").write_text("{}")
         (Path(name) / "model.safetensors").write_bytes(b"")
-    main_study("new", "mine", "--checkpoints", *(f"seed-{seed}" for seed in range(5)), "--data", "text.txt")
-    capsys.readouterr()
-    assert len(json.loads(call(capsys, "plan", "mine.py", "--json"))["units"]) == 60
 
 
-def test_new_gives_each_checkpoint_a_name_of_its_own(tmp_path, monkeypatch):
+def test_new_gives_each_of_many_checkpoints_a_name_of_its_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("Some text.")
-    named = ["one/a-3", "one/a", "two/a", "three/a"]
-    for name in named:
-        Path(name).mkdir(parents=True)
-        (Path(name) / "config.json").write_text("{}")
-        (Path(name) / "model.safetensors").write_bytes(b"")
+    named = ["one/a 3", "one/a-3", "two/a-3"]
+    checkpoints_without_weights(*named, *(f"seed-{seed}/checkpoint-{step}" for seed in range(5) for step in range(12)))
     main_study("new", "mine", "--checkpoints", *named, "--data", "text.txt")
     experiments = load_study("mine.py").scale().experiments
     assert {name: one.config.checkpoint for name, one in experiments.items()} == dict(
-        zip(["a-3", "one-a", "two-a", "three-a"], named, strict=True)
+        zip(["one-a-3", "one-a-3-2", "two-a-3"], named, strict=True)
     )
+    main_study("new", "many", "--checkpoints", *(f"seed-{seed}" for seed in range(5)), "--data", "text.txt")
+    capsys.readouterr()
+    units = json.loads(call(capsys, "plan", "many.py", "--json"))["units"]
+    assert {unit["unit"] for unit in units} == {
+        f"measure seed-{seed}-checkpoint-{step}" for seed in range(5) for step in range(12)
+    }
 
 
 def test_new_refuses_a_checkpoint_that_is_none_before_anything_is_written(study):

@@ -1,16 +1,15 @@
 """Commands that are forked from a process with the imports behind it do what those started afresh do."""
 
-import hashlib
 import importlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+from longer_study import ENVIRONMENT, TRAINING, contents, wait_for
 
 from isoloss.errors import IsolossError
 from isoloss.studies.plan import Resources
@@ -19,7 +18,6 @@ from isoloss.studies.run import fork_server
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")
 
 ONE = Resources()
-TRAINING = ("--language", "pcfg-laptop", "--size", "d16", "--batch-size", "8", "--steps", "6", "--device", "cpu")
 MEASURES = ("--measures", "loss", "trace", "probe-root", "--loss-sentences", "64", "--num-sequences", "16")
 FEW = ("--num-train", "64", "--num-test", "64", "--probe-epochs", "2", "--threads", "1")
 
@@ -30,16 +28,7 @@ def start(arguments, log, needs=ONE):
 
 
 def commands(folder):
-    return ("train", str(folder), *TRAINING, "--threads", "1"), ("measure", str(folder), *MEASURES, *FEW)
-
-
-def contents(folder):
-    """SHA-256 of every file by its path, but for those that say when things happened."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in ("log.jsonl", ".lock")
-    }
+    return ("train", str(folder), *TRAINING, "--steps", "6"), ("measure", str(folder), *MEASURES, *FEW)
 
 
 def test_results_are_those_of_a_fresh_process_bit_for_bit(tmp_path):
@@ -50,10 +39,10 @@ def test_results_are_those_of_a_fresh_process_bit_for_bit(tmp_path):
             assert forked.exitcode == 0, (tmp_path / "log").read_text()
     program = "import sys; from isoloss.cli.main import main; sys.exit(any(main(words) for words in {}))"
     fresh = program.format([list(command) for command in commands(tmp_path / "fresh")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", fresh], check=True, env=environment, capture_output=True)
-    assert len(contents(tmp_path / "fresh")) > 8
-    assert contents(tmp_path / "first") == contents(tmp_path / "second") == contents(tmp_path / "fresh")
+    subprocess.run([sys.executable, "-c", fresh], check=True, env=ENVIRONMENT, capture_output=True)
+    fresh = contents(tmp_path / "fresh", ".")
+    assert len(fresh) > 8
+    assert contents(tmp_path / "first", ".") == contents(tmp_path / "second", ".") == fresh
 
 
 def test_only_what_trains_or_measures_on_one_thread_waits_for_the_imports():
@@ -77,22 +66,20 @@ def test_what_a_command_says_and_its_status_are_kept(tmp_path):
 
 
 def test_a_command_that_is_killed_says_so(tmp_path):
-    command = start(("train", str(tmp_path / "run"), *TRAINING[:-4], "--steps", "1000000"), tmp_path / "log")
-    while not (tmp_path / "run" / "metrics.jsonl").exists():
-        assert command.exitcode is None, (tmp_path / "log").read_text()
-        time.sleep(0.05)
+    command = start(("train", str(tmp_path / "run"), *TRAINING, "--steps", "1000000"), tmp_path / "log")
+    wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists() or command.exitcode is not None)
+    assert command.exitcode is None, (tmp_path / "log").read_text()
     command.kill()
     command.join(30)
     assert command.exitcode == -signal.SIGKILL
 
 
 def test_a_killed_server_is_replaced_and_what_it_left_is_ended(tmp_path):
-    left = start(("train", str(tmp_path / "run"), *TRAINING[:-4], "--steps", "1000000"), tmp_path / "log")
+    left = start(("train", str(tmp_path / "run"), *TRAINING, "--steps", "1000000"), tmp_path / "log")
     ended = start(["--version"], tmp_path / "version.log")
     ended.join(120)
-    while not (tmp_path / "run" / "metrics.jsonl").exists():
-        assert left.exitcode is None, (tmp_path / "log").read_text()
-        time.sleep(0.05)
+    wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists() or left.exitcode is not None)
+    assert left.exitcode is None, (tmp_path / "log").read_text()
     os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
     left.join(30)
     assert not fork_server.is_lost(ended)
@@ -100,8 +87,8 @@ def test_a_killed_server_is_replaced_and_what_it_left_is_ended(tmp_path):
     again = start(["--version"], tmp_path / "version.log")
     again.join(120)
     assert again.exitcode == 0
-    while Path(f"/proc/{left.pid}/cmdline").is_file() and Path(f"/proc/{left.pid}/cmdline").read_bytes():
-        time.sleep(0.05)
+    name = Path(f"/proc/{left.pid}/cmdline")
+    wait_for(lambda: not (name.is_file() and name.read_bytes()))
 
 
 def test_a_server_that_is_killed_at_every_start_is_one_error(tmp_path, monkeypatch):
@@ -109,6 +96,7 @@ def test_a_server_that_is_killed_at_every_start_is_one_error(tmp_path, monkeypat
         raise EOFError
 
     monkeypatch.setattr("multiprocessing.context.ForkServerProcess.start", killed)
+    monkeypatch.setattr(fork_server.time, "sleep", lambda _: None)
     with pytest.raises(IsolossError, match=r"the fork server, .* was killed 3 times in a row"):
         start(["--version"], tmp_path / "log")
 

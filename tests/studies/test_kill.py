@@ -1,37 +1,28 @@
 """A whole study, killed at random moments and run again, ends with the same bytes as one that was not."""
 
-import hashlib
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-
-pytestmark = pytest.mark.slow
+from longer_study import ENVIRONMENT, contents
 
 KILLS = 5
-CLOCK = {"log.jsonl", ".lock"}  # what says when things happened
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
+def start(folder):
     words = ("study", "run", "same-loss", "--scale", "smoke", "--folder", str(folder))
-    command = [sys.executable, "-m", "isoloss", *words]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([sys.executable, "-m", "isoloss", *words], **quiet, env=ENVIRONMENT)
 
 
-def contents(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file by its path, but for those that belong to the clock."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in CLOCK and "units" not in path.relative_to(folder).parts
-    }
+def result(folder):
+    """Every file but those of the units, which say when things happened."""
+    return {path: digest for path, digest in contents(folder, ".").items() if not path.startswith("units/")}
 
 
+@pytest.mark.slow
 def test_killed_study_ends_with_the_same_bytes(tmp_path):
     whole, killed = tmp_path / "whole" / "study", tmp_path / "killed" / "study"
     began = time.monotonic()
@@ -43,11 +34,10 @@ def test_killed_study_ends_with_the_same_bytes(tmp_path):
         try:
             process.wait(timeout=moments.uniform(0.1, 0.9) * duration / 2)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             process.wait()
     assert start(killed).wait() == 0
-    expected = contents(whole)
-    assert any(path.endswith("model.safetensors") for path in expected)
-    assert any(path.endswith("metrics.jsonl") for path in expected)
-    assert any(path.endswith("g300-s30000-base/evaluations/trace@step-60.json") for path in expected)
-    assert contents(killed) == expected
+    expected = result(whole)
+    for end in ("model.safetensors", "metrics.jsonl", "g300-s30000-base/evaluations/trace@step-60.json"):
+        assert any(path.endswith(end) for path in expected)
+    assert result(killed) == expected

@@ -1,17 +1,15 @@
 """The local engine, with real commands: it carries out, it reports failures, and its workers end with it."""
 
 import functools
-import os
 import re
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import longer_study
 import pytest
 import spread_study
+from longer_study import ENVIRONMENT, TRAINING, engine, wait_for
 
 from isoloss import files
 from isoloss.errors import IsolossError
@@ -19,8 +17,6 @@ from isoloss.runs import Run
 from isoloss.studies.plan import Unit
 from isoloss.studies.run import local
 from studies_in_process import carry_out
-
-TRAINING = ("--language", "pcfg-laptop", "--size", "d16", "--batch-size", "8", "--device", "cpu", "--threads", "1")
 
 
 def training(path: Path, steps: int) -> Unit:
@@ -73,25 +69,6 @@ def test_at_least_one_worker(tmp_path):
         carry_out([], tmp_path, local.run, workers=0)
 
 
-ENGINE = """
-import pathlib, sys
-from isoloss.runs import Run
-from isoloss.studies.run import local
-from isoloss.studies.run.loop import Loop, Options
-from isoloss.studies.plan import Unit
-path = pathlib.Path(sys.argv[1])
-unit = Unit(name="train", arguments=tuple(sys.argv[2:]), done=lambda: Run(path).complete, outputs=(path,))
-local.run(Loop([unit], path.parent, options := Options(workers=1)), options)
-"""
-
-
-def wait_for(condition, seconds=600.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
 def is_free(folder: Path) -> bool:
     try:
         with files.lock(folder):
@@ -104,14 +81,12 @@ def is_free(folder: Path) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_workers_end_with_the_engine(tmp_path, number):
     arguments = ("train", str(tmp_path / "run"), *TRAINING, "--steps", "1000000")
-    engine = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, str(tmp_path / "run"), *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    process = engine(tmp_path, [arguments])
     run = Run(tmp_path / ".run.attempt-1")
     wait_for(lambda: (run.path / "metrics.jsonl").exists())
     assert not is_free(run.path)
-    engine.send_signal(number)
-    engine.wait(timeout=600)
+    process.send_signal(number)
+    process.communicate(timeout=600)
     wait_for(lambda: is_free(run.path))
     # an interrupted worker has saved where it is; a killed one had no chance to
     assert bool(run.steps()) == (number == signal.SIGINT)
@@ -120,16 +95,14 @@ def test_workers_end_with_the_engine(tmp_path, number):
 @pytest.mark.slow
 def test_a_unit_of_two_processes_is_stopped_and_goes_on_with_the_same_bytes(tmp_path):
     file = spread_study.write(tmp_path, steps=200)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = longer_study.command(file, tmp_path / "stopped")
-    driver = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while driver.poll() is None and not longer_study.num_training(tmp_path / "stopped"):
-        time.sleep(0.05)
+    driver = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: driver.poll() is not None or longer_study.num_training(tmp_path / "stopped"))
     driver.send_signal(signal.SIGINT)
     said = driver.communicate()[0]
     assert driver.returncode == 130, said
     assert longer_study.ends(tmp_path / "stopped") == {"stopped": 1}
     for folder in ("stopped", "whole"):
-        subprocess.run(longer_study.command(file, tmp_path / folder), check=True, env=environment, capture_output=True)
+        subprocess.run(longer_study.command(file, tmp_path / folder), check=True, env=ENVIRONMENT, capture_output=True)
     assert longer_study.ends(tmp_path / "stopped") == {"done": 2, "stopped": 1}
     assert longer_study.contents(tmp_path / "stopped") == longer_study.contents(tmp_path / "whole")

@@ -1,16 +1,13 @@
 """The loop over a plan: what is handed out and when, what is tried again, and that several executors share a folder."""
 
-import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from longer_study import contents, ends
+from longer_study import TRAINING, contents, ends, engine, wait_for
 
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
@@ -207,45 +204,20 @@ def test_wrong_options(given, message):
 
 # --- with real commands and real processes
 
-FEW = ("--language", "pcfg-laptop", "--size", "d16", "--batch-size", "8", "--device", "cpu", "--threads", "1")
-ENGINE = """
-import json, sys
-from pathlib import Path
-from isoloss.runs import Run
-from isoloss.studies.run import local
-from isoloss.studies.run.loop import Loop, Options
-from isoloss.studies.plan import Unit
-units = []
-for i, words in enumerate(json.loads(sys.argv[2])):
-    path = Path(words[1])
-    done = lambda path=path: Run(path).complete
-    units.append(Unit(name=f"train {i}", arguments=tuple(words), done=done, outputs=(path,)))
-options = Options(workers=2, expiry=6.0)
-local.run(Loop(units, Path(sys.argv[1]), options, say=lambda line: print(line, flush=True)), options)
-"""
-
 
 def commands(folder, count, steps):
     """The commands that train `count` runs in a folder, with a checkpoint every 20 steps."""
-    words = (*FEW, "--steps", str(steps), "--checkpoints", *map(str, range(20, steps, 20)))
+    words = (*TRAINING, "--steps", str(steps), "--checkpoints", *map(str, range(20, steps, 20)))
     return [("train", str(folder / "runs" / f"run-{i}"), *words, "--seed", str(i)) for i in range(count)]
 
 
 def start(folder, count, steps):
-    words = [sys.executable, "-c", ENGINE, str(folder), json.dumps(commands(folder, count, steps))]
-    return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+    return engine(folder, commands(folder, count, steps))
 
 
 def train_alone(folder, count, steps):
     for words in commands(folder, count, steps):
         assert main(list(words)) == 0
-
-
-def wait_for(condition, seconds=600.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def has_checkpoint(folder, number=None):
@@ -258,15 +230,15 @@ def done_by(output):
 
 
 def test_two_executors_one_of_them_killed_do_every_unit_once(tmp_path):
-    train_alone(tmp_path / "alone", 4, 400)
+    train_alone(tmp_path / "alone", 3, 300)
     folder = tmp_path / "both"
-    killed, other = start(folder, 4, 400), start(folder, 4, 400)
+    killed, other = start(folder, 3, 300), start(folder, 3, 300)
     wait_for(lambda: has_checkpoint(folder))
     killed.send_signal(signal.SIGKILL)
     by_killed, by_other = (done_by(process.communicate(timeout=600)[0]) for process in (killed, other))
-    assert sorted(by_killed + by_other) == [f"train {i}" for i in range(4)]
+    assert sorted(by_killed + by_other) == [f"train {i}" for i in range(3)]
     assert by_other
-    assert ends(folder) == {"done": 4}
+    assert ends(folder) == {"done": 3}
     assert contents(folder) == contents(tmp_path / "alone")
 
 

@@ -3,14 +3,12 @@
 import contextlib
 import importlib.util
 import json
-import os
 import signal
 import subprocess
-import time
 
 import psutil
 import pytest
-from longer_study import command, contents, ends, num_training
+from longer_study import ENVIRONMENT, command, contents, ends, num_training, wait_for
 
 from isoloss.errors import IsolossError
 from isoloss.studies.plan import Unit
@@ -39,7 +37,7 @@ def cluster(tmp_path):
 @contextlib.contextmanager
 def driver_of(file, out, *options):
     """The study's driver; a test that fails leaves none behind, and shows what it said."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    environment = {**ENVIRONMENT, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     words = command(file, out, "--executor", "ray", "--workers", "2", *options)
     with subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -50,14 +48,6 @@ def driver_of(file, out, *options):
             if driver.poll() is None:
                 driver.kill()
                 print(driver.communicate()[0])
-
-
-def wait_for(condition, seconds=600.0):
-    """Wait for a condition, on a loaded machine for minutes."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def kill_node(cluster, index, temporary):

@@ -14,8 +14,7 @@ import isoloss
 from isoloss import files
 from isoloss.errors import IsolossError
 from isoloss.studies import load_study, reading
-from isoloss.studies.export import MOST_ROWS, export, text_table
-from isoloss.studies.folder import StudyFolder
+from isoloss.studies.export import MOST_ROWS, text_table
 from isoloss.studies.results import COLUMNS, Results
 from studies_in_process import call
 
@@ -25,12 +24,10 @@ EXPORTS = sorted(path.parent for path in KEPT.glob("*/summary.json"))
 # --- data frames
 
 
-@pytest.fixture(scope="module")
-def exported(finished, tmp_path_factory):
+@pytest.fixture
+def exported(exports):
     """The study, exported."""
-    folder = tmp_path_factory.mktemp("exported") / "kept"
-    export(StudyFolder(load_study(finished.parent / "blocks.py"), finished), folder)
-    return folder
+    return exports[0]
 
 
 def test_a_folder_and_its_export_are_read_alike(file, finished, exported):

@@ -1,6 +1,5 @@
 """A study with other seeds, its results in a folder of their own, and two of them compared."""
 
-import csv
 import json
 import math
 import re
@@ -16,10 +15,8 @@ from isoloss.errors import IsolossError
 from isoloss.runs import Run
 from isoloss.statistics.significance import p_value
 from isoloss.studies import load_study
-from isoloss.studies.export import export
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.repetition import compare
-from isoloss.studies.results import Results
 from studies_in_process import call
 
 # --- other seeds
@@ -79,33 +76,13 @@ def test_a_folder_that_names_no_offset_has_none(file, finished, tmp_path):
 # --- exports
 
 
-@pytest.fixture(scope="module")
-def exports(finished, repeated, tmp_path_factory):
-    """The study and its repetition, exported."""
-    results = tmp_path_factory.mktemp("results")
-    for offset, folder in enumerate((finished, repeated)):
-        study = load_study(folder.parent / "blocks.py")
-        export(StudyFolder(study, folder, seed_offset=offset), results / "ab"[offset])
-    return results / "a", results / "b"
-
-
-def test_an_export_has_the_numbers_and_how_they_were_made(capsys, file, exports, finished, tmp_path):
+def test_an_export_has_the_numbers_and_how_they_were_made(capsys, file, exports, finished):
     a, _ = exports
     kept = {str(path.relative_to(a)) for path in a.rglob("*") if path.is_file()}
     figures = {f"figures/{name}.png" for name in ("over-time", "against-loss")}
     tables = {f"tables/{name}.{kind}" for name in ("means", "claims") for kind in ("md", "tex")}
     values = {"values.csv", "values.parquet"}
     assert kept == {*values, "summary.json", "provenance.json", "index.html", *tables, *figures}
-    with (a / "values.csv").open() as file_:
-        rows = list(csv.DictReader(file_))
-    results = Results.read(finished, load_study(file).scale())
-    assert len(rows) == sum(map(len, results.checkpoints.values())) == 6 * 2 * 4
-    for row in rows:
-        estimate = results.checkpoints[row["run"], int(row["step"])][row["estimate"]]
-        numbers = float(row["value"]), float(row["standard error"]), row["unit"]
-        assert numbers == (estimate.value, estimate.stderr, estimate.unit)
-        assert row["run"] == f"{row['group']}-{int(row['block']) + 1}"
-        assert row["size"] == "d16"
     summary = files.read_json(a / "summary.json")
     printed = json.loads(call(capsys, "report", file, "--folder", finished, "--json"))
     assert {key: summary[key] for key in ("means", "claims")} == {key: printed[key] for key in ("means", "claims")}
@@ -205,10 +182,11 @@ def test_numbers_by_hand(tmp_path):
         "better": [untested],
         "never": [untested],
     }
+    # in another order: claims are compared by name
     theirs = {
+        "never": [untested],
         "flatter": [answer("shown", estimate(-2.0, 0.4, 6), "trace"), answer("shown", estimate(-9.0, 1, 4), "minimal")],
         "better": [answer("shown", estimate(2.0, 0.5, 4), "root")],
-        "never": [untested],
     }
     rows = [
         {
@@ -266,16 +244,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path, offset, other, message):
         compare(save(tmp_path / "a", 0, {}), save(tmp_path / "b", offset, {}, **other))
 
 
-def test_claims_are_compared_by_name(tmp_path):
-    ours = {"a": [answer("shown", estimate(1.0, 0.1, 4))], "b": [answer("not shown", estimate(2.0, 0.1, 4))]}
-    theirs = dict(reversed(ours.items()))
-    found = compare(save(tmp_path / "a", 0, ours), save(tmp_path / "b", 1, theirs))
-    assert [(each.name, each.difference.value, each.agree) for each in found.numbers] == [
-        (("a",), 0.0, True),
-        (("b",), 0.0, True),
-    ]
-
-
 def test_a_study_and_its_repetition(capsys, exports, tmp_path):
     printed = call(capsys, "compare", *exports)
     assert printed.splitlines()[0] == "blocks at scale tiny: A with seed offset 0, B with 1"
@@ -311,28 +279,20 @@ def test_wrong_words_are_refused(capsys, tmp_path, monkeypatch, words, message):
 
 
 @pytest.mark.parametrize(
-    ("words", "messages"),
+    ("words", "message"),
     [
-        (("compare", "a"), ("SECOND is missing", "isoloss study compare --help says more")),
-        (("compare", "a", "b", "--scale", "tiny"), ("--scale is an option of isoloss study plan,",)),
-        (("report", "same-loss", "b"), ("there is no argument: b",)),
+        (("compare", "a"), "SECOND is missing"),
+        (("compare", "a", "b", "--scale", "tiny"), "--scale is an option of isoloss study plan,"),
+        (("report", "same-loss", "b"), "there is no argument: b"),
+        (("export", "same-loss"), "--output is missing"),
         (
-            ("run", "same-loss", "--output", "b"),
-            ("--output is an option of isoloss study export; isoloss study run --help lists all",),
+            ("run", "x", "--output", "b"),
+            "--output is an option of isoloss study export; isoloss study run --help lists",
         ),
-        (("export", "same-loss"), ("--output is missing",)),
-        (
-            ("export", "same-loss", "--output", "b", "--workers", "2"),
-            ("--workers is an option of isoloss study plan, isoloss study run,",),
-        ),
-        (("work", "same-loss", "--address", "auto"), ("--address is an option of isoloss study run;",)),
-        (("report", "same-loss", "--formats", "csv"), ("--formats is an option of isoloss study export;",)),
-        (("export", "x", "--output", "b", "--formats", "xlsx"), ("--formats is 'xlsx'; it must be one of csv",)),
-        (("verfy", "same-loss"), ("no subcommand 'verfy'; did you mean verify?",)),
+        (("export", "x", "--output", "b", "--formats", "xlsx"), "--formats is 'xlsx'; it must be one of csv"),
+        (("verfy", "same-loss"), "no subcommand 'verfy'; did you mean verify?"),
     ],
 )
-def test_each_subcommand_has_its_own_options(capsys, words, messages):
+def test_each_subcommand_has_its_own_options(capsys, words, message):
     assert main(["study", *words]) == 2
-    told = capsys.readouterr().err
-    for message in messages:
-        assert message in told
+    assert message in capsys.readouterr().err

@@ -3,10 +3,9 @@
 import os
 import signal
 import subprocess
-import time
 
 import pytest
-from longer_study import command, contents, ends, num_training
+from longer_study import ENVIRONMENT, command, contents, ends, num_training, wait_for
 
 from isoloss.errors import IsolossError
 from isoloss.studies.plan import Unit
@@ -32,27 +31,13 @@ def parent(pid):
     return int(subprocess.run(["ps", "-o", "ppid=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout)
 
 
-def wait_for(condition, seconds=600.0):
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    return result
-
-
 @pytest.mark.cluster
 def test_workers_one_killed_and_one_timed_out_give_the_same_bytes(carried_out, tmp_path):
     file, expected = carried_out
     out = tmp_path / "out"
     options = ("--executor", "slurm", "--submit", "cluster=local", "--workers", "2")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    driver = subprocess.Popen(
-        command(file, out, *options),
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    driver = subprocess.Popen(command(file, out, *options), env=ENVIRONMENT, **pipes)
     # found before they train, so that nothing slow comes between seeing both train and the signals
     worker, _ = wait_for(lambda: len(found := processes("study work")) == 2 and found)
     (other,) = set(processes("submitit.core._submit")) - {parent(worker)}

@@ -22,8 +22,9 @@ from isoloss.checkpoints.places import check_checkpoint, expand_checkpoints
 from isoloss.cli import common, options
 from isoloss.errors import IsolossError, printable, require_package
 from isoloss.registry import EXECUTORS, STUDIES
-from isoloss.runs import Run, checkpoint_of
+from isoloss.runs import Run
 from isoloss.statistics.estimate import number, rounded
+from isoloss.statistics.tables import short_names
 from isoloss.studies.run.attempt import EXPIRY_SECONDS
 from isoloss.text import hub_datasets
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from isoloss.studies.folder import StudyFolder
     from isoloss.studies.repetition import Repeated
     from isoloss.studies.run.loop import Executor, Options
-    from isoloss.studies.status import Remaining, UnitStatus
+    from isoloss.studies.status import UnitStatus
     from isoloss.studies.summary import Summary
 
 EXAMPLES = [
@@ -250,19 +251,16 @@ class _Plan(_Command):
     """Number of workers that the expected time assumes."""
 
     def run(self) -> int:
-        from isoloss.studies.status import remaining
-
         if self.workers < 1:
             raise IsolossError(f"--workers is {self.workers}; it must be at least 1")
         folder = self.study()
         folder.check()
         folder.exists()  # refuses a folder that holds something else
         states = _states(folder)
-        left = remaining(states, self.workers)
         if self.json:
-            common.emit_json(_document(folder, states, left, self.workers))
+            common.emit_json(_document(folder, states, self.workers))
         else:
-            _print_plan(folder, states, left, self.workers)
+            _print_plan(folder, states, self.workers)
         return 0
 
 
@@ -274,16 +272,18 @@ class _Status(_Command):
     """Keep refreshing until all units are done."""
 
     def run(self) -> int:
-        from isoloss.studies.status import remaining
-
         folder = _begun(self)
+        if self.watch and self.json:
+            raise IsolossError("--json prints one document, but --watch keeps printing: give only one of them")
         if self.watch:
-            return _watch(folder, self.json)
+            return _watch(folder)
         states = _states(folder)
         if self.json:
-            common.emit_json(_document(folder, states, remaining(states, 2), 2))
-        else:
-            _print_status(folder, states)
+            common.emit_json(_document(folder, states, 2))
+            return 0
+        rows = [(*_cells(status), str(status.attempts) if status.attempts > 1 else "") for status in states]
+        common.print_table(str(folder.path), (*STATUS_COLUMNS, "attempts"), rows, left=len(STATUS_COLUMNS))
+        _say_done(folder, states)
         return 0
 
 
@@ -504,19 +504,14 @@ STUDY = Study(
 def _external_study(name: str, checkpoints: Sequence[str], data: Path) -> str:
     if not (hub_datasets.is_dataset(data) or data.exists()):
         raise IsolossError(f"there is no data {data}{files.nearest(data)}")
-    names: dict[str, list[str]] = {}
-    for checkpoint in expand_checkpoints(map(_last_of_run, checkpoints), common.note):
+    found = list(dict.fromkeys(expand_checkpoints(map(_last_of_run, checkpoints), common.note)))
+    for checkpoint in found:
         check_checkpoint(checkpoint)
-        names[checkpoint] = [
-            re.sub(r"[^\w.-]+", "-", name).strip("-.") or "checkpoint" for name in _names_of(checkpoint)
-        ]
-    shared = Counter(name for each in names.values() for name in set(each))
     called: dict[str, str] = {}
-    for checkpoint, each in names.items():
-        # folders of several runs are all called checkpoint-1000: the first name that no other has
-        own = (name for name in each if shared[name] == 1)
-        numbered = (f"{each[0]}-{number}" for number in itertools.count(2))
-        called[next(name for name in itertools.chain(own, each, numbered) if name not in called)] = checkpoint
+    for checkpoint, title in short_names(found).items():
+        plain = re.sub(r"[^\w.-]+", "-", title).strip("-.") or "checkpoint"
+        numbered = (f"{plain}-{number}" for number in itertools.count(2))
+        called[next(each for each in itertools.chain([plain], numbered) if each not in called)] = checkpoint
     # JSON's strings are Python's too; unlike `repr`, they are always in double quotes
     quoted = partial(json.dumps, ensure_ascii=False)
     return _EXTERNAL.format(
@@ -524,18 +519,6 @@ def _external_study(name: str, checkpoints: Sequence[str], data: Path) -> str:
         data=quoted(str(data)),
         checkpoints="\n".join(f"    {quoted(key)}: {quoted(value)}," for key, value in called.items()),
     )
-
-
-def _names_of(checkpoint: str) -> list[str]:
-    """Return what a checkpoint may be called, the shortest name first."""
-    folder = Path(checkpoint).expanduser()
-    if not folder.is_dir():
-        return [checkpoint]
-    if (of_run := checkpoint_of(folder)) is not None:
-        run, step = of_run
-        return [run.path.name, f"{run.path.name}-step-{step}"]
-    parts = folder.resolve().parts[1:]
-    return ["-".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
 def _last_of_run(name: str) -> str:
@@ -553,65 +536,65 @@ def _states(folder: StudyFolder) -> list[UnitStatus]:
     return statuses(folder.plan(), folder.path)
 
 
-def _document(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaining, workers: int) -> dict[str, object]:
-    rows = [
-        {
-            "unit": status.unit.name,
-            "state": status.state,
-            "progress": status.progress,
-            "host": status.host,
-            "since": status.since,
-            "attempts": status.attempts,
-            "last_line": status.last_line,
-            "after": list(status.unit.after),
-            "needs": dataclasses.asdict(status.unit.needs),
-            "expected_seconds": round(status.unit.seconds, 3),
-            "memory_bytes": status.memory,
-            "gpu_memory_bytes": status.gpu_memory,
-            "disk_bytes": status.disk,
-            "measured": status.is_measured,
-            "shown_in": list(status.unit.shown_in),
-            "arguments": list(status.unit.arguments),
-        }
-        for status in states
-    ]
+def _document(folder: StudyFolder, states: Sequence[UnitStatus], workers: int) -> dict[str, object]:
+    """Return the plan and the state of its units, with the time and the cost of what is left."""
+    from isoloss.studies.status import remaining
+
+    left = dataclasses.asdict(remaining(states, workers))
     return {
         "study": folder.study.name,
         "scale": folder.scale_name,
         "folder": str(folder.path),
         "workers": workers,
-        "remaining_seconds": {name: round(value, 1) for name, value in dataclasses.asdict(left).items()},
+        "remaining_seconds": {name: round(value, 1) for name, value in left.items()},
         "needed_for": _costs(states),
-        "units": rows,
+        "units": [
+            {
+                "unit": status.unit.name,
+                **{
+                    key: getattr(status, key) for key in ("state", "progress", "host", "since", "attempts", "last_line")
+                },
+                "after": list(status.unit.after),
+                "needs": dataclasses.asdict(status.unit.needs),
+                "expected_seconds": round(status.unit.seconds, 3),
+                "memory_bytes": status.memory,
+                "gpu_memory_bytes": status.gpu_memory,
+                "disk_bytes": status.disk,
+                "measured": status.is_measured,
+                "shown_in": list(status.unit.shown_in),
+                "arguments": list(status.unit.arguments),
+            }
+            for status in states
+        ],
     }
 
 
-def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], left: Remaining, workers: int) -> None:
+def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], workers: int) -> None:
+    from isoloss.studies.status import remaining
+
     common.say_wrapped(f"{folder.study.name} at scale {folder.scale_name}: {folder.scale.description}")
     _say_done(folder, states)
+    disk = sum(status.disk or 0 for status in states)
     if all(status.state == "done" for status in states):
         used = sum(status.unit.seconds * status.unit.needs.all_cores for status in states)
-        size = sum(status.disk or 0 for status in states)
-        common.say_wrapped(f"All units are done: {_hours(used, 'core')} and {_rough(size / MIB)} MiB of disk space.")
+        common.say_wrapped(
+            f"All units are done: {_rough(used / 3600)} core-hours and {_rough(disk / MIB)} MiB on disk."
+        )
         return
-    measured = sum(status.is_measured for status in states)
+    left, measured = remaining(states, workers), sum(status.is_measured for status in states)
     basis = f"from the {measured} units measured here" if measured else "a rough guess, as no unit is measured yet"
+    gpus = f" and {_rough(left.gpu_seconds / 3600)} GPU-hours" if left.gpu_seconds else ""
     common.say_wrapped(
         f"Expected time for the rest ({basis}): {_duration(left.with_workers)} with {workers} workers. "
-        f"Cost: {_hours(left.core_seconds, 'core')}"
-        + (f" and {_hours(left.gpu_seconds, 'GPU')}." if left.gpu_seconds else ".")
+        f"Cost: {_rough(left.core_seconds / 3600)} core-hours{gpus}."
     )
-    if measured or all(status.disk is not None for status in states):
-        sizes = [(status.disk, status.state == "done") for status in states]
-        total = sum(size for size, _ in sizes if size)
-        to_come = sum(size for size, is_done in sizes if size and not is_done)
-        unknown = sum(size is None for size, _ in sizes)
+    if unknown := sum(status.disk is None for status in states):
         common.say_wrapped(
-            f"Disk space: {_rough(total / MIB)} MiB, {_rough(to_come / MIB)} MiB of it not written yet"
-            + (f"; not known for {unknown} units." if unknown else ".")
+            f"Memory and disk space of {unknown} units are not known before a unit of each kind is done."
         )
-    else:
-        common.say_wrapped("Memory and disk space are estimated once a unit of each kind is done.")
+    if disk:
+        to_come = sum(status.disk or 0 for status in states if status.state != "done")
+        common.say_wrapped(f"Disk space: {_rough(disk / MIB)} MiB, {_rough(to_come / MIB)} MiB of it not written yet.")
     if (secondary := folder.secondary_tests) is not None:
         common.say_wrapped(
             f"Secondary tests: {secondary}; p of each is adjusted for all of them, also where some cannot be made."
@@ -660,23 +643,6 @@ def _rough(amount: float) -> str:
     return f"{amount:,.0f}" if amount >= 10 or amount == int(amount) else f"{amount:.2g}"
 
 
-def _hours(seconds: float, resource: str) -> str:
-    """Return a cost in words.
-
-    Example:
-        >>> from isoloss.cli.study import _hours
-        >>> _hours(1800, "core"), _hours(7200 * 100, "GPU")
-        ('0.5 core-hours', '200 GPU-hours')
-    """
-    return f"{_rough(seconds / 3600)} {resource}-hours"
-
-
-def _print_status(folder: StudyFolder, states: Sequence[UnitStatus]) -> None:
-    rows = [(*_cells(status), str(status.attempts) if status.attempts > 1 else "") for status in states]
-    common.print_table(str(folder.path), (*STATUS_COLUMNS, "attempts"), rows, left=len(STATUS_COLUMNS))
-    _say_done(folder, states)
-
-
 def _cells(status: UnitStatus) -> tuple[str, ...]:
     when = (status.host, status.since.removesuffix("+00:00")) if status.state in BEGUN else ("", "")
     return status.unit.name, status.state, status.progress or status.last_line, *when
@@ -687,44 +653,37 @@ def _say_done(folder: StudyFolder, states: Sequence[UnitStatus]) -> None:
 
 
 def _counts(states: Sequence[UnitStatus]) -> str:
-    count = {state: sum(status.state == state for status in states) for state in ("done", "running", "failed")}
+    count = Counter(status.state for status in states)
     more = "".join(f", {count[state]} {state}" for state in ("running", "failed") if count[state])
     return f"{count['done']} of {len(states)} units done{more}"
 
 
-def _watch(folder: StudyFolder, as_json: bool) -> int:
+def _watch(folder: StudyFolder) -> int:
     """Show the running and failed units until all units are done, or those that failed for good hold up the rest."""
-    if as_json:
-        raise IsolossError("--json prints one document, but --watch keeps printing: give only one of them")
     from rich.live import Live
     from rich.table import Table
     from rich.text import Text
 
     from isoloss.studies.status import remaining
 
-    def line(states: Sequence[UnitStatus]) -> str:
-        # with as many workers as units are running now, since nothing says how many there are
-        left = remaining(states, max(1, sum(status.state == "running" for status in states)))
-        return f"{_counts(states)}; about {_duration(left.with_workers)} left"
-
-    def table(states: Sequence[UnitStatus]) -> Table:
-        shown = Table(*STATUS_COLUMNS, title=line(states))
-        for status in states:
-            if status.state in ("running", "failed"):
-                shown.add_row(*(Text(printable(cell)) for cell in _cells(status)))
-        return shown
-
     looks = 0  # in a row that found nothing running
     with Live(auto_refresh=False) if sys.stdout.isatty() else contextlib.nullcontext() as live:
         while True:
             states = _states(folder)
+            running = sum(status.state == "running" for status in states)
+            # with as many workers as units are running now, since nothing says how many there are
+            line = f"{_counts(states)}; about {_duration(remaining(states, max(1, running)).with_workers)} left"
             if live is None:
-                common.say(line(states))
+                common.say(line)
             else:
-                live.update(table(states), refresh=True)
+                shown = Table(*STATUS_COLUMNS, title=line)
+                for status in states:
+                    if status.state in ("running", "failed"):
+                        shown.add_row(*(Text(printable(cell)) for cell in _cells(status)))
+                live.update(shown, refresh=True)
             if all(status.state == "done" for status in states):
                 return 0
-            looks = 0 if any(status.state == "running" for status in states) else looks + 1
+            looks = 0 if running else looks + 1
             given_up = [status.unit.name for status in states if status.is_given_up]
             # between two units nothing runs for a moment: hence a second look
             if given_up and looks > 1:

@@ -52,15 +52,7 @@ _TITLES = {
 
 
 def format_difference(difference: Estimate) -> str:
-    """Return a difference with its sign, its error and a short unit.
-
-    Example:
-        >>> from isoloss import Estimate
-        >>> from isoloss.studies.answer import format_difference
-        >>> known = {"samples": 9, "num_predictions": 9, "method": "paired"}
-        >>> format_difference(Estimate(value=0.5, stderr=0.01, unit="nats per predicted token", **known))
-        '+0.500 ± 0.010 nats/token'
-    """
+    """Return a difference with its sign, its error and a short unit: `+0.500 ± 0.010 nats/token`."""
     sign = "+" if difference.value > 0 else ""
     return f"{sign}{number(difference)} {_unit(difference)}".rstrip()
 
@@ -93,9 +85,7 @@ def _is_open(answer: Answer) -> bool:
 def card_of(label: str, result: ClaimResult) -> Card:
     """Return the card of a claim: the verdict on its case as a gate or the first that was tested, and its difference.
 
-    Args:
-        label: The question that the claim affirms.
-        result: The claim with its answers.
+    `label` is the question that the claim affirms.
     """
     judged = [answer for answer in result.answers if answer.verdict is not Verdict.NOT_TESTED]
     gate = [answer for answer in result.answers if answer.role != "secondary"]
@@ -160,14 +150,7 @@ def interval_row(label: str, difference: Estimate, *, group: str = "") -> Interv
 
 
 def claimed(claim: Claim) -> tuple[float | None, float | None]:
-    """Return the ends of the range of differences that a claim states; None: open.
-
-    Example:
-        >>> from isoloss.studies import Claim
-        >>> from isoloss.studies.answer import claimed
-        >>> claimed(Claim(id="a", statement="", direction="decrease", margin=0.1, of=print, measures="kl"))
-        (None, -0.1)
-    """
+    """Return the ends of the range of differences that a claim states; None: open."""
     return {
         "increase": (claim.margin, None),
         "decrease": (None, -claim.margin),
@@ -176,20 +159,7 @@ def claimed(claim: Claim) -> tuple[float | None, float | None]:
 
 
 def claim_lines(result: ClaimResult) -> list[tuple[Tone, str, str]]:
-    """Return for each case of a claim its tone, the case, and the verdict with its effect and 95 % interval.
-
-    Example:
-        >>> from isoloss import Estimate
-        >>> from isoloss.studies import Claim
-        >>> from isoloss.studies.answer import claim_lines
-        >>> from isoloss.studies.claims import Answer, ClaimResult, Verdict
-        >>> claim = Claim(id="longer", statement="", direction="increase", of=print, measures="kl")
-        >>> known = {"stderr": 1.0, "samples": 9, "unit": "percentage points", "num_predictions": 9, "method": "paired"}
-        >>> answer = Answer(case="root", numbers={}, verdict=Verdict.CONTRADICTED, explanation="",
-        ...                 difference=Estimate(value=-3.0, **known))
-        >>> claim_lines(ClaimResult(claim=claim, answers=(answer,)))
-        [('bad', 'root', 'contradicted; -3.0 ± 1.0 points (95 %: -5.3 to -0.7)')]
-    """
+    """Return for each case of a claim its tone, the case, and the verdict with its effect and 95 % interval."""
     lines = []
     for answer in result.answers:
         difference = answer.difference
@@ -392,13 +362,7 @@ class Comparison:
 
 
 def title_of(key: str) -> str:
-    """Return what an estimate is called in a sentence.
-
-    Example:
-        >>> from isoloss.studies.answer import title_of
-        >>> title_of("minimal-trace (T = 6)"), title_of("probe-root"), title_of("sharpness")
-        ('minimal trace (T = 6)', 'probe accuracy, root', 'sharpness')
-    """
+    """Return what an estimate is called in a sentence: `probe accuracy, root` for `probe-root`."""
     name, of, case = key.partition(" (")
     if name in _TITLES:
         return f"{_TITLES[name]}{of}{case}"

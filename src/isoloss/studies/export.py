@@ -97,25 +97,8 @@ def text_table(
 ) -> str:
     """Return a table of text as Markdown (`md`), with the caption above it, or as LaTeX (`tex`), for `input`.
 
-    LaTeX needs the packages booktabs and, for a table of more rows than a page has, longtable.
-
-    Args:
-        kind: `md` or `tex`.
-        caption: A sentence or two.
-        columns: The headings, with units.
-        rows: The cells of each row.
-        left: How many of the first columns are text; the others are numbers, aligned on the right.
-        label: Of a LaTeX table.
-
-    Example:
-        >>> from isoloss.studies.export import text_table
-        >>> print(text_table("md", "Traces.", ["run", "trace"], [["base", "85.4 ± 0.6"]], 1))
-        Traces.
-        <BLANKLINE>
-        | run | trace |
-        | :-- | --: |
-        | base | 85.4 ± 0.6 |
-        <BLANKLINE>
+    The first `left` columns are text; the others are numbers, aligned on the right. LaTeX needs the packages booktabs
+    and, for a table of more rows than a page has, longtable.
     """
     # texts are escaped for Markdown or LaTeX, not for HTML
     environment = jinja2.Environment(

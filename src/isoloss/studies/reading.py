@@ -138,14 +138,7 @@ def _values(folder: Path) -> pl.DataFrame:
 
 
 def as_csv(values: pl.DataFrame) -> pl.DataFrame:
-    """Return values with an apostrophe before each text that a spreadsheet would take for a formula.
-
-    Example:
-        >>> import polars as pl
-        >>> from isoloss.studies.reading import as_csv
-        >>> as_csv(pl.DataFrame({"run": ["base", "=1+1"], "value": [-1.0, 2.0]})).rows()
-        [('base', -1.0), ("'=1+1", 2.0)]
-    """
+    """Return values with an apostrophe before each text that a spreadsheet would take for a formula."""
     import polars as pl
 
     # only in columns of text: in one of numbers, a minus is a minus
@@ -259,13 +252,7 @@ def provenance(folder: StudyFolder, results: Results) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return this machine's processor in words.
-
-    Example:
-        >>> from isoloss.studies.reading import processor
-        >>> "cores" in processor()
-        True
-    """
+    """Return this machine's processor in words."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

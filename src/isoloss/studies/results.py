@@ -34,20 +34,14 @@ COLUMNS: dict[str, Any] = {"run": str, "group": str, "block": int, "size": str, 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CheckpointEstimate(Estimate):
-    """An estimate of one checkpoint, with what decides which other estimates it has a paired difference to.
+    """An estimate of one checkpoint, with what decides which other estimates it has a paired difference to."""
 
-    Attributes:
-        inputs: The SHA-256 of what it was measured on.
-        settings: The measure's settings. Estimates with the same inputs and settings can be paired.
-        examples: `influence`, or `predictions` and `labels`, and `gram` of features; see `isoloss.runs.Run.examples`.
-        weights: The SHA-256 of the checkpoint's weights; empty: not known.
-    """
-
-    inputs: str
-    settings: Mapping[str, Any]
-    # not compared: `==` of two arrays is an array, which has no truth value
+    inputs: str  # the SHA-256 of what it was measured on
+    settings: Mapping[str, Any]  # the measure's; estimates with the same inputs and settings can be paired
+    # `influence`, or `predictions` and `labels`, and `gram` of features; see `isoloss.runs.Run.examples`. Not compared:
+    # `==` of two arrays is an array, which has no truth value
     examples: Mapping[str, np.ndarray[Any, Any]] = field(compare=False)
-    weights: str = ""
+    weights: str = ""  # the SHA-256 of the checkpoint's weights; empty: not known
 
     @classmethod
     def of(cls, estimate: Estimate, **more: Any) -> CheckpointEstimate:
@@ -181,11 +175,7 @@ class Results:
         return run_of(self.folder, name, self.scale.experiments[name])
 
     def at(self, run: str, step: int | None = None) -> Checkpoint:
-        """Return the estimates of a run's checkpoint, by default its last.
-
-        Raises:
-            IsolossError: There is no such run, or nothing was measured at this step.
-        """
+        """Return the estimates of a run's checkpoint, by default its last; an unknown run or step is named."""
         if run not in self.experiments:
             raise IsolossError(f"the study has no run {run!r}{did_you_mean(run, self.experiments)}")
         chosen = self.last_step(run) if step is None else step
@@ -344,9 +334,6 @@ def averaged(of_one_run: Sequence[CheckpointEstimate]) -> CheckpointEstimate:
     """Return the mean of an estimate over checkpoints of one run, which are not independent of each other.
 
     What an example adds to the mean is the mean of what it adds to each; the probes of all count as probes of one.
-
-    Raises:
-        IsolossError: The checkpoints were not measured on the same examples with the same settings.
     """
     first, *others = of_one_run
     if not others:
@@ -379,10 +366,7 @@ def cka(first: CheckpointEstimate, second: CheckpointEstimate) -> Estimate:
     """Return the linear CKA of the features of two checkpoints, by the `effective-dimension` of the measure `features`.
 
     See `isoloss.transfer.similarity.linear_cka`: 1 where the features are the same up to rotation and scale, 0
-    where they are uncorrelated. The error is over the draw of the sentences.
-
-    Raises:
-        IsolossError: One of the two is of another measure, or they are not of the same sentences.
+    where they are uncorrelated. The error is over the draw of the sentences, which are the same for both.
     """
     from isoloss.transfer.similarity import from_upper_triangle, linear_cka
 
@@ -402,17 +386,6 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
     """Return the mean over runs of different seeds, with the standard error of their mean.
 
     It includes each run's own error of measurement where each is measured on sentences of its own.
-
-    Raises:
-        IsolossError: Fewer than two runs have no standard deviation.
-
-    Example:
-        >>> from isoloss import Estimate
-        >>> from isoloss.studies.results import over_seeds
-        >>> known = {"stderr": 0.1, "samples": 9, "unit": "nats", "num_predictions": 9, "method": "m"}
-        >>> runs = [Estimate(value=v, **known) for v in (1, 2, 3)]
-        >>> print(over_seeds(runs))
-        2.00 ± 0.58 nats
     """
     if len(estimates) < 2:
         raise IsolossError("a mean over seeds needs at least two runs")
@@ -441,14 +414,8 @@ def change(pairs: Sequence[Pair], key: str, *, factor: float = 1.0, clusters: Se
     """Return second - factor * first of the estimate `key`: of one pair, or the mean over pairs.
 
     One pair has the error of the difference on the same examples; several seeds have the error of the mean of the
-    differences, which are paired by seed; clusters have the error of the mean of the clusters' mean differences
-    (`isoloss.statistics.clusters.cluster_mean`).
-
-    Args:
-        pairs: The pairs of checkpoints.
-        key: The estimate.
-        factor: What the first is multiplied by.
-        clusters: The independent unit of each pair, such as its grammar; empty: each pair is one.
+    differences, which are paired by seed; clusters, such as the grammar of each pair, have the error of the mean of the
+    clusters' mean differences (`isoloss.statistics.clusters.cluster_mean`).
     """
     return mean([difference(second[key], first[key], factor=factor) for first, second in pairs], clusters=clusters)
 

@@ -22,35 +22,20 @@ State = Literal["done", "running", "failed", "interrupted", "to do"]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitStatus:
-    """How far along a unit is.
+    """How far along a unit is, and what it needs: measured, or estimated from units like it; None: not known."""
 
-    Attributes:
-        unit: The unit; if it is done, its seconds are those that it took, else those expected of it.
-        state: Its state; `interrupted`: it was started, and no process works on it now.
-        progress: Progress of a unit that was started and is not done, e.g. `step 100 of 300`.
-        host: The machine on which it runs or last ran.
-        since: When its last attempt began, in ISO 8601, UTC; empty: never.
-        attempts: How many times it was started.
-        is_given_up: Whether it failed and is not retried.
-        last_line: The last line of its log, if it failed.
-        memory: Peak memory of all its processes, in bytes: measured, or estimated from units like it; None: not known.
-        gpu_memory: The same for the memory of its GPUs.
-        disk: Size of its result in bytes.
-        is_measured: Whether the unit is done and was measured itself.
-    """
-
-    unit: Unit
-    state: State
-    progress: str = ""
-    host: str = ""
-    since: str = ""
-    attempts: int = 0
-    is_given_up: bool = False
-    last_line: str = ""
-    memory: int | None = None
+    unit: Unit  # if it is done, its seconds are those that it took, else those expected of it
+    state: State  # `interrupted`: it was started, and no process works on it now
+    progress: str = ""  # of a unit that was started and is not done, e.g. `step 100 of 300`
+    host: str = ""  # the machine on which it runs or last ran
+    since: str = ""  # when its last attempt began, in ISO 8601, UTC; empty: never
+    attempts: int = 0  # how many times it was started
+    is_given_up: bool = False  # whether it failed and is not retried
+    last_line: str = ""  # of its log, if it failed
+    memory: int | None = None  # bytes of all its processes at the peak
     gpu_memory: int | None = None
-    disk: int | None = None
-    is_measured: bool = False
+    disk: int | None = None  # bytes of its result
+    is_measured: bool = False  # whether it is done and was measured itself
 
 
 def statuses(units: Sequence[Unit], folder: Path) -> list[UnitStatus]:
@@ -64,10 +49,6 @@ def statuses(units: Sequence[Unit], folder: Path) -> list[UnitStatus]:
     from all of the same subcommand. Its seconds are the expected ones, times the ratio of the time that the measured
     units took to the time expected for them. Its memory is their maximum, and its disk space their mean;
     without such units, all are what the plan expects.
-
-    Args:
-        units: The plan.
-        folder: The study's folder.
     """
     attempts = Attempts(folder)
     records = {unit.name: attempts.records(unit) for unit in units}
@@ -154,26 +135,15 @@ def _summary(records: Sequence[tuple[Unit, Mapping[str, Any]]]) -> dict[str, flo
 
 @dataclass(frozen=True, kw_only=True)
 class Remaining:
-    """How long the units that are not done will take, in seconds.
+    """How long the units that are not done will take, in seconds."""
 
-    Attributes:
-        core_seconds: Seconds times cores, summed over all units: what the rest costs.
-        gpu_seconds: The same for GPUs.
-        with_workers: The time with the given number of workers, if none idles.
-    """
-
-    core_seconds: float
+    core_seconds: float  # seconds times cores, summed over all units: what the rest costs
     gpu_seconds: float
-    with_workers: float
+    with_workers: float  # with the given number of cores, if none idles
 
 
 def remaining(states: Sequence[UnitStatus], workers: int) -> Remaining:
-    """Return how long the rest of a plan will take; a unit that has been started counts in full.
-
-    Args:
-        states: The statuses of the plan's units, with expected seconds.
-        workers: How many cores units may use at a time.
-    """
+    """Return how long the rest of a plan will take; a unit that has been started counts in full."""
     units = [status.unit for status in states if status.state != "done"]
     core_seconds = sum(unit.seconds * unit.needs.all_cores for unit in units)
     return Remaining(

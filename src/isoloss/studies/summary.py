@@ -19,21 +19,13 @@ VERDICT = "verdict"  # the column of the verdicts; this and the one before it, t
 
 @dataclass(frozen=True)
 class SummaryTable:
-    """Rows of estimates.
+    """Rows of estimates."""
 
-    Attributes:
-        name: Its key in JSON, a plural word.
-        title: What is printed above it.
-        labels: Headings of the columns that name a row, e.g. run and step.
-        rows: The labels and estimates of each row, with the same keys in all.
-        caption: Its caption on the page.
-    """
-
-    name: str
-    title: str
-    labels: tuple[str, ...]
+    name: str  # its key in JSON, a plural word
+    title: str  # what is printed above it
+    labels: tuple[str, ...]  # headings of the columns that name a row, e.g. run and step
     rows: Sequence[tuple[tuple[str | int, ...], Mapping[str, Estimate]]]
-    caption: str = ""
+    caption: str = ""  # on the page
 
     @property
     def left(self) -> int:
@@ -58,17 +50,11 @@ class SummaryTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What the verdicts of a study share.
+    """What the verdicts of a study share."""
 
-    Attributes:
-        claims_sha256: Hash of what the claims state.
-        loss_margin: Equivalence margin of the loss, unless a claim sets another, in nats.
-        secondary_tests: How many secondary tests the study has, made or not.
-    """
-
-    claims_sha256: str
-    loss_margin: float
-    secondary_tests: int
+    claims_sha256: str  # hash of what the claims state
+    loss_margin: float  # equivalence margin of the loss, unless a claim sets another, in nats
+    secondary_tests: int  # how many the study has, made or not
 
 
 @dataclass(frozen=True)

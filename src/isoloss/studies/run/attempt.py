@@ -41,23 +41,14 @@ EXPIRY_SECONDS = 60.0  # without a heartbeat, after which an attempt is lost
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """An attempt at a unit that this process makes.
-
-    Attributes:
-        unit: The unit.
-        number: The number of the attempt, from 1.
-        lease: The file that says who makes it.
-        owner: What the lease says.
-        descriptor: Of the open lease, which is locked until it is closed or this process ends.
-        start: When it was taken, by `time.monotonic`.
-    """
+    """An attempt at a unit that this process makes."""
 
     unit: Unit
-    number: int
-    lease: Path
-    owner: Mapping[str, Any]
-    descriptor: int
-    start: float = field(default_factory=time.monotonic)
+    number: int  # from 1
+    lease: Path  # the file that says who makes it
+    owner: Mapping[str, Any]  # what the lease says
+    descriptor: int  # of the open lease, which is locked until it is closed or this process ends
+    start: float = field(default_factory=time.monotonic)  # when it was taken
 
     @property
     def log(self) -> Path:
@@ -112,11 +103,7 @@ class Attempt:
         os.close(self.descriptor)
 
     def prepare(self) -> None:
-        """Move what the last attempt left of each run to this attempt's folder.
-
-        Raises:
-            IsolossError: A folder cannot be renamed, or a file cannot be written.
-        """
+        """Move what the last attempt left of each run to this attempt's folder."""
         for path in self.unit.outputs:
             if Run(path).complete:
                 continue
@@ -138,11 +125,7 @@ class Attempt:
                 files.write_bytes(growing, growing.read_bytes())
 
     def publish(self) -> None:
-        """Give the complete runs their final names; runs that other processes have published are kept.
-
-        Raises:
-            IsolossError: A folder cannot be renamed.
-        """
+        """Give the complete runs their final names; runs that other processes have published are kept."""
         for path in self.unit.outputs:
             own = attempt_folder(path, self.number)
             # an attempt that took over may have published first: its bytes are the same, so nothing is replaced
@@ -167,15 +150,7 @@ class Attempt:
 
 
 class Attempts:
-    """The attempts at the units of a study.
-
-    Args:
-        folder: The study's folder, which need not exist.
-        expiry: Seconds without a heartbeat after which an attempt is lost.
-
-    Raises:
-        IsolossError: The expiry is not positive and finite.
-    """
+    """The attempts at the units of a study; one is lost after `expiry` seconds without a heartbeat."""
 
     def __init__(self, folder: Path, expiry: float = EXPIRY_SECONDS) -> None:
         if not 0 < expiry < float("inf"):
@@ -231,11 +206,7 @@ class Attempts:
         return False
 
     def take(self, unit: Unit, number: int) -> Attempt | None:
-        """Take an attempt; None: another process has taken it.
-
-        Raises:
-            IsolossError: The file cannot be written.
-        """
+        """Take an attempt; None: another process has taken it."""
         path = self.folder / unit.file_name / f"{number}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -272,14 +243,7 @@ def boot() -> str:
 
 
 def attempt_folder(path: Path, number: int) -> Path:
-    """Return the folder in which an attempt at a run is made.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from isoloss.studies.run.attempt import attempt_folder
-        >>> attempt_folder(Path("runs/base"), 2)
-        PosixPath('runs/.base.attempt-2')
-    """
+    """Return the folder in which an attempt at a run is made: `runs/.base.attempt-2` for `runs/base`."""
     return path.with_name(f".{path.name}.attempt-{number}")
 
 
@@ -289,16 +253,7 @@ def folder(path: Path, number: int) -> Path:
 
 
 def command(arguments: Sequence[str], needs: Resources) -> list[str]:
-    """Return the command that runs `isoloss` with these arguments, under torchrun if it has several processes.
-
-    Example:
-        >>> from isoloss.studies import Resources
-        >>> from isoloss.studies.run.attempt import command
-        >>> command(("train", "runs/base"), Resources())[1:]
-        ['-m', 'isoloss', 'train', 'runs/base']
-        >>> " ".join(command(("train", "runs/base"), Resources(processes=2))[1:])
-        '-m torch.distributed.run --standalone --nproc-per-node 2 -m isoloss train runs/base'
-    """
+    """Return the command that runs `isoloss` with these arguments, under torchrun if it has several processes."""
     if needs.processes == 1:
         return [sys.executable, "-m", "isoloss", *arguments]
     # with --standalone each unit gets a free port of its own, as several such units may run on one machine

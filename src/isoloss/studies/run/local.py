@@ -26,18 +26,11 @@ _ROUNDING = 1e-9  # so that three thirds of a GPU fit into one
 
 
 def run(loop: Loop, options: Options) -> None:
-    """Run each attempt in its own process, as many at a time as cores, GPUs and memory allow.
+    """Run each attempt in its own process, as many at a time as cores (`workers`), GPUs and memory allow.
 
     An attempt gets the GPUs, or the fraction of one, that it needs through `CUDA_VISIBLE_DEVICES`. If this process ends
-    for any reason, so do the commands; when run again, they resume from their files.
-
-    Args:
-        loop: The loop over the plan.
-        options: `workers` is the number of cores.
-
-    Raises:
-        IsolossError: A unit needs more than the machine has, or a file cannot be written.
-        KeyboardInterrupt: Passed on after the commands have saved.
+    for any reason, so do the commands; when run again, they resume from their files. A unit that needs more than the
+    machine has is refused.
     """
     capacity, todo = Capacity.of_machine(options.workers), loop.todo
     capacity.check(todo)
@@ -97,24 +90,11 @@ def _stop(loop: Loop, running: dict[Attempt, ForkServerProcess]) -> None:
 
 @dataclass
 class Capacity:
-    """What is free on a machine.
-
-    Attributes:
-        cores: CPU cores.
-        gpus: Free fraction of each GPU, by its name in `CUDA_VISIBLE_DEVICES`.
-        memory: Memory in GiB.
-
-    Example:
-        >>> from isoloss.studies import Resources
-        >>> from isoloss.studies.run.local import Capacity
-        >>> capacity = Capacity(cores=4, gpus={"0": 1.0}, memory=8.0)
-        >>> capacity.reserve(Resources(gpus=0.5)), capacity.reserve(Resources(gpus=0.75))
-        (('0',), None)
-    """
+    """What is free on a machine."""
 
     cores: int
-    gpus: dict[str, float] = field(default_factory=dict)
-    memory: float = 0.0
+    gpus: dict[str, float] = field(default_factory=dict)  # free fraction, by name in `CUDA_VISIBLE_DEVICES`
+    memory: float = 0.0  # GiB
 
     @classmethod
     def of_machine(cls, cores: int) -> Capacity:
@@ -122,11 +102,7 @@ class Capacity:
         return cls(cores, dict.fromkeys(visible_gpus(), 1.0), physical_memory() / 2**30)
 
     def check(self, units: Sequence[Unit]) -> None:
-        """Refuse a unit that does not fit even if nothing else runs. Call it before the first `reserve`.
-
-        Raises:
-            IsolossError: A unit needs more than there is; the first such unit is named.
-        """
+        """Refuse a unit that does not fit even if nothing else runs. Call it before the first `reserve`."""
         for unit in units:
             if not self.fits(unit.needs):
                 needs = unit.needs
@@ -141,10 +117,9 @@ class Capacity:
 
     def reserve(self, needs: Resources) -> tuple[str, ...] | None:
         """Reserve what a unit needs, and return the GPUs that it gets; None: it does not fit now."""
-        chosen = self._choose(needs)
-        if chosen is None or not self.fits(needs):
-            return None
-        self._change(needs, chosen, -1)
+        chosen = self._choose(needs) if self.fits(needs) else None
+        if chosen is not None:
+            self._change(needs, chosen, -1)
         return chosen
 
     def release(self, needs: Resources, gpus: Sequence[str]) -> None:

@@ -34,29 +34,15 @@ BAD_INPUT = 2  # exit status of a command whose input is wrong: it would fail ag
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a plan is carried out.
+    """How a plan is carried out."""
 
-    Attributes:
-        workers: Number of cores that the units may use at a time; for the executor slurm, number of workers.
-        retries: How many times a unit that fails is tried again. One whose input is wrong (exit status 2) is not.
-        keep_going: Whether other units start after one has failed.
-        expiry: Seconds without a heartbeat after which another process may take over a unit.
-        worker_arguments: Arguments of the `isoloss` command with which a process on another machine helps with the
-            same plan.
-        submit_parameters: Parameters of the cluster, by name.
-        address: Address of a cluster; empty: one is started on this machine.
-
-    Raises:
-        IsolossError: A number is out of range.
-    """
-
-    workers: int = 2
-    retries: int = 1
-    keep_going: bool = True
-    expiry: float = EXPIRY_SECONDS
-    worker_arguments: tuple[str, ...] = ()
-    submit_parameters: Mapping[str, str | int | float] = field(default_factory=dict)
-    address: str = ""
+    workers: int = 2  # number of cores that units may use at a time; for the executor slurm, number of workers
+    retries: int = 1  # of a unit that fails; one whose input is wrong (exit status 2) is not tried again
+    keep_going: bool = True  # whether other units start after one has failed
+    expiry: float = EXPIRY_SECONDS  # seconds without a heartbeat after which another process may take over a unit
+    worker_arguments: tuple[str, ...] = ()  # of the `isoloss` command by which another machine helps with the plan
+    submit_parameters: Mapping[str, str | int | float] = field(default_factory=dict)  # of the cluster, by name
+    address: str = ""  # of a cluster; empty: one is started on this machine
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -79,17 +65,7 @@ class Executor(Protocol):
 class Loop:
     """The units of a plan, handed out one by one: block by block, each after those that it waits for.
 
-    Args:
-        units: The plan.
-        folder: The study's folder.
-        options: How the plan is carried out.
-        say: Called with one line when a unit starts or ends.
-
-    Attributes:
-        num_run_here: How many units this process has run.
-
-    Raises:
-        IsolossError: The plan is inconsistent, as for `isoloss.studies.plan.check`.
+    `say` is called with one line when a unit starts or ends; `num_run_here` counts the units that this process ran.
     """
 
     def __init__(
@@ -142,14 +118,7 @@ class Loop:
                 time.sleep(WAIT_SECONDS)
 
     def take(self, fits: Callable[[Resources], bool] = lambda _: True) -> Attempt | None:
-        """Return an attempt at the first unit that can start now and whose needs fit; None: there is none.
-
-        Args:
-            fits: Whether the executor has room for a unit of these needs.
-
-        Raises:
-            IsolossError: A lease or a folder cannot be written.
-        """
+        """Return an attempt at the first unit that can start now and whose needs fit; None: there is none."""
         for unit in () if self._has_to_stop else self._open():
             is_due = self._not_before.get(unit.name, 0.0) <= time.monotonic()
             if is_due and fits(unit.needs) and (attempt := self._take(unit)):
@@ -190,13 +159,9 @@ class Loop:
         return attempt
 
     def finish(self, attempt: Attempt, status: int, *, stopped: bool = False) -> None:
-        """Record how the command of an attempt ended, and publish what it made.
+        """Record how the command of an attempt ended, by its exit status, and publish what it made.
 
-        Args:
-            attempt: The attempt, which ends here.
-            status: Exit status of its command, negative for a signal.
-            stopped: Whether the executor stopped it, or lost the machine that it ran on: if its unit is not done, this
-                does not count as a failure.
+        If the executor `stopped` it, or lost its machine, and its unit is not done, that is no failure.
         """
         unit = attempt.unit
         del self._held[unit.name]

@@ -34,17 +34,10 @@ FOLDER_NOT_FOUND = 69  # status of a task whose node cannot see the folder: EX_U
 
 
 def run(loop: Loop, options: Options) -> None:
-    """Run each attempt as a Ray task with the cores, GPUs and memory that it needs.
+    """Run each attempt as a Ray task with the cores, GPUs and memory that it needs, on `workers` cores at most.
 
-    Args:
-        loop: The loop over the plan.
-        options: At most `workers` cores are used at a time. `address` is the address of a cluster, such as `auto`,
-            which may grow and shrink meanwhile; without one, a cluster is started on this machine and ends with the
-            study.
-
-    Raises:
-        IsolossError: Ray is missing, there is no cluster at that address, or a node cannot see the folder.
-        KeyboardInterrupt: Passed on after the commands have saved.
+    The cluster at `address`, such as `auto`, may grow and shrink meanwhile. Without an address, a cluster is started on
+    this machine and ends with the study.
     """
     if not (todo := loop.todo):
         return
@@ -180,11 +173,7 @@ def _status(ray: Any, reference: Any, attempt: Attempt, loop: Loop) -> tuple[int
 def carry_out(arguments: tuple[str, ...], needs: Resources, log: Path, environment: Mapping[str, str]) -> int:
     """Run an `isoloss` command on a node and return its exit status; on an interrupt, the command saves first.
 
-    Args:
-        arguments: Arguments of the command.
-        needs: What the command needs; Ray has placed it accordingly.
-        log: File for its output, in the shared folder.
-        environment: Further environment variables.
+    Its output goes to `log`, in the shared folder.
     """
     if not log.is_file():
         return FOLDER_NOT_FOUND

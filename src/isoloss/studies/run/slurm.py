@@ -30,11 +30,7 @@ CLUSTERS = ("slurm", "local", "debug")
 
 @dataclass(frozen=True)
 class Worker:
-    """What a Slurm job runs: a command that carries out units of the plan until none is left.
-
-    Attributes:
-        arguments: Arguments of the `isoloss` command.
-    """
+    """What a Slurm job runs: an `isoloss` command that carries out units of the plan until none is left."""
 
     arguments: tuple[str, ...]
 
@@ -61,17 +57,11 @@ class Worker:
 
 
 def run(loop: Loop, options: Options) -> None:
-    """Submit workers, and watch the folder until all units are done.
+    """Submit workers, and watch the folder until all units are done; this process takes no attempt.
 
-    Args:
-        loop: The loop over the plan, of which this process takes no attempt.
-        options: `workers` is the number of Slurm jobs, each with enough cores and GPUs for the largest unit;
-            `worker_arguments` is what each runs; `submit_parameters` go to submitit's
-            `AutoExecutor.update_parameters`, but for `cluster`: `slurm`, or `local` to try it on this machine.
-
-    Raises:
-        IsolossError: submitit or Slurm is missing, a parameter is wrong, or all workers end without finishing a unit.
-        KeyboardInterrupt: Passed on after cancelling the workers.
+    `workers` is the number of Slurm jobs, each with enough cores and GPUs for the largest unit. `submit_parameters` go
+    to submitit's `AutoExecutor.update_parameters`, but for `cluster`: `slurm`, or `local` to try it on this machine.
+    Workers that all end without finishing a unit are an error.
     """
     if not (todo := loop.todo):
         return

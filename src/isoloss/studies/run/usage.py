@@ -22,11 +22,7 @@ _UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
 
 
 def report(seconds: float) -> None:
-    """Write what this process used, if the environment names a file for it.
-
-    Args:
-        seconds: How long it has run.
-    """
+    """Write what this process, which has run for some seconds, used; if the environment names a file for it."""
     if not (name := os.environ.get(USAGE)):
         return
     used = {
@@ -42,14 +38,8 @@ def report(seconds: float) -> None:
 def collect(name: Path, processes: int, outputs: Iterable[Path]) -> dict[str, float]:
     """Return what all processes of a command used, and delete their usage files; empty if there are none.
 
-    Args:
-        name: The file named in their environment.
-        processes: Number of processes.
-        outputs: The folders that the command made. Their present size counts, not files that were deleted meanwhile.
-
-    Returns:
-        `seconds` of the slowest process; in bytes, `memory` and `gpu_memory` at the peak, summed over processes, and
-        `disk`.
+    These are the `seconds` of the slowest process and, in bytes, `memory` and `gpu_memory` at the peak, summed over
+    processes, and `disk`: the present size of the folders that it made (`outputs`), without what was deleted meanwhile.
     """
     used: dict[str, float] = {}
     for path in (name.with_name(f"{name.name}.{rank}") for rank in range(processes)):  # beside the logs of all units
