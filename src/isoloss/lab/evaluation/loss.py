@@ -204,7 +204,8 @@ def _conditionals(language: Language, batch: Batch, objective: ObjectiveConfig) 
         tokens = batch["input_ids"][:, begin:]
         size = max(1, _PART_BYTES // (8 * tokens.shape[1] * language.vocab_size))
         done = 0
-        for rows in torch.arange(len(tokens)).split(size):
+        for first in range(0, len(tokens), size):
+            rows = slice(first, first + size)
             logs = language.log_next(tokens[rows], lengths[rows] - begin, without_special=True)
             logs = logs.cpu().double()[chosen[rows, begin:]]
             out[done : done + len(logs)] = logs
