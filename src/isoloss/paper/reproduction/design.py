@@ -193,11 +193,14 @@ class Dataset:
         gap = ("generalization-gap",) if self.name == "text" else ()
         return ("loss", *gap, *self.traces, *self.tasks.values())
 
+    def of_tasks(self, kind: str, number: str = "") -> tuple[str, ...]:
+        """Return another measure than the probe of each task."""
+        return tuple(f"{kind}-{key.removeprefix('probe-')}{number}" for key in self.tasks.values())
+
     @property
     def projected_probes(self) -> tuple[str, ...]:
         """The probes on as many features for all sizes."""
-        tasks = self.tasks.values() if self.projected else ()
-        return tuple(f"projected-{key.removeprefix('probe-')}-{self.projected}" for key in tasks)
+        return self.of_tasks("projected", f"-{self.projected}") if self.projected else ()
 
     @property
     def when_expanded(self) -> tuple[str, ...]:
@@ -215,8 +218,7 @@ class Dataset:
     @property
     def few_shot(self) -> tuple[str, ...]:
         """The probes on few examples."""
-        tasks = self.tasks.values() if self.name == "pcfg" and self.flatness else ()
-        return tuple(f"few-shot-{key.removeprefix('probe-')}-100" for key in tasks)
+        return self.of_tasks("few-shot", "-100") if self.name == "pcfg" and self.flatness else ()
 
     @property
     def arm_measures(self) -> tuple[str, ...]:
@@ -274,7 +276,7 @@ class Dataset:
         if has_baselines:
             # probes on tables need no model, but an evaluation belongs to a checkpoint: the untrained one
             config = dataclasses.replace(config, checkpoints=(0, *config.checkpoints))
-            tables = [f"{kind}-{key.removeprefix('probe-')}" for kind in BASELINES for key in self.tasks.values()]
+            tables = [each for kind in BASELINES for each in self.of_tasks(kind)]
             more = (self._measurement(unit, tables, (0,), "measure the baselines of", model), *more)
         about: Any = {"shown_in": tuple(dict.fromkeys(shown_in)), "ends": self.size_measures, "more": more}
         runs = {size: self._run(unit, config, size, self.watched, **about)}
