@@ -108,22 +108,3 @@ def test_brackets_as_json(capsys):
     assert {row["samples"] for row in document["heads"]} == {2, 4}
     assert len(document["statements"]) == 16
     assert document["paths"]["4"][0]["step"] == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["bartlett", "--figure", "a.gif"], "--figure is a.gif; its name must end in"),
-        (["sgd-flow", "--figure", "a.gif"], "--figure is a.gif; its name must end in"),
-        (["bartlett", "--length", "5"], "length is 5"),
-        (["bartlett", "--directions", "-1"], "directions is -1"),
-        (["sgd-flow", "--trajectories", "1"], "trajectories is 1"),
-        (["sgd-flow", "--start", "10"], "the step size 0.1 is too large"),
-        (["sgd-flow", "--model", "masked-lm", "--start", "3"], "of the model two-parameters, not"),
-        (["brackets", "--figure", "a.gif"], "--figure is a.gif; its name must end in"),
-        (["brackets", "--lengths", "5"], "the lengths are 5; choose from 4, 6, 8, 10"),
-    ],
-)
-def test_what_is_refused(words, message):
-    with pytest.raises(theory.IsolossError, match=message):
-        theory.main(words)

@@ -1,111 +1,40 @@
 """The study brackets: its plan, its verdicts on known numbers, its tables and its figures."""
 
 import dataclasses
-import functools
 import math
 
 import pytest
+from known_study import judged, known_results, verdicts
 
 from isoloss import config as configs
-from isoloss.lab.evaluation.measures.base import settings_of
-from isoloss.paper.brackets import BASE, SCALES, SHAM, STUDY, TARGET_KL, answer, compared, parts, tables
-from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import Verdict, judge_claims
-from isoloss.studies.folder import StudyFolder
-from isoloss.studies.plan import check
-from isoloss.studies.results import CheckpointEstimate, Results
+from isoloss.paper.brackets import SCALES, SHAM, STUDY, TARGET_KL, answer, compared, parts, tables
+from isoloss.studies.claims import Verdict
 
 LAPTOP = SCALES["laptop"]
 FEW = dataclasses.replace(LAPTOP, seeds=LAPTOP.seeds[:5])
-PARTS = ("attention-trace", "neurons-trace", "neurons-minimal-trace", "parts-trace", "parts-minimal-trace")
 PRIMARY = ("noise-imbalance", "|g|, 8 strings (T = 6)")
 
 
-def keys_of(measure, length):
-    """The names of the estimates of a measure."""
-    shots = [n for n in (4, 8, 16, 32, 64) if n < 2**length]
-    probes = [f"r2-{task}-{n}" for n in shots for task in ("g", "abs-g", "zero", "parity")]
-    return {
-        "loss": ["entropy", "kl", "loss"],
-        "bracket-parts": [*PARTS, "cancellation", "bound-ratio"],
-        "bracket-probes": probes,
-        "bracket-tokens": [f"tokens-{name}" for name in probes],
-        "features": ["effective-dimension", "effective-rank", "cka-truth"],
-    }.get(measure, [measure])
+def results_of(changes=(), scale=FEW):
+    """Results in which arms differ by `changes` alone: by arm and key, what is added."""
 
+    def value(unit, arm, key):
+        base = 5e-6 if key == "kl" else 0.5
+        return base * (1 + 0.01 * math.sin(unit.seed * len(arm) + len(key))) + dict(changes).get((arm, key), 0.0)
 
-@functools.cache
-def settings(measure, seed):
-    return settings_of(measure, {"loss_sentences": "all", "feature_sentences": "all", "seed": seed})
-
-
-def known_results(folder, scale=FEW, changes=None):
-    """Results in which arms differ by `changes` alone: by the end of an arm's name and key, what is added."""
-    checkpoints = {}
-    for number, (name, experiment) in enumerate(scale.experiments.items()):
-        arm, length = name.split("-", 3)[3], experiment.config.language.length
-        for part in experiment.measurements:
-            for step in experiment.steps(part):
-                at = checkpoints.setdefault((name, step), {})
-                for measure in part.measures:
-                    for key in keys_of(measure, length):
-                        value = (5e-6 if key == "kl" else 0.5) * (1 + 0.01 * math.sin(7 * number + len(key)))
-                        at[key] = CheckpointEstimate.of(
-                            Estimate(
-                                value=value + (changes or {}).get((arm, key), 0.0),
-                                stderr=0.0,
-                                samples=0,
-                                unit="R²" if "r2-" in key else "nats per predicted token",
-                                num_predictions=10,
-                                method="known",
-                            ),
-                            inputs="the same",
-                            settings=settings(measure, part.settings["seed"]),
-                            examples={},
-                        )
-    return Results(scale, checkpoints, folder)
-
-
-def judged(results, scale="laptop"):
-    return judge_claims(STUDY.claims, results, loss_margin=STUDY.loss_margin, has_verdicts=STUDY.has_verdicts(scale))
-
-
-def verdicts(results, scale="laptop"):
-    return {(result.claim.id, one.case): one.verdict for result in judged(results, scale) for one in result.answers}
+    return known_results(scale, value)
 
 
 FLATTER = {("label-noise", "parts-minimal-trace"): -0.2}
 PENALTY = {("penalty-0.003", "r2-abs-g-8"): 0.3}
-
-
-@pytest.mark.parametrize("name", list(SCALES))
-def test_every_run_can_be_trained_and_is_planned_after_what_it_goes_on_from(tmp_path, name):
-    scale = SCALES[name]
-    check(StudyFolder(STUDY, tmp_path, name).plan())
-    for run, experiment in scale.experiments.items():
-        configs.check(experiment.config)
-        assert experiment.config.stages[-1].target_kl == TARGET_KL
-        assert all(start in scale.experiments for start in experiment.after), run
-    fingerprints = [experiment.fingerprint for experiment in scale.experiments.values()]
-    assert len({*fingerprints}) == len(fingerprints)
-
-
-def test_arms_of_a_seed_share_it_and_repetitions_share_none():
-    def seeds(scale):
-        return {experiment.config.seed for experiment in scale.experiments.values()}
-
-    own = seeds(LAPTOP)
-    # a base and what goes on from it, for each of the three models
-    assert len(own) == 2 * 3 * len(LAPTOP.seeds)
-    assert not own & seeds(LAPTOP.with_seed_offset(1))
-    measured = {part.settings["seed"] for e in LAPTOP.experiments.values() for part in e.measurements}
-    assert not measured & own
+NOISE = {("label-noise", "r2-abs-g-8"): 0.2}
 
 
 def test_the_sham_differs_from_a_penalty_by_its_weight_alone():
     unit = LAPTOP.units_of("attention", 6)[0]
     penalty, sham = (LAPTOP.experiments[unit.run(arm)].config.stages[0] for arm in ("penalty-0.001", SHAM))
     assert (penalty.algorithm.weight, sham.algorithm.weight) == (0.001, 0.0)
+    assert {run.config.stages[-1].target_kl for run in LAPTOP.experiments.values()} == {TARGET_KL}
     assert configs.to_dict(penalty) == {
         **configs.to_dict(sham),
         "algorithm": configs.to_dict(penalty)["algorithm"],
@@ -120,19 +49,21 @@ def test_the_sham_differs_from_a_penalty_by_its_weight_alone():
     )
 
 
-def test_gates_are_tested_in_order(tmp_path):
-    noise = {("label-noise", "r2-abs-g-8"): 0.2}
-    found = verdicts(known_results(tmp_path, changes=FLATTER | PENALTY | noise))
-    assert found["noise-flatter", "minimal-trace (T = 6)"] is Verdict.SHOWN
-    assert found["penalty-imbalance", "|g|, 8 strings (T = 6)"] is Verdict.SHOWN
-    assert found[PRIMARY] is Verdict.SHOWN
-    assert found["sham-imbalance", "|g|, 16 strings (T = 8)"] is Verdict.SHOWN
+def test_gates_are_tested_in_order():
+    found = verdicts(STUDY, results_of(FLATTER | PENALTY | NOISE))
+    shown = [
+        ("noise-flatter", "minimal-trace (T = 6)"),
+        ("penalty-imbalance", "|g|, 8 strings (T = 6)"),
+        PRIMARY,
+        ("sham-imbalance", "|g|, 16 strings (T = 8)"),
+        ("transformer-noise-imbalance", "|g|, 8 strings (T = 6)"),
+    ]
+    assert {found[each] for each in shown} == {Verdict.SHOWN}
     assert found["noise-count", "g, 16 strings (T = 6)"] is Verdict.NOT_SHOWN
-    assert found["transformer-noise-imbalance", "|g|, 8 strings (T = 6)"] is Verdict.SHOWN
     # without an effect of noise, that is the result; without the positive control nothing is
-    assert verdicts(known_results(tmp_path, changes=FLATTER | PENALTY))[PRIMARY] is Verdict.NO_EFFECT
-    assert verdicts(known_results(tmp_path, changes=FLATTER | noise))[PRIMARY] is Verdict.NOT_TESTED
-    assert verdicts(known_results(tmp_path, changes=PENALTY | noise))[PRIMARY] is Verdict.NOT_TESTED
+    assert verdicts(STUDY, results_of(FLATTER | PENALTY))[PRIMARY] is Verdict.NO_EFFECT
+    assert verdicts(STUDY, results_of(FLATTER | NOISE))[PRIMARY] is Verdict.NOT_TESTED
+    assert verdicts(STUDY, results_of(PENALTY | NOISE))[PRIMARY] is Verdict.NOT_TESTED
 
 
 def with_missed(results, arm, seeds):
@@ -143,23 +74,22 @@ def with_missed(results, arm, seeds):
     return results
 
 
-def test_pairs_that_are_not_at_one_loss_are_left_out_and_counted(tmp_path):
+def test_pairs_that_are_not_at_one_loss_are_left_out_and_counted():
     first, second, third, *_ = FEW.seeds
-    noise = {("label-noise", "r2-abs-g-8"): 0.2}
-    results = with_missed(known_results(tmp_path, changes=FLATTER | PENALTY | noise), "label-noise", [first])
+    results = with_missed(results_of(FLATTER | PENALTY | NOISE), "label-noise", [first])
     cases = {contrast.case: contrast for contrast in compared(results, name="label noise")}
     assert [len(cases[case].pairs) for case in ("T = 6", "T = 8")] == [4, 5]
     assert f"seed {first}" not in cases["T = 6"].clusters
     assert cases["T = 6"].where == "Left out at T = 6: 1 of 5 pairs, as a run missed the target."
-    assert verdicts(results)[PRIMARY] is Verdict.SHOWN
-    helps, _, _ = answer(judged(results), results)
+    assert verdicts(STUDY, results)[PRIMARY] is Verdict.SHOWN
+    helps, _, _ = answer(judged(STUDY, results), results)
     assert helps.detail.endswith(". Left out at T = 6: 1 of 5 pairs, as a run missed the target.")
     label_noise = next(row for row in tables(results)[0].rows if row[0][0] == "SGD (sampled labels)")
     assert label_noise[0][1] == 1
     assert label_noise[1]["r2-abs-g-8"].samples == 4
     # too few are no basis for a verdict
     with_missed(results, "label-noise", [second, third])
-    found = verdicts(results)
+    found = verdicts(STUDY, results)
     assert found["noise-flatter", "T = 6"] is Verdict.NOT_TESTED
     assert found["penalty-imbalance", "|g|, 8 strings (T = 6)"] is Verdict.NOT_TESTED  # what comes after it
     parts(results)
@@ -168,12 +98,11 @@ def test_pairs_that_are_not_at_one_loss_are_left_out_and_counted(tmp_path):
         if name.endswith("-base") and "kl" in end:
             end["kl"] = dataclasses.replace(end["kl"], value=0.3)
     assert not parts(results).figures
-    assert all(card.value.startswith("Not tested") for card in answer(judged(results), results))
+    assert all(card.value.startswith("Not tested") for card in answer(judged(STUDY, results), results))
 
 
-def test_the_demo_tests_what_it_has(tmp_path):
-    noise = {("label-noise", "r2-abs-g-8"): 0.2}
-    found = verdicts(known_results(tmp_path, SCALES["demo"], FLATTER | PENALTY | noise), "demo")
+def test_the_demo_tests_what_it_has():
+    found = verdicts(STUDY, results_of(FLATTER | PENALTY | NOISE, SCALES["demo"]), "demo")
     assert found[PRIMARY] is Verdict.SHOWN
     assert found["transformer-noise-imbalance", ""] is Verdict.NOT_TESTED
     assert found["sam-imbalance", ""] is Verdict.NOT_TESTED
@@ -181,9 +110,9 @@ def test_the_demo_tests_what_it_has(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["laptop", "demo"])
-def test_tables_and_figures_show_the_means(tmp_path, name):
+def test_tables_and_figures_show_the_means(name):
     scale = dataclasses.replace(SCALES[name], seeds=(0, 1, 2))
-    results = known_results(tmp_path, scale, {("label-noise", "cancellation"): 1.0})
+    results = results_of({("label-noise", "cancellation"): 1.0}, scale)
     by_name = {table.name: table for table in tables(results)}
     arms = {labels[0]: cells for labels, cells in by_name["arms-attention-6"].rows}
     assert arms["SGD (sampled labels)"]["cancellation"].value == pytest.approx(1.5, abs=0.01)
@@ -191,7 +120,7 @@ def test_tables_and_figures_show_the_means(tmp_path, name):
     assert ("AdamW (sampled labels)" in arms) == (name == "laptop")
     probes = [labels for labels, _ in by_name["probes-attention-6"].rows]
     assert probes[:3] == [("g", "Tokens"), ("g", "Untrained model"), ("g", "Base")]
-    cards = answer(judged(results, name), results)
+    cards = answer(judged(STUDY, results, name), results)
     assert [card.label for card in cards] == [
         "Does label noise help transfer?",
         "Does a penalty on the trace help?",
@@ -206,9 +135,3 @@ def test_tables_and_figures_show_the_means(tmp_path, name):
     assert ends == pytest.approx([1.5] * len(ends), abs=0.01)
     assert "AdamW, SAM" in shown.settings if name == "laptop" else "AdamW, SAM" not in shown.settings
     assert {figure.name for figure in shown.figures} >= {"phases-6", "doses-attention-6", "arms"}
-
-
-def test_the_base_is_measured_untrained_too():
-    unit = LAPTOP.units_of("attention", 8)[0]
-    parts = LAPTOP.experiments[unit.run(BASE)].measurements
-    assert [part.steps for part in parts] == [("last",), (0,)]

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from known_study import judged, known_results
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.base import Sentences
@@ -15,9 +16,6 @@ from isoloss.paper import dose_response as page
 from isoloss.paper.dose_response import ARMS, BASE, CONTROL, DOSES, SCALES, SHAM, STUDY, answer, tables
 from isoloss.paper.dose_response_tasks import needed, spare, twins
 from isoloss.report.save import save
-from isoloss.studies.claims import judge_claims
-from isoloss.studies.results import Results
-from known_estimates import measured
 
 GRAMMAR = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=6, seed=4)
 
@@ -118,50 +116,30 @@ def test_arms_differ_in_one_stage_and_the_control_in_its_sentences():
     assert len({repr(config.stages[0]) for config in configs.values()}) == len(ARMS)
 
 
-def test_no_seed_has_two_uses_in_any_draw():
-    used = []
-    for offset in range(3):
-        scale = dataclasses.replace(SCALES["evening"], grammars=SCALES["evening"].grammars[:2]).with_seed_offset(offset)
-        for unit in scale.units:
-            runs = [scale.experiments[unit.run(arm)] for arm in (BASE, *ARMS)]
-            used += {one.config.seed for one in runs} | {
-                part.settings["seed"] for one in runs for part in one.measurements
-            }
-    assert len(used) == len(set(used)) == 3 * 2 * 3 * 4  # draws, grammars, seeds; base, arms, control and measures
-
-
 # --- known results ---------------------------------------------------------------------------------------------------
 
 GRAMMARS = 5
 FEW = dataclasses.replace(SCALES["laptop"], grammars=SCALES["laptop"].grammars[:GRAMMARS], seeds_per_grammar=2)
 
 
-def known_results(by_dose):
-    """Results in which each dose changes few-shot accuracies by so much, and the trace by a factor of 2."""
-    checkpoints, draw = {}, np.random.default_rng(0)
-    for unit in FEW.units:
-        for arm in (BASE, *ARMS):
-            experiment = FEW.experiments[unit.run(arm)]
-            dose = DOSES.index(arm) - DOSES.index(SHAM) if arm in DOSES else 0
-            at = {}
-            for key in FEW.probes.values():
-                share = 0.7 + 0.01 * by_dose * dose + 0.001 * draw.normal()
-                at[key] = dataclasses.replace(measured(share), unit="accuracy")
-            if arm == BASE:
-                checkpoints[unit.run(arm), 0] = at
-            at |= {key: measured(10 * 2.0**-dose * (1 + 0.01 * draw.normal())) for key in ("trace", "minimal-trace")}
-            at |= {
-                key: measured(50 + dose + draw.normal())
-                for key in ("effective-rank", "effective-dimension", "cka-truth")
-            }
-            at["kl"] = measured((FEW.base_kl if arm == BASE else FEW.target_kl) + 1e-7 * draw.normal())
-            # where a target ended it
-            checkpoints[unit.run(arm), experiment.last_step - 100] = at
-    return Results(FEW, checkpoints, None)
+@pytest.fixture(scope="module")
+def results():
+    """Each dose costs 2 points of few-shot accuracy and halves the traces."""
+    draw = np.random.default_rng(0)
+
+    def value(unit, arm, key):
+        dose, noise = DOSES.index(arm) - DOSES.index(SHAM) if arm in DOSES else 0, draw.normal()
+        if key == "kl":
+            return (FEW.base_kl if arm == BASE else FEW.target_kl) + 1e-7 * noise
+        if key in FEW.probes.values():
+            return 0.7 - 0.02 * dose + 0.001 * noise
+        return 10 * 2.0**-dose * (1 + 0.01 * noise) if "trace" in key else 50 + dose + noise
+
+    # a target ends every arm
+    return known_results(FEW, value, ended=lambda arm, step: step and step - 100)
 
 
-def test_tables_and_answer_are_of_the_arms_and_their_controls():
-    results = known_results(-2.0)
+def test_tables_and_answer_are_of_the_arms_and_their_controls(results):
     arms, differences, slopes, untrained = tables(results)
     assert [label[0] for label, _ in arms.rows] == [FEW.titles[arm] for arm in ARMS]
     assert {label[1] for label, _ in arms.rows} == {0}  # none missed the target
@@ -181,13 +159,13 @@ def test_tables_and_answer_are_of_the_arms_and_their_controls():
     ]
     assert first["slope"].value == pytest.approx(np.mean(per_unit), rel=0.1)
     assert set(untrained.rows[0][1]) == set(FEW.probes.values())
-    claims = judge_claims(STUDY.claims, results, loss_margin=STUDY.loss_margin)
+    claims = judged(STUDY, results)
     assert all(one.difference is not None for claim in claims for one in claim.answers)
     assert len(answer(claims, results)) == 3
 
 
-def test_the_figure_has_a_curve_for_each_grammar_and_the_means(tmp_path):
-    figure, others = page.parts(known_results(-2.0)).figures
+def test_the_figure_has_a_curve_for_each_grammar_and_the_means(tmp_path, results):
+    figure, others = page.parts(results).figures
     save(figure.chart, tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").read_text().count(">Minimal trace over the sham") == 2
     assert len(others.chart["concat"]) == len(FEW.probes) - 1

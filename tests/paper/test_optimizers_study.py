@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from known_study import judged, known_results
 
-from isoloss import files
 from isoloss.paper.optimizers import (
     ADAMW,
     ARMS,
@@ -22,9 +22,6 @@ from isoloss.paper.optimizers import (
     tables,
 )
 from isoloss.report.save import save
-from isoloss.studies.claims import judge_claims
-from isoloss.studies.results import Results
-from known_estimates import measured
 
 FEW = dataclasses.replace(SCALES["laptop"], grammars=SCALES["laptop"].grammars[:6])
 
@@ -43,29 +40,27 @@ def test_arms_end_at_one_target_and_differ_in_how_they_get_there():
     assert len({repr((config.stages, config.algorithm)) for config in configs.values()}) == len(ARMS) + 1
 
 
-def known_results(slope, folder=None):
+def results_of(slope, folder=None):
     """Results in which the first probe changes by `slope` points, and nothing else, where the minimal trace doubles."""
-    checkpoints, draw = {}, np.random.default_rng(0)
-    for unit in FEW.units:
-        for number, arm in enumerate((STABLE, *ARMS)):
-            doubled, kl = draw.normal(), FEW.target_kl + 1e-4 * draw.normal()
-            at = {key: measured(5 + draw.normal() ** 2) for key in FLATNESS}
-            at["minimal-trace"] = measured(10 * 2.0**doubled)
-            at["kl"] = measured(kl)
-            for key in outcomes(FEW):
-                share = 0.5 + 0.01 * draw.normal() + unit.language.seed % 7 / 50
-                at[key] = dataclasses.replace(measured(share), unit="accuracy")
-            first = next(iter(FEW.probes.values()))
-            at[first] = dataclasses.replace(at[first], value=at[first].value + slope * doubled / 100)
-            for key in ("layer-0", "layer-1", "bayes", "majority"):
-                at[key] = dataclasses.replace(measured(0.4), unit="accuracy")
-            checkpoints[unit.run(arm), 10 * number + 30] = at
-    return Results(FEW, checkpoints, folder)
+    draw, first = np.random.default_rng(0), next(iter(FEW.probes.values()))
+    doubled = {(unit, arm): draw.normal() for unit in FEW.units for arm in (STABLE, *ARMS)}
+
+    def value(unit, arm, key):
+        if key == "kl":
+            return FEW.target_kl + 1e-4 * draw.normal()
+        if key == "minimal-trace":
+            return 10 * 2.0 ** doubled[unit, arm]
+        if key in FLATNESS:
+            return 5 + draw.normal() ** 2
+        by_grammar = 0.5 + unit.language.seed % 7 / 50 + 0.01 * draw.normal()
+        return by_grammar + slope * doubled[unit, arm] / 100 * (key == first)
+
+    return known_results(FEW, value, folder, ended=lambda arm, step: 10 * (STABLE, *ARMS).index(arm) + 30)
 
 
 @pytest.mark.parametrize(("slope", "shown"), [(-2.0, {"minimal-trace"}), (0.0, set())])
 def test_a_measure_that_predicts_an_outcome_is_found_and_no_other(slope, shown):
-    results = known_results(slope)
+    results = results_of(slope)
     found = associations(results)
     assert len(found) == len(FLATNESS) * len(outcomes(FEW))
     assert {each.measure for each in found if each.verdict == "shown"} == shown
@@ -87,9 +82,7 @@ def partial_within(results, outcome):
 
 
 def test_tables_answer_and_page_are_of_the_arms(tmp_path):
-    results = known_results(-2.0, tmp_path)
-    for run in FEW.experiments:
-        files.write_json(tmp_path / "runs" / run / "result.json", {"num_parameters": 1})
+    results = results_of(-2.0, tmp_path)
     predicted, arms, differences, spans = tables(results)
     rows = {label[:2]: (label, row) for label, row in predicted.rows}
     label, row = rows["minimal trace", "accuracy on prefix-4"]
@@ -104,7 +97,7 @@ def test_tables_answer_and_page_are_of_the_arms(tmp_path):
     ratio = np.exp(np.mean([np.log(second / first) for first, second in pairs]))
     assert dict(differences.rows)["Muon",]["trace"].value == pytest.approx(ratio, rel=1e-9)
     assert list(spans.rows[0][1]) == ["layer-0", "layer-1", "layer-2", "bayes", "majority"]
-    claims = judge_claims(STUDY.claims, results, loss_margin=STUDY.loss_margin)
+    claims = judged(STUDY, results)
     assert all(one.difference is not None for claim in claims for one in claim.answers)
     first, *_ = answer(claims, results)
     assert first.value == "Minimal trace: the sharper, the lower the accuracy on prefix-4"

@@ -4,25 +4,21 @@ import dataclasses
 import json
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
+from known_study import judged, known_results, verdicts
 
 import known_estimates as known
-from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.paper import same_loss as page
 from isoloss.paper.design import pilot_slopes, read_pilot
-from isoloss.paper.same_loss import BASE, GROUPS, PILOT, SCALES, STUDY, UNTOUCHED, cooldown_run, tables
-from isoloss.paper.same_loss_pilot import SCALES as PILOTS
+from isoloss.paper.same_loss import BASE, GROUPS, PILOT, SCALES, STUDY, UNTOUCHED, tables
 from isoloss.paper.same_loss_pilot import loss_margin
 from isoloss.paper.tables import factor
 from isoloss.report.data import TRACE
-from isoloss.statistics.estimate import Estimate
-from isoloss.studies.claims import Verdict, claims_sha256, judge_claims
+from isoloss.studies.claims import Verdict, claims_sha256
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.page import report
-from isoloss.studies.plan import check
-from isoloss.studies.results import CheckpointEstimate, Results, run_of
+from isoloss.studies.results import run_of
 
 SCALE = SCALES["laptop"]
 FIRST = SCALE.units[0].prefix
@@ -46,65 +42,10 @@ def value(key, arm, grammar, changes):
     return scale * base + (0 if arm == UNTOUCHED and key != "kl" else noise) + changes.get((arm, key), 0.0)
 
 
-class Known(Results):
-    """Results without runs."""
-
-    def run(self, name):
-        return SimpleNamespace(result=lambda: {"num_parameters": 1000})
-
-
-def known_results(folder, scale=SCALE, **given):
+def results_of(scale=SCALE, **given):
     """Results in which nothing differs but what is `given`: by arm, the change of each estimate at all checkpoints."""
     changes = {(arm.replace("_", "-"), key): by for arm, some in given.items() for key, by in some.items()}
-    checkpoints = {}
-    for unit in scale.units:
-        names = {name: name.removeprefix(f"{unit.prefix}-") for name in scale.experiments}
-        for name, arm in names.items():
-            if not name.startswith(f"{unit.prefix}-"):
-                continue
-            experiment = scale.experiments[name]
-            for part in experiment.measurements:
-                for step in experiment.steps(part):
-                    at = checkpoints.setdefault((name, step), {})
-                    for measure in part.measures:
-                        at |= estimates(measure, part.settings, arm, unit.language.seed, changes)
-    return Known(scale, checkpoints, folder)
-
-
-def estimates(measure, settings, arm, grammar, changes):
-    """The exact estimates of a measure, by their keys in the results."""
-    names = {
-        "loss": ("entropy", "kl", "loss"),
-        "rescaling-control": ("trace-rescaled-at-random", "minimal-trace-rescaled-at-random"),
-    }.get(measure, (measure,))
-    own = {} if measure == "rescaling-control" else settings_of(measure, settings)
-    return {
-        name: CheckpointEstimate.of(
-            Estimate(
-                value=value(name, arm, grammar, changes),
-                stderr=0.0,
-                samples=0,
-                unit="accuracy" if "-prefix-" in name else "nats per predicted token",
-                num_predictions=100,
-                method="known",
-                details={"majority_rate": 0.2, "bayes_accuracy": 1.0} if "-prefix-" in name else {},
-            ),
-            inputs="the same",
-            settings=own,
-            examples={},
-        )
-        for name in names
-    }
-
-
-def claims(results, scale="laptop"):
-    """The result of every claim."""
-    return judge_claims(STUDY.claims, results, loss_margin=STUDY.loss_margin, has_verdicts=STUDY.has_verdicts(scale))
-
-
-def verdicts(results):
-    """The verdict of each case of each claim."""
-    return {(result.claim.id, one.case): one.verdict for result in claims(results) for one in result.answers}
+    return known_results(scale, lambda unit, arm, key: value(key, arm, unit.language.seed, changes))
 
 
 # --- the design ------------------------------------------------------------------------------------------------------
@@ -118,10 +59,10 @@ def test_every_claim_about_flatness_is_asked_with_both_traces():
 
 
 @pytest.mark.parametrize("name", list(SCALES))
-def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name):
+def test_every_claim_about_transfer_is_asked_of_every_task(name):
     scale = SCALES[name]
     asked = {}
-    for result in claims(known_results(tmp_path, scale), name):
+    for result in judged(STUDY, results_of(scale), name):
         asked[result.claim.id] = [one.case for one in result.answers]
     tasks = list(scale.tasks)
     fewest = [f"{task} ({scale.shots[0]} examples)" for task in tasks]
@@ -131,52 +72,21 @@ def test_every_claim_about_transfer_is_asked_of_every_task(tmp_path, name):
     assert asked["lookup-transfer"] == [f"{task} ({kind})" for kind in kinds for task in tasks]
 
 
-def test_no_grammar_is_the_pilots_and_no_two_units_share_a_seed():
-
-    seeds = [config.seed for config in (e.config for e in SCALE.experiments.values())]
-    languages = {e.config.language.seed for e in SCALE.experiments.values()}
-    others = {e.config.language.seed for e in SCALE.with_seed_offset(3).experiments.values()}
-    pilots = {e.config.language.seed for e in PILOTS["laptop"].experiments.values()}
-    assert len(languages) == len(SCALE.grammars)
-    assert not languages & others
-    assert not pilots & (languages | others)
-    by_language = {}
-    for experiment, seed in zip(SCALE.experiments.values(), seeds, strict=True):
-        by_language.setdefault(experiment.config.language.seed, set()).add(seed)
-    every = [seed for some in by_language.values() for seed in some]
-    assert (
-        len(every) == len(set(every)) == 2 * len(SCALE.grammars)
-    )  # that of the base, and that of what goes on from it
-
-
 def test_all_arms_of_a_unit_have_the_same_cooldown_and_are_measured_alike():
     unit = SCALE.units[0]
     arms = [SCALE.experiments[unit.run(arm)] for arm in GROUPS]
+    stage = SCALE.experiments[f"{FIRST}-label-noise"].config.stages[0]
+    assert stage.optimizer.warmup_steps == 0.12 * stage.steps  # appendix B.2
+    assert (stage.labels, SCALE.experiments[f"{FIRST}-no-noise"].config.stages[0].labels) == ("sampled", "exact")
+    # the base is what the untouched arm has before its cooldown
+    assert SCALE.experiments[unit.run(UNTOUCHED)].config.init_from == f"../{unit.run(BASE)}"
+    assert SCALE.experiments[unit.run(BASE)].kept_steps == (0, SCALE.steps)
     cooldowns = {arm.config.stages[-1].applied_to(arm.config).optimizer for arm in arms}
     assert [cooldown.weight_decay for cooldown in cooldowns] == [0.0]
     assert {arm.config.stages[-1].steps for arm in arms} == {SCALE.cooldown_steps}
     assert len({str(arm.measurements[0].settings) for arm in SCALE.experiments.values() if arm.block == 0}) == 1
     seeds = {arm.measurements[0].settings["seed"] for arm in arms}
     assert not seeds & {arm.config.seed for arm in arms}  # no probe is fitted on the adversary's examples
-
-
-def test_the_plan_trains_before_it_measures_a_grammar_at_a_time(tmp_path):
-    units = StudyFolder(STUDY, tmp_path, "laptop").plan()
-    check(units)
-    after = {unit.name: unit.after for unit in units}
-    assert after[f"train {FIRST}-untouched"] == (f"train {FIRST}-base",)
-    assert after[f"train {FIRST}-{cooldown_run('no-noise', 1000)}"] == (f"train {FIRST}-no-noise",)
-    assert after[f"train {FIRST}-helper"] == (f"train {FIRST}-base",)
-    assert after[f"measure {FIRST}-helper"] == (f"train {FIRST}-helper",)
-    assert after[f"measure {FIRST}-longer"] == (f"train {FIRST}-longer",)
-    assert {unit.block for unit in units} == set(range(len(SCALE.grammars)))
-    assert not any(unit.done() for unit in units)
-
-
-def test_sgd_warms_up_as_in_the_paper():
-    stage = SCALE.experiments[f"{FIRST}-label-noise"].config.stages[0]
-    assert stage.optimizer.warmup_steps == 0.12 * stage.steps  # appendix B.2
-    assert (stage.labels, SCALE.experiments[f"{FIRST}-no-noise"].config.stages[0].labels) == ("sampled", "exact")
 
 
 def test_the_slopes_are_those_of_the_pilot():
@@ -279,15 +189,15 @@ def test_the_margin_of_the_loss_is_worth_a_fifth_of_the_smallest_effect():
         ),
     ],
 )
-def test_verdicts_on_known_numbers(tmp_path, given, expected):
-    judged = verdicts(known_results(tmp_path, **PASSING | given))
-    assert {name: judged[name] for name in expected} == expected
+def test_verdicts_on_known_numbers(given, expected):
+    found = verdicts(STUDY, results_of(**PASSING | given))
+    assert {name: found[name] for name in expected} == expected
 
 
-def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
-    found = known_results(tmp_path, label_noise={"kl": -1e-4})
+def test_errors_are_over_grammars_and_differences_are_adjusted():
+    found = results_of(label_noise={"kl": -1e-4})
     primary, longer = (
-        next(result for result in claims(found) if result.claim.id == name).answers[0]
+        next(result for result in judged(STUDY, found) if result.claim.id == name).answers[0]
         for name in ("noise-transfer", "longer-transfer")
     )
     assert f"over {len(SCALE.grammars)} grammars" in primary.explanation
@@ -312,29 +222,29 @@ def test_errors_are_over_grammars_and_differences_are_adjusted(tmp_path):
 
 def answer(results):
     """The cards of the answer."""
-    return STUDY.answer(claims(results), results)
+    return STUDY.answer(judged(STUDY, results), results)
 
 
-def test_the_answer_says_what_the_verdicts_say(tmp_path):
-    flatter, transfers, differ = answer(known_results(tmp_path))
+def test_the_answer_says_what_the_verdicts_say():
+    flatter, transfers, differ = answer(results_of())
     assert flatter.value.startswith("Not shown: 1.00 times the trace, 1.00 times the minimal trace")
     assert transfers.value == differ.value == "Not tested: the manipulation check is not shown"
     same = {"trace": -40.0, "minimal-trace": -5.0}
-    _, transfers, differ = answer(known_results(tmp_path, **PASSING | {"label_noise": same}))
+    _, transfers, differ = answer(results_of(**PASSING | {"label_noise": same}))
     assert transfers.value.startswith("No effect of 0.5 points or more: ")
     assert (differ.value[:9], differ.tone) == ("Not shown", "unclear")
     assert "positive control shown" in differ.detail
     flatter, transfers, differ = answer(
-        known_results(tmp_path, **PASSING, adversary={"probe-prefix-4": -0.05, "probe-prefix-2": -0.05})
+        results_of(**PASSING, adversary={"probe-prefix-4": -0.05, "probe-prefix-2": -0.05})
     )
     assert flatter.value == "Yes: 0.50 times the trace, 0.75 times the minimal trace"
     assert re.match(r"Yes: \+(1\.9|2\.0)", transfers.value)
     assert re.match(r"Yes: -(4\.9|5\.0)", differ.value)
-    worse = answer(known_results(tmp_path, **PASSING | {"label_noise": same | {"probe-prefix-4": -0.02}}))
+    worse = answer(results_of(**PASSING | {"label_noise": same | {"probe-prefix-4": -0.02}}))
     assert re.match(r"No, the opposite: -(1\.9|2\.0)", worse[1].value)
-    blind = answer(known_results(tmp_path, **PASSING | {"helper": {}}))
+    blind = answer(results_of(**PASSING | {"helper": {}}))
     assert blind[1].value == "Not tested: the positive control is not shown"
-    other = answer(known_results(tmp_path, label_noise={"kl": 0.01}))
+    other = answer(results_of(label_noise={"kl": 0.01}))
     assert other[0].value == "Not tested: the losses may differ"
 
 
@@ -348,8 +258,8 @@ def test_the_factor_of_a_trace_is_the_geometric_mean():
     assert found.stderr == pytest.approx(found.value * math.log(2) / 2)
 
 
-def test_tables_of_differences(tmp_path):
-    found = known_results(tmp_path, label_noise={"trace": -40.0, "kl": 1e-3, "few-shot-prefix-4-100": 0.1})
+def test_tables_of_differences():
+    found = results_of(label_noise={"trace": -40.0, "kl": 1e-3, "few-shot-prefix-4-100": 0.1})
     for run in (unit.run("label-noise") for unit in SCALE.units):
         step = SCALE.sgd_steps
         found.checkpoints[run, step]["kl"] = exactly(found.checkpoints[run, step]["kl"], 0.013)
@@ -374,7 +284,7 @@ def exactly(one, value):
 
 def test_the_page_has_every_part_and_is_the_same_every_time(tmp_path, quick_figures):
     smoke = SCALES["smoke"]
-    save(known_results(tmp_path, smoke, label_noise={"trace": -40.0}), tmp_path)
+    save(results_of(smoke, label_noise={"trace": -40.0}), tmp_path)
     folder = StudyFolder(STUDY, tmp_path, "smoke")
     index = report(folder)
     text = index.read_text()
@@ -415,8 +325,8 @@ def save(results, folder):
                     known.save_evaluation(run, measure, step, {key: at[key] for key in own})
 
 
-def test_the_correlation_is_within_grammars_and_given_the_loss(tmp_path):
-    found = known_results(tmp_path)
+def test_the_correlation_is_within_grammars_and_given_the_loss():
+    found = results_of()
     for place, unit in enumerate(SCALE.units):
         for number, arm in enumerate(arm for arm in GROUPS if unit.run(arm) in SCALE.experiments):
             at = found.checkpoints[unit.run(arm), SCALE.experiments[unit.run(arm)].config.steps]
@@ -428,12 +338,5 @@ def test_the_correlation_is_within_grammars_and_given_the_loss(tmp_path):
     assert row.low < row.value < row.high
     models = len(GROUPS) * len(SCALE.grammars)
     assert row.label.endswith(f", {models} models")
-    few = page._correlation(known_results(tmp_path, SCALES["smoke"]), TRACE, "prefix-4", "all arms", ())
+    few = page._correlation(results_of(SCALES["smoke"]), TRACE, "prefix-4", "all arms", ())
     assert "not known" in few.effect
-
-
-def test_the_base_is_what_the_untouched_arm_has_before_its_cooldown(tmp_path):
-    unit = SCALE.units[0]
-    base = SCALE.experiments[unit.run(BASE)]
-    assert SCALE.experiments[unit.run(UNTOUCHED)].config.init_from == f"../{unit.run(BASE)}"
-    assert base.kept_steps == (0, SCALE.steps)

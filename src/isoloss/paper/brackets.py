@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from isoloss.lab.languages.config import HiddenBracketConfig
 from isoloss.lab.training.algorithms.config import FisherPenaltyConfig, SAMConfig
 from isoloss.paper.design import OFFSET, Design, Unit, adamw, clusters_of, continued, exact_labels, sgd
-from isoloss.paper.tables import interval, means
+from isoloss.paper.tables import forest, interval, means
 from isoloss.report.data import COLORS
 from isoloss.report.html import Card
 from isoloss.report.intervals import IntervalPanel, intervals
@@ -358,12 +358,12 @@ def _baselines(results: Results, model: Model, length: int) -> SummaryTable:
     kinds = {"Tokens": ("tokens-", untrained), "Untrained model": ("", untrained)}
     kinds |= {title: ("", ends) for title, ends in of_arms.items()}
     shots = [n for n in (4, 8, 16, 32, 64) if n < 2**length]
-    rows = []
-    for kind, task in TASKS.items():
-        for title, (prefix, ends) in kinds.items():
-            if len(ends) > 1:
-                cells = {f"{n} strings": mean(ends, f"{prefix}{kind}-{n}") for n in shots}
-                rows.append(((task, title), cells))
+    rows = [
+        ((task, title), {f"{n} strings": mean(ends, f"{prefix}{kind}-{n}") for n in shots})
+        for kind, task in TASKS.items()
+        for title, (prefix, ends) in kinds.items()
+        if len(ends) > 1
+    ]
     caption = (
         f"R² of ridge regressions on few of all {2**length} strings of {length} brackets, tested on the others. The "
         "Bayes-optimal R² is 1, as every task is a function of g."
@@ -437,8 +437,16 @@ def transformer_lengths(scale: BracketStudy) -> list[str]:
 # Every base and every arm ends at a KL of at most 1e-5 nats on validation sentences; the margin of the loss is twice
 # that.
 IMBALANCE = {f"|g|, {shots} strings": f"r2-abs-g-{shots}" for shots in (8, 16)}
-_claim = functools.partial(Claim, cases=lengths)
-_of_transformer = functools.partial(Claim, cases=transformer_lengths)
+_claim, _of_transformer = (functools.partial(Claim, cases=cases) for cases in (lengths, transformer_lengths))
+_flatter = functools.partial(_claim, measures=FLATNESS["attention"], direction="decrease")
+_flatter_transformer = functools.partial(_of_transformer, measures=FLATNESS["transformer"], direction="decrease")
+_of_imbalance, _of_imbalance_transformer = (
+    functools.partial(claim, measures=IMBALANCE, direction="increase") for claim in (_claim, _of_transformer)
+)
+_unchanged, _unchanged_transformer = (
+    functools.partial(claim, measures=IMBALANCE, direction="no change within", margin=0.1)
+    for claim in (_claim, _of_transformer)
+)
 _NOISE, _FIRST_PHASE, _PENALTY, _REWARD, _SHAM, _ADAMW, _SAM = (
     functools.partial(compared, name=name)
     for name in ("label noise", "first phase", "penalty", "reward", "sham", "adamw", "sam")
@@ -447,35 +455,29 @@ _T_NOISE, _T_PENALTY, _T_REWARD, _T_SHAM = (
     functools.partial(compared, name=name, model="transformer") for name in ("label noise", "penalty", "reward", "sham")
 )
 CLAIMS = (
-    _claim(
+    _flatter(
         id="noise-flatter",
         statement="At the same loss, SGD with sampled labels is flatter than SGD with exact labels",
         paper="theorem 3.3: label noise is what drives the trace down; not tried in this model",
         role="manipulation check",
         case="minimal-trace (T = 6)",
         of=_NOISE,
-        measures=FLATNESS["attention"],
-        direction="decrease",
     ),
-    _claim(
+    _of_imbalance(
         id="penalty-imbalance",
         statement="At the same loss, a penalty on the trace of the neurons makes |g| easier to learn from few strings",
         paper="theorem 5.1: the flattest solution is the transferable one; not tried",
         role="positive control",
         case="|g|, 8 strings (T = 6)",
         of=_PENALTY,
-        measures=IMBALANCE,
-        direction="increase",
     ),
-    _claim(
+    _of_imbalance(
         id="noise-imbalance",
         statement="At the same loss, label noise makes |g| easier to learn from few strings",
         paper="theorems 3.3 and 5.1 together; not tried",
         role="primary",
         case="|g|, 8 strings (T = 6)",
         of=_NOISE,
-        measures=IMBALANCE,
-        direction="increase",
         no_effect_within=0.05,
     ),
     _claim(
@@ -486,99 +488,72 @@ CLAIMS = (
         measures={"g, 16 strings": "r2-g-16"},
         direction="increase",
     ),
-    _claim(
+    _flatter(
         id="first-phase-flatter",
         statement="Little label noise already flattens",
         of=_FIRST_PHASE,
-        measures=FLATNESS["attention"],
-        direction="decrease",
     ),
-    _claim(
+    _unchanged(
         id="first-phase-imbalance",
         statement="Little label noise, which evens out the attention, does not change how easy |g| is",
         of=_FIRST_PHASE,
-        measures=IMBALANCE,
-        direction="no change within",
-        margin=0.1,
     ),
-    _claim(
+    _of_imbalance(
         id="reward-imbalance",
         statement="At the same loss, a reward for the trace of the neurons makes |g| harder to learn from few strings",
         of=_REWARD,
-        measures=IMBALANCE,
         direction="decrease",
     ),
-    _claim(
+    _unchanged(
         id="sham-imbalance",
         statement="The same steps with a penalty of weight 0 change nothing",
         of=_SHAM,
-        measures=IMBALANCE,
-        direction="no change within",
-        margin=0.1,
     ),
-    _claim(
+    _flatter(
         id="adamw-flatter",
         statement="At the same loss, AdamW on sampled labels is flatter than SGD on exact labels",
         of=_ADAMW,
-        measures=FLATNESS["attention"],
-        direction="decrease",
     ),
-    _claim(
+    _of_imbalance(
         id="adamw-imbalance",
         statement="At the same loss, AdamW on sampled labels makes |g| easier to learn from few strings",
         of=_ADAMW,
-        measures=IMBALANCE,
-        direction="increase",
     ),
-    _claim(
+    _flatter(
         id="sam-flatter",
         statement="At the same loss, SAM is flatter than SGD",
         of=_SAM,
-        measures=FLATNESS["attention"],
-        direction="decrease",
     ),
-    _claim(
+    _of_imbalance(
         id="sam-imbalance",
         statement="At the same loss, SAM makes |g| easier to learn from few strings",
         of=_SAM,
-        measures=IMBALANCE,
-        direction="increase",
     ),
-    _of_transformer(
+    _flatter_transformer(
         id="transformer-noise-flatter",
         statement="Transformer: at the same loss, SGD with sampled labels is flatter than SGD with exact labels",
         of=_T_NOISE,
-        measures=FLATNESS["transformer"],
-        direction="decrease",
     ),
-    _of_transformer(
+    _of_imbalance_transformer(
         id="transformer-noise-imbalance",
         statement="Transformer: at the same loss, label noise makes |g| easier to learn from few strings",
         of=_T_NOISE,
-        measures=IMBALANCE,
-        direction="increase",
     ),
-    _of_transformer(
+    _of_imbalance_transformer(
         id="transformer-penalty-imbalance",
         statement="Transformer: at the same loss, a penalty on the trace makes |g| easier to learn from few strings",
         of=_T_PENALTY,
-        measures=IMBALANCE,
-        direction="increase",
     ),
-    _of_transformer(
+    _of_imbalance_transformer(
         id="transformer-reward-imbalance",
         statement="Transformer: at the same loss, a reward for the trace makes |g| harder to learn from few strings",
         of=_T_REWARD,
-        measures=IMBALANCE,
         direction="decrease",
     ),
-    _of_transformer(
+    _unchanged_transformer(
         id="transformer-sham-imbalance",
         statement="Transformer: the same steps with a penalty of weight 0 change nothing",
         of=_T_SHAM,
-        measures=IMBALANCE,
-        direction="no change within",
-        margin=0.1,
     ),
 )
 
@@ -642,8 +617,7 @@ def _phases(results: Results, length: int) -> Figure:
     penalties = [ends for ends in weighted if len(ends) > 1]
 
     def against_steps(name: str, key: str, color: str) -> Series:
-        means = {steps: mean(ends, key) for steps, ends in noise.items()}
-        return _series(name, color, [(float(steps), each) for steps, each in means.items()])
+        return _series(name, color, [(float(steps), mean(ends, key)) for steps, ends in noise.items()])
 
     def against_trace(
         name: str, all_ends: Sequence[Mapping[BracketUnit, Checkpoint]], color: str, marker: str
@@ -698,20 +672,15 @@ def _doses(results: Results, model: Model, length: int) -> Figure:
     scale: BracketStudy = results.scale
     arms = {f"{weight:+g}" if weight else "0 (sham)": arm for weight, arm in scale.weighted(model).items()}
     made = {
-        title: {f"|g|, {shots} strings": mean(ends, f"r2-abs-g-{shots}") for shots in (8, 16)}
+        title: {key: mean(ends, key) for key in IMBALANCE.values()}
         for title, arm in {"base": BASE, **arms}.items()
         if len(ends := ends_of(results, model, length, arm)) > 1
     }
-    panel = IntervalPanel(
-        title="R²",
-        intervals=[interval(row, name, each) for row, values in made.items() for name, each in values.items()],
-    )
     what = "the trace of u and V" if model == "attention" else "the trace"
-    called = "the model of section 5" if model == "attention" else "a transformer"
     return Figure(
         name=f"doses-{model}-{length}",
-        title=f"Weight of a penalty on {what}: {called}, T = {length}",
-        chart=intervals([panel], list(made), note="Lines: 95 % intervals over seeds"),
+        title=f"Weight of a penalty on {what}: {_called(model, length)}",
+        chart=forest(made, {"R²": IMBALANCE}, note="intervals over seeds"),
         caption="R² of |g| after the same number of steps with a penalty of each weight, then the cooldown. Below 0 it "
         "is a reward: the model gets sharper. The base had neither.",
     )
@@ -721,15 +690,18 @@ def _all_arms(results: Results) -> Figure:
     scale: BracketStudy = results.scale
     models: tuple[Model, ...] = ("attention", "transformer")
     made = [
-        each for model in models for name in arms_of(scale, model) for each in compared(results, name=name, model=model)
+        (model, each)
+        for model in models
+        for name in arms_of(scale, model)
+        for each in compared(results, name=name, model=model)
+        if not each.not_tested
     ]
-    rows, differences = [], []
-    for each in (contrast for contrast in made if not contrast.not_tested):
-        kind = "transformer" if any(name == "trace" for name in each.pairs[0][0]) else "section 5's model"
-        row = f"{each.names[1]} − {each.names[0]}"
-        rows.append(row)
-        difference = change(each.pairs, IMBALANCE_8, clusters=each.clusters)
-        differences.append(interval(row, f"{kind}, {each.case}", difference))
+    kinds = {"attention": "section 5's model", "transformer": "transformer"}
+    rows = [f"{each.names[1]} − {each.names[0]}" for _, each in made]
+    differences = [
+        interval(row, f"{kinds[model]}, {each.case}", change(each.pairs, IMBALANCE_8, clusters=each.clusters))
+        for row, (model, each) in zip(rows, made, strict=True)
+    ]
     panel = IntervalPanel(title="R² of |g|, 8 strings: difference", intervals=differences)
     return Figure(
         name="arms",

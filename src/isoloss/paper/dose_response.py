@@ -16,7 +16,6 @@ from typing import Any
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
 from isoloss.paper.design import (
-    PER_NAT,
     OverGrammars,
     Unit,
     adamw,
@@ -30,14 +29,23 @@ from isoloss.paper.design import (
     small_bert,
     units_with,
 )
-from isoloss.paper.tables import OVER, TRACES, changes, factor, factor_ends, flatter_card, means, several
+from isoloss.paper.tables import (
+    OVER,
+    TRACES,
+    above,
+    changes,
+    factor,
+    factor_ends,
+    flatter_card,
+    means,
+    several,
+    slope,
+)
 from isoloss.report import charts, data
 from isoloss.report.charts import Spec, layer, nominal
 from isoloss.report.html import Card
 from isoloss.report.study_page import Figure
 from isoloss.run_config import StageConfig, TrainConfig
-from isoloss.statistics.clusters import slope_within
-from isoloss.statistics.estimate import Estimate
 from isoloss.studies import Experiment, PageParts, Study
 from isoloss.studies.answer import card_of
 from isoloss.studies.claims import Claim, ClaimResult, Contrast
@@ -289,6 +297,7 @@ def probes_of(scale: DoseResponse, *, task: str) -> Mapping[str, str]:
 # slopes. Flatness and rank are compared if the losses are the same within 0.00005 nats: from base to sham, where the KL
 # falls by 0.00008 nats, minimal trace and trace of the pilot's grammars change by less than 3 %.
 _FLAT, _SHARP = (functools.partial(against_control, arm=arm) for arm in ("flat-2", "sharp-2"))
+_transfer = functools.partial(Claim, measures=fewest, no_effect_within=1.0, loss_rule="adjusted")
 CLAIMS = (
     Claim(
         id="flatter",
@@ -307,7 +316,7 @@ CLAIMS = (
         direction="increase",
         loss_rule="adjusted",
     ),
-    Claim(
+    _transfer(
         id="transfer",
         statement="At the same loss, the flatter model transfers better from few examples",
         paper="theorem 5.1 and section 2: of models of one loss, the flatter transfers better",
@@ -316,8 +325,6 @@ CLAIMS = (
         of=_FLAT,
         measures=transfer,
         direction="increase",
-        no_effect_within=1.0,
-        loss_rule="adjusted",
     ),
     Claim(
         id="sharper",
@@ -326,32 +333,23 @@ CLAIMS = (
         measures="flatness",
         direction="increase",
     ),
-    Claim(
+    _transfer(
         id="sharper-transfer",
         statement="At the same loss, the sharper model transfers worse from few examples",
         of=_SHARP,
-        measures=fewest,
         direction="decrease",
-        no_effect_within=1.0,
-        loss_rule="adjusted",
     ),
-    Claim(
+    _transfer(
         id="noise-transfer",
         statement="At the same loss, a model flattened by label noise transfers better from few examples",
         of=functools.partial(against_control, arm="noise-3"),
-        measures=fewest,
         direction="increase",
-        no_effect_within=1.0,
-        loss_rule="adjusted",
     ),
-    Claim(
+    _transfer(
         id="sam-transfer",
         statement="At the same loss, a model flattened by SAM transfers better from few examples",
         of=functools.partial(against_control, arm=SAM),
-        measures=fewest,
         direction="increase",
-        no_effect_within=1.0,
-        loss_rule="adjusted",
     ),
     Claim(
         id="sham",
@@ -369,23 +367,19 @@ CLAIMS = (
         measures={"": "effective-rank"},
         direction="decrease",
     ),
-    Claim(
+    _transfer(
         id="needed",
         statement="At the same loss, the flatter model transfers better to what later tokens need of the first two",
         of=_FLAT,
         measures=functools.partial(probes_of, task="needed-2"),
         direction="increase",
-        no_effect_within=1.0,
-        loss_rule="adjusted",
     ),
-    Claim(
+    _transfer(
         id="spare",
         statement="At the same loss, the flatter model transfers worse to what they do not need of them",
         of=_FLAT,
         measures=functools.partial(probes_of, task="spare-2"),
         direction="decrease",
-        no_effect_within=1.0,
-        loss_rule="adjusted",
     ),
 )
 
@@ -400,14 +394,15 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     if not several(units):
         return ()
     keys, probes = ("kl", *TRACES, *FEATURES, *scale.probes.values()), tuple(scale.probes.values())
-    arms, differences = [], []
-    for arm in ARMS:
-        ends = ends_of(results, units, arm)
-        above = sum(end["kl"].value > 1.1 * scale.target_kl for end in ends)
-        arms.append(((scale.titles[arm], above), means(ends, units, keys)))
-    for arm in TREATED:
-        pairs = pairs_of(results, units, control_of(arm), arm)
-        differences.append(((scale.titles[arm], scale.titles[control_of(arm)]), changes(pairs, units, keys)))
+    ends = {scale.titles[arm]: ends_of(results, units, arm) for arm in ARMS}
+    arms = [((title, above(some, scale.target_kl)), means(some, units, keys)) for title, some in ends.items()]
+    differences = [
+        ((scale.titles[arm], scale.titles[control]), changes(pairs_of(results, units, control, arm), units, keys))
+        for arm in TREATED
+        for control in [control_of(arm)]
+    ]
+    # from the base to the sham
+    both, twice = [*ends_of(results, units, BASE), *ends_of(results, units, SHAM)], [*units, *units]
     untrained = means([results.at(unit.run(BASE), 0) for unit in units], units, probes)
     return (
         SummaryTable(
@@ -430,18 +425,12 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             "slopes",
             "slopes of accuracies on the KL, mean ± standard error over grammars",
             ("accuracy",),
-            [((key,), {"slope": _slope(results, units, key)}) for key in probes],
+            [((key,), {"slope": slope(both, twice, key)}) for key in probes],
             f"From the base, at a KL of {scale.base_kl:g}, to the sham. Differences "
             "are adjusted to the same loss by the slopes of the scale pilot (dose_response_pilot.toml).",
         ),
         SummaryTable("untrained", f"the untrained model, {OVER}", ("model",), [(("Untrained",), untrained)]),
     )
-
-
-def _slope(results: Results, units: Sequence[Unit], key: str) -> Estimate:
-    ends = [*ends_of(results, units, BASE), *ends_of(results, units, SHAM)]
-    accuracies, losses = [100 * end[key].value for end in ends], [end["kl"].value for end in ends]
-    return slope_within(accuracies, losses, [*clusters_of(units)] * 2, unit=PER_NAT)
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------

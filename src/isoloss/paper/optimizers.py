@@ -6,18 +6,17 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import polars as pl
-
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.training.algorithms.config import AdversarialConfig, SAMConfig
 from isoloss.paper.design import CONTINUED, OverGrammars, Unit, clusters_of, ends_of, pairs_of, units_with
-from isoloss.paper.tables import OVER, changes, interval, means, several
+from isoloss.paper.tables import OVER, above, changes, forest, frame, means, several
 from isoloss.report import charts
 from isoloss.report.data import MINIMAL_TRACE, Column, Style
 from isoloss.report.html import Card
@@ -240,11 +239,6 @@ def complete(results: Results) -> list[Unit]:
     return units_with(results, *ARMS)
 
 
-def transfer(scale: Optimizers) -> Mapping[str, str]:
-    """Return the probes of both tasks."""
-    return scale.probes
-
-
 def trained_task(scale: Optimizers) -> Mapping[str, str]:
     """Return the probe of the task that helper and adversary are trained with."""
     return dict(itertools.islice(scale.probes.items(), 1))
@@ -316,7 +310,7 @@ CLAIMS = (
                 id=f"{arm}-transfer",
                 statement=f"At the same loss, {better}",
                 of=of,
-                measures=transfer,
+                measures=operator.attrgetter("probes"),
                 direction="increase",
                 no_effect_within=1.0,
             ),
@@ -373,23 +367,24 @@ def associations(results: Results, without: Collection[str] = ()) -> list[Associ
 
 
 def tables(results: Results) -> Sequence[SummaryTable]:
-    """Return the tables: all arms, their differences from AdamW, the layers, and what predicts what."""
+    """Return the tables: what predicts what, all arms, their differences from AdamW, and the layers."""
     scale: Optimizers = results.scale
     units = complete(results)
     if not several(units):
         return ()
     keys = ("kl", *FLATNESS, *outcomes(scale))
     ends = {arm: ends_of(results, units, arm) for arm in ARMS}
-    steps = {arm: [max(results.of_run(unit.run(arm))) for unit in units] for arm in (STABLE, *ARMS)}
     layers = [f"layer-{layer}" for layer in range(scale.layers + 1)]
+
+    def steps(unit: Unit, arm: str) -> int:
+        # a branch has the steps of the run that it begins from, too
+        return sum(max(results.of_run(unit.run(each))) for each in ((STABLE, arm) if arm in BRANCHES else (arm,)))
 
     arms = []
     for arm, title in ARMS.items():
-        # a branch has the steps of the run that it begins from, too
-        begun = steps[STABLE] if arm in BRANCHES else [0] * len(units)
-        all_steps = [a + b for a, b in zip(begun, steps[arm], strict=True)]
-        above = sum(end["kl"].value > 1.1 * scale.target_kl for end in ends[arm])
-        arms.append(((title, f"{min(all_steps):,} to {max(all_steps):,}", above), means(ends[arm], units, keys)))
+        taken = [steps(unit, arm) for unit in units]
+        label = (title, f"{min(taken):,} to {max(taken):,}", above(ends[arm], scale.target_kl))
+        arms.append((label, means(ends[arm], units, keys)))
     differences = [((title,), against(results, units, arm, keys)) for arm, title in ARMS.items() if arm != ADAMW]
     spans = [((title,), means(ends[arm], units, [*layers, "bayes", "majority"])) for arm, title in ARMS.items()]
     return (
@@ -430,7 +425,14 @@ def _association_tables(results: Results) -> list[SummaryTable]:
             (FLATNESS[each.measure], outcomes(scale)[each.outcome], f"{each.p_adjusted:.2g}", each.verdict),
             {
                 "correlation": each.correlation.estimate(),
-                "found with 80 % power": _exact(each.correlation.detectable()),
+                "found with 80 % power": Estimate(
+                    value=each.correlation.detectable(),
+                    stderr=0.0,
+                    samples=1,
+                    unit="correlation",
+                    num_predictions=0,
+                    method="power",
+                ),
                 "without Muon and SOAP": others[each.measure, each.outcome].estimate(),
             },
         )
@@ -453,36 +455,26 @@ def against(results: Results, units: Sequence[Unit], arm: str, keys: Sequence[st
     return changes(pairs_of(results, units, ADAMW, arm), units, keys, as_factors=FLATNESS)
 
 
-def _exact(value: float) -> Estimate:
-    return Estimate(value=value, stderr=0.0, samples=1, unit="correlation", num_predictions=0, method="power")
-
-
 # --- the answer ------------------------------------------------------------------------------------------------------
 
 
 def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
     """Return what predicts transfer, what predicts robustness, and what the effective rank."""
-    scale: Optimizers = results.scale
-    found = associations(results)
-    names = outcomes(scale)
     questions = {
-        "What predicts transfer?": scale.accuracies,
+        "What predicts transfer?": results.scale.accuracies,
         "What predicts robustness?": ("int4-rise", "noise-sharpness"),
         "What predicts the effective rank?": ("effective-rank",),
     }
-    others = associations(results, MATRIX_OPTIMIZERS)
-    return [_card(question, keys, found, others, names) for question, keys in questions.items()]
+    found, others = associations(results), associations(results, MATRIX_OPTIMIZERS)
+    names = outcomes(results.scale)
+    return [
+        _card(question, [one for one in found if one.outcome in keys], others, names)
+        for question, keys in questions.items()
+    ]
 
 
-def _card(
-    question: str,
-    keys: Collection[str],
-    every: Sequence[Association],
-    others: Sequence[Association],
-    names: Mapping[str, str],
-) -> Card:
+def _card(question: str, found: Sequence[Association], others: Sequence[Association], names: Mapping[str, str]) -> Card:
     """Return the answer to what predicts some outcomes, with the largest correlation beside that of `others`."""
-    found = [one for one in every if one.outcome in keys]
     if not found:
         return Card(label=question, value="Not tested", detail="too few grammars")
     shown = [one for one in found if one.verdict == "shown"]
@@ -517,7 +509,13 @@ def parts(results: Results) -> PageParts:
 def _figures(results: Results) -> list[Figure]:
     if not (found := associations(results)):
         return []
-    names = outcomes(results.scale)
+    scale: Optimizers = results.scale
+    names, units = outcomes(scale), complete(results)
+    by_optimizer = {
+        title: against(results, units, arm, (*FLATNESS, *scale.accuracies))
+        for arm, title in OPTIMIZERS.items()
+        if arm != ADAMW
+    }
     correlations = [
         Interval(
             row=names[each.outcome],
@@ -529,7 +527,7 @@ def _figures(results: Results) -> list[Figure]:
         )
         for each in found
     ]
-    ends = _ends(results)
+    ends = frame(results, [unit.run(arm) for unit in units for arm in ARMS], ["kl", *FLATNESS, *names])
     return [
         Figure(
             name="associations",
@@ -546,10 +544,13 @@ def _figures(results: Results) -> list[Figure]:
         Figure(
             name="arms",
             title="Every optimizer vs. AdamW, at one loss",
-            chart=intervals(
-                _panels(results),
-                [title for arm, title in OPTIMIZERS.items() if arm != ADAMW],
-                note="Lines: 95 % confidence intervals over grammars, not adjusted for the number of optimizers",
+            chart=forest(
+                by_optimizer,
+                {
+                    "Flatness, factor (left: flatter)": {name: key for key, name in FLATNESS.items()},
+                    "Accuracy, difference (points)": {names[key]: key for key in scale.accuracies},
+                },
+                note="confidence intervals over grammars, not adjusted for the number of optimizers",
             ),
             caption="Paired by grammar: the factors by which the measures of flatness differ from AdamW's, and the "
             "differences of accuracies. Helper and adversary are in the tables.",
@@ -557,9 +558,7 @@ def _figures(results: Results) -> list[Figure]:
         Figure(
             name="outcomes",
             title="Outcomes by minimal trace",
-            chart=charts.scatter(
-                ends, [(MINIMAL_TRACE, _column(results.scale, key)) for key in names], style=Style.of(ends)
-            ),
+            chart=charts.scatter(ends, [(MINIMAL_TRACE, _column(scale, key)) for key in names], style=Style.of(ends)),
             caption="The last checkpoint of every arm and grammar. Grammars differ more than optimizers do, so the "
             "correlations are taken within grammars.",
         ),
@@ -572,26 +571,6 @@ def _column(scale: Optimizers, key: str) -> Column:
     if key in scale.accuracies:
         return Column(key, title, "%", percent=True)
     return Column(key, title, "directions" if key == "effective-rank" else "nats per token")
-
-
-def _panels(results: Results) -> list[IntervalPanel]:
-    units, names, accuracies = complete(results), outcomes(results.scale), results.scale.accuracies
-    flatness, transfer = [], []
-    for arm, title in OPTIMIZERS.items():
-        if arm != ADAMW:
-            found = against(results, units, arm, (*FLATNESS, *accuracies))
-            flatness += [interval(title, name, found[key]) for key, name in FLATNESS.items()]
-            transfer += [interval(title, names[key], found[key]) for key in accuracies]
-    return [
-        IntervalPanel(title="Flatness, factor (left: flatter)", intervals=flatness, reference=1.0, log=True),
-        IntervalPanel(title="Accuracy, difference (points)", intervals=transfer),
-    ]
-
-
-def _ends(results: Results) -> pl.DataFrame:
-    keys = ["kl", *FLATNESS, *outcomes(results.scale)]
-    runs = [unit.run(arm) for unit in complete(results) for arm in ARMS]
-    return pl.DataFrame([results.row(run, max(results.of_run(run)), results.at(run), keys) for run in runs])
 
 
 def _settings(scale: Optimizers) -> dict[str, str]:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +34,10 @@ from isoloss.paper.design import (
     small_bert,
     units_with,
 )
-from isoloss.paper.tables import OVER, changes, flatter_card, interval, means, several
+from isoloss.paper.tables import OVER, changes, flatter_card, forest, frame, means, number_of, several
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Column, Style, accuracy
 from isoloss.report.html import Card, IntervalRow, Section, interval_rows
-from isoloss.report.intervals import IntervalPanel, intervals
 from isoloss.report.study_page import Figure
 from isoloss.run_config import ModelConfig, StageConfig, TrainConfig
 from isoloss.statistics.clusters import cluster_mean
@@ -46,7 +46,7 @@ from isoloss.statistics.estimate import Estimate
 from isoloss.studies import Experiment, Measurement, PageParts, Study
 from isoloss.studies.answer import card_of
 from isoloss.studies.claims import Claim, ClaimResult, Contrast
-from isoloss.studies.results import RESCALED, Checkpoint, CheckpointEstimate, Pair, Results
+from isoloss.studies.results import RESCALED, Checkpoint, Pair, Results
 from isoloss.studies.summary import SummaryTable
 
 PILOT = Path(__file__).with_name("same_loss_pilot.toml")
@@ -416,22 +416,10 @@ def transfer(scale: SameLoss) -> Mapping[str, str]:
     return scale.probes | dict(itertools.islice(scale.few_shot_probes.items(), len(scale.tasks)))
 
 
-def probes(scale: SameLoss) -> Mapping[str, str]:
-    """Return the probes on all examples."""
-    return scale.probes
-
-
-def projected(scale: SameLoss) -> Mapping[str, str]:
-    """Return the probes of as many features for every size."""
-    return scale.projected_probes
-
-
 def flatness_in_one_architecture(scale: SameLoss) -> Mapping[str, str]:
     """Return the traces after expansion, one for each scale of the embedding, and the minimal trace."""
-    return {
-        **{f"trace, scale {name}": key for name, key in scale.expanded_traces.items()},
-        "minimal-trace": scale.expanded_minimum,
-    }
+    traces = {f"trace, scale {name}": key for name, key in scale.expanded_traces.items()}
+    return {**traces, "minimal-trace": scale.expanded_minimum}
 
 
 # What the study is asked, stated before it is run. A direction is that of the second model of the comparison minus the
@@ -461,61 +449,51 @@ _NOISE, _SGD, _LONGER, _ADVERSARY, _HELPER, _DECAY = (
     functools.partial(arms_compared, name=name)
     for name in ("label noise", "sgd", "longer", "adversary", "helper", "weight decay")
 )
+_transfer = functools.partial(Claim, measures=transfer, direction="increase")
+_flatness = functools.partial(Claim, measures="flatness", direction="decrease")
 CLAIMS = (
-    Claim(
+    _transfer(
         id="noise-transfer",
         statement="At the same loss, SGD with sampled labels transfers better than SGD with exact labels",
         paper="follows from sections 3 and 4 together: label noise is what flattens; not tried",
         role="primary",
         case="prefix-4",
         of=_NOISE,
-        measures=transfer,
-        direction="increase",
         no_effect_within=0.5,
         loss_rule="adjusted",
     ),
-    Claim(
+    _flatness(
         id="noise-flatter",
         statement="At the same loss, SGD with sampled labels is flatter than SGD with exact labels",
         paper="theorem 3.3: label noise is what drives the trace down; not tried",
         role="manipulation check",
         of=_NOISE,
         loss_margin=0.00028,
-        measures="flatness",
-        direction="decrease",
     ),
-    Claim(
+    _transfer(
         id="sgd-transfer",
         statement="At the same loss, a model trained on with SGD and sampled labels transfers better",
         paper="figure 4 and section 2.3 (PCFG, 235M, task C): +1.6 points; tasks A and B (figure 10): increasing, no "
         "number given",
         of=_SGD,
-        measures=transfer,
-        direction="increase",
     ),
-    Claim(
+    _flatness(
         id="sgd-flatter",
         statement="At the same loss, a model trained on with SGD and sampled labels is flatter",
         paper="theorem 3.3; figure 4 (PCFG, 235M, SGD): the trace falls steadily, by no stated factor",
         of=_SGD,
-        measures="flatness",
-        direction="decrease",
     ),
-    Claim(
+    _transfer(
         id="longer-transfer",
         statement="At the same loss, a model that AdamW trained for longer transfers better",
         paper="figure 2 (PCFG, 41M, task C): accuracy rises at constant loss",
         of=_LONGER,
-        measures=transfer,
-        direction="increase",
     ),
-    Claim(
+    _flatness(
         id="longer-flatter",
         statement="At the same loss, a model that AdamW trained for longer is flatter",
         paper="OpenWebText, 400,000 to 1,400,000 steps: the trace falls by 0.67 (absolute; no levels given)",
         of=_LONGER,
-        measures="flatness",
-        direction="decrease",
     ),
     Claim(
         id="larger-transfer",
@@ -523,7 +501,7 @@ CLAIMS = (
         paper="figure 5 (PCFG, above 9M parameters): probe accuracy from 40.4 to 50.5 %",
         of=larger,
         cases=sizes_compared,
-        measures=projected,
+        measures=operator.attrgetter("projected_probes"),
         direction="increase",
     ),
     Claim(
@@ -536,59 +514,49 @@ CLAIMS = (
         measures=flatness_in_one_architecture,
         direction="decrease",
     ),
-    Claim(
+    _transfer(
         id="adversary-transfer",
         statement="At the same loss, the adversary's model transfers worse than one trained for longer without it",
         paper="table 2 (PCFG, 235M, task C): 50.2 ± 1.0 against 55.7 ± 0.6 %",
         of=_ADVERSARY,
         loss_margin=0.00028,
-        measures=transfer,
         direction="decrease",
     ),
-    Claim(
+    _flatness(
         id="adversary-sharper",
         statement="At the same loss, the adversary's model is sharper than one trained for longer without it",
         paper="table 2 (PCFG, 235M): trace 19.34 ± 0.92 against 8.01 ± 0.73",
         of=_ADVERSARY,
         loss_margin=0.00028,
-        measures="flatness",
         direction="increase",
     ),
-    Claim(
+    _transfer(
         id="helper-transfer",
         statement="At the same loss, the helper's model transfers better than one trained for longer without it",
         paper="not tried: the adversary's term with its sign turned",
         role="positive control",
         case="prefix-4",
         of=_HELPER,
-        measures=transfer,
-        direction="increase",
         loss_rule="adjusted",
     ),
-    Claim(
+    _flatness(
         id="helper-flatter",
         statement="At the same loss, the helper's model is flatter, as it is if flatness is what tells transfer apart",
         paper="follows from section 2; not tried",
         of=_HELPER,
         loss_margin=0.00028,
-        measures="flatness",
-        direction="decrease",
     ),
-    Claim(
+    _transfer(
         id="decay-transfer",
         statement="At the same loss, a model trained with weight decay transfers better",
         paper="table 1 (BookCorpus, 330M, with dropout, QNLI): 84.4 against 83.0 %",
         of=_DECAY,
-        measures=transfer,
-        direction="increase",
     ),
-    Claim(
+    _flatness(
         id="decay-flatter",
         statement="At the same loss, a model trained with weight decay is flatter",
         paper="table 2 (BookCorpus, 330M, with dropout): trace 24.55 ± 0.18 against 34.91 ± 0.40",
         of=_DECAY,
-        measures="flatness",
-        direction="decrease",
     ),
     Claim(
         id="lookup-transfer",
@@ -596,7 +564,7 @@ CLAIMS = (
         paper="table 1 (PCFG, 235M): task A 89.9 ± 0.3 % against 71.2 %, task B 49.2 ± 0.8 % against 39.7 %",
         of=look_up_table,
         cases=tuple(LOOK_UP.values()),
-        measures=probes,
+        measures=operator.attrgetter("probes"),
         direction="increase",
     ),
     Claim(
@@ -619,8 +587,8 @@ def tables(results: Results) -> tuple[SummaryTable, ...]:
     """Return the tables: arms, differences from the untouched arm, lengths of the cooldown, sizes and baselines."""
     made = (
         _arms(results),
-        _differences(results, "after", "after the cooldown"),
-        _differences(results, "before", "before the cooldown", before=True),
+        _differences(results, "after", results.scale.cooldown_steps),
+        _differences(results, "before", 0),
         _cooldowns(results),
         _sizes(results),
         _baselines(results),
@@ -631,10 +599,12 @@ def tables(results: Results) -> tuple[SummaryTable, ...]:
 def _arms(results: Results) -> SummaryTable:
     scale: SameLoss = results.scale
     keys = ("kl", *RESCALED, *scale.probes.values(), *scale.few_shot_probes.values())
-    rows = []
-    for arm, title in GROUPS.items():
-        if several(units := units_with(results, arm)):
-            rows.append(((title, _number(units)), means(ends_of(results, units, arm), units, keys)))
+    of_arms = {title: (arm, units_with(results, arm)) for arm, title in GROUPS.items()}
+    rows = [
+        ((title, number_of(units)), means(ends_of(results, units, arm), units, keys))
+        for title, (arm, units) in of_arms.items()
+        if several(units)
+    ]
     caption = (
         f"Every arm ends in the same cooldown: {scale.cooldown_steps:,} steps of AdamW on exact labels, with a "
         f"learning rate that decays to 0. Probes are fitted on {scale.settings['num_train']:,} sentences, few-shot "
@@ -644,35 +614,37 @@ def _arms(results: Results) -> SummaryTable:
     return SummaryTable("arms", f"all arms after the cooldown, {OVER}", ("arm", "grammars"), rows, caption)
 
 
-def _differences(results: Results, name: str, when: str, *, before: bool = False) -> SummaryTable:
+def _differences(results: Results, name: str, steps: int) -> SummaryTable:
+    """Return the table of pairs after a cooldown of this length; 0: before it."""
     scale: SameLoss = results.scale
-    keys = ["kl", *RESCALED, *scale.probes.values()]
     # the base, which is the untouched arm before its cooldown, has no few-shot probes
-    if not before:
-        keys += scale.few_shot_probes.values()
-    rows = []
-    for arms in CONTRASTS.values():
-        if several(units := units_with(results, *arms)):
-            steps = 0 if before else scale.cooldown_steps
-            pairs = _after_cooldown(results, units, arms, steps)
-            rows.append(((GROUPS[arms[1]], GROUPS[arms[0]], _number(units)), changes(pairs, units, keys)))
+    few_shot = scale.few_shot_probes.values() if steps else ()
+    keys = ("kl", *RESCALED, *scale.probes.values(), *few_shot)
+    rows = [
+        ((GROUPS[arm], GROUPS[control], number_of(units)), changes(pairs, units, keys))
+        for control, arm in CONTRASTS.values()
+        if several(units := units_with(results, control, arm))
+        for pairs in [_after_cooldown(results, units, (control, arm), steps)]
+    ]
     caption = (
         "Paired by grammar and seed. KL and probe accuracies: arm minus control. Traces: arm over control, as "
         "geometric means."
     )
-    if before:
+    if not steps:
         caption += " Before the cooldown the untouched arm is the base."
-    return SummaryTable(name, f"arms vs. controls, {when}, {OVER}", ("arm", "control", "grammars"), rows, caption)
+    title = f"arms vs. controls, {name} the cooldown, {OVER}"
+    return SummaryTable(name, title, ("arm", "control", "grammars"), rows, caption)
 
 
 def _cooldowns(results: Results) -> SummaryTable:
     scale: SameLoss = results.scale
-    keys, rows, arms = ["kl", *RESCALED, *scale.probes.values()], [], CONTRASTS["label noise"]
+    keys, arms = ("kl", *RESCALED, *scale.probes.values()), CONTRASTS["label noise"]
     units = units_with(results, *arms)
-    for steps in (0, *scale.other_cooldowns, scale.cooldown_steps):
-        if several(units):
-            pairs = _after_cooldown(results, units, arms, steps)
-            rows.append(((steps, _number(units)), changes(pairs, units, keys)))
+    rows = [
+        ((steps, number_of(units)), changes(_after_cooldown(results, units, arms, steps), units, keys))
+        for steps in (0, *scale.other_cooldowns, scale.cooldown_steps)
+        if several(units)
+    ]
     caption = (
         "KL and probe accuracies as differences, traces as factors. Both arms had a cooldown of this many steps; 0 is "
         "no cooldown."
@@ -684,8 +656,8 @@ def _cooldowns(results: Results) -> SummaryTable:
 def _after_cooldown(results: Results, units: Sequence[Unit], arms: tuple[str, str], steps: int) -> list[Pair]:
     """Return the pairs of two arms after a cooldown of this length; 0: before it."""
     if steps == 0:
-        first, second = ([before_cooldown(results, unit, arm) for unit in units] for arm in arms)
-        return list(zip(first, second, strict=True))
+        control, arm = arms
+        return [(before_cooldown(results, unit, control), before_cooldown(results, unit, arm)) for unit in units]
     if steps == results.scale.cooldown_steps:
         return pairs_of(results, units, *arms)
     return pairs_of(results, units, *(cooldown_run(arm, steps) for arm in arms))
@@ -697,11 +669,10 @@ def _sizes(results: Results) -> SummaryTable:
     keys += [*scale.probes.values(), *scale.projected_probes.values()]
     rows = []
     for size in scale.sizes:
-        arm = scale.arm_of_size(size)
-        units = units_with(results, arm)
+        units = units_with(results, arm := scale.arm_of_size(size))
         if several(units):
             ends = [sizes_expanded(scale, size, end) for end in ends_of(results, units, arm)]
-            label = (size, results.run(units[0].run(arm)).result()["num_parameters"], _number(units))
+            label = (size, results.run(units[0].run(arm)).result()["num_parameters"], number_of(units))
             rows.append((label, means(ends, units, keys)))
     caption = (
         "Raw traces (column trace) of different widths are not comparable: they are sums over different parameters. "
@@ -718,27 +689,32 @@ def _baselines(results: Results) -> SummaryTable:
     starts = [results.at(unit.run(BASE), 0) for unit in units]
     models = ends_of(results, units, UNTOUCHED)
 
-    def row(
-        title: str, estimates: Mapping[str, Sequence[CheckpointEstimate | float]]
-    ) -> tuple[tuple[str], dict[str, Estimate]]:
-        return (title,), {probe: _mean(units, estimates[task]) for task, probe in scale.probes.items()}
-
-    def detail(name: str) -> dict[str, list[float]]:
+    def rate(name: str, probe: str) -> list[float]:
         # sums of probabilities, which rounding takes a little off 1
-        return {t: [round(one[key].details[name], 12) for one in starts] for t, key in scale.probes.items()}
+        return [round(one[probe].details[name], 12) for one in starts]
 
-    rows = []
-    if several(units):
-        rows = [
-            row("Majority class", detail("majority_rate")),
-            *(
-                row(title, {task: [one[f"{kind}-{task}"] for one in starts] for task in scale.tasks})
-                for kind, title in BASELINES.items()
-            ),
-            row("Untrained model", {task: [one[key] for one in starts] for task, key in scale.probes.items()}),
-            row("Trained model (untouched)", {t: [one[key] for one in models] for t, key in scale.probes.items()}),
-            row("Bayes-optimal classifier", detail("bayes_accuracy")),
-        ]
+    values: dict[str, list[list[float]]] = {
+        "Majority class": [rate("majority_rate", probe) for probe in scale.probes.values()],
+        **{
+            title: [[one[f"{kind}-{task}"].value for one in starts] for task in scale.tasks]
+            for kind, title in BASELINES.items()
+        },
+        "Untrained model": [[one[probe].value for one in starts] for probe in scale.probes.values()],
+        "Trained model (untouched)": [[one[probe].value for one in models] for probe in scale.probes.values()],
+        "Bayes-optimal classifier": [rate("bayes_accuracy", probe) for probe in scale.probes.values()],
+    }
+    clusters = clusters_of(units)
+    rows = [
+        (
+            (title,),
+            {
+                probe: cluster_mean(some, clusters, unit="accuracy")
+                for probe, some in zip(scale.probes.values(), by_probe, strict=True)
+            },
+        )
+        for title, by_probe in values.items()
+        if several(units)
+    ]
     caption = (
         "The same probe on other features of the same sentences, with the majority class and the Bayes-optimal "
         "classifier for reference."
@@ -757,16 +733,6 @@ def sizes_expanded(scale: SameLoss, size: str, checkpoint: Checkpoint) -> Checkp
         dataclasses.replace(checkpoint[key], settings={**checkpoint[key].settings, **shape}) for key in RESCALED
     )
     return {**checkpoint, **dict.fromkeys(scale.expanded_traces.values(), plain), scale.expanded_minimum: minimum}
-
-
-def _number(units: Sequence[Unit]) -> int:
-    return len(set(clusters_of(units)))
-
-
-def _mean(units: Sequence[Unit], values: Sequence[CheckpointEstimate | float]) -> Estimate:
-    numbers = [value.value if isinstance(value, CheckpointEstimate) else value for value in values]
-    unit = values[0].unit if isinstance(values[0], CheckpointEstimate) else "accuracy"
-    return cluster_mean(numbers, clusters_of(units), unit=unit)
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
@@ -796,17 +762,22 @@ def parts(results: Results) -> PageParts:
 def _figures(results: Results) -> list[Figure]:
     scale: SameLoss = results.scale
     tasks = [accuracy(task) for task in scale.tasks]
-    ends = _ends(results)
+    arms = [*GROUPS, *(size for size in scale.sizes if size != scale.main_size)]
+    runs = [unit.run(arm) for arm in arms for unit in units_with(results, arm)]
+    ends = frame(results, runs, ["kl", *RESCALED, *scale.probes.values()])
     figures = []
-    if panels := _panels(results):
+    if found := _compared(results):
+        panels = {
+            "KL, difference (nats per token)": {"KL": "kl"},
+            "Trace, factor": {column.title: column.name for column in (TRACE, MINIMAL_TRACE)},
+            "Probe accuracy, difference (points)": scale.probes,
+        }
         figures.append(
             Figure(
                 name="arms",
                 title="Every arm vs. its control",
-                chart=intervals(
-                    panels,
-                    [_contrast_title(*arms) for arms in CONTRASTS.values()],
-                    note="Lines: 95 % confidence intervals over grammars, not adjusted for the number of arms",
+                chart=forest(
+                    found, panels, note="confidence intervals over grammars, not adjusted for the number of arms"
                 ),
                 caption="After the same cooldown, paired by grammar and seed: the difference in KL, the factor by "
                 "which each trace changes, and the difference in probe accuracy. If flatness predicted transfer at the "
@@ -814,18 +785,17 @@ def _figures(results: Results) -> list[Figure]:
             )
         )
     style = Style.of(ends)
-    axes = [(across, task) for task in tasks for across in (KL, TRACE, MINIMAL_TRACE)]
-    for task in tasks:
-        figures.append(
-            Figure(
-                name=f"flatness-{task.name}",
-                title=f"Loss, flatness and transfer: {task.title.split(', ')[-1]}",
-                chart=charts.scatter(ends, [pair for pair in axes if pair[1] is task], style=style),
-                caption="The last checkpoint of every arm and grammar: probe accuracy against the KL to the truth, the "
-                "trace of the Fisher information and the minimal trace. Compare models of one size only. "
-                "Corresponds to the paper's figure 1.",
-            )
+    figures += [
+        Figure(
+            name=f"flatness-{task.name}",
+            title=f"Loss, flatness and transfer: {task.title.split(', ')[-1]}",
+            chart=charts.scatter(ends, [(across, task) for across in (KL, TRACE, MINIMAL_TRACE)], style=style),
+            caption="The last checkpoint of every arm and grammar: probe accuracy against the KL to the truth, the "
+            "trace of the Fisher information and the minimal trace. Compare models of one size only. "
+            "Corresponds to the paper's figure 1.",
         )
+        for task in tasks
+    ]
     by_size = _by_size(results)
     figures.append(
         Figure(
@@ -840,41 +810,14 @@ def _figures(results: Results) -> list[Figure]:
     return figures
 
 
-def _panels(results: Results) -> list[IntervalPanel]:
-    """Return the differences between arms and their controls; none where there are too few grammars."""
-    tasks: dict[str, str] = results.scale.probes
-    loss, traces, probes = [], [], []
-    for arms in CONTRASTS.values():
-        # of one grammar there is no error, and so no interval
-        if several(units := units_with(results, *arms)):
-            row = _contrast_title(*arms)
-            found = changes(pairs_of(results, units, *arms), units, ("kl", *RESCALED, *tasks.values()))
-            loss.append(interval(row, "KL", found["kl"]))
-            traces += [interval(row, column.title, found[column.name]) for column in (TRACE, MINIMAL_TRACE)]
-            probes += [interval(row, task, found[key]) for task, key in tasks.items()]
-    if not loss:
-        return []
-    return [
-        IntervalPanel(title="KL, difference (nats per token)", intervals=loss),
-        IntervalPanel(title="Trace, factor", intervals=traces, reference=1.0, log=True),
-        IntervalPanel(title="Probe accuracy, difference (points)", intervals=probes),
-    ]
-
-
-def _contrast_title(control: str, arm: str) -> str:
-    return f"{GROUPS[arm]} − {GROUPS[control]}"
-
-
-def _ends(results: Results) -> pl.DataFrame:
-    scale: SameLoss = results.scale
-    keys = ["kl", *RESCALED, *scale.probes.values()]
-    arms = [*GROUPS, *(size for size in scale.sizes if size != scale.main_size)]
-    rows = []
-    for arm in arms:
-        for unit in units_with(results, arm):
-            run = unit.run(arm)
-            rows.append(results.row(run, results.experiments[run].last_step, results.at(unit.run(arm)), keys))
-    return pl.DataFrame(rows)
+def _compared(results: Results) -> dict[str, dict[str, Estimate]]:
+    """Return the differences between arms and their controls; of one grammar there is no error, and so no interval."""
+    keys = ("kl", *RESCALED, *results.scale.probes.values())
+    return {
+        f"{GROUPS[arm]} − {GROUPS[control]}": changes(pairs_of(results, units, control, arm), units, keys)
+        for control, arm in CONTRASTS.values()
+        if several(units := units_with(results, control, arm))
+    }
 
 
 def _size_columns(scale: SameLoss) -> list[Column]:
@@ -914,24 +857,24 @@ def _correlations(results: Results) -> Section:
 
 
 def _correlation(results: Results, trace: Column, task: str, which: str, left_out: Collection[str]) -> IntervalRow:
-    columns: dict[str, list[float]] = {"trace": [], "probe": [], "kl": []}
-    clusters: list[str] = []
-    within: list[str] = []  # grammars differ more than arms do: without this, the correlation would be between grammars
-    for unit in results.scale.units:
-        arms = [arm for arm in GROUPS if arm not in left_out and unit.run(arm) in results.experiments]
-        ends = [end for end in (results.at(unit.run(arm)) for arm in arms) if _in_band(results, unit, end)]
-        of_unit = {
-            "trace": [math.log(end[trace.name].value) for end in ends],
-            "probe": [end[results.scale.probes[task]].value for end in ends],
-            "kl": [end["kl"].value for end in ends],
-        }
-        for name, values in of_unit.items():
-            columns[name] += values
-        within += [unit.prefix] * len(ends)
-        clusters += [unit.cluster] * len(ends)
+    models = [
+        (unit, end)
+        for unit in results.scale.units
+        for arm in GROUPS
+        if arm not in left_out and unit.run(arm) in results.experiments
+        for end in [results.at(unit.run(arm))]
+        if abs(end["kl"].value - results.at(unit.run(UNTOUCHED))["kl"].value) <= BAND
+    ]
     label = f"{trace.title} and {task}"
     try:
-        found = correlation(columns["trace"], columns["probe"], clusters, given={"KL": columns["kl"]}, within=within)
+        found = correlation(
+            [math.log(end[trace.name].value) for _, end in models],
+            [end[results.scale.probes[task]].value for _, end in models],
+            clusters_of(unit for unit, _ in models),
+            given={"KL": [end["kl"].value for _, end in models]},
+            # grammars differ more than arms do: without this, the correlation would be between grammars
+            within=[unit.prefix for unit, _ in models],
+        )
     except IsolossError as error:
         return IntervalRow(label=label, effect=f"not known ({error})", group=which)
     low, high = found.interval95
@@ -945,11 +888,6 @@ def _correlation(results: Results, trace: Column, task: str, which: str, left_ou
         scale="correlation",
         group=which,
     )
-
-
-def _in_band(results: Results, unit: Unit, end: Checkpoint) -> bool:
-    untouched = results.at(unit.run(UNTOUCHED))["kl"].value
-    return abs(end["kl"].value - untouched) <= BAND
 
 
 def _settings(scale: SameLoss) -> dict[str, str]:

@@ -9,11 +9,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from isoloss.paper.design import PER_NAT, OverGrammars, Unit, clusters_of, pairs_of, units_with
+from isoloss.paper.design import OverGrammars, Unit, pairs_of, units_with
 from isoloss.paper.same_loss import CONTRASTS, GROUPS, UNTOUCHED, SameLoss
 from isoloss.paper.same_loss import SCALES as STUDY_SCALES
-from isoloss.paper.tables import changes
-from isoloss.statistics.clusters import slope_within
+from isoloss.paper.tables import changes, slope
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import pairs_for_equivalence, pairs_for_power, sd_upper_bound
 from isoloss.studies import Experiment, Study
@@ -86,12 +85,9 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     units = units_with(results, PRIMARY[1])
     rows = []
     for size in scale.like.sizes:
-        ends = [(unit, results.at(unit.run(f"{size}-{steps}"))) for unit in units for steps in scale.lengths]
-        clusters = clusters_of(unit for unit, _ in ends)
-        losses = [one["kl"].value for _, one in ends]
-        for measure in scale.accuracies:
-            values = [100 * one[measure].value for _, one in ends]
-            rows.append(((size, measure), {"slope": slope_within(values, losses, clusters, unit=PER_NAT)}))
+        ends = [results.at(unit.run(f"{size}-{steps}")) for unit in units for steps in scale.lengths]
+        of_ends = [unit for unit in units for _ in scale.lengths]
+        rows += [((size, measure), {"slope": slope(ends, of_ends, measure)}) for measure in scale.accuracies]
     slopes = SummaryTable(
         "slopes",
         "slopes of transfer on the KL, mean ± standard error over grammars",
@@ -100,25 +96,21 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         f"Within grammars, over models with {', '.join(map(str, scale.lengths))} steps before the cooldown.",
     )
     keys = ("kl", *scale.like.probes.values())
-    slope = next(one["slope"] for label, one in rows if label == (scale.like.main_size, keys[1]))
+    of_primary = next(one["slope"] for label, one in rows if label == (scale.like.main_size, keys[1]))
     differences = SummaryTable(
         "primary",
         f"{GROUPS[PRIMARY[1]]} minus {GROUPS[PRIMARY[0]]}, mean ± standard error over grammars",
         ("grammars",),
         [((len(units),), changes(pairs_of(results, units, *PRIMARY), units, keys))],
-        power_in_words(results, units, slope),
+        power_in_words(results, units, of_primary),
     )
-    matched = [CONTRASTS[name] for name in ("adversary", "helper")]
     controls = SummaryTable(
         "controls",
         "adversary and helper vs. their control, mean ± standard error over grammars",
         ("arm", "control", "grammars"),
         [
-            (
-                (GROUPS[arms[1]], GROUPS[arms[0]], len(units)),
-                changes(pairs_of(results, units, *arms), units, keys),
-            )
-            for arms in matched
+            ((GROUPS[arm], GROUPS[control], len(units)), changes(pairs_of(results, units, control, arm), units, keys))
+            for control, arm in (CONTRASTS["adversary"], CONTRASTS["helper"])
         ],
         f"After {scale.like.adversary_steps:,}, {scale.like.helper_steps:,} and {scale.like.longer_steps:,} steps of "
         "adversary, helper and AdamW alone, which were chosen so that the KL is about the same.",

@@ -6,22 +6,30 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from isoloss.paper.design import Unit, clusters_of
+import polars as pl
+
+from isoloss.paper.design import PER_NAT, Unit, clusters_of
+from isoloss.report.charts import Spec
 from isoloss.report.html import Card
-from isoloss.report.intervals import Interval
-from isoloss.statistics.clusters import cluster_mean
+from isoloss.report.intervals import Interval, IntervalPanel, intervals
+from isoloss.statistics.clusters import cluster_mean, slope_within
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.answer import ANSWERS, card_of, title_of
 from isoloss.studies.claims import ClaimResult, Verdict
-from isoloss.studies.results import RESCALED, Checkpoint, Pair, change
+from isoloss.studies.results import RESCALED, Checkpoint, Pair, Results, change
 
 TRACES = tuple(RESCALED)  # the trace and the minimal trace
 OVER = "mean ± standard error over grammars"
 
 
+def number_of(units: Sequence[Unit]) -> int:
+    """Return how many languages the units have."""
+    return len(set(clusters_of(units)))
+
+
 def several(units: Sequence[Unit]) -> bool:
     """Return whether an error over the units' languages can be given."""
-    return len(set(clusters_of(units))) > 1
+    return number_of(units) > 1
 
 
 def means(ends: Sequence[Checkpoint], units: Sequence[Unit], keys: Iterable[str]) -> dict[str, Estimate]:
@@ -48,6 +56,22 @@ def factor(pairs: Sequence[Pair], key: str, clusters: Sequence[str]) -> Estimate
     return dataclasses.replace(mean, value=value, stderr=value * mean.stderr, influence=None)
 
 
+def slope(ends: Sequence[Checkpoint], units: Sequence[Unit], key: str) -> Estimate:
+    """Return the slope of an accuracy on the KL within languages, over a checkpoint for each of the units."""
+    accuracies, losses = [100 * end[key].value for end in ends], [end["kl"].value for end in ends]
+    return slope_within(accuracies, losses, clusters_of(units), unit=PER_NAT)
+
+
+def above(ends: Iterable[Checkpoint], target_kl: float) -> int:
+    """Return how many checkpoints have a KL of more than 10 % above the target."""
+    return sum(end["kl"].value > 1.1 * target_kl for end in ends)
+
+
+def frame(results: Results, runs: Iterable[str], keys: Sequence[str]) -> pl.DataFrame:
+    """Return the last checkpoint of each run, a row each, as charts take them."""
+    return pl.DataFrame([results.row(run, max(results.of_run(run)), results.at(run), keys) for run in runs])
+
+
 def factor_ends(estimate: Estimate) -> tuple[float, float]:
     """Return the 95 % interval of a geometric mean, which is symmetric in its logarithm."""
     low, high = estimate.ci95
@@ -60,6 +84,16 @@ def interval(row: str, series: str, estimate: Estimate) -> Interval:
     """Return a mean or, in times, a factor with its 95 % interval, as a figure takes it."""
     low, high = factor_ends(estimate) if estimate.unit == "times" else estimate.ci95
     return Interval(row=row, series=series, value=estimate.value, low=low, high=high, text=str(estimate))
+
+
+def forest(rows: Mapping[str, Mapping[str, Estimate]], panels: Mapping[str, Mapping[str, str]], *, note: str) -> Spec:
+    """Return a chart of estimates, a row each: by the title of a panel, the keys it shows by what they are called."""
+    made = []
+    for title, keys in panels.items():
+        shown = [interval(row, name, found[key]) for row, found in rows.items() for name, key in keys.items()]
+        factors = all(found[key].unit == "times" for found in rows.values() for key in keys.values())
+        made.append(IntervalPanel(title=title, intervals=shown, reference=float(factors), log=factors))
+    return intervals(made, list(rows), note=f"Lines: 95 % {note}")
 
 
 def flatter_card(label: str, result: ClaimResult, pairs: Sequence[Pair], units: Sequence[Unit]) -> Card:
