@@ -5,7 +5,6 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 import isoloss
-from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.flatness import hessian_trace, largest_eigenvalues
 from isoloss.run_config import TrainConfig
@@ -81,30 +80,3 @@ def test_configs_languages_and_estimates_are_checked(tmp_path):
     refused(lambda: isoloss.load_language(3), "spec is 3; it must be a name, a path or the config of a language")
     values = {"value": 1.0, "samples": 9, "unit": "", "num_predictions": 9, "method": "mine"}
     refused(lambda: isoloss.Estimate(stderr=-1, **values), "mine: stderr is -1; it must be at least 0")
-
-
-@pytest.mark.parametrize(
-    ("command", "told"),
-    [
-        ("train runs/x --lerning-rate 1e-3", "; did you mean --learning-rate? isoloss train --help-all lists all"),
-        ("train runs/x --learning_rat 1", "--learning_rat; did you mean --learning-rate?"),
-        ("train runs/x --zzz", "there is no option --zzz: isoloss train --help-all lists all"),
-        ("trian runs/x", "isoloss: no subcommand 'trian'; did you mean train? the subcommands are ls, sample,"),
-        ("study stauts", "isoloss study: no subcommand 'stauts'; did you mean status? the subcommands are new, plan,"),
-        ("study --scale laptop", "no subcommand '--scale'; the subcommands are"),
-        ("theory bartlet", "did you mean bartlett?"),
-        ("theory bartlett --lenth 3", "did you mean --length? isoloss theory bartlett --help lists all"),
-        (
-            "study status x --workers 3",
-            "--workers is an option of isoloss study plan, isoloss study run, isoloss study",
-        ),
-        ("study status x --wrkers 3", "no option --wrkers; did you mean --workers? isoloss study status --help lists"),
-        ("study run x --lr 3", "there is no option --lr: isoloss study run --help lists all"),
-    ],
-)
-def test_a_misspelt_word_of_a_command_is_told_the_one_that_was_meant(capsys, command, told):
-    assert main(command.split()) == 2
-    said = capsys.readouterr()
-    assert told in said.err
-    assert said.err.count("\n") == 1
-    assert not said.out

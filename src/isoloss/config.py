@@ -36,11 +36,7 @@ hints_of = functools.cache(get_type_hints)  # a study checks the same few classe
 class Range:
     """The finite values that a number may have; None: no bound.
 
-    Example:
-        >>> from isoloss.config import Range
-        >>> unit = Range(above=0, maximum=1)
-        >>> str(unit), 1 in unit, 0 in unit
-        ('above 0 and at most 1', True, False)
+    In words, `Range(above=0, maximum=1)` is `above 0 and at most 1`.
     """
 
     minimum: float | None = None
@@ -206,19 +202,7 @@ def _or(form: Form) -> str:
 
 
 def replaced(config: T, settings: Mapping[str, Any]) -> T:
-    """Return a config with other values of some fields, checked.
-
-    Raises:
-        IsolossError: It has no field of a name, or a value is refused.
-
-    Example:
-        >>> from isoloss.config import replaced
-        >>> from isoloss.run_config import ModelConfig
-        >>> replaced(ModelConfig(), {"dropout": 1.5})
-        Traceback (most recent call last):
-            ...
-        isoloss.errors.IsolossError: dropout is 1.5; it must be at least 0 and below 1
-    """
+    """Return a config with other values of some fields, checked; an error if it has no field of a name."""
     check(config)
     known = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
     if unknown := [name for name in settings if name not in known]:
@@ -448,19 +432,7 @@ def to_toml(config: Any) -> str:
 
 
 def fingerprint(config: Any) -> str:
-    """Return 16 hexadecimal digits over the fields that decide a result, not how it is computed (device, threads).
-
-    Example:
-        >>> import dataclasses
-        >>> from isoloss.config import fingerprint
-        >>> from isoloss.lab.languages.config import LAPTOP_PCFG
-        >>> from isoloss.run_config import TrainConfig
-        >>> config = TrainConfig(language=LAPTOP_PCFG)
-        >>> fingerprint(config) == fingerprint(dataclasses.replace(config, threads=4))
-        True
-        >>> fingerprint(config) == fingerprint(dataclasses.replace(config, seed=4))
-        False
-    """
+    """Return 16 hexadecimal digits over the fields that decide a result, not how it is computed (device, threads)."""
     # sorted: moving a field within its class must not change the fingerprint
     document = json.dumps(identity(config), sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
@@ -470,12 +442,6 @@ def differences(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
     """Return a line for each field that decides a result and in which two configs differ, ours here and theirs there.
 
     Either may be what `identity` returned.
-
-    Example:
-        >>> from isoloss.config import differences
-        >>> from isoloss.run_config import OptimizerConfig
-        >>> differences(OptimizerConfig(), OptimizerConfig(learning_rate=1e-4), "optimizer")
-        ['optimizer.learning_rate is 0.001 here and 0.0001 there']
     """
     lines = []
 

@@ -42,25 +42,14 @@ class IsolossWarning(UserWarning):
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported, without importing it.
-
-    Example:
-        >>> from isoloss.errors import is_installed
-        >>> is_installed("json"), is_installed("jso")
-        (True, False)
-    """
+    """Whether a package can be imported, without importing it."""
     spec = importlib.util.find_spec(package)
     # a folder of that name, such as the one that W&B makes, is found as a package without an origin
     return spec is not None and spec.origin is not None
 
 
 def require_package(package: str) -> None:
-    """Refuse what needs a package of an extra that is not installed, before anything is computed or written.
-
-    Example:
-        >>> from isoloss.errors import require_package
-        >>> require_package("jinja2")
-    """
+    """Refuse what needs a package of an extra that is not installed, before anything is computed or written."""
     if not is_installed(package):
         raise _not_installed(package)
 
@@ -106,15 +95,7 @@ _SUBJECT = ContextVar("subject", default="")
 
 @contextlib.contextmanager
 def naming(subject: str) -> Iterator[None]:
-    """Put a name before the errors and warnings of a block, such as the name of the model that is being measured.
-
-    Example:
-        >>> from isoloss.errors import IsolossError, naming
-        >>> with naming("step-200"):
-        ...     raise IsolossError("the loss is not finite")
-        Traceback (most recent call last):
-        isoloss.errors.IsolossError: step-200: the loss is not finite
-    """
+    """Put a name before the errors and warnings of a block, such as the name of the model that is being measured."""
     token = _SUBJECT.set(f"{subject}: ")
     try:
         yield
@@ -131,15 +112,7 @@ def warn(message: str) -> None:
 
 
 def require(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
-    """Refuse an argument of another type than it must have.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from isoloss.errors import require
-        >>> require("spec", 3, (str, Path), "a name or a path")
-        Traceback (most recent call last):
-        isoloss.errors.IsolossError: spec is 3; it must be a name or a path
-    """
+    """Refuse an argument of another type than it must have: `spec is 3; it must be a name or a path`."""
     if not isinstance(value, kind):
         is_short = value is None or isinstance(value, str | bytes | bool | int | float | Path)
         told = repr(value) if is_short else f"of the type {type(value).__name__}"

@@ -31,18 +31,6 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
     Raises:
         IsolossError: It cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from isoloss.files import new_file
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder, "numbers")
-        ...     with new_file(path) as file:
-        ...         _ = file.write(b"1, 2, 3")
-        ...         during = path.exists()
-        ...     during, path.read_bytes()
-        (False, b'1, 2, 3')
     """
     try:
         with _stream(path) or _replacement(path) as file:
@@ -121,22 +109,8 @@ def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
 def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
     """Return the document that `write_sealed` wrote; one without a digest, from an earlier version, is not checked.
 
-    Args:
-        path: The file.
-        remedy: What to do about a damaged file, for the error message.
-
     Raises:
-        IsolossError: The file is missing, unreadable or damaged.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from isoloss.files import read_sealed, write_sealed
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder, "result.json")
-        ...     write_sealed(path, {"steps": 20})
-        ...     read_sealed(path, "write it again")
-        {'steps': 20}
+        IsolossError: The file is missing, unreadable or damaged; then it says the `remedy`.
     """
     document = read_json(path)
     if not isinstance(document, dict) or document.pop(_DIGEST, None) not in (None, _digest(document)):
@@ -182,15 +156,6 @@ def nearest(path: str | Path) -> str:
 
     Each name that does not exist stands for the one beside it that is most like it, and the rest of the path is looked
     for there.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from isoloss.files import nearest
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Path(folder, "runs", "first").mkdir(parents=True)
-        ...     nearest(f"{folder}/runs/frist").removeprefix(f"; did you mean {folder}")
-        '/runs/first?'
     """
     existing = Path()
     for name in Path(path).parts:
@@ -216,13 +181,7 @@ def _most_like_file(name: str, beside: list[str]) -> str | None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder in which nothing could be written, before the work whose results it is to hold.
-
-    The folder need not exist: then it is the nearest one above it that counts. Nothing is left behind.
-
-    Raises:
-        IsolossError: It, or what stands in its place, cannot be written in.
-    """
+    """Refuse a folder in which nothing could be written; of one that does not exist, the nearest one above counts."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(prefix=TEMPORARY, dir=nearest):
@@ -231,14 +190,7 @@ def check_writable(folder: Path) -> None:
         raise IsolossError(f"cannot write in {folder}: {error.strerror or error}") from error
 
 
-REPORT_SUFFIXES = {
-    ".html",
-    ".csv",
-    ".parquet",
-    ".png",
-    ".svg",
-    ".pdf",
-}  # endings that no file of a model or tokenizer has
+REPORT_SUFFIXES = {".html", ".csv", ".parquet", ".png", ".svg", ".pdf"}  # that no file of a model or tokenizer has
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[str | Path] = ()) -> None:
@@ -251,14 +203,6 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[str | Pat
 
     Raises:
         IsolossError: An output is a folder, is an input, is given twice, or cannot be written.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from isoloss.files import check_outputs
-        >>> check_outputs({"--html": Path("a.html"), "--csv": Path("b/../a.html")})
-        Traceback (most recent call last):
-            ...
-        isoloss.errors.IsolossError: --html and --csv are the same file, b/../a.html: give each its own
     """
     given = {option: file for option, file in outputs.items() if file is not None}
     options: dict[Any, str] = {}
@@ -333,11 +277,7 @@ def check_new(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_output(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `folder` at the end, which must be new or empty.
-
-    Raises:
-        IsolossError: It is not, or it cannot be written.
-    """
+    """Yield a temporary folder that becomes `folder` at the end, which must be new or empty."""
     check_new(folder)
     try:
         with new_directory(folder) as temporary:

@@ -19,14 +19,7 @@ def clear() -> None:
 
 
 def status() -> int:
-    """Return the exit status of a command that was interrupted, as shells report it: 128 and the signal's number.
-
-    Example:
-        >>> from isoloss.interrupts import clear, status
-        >>> clear()
-        >>> status()
-        130
-    """
+    """Return the exit status of a command that was interrupted, as shells report it: 128 and the signal's number."""
     return 128 + (_received[-1] if _received else signal.SIGINT)
 
 

@@ -18,15 +18,7 @@ _MOST_THREADS = 1024  # on a machine with fewer cores; OpenMP ends the process w
 
 
 def check_device(name: str) -> None:
-    """Refuse what is not the name of a device; whether there is such a device here, torch knows.
-
-    Example:
-        >>> from isoloss.machine import check_device
-        >>> check_device("gpu")
-        Traceback (most recent call last):
-            ...
-        isoloss.errors.IsolossError: the device is 'gpu'; it must be auto, cpu, cuda, cuda:N or mps
-    """
+    """Refuse what is not the name of a device; whether there is such a device here, torch knows."""
     kind, _, index = name.partition(":")
     if name not in ("auto", "cpu", "cuda", "mps") and not (kind == "cuda" and index.isdecimal()):
         raise IsolossError(f"the device is {name!r}; it must be auto, cpu, cuda, cuda:N or mps")
@@ -48,11 +40,6 @@ def resolve_device(name: str) -> torch.device:
 
     Raises:
         IsolossError: No such name, or this machine or this torch has no such device.
-
-    Example:
-        >>> from isoloss.machine import resolve_device
-        >>> resolve_device("cpu")
-        device(type='cpu')
     """
     import torch
 
@@ -91,12 +78,7 @@ def trim_malloc() -> None:
 
 
 def check_fits(needed: float, what: str) -> None:
-    """Refuse what needs more memory than this machine has.
-
-    Args:
-        needed: How many bytes it needs at least.
-        what: What needs them and what to lower, in words.
-    """
+    """Refuse what needs at least so many bytes, if this machine has less; `what` says what to lower."""
     there_is = physical_memory()
     if needed > there_is:
         raise IsolossError(

@@ -80,16 +80,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that `torch.compile` or data parallelism was put around, else the model itself.
-
-    Example:
-        >>> from torch import nn
-        >>> from torch.nn.parallel.data_parallel import DataParallel
-        >>> from isoloss.model_checks import unwrapped
-        >>> model = nn.Linear(2, 2)
-        >>> unwrapped(DataParallel(DataParallel(model))) is model
-        True
-    """
+    """Return the model that `torch.compile` or data parallelism was put around, else the model itself."""
     # a compiled model may hold a DataParallel one and the other way round, so wrappers are taken off until none is left
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -182,13 +173,7 @@ _CAUSAL = {
 
 
 def is_causal_class(name: str, config: Any) -> bool | None:
-    """Return whether models of the class `name` predict next tokens; False: masked ones; None: neither is known.
-
-    Example:
-        >>> from isoloss.model_checks import is_causal_class
-        >>> [is_causal_class(name, None) for name in ("GPT2LMHeadModel", "BertForMaskedLM", "BertModel")]
-        [True, False, None]
-    """
+    """Return whether models of the class `name` predict next tokens; False: masked ones; None: neither is known."""
     if "ForMaskedLM" in name or name.endswith("ForPreTraining"):
         return False
     if name.endswith("WithLMHeadModel"):  # XLM and FlauBERT
@@ -375,13 +360,6 @@ def max_length(model: nn.Module) -> int | None:
 
     That is what its config says, or less where a table of positions has fewer rows from the first token's row on:
     RoBERTa's first position, for one, is the row after its padding id. The rows are those that short sequences use.
-
-    Example:
-        >>> from transformers import RobertaConfig, RobertaForMaskedLM
-        >>> from isoloss.model_checks import max_length
-        >>> sizes = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
-        >>> max_length(RobertaForMaskedLM(RobertaConfig(max_position_embeddings=34, **sizes)))
-        32
     """
     text = text_config(model)
     said = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len", "max_target_positions"))

@@ -93,13 +93,7 @@ class OptimizerConfig:
             )
 
     def num_warmup_steps(self, total: int) -> int:
-        """Return how many of `total` steps warm up.
-
-        Example:
-            >>> from isoloss.run_config import OptimizerConfig
-            >>> OptimizerConfig().num_warmup_steps(2000), OptimizerConfig(warmup_proportion=0.1).num_warmup_steps(2000)
-            (120, 200)
-        """
+        """Return how many of `total` steps warm up."""
         if self.warmup_proportion is not None:
             return round(self.warmup_proportion * total)
         return min(_MOST_WARMUP, round(_WARMUP * total)) if self.warmup_steps is None else self.warmup_steps

@@ -31,16 +31,6 @@ def function_of_config(config: Any) -> dict[str, Any]:
     """Return the fields of a config that may decide what a model computes, as JSON types.
 
     Fields that the config's class does not know are left out: other tools have added them.
-
-    Args:
-        config: A config of transformers, or a dictionary.
-
-    Example:
-        >>> from transformers import GPT2Config
-        >>> from isoloss.same_function import function_of_config
-        >>> fields = function_of_config(GPT2Config(n_layer=2, use_cache=False, attn_pdrop=0.3, made_by="someone"))
-        >>> fields["n_layer"], {"use_cache", "attn_pdrop", "made_by"} & fields.keys()
-        (2, set())
     """
     fields = config
     if isinstance(config, PretrainedConfig):
@@ -57,14 +47,7 @@ def function_of_config(config: Any) -> dict[str, Any]:
 
 
 def function_of_model(model: nn.Module) -> dict[str, Any]:
-    """Return the settings that decide a model's function of its weights: its config, else those of each part.
-
-    Example:
-        >>> from torch import nn
-        >>> from isoloss.same_function import function_of_model
-        >>> function_of_model(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Dropout(), nn.ReLU()))["2"]
-        {'class': 'ReLU', 'inplace': False}
-    """
+    """Return the settings that decide a model's function of its weights: its config, else those of each part."""
     model = architecture(model)
     config = getattr(model, "config", None)
     if isinstance(config, PretrainedConfig):
@@ -84,13 +67,7 @@ def _settings(part: nn.Module) -> dict[str, Any]:
 
 
 def differences(one: Any, other: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield where two documents of JSON types differ: the place, and the value in each; None where one has none.
-
-    Example:
-        >>> from isoloss.same_function import differences
-        >>> list(differences({"a": {"b": [1, 2]}, "c": 0}, {"a": {"b": [1, 3]}, "c": 0}))
-        [('a.b.1', 2, 3)]
-    """
+    """Yield where two documents of JSON types differ, such as a.b.1, and the value in each; None where one has none."""
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         one, other = dict(enumerate(one)), dict(enumerate(other))
     if isinstance(one, dict) and isinstance(other, dict):

@@ -10,11 +10,7 @@ if TYPE_CHECKING:
 
 
 def derive(seed: int, *names: str | int) -> int:
-    """Return the seed of the stream called `names` under `seed`: 63 bits of a SHA-256 over all of them.
-
-    Args:
-        seed: The experiment's seed.
-        names: What the stream is for, e.g. `"masks", step, rank`.
+    """Return the seed of the stream called `names`, e.g. `"masks", step, rank`: 63 bits of a SHA-256 over all.
 
     Example:
         >>> from isoloss.seeds import derive

@@ -120,19 +120,6 @@ def test_a_causal_model_reads_a_task_from_the_start(drawn):
     assert read.inputs() == task.inputs()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--architecture", "opt", "--masking", "fraction"), "masks no tokens: leave out masking"),
-        (("--architecture", "opt", "--objective", "masked"), "the architecture opt learns 'causal'"),
-        (("--objective", "causal"), "the architecture bert learns 'masked'"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(capsys, tmp_path, words, message):
-    assert message in refusal(capsys, "train", tmp_path / "run", "--language", "pcfg-laptop", *words)
-    assert not (tmp_path / "run").exists()
-
-
 def test_ls_lists_the_architectures(capsys):
     listed = {row["architecture"]: row for row in as_json(capsys, "ls", "models")["models"]}
     masked = dict.fromkeys(("bert", "bert-pre-ln", "lstm", "modernbert", "bracket-attention"), "masked")

@@ -9,7 +9,7 @@ import shutil
 import polars as pl
 import pytest
 import torch
-from speaking import as_json, refusal
+from speaking import as_json
 from transformers import GPT2LMHeadModel
 
 import small_checkpoints as small
@@ -108,17 +108,17 @@ def test_other_measures_are_rows_and_the_figure_is_drawn(capsys, tmp_path):
     assert f"figure: {tmp_path / 'ab.svg'}" in err
 
 
-def test_thirty_checkpoints_of_a_trainer(capsys, tmp_path):
+def test_many_checkpoints_of_a_trainer(capsys, tmp_path):
     model = GPT2LMHeadModel.from_pretrained("a")
-    for step in range(10, 310, 10):
+    for step in range(10, 130, 10):
         with torch.no_grad():
             model.transformer.wte.weight.mul_(1.001)
         shutil.copytree("a", tmp_path / f"checkpoint-{step}")
         model.save_pretrained(tmp_path / f"checkpoint-{step}")
     out, err = call(capsys, tmp_path, *DATA, "--num-sequences", "12")
-    assert f"30 checkpoints, {tmp_path}/checkpoint-10 to {tmp_path}/checkpoint-300" in err
+    assert f"12 checkpoints, {tmp_path}/checkpoint-10 to {tmp_path}/checkpoint-120" in err
     table = [line.split()[0] for line in out.splitlines() if line.startswith("checkpoint-")]
-    assert table[:30] == [f"checkpoint-{step}" for step in range(10, 310, 10)]
+    assert table[:12] == [f"checkpoint-{step}" for step in range(10, 130, 10)]
     assert "No verdict on which is the flattest." in out
 
 
@@ -171,44 +171,6 @@ def test_what_is_next_can_be_pasted(capsys):
     assert "--num-sequences" not in out.replace("--num-sequences 4000 --task", "")
     shutil.copytree("a", "copy of a")
     assert "To paste" not in call(capsys, "a", "copy of a", *DATA)[0]
-
-
-REFUSED = {
-    "two tokenizers": ("a other", "a and other have different tokenizers ("),
-    "two vocabularies": ("a more", "a has a vocabulary of 317 tokens and more of 320, so a token is not the same"),
-    "masked beside causal": ("a bert", "a predicts next tokens and bert masked ones, so they have no inputs in common"),
-    "an adapter": ("a adapter", "adapter is an adapter of "),
-    "an empty text": ("a b --data empty.txt", "there is no text in empty.txt"),
-    "a text shorter than a sequence": ("a b --data short.txt", "the text in short.txt is shorter than one sequence"),
-    "one model": ("a", "a alone has nothing to be compared with: name another, or see isoloss measure"),
-    "no measure of flatness": ("a b --measures loss", "loss is no measure of flatness, and isoloss measure takes it"),
-    "a figure": ("a b --figure x.gif", "its name must end in .png, .svg, .pdf"),
-    "a model twice": ("a a", "a is named twice: leave one out"),
-    "a task without a name": ("a b --task =mine.csv", "there is no task '=mine.csv': give the name of a task, or"),
-    "a pooling": ("a b --pooling max", "--pooling is 'max'; it must be one of auto, last"),
-    "no task": ("a b --task sst3", "sst3 is no task of text; did you mean sst2?"),
-    "a folder for a file": ("a b --csv bert", "bert is a folder; name a file to write"),
-    "a model's file": (
-        "a b --csv a/model.safetensors",
-        "--csv is a/model.safetensors, which is read as an input: name another file",
-    ),
-    "the text": ("a b --html text.jsonl", "--html is text.jsonl, which is read as an input"),
-    "a task's examples": (
-        "a b --task sst2 --task-data sst2=labels --csv labels/dev.csv",
-        "--csv is labels/dev.csv, which is read as an input",
-    ),
-    "one file for two": ("a b --html z --csv ./z", "--html and --csv are the same file, z: give each its own"),
-    "the former name": ("a b --same-loss-nats 0", "--same-loss-nats is now called --loss-margin;"),
-    "no margin": ("a b --loss-margin 0", "--loss-margin is 0.0; it must be finite and above 0"),
-    "no checkpoint": ("a ./no", "there is no checkpoint ./no: it is not a folder"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_gets_one_sentence(capsys, case):
-    words, sentence = REFUSED[case]
-    data = () if "--data" in words else DATA
-    assert sentence in refusal(capsys, "compare", *words.split(), *data)
 
 
 def test_one_document_is_said(capsys):

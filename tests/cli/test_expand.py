@@ -95,37 +95,3 @@ def test_the_tokenizer_goes_along(tmp_path, capsys):
     text = ("--data", tmp_path / "text.txt", "--length", "6", "--output", tmp_path / "large")
     call(capsys, "expand", tmp_path / "bert", "--into", "d128", *text, *COMMON)
     assert AutoTokenizer.from_pretrained(tmp_path / "large").mask_token_id == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--into", "d32"), "32 is not a multiple of 64; the sizes that hold it are d64, d128, d192,"),
-        (("--into", "d65"), "there is no model size 'd65'; the sizes are d16, d32"),
-        (("--into", "d128", "--num-sequences", "1"), "--num-sequences is 1; an error bar needs at least 2"),
-    ],
-)
-def test_what_is_refused(run, words, message, capsys):
-    assert message in call(capsys, "expand", run, *words, status=2).err
-
-
-def test_a_folder_that_holds_something_is_refused(run, tmp_path, capsys):
-    (tmp_path / "kept.txt").write_text("x")
-    for out in (tmp_path, tmp_path / "kept.txt"):
-        printed = call(capsys, "expand", run, "--into", "d128", "--output", out, status=2)
-        assert f"{out} exists and is not an empty folder: choose another name" in printed.err
-    assert (tmp_path / "kept.txt").read_text() == "x"
-
-
-def test_models_without_a_language_or_a_place(run, tmp_path, capsys):
-    lstm = ("--architecture", "lstm", "--size", "h16", "--language", "brackets-8", "--steps", "1", "--device", "cpu")
-    call(capsys, "train", tmp_path / "lstm", *lstm)
-    printed = call(capsys, "expand", tmp_path / "lstm", "--into", "d128", status=2)
-    assert "a LSTMForMaskedLM cannot be expanded; the architectures are BertForMaskedLM," in printed.err
-    load_model(run / "checkpoints" / "step-5").model.save_pretrained(tmp_path / "alone")
-    printed = call(capsys, "expand", tmp_path / "alone", "--into", "d128", status=2)
-    assert "is not a checkpoint of a run, so there is no language to measure it on: add --data" in printed.err
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "run.json").write_bytes((run / "run.json").read_bytes())
-    printed = call(capsys, "expand", tmp_path / "empty", "--into", "d128", status=2)
-    assert f"{tmp_path / 'empty'} has no checkpoint yet" in printed.err

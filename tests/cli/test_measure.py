@@ -3,15 +3,12 @@
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import torch
 from speaking import as_json, trace_of
-from speaking import refusal as refusal_of
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -19,7 +16,6 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 from isoloss.cli.main import main
@@ -65,20 +61,6 @@ def llama(size, vocab=VOCAB):
 
 SETTINGS = ("--loss-sentences", "64", "--num-sequences", "32", "--num-train", "64", "--num-test", "64")
 MEASURES = ("--measures", "loss", "trace", "probe-root", *SETTINGS, "--probe-seeds", "2", "--probe-epochs", "2")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    path = tmp_path_factory.mktemp("measure") / "run"
-    words = ["train", str(path), "--language", "pcfg-laptop", "--size", "d16", "--steps", "30", "--checkpoints", "10"]
-    assert main([*words, "--batch-size", "8", "--threads", "1"]) == 0
-    return path
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    """A run of its own for each test, without evaluations."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 def estimates(document):
@@ -414,56 +396,7 @@ def test_a_run_knows_its_checkpoints(run):
         assert checkpoint_of(path) is None
 
 
-def test_what_is_no_checkpoint_of_a_run_is_refused(capsys, run, tmp_path):
-    path = run / "checkpoints" / "step-20"
-    assert f"there is no checkpoint {path}: it is not a folder" in refusal_of(capsys, "measure", path, alone=True)
-    message = refusal_of(capsys, "measure", tmp_path, alone=True)
-    assert f"{tmp_path} is neither a run directory (it has no run.json) nor a checkpoint in one" in message
-    checkpoint = run / "checkpoints" / "step-10"
-    message = refusal_of(capsys, "measure", checkpoint, "--steps", "10", alone=True)
-    assert message.endswith(f"{checkpoint} is one checkpoint: leave out steps, or name the run, {run}")
-    assert kept(run) == []
-
-
 # --- refusals --------------------------------------------------------------------------------------------------------
-
-
-def test_models_without_a_common_meaning_are_refused(capsys, folder, tmp_path):
-    data = ("--data", folder / "ids.npy")
-    assert "masked ones" in refusal(capsys, folder / "a", folder / "bert", *data)
-    llama(16, vocab=21).save_pretrained(tmp_path / "more")
-    assert "a vocabulary of 20 tokens" in refusal(capsys, folder / "a", tmp_path / "more", *data)
-    assert "named twice" in refusal(capsys, folder / "a", folder / "a", *data)
-    for name, order in (("first@home", 1), ("other@home", -1)):  # no revisions: these are folders
-        llama(16).save_pretrained(tmp_path / name)
-        words = {word: i for i, word in enumerate([f"w{i}" for i in range(VOCAB)][::order])}
-        backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
-        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0").save_pretrained(tmp_path / name)
-    assert "different tokenizers" in refusal(capsys, tmp_path / "first@home", tmp_path / "other@home", *data)
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"w{i % VOCAB}" for i in range(400)))
-    out, _ = call(capsys, tmp_path / "first@home", folder / "a", "--data", text, "--length", "8")
-    assert "first" in out
-
-
-def test_options_without_a_meaning_are_refused(capsys, folder):
-    words = (folder / "a", "--data", folder / "ids.npy")
-    assert "--rtol is for measures of flatness, and loss is none" in refusal(
-        capsys, *words, "--rtol", "0.1", "--measures", "loss"
-    )
-    assert "batch_size is 0" in refusal(capsys, *words, "--batch-size", "0")
-    assert "rtol is 2" in refusal(capsys, *words, "--rtol", "2")
-    assert "no model is named" in refusal(capsys, *words[1:])
-
-
-@pytest.mark.parametrize(("old", "new"), [("eval", "measure,"), ("flatness", "compare for several,")])
-def test_an_old_name_is_told_the_new_one(capsys, old, new):
-    assert main([old, "runs/first"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert f"isoloss: {old} is now isoloss measure" in err
-    assert new in err
 
 
 def test_bad_models_get_one_sentence(capsys, folder, tmp_path):

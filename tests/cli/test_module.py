@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from speaking import as_json, refusal, trace_of
+from speaking import as_json, trace_of
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -83,59 +83,6 @@ def test_weights_that_are_not_the_modules_are_refused(tmp_path, built, change, w
     torch.save(state, tmp_path / "a.pt")
     with pytest.raises(IsolossError, match=why):
         load_model(tmp_path / "a.pt", module=MODULE, device="cpu")
-
-
-WRITTEN = """
-from neighbor import VALUE
-from torch import nn
-
-def number():
-    return VALUE
-
-def broken():
-    raise ValueError("no config")
-
-class Both(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
-
-    def forward(self, ids):
-        return self.head(self.tokens(ids).flip(1))
-
-class Loss(Both):
-    def forward(self, ids):
-        return self.head(self.tokens(ids)).mean()
-"""
-
-
-@pytest.mark.parametrize(
-    ("module", "why"),
-    [
-        ("mine.py", "it must be FILE.py:NAME, a file and a function in it"),
-        ("other.py:build", "does not exist"),
-        ("mine.py:nothing", "has no function nothing"),
-        ("mine.py:number", "returns a int; it must return an nn.Module"),
-        ("mine.py:broken", "fails: ValueError: no config"),
-        ("mine.py:Both", "is a Both: it sees the tokens that it would predict"),
-        ("mine.py:Loss", "Loss gives no logits of shape"),
-    ],
-)
-def test_what_is_no_module_is_refused(tmp_path, capsys, module, why):
-    (tmp_path / "mine.py").write_text(WRITTEN)
-    (tmp_path / "neighbor.py").write_text("VALUE = 3\n")
-    save_file({"tokens.weight": torch.randn(5, 3), "head.weight": torch.randn(5, 3)}, tmp_path / "w.safetensors")
-    (IDS % 5).tofile(tmp_path / "ids.bin")
-    words = ("measure", tmp_path / "w.safetensors", "--module", tmp_path / module, "--data", tmp_path / "ids.bin")
-    words += ("--length", 8)
-    assert why in refusal(capsys, *words)
-
-
-def test_a_folder_is_no_file_of_weights(capsys, folder):
-    told = refusal(capsys, "measure", folder, "--module", MODULE, "--data", folder / "ids.bin", alone=True)
-    assert "with --module, a checkpoint is a file of weights; its files are" in told
-    told = refusal(capsys, "measure", EXAMPLE, "--module", MODULE, "--data", folder / "ids.bin", alone=True)
-    assert "its name must end in .safetensors, .pt" in told
 
 
 def test_ids_after_a_header_are_read_without_it(folder, capsys):

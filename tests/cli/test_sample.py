@@ -194,27 +194,6 @@ def test_another_file_is_not_replaced_unasked(capsys, tmp_path):
     assert path.read_bytes() != before
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["hmm-laptop", "--tree"], "--tree is for a grammar"),
-        (["dyck-2", "--states"], "--states is for a hidden Markov model"),
-        (["dyck-2", "--conditionals", "-1"], "--conditionals is -1"),
-        (["pcfg-laptop", "--entropy-sentences", "1"], "--entropy-sentences is 1"),
-        (["pcfg-laptop", "--entropy-sentences", "-5"], "--entropy-sentences is -5"),
-        (["dyck-2", "--entropy-sentences", "50"], "has a closed form: leave out --entropy-sentences"),
-        (["dyck-2", "--overwrite"], "--overwrite needs --save"),
-        (["dyck-2", "--save", "my.json"], "NAME.safetensors, not my.json"),
-        (["dyck-2", "--num-sentences", "0"], "--num-sentences is 0"),
-        (["dyck-2", "--num-sentences", "99999999999"], "it needs at least 27,940 GiB of memory, and this machine has"),
-    ],
-)
-def test_options_that_cannot_be(capsys, tmp_path, monkeypatch, words, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in refusal(capsys, *words)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_symbol_that_is_left_out_is_one_line_on_stderr(capsys, tmp_path):
     path = tmp_path / "g.txt"
     path.write_text("S A A 1\nA a 1\nA b 1\nX rare 1\n")

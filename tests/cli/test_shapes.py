@@ -43,28 +43,6 @@ def test_every_architecture_trains_and_resumes_and_is_measured(tmp_path, words, 
         assert f"{name.removeprefix('--')} {value}".replace("size ", "") in listed["model"]
 
 
-def test_another_shape_is_another_run(tmp_path, capsys):
-    path = tmp_path / "run"
-    train(path, "--size", "d16", "--heads", "2")
-    words = ("--language", "pcfg-laptop", "--steps", "3", "--size", "d16", *QUICK)
-    assert "model.heads is 4 here and 2 there" in refusal(capsys, "train", path, *words, "--heads", "4")
-    assert "model.heads is not set here and 2 there" in refusal(capsys, "train", path, *words)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--heads", "3"), "3 heads cannot divide the width 64 evenly; the number of heads (--heads) can be 1, 2, 4"),
-        (("--architecture", "lstm", "--ffn", "8"), "an LSTM has no attention heads and no feed-forward blocks"),
-        (("--directions", "1"), "directions is 1, but bert is not an LSTM: leave it out"),
-        (("--layers", "0"), "layers is 0; it must be at least 1"),
-    ],
-)
-def test_a_shape_that_cannot_be_leaves_nothing(tmp_path, capsys, words, message):
-    assert message in refusal(capsys, "train", tmp_path / "run", "--language", "pcfg-laptop", *words)
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("what", ["models", "sizes"])
 def test_the_lists_tell_of_free_shapes(capsys, what):
     assert main(["ls", what]) == 0

@@ -14,19 +14,15 @@ import nltk
 import pytest
 from safetensors import SafetensorError
 from speaking import as_json, refusal
-from transformers import BertConfig, BertForMaskedLM
 
 from isoloss import config as configs
-from isoloss.checkpoints.loading import load_model
 from isoloss.cli import ls
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.config import PRESETS, BracketsConfig
-from isoloss.paper.same_loss import STUDY
+from isoloss.lab.languages.config import BracketsConfig
 from isoloss.registry import MEASURES, RESCALINGS, STUDIES
 from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
-from isoloss.studies.folder import StudyFolder
 
 RULES = """\
 S A B 2
@@ -43,15 +39,6 @@ B c 1
 def grammar(tmp_path):
     path = tmp_path / "tiny.pcfg"
     path.write_text(RULES)
-    return path
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A trained run with one early checkpoint."""
-    path = tmp_path_factory.mktemp("runs") / "tiny"
-    words = ["train", str(path), "--language", "pcfg-laptop", "--size", "d16", "--steps", "30", "--checkpoints", "10"]
-    assert main([*words, "--batch-size", "8", "--threads", "1"]) == 0
     return path
 
 
@@ -179,217 +166,6 @@ def test_plain_output_names_units_and_errors(capsys, run):
 # --- refusals
 
 
-def test_a_language_that_is_none(capsys):
-    message = refusal(capsys, "sample", "pcfg-huge")
-    assert "'pcfg-huge'" in message
-    assert all(preset in message for preset in PRESETS)
-
-
-def test_text_without_a_tokenizer(capsys, tmp_path):
-    (tmp_path / "texts").mkdir()
-    assert "needs --tokenizer" in refusal(capsys, "train", tmp_path / "run", "--language", tmp_path / "texts")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--language", "pcfg-laptop", "--size", "d65"], ["d65", "d64"]),
-        (["--language", "pcfg-laptop", "--steps", "0"], ["steps", "0"]),
-        (["--language", "pcfg-laptop", "--checkpoints", "5", "2000"], ["checkpoints", "2000"]),
-        (["--language", "pcfg-laptop", "--device", "tpu"], ["tpu", "cpu"]),
-        (["--language", "pcfg-laptop", "--learning-rate", "-1"], ["learning", "-1"]),
-        (["--language", "pcfg-laptop", "--fraction", "0.3"], ["fraction is 0.3", "masking 'fraction'"]),
-        (["--language", "pcfg-laptop", "--momentum", "0.9"], ["momentum is 0.9", "it needs sgd"]),
-        ([], ["--language", "--config"]),
-        (["--config", "absent.toml"], ["absent.toml"]),
-        (["--config", "absent.toml", "--steps", "5"], ["leave out --steps"]),
-    ],
-)
-def test_a_training_that_cannot_be(capsys, tmp_path, options, words):
-    message = refusal(capsys, "train", tmp_path / "run", *options)
-    for word in words:
-        assert word in message
-    assert not (tmp_path / "run" / "run.json").exists()
-
-
-def test_a_run_of_another_config_is_left_alone(capsys, run):
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    message = refusal(capsys, "train", run, "--language", "pcfg-laptop", "--size", "d32", "--steps", "30")
-    assert "model.size is 'd32' here and 'd16' there" in message
-    assert "leave out --steps" in refusal(capsys, "train", run, "--steps", "40")
-    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
-
-
-def test_a_folder_that_is_no_run(capsys, tmp_path):
-    (tmp_path / "precious").write_text("data")
-    assert "no run.json" in refusal(capsys, "measure", tmp_path)
-    assert "no run.json" in refusal(capsys, "show", tmp_path)
-    assert "not empty" in refusal(capsys, "train", tmp_path, "--language", "pcfg-laptop")
-    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["precious"]
-
-
-def test_a_start_that_does_not_fit_makes_no_run(capsys, run, tmp_path):
-    other = ("train", tmp_path / "other", "--language", "pcfg-laptop", "--size", "d32", "--steps", "5")
-    assert "do not fit" in refusal(capsys, *other, "--init-from", run / "checkpoints" / "step-30")
-    assert "relative to the run's folder, and there is no" in refusal(capsys, *other, "--init-from", "absent")
-    assert not (tmp_path / "other" / "run.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--measures"], ["no measure is named", "trace"]),
-        (["--threads", "-1"], ["--threads", "-1"]),
-        (["--measures", "los"], ["'los'", "trace"]),
-        (["--measures", "probe-nothing"], ["nothing", "root"]),
-        (["--steps", "7"], ["7", "10, 30"]),
-        (["--loss-sentences", "0"], ["loss_sentences is 0; it must be at least 1, or all"]),
-        (["--loss-sentences", "-3"], ["loss_sentences is -3; it must be at least 1, or all"]),
-        (
-            ["--loss-sentences", "al"],
-            ["--loss-sentences is 'al'; it must be a whole number, such as 1000 or 1e3, or all"],
-        ),
-        (
-            ["--measures", "loss", "--loss-sentences", "all"],
-            ["PCFG has about 10^12 strings of tokens, more than the 65,536 that can be enumerated: give a number of"],
-        ),
-        (["--measures", "probe-root", "--probe-regularization", "1"], ["no effect with the solver adamw"]),
-    ],
-)
-def test_a_measure_that_cannot_be(capsys, run, options, words):
-    message = refusal(capsys, "measure", run, *options)
-    for word in words:
-        assert word in message
-
-
-def test_measure_names_both_ways_out_of_text_without_a_tokenizer(capsys, tmp_path):
-    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
-    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
-    (tmp_path / "text.txt").write_text("some words")
-    message = refusal(capsys, "measure", tmp_path / "bert", "--data", tmp_path / "text.txt")
-    assert "--tokenizer" in message
-    assert ".npy" in message
-
-
-def test_measure_needs_data(capsys, tmp_path):
-    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
-    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
-    assert "--data" in refusal(capsys, "measure", tmp_path / "bert")
-    assert "not a folder" in refusal(capsys, "measure", str(tmp_path / "absent" / "model"), "--data", tmp_path)
-
-
-def test_measure_refuses_options_without_an_effect(capsys, run, shared_data):
-    checkpoint = run / "checkpoints" / "step-30"
-    assert "leave out --length, --masking" in refusal(
-        capsys, "measure", checkpoint, "--length", "4", "--masking", "one"
-    )
-    causal = ("measure", shared_data / "stories260K" / "hf", "--data", run, "--mask-id", "3")
-    assert "leave out --mask-id" in refusal(capsys, *causal)
-
-
-@pytest.mark.parametrize(
-    ("words", "wrong"),
-    [
-        (("--masking", "fraction"), "leave out --masking"),
-        (("--batch-size", "4", "--length", "3"), "leave out --length, --batch-size"),
-        (("--tokenizer", "none", "--mask-id", "3"), "leave out --tokenizer, --mask-id"),
-        (("--dtype", "float64"), "dtype float64 is for data or a language"),
-    ],
-)
-def test_eval_of_a_run_refuses_what_the_run_decides(capsys, run, words, wrong):
-    assert wrong in refusal(capsys, "measure", run, "--measures", "loss", *words)
-
-
-def test_a_study_that_is_none(capsys):
-    assert "same-loss" in refusal(capsys, "study", "status", "other-loss")
-    assert "laptop" in refusal(capsys, "study", "status", "same-loss", "--scale", "galaxy")
-
-
-@pytest.mark.parametrize("action", ["status", "verify"])
-def test_a_run_that_is_taken_for_a_study(capsys, run, action):
-    message = refusal(capsys, "study", action, run, alone=True)
-    assert message.endswith(f"{run} is a run, not a study: isoloss show {run} says what it holds")
-
-
-@pytest.mark.parametrize("subcommand", ["show", "measure"])
-def test_a_study_that_is_taken_for_a_run(capsys, tmp_path, subcommand):
-    StudyFolder(STUDY, tmp_path, "smoke").prepare()
-    message = refusal(capsys, subcommand, tmp_path, alone=True)
-    status = f"isoloss study status same-loss --scale smoke --folder {tmp_path}"
-    assert message.endswith(f"{tmp_path} holds a study, not a run: {status} says how far it is")
-    assert main(status.split()[1:]) == 0
-
-
-def test_a_folder_without_a_study_is_not_verified(capsys, tmp_path):
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        message = refusal(capsys, "study", "verify", "same-loss", "--folder", folder, alone=True)
-        assert message.endswith(f"{folder} holds no study: it has no study.json")
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("action", ["run", "report"])
-def test_a_runs_folder_is_no_place_for_a_study(capsys, run, action):
-    before = contents(run)
-    words = ("study", action, "same-loss", "--scale", "smoke", "--folder")
-    message = refusal(capsys, *words, run, alone=True)
-    assert f"{run} is a run and cannot hold a study" in message or f"{run} holds no study" in message
-    assert contents(run) == before
-    below = refusal(capsys, *words, run / "study", alone=True)
-    assert f"is inside the run {run} and cannot hold a study" in below or "holds no study" in below
-    assert contents(run) == before
-
-
-@pytest.mark.parametrize("action", ["run", "report"])
-def test_a_folder_of_other_files_is_no_study(capsys, tmp_path, action):
-    (tmp_path / "precious").write_text("data")
-    message = refusal(capsys, "study", action, "same-loss", "--folder", tmp_path, alone=True)
-    assert f"{tmp_path} is not empty and holds no study" in message or f"{tmp_path} holds no study" in message
-    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
-
-
-def test_a_study_that_was_not_begun_has_no_status_and_can_be_planned(capsys, tmp_path):
-    folder = tmp_path / "same-los"
-    words = ("study", "status", "same-loss", "--scale", "smoke", "--folder", folder)
-    message = refusal(capsys, *words, alone=True)
-    assert f"{folder} holds no study: isoloss study run same-loss --scale smoke --folder {folder} starts" in message
-    units = as_json(capsys, "study", "plan", *words[2:])["units"]
-    assert {unit["state"] for unit in units} == {"to do"}
-    assert not folder.exists()
-
-
-def test_a_studys_folder_is_no_place_for_a_run(capsys, tmp_path):
-    folder = tmp_path / "study"
-    StudyFolder(STUDY, folder, "smoke").prepare()
-    before = contents(folder)
-    message = refusal(capsys, "train", folder, "--language", "pcfg-laptop", "--steps", "1", alone=True)
-    assert message.endswith(f"{folder} holds a study and cannot hold a run: choose another directory")
-    assert contents(folder) == before
-    assert main(["study", "status", "same-loss", "--scale", "smoke", "--folder", str(folder)]) == 0
-
-
-def test_no_work_is_done_for_results_that_cannot_be_written(capsys, run, tmp_path):
-    (tmp_path / "file").write_text("x")
-    place = tmp_path / "file" / "below"
-    one, other = (run / "checkpoints" / f"step-{step}" for step in (10, 30))
-    for words in (
-        ("theory", "sgd-flow", "--figure", place / "a.svg"),
-        ("compare", one, other, "--figure", place / "a.svg"),
-        ("transfer", run, "--task", "root", "--output", place),
-        ("expand", run, "--into", "d32", "--output", place / "model"),
-    ):
-        assert f"cannot write in {place}: Not a directory" in refusal(capsys, *words, alone=True)
-
-
-def test_a_report_needs_a_finished_study(capsys, tmp_path):
-    message = refusal(capsys, "study", "report", "same-loss", "--scale", "smoke", "--folder", tmp_path / "s")
-    assert "isoloss study run same-loss --scale smoke" in message
-    assert not (tmp_path / "s").exists()
-
-
 # --- the console script
 
 
@@ -456,24 +232,6 @@ def test_output_that_cannot_be_written_is_one_sentence():
     assert b"No space left" in done.stderr
 
 
-@pytest.mark.parametrize("options", [["--length", "5"], ["--tokenizer", "vocab.txt"]])
-def test_what_a_preset_has_no_use_for(capsys, options):
-    assert f"leave out {options[0]}" in refusal(capsys, "sample", "pcfg-laptop", *options)
-
-
-def test_a_language_file_that_is_wrong(capsys, tmp_path):
-    path = tmp_path / "language.toml"
-    path.write_text('kind = "pcfg"\nlevel = 3\n')
-    assert "level" in refusal(capsys, "sample", path)
-    path.write_text('kind = "pcfg"\nlevels = "3"\n')
-    assert "levels" in refusal(capsys, "sample", path)
-
-
-def test_text_that_was_read_as_a_grammar(capsys, tmp_path):
-    (tmp_path / "book.txt").write_text("It was the best of times.\n")
-    assert "add --tokenizer" in refusal(capsys, "sample", tmp_path / "book.txt")
-
-
 def test_sample_prints_the_tree_that_a_sentence_was_derived_by(capsys, grammar):
     plain = as_json(capsys, "sample", grammar, "--num-sentences", "40", "--length", "6")["sentences"]
     treed = as_json(capsys, "sample", grammar, "--num-sentences", "40", "--length", "6", "--tree")["sentences"]
@@ -530,50 +288,26 @@ def test_runs_that_cannot_be_read_are_listed_beside_the_others(tmp_path, capsys)
     assert main(["ls", "runs", "--folder", str(tmp_path)]) == 0
 
 
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory):
-    """A run of a few steps."""
-    path = tmp_path_factory.mktemp("runs") / "first"
-    words = ["--language", "brackets-8", "--size", "d16", "--steps", "4", "--batch-size", "4", "--threads", "1"]
-    assert main(["train", str(path), *words]) == 0
-    return path
-
-
-def test_a_run_where_a_checkpoint_is_wanted_and_the_other_way_round(small_run, tmp_path, capsys):
-    last = f"such as {small_run / 'checkpoints' / 'step-4'}"
-    with pytest.raises(IsolossError, match=r"is not a checkpoint: .*; name a checkpoint in it") as error:
-        load_model(small_run)
-    assert last in str(error.value)
-    for words in (
-        ("measure", small_run, "--data", "python:docs"),
-        ("sample", small_run),
-        ("train", tmp_path / "x", "--language", small_run),
-    ):
-        assert last in refusal(capsys, *words)
-    told = refusal(capsys, "show", small_run / "checkpoints" / "step-4")
-    assert f"is a checkpoint of a run: name the run, {small_run}" in told
-
-
-def test_evaluations_are_listed_in_the_order_in_which_they_were_asked_for(small_run, capsys):
-    words = ["--measures", "trace", "squared-norm", "--num-sequences", "32", "--threads", "1"]
+def test_evaluations_are_listed_in_the_order_in_which_they_were_asked_for(run, capsys):
+    words = ["--measures", "trace", "squared-norm", "--steps", "30", "--num-sequences", "32", "--threads", "1"]
     capsys.readouterr()
-    assert main(["measure", str(small_run), *words]) == 0
+    assert main(["measure", str(run), *words]) == 0
     rows = [line.split()[1] for line in capsys.readouterr().out.splitlines()[2:]]
     assert rows == ["trace", "squared-norm"]
 
 
 @pytest.mark.parametrize("subcommand", ["train", "measure"])
-def test_an_interruption_says_which_command_goes_on(subcommand, small_run, capsys, monkeypatch):
+def test_an_interruption_says_which_command_goes_on(subcommand, run, capsys, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
     from isoloss.cli import options
 
     monkeypatch.setattr(options, "parse", stop)
-    assert main([subcommand, str(small_run)]) == 130
+    assert main([subcommand, str(run)]) == 130
     err = capsys.readouterr().err
     assert "To go on:" in err
-    assert f"  isoloss {subcommand} {small_run}" in err
+    assert f"  isoloss {subcommand} {run}" in err
 
 
 def test_a_tokenizer_that_is_smaller_than_asked_is_told(tmp_path, capsys):

@@ -79,17 +79,3 @@ def test_more_characters_than_tokens_are_a_warning(capsys, tmp_path):
     words[3], words[5] = "11", tmp_path / "other"
     assert main([*map(str, words)]) == 0
     assert capsys.readouterr().err == ""
-
-
-def test_what_cannot_be_learned(capsys, tmp_path, text):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "blank.txt").write_text(" \n")
-    out = ("--output", tmp_path / "out")
-    assert "holds no .txt or .jsonl file" in refusal(capsys, "tokenizer", tmp_path / "empty", *out, alone=True)
-    assert "there is no text in" in refusal(capsys, "tokenizer", tmp_path / "blank.txt", *out, alone=True)
-    assert "at least 6" in refusal(capsys, "tokenizer", text, *out, "--vocab-size", "5", alone=True)
-    bpe = ("tokenizer", text, *out, "--kind", "bpe")
-    assert "at least 261" in refusal(capsys, *bpe, "--vocab-size", "260", alone=True)
-    assert "--cased is for wordpiece" in refusal(capsys, *bpe, "--cased", alone=True)
-    assert "--output is missing" in refusal(capsys, "tokenizer", text, alone=True)
-    assert not (tmp_path / "out").exists()

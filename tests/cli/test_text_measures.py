@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from speaking import as_json, refusal
+from speaking import as_json
 
 from isoloss.cli.main import main
 from isoloss.lab.evaluation.evaluator import evaluate
@@ -230,46 +230,6 @@ def test_a_checkpoint_from_elsewhere_reads_with_its_tokenizer(capsys, folder, ru
     own = found(capsys, run, "probe-sst2", folder / "sst2", *FEW, "--probe-solver", "convex")
     assert elsewhere["inputs"] == own["inputs"]
     assert elsewhere["estimates"]["accuracy"]["value"] == own["estimates"]["accuracy"]["value"]
-
-
-@pytest.mark.parametrize("run", ["bert"], indirect=True)
-@pytest.mark.parametrize(
-    ("measures", "options", "message"),
-    [
-        (("lookup-sst2",), (), "the true conditionals of the text of sst2 are not known: it has no look-up table"),
-        (("few-shot-sst2-30",), (), "task sst2 has 70 training examples, too few for 5 disjoint draws of 30"),
-        (
-            ("probe-sst2",),
-            ("--num-train", "all", "--probe-solver", "convex", "--probe-draws", "2"),
-            "too few for 2 disjoint draws of all",
-        ),
-        (("probe-stsb",), (), "(it is a regression)"),
-        (("probe-sst2",), ("--task-data", "sst3=here"), "task_data has 'sst3=here'; an entry is NAME=PATH with a task"),
-        (
-            ("probe-sst2",),
-            ("--task-data", "here"),
-            "task_data has 'here'; an entry is NAME=PATH with a task of text (c",
-        ),
-        (("probe-sst2",), ("--task-data", "sst2=a", "sst2=b"), "the examples of sst2 twice: sst2=a and sst2=b"),
-        (("probe-sst2",), ("--task-data", "sst2=nowhere.tsv"), "there is no file or folder nowhere.tsv"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_sentence(capsys, folder, run, measures, options, message):
-    given = options if "--task-data" in options else ("--task-data", f"sst2={folder / 'sst2'}", *options)
-    text = refusal(capsys, "measure", run, "--measures", *measures, *given, "--steps", "4", alone=True)
-    assert message in text
-    assert not Run(run).evaluation_path(measures[0], 4).exists() or measures == ("probe-sst2",)
-
-
-def test_a_language_without_text_has_no_task_of_text(capsys, folder, tmp_path):
-    small = ("--language", "brackets-8", "--size", "d16", "--steps", "1", "--threads", "1")
-    assert main(["train", str(tmp_path / "run"), *small]) == 0
-    given = ("--task-data", f"sst2={folder / 'sst2'}")
-    message = refusal(capsys, "measure", tmp_path / "run", "--measures", "probe-sst2", *given, alone=True)
-    assert "the language has no tokenizer, so its models cannot read the text of a task" in message
-    few = ("--measures", "probe-mismatch", "--num-train", "all")
-    message = refusal(capsys, "measure", tmp_path / "run", *few, alone=True)
-    assert "num_train is all, but sentences of a language are drawn: give num_train as a number" in message
 
 
 def test_on_sst2_itself(capsys, shared_data, folder):

@@ -105,20 +105,3 @@ def test_sgd_flow_as_json_refutes_a_wrong_coefficient(capsys):
     assert [row["batch_size"] for row in document["limits"]] == [1, 1, 2, 2]
     assert len(document["rows"]) == 8
     assert len(document["control"]["two parameters"]) == 3
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["bartlett", "--figure", "a.gif"], "--figure is a.gif; its name must end in"),
-        (["bartlett", "--length", "5"], "length is 5"),
-        (["bartlett", "--directions", "-1"], "directions is -1"),
-        (["sgd-flow", "--trajectories", "1"], "trajectories is 1"),
-        (["sgd-flow", "--start", "10"], "the step size 0.1 is too large"),
-        (["sgd-flow", "--model", "masked-lm", "--start", "3"], "of the model two-parameters, not"),
-        (["brackets", "--lengths", "5"], "the lengths are 5; choose from 4, 6, 8, 10"),
-    ],
-)
-def test_what_is_refused(words, message):
-    with pytest.raises(theory.IsolossError, match=message):
-        theory.main(words)

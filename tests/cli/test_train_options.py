@@ -67,35 +67,6 @@ def test_schedule_labels_and_measures(capsys, tmp_path):
     assert (config.objective.labels, config.measure_every, config.micro_batch_size) == ("exact", 100, 32)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--sam-rho 0.1", "--sam-rho needs --algorithm sam"),
-        (
-            "--algorithm fisher-penalty --parallel fsdp",
-            "second derivatives, which sharded parameters do not have: use ddp",
-        ),
-        ("--algorithm sam --adversarial-ridge 0.1", "--adversarial-ridge needs --algorithm adversarial"),
-        (
-            "--algorithm adversarial --fisher-penalty-weight 0.1",
-            "--fisher-penalty-weight needs --algorithm fisher-penalty",
-        ),
-        ("--algorithm lion", "no training algorithm 'lion'"),
-        ("--momentum 0.9", "momentum is 0.9, but the optimizer is adamw: it needs sgd"),
-        ("--fraction 0.3", "fraction is 0.3, but masking is 'one'"),
-        ("--warmup-steps 10 --warmup-proportion 0.1", "say the same: leave one out"),
-        ("--measure-every 7", "measure_every is 7; it must be a multiple of log_every, 50"),
-        ("--algorithm adversarial --adversarial-task prefix-99", "no task 'prefix-99'"),
-        ("--algorithm adversarial --adversarial-weight 0", "the adversary's weight is 0.0; it must be finite, above 0"),
-    ],
-)
-def test_options_that_do_not_go_together(capsys, tmp_path, options, message):
-    assert main(["train", str(tmp_path / "run"), "--language", "pcfg-laptop", *options.split()]) == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert message in error
-    assert not (tmp_path / "run" / "run.json").exists()
-
-
 def test_a_run_with_an_algorithm_and_measures(capsys, tmp_path):
     words = ["train", str(tmp_path / "run"), "--language", "pcfg-laptop", "--size", "d16", "--steps", "50"]
     options = "--batch-size 8 --algorithm adversarial --measure-every 50 --device cpu --threads 1 --json"
@@ -208,25 +179,3 @@ def test_where_the_step_is_compiled_unasked(capsys, tmp_path, options, is_compil
 def test_a_run_goes_on_with_the_step_it_was_made_with(capsys, tmp_path):
     Run(tmp_path / "run").create(config_of(capsys, tmp_path, "--no-compiled"))
     assert not config_of(capsys, tmp_path).compiled
-
-
-def test_a_run_that_was_compiled_takes_no_option_that_the_compiled_step_lacks(capsys, tmp_path):
-    Run(tmp_path / "run").create(config_of(capsys, tmp_path))
-    told = refusal(capsys, "train", tmp_path / "run", "--language", "pcfg-laptop", "--precision", "bfloat16")
-    assert "run was begun with the compiled step, and precision is bfloat16" in told
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "RUN is missing"),
-        ("a --language pcfg-laptop --compiled --masking fraction", "compiled is on and masking is 'fraction'"),
-        ("a --language pcfg-laptop --compiled --no-compiled", "--compiled and --no-compiled contradict each other"),
-        ("a --language pcfg-laptop --compiled --architecture lstm", "compiled is on and the architecture is lstm"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused(capsys, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", *arguments.split()]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert not list(tmp_path.iterdir())

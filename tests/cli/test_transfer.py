@@ -10,7 +10,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 import torch
-from speaking import as_json, refusal
+from speaking import as_json
 from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.cli.main import main
@@ -127,64 +127,6 @@ def test_your_own_text_probed_and_fine_tuned(capsys, bert, mails, tmp_path):
     again = as_json(capsys, "transfer", bert, *task, *words, "--output", out)["models"][str(bert)]
     assert again == tuned
     assert all(path.stat().st_mtime_ns == time for path, time in states.items() if path.name.startswith("seed"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--task", "prefix-9"], "no task 'prefix-9': choose root or prefix-L with L from 1 to 8"),
-        (["--task", "A"], "no task 'A' (prefix-32)"),
-        (["--task", "state-2"], "no task 'state-2'"),
-        (["--task", "root", "--num-train", "0"], "num_train is 0"),
-        (["--task", "root", "--text", "body"], "leave out --text"),
-        (["--task", "root", "--method", "finetune", "--layer", "0"], "--layer: no effect with --method finetune"),
-        (
-            ["--task", "root", "--method", "lookup", "--pooling", "mean"],
-            "--pooling: no effect with --method lookup",
-        ),
-        (["--task", "root", "--solver", "convex", "--epochs", "2"], "epochs has no effect with the solver convex"),
-        (["--task", "root", "--regularization", "0.1"], "regularization has no effect with the solver adamw"),
-        (
-            ["--task", "root", "--method", "finetune", "--pooling", "concatenate"],
-            "it must be one of auto, first, last, mean",
-        ),
-        (["--task", "sst2"], "has no tokenizer that suits"),
-        (["--task", "sst2", "--method", "lookup"], "it has no look-up table"),
-        (["--task", "sst2", "--language", "pcfg-laptop"], "leave out --language"),
-        (["--task", "stsb"], "(it is a regression)"),
-        (["--task", "root", "--language", "hmm-laptop"], "no task 'root'"),
-    ],
-)
-def test_what_a_run_cannot_do_is_one_sentence(capsys, runs, options, message):
-    if "sst2" in options and "--method" not in options and "--language" not in options:
-        options = [*options, "--data", str(runs[0])]
-    assert message in refusal(capsys, "transfer", runs[0], *options, alone=True)
-
-
-def test_models_that_do_not_fit_are_named(capsys, runs, bert, mails, tmp_path):
-    task = ("--task", "spam", "--data", mails, "--text", "body", "--label", "kind")
-    assert "no model is named" in refusal(capsys, "transfer", "--task", "root", alone=True)
-    assert "is named twice" in refusal(capsys, "transfer", runs[0], runs[0], "--task", "root", alone=True)
-    assert "models of different languages" in refusal(
-        capsys, "transfer", runs[0], runs[2], "--task", "root", alone=True
-    )
-    assert "its language is not known: add --language" in refusal(
-        capsys, "transfer", bert, "--task", "root", alone=True
-    )
-    message = refusal(capsys, "transfer", bert, "--task", "root", "--language", "pcfg-laptop", alone=True)
-    assert "66 ids" in message
-    assert "34: it is a model of another language" in message
-    message = refusal(capsys, "transfer", runs[0], *task, "--tokenizer", bert, alone=True)
-    assert "knows 34 ids: the tokenizer belongs to another model" in message
-    assert "knows 34 ids" in message
-    assert "name the column of the text with --text" in refusal(capsys, "transfer", bert, *task[:4], alone=True)
-    assert "has no column 'head'" in refusal(capsys, "transfer", bert, *task, "--pair", "head", alone=True)
-    out = tmp_path / "out"
-    few = ("--num-train", "3", "--num-test", "9", "--output", out, "--warmup-steps", "200", "--threads", "1")
-    assert "lower it" in refusal(
-        capsys, "transfer", runs[2], "--task", "state-2", "--method", "finetune", *few, alone=True
-    )
-    assert not list(out.glob("*.json*"))
 
 
 @pytest.mark.parametrize("options", [("--epochs", "2"), ("--solver", "convex")])

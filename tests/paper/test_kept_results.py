@@ -42,53 +42,32 @@ def test_the_slopes_are_those_that_the_pilot_found():
         assert slope.grammars == of_pilot["samples"]
 
 
-@pytest.mark.parametrize(
-    ("name", "study"),
-    [
-        ("brackets", BRACKETS),
-        ("dose-response", DOSE_RESPONSE),
-        ("same-loss-pilot", PILOT),
-        ("optimizers", OPTIMIZERS),
-        ("optimizers-repeated", OPTIMIZERS),
-        ("paper-laptop", REPRODUCTION),
-        ("paper-laptop-repeated", REPRODUCTION),
-        ("paper-evening", REPRODUCTION),
-    ],
-)
-def test_results_are_of_the_present_design(name, study):
+KEPT = {
+    **{"brackets": BRACKETS, "brackets-repeated": BRACKETS},
+    **{"dose-response": DOSE_RESPONSE, "dose-response-repeated": DOSE_RESPONSE},
+    **{"optimizers": OPTIMIZERS, "optimizers-repeated": OPTIMIZERS},
+    **{"paper-laptop": REPRODUCTION, "paper-laptop-repeated": REPRODUCTION, "paper-evening": REPRODUCTION},
+    **{"same-loss-27-grammars": STUDY, "same-loss-27-grammars-repeated": STUDY, "same-loss-pilot": PILOT},
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_results_are_of_the_claims_and_the_design_of_today(name):
+    study, kept = KEPT[name], read_study(RESULTS / name)
+    # they had no roles when these results were judged
+    assert set(kept.claims["claim"]) == {claim.id for claim in study.claims}
+    if study is STUDY:
+        return  # whose scale has fewer grammars today
     provenance = files.read_json(RESULTS / name / "provenance.json")
     runs = study.scale(provenance["scale"], seed_offset=provenance["seed_offset"]).experiments
     assert {today(run) for run in provenance["runs"]} == runs.keys()
     # a teacher is not measured
-    kept = set(map(today, read_study(RESULTS / name).values["run"]))
-    assert kept == {run for run, one in runs.items() if one.measurements}
+    assert set(map(today, kept.values["run"])) == {run for run, one in runs.items() if one.measurements}
 
 
 def today(run):
     """The name that a run of kept results has today (results/README.md)."""
     return run.replace("-polished", "-cooldown")
-
-
-@pytest.mark.parametrize(
-    ("name", "study"),
-    [
-        ("brackets", BRACKETS),
-        ("brackets-repeated", BRACKETS),
-        ("dose-response", DOSE_RESPONSE),
-        ("dose-response-repeated", DOSE_RESPONSE),
-        ("same-loss-27-grammars", STUDY),
-        ("same-loss-27-grammars-repeated", STUDY),
-        ("optimizers", OPTIMIZERS),
-        ("optimizers-repeated", OPTIMIZERS),
-        ("paper-laptop", REPRODUCTION),
-        ("paper-laptop-repeated", REPRODUCTION),
-        ("paper-evening", REPRODUCTION),
-    ],
-)
-def test_results_are_of_claims_that_are_still_asked(name, study):
-    # they had no roles when these results were judged
-    asked = {claim.id for claim in study.claims}
-    assert set(read_study(RESULTS / name).claims["claim"]) == asked
 
 
 def test_no_two_draws_share_a_grammar_and_the_next_ones_have_new_ones():

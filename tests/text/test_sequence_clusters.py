@@ -1,12 +1,11 @@
 """Which sequences count as independent: copies, documents, separators, and neighbors that are alike."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertForMaskedLM, GPT2Config
 
 from isoloss import fisher_trace
 from isoloss.comparison.traces import compare_traces
@@ -190,56 +189,3 @@ def test_every_number_over_packed_text_has_the_larger_error():
         assert here.stderr >= there.stderr
     assert found.difference("trace", "a", "b").samples == trace.samples
     assert "consecutive sequences, given these texts" in repr(trace)
-
-
-@pytest.mark.slow
-def test_coverage_on_short_documents_end_to_end(shared_data):
-    """Replicates of 256 consecutive rows: 95 % intervals, without `documents` and with them, hold the whole's value."""
-    lines = (shared_data / "openwebtext-1000" / "openwebtext-1000.decoded.jsonl").read_text().splitlines()
-    words = [json.loads(line)["text"].lower().split() for line in lines]
-    names, counts = np.unique(np.concatenate(words), return_counts=True)
-    known = {name: i + 3 for i, name in enumerate(names[np.argsort(-counts)[:997]])}
-    documents = [np.array([known.get(word, 2) for word in text]) for text in words if text]
-    rows = np.concatenate(list(pack(iter(documents), 32)))
-    starts = np.arange(len(rows)) * 32
-    of_row = torch.from_numpy(np.searchsorted(np.cumsum([len(text) for text in documents]), starts, side="right"))
-    ids = torch.from_numpy(rows)
-    models = {}
-    for seed, name in enumerate("ab"):
-        torch.manual_seed(seed)
-        config = GPT2Config(
-            vocab_size=1000, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-            bos_token_id=None, eos_token_id=None,
-        )  # fmt: skip
-        model = GPT2LMHeadModel(config)
-        optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-        for step in range(1000):  # after few steps, a few rows have hundreds of times the usual trace
-            batch = ids[torch.randint(len(ids), (64,), generator=torch.Generator().manual_seed(step))]
-            optimizer.zero_grad()
-            model(batch, labels=batch).loss.backward()
-            optimizer.step()
-        models[name] = model.eval()
-    cut = [{"input_ids": part, "labels": part} for part in ids.split(256)][:-1]
-    of_rows = of_row.split(256)
-    assert len(cut) >= 86
-    covered = {}
-    for with_documents in (False, True):
-        found = [
-            compare_traces(models, [{**batch, "documents": of} if with_documents else batch])
-            for batch, of in zip(cut, of_rows, strict=False)
-            if len(of.unique()) > 1
-        ]
-        quantities = {
-            "trace": [each.models["a"]["trace"] for each in found],
-            "loss": [each.models["a"]["loss"] for each in found],
-            "difference": [each.difference("trace", "a", "b") for each in found],
-            "difference of losses": [each.difference("loss", "a", "b") for each in found],
-        }
-        for name, estimates in quantities.items():
-            mean = float(np.average([e.value for e in estimates], weights=[e.num_predictions for e in estimates]))
-            inside = [e.ci95[0] < mean < e.ci95[1] for e in estimates]
-            covered[name, with_documents] = float(np.mean(inside))
-    print(len(cut), covered)
-    for (_, with_documents), share in covered.items():
-        low, high = (0.92, 0.97) if with_documents else (0.88, 0.98)
-        assert low - 0.05 < share < high + 0.03  # two standard errors of a share of so many

@@ -152,15 +152,7 @@ def check_checkpoint(name: str, module: str | None = None) -> None:
 
 
 def split_module(module: str) -> tuple[Path, str]:
-    """Return the file and the function that `FILE.py:NAME` names.
-
-    Example:
-        >>> from isoloss.checkpoints.places import split_module
-        >>> split_module("gpt.py")
-        Traceback (most recent call last):
-            ...
-        isoloss.errors.IsolossError: the module is 'gpt.py'; it must be FILE.py:NAME, a file and a function in it
-    """
+    """Return the file and the function that `FILE.py:NAME` names."""
     file, _, name = module.rpartition(":")
     path = Path(file).expanduser()
     if path.suffix != ".py" or not name.isidentifier():
@@ -182,18 +174,11 @@ def check_weights_file(path: Path) -> None:
 
 
 def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = None) -> bool:
-    """Ask the Hugging Face hub once, as transformers and datasets would repeat the question for half a minute.
-
-    Args:
-        name: The name of its repository.
-        what: What is wanted, for the message: `dataset`, or something of a model.
-        revision: Of the repository; None: the main branch.
-
-    Returns:
-        Whether the hub can be reached.
+    """Whether the Hugging Face hub can be reached; it is asked once, as transformers and datasets would go on asking.
 
     Raises:
-        IsolossError: It can, and has nothing of this name, or not this revision.
+        IsolossError: It can, and has no repository of this name, or not this revision. `what` says what is wanted:
+            `dataset`, or something of a model.
     """
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -213,15 +198,7 @@ def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = N
 
 
 def downloaded(name: str, revision: str | None) -> Path:
-    """Return the folder of a checkpoint in the Hugging Face hub's cache, for when the hub does not answer.
-
-    Args:
-        name: Its name on the hub.
-        revision: A branch, tag or commit; None: the main branch.
-
-    Raises:
-        IsolossError: The checkpoint is not there, or not whole.
-    """
+    """Return the folder of a checkpoint in the hub's cache, if it is whole, for when the hub does not answer."""
     full_name = name if revision is None else f"{name}@{revision}"
     folder = _snapshot(name, revision or "main")
     if not folder.is_dir():
@@ -324,14 +301,7 @@ def _below(folder: Path, pattern: str) -> list[Path]:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a checkpoint of a run whose files are not those that training wrote.
-
-    Checked are weights, config and tokenizer, not the state of training. Checkpoints made elsewhere have no record and
-    pass.
-
-    Raises:
-        IsolossError: A file does not have the SHA-256 in trainer.json, or trainer.json itself is damaged.
-    """
+    """Refuse a checkpoint of a run whose weights, config or tokenizer are not those that training wrote."""
     for problem in checkpoint_damage(folder, lambda name: name != "trainer.safetensors"):
         raise IsolossError(problem)
 

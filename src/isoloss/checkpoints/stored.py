@@ -32,13 +32,7 @@ class StoredWeight(NamedTuple):
 
 
 def checkpoint_file(where: str, file: str, revision: str = "main") -> Path | None:
-    """Return the path of a file of a checkpoint, or None where it has no such file.
-
-    Args:
-        where: A folder, or a name on the Hugging Face hub, from which the file is downloaded if need be.
-        file: Its name there.
-        revision: Of a model on the hub.
-    """
+    """Return the path of a file in a folder or, downloaded if need be, of a model on the hub; None: it has none."""
     found = cached_file(where, file, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 

@@ -204,12 +204,14 @@ def add_options(parser: Any, cls: Any, *, shown: Collection[str] | None = None, 
     for field, hint in _hinted(cls):
         kind = _bare(hint)
         if _is_group(kind):
-            fields = kind.sources if issubclass(kind, Options) else [inner.name for inner in dataclasses.fields(kind)]
+            fields = (
+                kind.sources if issubclass(kind, GivenOptions) else [inner.name for inner in dataclasses.fields(kind)]
+            )
             is_shown = describes and (shown is None or not set(shown).isdisjoint(fields))
             about = inspect.cleandoc(kind.__doc__ or "") if shown is None else None
             title = f"{field.name.replace('_', ' ')} options"
             group = parser.add_argument_group(title, about) if is_shown else parser
-            if issubclass(kind, Options):
+            if issubclass(kind, GivenOptions):
                 for name in kind.sources:
                     kind.add(group, name, shown=shown, describes=describes)
             else:
@@ -261,7 +263,7 @@ def _made(cls: Any, values: Mapping[str, Any]) -> Any:
     for field, hint in _hinted(cls):
         kind = _bare(hint)
         if _is_group(kind):
-            made[field.name] = kind.of(values) if issubclass(kind, Options) else _made(kind, values)
+            made[field.name] = kind.of(values) if issubclass(kind, GivenOptions) else _made(kind, values)
         elif values.get(field.name) is not None:
             value = values[field.name]
             made[field.name] = tuple(value) if isinstance(value, list) else value
@@ -324,7 +326,7 @@ def _bare(hint: Any) -> Any:
 
 
 def _is_group(kind: Any) -> bool:
-    return isinstance(kind, type) and (issubclass(kind, Options) or dataclasses.is_dataclass(kind))
+    return isinstance(kind, type) and (issubclass(kind, GivenOptions) or dataclasses.is_dataclass(kind))
 
 
 def _hinted(cls: Any) -> list[tuple[dataclasses.Field[Any], Any]]:
@@ -399,7 +401,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 # --- options from configs --------------------------------------------------------------------------------------------
 
 
-class Options(dict[str, Any]):
+class GivenOptions(dict[str, Any]):
     """The options that were given, by name: what was not given is left to the config, or to a preset.
 
     A subclass says which options there are, and its docstring stands above them in the help.
@@ -489,13 +491,13 @@ class _TextConfig:
     """For text: how many documents are taken; default: all."""
 
 
-class LanguageOptions(Options):
+class LanguageOptions(GivenOptions):
     """How a language that is text, a file or a causal model is read."""
 
     sources = sources_of({"language": _TextConfig})
 
 
-class _Inputs(Options):
+class _Inputs(GivenOptions):
     """How text or token ids become inputs."""
 
     sources = sources_of({"inputs": InputConfig})
@@ -508,7 +510,7 @@ def with_measures(cls: type, measures: Mapping[str, type]) -> type:
     """
     named = {field for measure in measures for field in name_fields(measure)}
     about = {"sources": sources_of(measures, exclude=named), "__doc__": "Settings of the measures that have them."}
-    groups: dict[str, type] = {"inputs": _Inputs, "measure": type("_Measure", (Options,), about)}
+    groups: dict[str, type] = {"inputs": _Inputs, "measure": type("_Measure", (GivenOptions,), about)}
     made = dataclasses.make_dataclass(
         cls.__name__,
         [(name, group, dataclasses.field(default_factory=group)) for name, group in groups.items()],

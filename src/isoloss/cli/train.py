@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from isoloss import config as configs
 from isoloss import files, interrupts, machine
 from isoloss.cli import common, options
-from isoloss.cli.options import LanguageOptions, Options, option_name, sources_of
+from isoloss.cli.options import GivenOptions, LanguageOptions, option_name, sources_of
 from isoloss.config import AlgorithmConfig, LanguageConfig
 from isoloss.errors import IsolossError, require_package
 from isoloss.registry import ALGORITHMS, MODELS, OPTIMIZERS
@@ -79,31 +79,31 @@ COMPILED_WIDTH = 64  # the widest model that is compiled unasked
 _PARTS = ("language", "model", "objective", "optimizer", "algorithm", "stages")
 
 
-class _Model(Options):
+class _Model(GivenOptions):
     """Architecture and shape."""
 
     sources = sources_of({"model": ModelConfig})
 
 
-class _Masking(Options):
+class _Masking(GivenOptions):
     """What a masked model learns from."""
 
     sources = sources_of({"masking": ObjectiveConfig}, exclude=["kind"])
 
 
-class _Optimization(Options):
+class _Optimization(GivenOptions):
     """The optimizer's settings and schedule."""
 
     sources = sources_of({"optimization": OptimizerConfig}, exclude=["name"])
 
 
-class _Training(Options):
+class _Training(GivenOptions):
     """Steps, data, checkpoints, seed and device."""
 
     sources = sources_of({"training": TrainConfig}, exclude=[*_PARTS, "compiled"])
 
 
-class _Target(Options):
+class _Target(GivenOptions):
     """Training to a target loss; the number of steps is then a maximum."""
 
     sources = sources_of(
@@ -111,7 +111,7 @@ class _Target(Options):
     )
 
 
-class _Algorithms(Options):
+class _Algorithms(GivenOptions):
     """Settings of training algorithms: the options of each begin with its name."""
 
     sources = sources_of(ALGORITHMS.loaded(), exclude=["kind"], prefixed=True)
@@ -306,7 +306,7 @@ def _config(args: Args) -> TrainConfig:
     changed: dict[str, Any] = {}
     for option in dataclasses.fields(args):
         value = getattr(args, option.name)
-        if isinstance(value, Options):
+        if isinstance(value, GivenOptions):
             changed |= value
         elif option.name not in ("run", "config", "print_config", "json") and value != option.default:
             changed[option.name] = value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from isoloss import files, interrupts, machine
 from isoloss.checkpoints import places
 from isoloss.cli import common, options
-from isoloss.cli.options import Loading, Options, option_name, sources_of
+from isoloss.cli.options import GivenOptions, Loading, option_name, sources_of
 from isoloss.config import check, setting
 from isoloss.errors import IsolossError
 from isoloss.lab.finetune_config import FinetuneConfig
@@ -67,7 +67,7 @@ METHODS: dict[str, type] = {"probe": LinearProbeConfig, "lookup": ClassifierConf
 _NO_OPTIONS = ("name", "betas", "momentum", "seed")  # only the library sets these; seed is in `Args`
 
 
-class _Method(Options):
+class _Method(GivenOptions):
     """Settings of the methods."""
 
     sources = sources_of(METHODS, exclude=_NO_OPTIONS)

@@ -289,10 +289,9 @@ class _Shared:
             trace = _above_zero(measurement.measure(self.batches, self.stopping, progress=progress))
             _check_paired(trace, self.traces)
             result = measurement.result()
-            rest = Weighted(result.part, result.part_stderr, result.part_influence)
             # 3. the loss over the same blocks as the trace, so that influences of the two belong to the same samples
             loss = source.loss(measurement.blocks())
-            estimates = {"trace": trace, "without_embeddings": _without_embeddings(trace, rest), "loss": loss}
+            estimates = {"trace": trace, "without_embeddings": _without_embeddings(trace, result.part), "loss": loss}
         if minimizing is not None:
             estimates |= self._minimum(name, minimizing, trace, measurement)
         if not self.traces:
@@ -329,8 +328,10 @@ class _Shared:
         except IsolossError as error:
             self._leave_out_minimal(error)
             return {}
-        part = _without_embeddings(least, minimizing.without_embeddings(least))
-        return {"minimal-trace": least, "minimal_without_embeddings": part}
+        return {
+            "minimal-trace": least,
+            "minimal_without_embeddings": _without_embeddings(least, minimizing.without_embeddings),
+        }
 
     def _leave_out_minimal(self, error: IsolossError) -> None:
         if self.minimal:

@@ -555,8 +555,8 @@ class Measurement(Accumulation):
             return {}
         return {
             "embeddings": self._embeddings,
-            "without_embeddings": result.part,
-            "without_embeddings_stderr": result.part_stderr,
+            "without_embeddings": result.part.value,
+            "without_embeddings_stderr": result.part.stderr,
         }
 
     def _of_parts(self) -> dict[str, float]:

@@ -45,7 +45,10 @@ class MinimalTraceEstimator:
 
     Attributes:
         parameter_blocks: The parts that are to be measured, by parameter.
+        without_embeddings: Once it is finished, the part of the minimal trace that is not the embeddings'.
     """
+
+    without_embeddings: Weighted
 
     def __init__(
         self,
@@ -83,12 +86,9 @@ class MinimalTraceEstimator:
                 f"rescalings also multiply parameters of {type(model).__name__} that are not measured, frozen ones for "
                 "example, and these can take up any factor: the minimal trace of the rest then rests on gauges"
             )
-        self._plain: Estimate | None = None
-        self._rest: torch.Tensor | None = None  # the influence of what is not the embeddings'
 
     def finish(self, plain: Estimate, columns: ColumnRatios) -> Estimate:
         """Return the minimal trace, given the plain one and the clusters' sums of every part."""
-        self._plain = plain
         fit = self._fit(columns)
         has_features = self._rescalings.features.shape[0] > 0
         with_features = self._fit(columns, keep_features=True) if has_features else fit
@@ -104,7 +104,9 @@ class MinimalTraceEstimator:
         by_layer = influences.new_zeros(len(influences), len(layers)).index_add_(1, of_layers, influences)
         layer_parts = parts.new_zeros(len(layers)).index_add_(0, of_layers, parts)
         vanishing = self._parameter_ids[torch.from_numpy(minimum.vanishing[:number])]
-        self._rest, influence = influences @ self._is_other, influences.sum(dim=1)
+        rest, influence = influences @ self._is_other, influences.sum(dim=1)
+        value, stderr = float(parts @ self._is_other), float(_stderr(rest, plain.samples))
+        self.without_embeddings = Weighted(value, stderr, rest)
         return replace(
             plain,
             value=fit.value,
@@ -120,8 +122,8 @@ class MinimalTraceEstimator:
                 "leading_cluster": float(
                     (influence[: plain.samples].square().max() / influence.square().sum()).nan_to_num()
                 ),
-                "without_embeddings": float(parts @ self._is_other),
-                "without_embeddings_stderr": float(_stderr(self._rest, plain.samples)),
+                "without_embeddings": value,
+                "without_embeddings_stderr": stderr,
                 "trace": plain.value,
                 "trace_stderr": plain.stderr,
                 "granularity": self._granularity,
@@ -159,18 +161,6 @@ class MinimalTraceEstimator:
             )
         return replace(estimate, details={**estimate.details, "log_probabilities_change_without_eps": off})
 
-    @property
-    def plain(self) -> Estimate:
-        """The trace at the given weights, from the same passes."""
-        assert self._plain is not None
-        return self._plain
-
-    def without_embeddings(self, estimate: Estimate) -> Weighted:
-        """Return the part of the minimal trace that is not the embeddings'."""
-        assert self._rest is not None
-        details = estimate.details
-        return Weighted(details["without_embeddings"], details["without_embeddings_stderr"], self._rest)
-
     def _fit(self, columns: ColumnRatios, *, keep_features: bool = False) -> CrossFit:
         """Return the minimum over all rescalings, or over those that keep the features."""
         convex_program: Any = self._convex_program
@@ -180,7 +170,7 @@ class MinimalTraceEstimator:
         # parts that are not measured have no share, but the rescalings act on them and their gauges count them
         others = ((0, 0), (0, self._others))
         return cross_fit(
-            convex_program, np.pad(columns.fold_sums().numpy(), others), np.pad(without, others), columns.total
+            convex_program, np.pad(columns.fitted.sums.numpy(), others), np.pad(without, others), columns.fit.total
         )
 
     def _influences(self, fit: CrossFit, columns: ColumnRatios) -> torch.Tensor:

@@ -17,12 +17,6 @@ def column(name: str, values: ArrayLike, length: int | None = None) -> NDArray[n
 
     Raises:
         IsolossError: They are not a list of finite numbers, or not as many as `length`.
-
-    Example:
-        >>> from isoloss.statistics.checking import column
-        >>> column("losses", [1.0, float("nan")])
-        Traceback (most recent call last):
-        isoloss.errors.IsolossError: losses[1] is nan; all of losses must be finite
     """
     try:
         array = np.asarray(values, dtype=np.float64)
@@ -44,11 +38,6 @@ def labels(
 
     Raises:
         IsolossError: There is not one label for each observation, or there are too few clusters.
-
-    Example:
-        >>> from isoloss.statistics.checking import labels
-        >>> labels(["b", "a", "b"], 3)
-        (['a', 'b'], array([1, 0, 1]))
     """
     array = np.asarray(clusters)
     if array.shape != (length,):
@@ -64,52 +53,24 @@ def labels(
 
 
 def fraction(name: str, value: float, *, below: float = 1.0) -> None:
-    """Refuse a probability that does not lie strictly between 0 and `below`.
-
-    Example:
-        >>> from isoloss.statistics.checking import fraction
-        >>> fraction("power", 80)
-        Traceback (most recent call last):
-        isoloss.errors.IsolossError: power is 80; it must be above 0 and below 1
-    """
+    """Refuse a probability that does not lie strictly between 0 and `below`."""
     if not 0 < value < below:
         raise IsolossError(f"{name} is {value}; it must be above 0 and below {below:g}")
 
 
 def positive(name: str, value: float) -> None:
-    """Refuse a number that is not finite and above 0.
-
-    Example:
-        >>> from isoloss.statistics.checking import positive
-        >>> positive("margin", 0)
-        Traceback (most recent call last):
-        isoloss.errors.IsolossError: margin is 0; it must be finite and above 0
-    """
+    """Refuse a number that is not finite and above 0."""
     if not 0 < value < math.inf:
         raise IsolossError(f"{name} is {value}; it must be finite and above 0")
 
 
 def at_least(name: str, value: float, least: float) -> None:
-    """Refuse a number that is not finite or too small.
-
-    Example:
-        >>> from isoloss.statistics.checking import at_least
-        >>> at_least("min_ratio", 0.9, 1)
-        Traceback (most recent call last):
-        isoloss.errors.IsolossError: min_ratio is 0.9; it must be finite and at least 1
-    """
+    """Refuse a number that is not finite or too small."""
     if not least <= value < math.inf:
         raise IsolossError(f"{name} is {value}; it must be finite and at least {least:g}")
 
 
 def count(name: str, value: int, least: int) -> None:
-    """Refuse a number of things that is too small or not whole.
-
-    Example:
-        >>> from isoloss.statistics.checking import count
-        >>> count("pairs", 1, 2)
-        Traceback (most recent call last):
-        isoloss.errors.IsolossError: pairs is 1; it must be a whole number of at least 2
-    """
+    """Refuse a number of things that is too small or not whole."""
     if not float(value).is_integer() or value < least:
         raise IsolossError(f"{name} is {value}; it must be a whole number of at least {least}")

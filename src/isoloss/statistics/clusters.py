@@ -32,13 +32,7 @@ class VarianceComponents:
     within: float
 
     def sd_of_means(self, per_cluster: int) -> float:
-        """Return the standard deviation of the mean of a cluster's observations: what planning takes.
-
-        Example:
-            >>> from isoloss.statistics.clusters import VarianceComponents
-            >>> round(VarianceComponents(between=0.5, within=1.0).sd_of_means(4), 3)
-            0.707
-        """
+        """Return the standard deviation of the mean of a cluster's observations: what planning takes."""
         count("per_cluster", per_cluster, 1)
         return math.hypot(self.between, self.within / math.sqrt(per_cluster))
 
@@ -59,9 +53,6 @@ def cluster_mean(values: ArrayLike, clusters: Sequence[Any], *, unit: str, metho
 
     Returns:
         An estimate with `influence` by cluster, in the order of `details["labels"]`.
-
-    Raises:
-        IsolossError: Values that are not finite, a label missing, or a single cluster.
 
     Example:
         >>> from isoloss.statistics.clusters import cluster_mean
@@ -91,12 +82,9 @@ def crossed_mean(values: torch.Tensor | Sequence[Sequence[float]], *, unit: str,
     R where the draw of the rows does.
 
     Args:
-        values: (R, C), at least 1 and 2.
+        values: (R, C), at least 1 and 2, finite.
         unit: Of the values.
         method: What the estimate is called.
-
-    Raises:
-        IsolossError: Not a table, too small, or values that are not finite.
 
     Example:
         >>> from isoloss.statistics.clusters import crossed_mean
@@ -139,11 +127,7 @@ def variance_components(values: ArrayLike, clusters: Sequence[Any]) -> VarianceC
 
     With the mean squares M_between and M_within of the one-way analysis of variance, N observations in G clusters of
     sizes n_g, and n_0 = (N - sum n_g^2 / N) / (G - 1), the variances are M_within and
-    max(0, (M_between - M_within) / n_0) (Searle, Casella and McCulloch, Variance Components, section 3.6). The
-    arguments are those of `cluster_mean`.
-
-    Raises:
-        IsolossError: As for `cluster_mean`, or no cluster has two observations.
+    max(0, (M_between - M_within) / n_0) (Searle, Casella and McCulloch, Variance Components, section 3.6).
 
     Example:
         >>> from isoloss.statistics.clusters import variance_components
@@ -183,16 +167,12 @@ def slope_within(outcomes: ArrayLike, losses: ArrayLike, clusters: Sequence[Any]
 
     Args:
         outcomes: (N,) y.
-        losses: (N,) x.
+        losses: (N,) x, which is constant in no cluster.
         clusters: (N,) the cluster of each observation, such as the run, seed or grammar.
         unit: Of the slope, e.g. "points per nat".
 
     Returns:
-        An estimate with `influence` by cluster, in the order of `details["labels"]`.
-
-    Raises:
-        IsolossError: Values that are not finite, a label missing, a single cluster, or a cluster in which the loss is
-            constant.
+        An estimate as of `cluster_mean`.
 
     Example:
         >>> from isoloss.statistics.clusters import slope_within
@@ -216,41 +196,40 @@ def slope_within(outcomes: ArrayLike, losses: ArrayLike, clusters: Sequence[Any]
     )
 
 
-def adjusted_to_loss(difference: Estimate, change: Estimate, slope: Estimate, *, same_clusters: bool) -> Estimate:
+def adjusted_to_loss(
+    difference: Estimate, loss_difference: Estimate, slope: Estimate, *, same_clusters: bool
+) -> Estimate:
     """Return a difference of outcomes less the part that the loss accounts for, with the error of the slope.
 
-    The value is D - b L, for the difference D, the change of loss L and the slope b; by the delta method its
+    The value is D - b L, for the difference D, that of the losses L and the slope b; by the delta method its
     influence by cluster is psi_D - b psi_L - L psi_b. Where the slope is from other data, its L^2 s_b^2 is added to the
     squared error of D - b L, and the degrees of freedom are Satterthwaite's. The adjustment is as good as the slope is
     the effect of the loss on the outcome.
 
     Args:
         difference: D, of `cluster_mean`.
-        change: L, of `cluster_mean` over the same pairs.
+        loss_difference: L, of `cluster_mean` over the same pairs.
         slope: b, of `slope_within`, in units of D over those of L.
         same_clusters: Whether the slope is from the same clusters as the differences; otherwise it is independent.
-
-    Raises:
-        IsolossError: An estimate is not over clusters, or they do not have the same ones.
 
     Example:
         >>> from isoloss import Estimate
         >>> from isoloss.statistics.clusters import adjusted_to_loss, cluster_mean
         >>> runs = ["a", "b", "c"]
         >>> difference = cluster_mean([2.0, 3.0, 4.0], runs, unit="points")
-        >>> change = cluster_mean([-0.1, 0.0, -0.2], runs, unit="nats")
+        >>> losses = cluster_mean([-0.1, 0.0, -0.2], runs, unit="nats")
         >>> slope = Estimate(value=-10, stderr=2, samples=9, unit="points per nat", num_predictions=9, method="slope")
-        >>> print(adjusted_to_loss(difference, change, slope, same_clusters=False))
+        >>> print(adjusted_to_loss(difference, losses, slope, same_clusters=False))
         2.00 ± 0.61 points
     """
-    _check_labels([difference, change, slope] if same_clusters else [difference, change])
-    together = paired_difference(difference, times(change, slope.value))
+    _check_labels([difference, loss_difference, slope] if same_clusters else [difference, loss_difference])
+    together = paired_difference(difference, times(loss_difference, slope.value))
     about: dict[str, Any] = {"method": "difference at the same loss", "details": difference.details}
     if same_clusters:
         # b L moves by b psi_L, which is in `together`, and by L psi_b, which is this
-        of_slope = dataclasses.replace(times(slope, change.value), value=0.0)  # its error alone
+        of_slope = dataclasses.replace(times(slope, loss_difference.value), value=0.0)  # its error alone
         return dataclasses.replace(paired_difference(together, of_slope), **about)
-    parts = [(together.stderr**2, together.freedom), ((change.value * slope.stderr) ** 2, slope.freedom)]
+    parts = [(together.stderr**2, together.freedom), ((loss_difference.value * slope.stderr) ** 2, slope.freedom)]
     square = math.fsum(part for part, _ in parts)
     squares = math.fsum(part**2 / freedom for part, freedom in parts if part > 0)
     return dataclasses.replace(

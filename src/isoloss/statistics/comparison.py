@@ -64,13 +64,6 @@ def paired_log_ratio(first: Estimate, second: Estimate) -> Estimate:
 
     Raises:
         IsolossError: A value is not above 0.
-
-    Example:
-        >>> from isoloss.statistics.comparison import paired_log_ratio
-        >>> from isoloss.statistics.ratio import ratio_estimate
-        >>> a, b = (ratio_estimate(x, unit="nats", method="loss") for x in ([1.5, 2.5, 4.0], [1.0, 2.0, 3.0]))
-        >>> print(paired_log_ratio(a, b))
-        0.288 ± 0.036 logarithm of a ratio
     """
     for estimate in (first, second):
         if estimate.value <= 0:
@@ -82,7 +75,7 @@ def paired_log_ratio(first: Estimate, second: Estimate) -> Estimate:
 
 
 def times(estimate: Estimate, factor: float) -> Estimate:
-    """Return a multiple of an estimate, its error and what each sample adds to it."""
+    """Return a multiple of an estimate, with its error and influence."""
     return dataclasses.replace(
         estimate,
         value=factor * estimate.value,

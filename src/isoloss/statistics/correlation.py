@@ -36,25 +36,9 @@ def jackknife(
 ) -> Estimate:
     """Return a statistic of all observations with its error by the jackknife over G clusters.
 
-    With t_g the statistic t without cluster g, the squared error is (G - 1) / G sum_g (t_g - t)^2, for Student's t with
-    G - 1 degrees of freedom (the cluster jackknife; MacKinnon, Nielsen and Webb, 2023).
-
-    Args:
-        value: t.
-        without: (G,) t_g.
-        clusters: (G,) the clusters' names.
-        unit: Of the statistic.
-        num_observations: In all clusters.
-
-    Returns:
-        An estimate with `influence` by cluster, (G - 1) (t - t_g), so that two statistics of the same clusters have a
-        paired difference, and the clusters' names as `details["labels"]`.
-
-    Example:
-        >>> from isoloss.statistics.correlation import jackknife
-        >>> mean = jackknife(2.0, [2.5, 2.0, 1.5], ["a", "b", "c"], unit="points", num_observations=3)  # of 1, 2 and 3
-        >>> print(mean)
-        2.00 ± 0.58 points
+    With t_g the statistic t without cluster g (`without`), the squared error is (G - 1) / G sum_g (t_g - t)^2, for
+    Student's t with G - 1 degrees of freedom (the cluster jackknife; MacKinnon, Nielsen and Webb, 2023). The influences
+    by cluster are (G - 1) (t - t_g), and the clusters' names are `details["labels"]`.
     """
     off = value - np.asarray(without, dtype=np.float64)
     number = len(clusters)
@@ -127,11 +111,6 @@ class Correlation:
         """Return the smallest size of a true correlation that a two-sided test at level alpha finds with this power.
 
         The error is taken to be the one that was found here.
-
-        Example:
-            >>> from isoloss.statistics.correlation import correlation
-            >>> round(correlation([1, 2, 3, 4, 5, 6], [2, 1, 4, 3, 7, 5], range(6)).detectable(), 2)
-            0.56
         """
         sd = self.z_stderr * math.sqrt(self.clusters)
         return math.tanh(minimal_detectable_effect(sd, self.clusters, power=power, alpha=alpha))
@@ -161,11 +140,9 @@ def correlation(
     this is Kendall's partial tau (1942), (tau_xy - tau_xz tau_yz) / sqrt((1 - tau_xz^2) (1 - tau_yz^2)). It need not be
     0 where x and y are independent given z: for normal ones that both correlate 0.9 with z, it is 0.19.
 
-    With z = artanh r and z_g the same without cluster g, the squared error of z is (G - 1) / G sum_g (z_g - z)^2 (the
-    cluster jackknife; MacKinnon, Nielsen and Webb, 2023). The interval is tanh(z ± t s), with Student's t of G - 1
-    degrees of freedom. The bootstrap draws G clusters with replacement and ranks anew in each resample. Its interval is
-    too short for few clusters, and the correction BCa makes that no better: `docs/method/statistics.md` has how often
-    each one holds the truth.
+    The interval is tanh of that of z = artanh r, by the `jackknife` over clusters. The bootstrap draws G clusters with
+    replacement and ranks anew in each resample. Its interval is too short for few clusters, and the correction BCa
+    makes that no better: `docs/method/statistics.md` has how often each one holds the truth.
 
     Args:
         x: (N,).
@@ -260,13 +237,7 @@ def _resampled(correlations: Callable[[Floats], Floats], groups: int, number: in
 def _correlations(kind: Kind, codes: Integers, values: Floats) -> Callable[[Floats], Floats]:
     """Return the function from how often each cluster counts (R, G) to the correlations (R,).
 
-    They are of the first two of p variables given the others, and NaN where one of the two is constant or nothing of it
-    is left.
-
-    Args:
-        kind: Of the correlation.
-        codes: (N,) the cluster of each observation.
-        values: (p, N).
+    They are of the first two of `values` (p, N) given the others, and NaN where nothing is left of one of the two.
     """
     if kind != "kendall":
         return lambda by_cluster: _given_others(*_products(by_cluster[:, codes], values, ranks=kind == "spearman"))
@@ -280,11 +251,9 @@ def _correlations(kind: Kind, codes: Integers, values: Floats) -> Callable[[Floa
 
 
 def _given_others(products: Floats, rounding: float | Floats) -> Floats:
-    """Return the correlations (R,) of the first two of p variables given the others.
+    """Return the correlations (R,), given the inner products (R, p, p) of the centered variables.
 
-    Args:
-        products: (R, p, p) inner products of the centered variables.
-        rounding: (R, p) or one for all: the root of a variable's own product that counts as 0.
+    `rounding` (R, p), or one for all, is the root of a variable's own product that counts as 0.
     """
     scale = np.sqrt(np.einsum("rpp->rp", products))
     # `np.where` computes both branches, so the division needs a guard of its own
@@ -301,12 +270,9 @@ def _given_others(products: Floats, rounding: float | Floats) -> Floats:
 
 
 def _products(weights: Floats, values: Floats, *, ranks: bool) -> tuple[Floats, Floats]:
-    """Return the variables' products (R, p, p) about their means, and below which size each is rounding (R, p).
+    """Return the products (R, p, p) of values (p, N) about their means, and below which size each is rounding (R, p).
 
-    Args:
-        weights: (R, N) how often each observation counts.
-        values: (p, N).
-        ranks: Whether values are replaced by their ranks among those that count.
+    Observations count as often as weights (R, N) say; with `ranks`, values are their ranks among those that count.
     """
     total = weights.sum(axis=1)[:, None]
     if ranks:

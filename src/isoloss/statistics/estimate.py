@@ -108,14 +108,7 @@ class Estimate:
         return self.value - half, self.value + half
 
     def row(self) -> dict[str, Any]:
-        """Return the numbers of a row of a data frame: value, error, 95 % interval, unit and samples.
-
-        Example:
-            >>> from isoloss import Estimate
-            >>> e = Estimate(value=0.5, stderr=0.01, samples=9, unit="nats", num_predictions=9, method="loss")
-            >>> list(e.row())
-            ['value', 'stderr', 'low95', 'high95', 'unit', 'samples']
-        """
+        """Return the numbers of a row of a data frame: value, error, 95 % interval, unit and samples."""
         low, high = self.ci95
         numbers = {"value": self.value, "stderr": self.stderr, "low95": low, "high95": high}
         return {**numbers, "unit": self.unit, "samples": self.samples}
@@ -149,41 +142,20 @@ class Estimate:
 
 
 def number(estimate: Estimate) -> str:
-    """Return an estimate's value and error without the unit; an accuracy's in percent.
-
-    Example:
-        >>> from isoloss import Estimate
-        >>> from isoloss.statistics.estimate import number
-        >>> number(Estimate(value=0.5, stderr=0.01, samples=9, unit="accuracy", num_predictions=9, method="probe"))
-        '50.0 ± 1.0'
-    """
+    """Return an estimate's value and error without the unit; an accuracy's in percent."""
     scale = 100 if estimate.unit == "accuracy" else 1
     return rounded(scale * estimate.value, scale * estimate.stderr) + _EXACT * estimate.is_exact
 
 
 def interval(estimate: Estimate) -> str:
-    """Return the two ends of the 95 % interval, with as many digits as the error has; an accuracy's in percent.
-
-    Example:
-        >>> from isoloss import Estimate
-        >>> from isoloss.statistics.estimate import interval
-        >>> interval(Estimate(value=0.5, stderr=0.01, samples=9, unit="accuracy", num_predictions=9, method="probe"))
-        '47.7 to 52.3'
-    """
+    """Return the two ends of the 95 % interval, with as many digits as the error has; an accuracy's in percent."""
     scale = 100 if estimate.unit == "accuracy" else 1
     low, high = (rounded(scale * end, scale * estimate.stderr).split(" ±")[0] for end in estimate.ci95)
     return f"{low} to {high}"
 
 
 def samples_of(estimate: Estimate) -> str:
-    """Return the samples that an error rests on in words, e.g. 64 sequences; nothing where the estimate is exact.
-
-    Example:
-        >>> from isoloss import Estimate
-        >>> from isoloss.statistics.estimate import samples_of
-        >>> samples_of(Estimate(value=0.5, stderr=0.01, samples=9, unit="nats", num_predictions=9, method="loss"))
-        '9 samples'
-    """
+    """Return the samples that an error rests on in words, such as 64 sequences; nothing where the estimate is exact."""
     probes = "probes" if 0 < estimate.samples == estimate.num_probes else "samples"
     return "" if estimate.is_exact else f"{estimate.samples:,} {estimate.details.get('clusters', probes)}"
 
@@ -222,13 +194,7 @@ def _leading(estimate: Estimate) -> float:
 
 
 def html_table(rows: list[list[str]], header: list[str] | None = None) -> str:
-    """Return an HTML table of text.
-
-    Example:
-        >>> from isoloss.statistics.estimate import html_table
-        >>> html_table([["value", "< 3"]])
-        '<table><tr><td>value</td><td>&lt; 3</td></tr></table>'
-    """
+    """Return an HTML table of text."""
     cells = [("th", header)] if header else []
     cells += [("td", row) for row in rows]
     lines = ["".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in row) for tag, row in cells]
@@ -237,13 +203,7 @@ def html_table(rows: list[list[str]], header: list[str] | None = None) -> str:
 
 @functools.cache
 def student95(freedom: float) -> float:
-    """Return the 97.5 % point of Student's t: half the width of a 95 % interval, in standard errors.
-
-    Args:
-        freedom: Degrees of freedom, at least 1.
-
-    Raises:
-        IsolossError: Fewer than 1: one sample does not show how much samples vary.
+    """Return half the width of a 95 % interval in standard errors, by Student's t with at least 1 degree of freedom.
 
     Example:
         >>> from isoloss.statistics.estimate import student95

@@ -32,9 +32,6 @@ def paired_power(effect: float, sd: float, pairs: int, *, alpha: float = 0.05) -
         pairs: n, at least 2.
         alpha: The level of the test.
 
-    Raises:
-        IsolossError: An effect that is not finite, an sd of 0 or less, fewer than 2 pairs, or an alpha out of range.
-
     Example:
         >>> from isoloss.statistics.power import paired_power
         >>> round(paired_power(1.0, sd=1.0, pairs=10), 4)
@@ -76,12 +73,7 @@ def equivalence_power(margin: float, sd: float, pairs: int, *, effect: float = 0
 
 
 def pairs_for_power(effect: float, sd: float, *, power: float = 0.8, alpha: float = 0.05) -> int:
-    """Return the smallest number of pairs with which the paired t test finds an effect with this power.
-
-    Arguments are those of `paired_power`.
-
-    Raises:
-        IsolossError: As for `paired_power`; an effect of 0, a power out of range, or more than a million pairs.
+    """Return the smallest number of pairs, at most a million, with which `paired_power` is at least `power`.
 
     Example:
         >>> from isoloss.statistics.power import pairs_for_power
@@ -96,13 +88,7 @@ def pairs_for_power(effect: float, sd: float, *, power: float = 0.8, alpha: floa
 def pairs_for_equivalence(
     margin: float, sd: float, *, effect: float = 0.0, power: float = 0.8, alpha: float = 0.05
 ) -> int:
-    """Return the smallest number of pairs with which two one-sided tests show equivalence with this power.
-
-    Arguments are those of `equivalence_power`.
-
-    Raises:
-        IsolossError: As for `equivalence_power`; an effect at or beyond the margin, a power out of range, or more than
-            a million pairs.
+    """Return the smallest number of pairs, at most a million, with which `equivalence_power` is at least `power`.
 
     Example:
         >>> from isoloss.statistics.power import pairs_for_equivalence
@@ -119,10 +105,7 @@ def minimal_detectable_effect(sd: float, pairs: int, *, power: float = 0.8, alph
     """Return the smallest effect that the two-sided paired t test finds with this power.
 
     Where a study does not find an effect, it does not exclude one below this: to state what it excludes, take
-    `isoloss.statistics.significance.largest_size` of what it measured. Arguments are those of `paired_power`.
-
-    Raises:
-        IsolossError: As for `paired_power`, or a power that is not between alpha and 1.
+    `isoloss.statistics.significance.largest_size` of what it measured.
 
     Example:
         >>> from isoloss.statistics.power import minimal_detectable_effect
@@ -143,14 +126,6 @@ def sd_upper_bound(sd: float, pairs: int, *, confidence: float = 0.8) -> float:
     It is sd sqrt((n - 1) / c), with c the 1 - confidence point of chi-squared with n - 1 degrees of freedom, for normal
     differences. With this confidence, the true one is below it, and a study planned with it has at least the stated
     power (Browne, 1995); planned with the pilot's own sd it has that power in no more than about half of all cases.
-
-    Args:
-        sd: The standard deviation of the differences in the pilot.
-        pairs: How many pairs the pilot had, at least 2.
-        confidence: Above 0 and below 1.
-
-    Raises:
-        IsolossError: An sd of 0 or less, fewer than 2 pairs, or a confidence out of range.
 
     Example:
         >>> from isoloss.statistics.power import sd_upper_bound
@@ -200,14 +175,8 @@ def _mean_over_sd(
 ) -> float:
     """Return the mean of a function of u up to `most`, where freedom u^2 is chi-squared.
 
-    scipy's noncentral t gives NaN for noncentralities that occur here (effect 0.1 sd, 100,000 pairs).
-
-    Args:
-        freedom: The degrees of freedom.
-        function: Of u, smooth in t u.
-        t: How steep it is.
-        steps: The values of t u at which it steps down.
-        most: The largest u that counts.
+    The function is smooth in t u, and steps down at the values `steps` of it. scipy's noncentral t gives NaN for
+    noncentralities that occur here (effect 0.1 sd, 100,000 pairs).
     """
     from scipy.integrate import quad
     from scipy.special import chdtri, gammaln

@@ -27,10 +27,10 @@ Values = torch.Tensor | Sequence[float]
 def ratio(numerators: Values, denominators: Values) -> tuple[float, float]:
     """Return sum(a) / sum(b) over independent clusters, and its standard error by the jackknife.
 
-    With r = sum(a) / sum(b) and r_i the same without cluster i, the squared error is (n - 1) / n sum_i (r_i - r)^2,
-    where r - r_i = (a_i - r b_i) / (sum(b) - b_i). Where every b_i is 1 this is the mean and s / sqrt(n). Of few
-    unequal clusters it is larger than the delta method's (Cochran, Sampling Techniques, section 6.3), in which a large
-    cluster pulls r towards itself and so has too small a residual.
+    With r_i the ratio r without cluster i, the squared error is (n - 1) / n sum_i (r_i - r)^2, where
+    r - r_i = (a_i - r b_i) / (sum(b) - b_i). Where every b_i is 1 this is the mean and s / sqrt(n). Of few unequal
+    clusters it is larger than the delta method's (Cochran, Sampling Techniques, section 6.3), in which a large cluster
+    pulls r towards itself.
 
     Args:
         numerators: (n,) a: what each cluster adds up to, e.g. the nats of all predicted tokens of a sequence.
@@ -45,19 +45,17 @@ def ratio(numerators: Values, denominators: Values) -> tuple[float, float]:
         (2.0, 0.7905694150420949)
     """
     value, psi = influence(numerators, denominators)
-    return value, math.sqrt(float(psi.square().sum()) / (len(psi) * (len(psi) - 1)))
+    return value, _stderr(psi)
+
+
+def _stderr(psi: torch.Tensor) -> float:
+    return math.sqrt(float(psi.square().sum()) / (len(psi) * (len(psi) - 1)))
 
 
 def influence(numerators: Values, denominators: Values) -> tuple[float, torch.Tensor]:
-    """Return sum(a) / sum(b) as `ratio` does, and (n,) float64: what each cluster adds to its error.
+    """Return the ratio as `ratio` does, and its influences psi_i = (n - 1) (r - r_i), (n,) float64.
 
-    With n clusters, psi_i = (n - 1) (r - r_i): the squared error is the sum of psi_i^2 over n (n - 1). The
-    difference of two ratios over the same clusters has the influences psi_i - psi'_i.
-
-    Example:
-        >>> from isoloss.statistics.ratio import influence
-        >>> influence([1.0, 5.0], [1, 2])
-        (2.0, tensor([-0.5000,  1.0000], dtype=torch.float64))
+    The squared error is the sum of psi_i^2 over n (n - 1).
     """
     a = torch.as_tensor(numerators, dtype=torch.float64)
     b = torch.as_tensor(denominators, dtype=torch.float64)
@@ -73,10 +71,7 @@ def influence(numerators: Values, denominators: Values) -> tuple[float, torch.Te
 
 
 def by_leaving_out(residuals: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Return (n, ...): the influences of ratios with residuals (n, ...) over clusters of these sizes (n,).
-
-    n - 1 times what the ratio changes by with each cluster: `residuals * n / sum(sizes)` where all are of one size.
-    """
+    """Return (n, ...): the influences of ratios with residuals (n, ...) over clusters of these sizes (n,)."""
     # never 0: the callers refuse fewer than two clusters with a size above 0
     others = (sizes.sum() - sizes).view(-1, *[1] * (residuals.ndim - 1))
     return residuals * ((len(sizes) - 1) / others)
@@ -87,12 +82,6 @@ def effective_samples(sizes: torch.Tensor) -> float:
 
     It is Kish's effective sample size (Survey Sampling, 1965), and one more than the degrees of freedom
     of the error: Satterthwaite's (1946), for clusters with a variance that grows with their size.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.statistics.ratio import effective_samples
-        >>> effective_samples(torch.tensor([3.0, 3.0, 3.0])), effective_samples(torch.tensor([8.0, 1.0, 1.0]))
-        (3.0, 1.5151515151515151)
     """
     sizes = sizes.double()
     return float(sizes.sum() ** 2 / sizes.square().sum())
@@ -111,7 +100,7 @@ def ratio_estimate(numerators: Values, denominators: Values | None = None, *, un
     value, psi = influence(a, b)
     return Estimate(
         value=value,
-        stderr=math.sqrt(float(psi.square().sum()) / (len(psi) * (len(psi) - 1))),
+        stderr=_stderr(psi),
         samples=len(a),
         unit=unit,
         num_predictions=int(b.sum()),
@@ -136,14 +125,6 @@ def crossed_ratio(values: torch.Tensor, sizes: torch.Tensor) -> tuple[float, flo
         The ratio, its standard error, and (n + R,) what each row and each column adds to the error, as
         `Estimate.influence` for min(n, R) samples. As the noise counts with the rows and with the columns, the error
         that follows from the influence is the larger one.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.statistics.ratio import crossed_ratio
-        >>> values = torch.tensor([[1.0, 2.0], [2.0, 4.0], [3.0, 3.0]], dtype=torch.float64)  # 3 inputs, 2 probes
-        >>> value, stderr, influence = crossed_ratio(values, torch.ones(3, dtype=torch.float64))
-        >>> value, round(stderr, 3), tuple(influence.shape)
-        (2.5, 0.645, (5,))
     """
     n, columns = values.shape
     scale = n / float(sizes.sum())
@@ -170,12 +151,6 @@ def subset_deviation(numerators: Values, denominators: Values, *, subsets: int =
 
     Raises:
         IsolossError: There are fewer than two samples for each subset.
-
-    Example:
-        >>> from isoloss.statistics.ratio import subset_deviation
-        >>> deviation, size = subset_deviation(range(1, 9), [1] * 8, subsets=2)  # the means 2.5 and 6.5
-        >>> round(deviation, 3), size
-        (2.828, 4)
     """
     a = torch.as_tensor(numerators, dtype=torch.float64)
     b = torch.as_tensor(denominators, dtype=torch.float64)
@@ -199,7 +174,7 @@ _FEWEST_AUXILIARY = 2  # times the measured sequences: a mean over fewer is hard
 _MISMATCHED = 1e-9  # the chance that sequences drawn as the auxiliary sample was are as far from its mean
 
 
-class FittedColumns(NamedTuple):
+class _Fitted(NamedTuple):
     """Estimates of columns over the same clusters."""
 
     beta: torch.Tensor  # (F, C, K) the coefficients of each fold, fitted on all others
@@ -210,33 +185,29 @@ class FittedColumns(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class ControlledClusters:
+class _Clusters:
     """Clusters and their controls, by which ratios are estimated; see `ClusteredRatioEstimator` for the formulas."""
 
     clusters: torch.Tensor  # (n,) int64 the cluster of each sequence, from 0
-    positions_by_sequence: torch.Tensor  # (n,) the positions of each sequence
+    positions_by_sequence: torch.Tensor  # (n,)
     controls_by_sequence: torch.Tensor  # (n, C) d, with zeros where a control is not used
     covariance: torch.Tensor  # (r, r) of the errors of the last controls' means
     blocks: torch.Tensor | None = None  # (N,) int64 the block of each cluster; None: clusters are independent
 
     @cached_property
-    def number(self) -> int:
-        """N."""
+    def number(self) -> int:  # N
         return int(self.clusters.max()) + 1
 
     @cached_property
-    def folds(self) -> torch.Tensor:
-        """(N,) int64 the fold of each cluster."""
+    def folds(self) -> torch.Tensor:  # (N,) int64, the fold of each cluster
         return torch.arange(self.number) % FOLDS
 
     @cached_property
-    def positions(self) -> torch.Tensor:
-        """(N,) m."""
+    def positions(self) -> torch.Tensor:  # (N,) m
         return self.summed(self.positions_by_sequence)
 
     @cached_property
-    def controls(self) -> torch.Tensor:
-        """(N, C) d."""
+    def controls(self) -> torch.Tensor:  # (N, C) d
         return self.summed(self.controls_by_sequence)
 
     @cached_property
@@ -251,7 +222,6 @@ class ControlledClusters:
 
     @cached_property
     def total(self) -> float:
-        """The sum of the positions."""
         return float(self.positions.sum())
 
     @cached_property
@@ -264,8 +234,7 @@ class ControlledClusters:
         return root
 
     @cached_property
-    def by_fold(self) -> torch.Tensor:
-        """(F,) the number of sequences."""
+    def by_fold(self) -> torch.Tensor:  # (F,) the number of sequences
         return self.folds[self.clusters].bincount(minlength=FOLDS).double()
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
@@ -280,7 +249,7 @@ class ControlledClusters:
         sums = values.new_zeros(int(self.blocks.max()) + 1, *values.shape[1:])
         return sums.index_add_(0, self.blocks, values)
 
-    def columns(self, a: torch.Tensor) -> FittedColumns:
+    def columns(self, a: torch.Tensor) -> _Fitted:
         """Return the estimates of columns, given what each sequence adds to them, a (n, K)."""
         total, known = self.total, self.controls.shape[1] - len(self.covariance)
         beta = self._coefficients(a)
@@ -295,7 +264,7 @@ class ControlledClusters:
         slopes = (self.by_fold[:, None, None] * beta[:, known:]).sum(dim=0) / total
         residuals -= ratios * self.positions[:, None]
         influence = self.influence_of(residuals, slopes)
-        return FittedColumns(beta, slopes, ratios, sums, self.stderr(residuals, slopes, influence))
+        return _Fitted(beta, slopes, ratios, sums, self.stderr(residuals, slopes, influence))
 
     def _coefficients(self, a: torch.Tensor) -> torch.Tensor:
         """Return (F, C, K): for each fold, the least-squares coefficients of a - R m on d over all other folds.
@@ -357,34 +326,17 @@ class Weighted(NamedTuple):
 class ColumnRatios:
     """The clusters' sums of every column, from which the estimate of any weighted sum of columns follows.
 
-    With the coefficients beta_f of each fold f, the ratio of weights w is sum_b w (a_b - beta_{f(b)} d_b) / sum_b m_b.
-    Least squares is linear in a, so the coefficients of the weighted sum are beta w.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.statistics.ratio import ClusteredRatioEstimator
-        >>> estimator = ClusteredRatioEstimator(num_parameters=2, num_controls=0)
-        >>> norms = torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 0.0]])
-        >>> estimator.add(norms, torch.tensor([1, 1, 1]), torch.zeros(3, 0))
-        >>> columns = estimator.columns()
-        >>> value, stderr, influence = columns.weighted(torch.tensor([1.0, 3.0]))
-        >>> columns.ratios.tolist(), round(value, 4), round(stderr, 4)
-        ([1.6666666666666667, 0.3333333333333333], 2.6667, 1.2019)
+    Least squares is linear in a, so the coefficients of a weighted sum of columns are the same sum of the columns'.
     """
 
-    fit: ControlledClusters  # the clusters
-    fitted: FittedColumns  # the columns' coefficients and ratios
+    fit: _Clusters  # the clusters
+    fitted: _Fitted  # the columns' coefficients and ratios
     a: torch.Tensor  # (N, K) float64, the clusters' sums: most of the memory
 
     @property
     def ratios(self) -> torch.Tensor:
         """(K,) float64: the columns' ratios, which add up to the ratio of all."""
         return self.fitted.ratios
-
-    @property
-    def total(self) -> float:
-        """The number of predicted positions, by which `fold_sums` are divided."""
-        return self.fit.total
 
     def weighted(self, weights: torch.Tensor) -> Weighted:
         """Return the estimate of the columns' sum with weights (K,), or with weights (F, K) for the clusters of a fold.
@@ -398,8 +350,8 @@ class ColumnRatios:
         sums = (self.a @ by_fold.T).gather(1, self.fit.folds[:, None])[:, 0]
         beta = torch.einsum("fck,fk->fc", self.fitted.beta, by_fold)
         known = beta.shape[1] - len(self.fit.covariance)
-        slopes = self.fit.by_fold @ beta[:, known:] / self.total
-        value = float((self.fold_sums() * by_fold).sum()) / self.total
+        slopes = self.fit.by_fold @ beta[:, known:] / self.fit.total
+        value = float((self.fitted.sums * by_fold).sum()) / self.fit.total
         return Weighted(value, *self.fit.influence(sums, beta, slopes, value))
 
     def influences(
@@ -423,7 +375,7 @@ class ColumnRatios:
             # the sparse factor first: the product (K, G) of both would be dense
             return sums + torch.from_numpy(weighted.numpy() @ responses[0]) @ responses[1]
 
-        values = summed(self.fold_sums(), folds).sum(dim=0) / self.total
+        values = summed(self.fitted.sums, folds).sum(dim=0) / fit.total
         beta = torch.zeros(*self.fitted.beta.shape[:2], number, dtype=torch.float64)
         for control in range(beta.shape[1]):
             beta[:, control] = summed(self.fitted.beta[:, control], folds)
@@ -432,12 +384,8 @@ class ColumnRatios:
         residuals -= values * fit.positions[:, None]
         for fold in range(FOLDS):
             residuals[fit.folds == fold] -= fit.controls[fit.folds == fold] @ beta[fold]
-        slopes = torch.einsum("f,frg->rg", fit.by_fold, beta[:, beta.shape[1] - len(fit.covariance) :]) / self.total
+        slopes = torch.einsum("f,frg->rg", fit.by_fold, beta[:, beta.shape[1] - len(fit.covariance) :]) / fit.total
         return fit.influence_of(residuals, slopes)
-
-    def fold_sums(self) -> torch.Tensor:
-        """Return (F, K): the sums of a - beta_f d over each fold's clusters; over `total` they add up to the ratios."""
-        return self.fitted.sums
 
     def shares_without(self, fold: int) -> torch.Tensor:
         """Return (K,): the ratios over all other folds, with the coefficients that are fitted on these."""
@@ -455,18 +403,13 @@ class ColumnRatios:
 class ClusteredRatio:
     """A ratio, its standard error, and both for each parameter; the parameters' values add up to `value`."""
 
-    value: float  # sum over clusters of the squared norms, less the fitted controls, over the predicted positions
-    stderr: float  # its standard error over clusters
+    value: float
+    stderr: float
     by_parameter: torch.Tensor  # (K,) float64
     by_parameter_stderr: torch.Tensor | None  # (K,) float64; None for a sum of two
-    # (n + r,) float64: what each of n samples, and each of the auxiliary sample's means, adds to the error. `value`'s
-    # standard error is the root of the sum of their squares over n (n - 1), or the error over clusters where it is
-    # larger; two values on the same samples and means have a difference whose influences are the differences
-    influence: torch.Tensor
+    influence: torch.Tensor  # (n + r,) float64: as of an `Estimate`, of n samples and the auxiliary sample's means
     effective_samples: float  # as of an `Estimate`
-    part: float  # the sum of `by_parameter` over the parameters of the part
-    part_stderr: float  # its standard error
-    part_influence: torch.Tensor  # (n + r,) float64, as `influence`
+    part: Weighted  # the sum of `by_parameter` over the parameters of the part
     by_group: torch.Tensor  # (G,) float64, the sums of `by_parameter` over the groups of parameters
     by_group_stderr: torch.Tensor | None  # (G,) float64; None for a sum of two
     samples: int  # n: the blocks, or where there are none the N clusters
@@ -485,21 +428,23 @@ class ClusteredRatio:
 
     def plus(self, other: ClusteredRatio) -> ClusteredRatio:
         """Return the sum with another one over the same clusters, with the error of the sum of their influences."""
-        n = self.samples
-        influence, part = self.influence + other.influence, self.part_influence + other.part_influence
+
+        def summed(value: float, influence: torch.Tensor) -> Weighted:
+            squares = float(influence.square().sum())
+            return Weighted(value, math.sqrt(squares / (self.samples * (self.samples - 1))), influence)
+
+        value, stderr, influence = summed(self.value + other.value, self.influence + other.influence)
         return replace(
             self,
-            value=self.value + other.value,
-            stderr=math.sqrt(float(influence.square().sum()) / (n * (n - 1))),
+            value=value,
+            stderr=stderr,
             by_parameter=self.by_parameter + other.by_parameter,
             # columns have no influences, so that the error of a sum of two is not known
             by_parameter_stderr=None,
             by_group=self.by_group + other.by_group,
             by_group_stderr=None,
             influence=influence,
-            part=self.part + other.part,
-            part_stderr=math.sqrt(float(part.square().sum()) / (n * (n - 1))),
-            part_influence=part,
+            part=summed(self.part.value + other.part.value, self.part.influence + other.part.influence),
         )
 
 
@@ -560,6 +505,8 @@ class ClusteredRatioEstimator:
         >>> result = estimator.result()
         >>> result.value, result.by_parameter.tolist(), round(result.stderr, 4)
         (2.0, [1.6666666666666667, 0.3333333333333333], 0.5774)
+        >>> estimator.columns().weighted(torch.tensor([1.0, 3.0])).value
+        2.6666666666666665
     """
 
     def __init__(
@@ -620,7 +567,7 @@ class ClusteredRatioEstimator:
         _, fit, fitted = self._best(blocks)
         return ColumnRatios(fit, fitted, fit.summed(torch.cat(self._rows)[:, : self._num_parameters]))
 
-    def _best(self, blocks: torch.Tensor | None) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
+    def _best(self, blocks: torch.Tensor | None) -> tuple[ClusteredRatio, _Clusters, _Fitted]:
         """Return the result with as many of the auxiliary sample's controls as make its error smallest."""
         # kept in one piece: estimates are taken again and again with `rtol`, and would copy all batches each time
         self._rows, self._clusters = [torch.cat(self._rows)], [torch.cat(self._clusters)]
@@ -637,32 +584,32 @@ class ClusteredRatioEstimator:
             raise IsolossError(
                 f"an error bar needs at least 2 independent sequences or documents, not {predicting} (with a label)"
             )
-        used, mismatched = self._used(ControlledClusters(clusters, m, d, self._auxiliary.covariance))
+        used, mismatched = self._used(_Clusters(clusters, m, d, self._auxiliary.covariance))
         known = len(used) - len(self._auxiliary.covariance)
         available = int(used[known:].sum())
         wanted = (0, 1, available) if self._auxiliary.number is None else (self._auxiliary.number,)
         numbers = sorted({min(number, available) for number in wanted})
         order = torch.cat([torch.zeros(known, dtype=torch.int64), used[known:].cumsum(dim=0)])
 
-        def clusters_of(used: torch.Tensor) -> ControlledClusters:
-            return ControlledClusters(clusters, m, d * used, self._auxiliary.covariance, blocks)
+        def clusters_of(used: torch.Tensor) -> _Clusters:
+            return _Clusters(clusters, m, d * used, self._auxiliary.covariance, blocks)
 
-        def error(fit: ControlledClusters) -> float:
+        def error(fit: _Clusters) -> float:
             return float(fit.columns(a.sum(dim=1, keepdim=True)).stderr)
 
-        def fitted(used: torch.Tensor) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
+        def fitted(used: torch.Tensor) -> tuple[ClusteredRatio, _Clusters, _Fitted]:
             return self._fitted(a, clusters_of(used), used, mismatched=mismatched)
 
         choices = [used & (order <= number) for number in numbers]
         best = fitted(choices[0] if len(choices) == 1 else min(choices, key=lambda used: error(clusters_of(used))))
         if not bool(used.any()):
             return best
-        nothing = ControlledClusters(clusters, m, d[:, :0], self._auxiliary.covariance[:0, :0], blocks)
+        nothing = _Clusters(clusters, m, d[:, :0], self._auxiliary.covariance[:0, :0], blocks)
         return fitted(torch.zeros_like(used)) if _HARMFUL * error(nothing) < best[0].stderr else best
 
     def _fitted(
-        self, a: torch.Tensor, fit: ControlledClusters, used: torch.Tensor, *, mismatched: bool
-    ) -> tuple[ClusteredRatio, ControlledClusters, FittedColumns]:
+        self, a: torch.Tensor, fit: _Clusters, used: torch.Tensor, *, mismatched: bool
+    ) -> tuple[ClusteredRatio, _Clusters, _Fitted]:
         """Return the result of sequences' squared norms a (n, K) with these controls (C,)."""
         fitted = fit.columns(a)
         by_group = a.new_zeros(len(a), int(self._groups.max()) + 1 if len(self._groups) else 0)
@@ -670,14 +617,12 @@ class ClusteredRatioEstimator:
             by_group.index_add_(1, groups, a)
         of_groups, sums = fit.columns(by_group), fit.summed(a)
 
-        def summed(columns: torch.Tensor) -> tuple[float, float, torch.Tensor]:
-            """Return the ratio of the clusters' sums over columns, its error and its influence."""
+        def summed(columns: torch.Tensor) -> Weighted:
             value = math.fsum(fitted.ratios[columns].tolist())
             beta, slopes = fitted.beta[:, :, columns].sum(dim=2), fitted.slopes[:, columns].sum(dim=1)
-            return value, *fit.influence(sums[:, columns].sum(dim=1), beta, slopes, value)
+            return Weighted(value, *fit.influence(sums[:, columns].sum(dim=1), beta, slopes, value))
 
         value, stderr, influence = summed(torch.arange(len(fitted.ratios)))
-        part, part_stderr, part_influence = summed(self._part)
         result = ClusteredRatio(
             value=value,
             stderr=stderr,
@@ -685,9 +630,7 @@ class ClusteredRatioEstimator:
             by_parameter_stderr=fitted.stderr,
             influence=influence,
             effective_samples=effective_samples(fit.sizes),
-            part=part,
-            part_stderr=part_stderr,
-            part_influence=part_influence,
+            part=summed(self._part),
             by_group=of_groups.ratios,
             by_group_stderr=of_groups.stderr,
             samples=fit.samples,
@@ -696,7 +639,7 @@ class ClusteredRatioEstimator:
         )
         return result, fit, fitted
 
-    def _used(self, fit: ControlledClusters) -> tuple[torch.Tensor, bool]:
+    def _used(self, fit: _Clusters) -> tuple[torch.Tensor, bool]:
         """Return which controls (C,) may have coefficients, and whether the auxiliary sample differs."""
         d, n = fit.controls_by_sequence, len(fit.clusters)
         known = d.shape[1] - len(self._auxiliary.covariance)

@@ -138,12 +138,9 @@ def equivalence(difference: Estimate, margin: float, *, alpha: float = 0.05) -> 
     which is the same test with alpha 0.025.
 
     Args:
-        difference: Its stderr is over independent samples, e.g. of `isoloss.statistics.clusters.cluster_mean`.
+        difference: Its stderr is over at least 2 independent samples.
         margin: Above 0, chosen before the difference is seen; in its unit.
         alpha: The level, below 0.5.
-
-    Raises:
-        IsolossError: A margin of 0 or less, an alpha out of range, or fewer than 2 samples.
 
     Example:
         >>> from isoloss import Estimate
@@ -201,15 +198,7 @@ def all_within(differences: Mapping[str, Estimate], margin: float) -> tuple[bool
 def largest_size(difference: Estimate, *, alpha: float = 0.05) -> float:
     """Return X such that the size of the true difference is below X with a confidence of at least 1 - alpha.
 
-    X is the larger one of `|d - t s|` and `|d + t s|`, with t the 1 - alpha point of Student's t: the smallest
-    margin that two one-sided tests would show. Arguments and errors are those of `equivalence`.
-
-    Example:
-        >>> from isoloss import Estimate
-        >>> from isoloss.statistics.significance import largest_size
-        >>> d = Estimate(value=0.1, stderr=0.2, samples=10, unit="points", num_predictions=10, method="paired")
-        >>> round(largest_size(d), 3)
-        0.467
+    It is the smallest margin of which `equivalence` would be shown.
     """
     return max(map(abs, _interval(difference, alpha)))
 

@@ -59,13 +59,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: i
 
 
 def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    r"""Return rows, all with the same columns, as CSV; with an apostrophe before what looks like a formula.
-
-    Example:
-        >>> from isoloss.statistics.tables import csv_table
-        >>> csv_table([{"model": "=1+1", "value": -0.5}])
-        "model,value\r\n'=1+1,-0.5\r\n"
-    """
+    r"""Return rows, all with the same columns, as CSV; with an apostrophe before what looks like a formula."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
@@ -113,13 +107,7 @@ def label(measure: str, name: str, names: Sequence[str]) -> str:
 
 
 def probability(fraction: float) -> str:
-    """Return a probability with three decimals, and none that reads as certain.
-
-    Example:
-        >>> from isoloss.statistics.tables import probability
-        >>> probability(0.62345), probability(1.0), probability(1e-9)
-        ('0.623', 'above 0.999', 'below 0.001')
-    """
+    """Return a probability with three decimals, and none that reads as certain."""
     if 0.001 <= fraction <= 0.999:
         return f"{fraction:.3f}"
     return "above 0.999" if fraction > 0.5 else "below 0.001"

@@ -198,11 +198,6 @@ def equal_blocks(numbers: list[int]) -> Blocks:
 
     Args:
         numbers: The clusters of each stream; of N in all, there are `max(5, sqrt(N) / 3)` blocks.
-
-    Example:
-        >>> from isoloss.text.clusters import equal_blocks
-        >>> equal_blocks([6, 4]).labels.tolist()
-        [0, 0, 1, 2, 3, 4, 0, 1, 2, 3]
     """
     total = sum(numbers)
     count = max(_FEWEST_BLOCKS, round(math.sqrt(total) / 3))
@@ -211,15 +206,7 @@ def equal_blocks(numbers: list[int]) -> Blocks:
 
 
 def sequence_hashes(ids: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """Return (B,) int64 hashes of the tokens (B, T) that are present; the same whatever padding there is.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.text.clusters import sequence_hashes
-        >>> left, right = sequence_hashes(torch.tensor([[0, 5, 6], [5, 6, 0]]), torch.tensor([[0, 1, 1], [1, 1, 0]]))
-        >>> bool(left == right)
-        True
-    """
+    """Return (B,) int64 hashes of the tokens (B, T) that are present; the same whatever padding there is."""
     # a token's place counts from the first that is present, so that padding on the left changes nothing. Products wrap
     indices = present.cumsum(dim=1) * _MIX
     return mixed((mixed(ids + indices) * present).sum(dim=1))

@@ -111,19 +111,6 @@ def read_documents(
     Files are UTF-8, with or without a byte order mark; all line ends are read as `\n`. Text is read as it is asked for,
     never a whole file at once.
 
-    Args:
-        paths: Files and folders (see `find_files`), and datasets.
-        column: Field of JSON lines and column of datasets that holds the text.
-        split: Of datasets; None: `train`.
-        max_documents: How many documents, from the first on; None: all.
-
-    Raises:
-        IsolossError: Text that is not there, not readable or blank, named by its location; a column, split or number
-            that cannot be.
-
-    Warns:
-        IsolossWarning: Nulls are left out.
-
     Example:
         >>> import tempfile
         >>> from pathlib import Path

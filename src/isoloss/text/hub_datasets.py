@@ -67,11 +67,6 @@ def parse(spec: str) -> DatasetName:
 
     Raises:
         IsolossError: It is neither such a folder nor of the form of a name.
-
-    Example:
-        >>> from isoloss.text.hub_datasets import parse
-        >>> parse("hf:nyu-mll/glue:rte@main")
-        DatasetName(name='nyu-mll/glue', config='rte', revision='main', prefix='hf:')
     """
     if spec.startswith(PYTHON):
         return DatasetName(spec.removeprefix(PYTHON), prefix=PYTHON)

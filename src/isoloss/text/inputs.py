@@ -183,10 +183,6 @@ def read_inputs(
         mask_id: The id that stands for a masked token; None: the tokenizer's.
         seed: Decides which sequences are taken and which tokens are masked.
         batch_size: Sequences in a batch; the last one may have fewer.
-
-    Raises:
-        IsolossError: Missing, unreadable or empty data, or data that does not fit the model; text without a tokenizer;
-            a masked model without a mask id.
     """
     for name, value in (("number of sequences", num_sequences), ("batch size", batch_size), ("length", length)):
         if value is not None and value < 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +28,8 @@ _OPPOSITES = {"-": "+", "-1": "1"}  # a missing label, unless it is one of two c
 _WHOLE = re.compile(r"-?\d+\.0")  # a whole number as pandas writes it beside missing ones
 _FIELDS, _NO_TEXT, _NO_LABEL = "with another number of fields than the first line", "without a text", "without a label"
 
-# the columns of a file, and of each row its place and its values; None: it has not as many fields as there are columns
-_Table = tuple[Sequence[str], Iterable[tuple[str, Sequence[Any] | None]]]
+# a row's place, and its values by column; None: it has not as many fields as there are columns
+_Rows = Iterable[tuple[str, Sequence[Any] | None]]
 
 
 @dataclass(frozen=True)
@@ -58,22 +57,15 @@ class LabeledRows:
 
     Attributes:
         source: Where they are from.
-        rows: Of each row its place, its texts and its label.
-        left_out: Of each reason to leave out rows, how many there were.
-        first_left_out: Where the first of these was.
         known: The labels that the dataset itself names; None: it names none.
+        rows: Of each row its place, its texts and its label.
+        left_out: The places of rows that are left out, by the reason.
     """
 
     source: str
     known: tuple[str, ...] | None = None
     rows: list[tuple[str, tuple[str, ...], str]] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
-    first_left_out: dict[str, str] = field(default_factory=dict)
-
-    def leave_out(self, place: str, why: str) -> None:
-        """Count a row that is left out."""
-        self.left_out[why] += 1
-        self.first_left_out.setdefault(why, place)
+    left_out: dict[str, list[str]] = field(default_factory=dict)
 
 
 def read_rows(
@@ -119,11 +111,11 @@ def read_rows(
     if hub_datasets.is_dataset(source):
         dataset = hub_datasets.load(str(source), split=split, columns=columns[0])
         found = LabeledRows(str(source), dataset.label_names.get(columns[0][-1]))
-        _add(found, str(source), (columns[0], ((f"row {n}", values) for n, values in enumerate(dataset))), columns)
+        _add(found, str(source), columns, columns[0], ((f"row {n}", values) for n, values in enumerate(dataset)))
     else:
         found = LabeledRows(str(source))
         for path in _find(Path(source).expanduser(), split):
-            _add(found, str(path), _table(path, columns, header), columns)
+            _add(found, str(path), columns, *_table(path, columns, header))
     if len({len(texts) for _, texts, _ in found.rows}) > 1:
         raise IsolossError(f"{source}: some of its files have two texts per row, and others have one")
     return found
@@ -153,42 +145,43 @@ def number_labels(splits: Sequence[LabeledRows], label_names: Sequence[str] | No
         names = dict.fromkeys(name for split in splits for name in split.known or ())
     absent = {no for no, yes in _OPPOSITES.items() if no in present - names.keys() and present != {no, yes}}
     absent |= _MISSING & present - names.keys()
-    for split in splits:
-        for place, _, name in split.rows:
-            if name in absent:
-                split.leave_out(place, f"with the label {name}, read as a missing label (a class needs another name)")
-        if label_names is None and split.known is None:
-            names |= dict.fromkeys(sorted({name for *_, name in split.rows} - absent, key=_number_first))
-    index = {name: position for position, name in enumerate(names)}
-    return [_labeled(split, index, absent) for split in splits]
+    if label_names is None:
+        for split in splits:
+            own = {name for *_, name in split.rows} - absent
+            names |= dict.fromkeys(sorted(own, key=_number_first) if split.known is None else ())
+    return [_labeled(split, tuple(names), absent) for split in splits]
 
 
-def _labeled(split: LabeledRows, index: dict[str, int], absent: set[str]) -> LabeledText:
-    kept = [row for row in split.rows if row[2] not in absent]
-    left_out = split.left_out
-    reasons = ", ".join(f"{n:,} {why} (first: {split.first_left_out[why]})" for why, n in left_out.items())
+def _labeled(split: LabeledRows, names: tuple[str, ...], absent: set[str]) -> LabeledText:
+    kept, left_out = [], {why: [*places] for why, places in split.left_out.items()}
+    for row in split.rows:
+        place, _, name = row
+        if name in absent:
+            why = f"with the label {name}, read as a missing label (a class needs another name)"
+            left_out.setdefault(why, []).append(place)
+        elif name not in names:
+            raise IsolossError(f"{place}: the label {name!r} is not one of {', '.join(names)}")
+        else:
+            kept.append(row)
+    reasons = ", ".join(f"{len(places):,} {why} (first: {places[0]})" for why, places in left_out.items())
     if not kept:
         raise IsolossError(f"{split.source} has no row with text and label" + (f": {reasons}" if reasons else ""))
-    if many := left_out.total():
+    if many := sum(map(len, left_out.values())):
         warn(f"{many:,} {'row is' if many == 1 else 'rows are'} left out: {reasons}")
-    for place, _, name in kept:
-        if name not in index:
-            raise IsolossError(f"{place}: the label {name!r} is not one of {', '.join(index)}")
     texts, *pairs = zip(*(texts for _, texts, _ in kept), strict=True)
-    num_incomplete = left_out[_FIELDS] + left_out[_NO_TEXT]
+    num_incomplete = sum(len(left_out.get(why, ())) for why in (_FIELDS, _NO_TEXT))
     return LabeledText(
         texts=texts,
         pairs=pairs[0] if pairs else None,
-        labels=tuple(index[name] for *_, name in kept),
-        label_names=tuple(index),
+        labels=tuple(names.index(name) for *_, name in kept),
+        label_names=names,
         num_unlabeled=many - num_incomplete,
         num_incomplete=num_incomplete,
     )
 
 
-def _add(found: LabeledRows, source: str, table: _Table, choices: Sequence[list[str]]) -> None:
-    """Add the rows of a table, from the first of `choices` that it has."""
-    there, rows = table
+def _add(found: LabeledRows, source: str, choices: Sequence[list[str]], there: Sequence[str], rows: _Rows) -> None:
+    """Add the rows of a table with the columns `there`, from the first of `choices` that it has."""
     columns = next((choice for choice in choices if set(choice) <= set(there)), None)
     if columns is None:
         # for the choice that is nearest to the columns there are
@@ -196,21 +189,19 @@ def _add(found: LabeledRows, source: str, table: _Table, choices: Sequence[list[
         raise IsolossError(f"{source} has no column {missing[0]!r}; it has {', '.join(there) or 'none'}")
     at = [there.index(column) for column in columns]
     for where, values in rows:
-        place = f"{source}, {where}"
-        if values is None:
-            found.leave_out(place, _FIELDS)
-            continue
-        *texts, value = (values[index] for index in at)
-        name = _label(value, found.known, columns[-1], place)
-        if name is None:
-            found.leave_out(place, _NO_LABEL)
-        elif None in texts or not any(not isinstance(text, str) or text.strip() for text in texts):
-            found.leave_out(place, _NO_TEXT)
-        else:
-            for column, text in zip(columns, texts, strict=False):
-                if not isinstance(text, str) or not documents.is_encodable(text):
-                    raise IsolossError(f"{place}: the column {column!r} holds no text but {text!r}")
-            found.rows.append((place, tuple(texts), name))
+        place, why = f"{source}, {where}", _FIELDS
+        if values is not None:
+            *texts, value = (values[index] for index in at)
+            name = _label(value, found.known, columns[-1], place)
+            is_blank = None in texts or not any(not isinstance(text, str) or text.strip() for text in texts)
+            if name is not None and not is_blank:
+                for column, text in zip(columns, texts, strict=False):
+                    if not isinstance(text, str) or not documents.is_encodable(text):
+                        raise IsolossError(f"{place}: the column {column!r} holds no text but {text!r}")
+                found.rows.append((place, tuple(texts), name))
+                continue
+            why = _NO_LABEL if name is None else _NO_TEXT
+        found.left_out.setdefault(why, []).append(place)
 
 
 def _label(value: Any, known: Sequence[str] | None, column: str, place: str) -> str | None:
@@ -225,7 +216,7 @@ def _label(value: Any, known: Sequence[str] | None, column: str, place: str) -> 
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        name = str(value).strip()
+        name = value.strip()
         if name.lower() in ("", "nan"):
             return None
         return name.removesuffix(".0") if _WHOLE.fullmatch(name) else name
@@ -247,16 +238,6 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
 
     `dev.tsv` is the split dev. Where no file is a split by itself, `train_part_*.json` are it together, and
     `msr_paraphrase_train.txt` and `msr_paraphrase_test.txt` are MRPC as it was first published.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from isoloss.text.labeled_text import split_files
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for name in ("train_part_2.json", "train_part_1.json", "dev.tsv", "README.md"):
-        ...         _ = Path(folder, name).write_text("")
-        ...     {split: [file.name for file in files] for split, files in split_files(Path(folder)).items()}
-        {'train': ['train_part_1.json', 'train_part_2.json'], 'dev': ['dev.tsv']}
     """
     whole: dict[str, list[Path]] = {}
     parts: dict[str, list[Path]] = {}
@@ -285,7 +266,8 @@ def _find(path: Path, split: str) -> list[Path]:
     return [path]
 
 
-def _table(path: Path, choices: Sequence[list[str]], header: Sequence[str]) -> _Table:
+def _table(path: Path, choices: Sequence[list[str]], header: Sequence[str]) -> tuple[Sequence[str], _Rows]:
+    """Return the columns of a file, and its rows."""
     with documents.reading(path):
         try:
             return _objects(path) if "json" in path.suffix.lower() else _lines(path, choices, header)
@@ -293,7 +275,7 @@ def _table(path: Path, choices: Sequence[list[str]], header: Sequence[str]) -> _
             raise IsolossError(f"{path} is not a readable {path.suffix} file: {error}") from error
 
 
-def _lines(path: Path, choices: Sequence[list[str]], header: Sequence[str]) -> _Table:
+def _lines(path: Path, choices: Sequence[list[str]], header: Sequence[str]) -> tuple[Sequence[str], _Rows]:
     is_csv = path.suffix.lower() == ".csv"
     # csv finds the ends of lines itself, as those inside quotes end no row; of other tables only \n, \r\n and \r do
     with path.open(encoding="utf-8-sig", newline="" if is_csv else None) as file:
@@ -313,7 +295,7 @@ def _lines(path: Path, choices: Sequence[list[str]], header: Sequence[str]) -> _
     return names, [(f"line {number}", fields if len(fields) == len(names) else None) for number, fields in rows]
 
 
-def _objects(path: Path) -> _Table:
+def _objects(path: Path) -> tuple[Sequence[str], _Rows]:
     items: list[tuple[str, Any]]
     if path.suffix.lower() == ".jsonl":
         items = [(f"line {number}", item) for number, item in documents.json_lines(path)]

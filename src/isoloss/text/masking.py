@@ -97,12 +97,8 @@ def mask(
         >>> batch["input_ids"].tolist(), batch["labels"].tolist()
         ([[5, 6, 9]], [[-100, -100, 7]])
     """
-    return mask_by(
-        sentences,
-        language,
-        objective,
-        torch.rand(sentences.tokens.shape, generator=generator, dtype=torch.float64),
-    )
+    draws = torch.rand(sentences.tokens.shape, generator=generator, dtype=torch.float64)
+    return mask_by(sentences, language, objective, draws)
 
 
 def mask_by(sentences: Sentences, language: SpecialTokens, objective: ObjectiveConfig, draws: torch.Tensor) -> Batch:
@@ -123,11 +119,7 @@ def mask_by(sentences: Sentences, language: SpecialTokens, objective: ObjectiveC
 
 
 def maskable(sentences: Sentences, language: SpecialTokens) -> torch.Tensor:
-    """Return (n, T) bool: the tokens that could be masked, which are all but special ones.
-
-    Raises:
-        IsolossError: A sentence has none.
-    """
+    """Return (n, T) bool: the tokens that could be masked, all but special ones; a sentence must have one."""
     candidates = sentences.present()
     for special in language.special_token_ids:
         candidates &= sentences.tokens != special

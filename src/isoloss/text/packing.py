@@ -18,13 +18,6 @@ def pack(ids: Iterable[np.ndarray], length: int, *, first: int | None = None, la
     """Yield int64 arrays (n, length): the ids put end to end and cut, each row between `first` and `last` if given.
 
     What is left at the end, less than one row, is dropped.
-
-    Example:
-        >>> import numpy as np
-        >>> from isoloss.text.packing import pack
-        >>> documents = [np.array([4, 5, 6]), np.array([7, 8])]
-        >>> [rows.tolist() for rows in pack(documents, 4, first=0, last=1)]
-        [[[0, 4, 5, 1], [0, 6, 7, 1]]]
     """
     body = length - (first is not None) - (last is not None)
     held: list[np.ndarray] = []

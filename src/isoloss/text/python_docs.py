@@ -21,16 +21,8 @@ from typing import NamedTuple
 from isoloss import files
 from isoloss.errors import IsolossError, did_you_mean
 
-MODULES = (
-    "asyncio",
-    "email",
-    "importlib",
-    "logging",
-    "multiprocessing",
-    "tkinter",
-    "unittest",
-    "xml",
-)  # labels of a task
+# labels of a task
+MODULES = ("asyncio", "email", "importlib", "logging", "multiprocessing", "tkinter", "unittest", "xml")
 _FORMAT = 1  # of the kept docstrings: raise it whenever the same files would give other ones
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 _LEAST_CHARACTERS = 60  # of a docstring
@@ -54,11 +46,7 @@ class Docstring(NamedTuple):
 def write_python_docs(folder: Path) -> int:
     """Write Python's language reference, as `help("assert")` shows it, to `.txt` files, and return how many there are.
 
-    They are the pages of the Python that runs this, about 80 with half a million characters. A folder that holds just
-    these files is left as it is.
-
-    Raises:
-        IsolossError: This Python was installed without them, `folder` holds something else or cannot be written.
+    A folder that holds just these files is left as it is.
     """
     pages = {f"{name}.txt": text.encode() for name, text in _reference().items()}
     if folder.is_dir() and {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == pages:
@@ -72,7 +60,8 @@ def write_python_docs(folder: Path) -> int:
 def rows(name: str, split: str) -> Columns:
     """Return the columns of a split of one of the datasets that come with Python.
 
-    They depend on the version of the Python that runs this. The split depends only on the text of each docstring.
+    They depend on the version of the Python that runs this. The split, `train` or, of those with labels, `validation`
+    with one example in five, depends only on the text of each docstring.
 
     - `docs` (column text): the language reference, a row for each page.
     - `docstrings` (text): the docstrings of the standard library, about 1.5 million characters.
@@ -82,17 +71,6 @@ def rows(name: str, split: str) -> Columns:
     - `sentence-order` (text, pair, label): whether the first four words of a sentence and the next four are in this
       order, which half of them are.
 
-    Args:
-        name: The dataset.
-        split: `train`; or, of those with labels, `validation`, with one example in five.
-
-    Raises:
-        IsolossError: There is no such dataset or split, or this Python was installed without the text.
-
-    Example:
-        >>> from isoloss.text.python_docs import rows
-        >>> sorted(set(rows("docstring-module", "train")["label"]))[:3]
-        ['asyncio', 'email', 'importlib']
     """
     if name not in DATASETS:
         raise IsolossError(f"there is no dataset python:{name}{did_you_mean(name, DATASETS)}; available: {_names()}")
@@ -107,9 +85,6 @@ def docstrings() -> list[Docstring]:
 
     Reading all the files takes seconds, so what was found is kept in the cache (`ISOLOSS_CACHE`, else
     `~/.cache/isoloss`) for as long as the files stay as they are.
-
-    Raises:
-        IsolossError: This Python was installed without the source of its standard library.
     """
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(_modules_below(root))
@@ -171,8 +146,8 @@ def _docstrings_of(path: Path, module: str) -> Iterator[Docstring]:
                     todo.append((of, f"{name}.{each.name}" if is_class else each.name, each))
 
 
-def _part(split: str) -> list[Docstring]:
-    return [each for each in docstrings() if (_hash(each.text) % _HELD_OUT == 0) == (split == "validation")]
+def _is_in(text: str, split: str) -> bool:
+    return (_hash(text) % _HELD_OUT == 0) == (split == "validation")
 
 
 def _hash(text: str) -> int:
@@ -180,21 +155,17 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def _modules(split: str) -> Columns:
-    chosen = [each for each in _part(split) if each.module in MODULES]
-    return {"text": [each.text for each in chosen], "label": [each.module for each in chosen]}
-
-
-def _kinds(split: str) -> Columns:
-    chosen = [each for each in _part(split) if each.kind != "module"]
-    return {"text": [each.text for each in chosen], "label": [each.kind for each in chosen]}
+def _labeled(split: str, label: str, counts: Callable[[Docstring], bool]) -> Columns:
+    """Return the docstrings of a split that count, with one of their fields as the label."""
+    part = [each for each in docstrings() if _is_in(each.text, split) and counts(each)]
+    return {"text": [each.text for each in part], "label": [getattr(each, label) for each in part]}
 
 
 def _sentences(texts: Iterable[str], split: str) -> list[str]:
     """Return the distinct sentences of a split with at least eight words, in an order that tells nothing."""
     found = {" ".join(each.split()) for text in texts for each in re.split(r"(?<=[.:])\s+|\n\s*\n", text)}
-    part = [each for each in found if (_hash(each) % _HELD_OUT == 0) == (split == "validation")]
-    return sorted((each for each in part if len(each.split()) >= 2 * _HALF), key=lambda each: _hash(f"place {each}"))
+    part = (each for each in found if _is_in(each, split) and len(each.split()) >= 2 * _HALF)
+    return sorted(part, key=lambda each: _hash(f"place {each}"))
 
 
 def _sources(split: str) -> Columns:
@@ -202,10 +173,8 @@ def _sources(split: str) -> Columns:
     known = {*reference}
     of_docstrings = [each for each in _sentences((one.text for one in docstrings()), split) if each not in known]
     number = min(len(reference), len(of_docstrings))
-    return {
-        "text": [*reference[:number], *of_docstrings[:number]],
-        "label": [*["reference"] * number, *["docstring"] * number],
-    }
+    labels = ["reference"] * number + ["docstring"] * number
+    return {"text": reference[:number] + of_docstrings[:number], "label": labels}
 
 
 def _orders(split: str) -> Columns:
@@ -214,18 +183,17 @@ def _orders(split: str) -> Columns:
         words = each.split()
         halves = [" ".join(words[:_HALF]), " ".join(words[_HALF : 2 * _HALF])]
         is_right = _hash(f"order {each}") % 2 == 0
-        for name, value in zip(
-            columns, [*(halves if is_right else halves[::-1]), "right" if is_right else "swapped"], strict=True
-        ):
-            columns[name].append(value)
+        row = [*halves, "right"] if is_right else [*halves[::-1], "swapped"]
+        for column, value in zip(columns.values(), row, strict=True):
+            column.append(value)
     return columns
 
 
 DATASETS: Mapping[str, Callable[[str], Columns]] = {
     "docs": lambda split: {"text": list(_reference().values())},
     "docstrings": lambda split: {"text": [each.text for each in docstrings()]},
-    "docstring-module": _modules,
-    "docstring-kind": _kinds,
+    "docstring-module": lambda split: _labeled(split, "module", lambda each: each.module in MODULES),
+    "docstring-kind": lambda split: _labeled(split, "kind", lambda each: each.kind != "module"),
     "sentence-source": _sources,
     "sentence-order": _orders,
 }

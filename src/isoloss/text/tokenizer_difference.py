@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
 
 _ROLES = ("cls", "sep", "mask")  # special tokens that inputs are made with, whatever the tokenizer puts around a text
 _READING = ("lstrip", "rstrip", "single_word", "normalized")  # how an added token is found in a text
+_STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}  # and what holds the steps of a sequence
 _Token = tuple[Any, ...]
+_Document = dict[str, Any]  # a tokenizer.json
 
 
 @dataclass(frozen=True)
@@ -34,27 +38,11 @@ def difference(first: PreTrainedTokenizerFast, second: PreTrainedTokenizerFast, 
 
     They are alike if they have the same tokens with the same ids, the same merges or scores, normalizer and
     pre-tokenizer, and put the same ids around a text. Their decoders, truncation and padding are not compared.
-
-    Example:
-        >>> from isoloss.text.tokenizer_difference import difference
-        >>> from isoloss.text.tokenizers import train_tokenizer
-        >>> a, b = (train_tokenizer(["Aa"], vocab_size=8, lowercase=lowercase) for lowercase in (True, False))
-        >>> difference(a, b, ("a", "b")).reason
-        "'A' is a token of b alone"
     """
     documents = [json.loads(_backend(tokenizer).to_str()) for tokenizer in (first, second)]
-    models = [document["model"] for document in documents]
-    tokens = [_tokens(document) for document in documents]
-    reason, special = _different_tokens(names, *tokens)
-    return Difference(
-        reason
-        or _different_settings(names, *models)
-        or _different_merges(names, *(model.get("merges") or [] for model in models))
-        or _different_steps(names, documents, "normalizer", "normalizers")
-        or _different_steps(names, documents, "pre_tokenizer", "pretokenizers")
-        or _different_surroundings(names, first, second),
-        tuple(special),
-    )
+    reason, special = _different_tokens(names, *map(_tokens, documents))
+    others = itertools.chain(_different_parts(names, *documents), _different_surroundings(names, first, second))
+    return Difference(reason or next(others, ""), tuple(special))
 
 
 def _backend(tokenizer: PreTrainedTokenizerFast) -> Any:
@@ -63,7 +51,7 @@ def _backend(tokenizer: PreTrainedTokenizerFast) -> Any:
     return tokenizer.source if isinstance(tokenizer, KeptTokensTokenizer) else tokenizer.backend_tokenizer
 
 
-def _tokens(document: dict[str, Any]) -> dict[str, _Token]:
+def _tokens(document: _Document) -> dict[str, _Token]:
     """Return each token's kind, its id, and the settings that decide where it is matched."""
     vocabulary = document["model"]["vocab"]
     # a unigram model has a list of pieces and scores
@@ -101,34 +89,30 @@ def _different_tokens(
     return "", special
 
 
-def _different_settings(names: tuple[str, str], first: dict[str, Any], second: dict[str, Any]) -> str:
-    for name in sorted({*first, *second} - {"vocab", "merges"}):
+def _different_parts(names: tuple[str, str], first: _Document, second: _Document) -> Iterator[str]:
+    """Yield how settings and merges of the two models, and then the steps before these, differ."""
+    models = first["model"], second["model"]
+    for name in sorted({*models[0], *models[1]} - {"vocab", "merges"}):
         # a missing prefix may be written as null or as an empty string
-        a, b = (None if model.get(name) == "" else model.get(name) for model in (first, second))
+        a, b = (None if model.get(name) == "" else model.get(name) for model in models)
         if a != b:
-            return f"the {name} of the model is {a} in {names[0]} and {b} in {names[1]}"
-    return ""
-
-
-def _different_merges(names: tuple[str, str], first: list[Any], second: list[Any]) -> str:
-    if first == second:
-        return ""
-    if len(first) != len(second):
-        return f"{names[0]} has {len(first):,} merges and {names[1]} {len(second):,}"
-    place = next(place for place, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
-    a, b = ("+".join(merges[place]) for merges in (first, second))
-    return f"merge {place} is {a} in {names[0]} and {b} in {names[1]}"
-
-
-def _different_steps(names: tuple[str, str], documents: list[dict[str, Any]], name: str, inner: str) -> str:
-    first, second = (_steps(document[name], inner) for document in documents)
-    if first == second:
-        return ""
-    part = name.replace("_", "-")
-    a, b = (" + ".join(step["type"] for step in steps) or "nothing" for steps in (first, second))
-    if a != b:
-        return f"the {part} is {a} in {names[0]} and {b} in {names[1]}"
-    return f"the {part}s have different settings"
+            yield f"the {name} of the model is {a} in {names[0]} and {b} in {names[1]}"
+    merges = [model.get("merges") or [] for model in models]
+    if len(merges[0]) != len(merges[1]):
+        yield f"{names[0]} has {len(merges[0]):,} merges and {names[1]} {len(merges[1]):,}"
+    else:
+        for place, pair in enumerate(zip(*merges, strict=True)):
+            if pair[0] != pair[1]:
+                a, b = map("+".join, pair)
+                yield f"merge {place} is {a} in {names[0]} and {b} in {names[1]}"
+    for part, inner in _STEPS.items():
+        steps = [_steps(document[part], inner) for document in (first, second)]
+        a, b = (" + ".join(step["type"] for step in each) or "nothing" for each in steps)
+        name = part.replace("_", "-")
+        if a != b:
+            yield f"the {name} is {a} in {names[0]} and {b} in {names[1]}"
+        elif steps[0] != steps[1]:
+            yield f"the {name}s have different settings"
 
 
 def _steps(component: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
@@ -143,13 +127,13 @@ def _steps(component: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]
 
 def _different_surroundings(
     names: tuple[str, str], first: PreTrainedTokenizerFast, second: PreTrainedTokenizerFast
-) -> str:
+) -> Iterator[str]:
     a, b = (next(encode(tokenizer, [""], add_special_tokens=True)).tolist() for tokenizer in (first, second))
     if a != b:
-        return f"{names[0]} puts the ids {a} around a text and {names[1]} {b}"
+        yield f"{names[0]} puts the ids {a} around a text and {names[1]} {b}"
     for role in _ROLES:
         a, b = (getattr(tokenizer, f"{role}_token_id") for tokenizer in (first, second))
         if None not in (a, b) and a != b:
-            return f"the {role} token is {a} in {names[0]} and {b} in {names[1]}"
-    kept = [getattr(tokenizer, "kept_tokens", None) for tokenizer in (first, second)]
-    return "they keep different tokens" if kept[0] != kept[1] else ""
+            yield f"the {role} token is {a} in {names[0]} and {b} in {names[1]}"
+    if getattr(first, "kept_tokens", None) != getattr(second, "kept_tokens", None):
+        yield "they keep different tokens"

@@ -54,8 +54,7 @@ def load_tokenizer(spec: str, *, needs: Sequence[Literal["mask", "pad"]] = ()) -
         needs: Special tokens that it has to have.
 
     Raises:
-        NoTokenizerError: There is none.
-        IsolossError: It is damaged, or of a kind that cannot be used.
+        NoTokenizerError: There is none; any other error is about one that was found.
     """
     check_name(spec)
     path = Path(spec).expanduser()
@@ -79,16 +78,7 @@ def check_name(spec: str) -> None:
 
 
 def trained_size(spec: str) -> int | None:
-    """Return the number of tokens in `wordpiece:NUMBER`, a tokenizer to be trained on the text; None for others.
-
-    Raises:
-        IsolossError: What follows the colon is not a whole number up to a million.
-
-    Example:
-        >>> from isoloss.text.tokenizers import trained_size
-        >>> trained_size("wordpiece:2000"), trained_size("vocab.txt")
-        (2000, None)
-    """
+    """Return the number of tokens in `wordpiece:NUMBER`, a tokenizer to be trained on the text; None for others."""
     if not spec.startswith(_TRAINED):
         return None
     number = spec.removeprefix(_TRAINED)
@@ -181,12 +171,6 @@ def encode(
 
     Text is text: where it spells a special token, such as `[MASK]`, it gives ordinary tokens, never that one. What the
     tokenizer puts around a text comes with `add_special_tokens`.
-
-    Example:
-        >>> from isoloss.text.tokenizers import encode, train_tokenizer
-        >>> tokenizer = train_tokenizer(["Two, three.", "Two and three."], vocab_size=50)
-        >>> [len(ids) for ids in encode(tokenizer, ["two", "two three"])]
-        [1, 2]
     """
     for _, ids, _ in _encode(tokenizer, texts, add_special_tokens, with_offsets=False):
         yield ids
@@ -198,19 +182,9 @@ def encode_with_bytes(
     """Yield what `encode` does, and (tokens,) how many bytes of the text, in UTF-8, each token stands for.
 
     They sum to the bytes of the original text, whatever the tokenizer changes (lower case, NFKC, a space before the
-    text, unknown tokens), and are 0 for the tokens that it adds around the text. A loss in nats per token, divided by
-    ln 2 and by bytes per token, is in bits per byte, which can be compared across tokenizers.
-
-    A character that several tokens share, such as one of several bytes in a byte-level tokenizer, is split equally. A
-    character in no token, such as a space between two words, counts with the next character that is in a token, or
-    else with the last.
-
-    Example:
-        >>> from isoloss.text.tokenizers import encode_with_bytes, train_tokenizer
-        >>> tokenizer = train_tokenizer(["Two, three.", "Two and three."], vocab_size=50)
-        >>> [(ids, sizes)] = encode_with_bytes(tokenizer, ["TWO   three"])
-        >>> sizes.tolist()
-        [3.0, 8.0]
+    text, unknown tokens), and are 0 for the tokens that it adds around the text. A character that several tokens share,
+    such as one of several bytes in a byte-level tokenizer, is split equally. A character in no token, such as a space
+    between two words, counts with the next character that is in a token, or else with the last.
     """
     for text, ids, encoding in _encode(tokenizer, texts, add_special_tokens, with_offsets=True):
         sizes = _bytes_of(text, encoding.offsets)
@@ -299,13 +273,7 @@ def keep(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], *, length: i
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    """Return the token strings by id; an id that stands for no token has the empty string.
-
-    Example:
-        >>> from isoloss.text.tokenizers import train_tokenizer, vocabulary
-        >>> vocabulary(train_tokenizer(["aa"], vocab_size=7))
-        ('[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', '##a', 'a')
-    """
+    """Return the token strings by id; an id that stands for no token has the empty string."""
     ids = tokenizer.get_vocab()
     tokens = [""] * (max(ids.values()) + 1)
     for token, index in ids.items():

@@ -189,7 +189,7 @@ def test_isoloss_measure_takes_every_measure_of_flatness_and_gives_what_the_func
         }
         return
     expected = measure(loaded.model, inputs.batches, **given)
-    for key, estimate in expected.items():
+    for key, estimate in expected.estimates.items():
         found = estimates[key]
         assert (found["value"], found["stderr"]) == pytest.approx((estimate.value, estimate.stderr), rel=1e-4)
 

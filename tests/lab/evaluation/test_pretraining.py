@@ -10,7 +10,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab import languages
 from isoloss.lab.evaluation.evaluator import Evaluator, evaluate
 from isoloss.lab.evaluation.loss import exact_targets
-from isoloss.lab.evaluation.pretraining import _VALIDATION_SEED, Monitor, pretrain
+from isoloss.lab.evaluation.pretraining import _VALIDATION_SEED, pretrain
 from isoloss.lab.languages.config import LAPTOP_PCFG, BracketsConfig, PCFGConfig
 from isoloss.lab.training.algorithms.config import AdversarialConfig, GradientConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
@@ -257,13 +257,3 @@ def test_a_measure_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(IsolossError, match="measure_sentences is 3; it must be at least 10"):
         trained(tmp_path / "run", dataclasses.replace(CONFIG, measure_sentences=3))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_monitor_leaves_the_model_alone():
-    language = LAPTOP_PCFG.build()
-    from isoloss.lab.models.make import make_model
-
-    model = make_model(CONFIG.model, language, seed=0).eval()
-    monitor = Monitor(language, CONFIG)
-    assert monitor(model) == monitor(model)
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())

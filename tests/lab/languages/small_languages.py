@@ -196,8 +196,8 @@ STOPS = {"levels": 2, "symbols_per_level": 2, "rules_per_symbol": 3, "vocab_size
 MAKERS = {
     "grammar": (lambda: PCFGConfig(**LAYERED).build(), by_rules),
     "grammar that stops": (lambda: PCFGConfig(**STOPS).build(), by_rules),
-    "grammar that recurs": (lambda: PCFG.from_text(random_rules(7), max_length=6), by_rules),
-    "grammar of unary rules": (lambda: PCFG.from_text(random_rules(21, symbols=5), max_length=6), by_rules),
+    "grammar that recurs": (lambda: PCFG.from_text(random_rules(7), max_length=5), by_rules),
+    "grammar of unary rules": (lambda: PCFG.from_text(random_rules(21, symbols=5), max_length=5), by_rules),
     "arithmetic": (lambda: PCFG.from_text(ARITHMETIC, max_length=5), by_rules),
     "chains": (lambda: PCFG.from_text(CHAINS, max_length=6), by_rules),
     **{name: (config.build, by_nesting) for name, config in DYCK.items()},

@@ -1,17 +1,15 @@
 """Bracket languages: the paper's downstream task and encoding, long sentences, presets; the contract has the rest."""
 
-import itertools
 import math
 from collections import Counter
 
 import pytest
 import torch
-from small_languages import CLOSING, nesting_probability, p_value
+from small_languages import p_value
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.brackets import Brackets
-from isoloss.lab.languages.config import PRESETS, DyckConfig
-from isoloss.lab.languages.pcfg import PCFG
+from isoloss.lab.languages.config import DyckConfig
 from isoloss.seeds import generator
 
 
@@ -76,21 +74,6 @@ def test_the_mismatch_of_the_others_tells_the_hidden_token():
     assert (language.mismatch(tokens) == 0).all()
     mask = torch.arange(8) == torch.randint(8, (200, 1), generator=generator(0, "mask"))
     assert torch.equal(language.mismatch(tokens, mask), torch.where(tokens[mask] == 0, 1, -1))
-
-
-def test_the_preset_nests_three_deep():
-    config, text = PRESETS["dyck-2"]
-    language = config.build()
-    assert isinstance(language, PCFG)
-    assert "2 kinds, at most 3 deep; sentences of 2 to 16 tokens" in text
-    tokens, lengths, _ = language.sample(3000, generator=generator(0, "test"))
-    depths = set()
-    for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True):
-        words = [language.vocabulary[token] for token in row[:length]]
-        assert nesting_probability(words, config) > 0
-        depths.add(max(itertools.accumulate(1 if word in CLOSING else -1 for word in words)))
-    assert depths == {1, 2, 3}
-    assert (min(lengths), max(lengths)) == (2, 16)
 
 
 def test_more_kinds_than_characters():

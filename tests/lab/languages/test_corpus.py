@@ -2,7 +2,6 @@ import collections
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import threading
 
@@ -19,7 +18,7 @@ from isoloss.lab.languages.config import CorpusConfig
 from isoloss.lab.languages.text import Corpus
 from isoloss.seeds import generator
 from isoloss.text.packing import pack
-from isoloss.text.tokenizers import load_tokenizer, train_tokenizer, vocabulary
+from isoloss.text.tokenizers import train_tokenizer, vocabulary
 
 CLS, SEP, MASK = 3, 4, 64
 
@@ -424,32 +423,3 @@ def test_languages_are_named_with_their_text(config, text, vocab, tmp_path, monk
     (tmp_path / "g.txt").write_text("S a 1\n")
     with pytest.raises(IsolossError, match=r"read as a grammar: leave out --column, or add --tokenizer"):
         languages.resolve(str(tmp_path / "g.txt"), column="body")
-
-
-def test_real_web_text_as_a_dataset(shared_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    folder = shared_data / "openwebtext-1000"
-    config = CorpusConfig(
-        paths=(f"hf:{folder}",), tokenizer=str(shared_data / "bert-uncased-vocab" / "vocab.txt"), max_documents=60
-    )
-    corpus = Corpus.from_config(config, cache=tmp_path)
-    as_file = dataclasses.replace(config, paths=(str(folder / "openwebtext-1000.decoded.jsonl"),))
-    assert corpus.held_out().tokens.equal(Corpus.from_config(as_file, cache=tmp_path).held_out().tokens)
-    assert corpus.num_training > 100
-
-
-@pytest.mark.slow
-def test_real_novels(shared_data, tmp_path):
-    config = CorpusConfig(
-        paths=(str(shared_data / "novels"),), tokenizer=str(shared_data / "bert-uncased-vocab" / "vocab.txt")
-    )
-    corpus = Corpus.from_config(config, cache=tmp_path)
-    assert (corpus.num_training, corpus.num_held_out) == (19497, 1080)
-    tokenizer = load_tokenizer(config.tokenizer)
-    tokens = sum(
-        len(tokenizer(path.read_text(encoding="utf-8-sig"), add_special_tokens=False).input_ids)
-        for path in (shared_data / "novels").glob("*.txt")
-    )
-    dropped = tokens - 126 * (corpus.num_training + corpus.num_held_out)
-    assert 0 <= dropped < 2 * 126
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"

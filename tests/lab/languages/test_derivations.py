@@ -11,9 +11,18 @@ from slow_grammar import SlowGrammar, random_rules
 from small_languages import p_value
 
 from isoloss.errors import IsolossError
+from isoloss.lab.languages._pcfg import sampler as samplers
 from isoloss.lab.languages._pcfg.grammar import parse_grammar, random_grammar
-from isoloss.lab.languages._pcfg.sampler import Sampler, longest_yields
+from isoloss.lab.languages._pcfg.sampler import longest_yields
 from isoloss.lab.languages.config import PCFGConfig
+
+
+class Sampler(samplers.Sampler):
+    """Draws the first n sentences."""
+
+    def __call__(self, n, seed, **options):
+        return super().__call__(torch.arange(n), seed, **options)
+
 
 UNARY = (
     "S A 0.4\nS B 0.3\nS A S 0.3\nA B 0.5\nA C 0.2\nA S B 0.2\nA x 0.1\nB C 0.6\nB y 0.2\nB C C 0.2\nC x 0.5\nC z 0.5"
@@ -73,12 +82,6 @@ def test_sentences_follow_the_conditioned_distribution(name):
             assert (drawn.lengths == length).all()
             assert p_value_of(counted(drawn), own, n) > 1e-3
     assert len(truth) > 8
-
-
-def test_the_test_sees_a_wrong_distribution():
-    drawn = Sampler(parse_grammar("S a 0.52\nS b 0.48"), 1)(40_000, 0)
-    counts = torch.bincount(drawn.tokens[:, 0], minlength=2).tolist()
-    assert p_value(counts, [20_000, 20_000]) < 1e-3 < p_value(counts, [20_800, 19_200])
 
 
 @pytest.mark.parametrize("name", ["unary", "free unary"])
@@ -144,14 +147,6 @@ def test_any_number(n, options):
     assert {part.dtype for part in drawn} == {torch.int64}
 
 
-def test_a_grammar_whose_derivations_never_end_on_average():
-    # S -> S S with 0.9: most derivations are infinite
-    drawn = Sampler(parse_grammar("S S S 0.9\nS a 0.1"), 4)(30_000, 0)
-    weights = [0.1, 0.009, 2 * 0.9**2 * 0.1**3, 5 * 0.9**3 * 0.1**4]
-    expected = [30_000 * w / sum(weights) for w in weights]
-    assert p_value(torch.bincount(drawn.lengths, minlength=5)[1:].tolist(), expected) > 1e-3
-
-
 def test_the_longest_sentences():
     """The root of a binary tree of 1024 tokens splits anywhere, by Catalan numbers."""
     drawn = Sampler(parse_grammar("S S S 0.5\nS a 0.5"), 1024)(1000, 0, length=1024, trees=True)
@@ -186,12 +181,12 @@ def test_wrong_lengths():
     draw = Sampler(parse_grammar("S S T 1\nS a 2\nT a a 1"), 9)
     assert draw(5, 0, length=9).tokens.shape == (5, 9)
     for length in (-1, 0, 4, 10):
-        message = f"no sentence of {length} tokens can be drawn; the possible lengths are 1, 3, ..., 9"
+        message = f"no sentence of {length} tokens can be drawn; the possible lengths are 1, 3, 5, 7, 9"
         with pytest.raises(IsolossError, match=message):
             draw(1, 0, length=length)
-    with pytest.raises(IsolossError, match=r"the possible lengths are 1 to 4$"):
+    with pytest.raises(IsolossError, match=r"the possible lengths are 1, 2, 3, 4$"):
         Sampler(parse_grammar("S S S 1\nS a 2"), 4)(1, 0, length=5)
-    with pytest.raises(IsolossError, match=r"the possible lengths are 1 to 2, 4$"):
+    with pytest.raises(IsolossError, match=r"the possible lengths are 1, 2, 4$"):
         Sampler(parse_grammar("S A A 1\nS a 2\nS B B 1\nA B B 1\nB b 1"), 4)(1, 0, length=3)
 
 

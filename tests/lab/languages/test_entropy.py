@@ -33,14 +33,6 @@ def test_dyck_of_several_kinds_and_tokens_against_its_own_sentences():
         assert abs(float(values.mean()) - exact.value) < 4 * stderr
 
 
-def test_an_ambiguous_grammars_derivations_have_more_entropy_than_its_sentences():
-    language = PCFG.from_text(AMBIGUOUS, max_length=6)
-    found = languages.entropy(language, num_sentences=2000).sentence
-    assert found.samples == found.num_predictions == 2000
-    p, s = derivation_sums(language.grammar, 6)
-    assert s.sum() / p.sum() + math.log(p.sum()) > found.value + 10 * found.stderr
-
-
 def derivations(slow, symbol, length):
     """Yield the probability of every derivation of that many tokens."""
     for p, children in slow.rules[symbol]:
@@ -93,13 +85,6 @@ def test_a_spread_of_rounding_is_none():
     found = languages.entropy(language, num_sentences=100)
     assert found.sentence.value == pytest.approx(5 * math.log(7), rel=1e-12)
     assert found.sentence.stderr == found.masked_token.stderr == 0
-
-
-def test_as_json():
-    document = languages.entropy(Brackets(4)).to_dict()
-    assert set(document) == {"sentence", "length", "given_length", "masked_token"}
-    assert document["sentence"]["unit"] == "nats per sentence"
-    assert document["masked_token"]["unit"] == "nats per masked token"
 
 
 def test_what_cannot_be_estimated():

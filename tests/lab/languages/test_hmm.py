@@ -39,25 +39,6 @@ def test_posteriors_are_sums_over_all_states(name):
         np.testing.assert_allclose(found, np.array(expected), rtol=1e-10, atol=1e-15)
 
 
-def test_conditionals_are_the_gradient_of_log_z():
-    """d log Z / d log e_t(z), the emission factors free at each position, is the state's posterior."""
-    language = HMMConfig(states=12, blocks=1, vocab_size=9, length=7, seed=3).build()
-    tokens, lengths, _ = language.sample(20, generator=generator(0, "x"))
-    transition, emission = torch.tensor(language.transition), torch.tensor(language.emission)
-    factors = emission.T[tokens].clone().requires_grad_()
-    alpha = torch.tensor(language.initial) * factors[:, 0]
-    for t in range(1, 7):
-        alpha = (alpha @ transition) * factors[:, t]
-    z = alpha.sum(dim=1)
-    torch.testing.assert_close(language.log_prob(tokens, lengths), z.detach().log(), rtol=1e-12, atol=0)
-    (outside,) = torch.autograd.grad(z.sum(), factors)  # Pr(z_t, all other tokens)
-    found = language.posterior(tokens, lengths)
-    torch.testing.assert_close(found, (outside * factors / z[:, None, None]).detach(), rtol=1e-10, atol=1e-15)
-    conditionals = outside @ emission
-    conditionals /= conditionals.sum(dim=2, keepdim=True)
-    torch.testing.assert_close(language.log_conditionals(tokens, lengths).exp(), conditionals, rtol=1e-10, atol=1e-15)
-
-
 @pytest.mark.parametrize(("length", "mixing_weight"), [(1, 0.0), (64, 0.0), (16, 0.1)])
 def test_float32(length, mixing_weight):
     language = HMMConfig(states=40, blocks=4, vocab_size=80, length=length, mixing_weight=mixing_weight, seed=2).build()

@@ -73,14 +73,6 @@ def test_no_sentence_depends_on_its_neighbors_or_the_threads(name, dtype):
             torch.set_num_threads(threads)
 
 
-def test_positions_are_asked_of_the_states():
-    language = PAPER["dense"].build()
-    tokens, lengths, _ = language.sample(300, generator=torch.Generator().manual_seed(0))
-    at = torch.tensor([[2, 9]]).expand(300, -1)
-    found = language.log_conditionals(tokens, lengths, positions=at)
-    torch.testing.assert_close(found, language.log_conditionals(tokens, lengths)[:, [2, 9]], rtol=1e-12, atol=1e-12)
-
-
 def test_without_numba(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)  # an import of it fails
     language = HMM([0.5, 0.5], [[0.9, 0.1], [0.2, 0.8]], [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]], 3)

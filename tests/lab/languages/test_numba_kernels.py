@@ -51,17 +51,6 @@ def test_the_two_back_ends_agree(seed, recursive, length, n):
         assert torch.allclose(numba.log_partition(tokens)[possible], truth[possible], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 8])
-def test_the_two_back_ends_agree_on_levels(length):
-    numba, torch_ = both(random_grammar(LEVELLED), 8)
-    tokens = sentences(numba, 20, length, 500, hidden=0.5)
-    (found, log_z), (scores, truth) = numba.leaf_outside(tokens), torch_.leaf_outside(tokens)
-    possible = ~truth.isneginf()
-    assert possible.sum() > 20
-    assert torch.allclose(log_z, truth, rtol=1e-13, atol=1e-13)
-    assert torch.allclose(found[possible], scores[possible], rtol=1e-12, atol=0)
-
-
 @given(seed=st.integers(0, 10_000), recursive=st.booleans(), length=st.integers(1, 7), n=st.integers(1, 300))
 @settings(max_examples=20, deadline=None)
 def test_the_two_back_ends_agree_on_spans(seed, recursive, length, n):
@@ -113,41 +102,6 @@ def test_no_sentence_depends_on_its_neighbors(dtype):
         assert torch.equal(part_z, log_z[rows])
     order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
     assert torch.equal(exact.leaf_outside(tokens[order])[0], scores[order])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_result_depends_on_the_threads(dtype):
-    language = LEVELLED.build().to(dtype=dtype)
-    tokens, lengths = language.sample(3000, generator=torch.Generator().manual_seed(0))[:2]
-    tokens, lengths = tokens[lengths >= 2], lengths[lengths >= 2]
-    mask = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(1)) < 0.2
-    options = {"mask": mask, "positions": lengths - 1}
-    results = []
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 5):
-            torch.set_num_threads(count)
-            results.append(
-                [
-                    language.log_prob(tokens, lengths, mask=mask),
-                    language.log_conditionals(tokens, lengths),
-                    language.log_conditionals(tokens, lengths, **options),
-                    language.conditional_entropy(tokens, lengths, **options),
-                    language.span_posterior(tokens, lengths),
-                    language.inside(tokens, lengths, stop=2),
-                ]
-            )
-    finally:
-        torch.set_num_threads(threads)
-    for alone, together in zip(*results, strict=True):
-        assert torch.allclose(alone, together, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=1e-13)
-
-
-def test_no_sentences():
-    exact = both(random_grammar(LEVELLED), 8)[0]
-    scores, log_z = exact.leaf_outside(torch.zeros(0, 8).long())
-    assert scores.shape == (0, 8, len(exact.emitting))
-    assert log_z.shape == (0,)
 
 
 def test_the_back_end_follows_the_device(monkeypatch):

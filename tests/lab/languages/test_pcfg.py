@@ -89,33 +89,6 @@ def test_a_prefix_that_no_symbol_yields():
     assert (language.span_posterior(sentences.tokens, sentences.lengths, stop=3) == 0).all()
 
 
-def test_rows_do_not_depend_on_their_neighbors():
-    for language in (LANGUAGES["stops"], LANGUAGES["nltk"].to(dtype=torch.float32)):
-        tokens, lengths, _ = some(language, 3000)
-        together = language.log_conditionals(tokens, lengths)
-        for row in (0, 7, 2999):
-            alone = language.log_conditionals(tokens[row : row + 1], lengths[row : row + 1])
-            assert torch.allclose(together[row], alone[0], rtol=1e-6, atol=1e-6)
-        order = torch.randperm(3000, generator=generator(0, "order"))
-        shuffled = language.log_conditionals(tokens[order], lengths[order])
-        assert torch.allclose(together[order], shuffled, rtol=1e-6, atol=1e-6)
-        padded = torch.where(torch.arange(tokens.shape[1]) < lengths[:, None], tokens, -5)
-        assert torch.equal(language.log_conditionals(padded, lengths), together)
-        assert torch.equal(language.log_prob(padded, lengths.int()), language.log_prob(tokens, lengths))
-
-
-def test_draws_follow_the_conditionals():
-    """At every position, the mean conditional of a token is the share of sentences that have it there."""
-    language = LANGUAGES["laptop"]
-    n = 20_000
-    tokens, lengths, _ = some(language, n)
-    residual = (
-        torch.nn.functional.one_hot(tokens, language.vocab_size) - language.log_conditionals(tokens, lengths).exp()
-    )
-    z = residual.mean(0) / (residual.std(0) / n**0.5)
-    assert z.abs().max() < 4.5  # the largest of 64 standard normals
-
-
 def test_files(tmp_path):
     language = LANGUAGES["laptop"]
     for form in ("rules", "nltk"):
@@ -190,21 +163,6 @@ def test_lengths():
     assert nodes[0].tolist() == [[0, 3, 0], [0, 1, 1], [1, 3, 0], [1, 2, 1], [2, 3, 0]]
     few, many = (language.sample(n, generator=generator(0, "x")).tokens for n in (7, 900))
     assert torch.equal(many[:7, : few.shape[1]], few)
-
-
-@pytest.mark.slow
-def test_speed_and_memory():
-    """The targets with room to spare: what a slow shared core reaches several times over."""
-    import resource
-    import time
-
-    language = PCFGConfig(stop_probability=0.1).build()
-    begun = time.perf_counter()
-    tokens, lengths, _ = language.sample(100_000, generator=generator(0, "x"))
-    assert time.perf_counter() - begun < 2
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    language.conditional_entropy(tokens, lengths)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
 
 
 # --- a symbol that no rule reaches

@@ -1,12 +1,10 @@
 """Random levelled grammars: their shape, that everything in them is used, and that they are the same everywhere."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isoloss.errors import IsolossError
 from isoloss.lab.languages._pcfg.grammar import random_grammar
 from isoloss.lab.languages.config import PCFGConfig
 
@@ -48,11 +46,6 @@ def test_shape(levels, size, share, vocab_size, stop, seed):
     assert set(lowest[:, 1].tolist()) == set(range(vocab_size))
 
 
-def test_seed_decides():
-    texts = [random_grammar(PCFGConfig(seed=seed)).to_text() for seed in (0, 0, 1)]
-    assert texts[0] == texts[1] != texts[2]
-
-
 def test_draws_are_pinned():
     # recorded digits: a change of numpy's or our draws would silently make every experiment another one
     grammar = random_grammar(PCFGConfig(levels=1, symbols_per_level=2, rules_per_symbol=2, vocab_size=3))
@@ -83,8 +76,3 @@ def test_frequencies_follow_zipfs_law():
     tokens = plain.build().sample(20_000, generator=torch.Generator().manual_seed(0)).tokens
     counts = torch.bincount(tokens.flatten(), minlength=300).double()
     assert abs(np.polyfit(ranks.log(), counts.log(), 1)[0]) < 0.2
-
-
-def test_more_rules_than_pairs():
-    with pytest.raises(IsolossError, match="5, but 2 symbols per level make only 4 different pairs"):
-        random_grammar(PCFGConfig(symbols_per_level=2, rules_per_symbol=5))

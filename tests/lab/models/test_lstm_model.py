@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from isoloss.checkpoints.loading import load_model
-from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
 from isoloss.flatness._ghost.engine import GhostNorms
 from isoloss.lab.models.lstm import LSTMConfig, LSTMForMaskedLM, LSTMModel
@@ -74,27 +73,19 @@ def test_the_logits_are_those_of_a_loop_over_cells(directions):
 
 
 @pytest.mark.parametrize("directions", [1, 2])
-def test_the_logits_do_not_depend_on_padding(directions):
+def test_padding_may_be_anything_anywhere(directions):
     model = tiny(num_directions=directions)
     ids, mask = padded()
-    expected = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    expected = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
     others, _ = padded(fill=3)
     longer = torch.nn.functional.pad(others, (0, 2), value=7)
-    for changed, its_mask in [(others, mask), (longer, torch.nn.functional.pad(mask, (0, 2)))]:
-        got = model(input_ids=changed, attention_mask=its_mask).logits[its_mask.bool()]
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-14)
-
-
-def test_padding_may_stand_anywhere():
-    model = tiny()
-    ids, mask = padded()
-    expected = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
     left = torch.stack([row.roll(6 - length) for row, length in zip(ids, LENGTHS, strict=True)])
-    left_mask = mask.flip(1)
-    got = model(input_ids=left, attention_mask=left_mask, output_hidden_states=True)
-    torch.testing.assert_close(got.logits[left_mask.bool()], expected.logits[mask.bool()], rtol=0, atol=1e-14)
-    for ours, theirs in zip(got.hidden_states, expected.hidden_states, strict=True):
-        torch.testing.assert_close(ours[left_mask.bool()], theirs[mask.bool()], rtol=0, atol=1e-14)
+    for changed, its_mask in [(longer, torch.nn.functional.pad(mask, (0, 2))), (left, mask.flip(1))]:
+        got = model(input_ids=changed, attention_mask=its_mask, output_hidden_states=True)
+        for ours, theirs in zip(
+            (got.logits, *got.hidden_states), (expected.logits, *expected.hidden_states), strict=True
+        ):
+            torch.testing.assert_close(ours[its_mask.bool()], theirs[mask.bool()], rtol=0, atol=1e-14)
 
 
 def test_every_logit_depends_on_every_token():
@@ -186,14 +177,6 @@ def test_a_checkpoint_that_does_not_name_directions_reads_both_ways(tmp_path):
     document.pop("num_directions", None)
     path.write_text(json.dumps(document))
     assert len(load_model(tmp_path).model.lstm.backwards) == 3
-
-
-def test_a_damaged_checkpoint_is_refused(tmp_path):
-    tiny(layers=2).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
-    with pytest.raises(IsolossError, match=r"lacks weights of LSTMForMaskedLM: .*lstm\.backwards\.2"):
-        load_model(tmp_path)
 
 
 def test_an_untied_decoder_has_weights_of_its_own(tmp_path):

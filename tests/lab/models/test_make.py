@@ -6,6 +6,8 @@ import types
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     BertConfig,
     BertForMaskedLM,
     LlamaForCausalLM,
@@ -54,27 +56,73 @@ def batch_of(architecture):
         ("llama", LlamaForCausalLM, 9),
     ],
 )
-def test_a_model_knows_its_languages_ids_and_lengths(architecture, kind, positions):
-    model = make_model(settings(architecture), LANGUAGE, seed=0)
+def test_what_is_built_for_a_language(architecture, kind, positions):
+    model = make_model(dataclasses.replace(settings(architecture, large=True), dropout=0.2), LANGUAGE, seed=0)
     assert type(model) is kind
+    assert model.training
     config = model.config
-    assert (config.vocab_size, config.pad_token_id) == (34, 32)
+    assert (config.vocab_size, config.pad_token_id, config._attn_implementation) == (34, 32, "eager")
     assert getattr(config, "max_position_embeddings", None) == positions
     assert getattr(config, "bos_token_id", None) == (33 if KINDS[architecture] == "causal" else None)
     embedding = model.get_input_embeddings().weight
     assert not embedding[32].any()
     assert model.get_output_embeddings().weight is embedding
+    assert {value for name, value in config.to_dict().items() if "dropout" in name and value} == {0.2}
 
 
-def test_an_unknown_architecture_or_size_names_the_choices():
+@pytest.mark.parametrize("architecture", KINDS)
+def test_the_weights_are_a_function_of_the_seed_alone(architecture):
+    before = torch.get_rng_state()
+    first = make_model(settings(architecture, large=True), LANGUAGE, seed=3).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    again, other = (make_model(settings(architecture, large=True), LANGUAGE, seed=seed).state_dict() for seed in (3, 4))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    matrices = [name for name, value in first.items() if value.ndim == 2 and value.numel() >= 4096]
+    assert matrices
+    for name in matrices:
+        assert not torch.equal(first[name], other[name])
+        rows, columns = first[name].shape
+        if architecture == "modernbert":  # its normal distributions are cut off, and of several widths
+            continue
+        # an LSTM's are Glorot's: uniform up to the root of 6 / (rows + columns)
+        deviation = (2 / (rows + columns)) ** 0.5 if "_l0" in name else 0.02
+        assert first[name].std() == pytest.approx(deviation, rel=0.1)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_transformers_loads_what_is_saved(tmp_path, architecture):
+    causal = KINDS[architecture] == "causal"
+    model = make_model(settings(architecture), LANGUAGE, seed=0).eval()
+    model.save_pretrained(tmp_path)
+    loaded = (AutoModelForCausalLM if causal else AutoModelForMaskedLM).from_pretrained(tmp_path).eval()
+    inputs = {name: tensor for name, tensor in batch_of(architecture).items() if name != "labels"}
+    torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
+    if causal:
+        written = loaded.generate(max_length=6, do_sample=False)
+        assert written.shape == (1, 6)
+        assert written[0, 0] == 33
+
+
+@pytest.mark.parametrize("architecture", ["opt", "llama"])
+def test_a_token_changes_no_prediction_before_it(architecture):
+    model = make_model(settings(architecture, large=True), LANGUAGE, seed=0).double().eval()
+    ids = torch.tensor([[33, 1, 2, 3, 4, 5]])
+    other = ids.clone()
+    other[0, 3] = 9
+    one, two = model(input_ids=ids).logits, model(input_ids=other).logits
+    torch.testing.assert_close(one[:, :3], two[:, :3], rtol=0, atol=1e-14)
+    assert (one[:, 3:] - two[:, 3:]).abs().amax(dim=-1).min() > 1e-6
+
+
+def test_what_cannot_be_built_is_refused():
     with pytest.raises(IsolossError, match="lstm has no model size 'd16'"):
         make_model(ModelConfig(architecture="lstm", size="d16"), LANGUAGE, seed=0)
-    with pytest.raises(IsolossError, match=r"no model 'gpt'; did you mean opt\? the models are bert"):
-        make_model(ModelConfig(architecture="gpt"), LANGUAGE, seed=0)
-    with pytest.raises(
-        IsolossError, match="a width of 24 in 8 heads gives each 3 dimensions; the rotary positions of ll"
-    ):
+    with pytest.raises(IsolossError, match="3 dimensions; the rotary positions of llama need an even number"):
         make_model(ModelConfig(architecture="llama", size="d16", width=24, heads=8), LANGUAGE, seed=0)
+    for name in KINDS:
+        with pytest.raises(IsolossError, match="padding's id is 12; it must be one of the model's ids, 0 to 11"):
+            MODELS.load(name).new_model(settings(name), vocab_size=12, max_length=6, pad_id=12, seed=0)
 
 
 FREE = {

@@ -74,6 +74,19 @@ class Signalling(PairLanguage):
         return super().batch(step, n, seed=seed)
 
 
+class Dying(PairLanguage):
+    """Stops like a process that dies: at a step, without a word to the loop."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def batch(self, step, n, *, seed):
+        if step == self.step:
+            raise ZeroDivisionError
+        return super().batch(step, n, seed=seed)
+
+
 def content(run):
     """Every file that has to be the same, by name."""
     found = {str(p.relative_to(run.path)): p.read_bytes() for p in sorted(run.path.rglob("*")) if p.is_file()}

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from distributed_workers import examples
 from stepping import batches, check, context, gradients_of, plain_loss, run, tiny
 from toy_language import PairLanguage
 
@@ -18,11 +19,6 @@ from isoloss.seeds import generator
 
 LANGUAGE = PairLanguage(is_ragged=True)
 SETTINGS = AdversarialConfig(weight=0.5, ridge=0.03, head_examples=10, loss_examples=6)
-
-
-def examples(task="root", n=40):
-    sentences = LANGUAGE.sample(n, generator=torch.Generator().manual_seed(0))
-    return Examples(sentences, sentences.tokens[:, 0], 8)
 
 
 def algorithm_for(model, optimizer=None, settings=SETTINGS, n=40, **changes):

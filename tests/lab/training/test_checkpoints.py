@@ -49,16 +49,15 @@ def test_plain_transformers_and_our_loader_give_the_same_logits(folder):
     torch.testing.assert_close(load_model(folder).model(INPUT).logits, expected)
 
 
-def test_saving_twice_gives_the_same_bytes(folder, tmp_path):
+def test_saving_twice_gives_the_same_bytes_and_nothing_on_the_terminal(folder, tmp_path, capfd):
     save(tmp_path / "again", model(), {"exp_avg/x": torch.arange(3.0), "step/x": torch.tensor(7.0)}, STATE)
     names = {"config.json", "model.safetensors", "trainer.json", "trainer.safetensors"}
     assert {path.name for path in folder.iterdir()} == names
     for name in names:
         assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
-
-
-def test_saving_writes_nothing_to_the_terminal(tmp_path, capfd):
-    save(tmp_path / "step-1", model(), {}, STATE)
+    document = json.loads((folder / "trainer.json").read_text())
+    assert document["loss_sum_nats"] == 0.1 + 0.2
+    assert set(document["sha256"]) == names - {"trainer.json"}
     assert capfd.readouterr() == ("", "")
 
 
@@ -105,10 +104,18 @@ def test_damaged_tensors_are_refused(folder, name, damage):
         load(folder, model(), config=CONFIG)
 
 
-@pytest.mark.parametrize("content", ["{}", '{"step": 7}'])
-def test_a_damaged_record_is_refused(folder, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", r"is damaged or .* \(it lacks config, initial_sha256, "),
+        ('{"step": 7}', r"is damaged or .* \(it lacks config, initial_sha256, "),
+        ("[]", "is damaged: its content is not what was written; delete"),
+        ("{", "is not a readable JSON file"),
+    ],
+)
+def test_a_damaged_record_is_refused(folder, content, message):
     (folder / "trainer.json").write_text(content)
-    with pytest.raises(IsolossError, match=r"trainer\.json is damaged or .* \(it lacks config, initial_sha256, "):
+    with pytest.raises(IsolossError, match=r"trainer\.json " + message):
         load(folder, model(), config=CONFIG)
 
 
@@ -134,19 +141,6 @@ def test_a_config_of_another_version_names_the_fields(folder):
         load(folder, model(), config=CONFIG)
 
 
-@pytest.mark.parametrize("content", ["[]", "3"])
-def test_a_record_that_is_none_is_refused(folder, content):
-    (folder / "trainer.json").write_text(content)
-    with pytest.raises(IsolossError, match=r"trainer\.json is damaged: its content is not what was written; delete"):
-        load(folder, model(), config=CONFIG)
-
-
-def test_an_unreadable_record_is_refused(folder):
-    (folder / "trainer.json").write_text("{")
-    with pytest.raises(IsolossError, match=r"trainer\.json is not a readable JSON file"):
-        load(folder, model(), config=CONFIG)
-
-
 def test_a_checkpoint_of_another_config_is_refused(folder):
     other = TrainConfig(language=PCFGConfig(), batch_size=9, optimizer=OptimizerConfig(name="sgd"), threads=3)
     refused = model(seed=1)
@@ -159,18 +153,10 @@ def test_a_checkpoint_of_another_config_is_refused(folder):
     assert all(torch.equal(p, b) for p, b in zip(refused.parameters(), before, strict=True))
 
 
-def test_weights_of_another_shape_are_refused(folder):
-    with pytest.raises(
-        IsolossError,
-        match=r"do not fit the model: bert\.embeddings\.word_embeddings\.weight has the shape \(10, 16\) there "
-        r"and \(10, 32\) in the model",
-    ):
+def test_weights_of_another_shape_or_depth_are_refused(tmp_path, folder):
+    with pytest.raises(IsolossError, match=r"word_embeddings\.weight has the shape \(10, 16\) there and \(10, 32\) in"):
         load_weights(folder, model(size="d32"))
-
-
-def test_weights_of_a_deeper_model_are_refused(folder, tmp_path):
-    deep = BERT.new_model(ModelConfig(size="d128"), vocab_size=10, max_length=4, pad_id=8, seed=0)
-    shallow = BERT.new_model(ModelConfig(size="d128"), vocab_size=10, max_length=4, pad_id=8, seed=0)
+    deep, shallow = model(size="d128"), model(size="d128")
     del shallow.bert.encoder.layer[1:]
     save(tmp_path / "deep", deep, {}, STATE)
     save(tmp_path / "shallow", shallow, {}, STATE)
@@ -190,16 +176,9 @@ def test_a_folder_without_weights_is_refused(tmp_path):
 
 def test_the_newest_is_found_and_others_are_removed(tmp_path):
     run = Run(tmp_path)
-    assert max(run.steps(), default=None) is None
+    assert run.steps() == []
     for step in (0, 9, 10):
         save(run.checkpoint(step), model(), {}, STATE)
-    assert max(run.steps(), default=None) == 10
     remove_except(run, {0, 10, 20})
     assert run.steps() == [0, 10]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-0", "step-10"]
-
-
-def test_the_record_is_plain_json(folder):
-    document = json.loads((folder / "trainer.json").read_text())
-    assert document["loss_sum_nats"] == 0.1 + 0.2
-    assert set(document["sha256"]) == {"config.json", "model.safetensors", "trainer.safetensors"}

@@ -150,17 +150,6 @@ def test_two_processes_end_a_stage_at_the_same_step_as_one(trained, tmp_path, na
     assert two.steps() == one.steps()
 
 
-@pytest.mark.parametrize("name", ["staged", pytest.param("fsdp-staged", marks=pytest.mark.slow)])
-def test_two_processes_go_on_at_the_border_of_a_stage_bit_for_bit(trained, tmp_path, name):
-    settings, border = {name: WHOLE[name]}, Run(trained / name).result()["stages"][0]["step"]
-    workers = Workers(tmp_path, train_all, tmp_path, settings, Stopped(border + 1, 0, signal.SIGKILL))
-    assert workers.wait() == [-signal.SIGKILL, LOST]
-    assert Run(tmp_path / name).steps() == [4, border]
-    again = Workers(tmp_path, train_all, tmp_path, settings)
-    assert again.wait() == [0, 0], again.output()
-    assert content(Run(tmp_path / name)) == content(Run(trained / name))
-
-
 def test_each_process_may_have_its_own_ascent_point(trained):
     """m-sharpness: the gradient of each share at the point that this share climbs to."""
     settings = PER_PROCESS["sam-per-process"]
@@ -245,41 +234,64 @@ class Stopped(PairLanguage):
         return super().batch(step, n, seed=seed)
 
 
-SLOW = pytest.mark.slow
+# by the folder of a run: the same run without a stop, and what stops it: one of its two processes, a full disk, or
+# (None) one of them in the first step of the second stage
+STOPS = {
+    "quick": {
+        "killed": ("fsdp-noisy", Stopped(7, 1, signal.SIGKILL)),
+        "killed-at-the-border": ("staged", None),
+        "interrupted": ("noisy", Stopped(7, 1, signal.SIGTERM)),
+        "full": ("noisy", 4000),
+    },
+    "slow": {
+        "killed": ("noisy", Stopped(7, 0, signal.SIGKILL)),
+        "killed-at-the-border": ("fsdp-staged", None),
+        "interrupted": ("fsdp-noisy", Stopped(7, 1, signal.SIGTERM)),
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "rank"),
-    [
-        ("fsdp-noisy", 1),
-        pytest.param("noisy", 0, marks=SLOW),
-    ],
-)
-def test_one_of_two_is_killed_and_the_run_goes_on_bit_for_bit(trained, tmp_path, name, rank):
-    settings = {name: WHOLE[name]}
-    workers = Workers(tmp_path, train_all, tmp_path, settings, Stopped(7, rank, signal.SIGKILL))
-    statuses = workers.wait()
-    assert statuses[rank] == -signal.SIGKILL
-    assert statuses[1 - rank] == LOST
-    assert "another process of this run has ended" in workers.output()[1 - rank]
-    assert Run(tmp_path / name).steps() == [0, 4]
-    again = Workers(tmp_path, train_all, tmp_path, settings)
+@pytest.fixture(scope="module", params=["quick", pytest.param("slow", marks=pytest.mark.slow)])
+def stopped(request, trained, tmp_path_factory):
+    """The folder of runs that were stopped and have gone on since; of each what stopped it, and what became of it."""
+    folder, stops, found = tmp_path_factory.mktemp("stopped"), STOPS[request.param], {}
+    for name, (whole, cause) in stops.items():
+        target = train_all_on_a_full_disk if name == "full" else train_all
+        cause = cause or Stopped(border_of(Run(trained / whole)) + 1, 0, signal.SIGKILL)
+        workers = Workers(folder, target, folder, {name: WHOLE[whole]}, cause)
+        found[name] = (whole, cause, workers.wait(), workers.output(), Run(folder / name).steps())
+    again = Workers(folder, train_all, folder, {name: WHOLE[whole] for name, (whole, _) in stops.items()})
     assert again.wait() == [0, 0], again.output()
-    assert content(Run(tmp_path / name)) == content(Run(trained / name))
+    return folder, found
 
 
-@pytest.mark.parametrize("name", ["noisy", pytest.param("fsdp-noisy", marks=SLOW)])
-def test_a_signal_to_one_of_two_saves_and_the_run_goes_on_bit_for_bit(trained, tmp_path, name):
-    settings = {name: WHOLE[name]}
-    workers = Workers(tmp_path, train_all, tmp_path, settings, Stopped(7, 1, signal.SIGTERM))
-    assert workers.wait() == [FAILED, FAILED]
-    assert all("interrupted after step 7, which is saved" in text for text in workers.output())
-    again = Workers(tmp_path, train_all, tmp_path, settings)
-    assert again.wait() == [0, 0], again.output()
-    assert content(Run(tmp_path / name)) == content(Run(trained / name))
+def test_a_stopped_run_goes_on_bit_for_bit(trained, stopped):
+    folder, found = stopped
+    for name, (whole, *_) in found.items():
+        assert content(Run(folder / name)) == content(Run(trained / whole)), name
 
 
-@pytest.mark.parametrize("name", ["fsdp-adamw", pytest.param("adamw", marks=SLOW)])
+def border_of(run):
+    """The last step of the first stage."""
+    return run.result()["stages"][0]["step"]
+
+
+def test_all_processes_end_and_what_was_saved_is_kept(stopped):
+    folder, found = stopped
+    for name, (_, cause, statuses, output, steps) in found.items():
+        if name.startswith("killed"):
+            assert statuses[cause.rank] == -signal.SIGKILL
+            assert statuses[1 - cause.rank] == LOST
+            assert "another process of this run has ended" in output[1 - cause.rank]
+            assert steps == ([0, 4] if name == "killed" else [4, border_of(Run(folder / name))])
+        else:
+            message = "cannot write the checkpoint" if name == "full" else "interrupted after step 7, which is saved"
+            assert statuses == [FAILED, FAILED]
+            assert all(message in text for text in output)
+            assert steps == ([] if name == "full" else [0, 4, 7])
+
+
+@pytest.mark.parametrize("name", ["fsdp-adamw", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_one_process_goes_on_with_what_two_began_and_two_with_what_one_began(trained, tmp_path, name):
     settings, run = {**SAME_AS_ONE, **WITH_FSDP}[name], Run(tmp_path / name)
     began = Workers(tmp_path, train_all, tmp_path, {name: settings}, Stopped(2, 0, signal.SIGINT))
@@ -327,16 +339,6 @@ def test_an_error_of_one_ends_the_other_which_says_nothing_more(tmp_path):
     workers = Workers(tmp_path, one_voice, tmp_path, NOISY, Stopped(6, 1, IsolossError("the text is gone")))
     assert workers.wait() == [FAILED, FAILED]
     assert workers.output() == ["", "the text is gone\n"]
-
-
-def test_a_disk_that_is_full_ends_both_and_loses_nothing(trained, tmp_path):
-    workers = Workers(tmp_path, train_all_on_a_full_disk, tmp_path, {"noisy": NOISY}, 4000)
-    assert workers.wait() == [FAILED, FAILED]
-    assert all("cannot write the checkpoint" in text for text in workers.output())
-    assert Run(tmp_path / "noisy").steps() == []
-    again = Workers(tmp_path, train_all, tmp_path, {"noisy": NOISY})
-    assert again.wait() == [0, 0], again.output()
-    assert content(Run(tmp_path / "noisy")) == content(Run(trained / "noisy"))
 
 
 def test_a_loss_that_is_not_finite_is_told_by_all(tmp_path):

@@ -42,6 +42,7 @@ RUNS = {
     "llama": {"model": ModelConfig(architecture="llama", size="d16"), "objective": ObjectiveConfig(kind="causal")},
     "modernbert": {"model": ModelConfig(architecture="modernbert", size="d16")},
     "two layers": {"model": ModelConfig(size="d16", layers=2)},
+    "bfloat16": {"precision": "bfloat16"},
     "a fraction masked": {"objective": ObjectiveConfig(masking="fraction", fraction=0.4)},
     "exact labels": {"objective": ObjectiveConfig(labels="exact", masking="fraction", fraction=0.4)},
     "compiled": COMPILED,

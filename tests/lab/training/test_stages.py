@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from distributed_workers import examples
-from running import ENDS, STAGES, Signalling, content, small, staged, trained, validate
+from running import ENDS, STAGES, Dying, Signalling, content, small, staged, trained, validate
 from stepping import gradients_of, plain_loss, reference
 from toy_language import PairLanguage
 
@@ -29,16 +29,6 @@ def weights(run, step):
 
 
 # --- what a stage does
-
-
-def test_a_stage_alone_is_the_run_with_its_settings(tmp_path):
-    stage = StageConfig(steps=7, optimizer=SGD, batch_size=6, algorithm=SAMConfig(rho=0.1))
-    alone = trained(tmp_path / "stage", small(stages=(stage,), steps=7))
-    plain = trained(tmp_path / "plain", small(steps=7, optimizer=SGD, batch_size=6, algorithm=SAMConfig(rho=0.1)))
-    assert weights(alone, 7) == weights(plain, 7)
-    assert [
-        {name: value for name, value in line.items() if not name.startswith("stage")} for line in alone.metrics()
-    ] == plain.metrics()
 
 
 def test_each_stage_makes_the_steps_of_its_settings(tmp_path):
@@ -176,17 +166,10 @@ def test_a_run_with_stages_goes_on_bit_for_bit_from_every_step(tmp_path):
 @pytest.mark.parametrize("at", [ENDS[0], ENDS[0] + 1, ENDS[1] + 1, ENDS[2]])
 def test_a_process_that_dies_at_a_stages_border_leaves_no_trace(tmp_path, at):
     """It dies in the step of a border, with its line written or not, and with no checkpoint but those that are kept."""
-
-    class Dying(PairLanguage):
-        def batch(self, step, n, *, seed):
-            if step == at:
-                raise ZeroDivisionError
-            return super().batch(step, n, seed=seed)
-
     whole = trained(tmp_path / "whole", staged(), validate=validate)
     run = Run(tmp_path / "run")
     with pytest.raises(ZeroDivisionError):
-        train(run, staged(), Dying(), validate=validate)
+        train(run, staged(), Dying(at), validate=validate)
     assert run.steps() == [end for end in ENDS if end < at]
     train(run, staged(), PairLanguage(), validate=validate)
     assert content(run) == content(whole)
@@ -209,11 +192,12 @@ def test_a_process_that_dies_between_reaching_a_target_and_saving(tmp_path, monk
     )
 
 
-def test_a_process_killed_after_the_last_stage_finishes_the_run(tmp_path):
-    run = trained(tmp_path, staged(), validate=validate)
+@pytest.mark.parametrize("config", [small(), staged()], ids=["plain", "stages"])
+def test_a_process_killed_between_the_last_checkpoint_and_the_result(tmp_path, config):
+    run = trained(tmp_path, config, validate=validate)
     before = content(run)
     (run.path / "result.json").unlink()
-    trained(tmp_path, staged(), validate=validate)
+    train(run, config, Dying(1), validate=validate)
     assert content(run) == before
 
 

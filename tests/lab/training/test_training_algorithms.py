@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
+from distributed_workers import examples
 from running import Signalling, content, small
 from stepping import context
 from toy_language import PairLanguage
@@ -16,7 +17,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.algorithms.adversarial import Adversarial
-from isoloss.lab.training.algorithms.base import Examples, TrainingAlgorithm
+from isoloss.lab.training.algorithms.base import TrainingAlgorithm
 from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, GradientConfig, SAMConfig
 from isoloss.lab.training.algorithms.fisher_penalty import FisherPenalty
 from isoloss.lab.training.algorithms.sam import SAM
@@ -28,11 +29,6 @@ from isoloss.seeds import generator
 
 ADVERSARIAL = AdversarialConfig(head_examples=8, loss_examples=4, task_examples=40)
 EACH = [GradientConfig(), SAMConfig(), SAMConfig(batch="same"), ADVERSARIAL, FisherPenaltyConfig(sentences=3)]
-
-
-def examples(task="root", n=40):
-    sentences = PairLanguage().sample(n, generator=torch.Generator().manual_seed(0))
-    return Examples(sentences, sentences.tokens[:, 0], 8)
 
 
 @pytest.mark.parametrize(

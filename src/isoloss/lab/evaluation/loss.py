@@ -265,29 +265,25 @@ def kl_values(
     Raises:
         IsolossError: Dropout is on, the model knows fewer ids than the language, or its logits are not finite.
     """
+    chosen = _predicted_at(targets.batch, targets.objective)
     ends = targets.counts.cumsum(dim=0)
     values = torch.empty(int(ends[-1]), dtype=torch.float64)
-    done, upto = 0, 0
-    # conditionals of the masked positions up to `upto`
-    held = values[:0]
-    at_once = targets.held_at_once(max(1, batch_size))
-    is_causal = targets.objective.kind == "causal"
-    for log_q in _log_predictions(model, targets.batch, batch_size=batch_size, is_causal=is_causal):
-        # Conditionals come by whole sentences and predictions by rows, in the same order. `held_at_once` is a multiple
-        # of the batch size, and predictions never span two batches: the conditionals end where a batch does.
-        if done == upto:
-            first = int(torch.searchsorted(ends, done, right=True))
-            held = targets.log_conditionals(first, first + at_once)
-            upto += len(held)
-        log_p = held[len(held) - (upto - done) :][: len(log_q)]
-        if log_q.shape[1] < log_p.shape[1]:
-            raise IsolossError(f"the model knows {log_q.shape[1]} ids and the language has {log_p.shape[1]} tokens")
-        difference = log_p - log_q[:, : log_p.shape[1]].cpu()
-        values[done : done + len(log_q)] = (probabilities(log_p) * difference).sum(dim=1)
-        done += len(log_q)
-        if progress is not None:
-            progress(int(torch.searchsorted(ends, done, right=True)))
-    return by_sentence(values, _predicted_at(targets.batch, targets.objective))
+    done = 0
+    size = targets.held_at_once(max(1, batch_size))
+    for first in range(0, len(targets), size):
+        log_conditionals = targets.log_conditionals(first, first + size)
+        start = done
+        rows = {name: value[first : first + size] for name, value in targets.batch.items()}
+        for log_q in _log_predictions(model, rows, batch_size=batch_size, objective=targets.objective, first=first):
+            log_p = log_conditionals[done - start :][: len(log_q)]
+            if log_q.shape[1] < log_p.shape[1]:
+                raise IsolossError(f"the model knows {log_q.shape[1]} ids and the language has {log_p.shape[1]} tokens")
+            difference = log_p - log_q[:, : log_p.shape[1]].cpu()
+            values[done : done + len(log_q)] = (probabilities(log_p) * difference).sum(dim=1)
+            done += len(log_q)
+            if progress is not None:
+                progress(int(torch.searchsorted(ends, done, right=True)))
+    return by_sentence(values, chosen)
 
 
 def pretraining_loss(
@@ -297,11 +293,8 @@ def pretraining_loss(
 
     In nats per predicted token; all predicted tokens weigh the same, and errors are over sentences. `details` holds
     `subset_std`, the standard deviation over five subsets as the paper prints it, and their `subset_size`. `kl` and
-    `loss` have influences (`entropy` says nothing of the model), for the paired difference of two models on the same
-    targets (`isoloss.statistics.comparison.paired_difference`), whose error is far smaller than these errors combined.
-
-    If the targets are all masked sentences, the three are exact sums: their error is 0, and they have no subsets and no
-    influences.
+    `loss` have influences, for the paired difference of two models; `entropy` says nothing of the model. If the targets
+    are all masked sentences, the three are exact sums: their error is 0, and they have no subsets and no influences.
 
     Arguments and errors are as for `kl_values`.
 
@@ -325,17 +318,11 @@ def pretraining_loss(
         # all predicted tokens weigh the same, however many a sentence has; of a masked one there is one
         per_token = targets.weights / float(targets.weights @ targets.counts.double())
         what = "sentences" if targets.objective.kind == "causal" else "masked sentences"
+        known: dict[str, Any] = {"stderr": 0.0, "samples": 0, "unit": UNIT, "seconds": seconds, "details": details}
+        known["num_predictions"] = int(targets.counts.sum())
+        method = f"a sum over all {len(targets):,} {what}"
         return {
-            name: Estimate(
-                value=float(per_token @ values),
-                stderr=0.0,
-                samples=0,
-                unit=UNIT,
-                num_predictions=int(targets.counts.sum()),
-                method=f"exact conditionals, {name}: a sum over all {len(targets):,} {what}",
-                seconds=seconds,
-                details=details,
-            )
+            name: Estimate(value=float(per_token @ values), method=f"exact conditionals, {name}: {method}", **known)
             for name, values in sums.items()
         }
     details["seed"] = targets.seed
@@ -355,21 +342,6 @@ def held_out_batch(language: Language, *, num_sequences: int, objective: Objecti
     return objective_batch(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
 
 
-def held_out_loss(
-    model: nn.Module,
-    language: Language,
-    *,
-    num_sequences: int,
-    objective: ObjectiveConfig,
-    seed: int,
-    batch_size: int = 32,
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, Estimate]:
-    """Return `loss`: the cross-entropy of a language's held-out text, as `text_loss` gives it."""
-    batch = held_out_batch(language, num_sequences=num_sequences, objective=objective, seed=seed)
-    return text_loss(model, [batch], objective=objective, seed=seed, batch_size=batch_size, progress=progress)
-
-
 def text_loss(
     model: nn.Module,
     batches: Iterable[Mapping[str, torch.Tensor]],
@@ -382,10 +354,8 @@ def text_loss(
 ) -> dict[str, Estimate]:
     """Return `loss`: the cross-entropy of sequences in nats per predicted token.
 
-    All predicted tokens weigh the same. The error is clustered: it counts sequences, not tokens, as independent, where
-    batches have `documents` it counts these, and where sequences are pieces of longer texts, blocks of them
-    (`isoloss.text.clusters.SequenceClusters`). `details` holds `subset_std` and `subset_size` as for
-    `pretraining_loss`.
+    All predicted tokens weigh the same. The error counts sequences as independent, or documents, or blocks of packed
+    sequences (`isoloss.text.clusters.SequenceClusters`). `details` is as for `pretraining_loss`.
 
     Raises:
         IsolossError: Dropout is on, the model does not know a label, its logits are not finite, or there are fewer
@@ -430,7 +400,7 @@ def _cross_entropy(
     batch_size: int,
     progress: Callable[[int], None] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (n,) float64 nats of each sequence, summed over its predicted tokens, and (n,) their number."""
+    """Return (n,) float64 nats of each sequence, summed over its predicted tokens, and (n,) the number of these."""
     chosen = _predicted_at(batch, objective)
     counts = chosen.sum(dim=1)
     row_of = chosen.nonzero()[:, 0]
@@ -438,8 +408,7 @@ def _cross_entropy(
     ends = counts.cumsum(dim=0)
     nats = torch.zeros(len(counts), dtype=torch.float64)
     done = 0
-    is_causal = objective.kind == "causal"
-    for log_q in _log_predictions(model, batch, batch_size=batch_size, is_causal=is_causal):
+    for log_q in _log_predictions(model, batch, batch_size=batch_size, objective=objective):
         part = slice(done, done + len(log_q))
         if int(labels[part].max()) >= log_q.shape[1]:
             raise IsolossError(f"token {int(labels[part].max())} is not among the {log_q.shape[1]} ids of the model")
@@ -455,9 +424,12 @@ def _cross_entropy(
 
 
 def _log_predictions(
-    model: nn.Module, batch: Batch, *, batch_size: int, is_causal: bool = False
+    model: nn.Module, batch: Batch, *, batch_size: int, objective: ObjectiveConfig, first: int = 0
 ) -> Iterator[torch.Tensor]:
-    """Yield (rows, M) float64 log-probabilities of the predicted tokens, in order, a bounded number at a time."""
+    """Yield (rows, M) float64 log-probabilities of the predicted tokens, in order, a bounded number at a time.
+
+    The first sentence of the batch has the number `first` in messages.
+    """
     if batch_size < 1:
         raise IsolossError(f"batch_size is {batch_size}; it must be at least 1")
     refuse_dropout(model)
@@ -467,14 +439,13 @@ def _log_predictions(
     for start in range(0, len(batch["labels"]), batch_size):
         part = {name: value[start : start + batch_size].to(device) for name, value in inputs.items()}
         with torch.no_grad():
-            logits = predicted_logits(model, part, causal=is_causal)
+            logits = predicted_logits(model, part, causal=objective.kind == "causal")
         if not bool(logits.isfinite().all()):
-            raise IsolossError(
-                f"the model's logits are NaN or infinite in sentences {start} to {start + len(part['labels']) - 1}"
-            )
+            low, high = first + start, first + start + len(part["labels"]) - 1
+            raise IsolossError(f"the model's logits are NaN or infinite in sentences {low} to {high}")
         # in float64, so that the only rounding is the logits' own: a KL near 0 is a sum of terms that cancel
-        for first in range(0, len(logits), ROWS):
-            yield logits[first : first + ROWS].to(wide).double().log_softmax(dim=1)
+        for row in range(0, len(logits), ROWS):
+            yield logits[row : row + ROWS].to(wide).double().log_softmax(dim=1)
 
 
 def _estimate(

@@ -127,15 +127,9 @@ class Language(abc.ABC):
     _config: LanguageConfig | None = None
 
     def set_vocabulary(self, vocabulary: tuple[str, ...], *, size: int | None = None, source: str = "") -> None:
-        """Set the vocabulary, and the ids after it: the padding, then the mask.
+        """Set the token strings by id, and the ids after them: the padding, then the mask.
 
-        Args:
-            vocabulary: The token strings, by id.
-            size: How many different strings these must be; None: whatever they are.
-            source: Where they come from, for the message.
-
-        Raises:
-            IsolossError: They are not `size` different strings.
+        They must be `size` different strings; None: whatever they are. The message of an error names their `source`.
         """
         if size is not None and not len(set(vocabulary)) == len(vocabulary) == size:
             raise IsolossError(f"{source}: the vocabulary must be {size} different strings, one per token")
@@ -370,6 +364,9 @@ class ExactLanguage(Language):
 
     device: torch.device
     dtype: torch.dtype
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.describe()}; {self.dtype} on {self.device})"
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Return the language with its exact computations on `device` and in `dtype`; None leaves one as it is.

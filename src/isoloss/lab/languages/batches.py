@@ -139,14 +139,7 @@ def clamped_log_(probs: torch.Tensor) -> torch.Tensor:
 
 
 def entropies(probs: torch.Tensor) -> torch.Tensor:
-    """Return the entropies of distributions along the last axis, in nats.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.languages.batches import entropies
-        >>> entropies(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
-        tensor([0.0000, 0.6931])
-    """
+    """Return the entropies of distributions along the last axis, in nats."""
     # A probability that is rounded to above 1 has a positive log: the entropy is clamped. abs turns -0.0 into 0.0.
     return clamped_log_(probs.clone()).mul_(probs).sum(dim=-1).neg_().clamp_(min=0).abs_()
 
@@ -166,14 +159,6 @@ def run_in_threads(work: Callable[..., None], pieces: Iterable[tuple[Any, ...]],
 
     Until all are done, torch takes one thread for each operation, in the whole process. The pieces must not depend on
     each other. Where several fail, the error of the first one is raised.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.languages.batches import run_in_threads
-        >>> squares = torch.zeros(3)
-        >>> run_in_threads(lambda index: squares[index].fill_(index**2), [(0,), (1,), (2,)], squares.device)
-        >>> squares
-        tensor([0., 1., 4.])
     """
     threads = torch.get_num_threads()
     todo = list(pieces)

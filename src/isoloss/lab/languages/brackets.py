@@ -75,9 +75,6 @@ class Brackets(ExactLanguage):
         """Return what the sentences are, and their length."""
         return f"as many < as >, in any order; {self._describe_lengths()}"
 
-    def __repr__(self) -> str:
-        return f"Brackets({self.length}, {self.dtype} on {self.device})"
-
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
         """Return `n` independent sentences, uniform over all C(T, T/2); arguments and errors as for `Language.sample`.
 

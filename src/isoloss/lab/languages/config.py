@@ -476,13 +476,7 @@ _NUMBERED = re.compile(r"([a-z]+)-(0|[1-9]\d*)")
 
 
 def canonical(name: str) -> str:
-    """Return the one name of a task that has several.
-
-    Example:
-        >>> from isoloss.lab.languages.config import canonical
-        >>> canonical("B"), canonical("C-latent"), canonical("task-6"), canonical("root")
-        ('prefix-16', 'prefix-8-latent', 'state-6', 'root')
-    """
+    """Return the one name of a task that has several."""
     base = name.removesuffix(LATENT)
     suffix = name[len(base) :]
     base = _ALIASES.get(base, base)
@@ -490,13 +484,7 @@ def canonical(name: str) -> str:
 
 
 def task_number(name: str, kind: str, low: int, high: int) -> int | None:
-    """Return the number in e.g. `state-6`, or None where the name is of another kind or the number out of range.
-
-    Example:
-        >>> from isoloss.lab.languages.config import task_number
-        >>> task_number("state-6", "state", 1, 8), task_number("state-9", "state", 1, 8)
-        (6, None)
-    """
+    """Return the number in e.g. `state-6`, or None where the name is of another kind or the number out of range."""
     match = _NUMBERED.fullmatch(name)
     return int(match[2]) if match and match[1] == kind and low <= int(match[2]) <= high else None
 

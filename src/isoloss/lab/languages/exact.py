@@ -51,13 +51,6 @@ def all_sentences(language: Language) -> tuple[Sentences, torch.Tensor]:
 
     Raises:
         IsolossError: The language has no exact probabilities, or more than 65,536 strings.
-
-    Example:
-        >>> from isoloss.lab.languages.brackets import Brackets
-        >>> from isoloss.lab.languages.exact import all_sentences
-        >>> sentences, probabilities = all_sentences(Brackets(2))
-        >>> sentences.tokens.tolist(), probabilities.tolist()
-        ([[0, 1], [1, 0]], [0.5, 0.5])
     """
     if reason := why_not_enumerable(language):
         raise IsolossError(reason)
@@ -98,16 +91,6 @@ def masked_sentences(language: Language) -> tuple[Sentences, torch.Tensor, torch
     Returns:
         The sentences, with the lowest possible token at the masked position; (n,) int64 masked positions; (n,) float64
         probabilities, which sum to 1.
-
-    Raises:
-        IsolossError: As for `all_sentences`.
-
-    Example:
-        >>> from isoloss.lab.languages.brackets import Brackets
-        >>> from isoloss.lab.languages.exact import masked_sentences
-        >>> sentences, positions, probabilities = masked_sentences(Brackets(2))
-        >>> sentences.tokens.tolist(), positions.tolist(), probabilities.tolist()
-        ([[1, 0], [0, 1], [0, 1], [1, 0]], [0, 0, 1, 1], [0.25, 0.25, 0.25, 0.25])
     """
     if isinstance(language, WithSpecialTokens):
         inside, inner_positions, inner_probabilities = masked_sentences(language.inner)

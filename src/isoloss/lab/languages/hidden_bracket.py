@@ -88,10 +88,8 @@ class HiddenBracket(ExactLanguage):
 
     def describe(self) -> str:
         """Return what the sentences are, and their length."""
-        return f"{self.length} balanced brackets, one hidden, and which one it was; {self._describe_lengths()}"
-
-    def __repr__(self) -> str:
-        return f"HiddenBracket({self.length}, flip={self.flip:g}, {self.dtype} on {self.device})"
+        wrong = f", told wrongly with probability {self.flip:g}" if self.flip else ""
+        return f"{self.length} balanced brackets, one hidden, and which one it was{wrong}; {self._describe_lengths()}"
 
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
         super()._move(device, dtype)

@@ -136,12 +136,6 @@ class HMM(ExactLanguage):
         super()._move(device, dtype)
         self._engine = Components(self.initial, self.transition, self.emission, device, dtype)
 
-    def __repr__(self) -> str:
-        return (
-            f"HMM({len(self.states)} states, {self.vocab_size} tokens, {self.max_length} tokens per sentence, "
-            f"{self.dtype} on {self.device})"
-        )
-
     def describe(self) -> str:
         """Return the numbers of states and tokens, and the length."""
         return f"a hidden Markov model of {len(self.states)} states over {super().describe()}"
@@ -152,25 +146,21 @@ class HMM(ExactLanguage):
         As for a grammar, sentence i is a function of i and of one number of the generator, on every device; arguments
         and errors as for `Language.sample`.
         """
-        tokens, states = self._drawn(n, self._seed(n, generator))
-        lengths = torch.full((n,), self.max_length, device=self.device)
-        return Sentences(tokens, lengths, states if latent else None)
+        seed = self._seed(n, generator)
+        drawn = self.sentences_at(torch.arange(n), seed=seed)
+        return drawn if latent else drawn._replace(latent=None)
 
     def sentences_at(self, numbers: torch.Tensor, *, seed: int) -> Sentences:
-        """Return the sentences with these numbers; see `Language.sentences_at`."""
-        tokens, _ = self._drawn(numbers, seed)
-        return Sentences(tokens, torch.full((len(tokens),), self.max_length, device=self.device))
-
-    def _drawn(self, sentences: int | torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sentences with these numbers, with their states; see `Language.sentences_at`."""
         from isoloss.lab.languages import alias_sampling
 
-        numbers = torch.arange(sentences) if isinstance(sentences, int) else sentences
         if not self._alias:
             self._alias += map(alias_sampling.alias_tables, (self.initial[None], self.transition, self.emission))
         tokens, states = alias_sampling.draw_chains(
             *self._alias, numbers=numbers.cpu().numpy(), length=self.max_length, seed=seed
         )
-        return tokens.to(self.device), states.to(self.device)
+        lengths = torch.full((len(tokens),), self.max_length, device=self.device)
+        return Sentences(tokens.to(self.device), lengths, states.to(self.device))
 
     def describe_latent(self, sentences: Sentences) -> list[list[str]]:
         """Return the names of the states that each sentence was drawn through."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -167,12 +166,6 @@ class PCFG(ExactLanguage):
         """(max_length + 1,) the probability of each length."""
         return self._length_probs.to(self.device, self.dtype)
 
-    def __repr__(self) -> str:
-        return (
-            f"PCFG({len(self.symbols)} symbols, {self.vocab_size} tokens, at most {self.max_length} tokens per "
-            f"sentence, {self.dtype} on {self.device})"
-        )
-
     @property
     def has_slow_entropy(self) -> bool:
         """Whether an estimate of the entropy takes minutes: a treebank's grammar has thousands of pairs."""
@@ -193,9 +186,7 @@ class PCFG(ExactLanguage):
         """Return `n` independent sentences; see `Language.sample`.
 
         The generator gives one number, the seed; sentence i is a function of it and of i, so that the sentences of a
-        smaller n are the first of a larger one's, for every device and any number of threads. They are drawn on the CPU
-        or, for a language on a CUDA device, there. Nothing is rejected: where sentences are cut at `max_length`, or all
-        have one length, symbols are rewritten by their probabilities given the number of tokens that they must yield.
+        smaller n are the first of a larger one's, on every device.
 
         Args:
             n: Number of sentences.
@@ -207,23 +198,16 @@ class PCFG(ExactLanguage):
         Raises:
             IsolossError: As for `Language.sample`; no sentence has `length` tokens, or all sentences together have a
                 probability under 1e-250 before the language is cut at `max_length`.
-
-        Example:
-            >>> from isoloss.lab.languages.pcfg import PCFG
-            >>> language = PCFG.from_text("S -> S S [0.9] | 'a' [0.05] | 'b' [0.05]", max_length=8)
-            >>> language.sample(1000, length=5).tokens.shape
-            torch.Size([1000, 5])
         """
-        return self._drawn(n, self._seed(n, generator), length=length, trees=latent)
+        seed = self._seed(n, generator)
+        return self._drawn(torch.arange(n), seed, length=length, trees=latent)
 
     def sentences_at(self, numbers: torch.Tensor, *, seed: int) -> Sentences:
         """Return the sentences with these numbers; see `Language.sentences_at`."""
         return self._drawn(numbers, seed)
 
-    def _drawn(
-        self, sentences: int | torch.Tensor, seed: int, *, length: int | None = None, trees: bool = False
-    ) -> Sentences:
-        tokens, lengths, nodes = self._sampler(sentences, seed, length=length, trees=trees)
+    def _drawn(self, numbers: torch.Tensor, seed: int, *, length: int | None = None, trees: bool = False) -> Sentences:
+        tokens, lengths, nodes = self._sampler(numbers, seed, length=length, trees=trees)
         latent = None if nodes is None else nodes.to(self.device)
         return Sentences(tokens.to(self.device), lengths.to(self.device), latent)
 
@@ -298,13 +282,6 @@ class PCFG(ExactLanguage):
 
         The span is from `start` to `stop` - 1; other arguments and errors as for `log_prob`, and a sentence must not be
         shorter.
-
-        Example:
-            >>> import torch
-            >>> from isoloss.lab.languages.pcfg import PCFG
-            >>> language = PCFG.from_text("S A A 1\nA a 0.25\nA b 0.75")
-            >>> language.inside(torch.tensor([[0, 1]]), torch.tensor([2]), stop=1)[0, 1].exp()  # A yields a
-            tensor(0.2500, dtype=torch.float64)
         """
         tokens, lengths = self._checked(tokens, lengths)
         batches.check_span(lengths, start, stop)
@@ -358,14 +335,6 @@ class PCFG(ExactLanguage):
         span's last token. It is computed in float64. A row is NaN where no such node can be there.
 
         Arguments and errors as for `inside`.
-
-        Example:
-            >>> import torch
-            >>> from isoloss.lab.languages.pcfg import PCFG
-            >>> language = PCFG.from_text("S A B 1\nA a 0.5\nA b 0.5\nB A 0.25\nB A A 0.75")
-            >>> tokens, lengths = torch.tensor([[0, 1, 0]]), torch.tensor([3])
-            >>> language.prefix_span_posterior(tokens, lengths, symbols=[1, 2], start=1, stop=2)
-            tensor([[0.8000, 0.2000]], dtype=torch.float64)
         """
         exact = self.to("cpu", torch.float64)
         tokens, lengths = exact._checked(tokens.cpu(), lengths.cpu())
@@ -460,13 +429,6 @@ def derivation_sums(grammar: Grammar, max_length: int) -> tuple[npt.NDArray[np.f
     and likewise for tokens; rules A -> B make both a linear system over the symbols of one length, which (I - U)^-1
     solves, U the matrix of their probabilities. Given w, a derivation of the start symbol has the entropy
     S(w) / P(w) + log P(w). It is the entropy of the sentences where each has one derivation, and else more.
-
-    Example:
-        >>> import math
-        >>> from isoloss.lab.languages._pcfg.grammar import parse_grammar
-        >>> from isoloss.lab.languages.pcfg import derivation_sums
-        >>> derivation_sums(parse_grammar("S A A 1\nA a 0.5\nA b 0.5"), 2)[1] / math.log(2)
-        array([0., 0., 2.])
     """
     size = len(grammar.symbols)
     unary = np.zeros((size, size))
@@ -522,66 +484,79 @@ class Dyck(PCFG):
         return given_length, math.fsum(entropy_terms(self.grammar.emission_probs)) / brackets
 
 
-@dataclass(frozen=True)
-class _Node:
-    """The node of a parse that a task asks for: it begins at the first token, and at most one in a tree fits."""
-
-    candidates: list[int]  # ids of the symbols that it can have
-    widths: tuple[int, ...]  # how many tokens it can cover; none: all of the sentence
-
-
 def grammar_labeling(language: PCFG, asked: str) -> Labeling:
     """Return what the task `asked` asks of a grammar's sentences (see `isoloss.lab.tasks.make_task`).
 
     Scores are in float64 whatever the language computes in, so that the labels are the same.
     """
     name = canonical(asked)
-    base, latent = name.removesuffix(LATENT), name.endswith(LATENT)
-    node = _node(language, asked, base)
-    names = tuple(language.symbols[symbol] for symbol in node.candidates)
-    is_prefix = base.startswith("prefix-")
+    base, is_latent = name.removesuffix(LATENT), name.endswith(LATENT)
+    candidates, widths = _node(language, asked, base)
     # A chain A -> B puts both symbols on the same tokens: the label would be two.
-    if latent or base.startswith("level-"):
-        _check_exclusive(language, node.candidates, asked)
-    if not latent and is_prefix:
-        return Labeling(name=name, classes=names, label=_by_inside(language, node.candidates, node.widths[0]))
+    if is_latent or base.startswith("level-"):
+        _check_exclusive(language, candidates, asked)
     exact = language.to(dtype=torch.float64)
 
+    def by_inside(sentences: Sentences) -> torch.Tensor:
+        labels = torch.full_like(sentences.lengths, UNDEFINED)
+        long_enough = sentences.lengths >= widths[0]
+        scores = exact.inside(sentences.tokens[long_enough], sentences.lengths[long_enough], stop=widths[0])
+        # symbols that cannot yield the tokens share one value, of at most the log of the smallest normal number
+        best = scores.amax(dim=1)
+        none = (best <= math.log(torch.finfo(torch.float64).tiny)) & (best == scores.amin(dim=1))
+        labels[long_enough] = scores[:, candidates].argmax(dim=1).masked_fill(none, UNDEFINED)
+        return labels
+
     def scores(sentences: Sentences) -> torch.Tensor:
-        return _posterior(exact, node, sentences)
+        tokens, lengths, _ = sentences
+        if not widths:
+            return exact.span_posterior(tokens, lengths)[:, candidates]
+        out = torch.zeros(len(tokens), len(candidates), dtype=torch.float64, device=exact.device)
+        for width in widths:
+            rows = torch.nonzero(lengths >= width).flatten()
+            if len(rows):
+                out[rows] += exact.span_posterior(tokens[rows], lengths[rows], stop=width)[:, candidates]
+        return out
 
     def likely(sentences: Sentences) -> torch.Tensor:
         values = scores(sentences)
         return values.argmax(dim=1).masked_fill(values.amax(dim=1) == 0, UNDEFINED)
 
     index = torch.full((len(language.symbols) + 1,), UNDEFINED)  # the last is for padding, -1
-    index[node.candidates] = torch.arange(len(node.candidates))
+    index[candidates] = torch.arange(len(candidates))
 
     def drawn(sentences: Sentences) -> torch.Tensor:
         start, stop, symbol = sentences.latent.unbind(dim=2)
-        widths = torch.tensor(node.widths, device=stop.device)
-        fits = torch.isin(stop, widths) if node.widths else stop == sentences.lengths[:, None]
+        fits = (
+            torch.isin(stop, torch.tensor(widths, device=stop.device)) if widths else stop == sentences.lengths[:, None]
+        )
         labels = index.to(symbol.device)[symbol].masked_fill((start != 0) | ~fits, UNDEFINED)
         # At most one node fits, and the labels of all others are -1.
         return labels.amax(dim=1)
 
-    if latent:
-        return Labeling(name=name, classes=names, label=drawn, scores=scores, needs_latent=True)
-    return Labeling(name=name, classes=names, label=likely)
+    classes = tuple(language.symbols[symbol] for symbol in candidates)
+    if is_latent:
+        return Labeling(name=name, classes=classes, label=drawn, scores=scores, needs_latent=True)
+    return Labeling(name=name, classes=classes, label=by_inside if base.startswith("prefix-") else likely)
 
 
-def _node(language: PCFG, name: str, base: str) -> _Node:
+def _node(language: PCFG, name: str, base: str) -> tuple[list[int], tuple[int, ...]]:
+    """Return the node of a parse that a task asks for: it begins at the first token, and at most one in a tree fits.
+
+    Returns:
+        The ids of the symbols that it can have, and how many tokens it can cover; none: all of the sentence.
+    """
     grammar = language.grammar
     start = grammar.symbols.index(language.start_symbol)
     if base == "root":
-        return _Node(grammar.unary[grammar.unary[:, 0] == start, 1].tolist(), ())
+        return grammar.unary[grammar.unary[:, 0] == start, 1].tolist(), ()
     # a start symbol that is only ever rewritten to a single symbol stands for no choice
     passes_on = not (grammar.binary[:, 0] == start).any() and not (grammar.emission[:, 0] == start).any()
     feasible = language._rules.feasible
     width = task_number(base, "prefix", 1, language.max_length)
     if width is not None:
         yields = feasible[:, width].nonzero()[0].tolist()
-        return _Node([symbol for symbol in yields if symbol != start or not passes_on], (width,))
+        return [symbol for symbol in yields if symbol != start or not passes_on], (width,)
     levels = _levels(grammar) if base.startswith("level-") else []
     level = task_number(base, "level", 0, max(levels, default=0))
     if level is None:
@@ -592,7 +567,7 @@ def _node(language: PCFG, name: str, base: str) -> _Node:
             + ", each also with -latent"
         )
     candidates = [a for a, level_of_a in enumerate(levels) if level_of_a == level and (a != start or not passes_on)]
-    return _Node(candidates, tuple(np.flatnonzero(feasible[candidates].any(axis=0)).tolist()))
+    return candidates, tuple(np.flatnonzero(feasible[candidates].any(axis=0)).tolist())
 
 
 def symbols_on_level(language: PCFG, level: int) -> list[int]:
@@ -602,7 +577,7 @@ def symbols_on_level(language: PCFG, level: int) -> list[int]:
         IsolossError: There are none, the grammar has no levels, or two of them can cover the same tokens.
     """
     name = f"level-{level}"
-    symbols = _node(language, name, name).candidates
+    symbols, _ = _node(language, name, name)
     _check_exclusive(language, symbols, name)
     return symbols
 
@@ -638,34 +613,3 @@ def _check_exclusive(language: PCFG, candidates: list[int], name: str) -> None:
         if upper != lower and {upper, lower} <= set(candidates):
             both = " and ".join(language.symbols[symbol] for symbol in (upper, lower))
             raise IsolossError(f"task {name}: {both} can cover the same tokens, so the label would not be one symbol")
-
-
-def _by_inside(language: PCFG, candidates: list[int], width: int) -> Callable[[Sentences], torch.Tensor]:
-    """Return the function from sentences to the symbol of the highest inside score over the first `width` tokens."""
-    exact = language.to(dtype=torch.float64)
-
-    def prefix(sentences: Sentences) -> torch.Tensor:
-        labels = torch.full_like(sentences.lengths, UNDEFINED)
-        long_enough = sentences.lengths >= width
-        tokens = sentences.tokens[long_enough]
-        scores = exact.inside(tokens, sentences.lengths[long_enough], stop=width)
-        # symbols that cannot yield the tokens share one value, of at most the log of the smallest normal number
-        best = scores.amax(dim=1)
-        none = (best <= math.log(torch.finfo(torch.float64).tiny)) & (best == scores.amin(dim=1))
-        labels[long_enough] = scores[:, candidates].argmax(dim=1).masked_fill(none, UNDEFINED)
-        return labels
-
-    return prefix
-
-
-def _posterior(language: PCFG, node: _Node, sentences: Sentences) -> torch.Tensor:
-    """Return (n, C): the probability that the node is there and has each symbol, given the sentence."""
-    tokens, lengths, _ = sentences
-    if not node.widths:
-        return language.span_posterior(tokens, lengths)[:, node.candidates]
-    out = torch.zeros(len(tokens), len(node.candidates), dtype=torch.float64, device=language.device)
-    for width in node.widths:
-        rows = torch.nonzero(lengths >= width).flatten()
-        if len(rows):
-            out[rows] += language.span_posterior(tokens[rows], lengths[rows], stop=width)[:, node.candidates]
-    return out

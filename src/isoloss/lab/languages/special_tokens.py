@@ -135,22 +135,10 @@ class WithSpecialTokens(ExactLanguage):
         """Return what the inner language is."""
         return f"between [CLS] and [SEP]: {self.inner.describe()}"
 
-    def __repr__(self) -> str:
-        return f"WithSpecialTokens({self.inner!r})"
-
     # --- sentences
 
     def frame(self, sentences: Sentences) -> Sentences:
-        """Return sentences of the inner language between [CLS] and [SEP], (n, T - 2) tokens as (n, T).
-
-        Example:
-            >>> import torch
-            >>> from isoloss.lab.languages import Sentences
-            >>> from isoloss.lab.languages.brackets import Brackets
-            >>> from isoloss.lab.languages.special_tokens import WithSpecialTokens
-            >>> WithSpecialTokens(Brackets(2)).frame(Sentences(torch.tensor([[0, 1]]), torch.tensor([2]))).tokens
-            tensor([[2, 0, 1, 3]])
-        """
+        """Return sentences of the inner language between [CLS] and [SEP], (n, T - 2) tokens as (n, T)."""
         tokens = torch.nn.functional.pad(sentences.tokens, (1, 1))
         framed = sentences._replace(tokens=tokens, lengths=sentences.lengths + 2)
         # The inner language's padding has the id of [CLS] here: all padding is written anew.

@@ -87,10 +87,6 @@ class Teacher(ExactLanguage):
             tokenizer: The model's, of which the language's is made (see `isoloss.text.kept_tokens`).
             config: What the model was read from, where it was.
             source: What errors call the model.
-
-        Raises:
-            IsolossError: An id is out of range, special or named twice, there are fewer than two, the model knows no
-                start token or no so long text, or the vocabulary does not fit.
         """
         most = getattr(model.config, "max_position_embeddings", None)
         if length < 1 or (most is not None and length > most):
@@ -131,7 +127,15 @@ class Teacher(ExactLanguage):
                 raise IsolossError(f"the tokens of a corpus cannot be counted: {error}") from error
             tokenizer = None
         start_id = find_start(model, config.start_id, name)
-        tokens = config.tokens or choose_tokens(model, tokenizer, start_id, config)
+        tokens = config.tokens
+        if not tokens:
+            if tokenizer is not None and config.corpus:
+                counts = count_text(config.corpus, tokenizer, vocab_size(model))
+            else:
+                counts = count_samples(
+                    model, start_id, sequences=config.samples, length=config.length, seed=config.seed
+                )
+            tokens = most_frequent(counts, special_token_ids(model, tokenizer), config.vocab_size)
         resolved = dataclasses.replace(config, checkpoint=name, tokens=tokens, start_id=start_id, content=content)
         return cls(
             model,
@@ -150,7 +154,7 @@ class Teacher(ExactLanguage):
 
     def describe(self) -> str:
         """Return what the sentences are, and their length."""
-        return f"what a causal language model writes over {super().describe()}"
+        return f"what {self._source} writes over {super().describe()}"
 
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
         super()._move(device, dtype)
@@ -159,10 +163,6 @@ class Teacher(ExactLanguage):
         if self._scorer.model.dtype != dtype or self._scorer.ids.device != device:
             self._scorer.model = copy.deepcopy(self._scorer.model)
             self._scorer.to(device, dtype)
-
-    def __repr__(self) -> str:
-        sizes = f"{self.vocab_size} tokens, {self.max_length} tokens per sentence"
-        return f"Teacher({self._source}, {sizes}, {self.dtype} on {self.device})"
 
     def sample(self, n: int, *, generator: torch.Generator | None = None, latent: bool = False) -> Sentences:
         """Return `n` independent sentences of `max_length` tokens; arguments and errors as for `Language.sample`.
@@ -398,24 +398,18 @@ class Scorer:
         size, start = len(self.ids), masked[0]
         count = size ** len(masked)
         total = torch.empty(len(rows) * count, dtype=prefix.logs.dtype, device=prefix.logs.device)
-        for part in self.parts(len(total), prefix.tokens.shape[1]):
-            index = torch.arange(part.start, part.stop, device=rows.device)
+        # Where the output layer is not cut, logits over all of the model's tokens take more memory than all else.
+        width = size if self.cut else vocab_size(self.model)
+        step = max(1, min(_POSITIONS, _LOGITS // width) // prefix.tokens.shape[1])
+        for index in torch.split(torch.arange(len(total), device=rows.device), step):
             sentences, code = rows[index // count], index % count
             ends = prefix.tokens[sentences, start:]
             # The last masked token varies fastest, as in the view below.
             for position in reversed(masked):
                 ends[:, position - start] = code % size
                 code //= size
-            total[part] = self.ending(prefix, sentences, ends)
+            total[index] = self.ending(prefix, sentences, ends)
         return total.view(len(rows), *[size] * len(masked))
-
-    def parts(self, n: int, length: int) -> Iterator[slice]:
-        """Yield slices of n rows, each a part for one pass with sentences of `length` tokens."""
-        # Where the output layer is not cut, logits over all of the model's tokens take more memory than all else.
-        width = len(self.ids) if self.cut else self.model.get_input_embeddings().weight.shape[0]
-        step = max(1, min(_POSITIONS, _LOGITS // width) // length)
-        for first in range(0, n, step):
-            yield slice(first, min(first + step, n))
 
     def _inputs(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the model's ids of tokens, behind the start."""
@@ -482,14 +476,7 @@ def _cache(states: list[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
 
 
 def by_set(flags: torch.Tensor) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Return the sets of true columns that occur in (r, T) bool, each with its rows.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.languages.teacher import by_set
-        >>> by_set(torch.tensor([[True, False, True], [False, False, False], [True, False, True]]))
-        [((0, 2), [0, 2]), ((), [1])]
-    """
+    """Return the sets of true columns that occur in (r, T) bool, each with its rows."""
     sets: dict[tuple[int, ...], list[int]] = {}
     for row, row_flags in enumerate(flags.tolist()):
         sets.setdefault(tuple(column for column, flag in enumerate(row_flags) if flag), []).append(row)
@@ -532,18 +519,6 @@ def find_start(model: Any, start_id: int | None, source: str) -> int:
     return start_id
 
 
-def choose_tokens(
-    model: Any, tokenizer: PreTrainedTokenizerFast | None, start_id: int, config: TeacherConfig
-) -> tuple[int, ...]:
-    """Return the ids that are most frequent in the config's text or, where it names none, in samples of the model."""
-    if config.corpus:
-        assert tokenizer is not None
-        counts = count_text(config.corpus, tokenizer, vocab_size(model))
-    else:
-        counts = count_samples(model, start_id, sequences=config.samples, length=config.length, seed=config.seed)
-    return most_frequent(counts, special_token_ids(model, tokenizer), config.vocab_size)
-
-
 def count_text(paths: Iterable[str], tokenizer: PreTrainedTokenizerFast, size: int) -> np.ndarray:
     """Return (size,) int64: how often each id occurs in text files, as the tokenizer reads them."""
     counts = np.zeros(size, dtype=np.int64)
@@ -570,12 +545,6 @@ def most_frequent(counts: np.ndarray, specials: Iterable[int], most: int) -> tup
     """Return the ids of the `most` largest counts, largest first, smaller ids first among equals.
 
     Special ids and those that do not occur are left out, so that there may be fewer.
-
-    Example:
-        >>> import numpy as np
-        >>> from isoloss.lab.languages.teacher import most_frequent
-        >>> most_frequent(np.array([9, 2, 5, 2, 0]), {0}, 3)
-        (2, 1, 3)
     """
     counts = counts.copy()
     counts[[index for index in specials if 0 <= index < len(counts)]] = 0

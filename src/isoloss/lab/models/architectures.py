@@ -201,10 +201,10 @@ class Architecture:
     ) -> Any:
         """Return a randomly initialized model, in float32 on the CPU, in training mode.
 
-        The weights are a pure function of the arguments (normal with standard deviation 0.02, an LSTM's by
-        Glorot's uniform rule; biases 0, layer norms 1 and 0; the padding's embedding 0), and the caller's random state
-        is left alone. Attention is transformers' eager kernel: as fast as the fused one at short lengths, made of
-        operations that repeat bit for bit, and with second derivatives.
+        The weights are a pure function of the arguments (normal with standard deviation 0.02, an LSTM's by Glorot's
+        uniform rule, ModernBERT's by its own; biases 0, layer norms 1 and 0; the padding's embedding 0), and the
+        caller's random state is left alone. Attention is the eager kernel: as fast as the fused one at short lengths,
+        made of operations that repeat bit for bit, and with second derivatives.
 
         `vocab_size` counts the special ids, too, and `max_length` the start of a sentence. A causal model starts from
         `start_id`, the checkpoint's bos; `end_id` is its eos.

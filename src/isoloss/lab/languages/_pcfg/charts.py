@@ -255,13 +255,7 @@ def _progression(mask: int) -> range:
 
 
 def intersection(a: range, b: range) -> range:
-    """Return the common elements of two arithmetic progressions, which are one themselves.
-
-    Example:
-        >>> from isoloss.lab.languages._pcfg.charts import intersection
-        >>> intersection(range(0, 9, 2), range(0, 9, 3))
-        range(0, 7, 6)
-    """
+    """Return the common elements of two arithmetic progressions, which are one themselves."""
     if a.step == b.step == 1:
         return range(max(a.start, b.start), min(a.stop, b.stop))
     common = sorted(set(a) & set(b))
@@ -271,12 +265,6 @@ def intersection(a: range, b: range) -> range:
 
 
 def part_of(whole: range, part: range) -> slice:
-    """Return the slice of `whole` that holds `part`.
-
-    Example:
-        >>> from isoloss.lab.languages._pcfg.charts import part_of
-        >>> part_of(range(0, 9, 2), range(2, 7, 4))  # 2 and 6 of 0, 2, 4, 6, 8
-        slice(1, 4, 2)
-    """
+    """Return the slice of `whole` that holds `part`."""
     first, last = whole.index(part.start), whole.index(part[-1])
     return slice(first, last + 1, max(1, part.step // whole.step))  # a part of one element has step 1

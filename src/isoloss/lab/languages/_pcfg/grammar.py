@@ -61,19 +61,16 @@ class Grammar:
     def to_text(self, format: Format = "rules") -> str:  # noqa: A002
         """Return the rules as text, one per line; `parse_grammar` reads the same grammar back, to the last digit.
 
-        Args:
-            format: `rules` (`LHS RHS [RHS] weight`) or `nltk` (`LHS -> RHS RHS [probability]`). NLTK allows fewer
-                characters in a symbol's name: there, each other one is written as `_` (`L0.1` becomes `L0_1`).
-
-        Raises:
-            IsolossError: The format is unknown, or a name cannot be written in it.
+        The format is `rules` (`LHS RHS [RHS] weight`) or `nltk` (`LHS -> RHS RHS [probability]`). NLTK allows fewer
+        characters in a symbol's name: there, each other one is written as `_` (`L0.1` becomes `L0_1`).
         """
         if format not in ("rules", "nltk"):
             raise IsolossError(f"a grammar's format is rules or nltk, not {format!r}")
-        obstacle = self.rules_obstacle() if format == "rules" else None
-        if obstacle:
+        if format == "nltk":
+            return self._text(_nltk_names(self.symbols))
+        if obstacle := self.rules_obstacle():
             raise IsolossError(f"{obstacle}; write format nltk instead")
-        return self._text(_nltk_names(self.symbols)) if format == "nltk" else self._text(None)
+        return self._text(None)
 
     def config_text(self) -> str:
         """Return the rules as a config keeps them, with their own names in whatever form can hold these."""
@@ -88,15 +85,14 @@ class Grammar:
         rules = [(a, f"{symbols[b]} {symbols[c]}") for a, b, c in self.binary]
         rules += [(a, symbols[b]) for a, b in self.unary]
         rules += [(a, quote(self.vocabulary[token])) for a, token in self.emission]
-        blocks: list[list[str]] = [[] for _ in symbols]
         probs = np.concatenate([self.binary_probs, self.unary_probs, self.emission_probs])
-        for (lhs, rhs), p in zip(rules, probs, strict=True):
-            if names:
-                # NLTK reads no exponents; both forms have all digits.
-                blocks[lhs].append(f"{symbols[lhs]} -> {rhs} [{np.format_float_positional(p, trim='0')}]")
-            else:
-                blocks[lhs].append(f"{symbols[lhs]} {rhs} {float(p)!r}")
-        return "".join(f"{line}\n" for block in blocks for line in block)
+        # stable: of each symbol, pairs come first and tokens last
+        by_symbol = sorted(zip(rules, probs, strict=True), key=lambda rule: rule[0][0])
+        if names:
+            # NLTK reads no exponents; both forms have all digits.
+            digits = ((a, rhs, np.format_float_positional(p, trim="0")) for (a, rhs), p in by_symbol)
+            return "".join(f"{symbols[a]} -> {rhs} [{p}]\n" for a, rhs, p in digits)
+        return "".join(f"{symbols[a]} {rhs} {float(p)!r}\n" for (a, rhs), p in by_symbol)
 
     def rules_obstacle(self) -> str | None:
         """Return why plain rule lines cannot hold this grammar, or None where they can."""
@@ -402,15 +398,6 @@ def dyck_grammar(config: DyckConfig) -> Grammar:
     its partner's, and which of the two it is follows from the number of each), so with `tokens_per_bracket` 1
     every full conditional has entropy 0. With more, O_i and C_i each emit one of so many tokens of their own, by
     probabilities from the flat Dirichlet distribution, and the full conditional of a bracket is that distribution.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.lab.languages.config import DyckConfig
-        >>> language = DyckConfig(kinds=1, max_depth=2, max_length=4).build()
-        >>> language.vocabulary
-        ('(', ')')
-        >>> language.log_prob(torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]), torch.tensor([4, 4])).exp()
-        tensor([0.2857, 0.1429], dtype=torch.float64)
     """
     check(config)
     rules: list[Rule] = []
@@ -487,10 +474,8 @@ def _check_rules(
     """Check that the rules called `name` are rows of ids within the names and probabilities above 0."""
     ids, probs = tables[name], tables[f"{name}_probs"]
     width, size = _RULES[name], len(probs) if probs.ndim else 0
-    for called, table, dtype, shape in (
-        (f"{name}_probs", probs, "float64", (size,)),
-        (name, ids, "int64", (size, width)),
-    ):
+    for called, dtype, shape in ((f"{name}_probs", "float64", (size,)), (name, "int64", (size, width))):
+        table = tables[called]
         if table.dtype != dtype or table.shape != shape:
             raise IsolossError(
                 f"{path}: {called} must be {dtype} of shape {shape}, not {table.dtype} of shape {table.shape}"

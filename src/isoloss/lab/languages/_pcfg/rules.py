@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from isoloss.errors import IsolossError
 
@@ -349,7 +349,7 @@ def _check_sums(rules: Sequence[Rule], sums_to_one: dict[str, bool], source: str
         notes.append(f"weights that do not add up to 1 are divided by their sum: of {first_of(others)}")
 
 
-def first_of(names: Sequence[str]) -> str:
+def first_of(names: Sequence[Any]) -> str:
     """Return the first names of many, and how many more there are."""
     rest = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {rest:,} more" if rest > 0 else "")
+    return ", ".join(map(str, names[:NAMED])) + (f" and {rest:,} more" if rest > 0 else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages._pcfg.grammar import Grammar
+from isoloss.lab.languages._pcfg.rules import first_of
 from isoloss.text.masking import Sentences
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ class Sampler:
 
     def __call__(
         self,
-        sentences: int | torch.Tensor,
+        numbers: torch.Tensor,
         seed: int,
         *,
         length: int | None = None,
         trees: bool = False,
     ) -> Sentences:
-        """Return independent sentences, the first n or those of (n,) numbers, with their trees where `trees` is set.
+        """Return the independent sentences of (n,) numbers, with their trees where `trees` is set.
 
         A `length` that no sentence has is an `IsolossError`.
         """
@@ -68,7 +68,6 @@ class Sampler:
         # Rows are symbol * columns + width: the start symbol with a given width, the last row, which draws the width,
         # or without widths the start symbol.
         root = length if length is not None else len(rewrites.tables.offsets) - 2 if refined else 0
-        numbers = torch.arange(sentences) if isinstance(sentences, int) else sentences
         return alias_sampling.draw_derivations(
             rewrites,
             numbers=numbers.cpu().numpy(),
@@ -91,7 +90,7 @@ class Sampler:
             )
         if length is not None and length not in possible:
             raise IsolossError(
-                f"no sentence of {length} tokens can be drawn; the possible lengths are {_listed(possible)}"
+                f"no sentence of {length} tokens can be drawn; the possible lengths are {first_of(possible)}"
             )
 
     @functools.cached_property
@@ -178,20 +177,6 @@ def _chains(grammar: Grammar) -> list[_Ints]:
             return [np.flatnonzero(depth[grammar.unary[:, 0]] == level) for level in range(1, depth.max() + 1)]
 
 
-def _listed(numbers: list[int]) -> str:
-    """Return ascending numbers in words: the ends of an arithmetic progression, or else of each run."""
-    steps = {after - before for before, after in itertools.pairwise(numbers)}
-    if len(numbers) > 4 and len(steps) == 1 and steps != {1}:
-        return f"{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}"
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs)
-
-
 def derivations(sentences: Sentences, symbols: Sequence[str], vocabulary: Sequence[str]) -> list[str]:
     """Return the derivation of each sentence, drawn with its tree: `(SYMBOL child child)` or `(SYMBOL token)`."""
     rows = zip(sentences.latent.tolist(), sentences.tokens.tolist(), sentences.lengths.tolist(), strict=True)
@@ -205,11 +190,6 @@ def bracketed(nodes: Sequence[Sequence[int]], symbols: Sequence[str], words: Seq
     """Return a tree as nested brackets; a name with a bracket, a quote or a space in it stands in quotes.
 
     The nodes are rows (start, stop, symbol id) in preorder, each over the words start to stop - 1.
-
-    Example:
-        >>> from isoloss.lab.languages._pcfg.sampler import bracketed
-        >>> bracketed([(0, 2, 0), (0, 1, 1), (1, 2, 1)], ("S", "A"), ("the", "end"))
-        '(S (A the) (A end))'
     """
     text, open_until = "", list[int]()
     for index, (start, stop, symbol) in enumerate(nodes):
