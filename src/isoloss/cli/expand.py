@@ -36,21 +36,7 @@ EXAMPLES = [
     ("isoloss expand CHECKPOINT --into d1536 --data text.txt", "any BERT, RoBERTa or OPT, measured on your text"),
 ]
 # what `--help` shows; `--help-all` shows the rest
-COMMON = (
-    "model",
-    "into",
-    "layers",
-    "heads",
-    "embedding_scale",
-    "data",
-    "tokenizer",
-    "length",
-    "num_sequences",
-    "seed",
-    "device",
-    "output",
-    "json",
-)
+COMMON = "model into layers heads embedding_scale data tokenizer length num_sequences seed device output json"
 RECORD = "expansion.json"  # the report, beside the weights
 
 
