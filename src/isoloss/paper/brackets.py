@@ -182,7 +182,6 @@ class BracketStudy(Design):
         return Experiment(
             config=continued(unit, config, where),
             measurements=(self._ends(unit),),
-            after=(unit.run(start),),
             group=GROUPS.get(arm) or GROUPS[arm.partition("-")[0]],
         )
 

@@ -162,7 +162,7 @@ class SameLoss(OverGrammars):
         arms = {BASE: Experiment(config=base, measurements=parts, group=GROUPS[UNTOUCHED])}
 
         def from_base(arm: str, *stages: StageConfig) -> None:
-            arms[arm] = self._ends(unit, arm, self.continued(unit, BASE, *stages), after=(unit.run(BASE),))
+            arms[arm] = self._ends(unit, arm, self.continued(unit, BASE, *stages))
 
         from_base(UNTOUCHED)
         for arm, labels in (("label-noise", "sampled"), ("no-noise", "exact")):
@@ -173,7 +173,6 @@ class SameLoss(OverGrammars):
                 arms[cooldown_run(arm, steps)] = Experiment(
                     config=self.continued(unit, before, cooldown_steps=steps),
                     measurements=(self.measured(unit, self.common),),
-                    after=(unit.run(arm),),
                     group=GROUPS[arm],
                 )
         for arm, stage in self.more_stages().items():
@@ -226,7 +225,7 @@ class SameLoss(OverGrammars):
         """What is measured of every checkpoint but the untrained one."""
         return ["loss", "trace", "minimal-trace", *self.probes.values()]
 
-    def _ends(self, unit: Unit, arm: str, config: TrainConfig, after: tuple[str, ...] = ()) -> Experiment:
+    def _ends(self, unit: Unit, arm: str, config: TrainConfig) -> Experiment:
         measures = [*self.common, *self.few_shot_probes.values()]
         sizes = {self.arm_of_size(size): size for size in self.sizes}
         if arm in sizes:
@@ -242,7 +241,7 @@ class SameLoss(OverGrammars):
             before = config.steps - self.cooldown_steps
             parts.append(self.measured(unit, self.common, before, name="measure before the cooldown of"))
         group = GROUPS.get(arm, GROUPS[UNTOUCHED])
-        return Experiment(config=config, measurements=tuple(parts), after=after, group=group)
+        return Experiment(config=config, measurements=tuple(parts), group=group)
 
     def measured(self, unit: Unit, measures: Iterable[str], *steps: int, **more: Any) -> Measurement:
         """Return what is measured of a run, with the shape of the model that others are expanded into."""
