@@ -355,14 +355,6 @@ def random_rescaling(results: Results) -> Contrast:
     )
 
 
-def before_cooldown(results: Results, unit: Unit, arm: str) -> Checkpoint:
-    """Return the checkpoint from which an arm's cooldown starts; for the untouched arm, the last of the base."""
-    if arm == UNTOUCHED:
-        return results.at(unit.run(BASE))
-    run = unit.run(arm)
-    return results.at(run, results.experiments[run].last_step - results.scale.cooldown_steps)
-
-
 def _sizes_contrast(results: Results, smaller: str, larger: str) -> Contrast:
     scale: SameLoss = results.scale
     arms = {size: scale.arm_of_size(size) for size in (smaller, larger)}
@@ -382,24 +374,28 @@ def _sizes_contrast(results: Results, smaller: str, larger: str) -> Contrast:
 
 
 def _against_tables(results: Results, units: Sequence[Unit], kind: str) -> list[Pair]:
-    probes: dict[str, str] = results.scale.probes
-    pairs: list[Pair] = []
-    for unit in units:
-        tables = results.at(unit.run(BASE), 0)
-        pairs.append(({key: tables[f"{kind}-{task}"] for task, key in probes.items()}, results.at(unit.run(UNTOUCHED))))
-    return pairs
+    return [
+        (
+            {key: tables[f"{kind}-{task}"] for task, key in results.scale.probes.items()},
+            results.at(unit.run(UNTOUCHED)),
+        )
+        for unit in units
+        for tables in [results.at(unit.run(BASE), 0)]
+    ]
 
 
 def _rescaled(results: Results, units: Sequence[Unit]) -> list[Pair]:
-    pairs: list[Pair] = []
-    for unit in units:
-        model = results.at(unit.run(UNTOUCHED))
-        # pairing requires equal settings; these differ only in the one that describes the rescaling
-        alike = {
-            key: dataclasses.replace(model[other], settings=model[key].settings) for key, other in RESCALED.items()
-        }
-        pairs.append((model, {**model, **alike}))
-    return pairs
+    # pairing requires equal settings; these differ only in the one that describes the rescaling
+    return [
+        (
+            model,
+            {
+                **model,
+                **{key: dataclasses.replace(model[to], settings=model[key].settings) for key, to in RESCALED.items()},
+            },
+        )
+        for model in ends_of(results, units, UNTOUCHED)
+    ]
 
 
 # --- what is claimed --------------------------------------------------------------------------------------------------
@@ -657,10 +653,18 @@ def _after_cooldown(results: Results, units: Sequence[Unit], arms: tuple[str, st
     """Return the pairs of two arms after a cooldown of this length; 0: before it."""
     if steps == 0:
         control, arm = arms
-        return [(before_cooldown(results, unit, control), before_cooldown(results, unit, arm)) for unit in units]
+        return [(_before(results, unit, control), _before(results, unit, arm)) for unit in units]
     if steps == results.scale.cooldown_steps:
         return pairs_of(results, units, *arms)
     return pairs_of(results, units, *(cooldown_run(arm, steps) for arm in arms))
+
+
+def _before(results: Results, unit: Unit, arm: str) -> Checkpoint:
+    """Return the checkpoint from which an arm's cooldown starts; for the untouched arm, the last of the base."""
+    if arm == UNTOUCHED:
+        return results.at(unit.run(BASE))
+    run = unit.run(arm)
+    return results.at(run, results.experiments[run].last_step - results.scale.cooldown_steps)
 
 
 def _sizes(results: Results) -> SummaryTable:

@@ -67,8 +67,8 @@ class DatasetResults:
 
     def look_up(self, unit: Unit, kind: str) -> Checkpoint:
         """Return the accuracies of the probe on features of a kind that need no model, by the keys of a model's."""
-        tables = self.at(unit, self.dataset.main, 0)
-        return {key: tables[f"{kind}-{key.removeprefix('probe-')}"] for key in self.dataset.tasks.values()}
+        tables, of = self.at(unit, self.dataset.main, 0), self.dataset
+        return {key: tables[name] for key, name in zip(of.tasks.values(), of.of_tasks(kind), strict=True)}
 
     @functools.cached_property
     def loss(self) -> str:

@@ -193,11 +193,14 @@ class Dataset:
         gap = ("generalization-gap",) if self.name == "text" else ()
         return ("loss", *gap, *self.traces, *self.tasks.values())
 
+    def of_tasks(self, kind: str, number: str = "") -> tuple[str, ...]:
+        """Return another measure than the probe of each task."""
+        return tuple(f"{kind}-{key.removeprefix('probe-')}{number}" for key in self.tasks.values())
+
     @property
     def projected_probes(self) -> tuple[str, ...]:
         """The probes on as many features for all sizes."""
-        tasks = self.tasks.values() if self.projected else ()
-        return tuple(f"projected-{key.removeprefix('probe-')}-{self.projected}" for key in tasks)
+        return self.of_tasks("projected", f"-{self.projected}") if self.projected else ()
 
     @property
     def when_expanded(self) -> tuple[str, ...]:
@@ -215,8 +218,7 @@ class Dataset:
     @property
     def few_shot(self) -> tuple[str, ...]:
         """The probes on few examples."""
-        tasks = self.tasks.values() if self.name == "pcfg" and self.flatness else ()
-        return tuple(f"few-shot-{key.removeprefix('probe-')}-100" for key in tasks)
+        return self.of_tasks("few-shot", "-100") if self.name == "pcfg" and self.flatness else ()
 
     @property
     def arm_measures(self) -> tuple[str, ...]:
@@ -274,7 +276,7 @@ class Dataset:
         if has_baselines:
             # probes on tables need no model, but an evaluation belongs to a checkpoint: the untrained one
             config = dataclasses.replace(config, checkpoints=(0, *config.checkpoints))
-            tables = [f"{kind}-{key.removeprefix('probe-')}" for kind in BASELINES for key in self.tasks.values()]
+            tables = [each for kind in BASELINES for each in self.of_tasks(kind)]
             more = (self._measurement(unit, tables, (0,), "measure the baselines of", model), *more)
         about: Any = {"shown_in": tuple(dict.fromkeys(shown_in)), "ends": self.size_measures, "more": more}
         runs = {size: self._run(unit, config, size, self.watched, **about)}
@@ -371,7 +373,8 @@ class Dataset:
         return Measurement(measures=measures, steps=steps, settings=settings, name=name, needs=needs, expected=expected)
 
     def _needs(self, model: ModelConfig) -> Resources:
-        width = getattr(shape(model), "d_model", None) or shape(model).hidden
+        shape = MODELS.load(model.architecture).shape(model)
+        width = getattr(shape, "d_model", None) or shape.hidden
         return [needs for least, needs in self.needs if width >= least][-1]
 
     def with_seed_offset(self, offset: int) -> Self:
@@ -446,14 +449,8 @@ class Tokens:
     truth: float = 0.0  # floating-point operations of one exact conditional; 0: a small part of the rest
 
 
-def shape(model: ModelConfig) -> Any:
-    """Return the shape of a model, as its architecture has it."""
-    return MODELS.load(model.architecture).shape(model)
-
-
-@dataclass(frozen=True)
 class Costs:
-    """The costs of a model.
+    """The costs of a model, with what it needs while it runs.
 
     Example:
         >>> from isoloss.paper.reproduction.design import Costs, Tokens
@@ -462,48 +459,27 @@ class Costs:
         234011450
     """
 
-    model: ModelConfig
-    tokens: Tokens
-    needs: Resources = field(default_factory=Resources)
+    def __init__(self, model: ModelConfig, tokens: Tokens, needs: Resources | None = None) -> None:
+        self.tokens, self.needs = tokens, needs or Resources()
+        architecture = MODELS.load(model.architecture)
+        shape = architecture.shape(model)
+        is_lstm = isinstance(shape, LSTMShape)
+        width = shape.hidden * shape.directions if is_lstm else shape.d_model
+        self.parameters: int = architecture.num_parameters(shape, tokens.vocab_size, tokens.length)
 
-    @property
-    def parameters(self) -> int:
-        """The number of parameters, the embedding included."""
-        count = MODELS.load(self.model.architecture).num_parameters
-        return int(count(shape(self.model), self.tokens.vocab_size, self.tokens.length))
-
-    @property
-    def _is_lstm(self) -> bool:
-        return isinstance(shape(self.model), LSTMShape)
-
-    @property
-    def _width(self) -> int:
-        of = shape(self.model)
-        return int(of.hidden * of.directions if self._is_lstm else of.d_model)
-
-    @property
-    def _forward_flops(self) -> float:
-        """The operations of one sentence: all tokens through the layers, the predicted ones through the decoder."""
-        tokens, width = self.tokens, self._width
-        # the embeddings of tokens and positions are looked up, not multiplied by
+        # of one sentence: all tokens through the layers, the predicted ones through the decoder. The embeddings of
+        # tokens and positions are looked up, not multiplied by
         layers = self.parameters - width * (tokens.vocab_size + tokens.length)
         # queries by keys, then weights by values: 2 d T each for a token
-        attention = 0 if self._is_lstm else 4 * shape(self.model).num_layers * width * tokens.length
-        return tokens.length * (2 * layers + attention) + tokens.predicted * 2 * width * tokens.vocab_size
+        attention = 0 if is_lstm else 4 * shape.num_layers * width * tokens.length
+        decoder = tokens.predicted * 2 * width * tokens.vocab_size
+        self._forward_flops: float = tokens.length * (2 * layers + attention) + decoder
+        utilization = LSTM_UTILIZATION if is_lstm else UTILIZATION
+        self._flops_per_second: float = PEAK * utilization * min(1.0, width / WIDE) * max(1.0, self.needs.all_gpus)
 
-    @property
-    def _flops_per_second(self) -> float:
-        utilization = LSTM_UTILIZATION if self._is_lstm else UTILIZATION
-        return PEAK * utilization * min(1.0, self._width / WIDE) * max(1.0, self.needs.all_gpus)
-
-    @property
-    def _activation_bytes(self) -> float:
-        """The bytes of one sentence's activations, and of the logits of its predicted tokens in float32."""
-        of, tokens = shape(self.model), self.tokens
-        heads = 0 if self._is_lstm else of.num_heads
-        layers: int = of.num_layers * (34 * self._width + 5 * heads * tokens.length)
-        # a logit and its gradient
-        return tokens.length * layers + tokens.predicted * 8 * tokens.vocab_size
+        # of one sentence in 16 bits, and in float32 the logits of its predicted tokens with their gradients
+        activations = shape.num_layers * (34 * width + 5 * (0 if is_lstm else shape.num_heads) * tokens.length)
+        self._activation_bytes: float = tokens.length * activations + tokens.predicted * 8 * tokens.vocab_size
 
     def micro_batch_size(self, batch_size: int) -> int:
         """Return how many sentences a process computes on at once: the most, by halving, that keep to the memory."""

@@ -75,9 +75,10 @@ CORPUS = CorpusConfig(paths=("python:docs", "python:docstrings"), tokenizer="wor
 # CKA compares the features of so many sentences: an evaluation keeps their Gram matrix, 8 KB
 PROBES = {"feature_sentences": 64, "probe_solver": "convex"}
 OTHER_FLATNESS = tuple(name for name in FLATNESS if name not in ("trace", "minimal-trace"))
-# the others take half of the time of measuring a model
-SLOW_FLATNESS = ("hessian-trace", "weighted-trace", "adaptive-sharpness")
-FAST_FLATNESS = tuple(name for name in OTHER_FLATNESS if name not in SLOW_FLATNESS)
+# without those that take half of the time of measuring a model
+FAST_FLATNESS = tuple(
+    name for name in OTHER_FLATNESS if name not in ("hessian-trace", "weighted-trace", "adaptive-sharpness")
+)
 
 
 def _settings(
