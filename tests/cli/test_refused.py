@@ -358,7 +358,7 @@ LATE = {
         "status same-loss --scale galaxy": "laptop",
         "status run": "run is a run, not a study: isoloss show run says what it holds",
         "verify run": "run is a run, not a study: isoloss show run says what it holds",
-        "verify same-loss --folder precious": "precious holds no study: isoloss study run same-loss --scale",
+        "verify same-loss --folder precious": "precious is not empty and holds no study: choose another --folder",
         "verify same-loss --folder absent": "absent holds no study: isoloss study run same-loss --scale",
         "run same-loss --scale smoke --folder run": "run is a run and cannot hold a study",
         "run same-loss --scale smoke --folder run/study": "run/study is inside the run ",
