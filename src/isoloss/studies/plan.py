@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -292,8 +292,3 @@ def check(units: Sequence[Unit]) -> None:
         TopologicalSorter({unit.name: unit.after for unit in units}).prepare()
     except CycleError as error:
         raise IsolossError(f"the units {', '.join(sorted(set(error.args[1])))} wait for each other") from error
-
-
-def complete_blocks(units: Sequence[Unit], done: Collection[str]) -> tuple[int, ...]:
-    """Return the blocks of a plan all of whose units are among those that are done, by name; in order."""
-    return tuple(sorted({unit.block for unit in units} - {unit.block for unit in units if unit.name not in done}))
