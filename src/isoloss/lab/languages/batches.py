@@ -25,11 +25,7 @@ def checked(
     max_length: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (n, T) and (n,) int64 on `device`, the id `vocab_size` where a token is unknown or absent.
-
-    Raises:
-        IsolossError: A shape, a dtype, a token or a length is wrong; the message names the row.
-    """
+    """Return (n, T) and (n,) int64 on `device`, the id `vocab_size` where a token is unknown or absent."""
     if tokens.dim() != 2 or lengths.shape != tokens.shape[:1]:
         raise IsolossError(
             f"tokens must be (n, T) and lengths (n,), not {tuple(tokens.shape)} and {tuple(lengths.shape)}"
