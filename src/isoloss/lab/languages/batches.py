@@ -66,7 +66,9 @@ def at_positions(
     narrow = cropped(ids, lengths)
     if positions is None:
         out = compute(narrow, lengths, None)
-        return torch.nn.functional.pad(out, (0, 0) * len(trailing) + (0, ids.shape[1] - narrow.shape[1]))
+        # a padding of no column would be a copy
+        behind = ids.shape[1] - narrow.shape[1]
+        return torch.nn.functional.pad(out, (0, 0) * len(trailing) + (0, behind)) if behind else out
     wide = _checked_positions(positions, lengths)
     if not wide.numel():
         return torch.zeros(*positions.shape, *trailing, dtype=dtype, device=ids.device)
