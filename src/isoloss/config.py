@@ -271,10 +271,7 @@ class LanguageConfig:
 
         Args:
             spec: Where it is, as the command line has it.
-            options: Those of `isoloss.lab.languages.resolve` that were given, by name.
-
-        Raises:
-            IsolossError: It is of this kind and cannot be read, or an option is of no use for it.
+            options: Those of `isoloss.lab.languages.resolve` that were given; one of no use is an error.
         """
         return None
 
@@ -283,11 +280,8 @@ class LanguageConfig:
         """Return the language that `isoloss.lab.languages.save` stored under this kind.
 
         Args:
-            stored: What the file holds (`isoloss.lab.languages.base.Stored`).
+            stored: The content of the file (`isoloss.lab.languages.base.Stored`).
             path: The file, for messages.
-
-        Raises:
-            IsolossError: It holds no such language; the message says what is wrong, and where.
         """
         raise IsolossError(f"{path} holds a language of the kind {cls.__name__}, which is not read from tables")
 

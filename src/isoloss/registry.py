@@ -29,26 +29,16 @@ from isoloss.files import nearest
 
 
 class Entry(NamedTuple):
-    """A registered component.
+    """A registered component."""
 
-    Attributes:
-        target: The component, or where it is: `"module:attribute"`.
-        summary: One line about it; empty: the first line of its docstring.
-    """
-
-    target: Any
-    summary: str = ""
+    target: Any  # the component, or where it is: "module:attribute"
+    summary: str = ""  # one line about it; empty: the first line of its docstring
 
 
 class Registry:
     """The components of one kind, by name.
 
     A part of a name in capital letters is a placeholder: `probe-TASK` is found as `probe-root`.
-
-    Attributes:
-        kind: What a component is called in messages, e.g. `language`.
-        group: The group of entry points that other packages use, `isoloss.` and the plural of the kind.
-        builtin: By module, the components that come with isoloss: by name, the attribute, or it and a line about it.
     """
 
     def __init__(
@@ -64,9 +54,9 @@ class Registry:
         """Make a registry of components of one form.
 
         Args:
-            kind: See above.
-            plural: Of the kind.
-            builtin: See above.
+            kind: What a component is called in messages, e.g. `language`.
+            plural: Of the kind; other packages use the group of entry points `isoloss.PLURAL`.
+            builtin: By module, the components of isoloss: by name, the attribute, or it and a line about it.
             base: The class, `"module:attribute"`, that a component is an instance of or, of configs, a subclass; where
                 the class has a field `kind`, a component is registered under its own. Empty: none.
             function: What else a component may be, in words: a function.
@@ -166,16 +156,7 @@ class Registry:
         return components
 
     def match(self, name: str) -> tuple[str, dict[str, str]]:
-        """Return the registered name that `name` is one of, and what replaces each placeholder.
-
-        Raises:
-            IsolossError: There is none.
-
-        Example:
-            >>> from isoloss.registry import Registry
-            >>> Registry("measure", "measures", {"builtins": {"probe-TASK": "int"}}).match("probe-prefix-4")
-            ('probe-TASK', {'TASK': 'prefix-4'})
-        """
+        """Return the registered name that `name` is one of, and what replaces each placeholder."""
         if name in self:
             return name, {}
         for pattern in self:
@@ -205,7 +186,11 @@ class Registry:
             classes = f"{an} {self._base.replace(':', '.')}" if self._base else ""
             raise IsolossError(f"{told}; it must be {' or '.join(filter(None, [classes, self._function]))}")
         has_kind = "kind" in getattr(base, "__dataclass_fields__", ())
-        if has_kind and name not in (kinds := kinds_of(component)):
+        kinds: tuple[Any, ...] = ()
+        if has_kind and (default := getattr(component, "kind", None)) is not None:
+            hint = get_type_hints(component).get("kind")
+            kinds = get_args(hint) if get_origin(hint) is Literal else (default,)
+        if has_kind and name not in kinds:
             found = f"is {' or '.join(map(repr, kinds))}" if kinds else "has no default"
             raise IsolossError(f"{told}, whose kind {found}; it must be {name!r}, the name that it is registered under")
         self._checked[name] = component
@@ -270,19 +255,8 @@ def _loaded(point: EntryPoint) -> Any:
         return None
 
 
-def kinds_of(config: Any) -> tuple[Any, ...]:
-    """Return the kinds that a config of a component may have; none if it has no default for it."""
-    default = getattr(config, "kind", None)
-    hint = get_type_hints(config).get("kind")
-    return () if default is None else get_args(hint) if get_origin(hint) is Literal else (default,)
-
-
 def run_python(path: Path, prefix: str) -> ModuleType:
-    """Run a user's Python file and return it as a module called `PREFIX_STEM`.
-
-    Raises:
-        IsolossError: There is no such file, or it fails.
-    """
+    """Run a user's Python file and return it as a module called `PREFIX_STEM`."""
     if not path.is_file():
         raise IsolossError(f"{path} does not exist{nearest(path)}")
     # with a prefix: a file called json.py must not take the place of the module json

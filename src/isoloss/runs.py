@@ -48,12 +48,11 @@ class Evaluation:
     """The result of one measure on one checkpoint.
 
     Attributes:
-        measure: Its name, e.g. `loss`, `trace`, `probe-root`.
+        measure: Its name, e.g. `probe-root`.
         step: The checkpoint's step; None: the checkpoint is not a run's.
-        settings: What was asked for: numbers of inputs, seeds; two evaluations compare only where these agree.
+        settings: Numbers of inputs, seeds and the like; two evaluations compare only where these agree.
         weights: SHA-256 of the checkpoint's weights file; where it is not a run's, of the weights themselves.
-        estimates: The numbers, by name, e.g. `kl`, `entropy`, `loss`; written without `seconds`, so that the file is a
-            pure function of checkpoint and settings.
+        estimates: The numbers by name, written without `seconds`: the file is a function of checkpoint and settings.
         inputs: SHA-256 of the inputs that were measured on and of what is predicted in them. Two evaluations with the
             same inputs and settings are paired, example by example.
         examples: SHA-256 of the file with what each example adds to the estimates (`Run.examples`); empty for a
@@ -162,11 +161,7 @@ class Run:
 
     @property
     def absolute_config(self) -> TrainConfig:
-        """The config, with the path of a teacher that is relative to the run's folder made absolute.
-
-        Raises:
-            IsolossError: The teacher's weights are no longer those that the run began with.
-        """
+        """The config, with the path of a teacher made absolute; an error if its weights are not those at the start."""
         self._check_teacher()
         return dataclasses.replace(self.config, language=self.config.language.within(self.path))
 
@@ -194,11 +189,7 @@ class Run:
             raise IsolossError(f"{self.path} is not empty and holds no run: choose another directory")
 
     def create(self, config: TrainConfig) -> None:
-        """Write run.json, or check that the one that is there is of the same config.
-
-        Raises:
-            IsolossError: The folder holds a run of another config (the differing fields are named), or other files.
-        """
+        """Write run.json, or refuse a folder with a run of another config, whose differing fields are named."""
         if self.exists:
             # not by fingerprint, which could not say what differs
             differing = configs.differences(config, self.config)
@@ -224,10 +215,7 @@ class Run:
         )
 
     def note_resume(self, step: int, *, threads: int) -> None:
-        """Warn of a resume under other versions or threads, and add these to run.json.
-
-        Sums depend on both, so that the run may no longer be bit for bit one that was not interrupted.
-        """
+        """Warn of a resume under other versions or threads, on which sums depend, and add these to run.json."""
         record = self.record
         resumed = record.get("resumed_with", [])
         started = self.log_lines("start")
@@ -255,10 +243,7 @@ class Run:
         return files.read_sealed(self.path / "result.json", remedy)
 
     def stages(self) -> list[dict[str, Any]]:
-        """Return of each stage that has ended its number, last step and reason, and what its target was compared with.
-
-        A run without stages has none.
-        """
+        """Return of each stage that has ended its number, last step, reason and validation, if it had a target."""
         return [
             {
                 "stage": line["stage"],
@@ -271,11 +256,7 @@ class Run:
         ]
 
     def missed_targets(self, config: TrainConfig | None = None) -> list[str]:
-        """Return a sentence for each stage that ended without reaching its target.
-
-        Args:
-            config: The run's config, if you have it already.
-        """
+        """Return a sentence for each stage that ended without its target; `config`: the run's, if it is known."""
         stages, missed = (config or self.config).stages, []
         for stage in self.stages() if stages else ():
             target = stages[stage["stage"] - 1].target
@@ -308,7 +289,7 @@ class Run:
         return files.sha256(path)
 
     def model_files(self, step: int) -> str:
-        """The SHA-256 over the config and tokenizer at `step` (`model_files_sha256`)."""
+        """The SHA-256 over the config and tokenizer at `step`."""
         return model_files_sha256(self.checkpoint(step))
 
     def steps(self) -> list[int]:
@@ -327,7 +308,7 @@ class Run:
 
     def evaluation_path(self, measure: str, step: int | None) -> Path:
         """The file of a measure at a step, there or not."""
-        return self._evaluations / f"{measure}@step-{step}.json"
+        return self.path / "evaluations" / f"{measure}@step-{step}.json"
 
     def evaluation(self, measure: str, step: int) -> Evaluation | None:
         """The evaluation, or None if it has not been made; an `IsolossError` if its file is damaged."""
@@ -345,13 +326,9 @@ class Run:
         return [one for key in self._evaluated() if (one := self.evaluation(*key)) is not None]
 
     def _evaluated(self) -> list[tuple[str, int]]:
-        folder = self._evaluations
+        folder = self.path / "evaluations"
         matches = (_EVALUATION.fullmatch(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
         return sorted((match["measure"], int(match["step"])) for match in matches if match)
-
-    @property
-    def _evaluations(self) -> Path:
-        return self.path / "evaluations"
 
     def save(self, evaluation: Evaluation, examples: bytes = b"") -> None:
         """Write an evaluation to its file, after the file of its examples, if it has any."""
@@ -512,11 +489,7 @@ def refuse_study(path: Path) -> None:
 
 
 def last_checkpoint(name: str | Path) -> str:
-    """Return the folder of the last checkpoint of a run; any other name stands for itself.
-
-    Raises:
-        IsolossError: The run has no checkpoint yet.
-    """
+    """Return the folder of the last checkpoint of a run; any other name stands for itself."""
     run = Run(Path(name))
     return str(run.checkpoint(run.last_step())) if run.exists else str(name)
 
@@ -536,10 +509,7 @@ def _sha256(path: Path) -> str:
 
 
 def model_files_sha256(folder: Path) -> str:
-    """Return the SHA-256 over the files of a checkpoint that decide the model besides its weights.
-
-    These are config.json and the files of the tokenizer.
-    """
+    """Return the SHA-256 over the files of a checkpoint that, besides the weights, decide the model."""
     paths = sorted({path for pattern in _MODEL_FILES for path in folder.glob(pattern) if path.is_file()})
     return hashlib.sha256("".join(f"{path.name} {files.sha256(path)}\n" for path in paths).encode()).hexdigest()
 

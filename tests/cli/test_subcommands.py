@@ -137,15 +137,6 @@ def test_show_and_ls_find_the_run(capsys, run):
     assert [(row["run"], row["state"]) for row in listed] == [(str(run), "complete")]
 
 
-def test_transfer_probes_a_run_and_the_look_up_table(capsys, run):
-    small = ("--num-train", "100", "--num-test", "200", "--epochs", "2", "--seeds", "2")
-    for how in ("probe", "lookup"):
-        document = as_json(capsys, "transfer", run, "--task", "root", "--method", how, *small)
-        accuracy = document["models"][f"{run} at step 30"]["accuracy"]
-        assert 0 < accuracy["value"] < 1
-        assert accuracy["stderr"] > 0
-
-
 def test_doctor_and_version(capsys):
     found = as_json(capsys, "doctor")
     assert found["software"]["python"] == sys.version.split()[0]
@@ -154,13 +145,6 @@ def test_doctor_and_version(capsys):
     assert ("tensorboard" in missing.split(", ")) == (importlib.util.find_spec("tensorboard") is None)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("isoloss ")
-
-
-def test_plain_output_names_units_and_errors(capsys, run):
-    assert main(["measure", str(run), "--measures", "trace", "--num-sequences", "32"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("±") == 5  # the heading, and for each checkpoint the trace with and without embeddings
-    assert out.count("nats per predicted token") == 2
 
 
 # --- refusals
@@ -254,16 +238,6 @@ def test_a_tree_with_unary_rules_and_quoted_brackets(capsys, tmp_path):
     path.write_text("S A 1\nA L R 1\nL ( 1\nR ) 1\n")
     assert main(["sample", str(path), "--tree", "--num-sentences", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[2:4] == ["( )", "    (S (A (L '(') (R ')')))"]
-
-
-def test_brackets_have_a_truth_but_no_tree(capsys):
-    document = as_json(capsys, "sample", "brackets-8", "--num-sentences", "3")
-    assert document["language"] == {"kind": "brackets", "length": 8}
-    for sentence in document["sentences"]:
-        assert sentence["words"].count("<") == sentence["words"].count(">") == 4
-        assert sentence["log_prob_nats"] == pytest.approx(-math.log(70), rel=1e-12)
-        assert sentence["conditional_entropy_nats"] == [0.0] * 8
-    assert "--tree is for a grammar" in refusal(capsys, "sample", "brackets-8", "--tree")
 
 
 def test_runs_that_cannot_be_read_are_listed_beside_the_others(tmp_path, capsys):

@@ -171,21 +171,3 @@ def test_a_teacher_without_a_tokenizer_has_no_text(capsys, glue, tmp_path):
     capsys.readouterr()
     words = ("--task", "sst2", "--data", glue["sst2"])
     assert "has no tokenizer that suits" in refusal(capsys, "transfer", tmp_path / "run", *words, alone=True)
-
-
-def test_eval_has_the_accuracies_of_transfer(capsys, run, glue):
-    few = ("--num-train", "40", "--num-test", "20")
-    data = ("--task-data", f"sst2={glue['sst2']}", f"qnli={glue['qnli']}", "--threads", "1")
-    words = ("--measures", "probe-sst2", "probe-qnli", *few, "--probe-solver", "convex", *data)
-    evaluations = as_json(capsys, "measure", run, *words)["evaluations"]
-    for task, evaluation in zip(("sst2", "qnli"), evaluations, strict=True):
-        expected = transfer(capsys, run, task, glue[task], *few, "--solver", "convex")
-        assert evaluation["estimates"]["accuracy"]["value"] == expected["accuracy"]["value"]
-        assert evaluation["estimates"]["accuracy"]["details"]["text"] == expected["text"]
-    tuning = ("--finetune-epochs", "2", "--finetune-seeds", "2", "--finetune-warmup-steps", "1")
-    (tuned,) = as_json(capsys, "measure", run, "--measures", "finetune-qnli", *few, *tuning, *data)["evaluations"]
-    same = ("--method", "finetune", "--epochs", "2", "--warmup-steps", "1")
-    expected = transfer(capsys, run, "qnli", glue["qnli"], *few, *same)
-    assert tuned["estimates"]["accuracy"]["value"] == expected["accuracy"]["value"]
-    # the look-up table of the language's sentences is known, and that of texts is not
-    assert "not known" in refusal(capsys, "measure", run, "--measures", "lookup-sst2", *data)

@@ -230,16 +230,3 @@ def test_a_checkpoint_from_elsewhere_reads_with_its_tokenizer(capsys, folder, ru
     own = found(capsys, run, "probe-sst2", folder / "sst2", *FEW, "--probe-solver", "convex")
     assert elsewhere["inputs"] == own["inputs"]
     assert elsewhere["estimates"]["accuracy"]["value"] == own["estimates"]["accuracy"]["value"]
-
-
-def test_on_sst2_itself(capsys, shared_data, folder):
-    run = trained(folder, "bert")
-    task = shared_data / "glue-sst2"
-    where = ("--task-data", f"sst2={task}", "--threads", "1", "--steps", "4")
-    few = ("--num-train", "300", "--num-test", "all")
-    words = ("measure", run, "--measures", "probe-sst2", *where, *few, "--probe-solver", "convex")
-    (evaluation,) = as_json(capsys, *words)["evaluations"]
-    same = ("--task", "sst2", "--data", task, "--threads", "1", "--num-train", "300", "--solver", "convex")
-    (expected,) = as_json(capsys, "transfer", run, *same)["models"].values()
-    assert evaluation["estimates"]["accuracy"]["value"] == expected["accuracy"]["value"]
-    assert evaluation["estimates"]["accuracy"]["details"]["num_test"] == 872

@@ -11,6 +11,7 @@ from isoloss.cli.main import main
 BARTLETT = ["bartlett", "--length", "2", "--directions", "2"]
 FLOW = ["sgd-flow", "--trajectories", "64", "--step-sizes", "0.2", "0.1"]
 FLOW += ["--times", "0.5", "1", "--batch-sizes", "1", "2"]
+BOTH = ["sgd-flow", "--step-sizes", "0.1", "0.05", "--trajectories", "16", "--times", "0.5", "--batch-sizes", "1"]
 BRACKETS = ["brackets", "--lengths", "4", "--steps", "400", "--trials", "50", "--samples", "2", "4", "--draws", "2"]
 
 
@@ -39,22 +40,44 @@ def test_a_statement_has_its_number_in_the_paper(capsys, number, name):
     assert shown[0] == shown[1]
 
 
-def test_bartlett_prints_a_table_and_verdicts(capsys, tmp_path):
-    text = call(capsys, *BARTLETT, "--figure", str(tmp_path / "gap.svg"))
-    assert "BERT, brackets of length 2" in text
-    assert text.count("\nshown: ") == 4
-    assert (tmp_path / "gap.svg").is_file()
+@pytest.mark.parametrize(
+    ("words", "fragments", "verdicts"),
+    [
+        (BARTLETT, ["BERT, brackets of length 2"], 4),
+        (BRACKETS, ["four on kinks       4", "not shown: Theorem 5.1 as printed"], 16),
+        (
+            BOTH,
+            ["Theorem 3.3, two parameters: at K = 0.5, ", "Theorem 3.3, masked LM, 88 parameters: at K = 0.5, "],
+            10,
+        ),
+    ],
+    ids=["bartlett", "brackets", "sgd-flow"],
+)
+def test_tables_verdicts_and_a_figure(capsys, tmp_path, monkeypatch, words, fragments, verdicts):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = call(capsys, *words, "--figure", str(tmp_path / "figure.svg"))
+    assert all(fragment in text for fragment in fragments)
+    assert text.count("\nshown: ") + text.count("\nnot shown: ") == verdicts
+    assert words is BOTH or max(map(len, text.splitlines())) <= 80  # a table of sgd-flow has a longer title
+    assert (tmp_path / "figure.svg").is_file()
 
 
-def test_bartlett_as_json(capsys):
+def test_bartlett_and_brackets_as_json(capsys):
     document = json.loads(call(capsys, *BARTLETT, "--json"))
     assert document["settings"]["length"] == 2
     assert [statement["verdict"] for statement in document["statements"]] == ["shown"] * 4
     assert document["rows"][0]["gap"] < 1e-10
+    document = json.loads(call(capsys, *BRACKETS, "--json"))
+    assert document["settings"]["lengths"] == [4]
+    assert document["solutions"][0]["flatness"]["trace"] == pytest.approx(1)
+    assert document["widths"][0]["predicted"] == 32
+    assert {row["samples"] for row in document["heads"]} == {2, 4}
+    assert len(document["statements"]) == 16
+    assert document["paths"]["4"][0]["step"] == 0
 
 
-def test_sgd_flow_prints_a_table_and_verdicts(capsys, tmp_path):
-    text = call(capsys, *FLOW, "--model", "two-parameters", "--figure", str(tmp_path / "flow.pdf"))
+def test_the_table_of_sgd_flow_is_of_the_last_time(capsys):
+    text = call(capsys, *FLOW, "--model", "two-parameters")
     lines = text.splitlines()
     start = 0.7 * 0.3 * (2.0**2 + (math.log(0.7 / 0.3) / 2.0) ** 2)  # v (a^2 + b^2)
     assert lines[0] == f"Theorem 3.3, two parameters: at K = 1, from a trace of {start:.5g} nats per example"
@@ -66,16 +89,10 @@ def test_sgd_flow_prints_a_table_and_verdicts(capsys, tmp_path):
     assert [row[2] for row in rows if row[1] == "0.1"] == [
         f"{row['flow_trace']:.5f}" for row in found["rows"] if row["step_size"] == 0.1 and row["time"] > 0.9
     ]
-    assert (tmp_path / "flow.pdf").is_file()
 
 
-def test_sgd_flow_of_both_models(capsys):
-    words = ["--step-sizes", "0.1", "0.05", "--trajectories", "16", "--times", "0.5", "--batch-sizes", "1"]
-    text = call(capsys, "sgd-flow", *words)
-    assert "Theorem 3.3, two parameters: at K = 0.5, " in text
-    assert "Theorem 3.3, masked LM, 88 parameters: at K = 0.5, " in text
-    assert text.count("shown: two parameters: ") == text.count("shown: masked LM, 88 parameters: ") == 5
-    document = json.loads(call(capsys, "sgd-flow", *words, "--model", "masked-lm", "--json"))
+def test_sgd_flow_of_one_model(capsys):
+    document = json.loads(call(capsys, *BOTH, "--model", "masked-lm", "--json"))
     assert {row["model"] for row in document["rows"] + document["limits"]} == {"masked LM, 88 parameters"}
     assert [row["step_size"] for row in document["rows"] + document["limits"]] == [0.1, 0.05, 0]
     assert len(document["statements"]) == 5
@@ -88,23 +105,3 @@ def test_sgd_flow_as_json_refutes_a_wrong_coefficient(capsys):
     assert [row["batch_size"] for row in document["limits"]] == [1, 1, 2, 2]
     assert len(document["rows"]) == 8
     assert len(document["control"]["two parameters"]) == 3
-
-
-def test_brackets_prints_tables_and_verdicts(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    text = call(capsys, *BRACKETS, "--figure", str(tmp_path / "brackets.svg"))
-    assert "four on kinks       4" in text
-    assert max(map(len, text.splitlines())) <= 80
-    assert text.count("\nshown: ") + text.count("\nnot shown: ") == 16
-    assert "not shown: Theorem 5.1 as printed" in text
-    assert (tmp_path / "brackets.svg").is_file()
-
-
-def test_brackets_as_json(capsys):
-    document = json.loads(call(capsys, *BRACKETS, "--json"))
-    assert document["settings"]["lengths"] == [4]
-    assert document["solutions"][0]["flatness"]["trace"] == pytest.approx(1)
-    assert document["widths"][0]["predicted"] == 32
-    assert {row["samples"] for row in document["heads"]} == {2, 4}
-    assert len(document["statements"]) == 16
-    assert document["paths"]["4"][0]["step"] == 0

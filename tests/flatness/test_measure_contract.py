@@ -180,7 +180,6 @@ def test_the_cut_into_batches_does_not_count_and_documents_do(name):
 @pytest.fixture
 def _looks_early(monkeypatch):
     monkeypatch.setattr(_measurement, "FIRST_CHECK", 8)
-    monkeypatch.setattr(_measurement.Measurement, "fewest", 8)
 
 
 @pytest.mark.usefixtures("_looks_early")
@@ -472,9 +471,3 @@ def test_loss_rises_refuses_what_the_others_do():
     for given, sentence in REFUSED.values():
         with pytest.raises(IsolossError, match=sentence):
             loss_rises(gpt2(), given)
-
-
-@pytest.mark.parametrize("measure", FUNCTIONS)
-def test_another_argument_is_named(measure):
-    with pytest.raises(TypeError, match="unexpected argument 'rtoll'; the options are num_sequences, rtol"):
-        measure(windows(), stream(2, 3), rtoll=0.1)

@@ -11,7 +11,6 @@ import pytest
 from isoloss.lab.languages.config import PRESETS
 from isoloss.lab.languages.hmm import HMM
 from isoloss.lab.languages.pcfg import PCFG
-from isoloss.lab.lookup import lookup_probe
 from isoloss.lab.tasks import make_task
 
 Floats = npt.NDArray[np.float64]
@@ -79,16 +78,3 @@ def test_the_labels_of_the_hidden_markov_model_are_sums_over_state_sequences(k: 
         scores = before * after
         assert scores[label] > scores.max() * (1 - 1e-10)
     assert len(set(task.test_labels.tolist())) > 30
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("language", "name"), [(GRAMMAR, "C"), (GRAMMAR, "C-latent"), (MARKOV, "task-6-latent")])
-def test_the_look_up_table_stays_below_the_bayes_accuracy(language: PCFG | HMM, name: str) -> None:
-    task = make_task(language, name, num_train=12_000, num_test=1000, seed=0)
-    result = lookup_probe(language, task, epochs=10, seeds=2)
-    assert result.bayes is task.bayes
-    assert task.bayes is not None
-    assert (task.bayes.value < 0.5) == name.endswith("latent")
-    assert result.accuracy.value < task.bayes.value - 3 * (result.accuracy.stderr + task.bayes.stderr)
-    if name == "C":
-        assert result.accuracy.value > task.majority_rate + 2 * result.accuracy.stderr

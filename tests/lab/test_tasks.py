@@ -18,7 +18,6 @@ from isoloss.lab.languages.pcfg import PCFG
 from isoloss.lab.lookup import lookup_probe
 from isoloss.lab.tasks import make_task
 from isoloss.registry import TASKS, Entry
-from isoloss.transfer.results import majority_rate
 from isoloss.transfer.tasks import TaskData
 
 # ambiguous, of mixed lengths, with a chain of unary rules, and with prefixes that no symbol yields (any that ends in d)
@@ -214,10 +213,6 @@ def test_a_task_is_a_function_of_its_seed_and_grows_at_its_end() -> None:
     assert torch.equal(longer.test.tokens, first.test.tokens)
     assert not torch.equal(other.train.tokens, first.train.tokens)
     assert not torch.equal(first.test.tokens, first.train.tokens)
-
-
-def test_majority_rate_of_one_label() -> None:
-    assert majority_rate(torch.tensor([3, 3])) == 1.0
 
 
 @pytest.mark.parametrize(

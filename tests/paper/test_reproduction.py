@@ -1,32 +1,24 @@
 """The study `paper`: what its scales have of the paper's figures and tables, row by row."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 from isoloss import config as configs
 from isoloss.lab.presets import PRESETS
-from isoloss.paper.reproduction.costs import Costs, Tokens
+from isoloss.paper.reproduction.design import Costs, Tokens
 from isoloss.paper.reproduction.scales import POWER
 from isoloss.paper.reproduction.study import STUDY
 from isoloss.registry import MODELS
+from isoloss.run_config import ModelConfig
 from isoloss.statistics.power import pairs_for_power, sd_upper_bound
 from isoloss.studies.folder import StudyFolder
 
-# d_model, heads, layers of the paper's Table 3 and Table 4; the feed-forward width is four times d_model
-TABLE_3 = [
-    (64, 1, 1),
-    (128, 2, 4),
-    (192, 3, 5),
-    (256, 4, 6),
-    (512, 8, 8),
-    (768, 12, 12),
-    (1024, 16, 16),
-    (1280, 20, 20),
-    (1536, 24, 24),
-]
-TABLE_4 = [(128, 2, 4), (192, 3, 5), (320, 5, 6), (384, 6, 7), (640, 10, 12), (960, 15, 16), (1920, 30, 20)]
+# layers by d_model of the paper's Table 3 and Table 4; heads are 64 wide, and the feed-forward is four times d_model
+TABLE_3 = {64: 1, 128: 4, 192: 5, 256: 6, 512: 8, 768: 12, 1024: 16, 1280: 20, 1536: 24}
+TABLE_4 = {128: 4, 192: 5, 320: 6, 384: 7, 640: 12, 960: 16, 1920: 20}
 LSTM_WIDTHS, LSTM_LAYERS = (128, 256, 512, 768, 1024), (4, 6, 8, 12, 16)
 # by figure or table: the dataset, and how many runs show it
 SHOWN = {
@@ -45,26 +37,22 @@ SHOWN = {
     "table 1": {"pcfg": 3, "text": 3},
     "table 2": {"pcfg": 3, "text": 3},
 }
+HMM = Tokens(vocab_size=202, length=16)
 GPU_SCALES = ("paper", "authors")  # with every row of the paper
 
 
-def experiments(scale, dataset, figure=""):
+def experiments(scale, dataset, figure="", *, cooldowns=False):
     """The runs of a dataset with its first seed, by the part of their name that says what they are.
 
-    Those of a figure are without cooldowns, which the paper does not have.
+    Without cooldowns, as the paper does not have them, or cooldowns alone.
     """
-    found = STUDY.scale(scale).experiments
     return {
-        name.partition("seed-0-")[2]: one
-        for name, one in found.items()
-        if name.startswith(dataset)
-        and "seed-0-" in name
-        and (not figure or (figure in one.shown_in and "cooldown" not in name))
+        name.partition("-seed-0-")[2]: one
+        for name, one in STUDY.scale(scale).experiments.items()
+        if re.match(rf"{dataset}\b.*-seed-0-", name)
+        and ("cooldown" in name) == cooldowns
+        and (not figure or figure in one.shown_in)
     }
-
-
-def without_cooldowns(scale, dataset):
-    return {name: one for name, one in experiments(scale, dataset).items() if "cooldown" not in name}
 
 
 def shape(experiment):
@@ -75,14 +63,10 @@ def shape(experiment):
 
 @pytest.mark.parametrize("scale", GPU_SCALES)
 def test_every_figure_and_table_has_its_runs(scale):
-    found = {}
-    for name, experiment in STUDY.scale(scale).experiments.items():
-        # of one language and seed, without cooldowns, which the paper does not have
-        for figure in experiment.shown_in if "-0-seed-0-" in name and "cooldown" not in name else ():
-            own = found.setdefault(figure, {})
-            dataset = name.partition("-")[0]
-            own[dataset] = own.get(dataset, 0) + 1
-    assert found == SHOWN
+    shown = {figure for one in STUDY.scale(scale).experiments.values() for figure in one.shown_in}
+    datasets = ("pcfg", "hmm", "generated", "web", "text")
+    found = {figure: {of: len(experiments(scale, of, figure)) for of in datasets} for figure in shown}
+    assert {figure: {of: n for of, n in runs.items() if n} for figure, runs in found.items()} == SHOWN
 
 
 @pytest.mark.parametrize("scale", GPU_SCALES)
@@ -99,7 +83,7 @@ def test_transformers_have_the_shapes_of_tables_3_and_4(scale, figures, dataset,
     for figure in figures:
         shapes = [shape(one) for one in experiments(scale, dataset, figure).values()]
         assert sorted((one.d_model, one.num_heads, one.num_layers, one.intermediate) for one in shapes) == [
-            (*row, 4 * row[0]) for row in rows
+            (width, width // 64, layers, 4 * width) for width, layers in rows.items()
         ]
 
 
@@ -154,7 +138,7 @@ def test_training_is_as_in_appendix_a5():
         ("generated", 1_000, 30_000, 0),  # fresh ones: fewer than the paper's 2e8 are seen
         ("web", 5_000, 1_400_000, 0),
     ):
-        for name, experiment in without_cooldowns("paper", dataset).items():
+        for name, experiment in experiments("paper", dataset).items():
             config, optimizer = experiment.config, experiment.config.optimizer
             assert config.num_sentences == sentences
             assert (config.batch_size, optimizer.betas, optimizer.schedule) == (4096, (0.9, 0.98), "constant")
@@ -171,7 +155,7 @@ def test_training_is_as_in_appendix_a5():
 
 
 def test_the_published_command_differs_as_its_readme_says():
-    for name, experiment in without_cooldowns("authors", "pcfg").items():
+    for name, experiment in experiments("authors", "pcfg").items():
         config, optimizer = experiment.config, experiment.config.optimizer
         assert config.model.architecture == "bert-pre-ln"
         assert config.language.kind == "framed"
@@ -203,46 +187,44 @@ def test_claims_at_the_scale_of_the_paper_have_the_languages_and_seeds_that_they
     assert StudyFolder(STUDY, Path(), "paper").secondary_tests <= 130
 
 
-def test_all_examples_of_text_are_used_and_one_probe_is():
-    for scale in GPU_SCALES:
-        for dataset in STUDY.scale(scale).datasets:
-            is_text = dataset.name in ("generated", "web", "text")
-            assert dataset.settings["num_train"] == ("all" if is_text else 100_000)
-    probes = {
-        tuple(dataset.settings[f"probe_{name}"] for name in ("epochs", "seeds", "standardize"))
-        for scale in (*GPU_SCALES, "workstation")
-        for dataset in STUDY.scale(scale).datasets
-    }
-    assert probes == {(100, 5, False)}
+@pytest.mark.parametrize("scale", [*GPU_SCALES, "workstation"])
+def test_all_examples_of_text_are_used_and_one_probe_is(scale):
+    for dataset in STUDY.scale(scale).datasets:
+        settings, is_text = dataset.settings, dataset.name in ("generated", "web", "text")
+        number = 20_000 if scale == "workstation" else "all" if is_text else 100_000
+        assert settings["num_train"] == number
+        assert [settings[f"probe_{name}"] for name in ("epochs", "seeds", "standardize")] == [100, 5, False]
 
 
-def test_the_scale_says_the_papers_count_beside_that_of_lstms_that_read_both_ways():
-    description = STUDY.scale("paper").description
-    assert "201.9M and 403.3M parameters" in description
-    assert "in one direction they have 67.4M and 134.6M" in description
+@pytest.mark.parametrize(
+    ("directions", "said"),
+    [(2, "have 201.9M and 403.3M parameters"), (1, "in one direction they have 67.4M and 134.6M")],
+)
+def test_the_scale_says_the_papers_count_beside_that_of_lstms_that_read_both_ways(directions, said):
+    counts = [
+        Costs(ModelConfig(architecture="lstm", size="h1024", layers=layers, directions=directions), HMM).parameters
+        for layers in (8, 16)
+    ]
+    assert re.findall(r"[\d.]+(?=M)", said) == [f"{count / 1e6:.1f}" for count in counts]
+    assert said in STUDY.scale("paper").description
 
 
 def test_arms_of_a_small_scale_differ_from_the_main_model_in_what_they_are_named_after():
     runs = experiments("evening", "pcfg-720")
-    adamw = runs["d32"].config
-    differing = {line.partition(" is ")[0] for line in configs.differences(runs["pre-ln"].config, adamw)}
-    assert differing == {
-        "model.architecture",
-        "compiled",
-        "checkpoints",
-    }  # the step at which the look-up table is probed
-    for name in ("sgd-sampled", "sgd-exact", "adversary", "helper"):
-        config = runs[name].config
+    differing = {line.partition(" is ")[0] for line in configs.differences(runs["pre-ln"].config, runs["d32"].config)}
+    # the checkpoints: the step at which the look-up table is probed
+    assert differing == {"model.architecture", "compiled", "checkpoints"}
+    arms = {name: runs[name].config for name in ("sgd-sampled", "sgd-exact", "adversary", "helper")}
+    for config in arms.values():
         assert config.init_from.endswith("d32/checkpoints/step-2000")
-        assert config.stages[-1].labels == "exact"
-        assert config.stages[-1].steps == 1_000
-    assert [runs[name].config.stages[0].labels for name in ("sgd-sampled", "sgd-exact")] == ["sampled", "exact"]
-    weights = {name: runs[name].config.stages[0].algorithm.weight for name in ("adversary", "helper")}
-    assert weights["adversary"] == -weights["helper"] > 0
+        assert (config.stages[-1].labels, config.stages[-1].steps) == ("exact", 1_000)
+    assert [arms[name].stages[0].labels for name in ("sgd-sampled", "sgd-exact")] == ["sampled", "exact"]
+    adversary, helper = (arms[name].stages[0].algorithm.weight for name in ("adversary", "helper"))
+    assert adversary == -helper > 0
 
 
 def test_a_plan_says_which_figures_show_cooldowns():
-    shown = {name: one.shown_in for name, one in experiments("evening", "pcfg").items() if "cooldown" in name}
+    shown = {name: one.shown_in for name, one in experiments("evening", "pcfg", cooldowns=True).items()}
     assert shown["d16-2000-cooldown-500"] == shown["d64-2000-cooldown"] == ("figure 1", "figure 5")
     assert shown["d32-4000-cooldown"] == shown["pre-ln-2000-cooldown"] == ("figure 1",)
     assert set(shown.values()) == {("figure 1", "figure 5"), ("figure 1",)}

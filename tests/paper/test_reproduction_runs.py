@@ -14,7 +14,7 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 from isoloss import pretrain
 from isoloss.lab.evaluation.evaluator import Evaluator
 from isoloss.lab.languages.config import CorpusConfig, TeacherConfig
-from isoloss.paper.reproduction.costs import BYTES, Costs, Tokens
+from isoloss.paper.reproduction.design import BYTES, Costs, Tokens
 from isoloss.paper.reproduction.study import STUDY
 from isoloss.text.python_docs import write_python_docs
 

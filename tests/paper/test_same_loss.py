@@ -119,10 +119,6 @@ def test_the_margin_of_the_loss_is_worth_a_fifth_of_the_smallest_effect():
     [
         # the gates, one after the other
         (
-            {"label_noise": {}, "helper": {}},
-            {("noise-flatter", "trace"): NOT_SHOWN, ("helper-transfer", "prefix-4"): NOT_TESTED, PRIMARY: NOT_TESTED},
-        ),
-        (
             {"label_noise": {"trace": -40.0}},
             {("noise-flatter", "trace"): NOT_SHOWN, ("helper-transfer", "prefix-4"): NOT_TESTED, PRIMARY: NOT_TESTED},
         ),

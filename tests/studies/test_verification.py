@@ -1,5 +1,6 @@
 """Reading a real run back: everything in order, and each kind of damage found."""
 
+import dataclasses
 import re
 import shutil
 
@@ -142,14 +143,25 @@ def test_a_record_of_another_run_is_found(run):
     assert problem == f"{run.path / 'run.json'} and {run.path / 'result.json'} are from different runs"
 
 
-def test_a_missing_checkpoint_is_found(run):
-    shutil.rmtree(run.checkpoint(10))
-    assert problems(run) == {"run: checkpoints": "none at steps [10]"}
+@pytest.mark.parametrize(
+    ("lost", "found"),
+    [
+        ("checkpoints/step-10", {"run: checkpoints": "none at steps [10]"}),
+        ("evaluations/loss@step-10.json", {"run: evaluations": "loss at step 10"}),
+        ("result.json", {"run: training": "not complete"}),
+        (".", {"run: run.json": "it has not been made yet"}),
+    ],
+)
+def test_what_is_missing_is_found(run, lost, found):
+    path = run.path / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    wrong = problems(run)
+    assert wrong.keys() == found.keys()
+    assert all(text in wrong[name] for name, text in found.items())
 
 
-def test_missing_evaluations_are_found(run):
-    run.evaluation_path("loss", 10).unlink()
-    assert "loss at step 10" in problems(run)["run: evaluations"]
+def test_another_config_is_found(run):
+    assert problems(run, dataclasses.replace(CONFIG, seed=1))["run: config"] == "seed is 0 here and 1 there"
 
 
 def test_other_examples_are_found(run):
@@ -164,21 +176,6 @@ def test_other_examples_are_found(run):
     examples.write_bytes(examples.read_bytes()[:-1] + bytes([examples.read_bytes()[-1] ^ 1]))
     files.write_sealed(last, {**files.read_sealed(last, ""), "examples": files.sha256(examples)})
     assert list(problems(run)) == ["run: probe-prefix-4 at step 20, measured again"]
-
-
-def test_another_config_is_found(run):
-    other = TrainConfig(**{**vars(CONFIG), "seed": 1})
-    assert problems(run, other)["run: config"] == "seed is 0 here and 1 there"
-
-
-def test_an_unfinished_run_is_found(run):
-    (run.path / "result.json").unlink()
-    assert problems(run) == {"run: training": "not complete"}
-
-
-def test_no_run_is_found(tmp_path):
-    found = problems(Run(tmp_path))
-    assert found == {f"{tmp_path.name}: run.json": "it has not been made yet"}
 
 
 def test_a_study_says_the_same_of_a_run_once(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from isoloss import load_language, seeds
 from isoloss.errors import IsolossError
 from isoloss.lab.lookup import lookup_features
 from isoloss.lab.tasks import make_task
-from isoloss.transfer.features import store
 from isoloss.transfer.logistic_regression import fit
 
 
@@ -184,24 +182,6 @@ def test_variances_of_many_magnitudes_cost_few_evaluations() -> None:
     y = (x @ torch.randn(300, 6, generator=g) - (-torch.rand(2000, 6, generator=g).log()).log()).argmax(dim=1)
     found = fit(x, y, classes=6, regularization=[1e-3 * float((x - x.mean(0)).square().mean())])
     assert found.evaluations[0] <= 60  # 31
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stored_features_are_those_in_memory(tmp_path: Path, dtype: torch.dtype) -> None:
-    x, y = planted(203, 12, 4)
-    stored = store(tmp_path / "features", [x[:100], x[100:]], shape=(203, 12), dtype=dtype)
-    in_memory = fit(x.to(dtype), y, classes=4, regularization=[0.1, 0.001])
-    in_file = fit(stored, y, classes=4, regularization=[0.1, 0.001])
-    assert torch.equal(in_file.weights, in_memory.weights)
-    assert torch.equal(in_file.predict(stored), in_memory.predict(x.to(dtype)))
-
-
-def test_predictions_are_the_largest_logits() -> None:
-    x, y = planted(50, 3, 4)
-    found = fit(x, y, classes=4, regularization=[1.0, 0.1])
-    for r in range(2):
-        logits = x.double() @ found.weights[r].T + found.intercepts[r]
-        assert torch.equal(found.predict(x)[r], logits.argmax(1))
 
 
 def test_far_means_and_small_scales_do_not_matter() -> None:

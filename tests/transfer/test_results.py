@@ -14,7 +14,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Estimate
-from isoloss.transfer.results import TransferResult, below_majority, majority_rate, score, write_predictions
+from isoloss.transfer.results import TransferResult, below_majority, score, write_predictions
 
 CLASSES = ("x", "y", "z")
 LABELS = torch.tensor([0, 0, 1, 1, 1, 1, 0, 1])
@@ -130,11 +130,6 @@ def test_predictions_are_a_table_of_the_examples(tmp_path: Path) -> None:
     assert table["pair"].to_list() == [second for _, second in inputs]
     assert table["label"].to_list() == [CLASSES[y] for y in LABELS.tolist()]
     assert table["predicted"].to_list() == [[CLASSES[p] for p in column] for column in PREDICTIONS.T.tolist()]
-
-
-def test_majority_rate_is_the_share_of_the_commonest() -> None:
-    assert majority_rate(torch.tensor([3, 3])) == 1.0
-    assert majority_rate(torch.tensor([1, 0, 1, 2])) == 0.5
 
 
 @pytest.mark.parametrize(

@@ -224,18 +224,8 @@ def load_model(
 def header_of(checkpoint: str | Path, *, trust_remote_code: bool = False, module: str | None = None) -> Hashable | None:
     """Return a key that two checkpoints share if `load_model` makes the same model of both, up to values of weights.
 
-    It is made of the config, and of the names, types and shapes of the weights. No weight is read.
-
-    Args:
-        checkpoint: As for `load_model`.
-        trust_remote_code: As for `load_model`.
-        module: As for `load_model`.
-
-    Returns:
-        The key; None for an adapter, and for a checkpoint with its own code, as their files do not decide it.
-
-    Raises:
-        IsolossError: A file is missing or damaged, or `load_model` would refuse the config.
+    It is made of the config, and of the names, types and shapes of the weights. No weight is read. None: an adapter, or
+    a checkpoint with its own code, whose files do not decide the model.
     """
     if module is not None:
         path = Path(checkpoint).expanduser()

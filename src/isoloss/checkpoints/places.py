@@ -48,12 +48,7 @@ def expand_checkpoints(names: Iterable[str], say: Callable[[str], None] = lambda
     model on the Hugging Face hub. Any other name stands for itself, whether there is such a checkpoint or not.
     Checkpoints of a series that are not whole, as after a crash, are left out with a warning.
 
-    Args:
-        names: Folders, names on the hub, patterns.
-        say: Called with a line that says which checkpoints a name stands for, where it is not itself alone.
-
-    Raises:
-        IsolossError: Nothing matches a pattern, no checkpoint of a series is whole, or the hub does not answer.
+    `say` is called with a line for each name that does not stand for itself alone.
     """
     found: list[str] = []
     for name in names:

@@ -55,9 +55,6 @@ def stored_weights(where: str, revision: str = "main") -> dict[str, StoredWeight
     """Return each stored weight by name, as the headers describe it; empty where there is no safetensors file.
 
     A weight that an index gives to one shard, and another shard holds too, is the first shard's.
-
-    Raises:
-        IsolossError: The index names a file that is not there, is elsewhere or is no safetensors file.
     """
     paths = [checkpoint_file(where, WEIGHTS, revision)]
     places: Mapping[str, Any] = {}

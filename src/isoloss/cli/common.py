@@ -229,13 +229,7 @@ def command(*words: object) -> str:
 
 
 def command_with(subcommand: str, arguments: Sequence[str], option: str, value: object) -> str:
-    """Return the command line of a subcommand with another value of one option.
-
-    Example:
-        >>> from isoloss.cli.common import command_with
-        >>> command_with("compare", ["A", "my model", "--seed=1"], "--seed", 2)
-        "isoloss compare A 'my model' --seed 2"
-    """
+    """Return the command line of a subcommand with another value of one option."""
     words = list(arguments)
     for place, word in enumerate(words):
         if word.partition("=")[0].replace("_", "-") == option:

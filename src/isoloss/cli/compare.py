@@ -38,19 +38,7 @@ EXAMPLES = [
     ("isoloss compare TRAINER-OUTPUT --data text.txt", "all checkpoints of a Trainer's output"),
     ("isoloss compare 'EleutherAI/pythia-14m@step*000' --data text.txt", "revisions of a model on the hub"),
 ]
-COMMON = (
-    "models",
-    "data",
-    "tokenizer",
-    "length",
-    "num_sequences",
-    "task",
-    "loss_margin",
-    "html",
-    "csv",
-    "json",
-    "device",
-)
+COMMON = "models data tokenizer length num_sequences task loss_margin html csv json device"
 _MORE = 4  # times as many sequences: errors about half as large
 
 

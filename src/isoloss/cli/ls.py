@@ -40,22 +40,6 @@ EXAMPLES = [
 ]
 
 Row = dict[str, Any]
-What = Literal[
-    "kinds",
-    "all",
-    "measures",
-    "languages",
-    "models",
-    "sizes",
-    "tasks",
-    "algorithms",
-    "optimizers",
-    "rescalings",
-    "presets",
-    "studies",
-    "executors",
-    "runs",
-]
 KINDS = {
     "measures": "what can be measured of a model: isoloss measure --measures",
     "languages": "what models learn: isoloss sample and isoloss train --language",
@@ -89,7 +73,10 @@ COUNTED = f"parameters for {VOCABULARY:,} tokens and a length of {LENGTH}"
 class Args:
     """List what can be named: languages, models, sizes, measures, runs and so on."""
 
-    what: Annotated[options.Positional[What], f"A kind: {', '.join(KINDS)}; all lists all."] = "kinds"
+    what: Annotated[
+        options.Positional[Literal["kinds", "all", *KINDS]],  # type: ignore[valid-type]
+        f"A kind: {', '.join(KINDS)}; all lists all.",
+    ] = "kinds"
     name: options.Positional[str | None] = None
     """One of the kind, to be shown with its settings."""
     folder: Path = Path("runs")
@@ -106,17 +93,11 @@ def main(arguments: list[str]) -> int:
         "models": _models,
         "sizes": _sizes,
         "tasks": _tasks,
-        "measures": lambda: _components(MEASURES),
-        # by their descriptions alone: the functions need torch
-        "rescalings": lambda: [
-            {"family": name, "description": text} for name, text in RESCALINGS.loaded(RESCALINGS.summary).items()
-        ],
-        "algorithms": lambda: _components(ALGORITHMS),
-        # by their descriptions alone: the functions need torch and other packages
-        "optimizers": lambda: [
-            {"optimizer": name, "description": text} for name, text in OPTIMIZERS.loaded(OPTIMIZERS.summary).items()
-        ],
-        "executors": lambda: _components(EXECUTORS),
+        "measures": lambda: _components(MEASURES, "measure"),
+        "rescalings": lambda: _components(RESCALINGS, "family"),
+        "algorithms": lambda: _components(ALGORITHMS, "algorithm"),
+        "optimizers": lambda: _components(OPTIMIZERS, "optimizer"),
+        "executors": lambda: _components(EXECUTORS, "executor"),
         "studies": _studies,
         "presets": lambda: [{"preset": name, "description": one.description} for name, one in PRESETS.items()],
         "runs": lambda: [_run(run) for run in (find_runs(args.folder) if args.folder.is_dir() else [])],
@@ -296,9 +277,9 @@ def _tasks() -> list[Row]:
     ]
 
 
-def _components(registry: Registry) -> list[Row]:
-    heading = registry.kind.rpartition(" ")[2]
-    return [{heading: name, "description": registry.summary(name)} for name in registry.loaded()]
+def _components(registry: Registry, heading: str) -> list[Row]:
+    # what has a line about it is not loaded: rescalings and optimizers need torch
+    return [{heading: name, "description": text} for name, text in registry.loaded(registry.summary).items()]
 
 
 def _studies() -> list[Row]:

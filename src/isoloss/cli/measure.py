@@ -46,21 +46,7 @@ EXAMPLES = [
 ]
 # what `--help` shows; `--help-all` shows the rest
 COMMON = (
-    "models",
-    "measures",
-    "preset",
-    "steps",
-    "data",
-    "language",
-    "tokenizer",
-    "length",
-    "num_sequences",
-    "rtol",
-    "control",
-    "by_layer",
-    "output",
-    "device",
-    "json",
+    "models measures preset steps data language tokenizer length num_sequences rtol control by_layer output device json"
 )
 _LESS = 2.0  # times as large as it could be: an error that another command is printed for
 _LARGEST = 3  # parts by parameter that are printed in any case
@@ -315,7 +301,8 @@ def _remarks(args: Any, estimate: Estimate, inputs: Any) -> Iterator[str]:
         )
     elif parameters:
         yield parameters
-    yield from _skipped(estimate)
+    if number := details.get("skipped_batches"):
+        yield f"{number:,} batch{'es' if number > 1 else ''} skipped: every label is -100"
     yield from _adjustment(estimate)
     if "log_factors" in details:
         yield from _of_minimum(estimate)
@@ -386,7 +373,7 @@ def _what_helps(args: Any, inputs: Any, estimate: Estimate) -> str:
 
 
 def _of_minimum(estimate: Estimate) -> Iterator[str]:
-    """Yield sentences on a minimal trace beside the plain one, and on its conventions where there is no minimum."""
+    """Yield sentences on a minimal trace beside the plain one, and on the convention where there is no minimum."""
     details = estimate.details
     plain, kept = (rounded(details[name], details[f"{name}_stderr"]) for name in ("trace", "keeping_features"))
     low, high = (rounded(details[name], estimate.stderr).split(" ±")[0] for name in ("in_sample", "cross_fitted"))
@@ -395,12 +382,6 @@ def _of_minimum(estimate: Estimate) -> Iterator[str]:
         f"minimum over all rescalings: in sample {low} (too small on average), cross-fitted {high} (too large); the "
         "value is their mean"
     )
-    yield from _conventions(estimate)
-
-
-def _conventions(estimate: Estimate) -> Iterator[str]:
-    """Yield a sentence on the convention that fixes the scale where the trace has no minimum."""
-    details = estimate.details
     if details["gauged"]:
         infimum = rounded(details["infimum"], estimate.stderr).split(" ±")[0]
         yield (
@@ -424,13 +405,7 @@ def _control(measured: Mapping[str, Mapping[str, Estimate]]) -> str:
 
 
 def _percent(fraction: float) -> str:
-    """Return a fraction in percent with one decimal, or one significant digit where that would be 0.
-
-    Example:
-        >>> from isoloss.cli.measure import _percent
-        >>> _percent(0.0371), _percent(0.00512), _percent(0.00038)
-        ('3.7 %', '0.5 %', '0.04 %')
-    """
+    """Return a fraction in percent with one decimal, or one significant digit where that would be 0."""
     return f"{100 * fraction:{'.1f' if fraction >= 0.001 else '.1g'}} %"
 
 
@@ -454,12 +429,6 @@ def _print_rows(
         number = f"{value:.4g}" if error is None else rounded(value, error)
         cells.append((name, number, f"{100 * value / estimate.value:.{digits}f} %"))
     common.print_table(title, (part, estimate.unit, "fraction"), cells)
-
-
-def _skipped(trace: Estimate) -> Iterator[str]:
-    """Say how many batches had nothing to predict; nothing where none had."""
-    if number := trace.details.get("skipped_batches"):
-        yield f"{number:,} batch{'es' if number > 1 else ''} skipped: every label is -100"
 
 
 def _adjustment(trace: Estimate) -> Iterator[str]:

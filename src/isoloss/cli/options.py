@@ -58,7 +58,7 @@ def parse(
     arguments: Sequence[str],
     *,
     examples: Sequence[tuple[str, str]],
-    common: Collection[str] = (),
+    common: str = "",
 ) -> Any:
     """Return `cls` filled from the command line; `--help` opens with the examples.
 
@@ -69,7 +69,7 @@ def parse(
         command: The words before the arguments, without `isoloss`.
         arguments: The command line.
         examples: Commands, and what each is for; the most usual ones first.
-        common: The fields that `--help` shows, by their first sentences, where `--help-all` shows all; empty: all.
+        common: The names of the fields that `--help` shows, by their first sentences; empty: all, as `--help-all` does.
 
     Raises:
         IsolossError: There is no such subcommand or option, a value does not fit, or one is missing.
@@ -91,7 +91,7 @@ def parse(
     more = f"isoloss {command} {HELP_ALL if common else HELP[0]}"
     parser = Parser(f"isoloss {command}", more)
     if not {*HELP, HELP_ALL}.isdisjoint(arguments):
-        shown = common if common and HELP_ALL not in arguments else None
+        shown = common.split() if common and HELP_ALL not in arguments else None
         parser.print_described(cls, examples, shown, more if common else "")
         raise SystemExit(0)
     add_options(parser, cls)
@@ -195,11 +195,7 @@ def _unknown(option: str, parser: Parser, parent: str, others: Mapping[str, Any]
 def add_options(parser: Any, cls: Any, *, shown: Collection[str] | None = None, describes: bool = False) -> None:
     """Add the options of a dataclass, and of the groups in it, to a parser.
 
-    Args:
-        parser: The parser, or a group of it.
-        cls: The dataclass.
-        shown: The only fields that are in the help.
-        describes: Whether there is a help, for which docstrings are read.
+    Docstrings are read if there is a help, which the parser `describes`; then only fields that are `shown` are in it.
     """
     for field, hint in _hinted(cls):
         kind = _bare(hint)
@@ -335,13 +331,7 @@ def _hinted(cls: Any) -> list[tuple[dataclasses.Field[Any], Any]]:
 
 
 def option_name(field: str) -> str:
-    """Return how the command line calls a field.
-
-    Example:
-        >>> from isoloss.cli.options import option_name
-        >>> option_name("learning_rate")
-        '--learning-rate'
-    """
+    """Return how the command line calls a field: learning_rate is --learning-rate."""
     return f"--{field.replace('_', '-')}"
 
 

@@ -298,9 +298,7 @@ class _Report(_Command):
         from isoloss.studies.page import report
 
         folder = _begun(self)
-        missing, complete = _progress(folder)
-        if missing and not (self.partial and complete):
-            raise _unfinished(self, folder)
+        complete = _complete(self, folder, partial=self.partial)
         with files.lock(folder.path):
             page = report(folder, complete)
         return _emit_summary(folder, page, complete, as_json=self.json)
@@ -343,8 +341,7 @@ class _Export(_Command):
         from isoloss.studies.export import export
 
         folder = _begun(self)
-        if _progress(folder)[0]:
-            raise _unfinished(self, folder)
+        _complete(self, folder)
         with files.lock(folder.path):
             export(folder, self.output, self.formats)
         sizes = [path.stat().st_size for path in self.output.rglob("*") if path.is_file()]
@@ -710,15 +707,6 @@ def _duration(seconds: float) -> str:
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def _progress(folder: StudyFolder) -> tuple[list[str], tuple[int, ...]]:
-    """Return the names of the units that are not done, and the numbers of the blocks that are complete."""
-    from isoloss.studies.plan import complete_blocks
-
-    units = folder.plan()
-    missing = [unit.name for unit in units if not unit.done()]
-    return missing, complete_blocks(units, {unit.name for unit in units} - set(missing))
-
-
 def _begun(command: _Command) -> StudyFolder:
     """Return the study in its folder, which must be there."""
     folder = command.study()
@@ -728,15 +716,15 @@ def _begun(command: _Command) -> StudyFolder:
     return folder
 
 
-def _unfinished(command: _Command, folder: StudyFolder) -> IsolossError:
-    """Return the error for a study that does not have enough results yet."""
-    missing, complete = _progress(folder)
+def _complete(command: _Command, folder: StudyFolder, *, partial: bool = False) -> tuple[int, ...]:
+    """Return the complete blocks of a study; one that is not finished is refused, unless some blocks will do."""
+    missing, complete = folder.progress()
+    if not missing or (partial and complete):
+        return complete
     blocks = len({experiment.block for experiment in folder.scale.experiments.values()})
     count = f"{len(missing)} units are" if len(missing) > 1 else "1 unit is"
     done = f", and {len(complete)} of {blocks} blocks are complete" if blocks > 1 else ""
-    return IsolossError(
-        f"{count} not done (first: {missing[0]}){done}; {command.run_command(folder)} resumes the study"
-    )
+    raise IsolossError(f"{count} not done (first: {missing[0]}){done}; {command.run_command(folder)} resumes the study")
 
 
 def _emit_summary(folder: StudyFolder, page: Path, complete: Collection[int] | None = None, *, as_json: bool) -> int:

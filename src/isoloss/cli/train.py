@@ -59,20 +59,8 @@ EXAMPLES = [
 
 # what `--help` shows; `--help-all` shows the rest
 COMMON = (
-    "run",
-    "config",
-    "language",
-    "tokenizer",
-    "architecture",
-    "size",
-    "algorithm",
-    "steps",
-    "batch_size",
-    "learning_rate",
-    "checkpoints",
-    "seed",
-    "device",
-    "json",
+    "run config language tokenizer architecture size algorithm steps batch_size learning_rate checkpoints "
+    "seed device json"
 )
 
 COMPILED_WIDTH = 64  # the widest model that is compiled unasked

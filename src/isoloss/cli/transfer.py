@@ -45,23 +45,7 @@ EXAMPLES = [
     ("isoloss transfer CHECKPOINT --task spam --data mails.csv --text body --method finetune", "your labeled text"),
 ]
 # what `--help` shows; `--help-all` shows the rest
-COMMON = (
-    "models",
-    "task",
-    "method",
-    "preset",
-    "num_train",
-    "num_test",
-    "seed",
-    "device",
-    "language",
-    "data",
-    "text",
-    "label",
-    "tokenizer",
-    "output",
-    "json",
-)
+COMMON = "models task method preset num_train num_test seed device language data text label tokenizer output json"
 
 METHODS: dict[str, type] = {"probe": LinearProbeConfig, "lookup": ClassifierConfig, "finetune": FinetuneConfig}
 _NO_OPTIONS = ("name", "betas", "momentum", "seed")  # only the library sets these; seed is in `Args`
@@ -72,14 +56,6 @@ class _Method(GivenOptions):
 
     sources = sources_of(METHODS, exclude=_NO_OPTIONS)
     names_configs = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentenceOptions:
-    """For a task of a synthetic language."""
-
-    language: str | None = None
-    """The language; default: that of the models' runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +95,8 @@ class Args:
     task: str
     """A task of the language (root, prefix-L, ...), of GLUE (SST-2, RTE, ...), or a name of your own for --data; see
     isoloss ls tasks."""
+    language: str | None = None
+    """Of a task of a synthetic language; default: that of the models' runs."""
     method: Literal["probe", "lookup", "finetune"] = "probe"
     """A probe on the model's token states, one on the true conditionals, or training all weights."""
     preset: str | None = None
@@ -137,7 +115,6 @@ class Args:
     json: bool = False
     """Print one JSON document."""
     loading: Loading = field(default_factory=Loading)
-    sentences: SentenceOptions = field(default_factory=SentenceOptions)
     labeled_text: TextOptions = field(default_factory=TextOptions)
     classifier: _Method = field(default_factory=_Method)
 
@@ -219,11 +196,7 @@ def _measure(args: Args, config: Any, subject: Subject, tasks: Tasks) -> tuple[T
 
 
 def method_config(args: Args) -> Any:
-    """Return the config of the method with what the command line gives of it.
-
-    Raises:
-        IsolossError: An option that the method does not have, or a value out of its range.
-    """
+    """Return the config of the method with what the command line gives of it."""
     config = METHODS[args.method]
     preset = None if args.preset is None else load_preset(args.preset).method(args.method)
     settings: dict[str, Any] = dict(args.classifier)
@@ -248,14 +221,10 @@ class Subject:
 
 
 def subjects(args: Args) -> list[Subject]:
-    """Return what the command line names.
-
-    Raises:
-        IsolossError: It names nothing, something twice, or a run without a checkpoint.
-    """
+    """Return what the command line names."""
     if not args.models:
-        if args.method == "lookup" and args.sentences.language is not None:
-            return [Subject(args.sentences.language, None, None)]
+        if args.method == "lookup" and args.language is not None:
+            return [Subject(args.language, None, None)]
         raise IsolossError("no model is named: give a run, a checkpoint folder or a name on the Hugging Face hub")
     refuse_twice(args.models)
     models = []
@@ -271,12 +240,7 @@ def subjects(args: Args) -> list[Subject]:
 
 
 def check_args(args: Args, models: list[Subject]) -> None:
-    """Refuse what needs no torch to be seen as wrong.
-
-    Raises:
-        IsolossError: A value out of its range, or a device, checkpoint, file or tokenizer that there cannot be.
-    """
-    check(args.sentences)
+    """Refuse what needs no torch to be seen as wrong."""
     check(args.labeled_text)
     check(args)
     machine.check_device(args.loading.device)
@@ -297,11 +261,12 @@ class Tasks:
         self.args = args
         registered = registered_text_task(args.task, args.labeled_text.data)
         self.is_text = args.labeled_text.data is not None or registered is not None
-        if given := _given(args.sentences if self.is_text else args.labeled_text):
+        given = {"language": args.language} if self.is_text else vars(args.labeled_text)
+        if useless := [option_name(name) for name, value in given.items() if value is not None]:
             text_tasks = [name for name, task in TASKS.loaded().items() if isinstance(task, TextTask)]
             kind = f"a synthetic language (tasks of text: {', '.join(text_tasks)}, or --data)"
             raise IsolossError(
-                f"{args.task} is a task of {'real text' if self.is_text else kind}: leave out {', '.join(given)}"
+                f"{args.task} is a task of {'real text' if self.is_text else kind}: leave out {', '.join(useless)}"
             )
         if self.is_text and args.method == "lookup":
             raise IsolossError(
@@ -313,11 +278,7 @@ class Tasks:
         self._synthetic = None if self.is_text else self._make_synthetic()
 
     def of(self, subject: Subject, loaded: LoadedModel | None) -> TaskData:
-        """Return the task as `subject` reads it.
-
-        Raises:
-            IsolossError: Its vocabulary differs from the language's or the tokenizer's.
-        """
+        """Return the task as `subject` reads it."""
         from isoloss.lab.tasks import read_from_start
 
         if self._synthetic is None:
@@ -387,16 +348,11 @@ class Tasks:
             return of_language
 
 
-def _given(group: Any) -> list[str]:
-    """Return the options of a group that have been set."""
-    return [option_name(name) for name, value in vars(group).items() if value != getattr(type(group), name)]
-
-
 def _language(args: Args, models: list[Subject]) -> Any:
     from isoloss.lab import languages
 
-    if args.sentences.language is not None:
-        return languages.resolve(args.sentences.language).build()
+    if args.language is not None:
+        return languages.resolve(args.language).build()
     known: tuple[str, Any] | None = None
     for subject in models:
         if subject.run is None:

@@ -440,25 +440,13 @@ def _rivals(
 
 
 def times_in_words(ratio: float, interval: tuple[float, float]) -> str:
-    """Return a ratio with its 95 % interval.
-
-    Example:
-        >>> from isoloss.comparison.verdict import times_in_words
-        >>> times_in_words(0.4567, (0.4321, 0.4826))
-        '0.457 times (95 % 0.432 to 0.483)'
-    """
+    """Return a ratio with its 95 % interval, such as `0.457 times (95 % 0.432 to 0.483)`."""
     low, high = map(in_digits, interval)
     return f"{in_digits(ratio)} times (95 % {low} to {high})"
 
 
 def in_digits(ratio: float) -> str:
-    """Return a ratio in three digits.
-
-    Example:
-        >>> from isoloss.comparison.verdict import in_digits
-        >>> in_digits(1.2), in_digits(123.4)
-        ('1.20', '123')
-    """
+    """Return a ratio in three digits, such as 1.20 or 123."""
     return f"{ratio:#.3g}".rstrip(".")
 
 
@@ -497,6 +485,15 @@ def unlike(models: Mapping[str, Estimate]) -> tuple[str, str] | None:
     return None
 
 
+def warn_unlike(traces: Mapping[str, Estimate]) -> None:
+    """Warn where traces, by model, are sums over different parameters."""
+    if (two := unlike(traces)) is not None:
+        warn(
+            f"{two[0]} and {two[1]} have different parameters, and a trace is a sum over them, so the values are not "
+            "comparable: expand both into one architecture first, as isoloss expand does for BERT, RoBERTa and OPT"
+        )
+
+
 def _next(reasons: Mapping[Reason, str], more: str, with_tasks: bool) -> list[str]:
     steps = []
     if "parameters" in reasons:
@@ -523,12 +520,3 @@ def _is_rounding(loss: Estimate) -> bool:
 
 def _listed(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def warn_unlike(traces: Mapping[str, Estimate]) -> None:
-    """Warn where traces, by model, are sums over different parameters."""
-    if (two := unlike(traces)) is not None:
-        warn(
-            f"{two[0]} and {two[1]} have different parameters, and a trace is a sum over them, so the values are not "
-            "comparable: expand both into one architecture first, as isoloss expand does for BERT, RoBERTa and OPT"
-        )

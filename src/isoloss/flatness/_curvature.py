@@ -95,8 +95,11 @@ class MeanLoss:
         }
 
     def positions(self) -> torch.Tensor:
-        """Return (N,) float64: the predicted positions of each cluster."""
-        return self._by_cluster(lambda batch: torch.ones(len(batch.targets), dtype=torch.float64))
+        """Return (N,) float64: the predicted positions of each cluster; refuse a single one, which has no error."""
+        positions = self._by_cluster(lambda batch: torch.ones(len(batch.targets), dtype=torch.float64))
+        if len(positions) < 2:
+            raise IsolossError("an error bar needs at least 2 independent sequences or documents")
+        return positions
 
     def by_cluster(self, chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Return (N,) float64: the losses summed over the predicted positions of each cluster.

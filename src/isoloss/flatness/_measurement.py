@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self, TypedDict
@@ -115,106 +115,43 @@ class StopCriteria:
         return given
 
 
-class Accumulation(abc.ABC):
-    """The sums of a measurement, to which items are added: batches, probes, or the steps of a method."""
+class Watch:
+    """Says when a measurement is to stop, and how long it has taken.
 
-    seconds = 0.0  # the time that it has taken
-    done = 0  # the argument of `progress`: how many sequences, probes or steps
-    fewest = 2  # samples before `seconds` may end it
+    Args:
+        stopping: The limits.
+        seconds: The time that it has taken before.
+        fewest: Samples before `stopping.seconds` may end it.
+    """
 
-    @abc.abstractmethod
-    def __len__(self) -> int:
-        """Return the number of independent samples so far."""
+    def __init__(self, stopping: StopCriteria, *, seconds: float = 0.0, fewest: int = 2) -> None:
+        self.seconds, self._stopping, self._fewest = seconds, stopping, fewest
+        self._begun, self._look = time.perf_counter() - seconds, FIRST_CHECK
 
-    @abc.abstractmethod
-    def add(self, item: Any) -> None:
-        """Measure an item."""
-
-    @property
-    def has_value(self) -> bool:
-        """Whether there is anything to estimate from."""
-        return True
-
-    def error(self) -> tuple[float, float]:
-        """Return the value and its standard error, for `rtol`."""
-        raise NotImplementedError
-
-    def partial(self) -> Estimate | None:
-        """Return the estimate that an interruption carries; None where there is none."""
-        return None
-
-    def run(
-        self,
-        items: Iterable[Any],
-        stopping: StopCriteria,
-        *,
-        progress: Callable[[int], None] | None = None,
-    ) -> str | None:
-        """Add items until they end, or `stopping` says so; return which limit it was, None where the items ended."""
-        before, begun, look = self.seconds, time.perf_counter(), FIRST_CHECK
-        try:
-            for item in items:
-                self.add(item)
-                self.seconds = before + time.perf_counter() - begun
-                if progress is not None:
-                    progress(self.done)
-                if not self.has_value:
-                    continue
-                if stopping.rtol is not None and len(self) >= look:
-                    value, stderr = self.error()
-                    if stderr <= stopping.rtol * abs(value):
-                        return "rtol"
-                    # checked at doubling numbers: a look after every batch would end it at a moment where the error is
-                    # small by chance
-                    while look <= len(self):
-                        look *= 2
-                if stopping.seconds is not None and len(self) >= self.fewest and self.seconds >= stopping.seconds:
-                    return "seconds"
-        except KeyboardInterrupt as interruption:
-            if (partial := self.partial()) is None:
-                raise
-            raise InterruptedEstimate(partial) from interruption
-        return None
+    def ends(self, samples: Sized, estimate: Callable[[], Estimate | ClusteredRatio] | None = None) -> str | None:
+        """Return which limit ends the measurement after these samples, `rtol` or `seconds`; None: it goes on."""
+        self.seconds = time.perf_counter() - self._begun
+        rtol, seconds = self._stopping.rtol, self._stopping.seconds
+        if rtol is not None and estimate is not None and len(samples) >= self._look:
+            found = estimate()
+            if found.stderr <= rtol * abs(found.value):
+                return "rtol"
+            # checked at doubling numbers: a look after every batch would end it at a moment where the error is small by
+            # chance
+            while self._look <= len(samples):
+                self._look *= 2
+        return "seconds" if seconds is not None and len(samples) >= self._fewest and self.seconds >= seconds else None
 
 
-class Probes(Accumulation):
-    """A measurement by independent random probes, each of which sees all inputs."""
-
-    def __init__(self, measure: Callable[[int], torch.Tensor], estimate: Callable[[torch.Tensor], Estimate]) -> None:
-        self._measure, self._estimate = measure, estimate
-        self._rows: list[torch.Tensor] = []
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def values(self) -> torch.Tensor:
-        return torch.stack(self._rows)
-
-    def add(self, item: int) -> None:
-        self._rows.append(self._measure(item))
-        self.done = len(self._rows)
-
-    def error(self) -> tuple[float, float]:
-        estimate = self._estimate(self.values)
-        return estimate.value, estimate.stderr
-
-    def partial(self) -> Estimate | None:
-        return self._estimate(self.values) if len(self) >= 2 else None
-
-    def items(self, number: int) -> Iterable[int]:
-        """Return the items for `add` until there are `number` probes."""
-        return range(len(self), number)
-
-    def take(
-        self,
-        number: int,
-        stopping: StopCriteria,
-        *,
-        progress: Callable[[int], None] | None,
-    ) -> str:
-        """Take up to `number` probes, and return what ended it."""
-        return self.run(self.items(number), stopping, progress=progress) or "num_probes"
+@contextlib.contextmanager
+def interruptible(samples: Sized, estimate: Callable[[str], Estimate]) -> Iterator[None]:
+    """Let Ctrl-C carry the estimate so far, from two samples on."""
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        if len(samples) < 2:
+            raise
+        raise InterruptedEstimate(estimate("interrupted")) from interruption
 
 
 def model_details(model: nn.Module, counted: Sequence[nn.Parameter], *, causal: bool) -> dict[str, Any]:
@@ -325,7 +262,7 @@ class Estimator(abc.ABC):
         return {"parameters_without_gradient": [name for name in self.parameters if name not in self.reached]}
 
 
-class Measurement(Accumulation):
+class Measurement:
     """A ratio of a model's terms over a stream of batches; it runs once.
 
     Args:
@@ -335,8 +272,6 @@ class Measurement(Accumulation):
         finish: Makes the estimate that is returned, watched for `rtol`, and carried by an interruption, from that of
             the sum of all columns and from the columns. It takes a source with `parameter_blocks`.
     """
-
-    fewest = FIRST_CHECK
 
     @torch.inference_mode(False)
     def __init__(
@@ -366,7 +301,6 @@ class Measurement(Accumulation):
         means = None
         if auxiliary_sample is not None:
             means = AuxiliaryMeans(auxiliary_sample.covariance, auxiliary_sample.num_sequences, auxiliary_sample.number)
-            self.seconds = auxiliary_sample.seconds
         width = len(parameter_ids)
         self._estimators = [ClusteredRatioEstimator(width, source.num_controls, groups, means, others)]
         if source.parts:
@@ -418,6 +352,8 @@ class Measurement(Accumulation):
             )
         source = self._source
         source.seconds = stopping.seconds
+        before = 0.0 if self._auxiliary is None else self._auxiliary.seconds
+        self._watch, reason = Watch(stopping, seconds=before, fewest=FIRST_CHECK), None
         with source:
             items = read_batches(
                 batches,
@@ -426,7 +362,15 @@ class Measurement(Accumulation):
                 num_sequences=stopping.num_sequences,
                 clusters=self.clusters,
             )
-            reason = self.run(items, stopping, progress=progress)
+            with interruptible(self, self._estimate):
+                for item in items:
+                    self._add(item)
+                    if self._position.positions:
+                        reason = self._watch.ends(self, self._watched)
+                    if progress is not None:
+                        progress(self._position.sequences)
+                    if reason is not None:
+                        break
             if not self._position.batches:
                 raise IsolossError("there are no batches, so there is nothing to measure")
             if reason is None:
@@ -437,7 +381,7 @@ class Measurement(Accumulation):
                 self._gather()
             return self._estimate(reason)
 
-    def add(self, item: CheckedBatch) -> None:
+    def _add(self, item: CheckedBatch) -> None:
         auxiliary = self._auxiliary
         if auxiliary is not None and auxiliary.by_document != self.clusters.by_document:
             raise IsolossError("both the batches and the auxiliary sample have `documents`, or neither has")
@@ -458,7 +402,7 @@ class Measurement(Accumulation):
             self._check_finite(values, item)
         for estimator, (values, of_part) in zip(self._estimators, parts, strict=True):
             estimator.add(values, terms.positions, of_part, clusters)
-        self._position, self.done = item.after, item.after.sequences
+        self._position = item.after
 
     def _check_finite(self, values: torch.Tensor, item: CheckedBatch) -> None:
         if not bool(values.isfinite().all()):
@@ -468,26 +412,18 @@ class Measurement(Accumulation):
                 f"batch {item.number}: {what} is not finite (sequence {row} of the batch); use a wider dtype"
             )
 
-    @property
-    def has_value(self) -> bool:
-        return self._position.positions > 0
-
-    def error(self) -> tuple[float, float]:
-        result = self.result() if self._finish is None else self._estimate("")
-        return result.value, result.stderr
-
-    def partial(self) -> Estimate | None:
-        return self._estimate("interrupted") if len(self) >= 2 else None
+    def _watched(self) -> Estimate | ClusteredRatio:
+        return self.result() if self._finish is None else self._estimate("")
 
     def _gather(self) -> None:
         gathered: list[Any] = [None] * dist.get_world_size()
         # whether neighbors are alike is asked of each process's own stream
         packed = len(self.clusters), self.clusters.is_packed()
-        dist.all_gather_object(gathered, (self._position, self.seconds, self._estimators, packed))
+        dist.all_gather_object(gathered, (self._position, self._watch.seconds, self._estimators, packed))
         positions = [position for position, *_ in gathered]
         for number in range(len(self._estimators)):
             self._estimators[number] = ClusteredRatioEstimator.merged([parts[number] for _, _, parts, _ in gathered])
-        self.seconds = max(seconds for _, seconds, *_ in gathered)
+        self._watch.seconds = max(seconds for _, seconds, *_ in gathered)
         if any(is_packed for *_, (_, is_packed) in gathered):
             self._gathered_blocks = equal_blocks([number for *_, (number, _) in gathered])
         summed = ("batches", "sequences", "positions", "skipped")
@@ -513,7 +449,7 @@ class Measurement(Accumulation):
             num_predictions=position.positions,
             num_probes=source.num_probes,
             method=source.method,
-            seconds=self.seconds,
+            seconds=self._watch.seconds,
             **self._split(result),
             details={
                 **model_details(self._model, list(source.parameters.values()), causal=source.causal),

@@ -131,9 +131,6 @@ class ParameterBlocks:
     Entry (i, j) is in part rows[i] * num_columns + columns[j]. A vector has rows and the one column [0]. Where a tensor
     has more than two axes, those between the first and the last are not split.
 
-    Raises:
-        IsolossError: The groups of an axis are not numbered 0, 1, ... without a gap.
-
     Example:
         >>> import torch
         >>> from isoloss.flatness._parameters import ParameterBlocks
@@ -204,17 +201,6 @@ class ParameterColumns:
         parameter_blocks: Those of the parameters that have several parts.
         of: The columns of each parameter.
         parameter_ids: (K,) the index of the parameter that each column belongs to.
-
-    Raises:
-        IsolossError: A split is of a parameter that is not measured, or of another shape.
-
-    Example:
-        >>> import torch
-        >>> from isoloss.flatness._parameters import ParameterBlocks, ParameterColumns
-        >>> split = ParameterBlocks(torch.tensor([0, 0, 1]), torch.tensor([0]))
-        >>> columns = ParameterColumns({"weight": torch.ones(2, 3), "bias": torch.ones(3)}, {"bias": split})
-        >>> columns.parameter_ids.tolist(), columns.sums("bias", torch.ones(3))
-        ([0, 1, 1], tensor([2., 1.], dtype=torch.float64))
     """
 
     def __init__(

@@ -81,8 +81,6 @@ def interpolation_barrier(
     check_one_function("the model", function_of_model(model), "the other", function_of_model(other))
     loss = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
     positions = loss.positions()
-    if len(positions) < 2:
-        raise IsolossError("an error bar needs at least 2 independent sequences or documents")
     before = loss.by_cluster()
     rises: dict[float, torch.Tensor] = {}
     with weights_restored(start.values()) as originals, torch.no_grad():

@@ -193,12 +193,7 @@ def empirical_fisher_trace(
         distributed: As for `fisher_trace`.
         options: See `MeasureOptions`.
 
-    Returns:
-        As `fisher_trace`.
-
-    Raises:
-        IsolossError: As for `fisher_trace`.
-        InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
+    Errors are those of `fisher_trace`.
 
     Example:
         >>> from isoloss.examples import tiny_bert

@@ -64,9 +64,7 @@ def hessian_trace(
         The estimate, `by_parameter` adding up to `value`; with `method="residual"`, `details` has `fisher`,
         `fisher_stderr`, `residual` and `residual_stderr`.
 
-    Raises:
-        IsolossError: As for `fisher_trace`, or a part of the model has no second derivative.
-        InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
+    Errors are those of `fisher_trace`, or a part of the model has no second derivative.
 
     Example:
         >>> from isoloss.examples import tiny_bert

@@ -80,9 +80,7 @@ def fisher_rao_norm(
         batches: As for `fisher_trace`; the labels' values are not used.
         options: See `MeasureOptions`; `parameters` are theta.
 
-    Raises:
-        IsolossError: As for `fisher_trace`, or a part of the model has no second derivative.
-        InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
+    Errors are those of `fisher_trace`, or a part of the model has no second derivative.
 
     Example:
         >>> from isoloss.examples import tiny_bert
@@ -213,9 +211,7 @@ def weighted_fisher_trace(
         seed: Decides the probes.
         options: See `MeasureOptions`.
 
-    Raises:
-        IsolossError: As for `fisher_trace`.
-        InterruptedEstimate: Ctrl-C after at least two clusters; it carries the estimate so far.
+    Errors are those of `fisher_trace`.
 
     Example:
         >>> from isoloss.examples import tiny_bert

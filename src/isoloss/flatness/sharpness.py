@@ -7,7 +7,6 @@ The examples measure the model and the batches of the example of `isoloss.flatne
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Unpack
@@ -24,8 +23,9 @@ from isoloss.flatness._measurement import (
     BatchSums,
     Estimator,
     MeasureOptions,
-    Probes,
     StopCriteria,
+    Watch,
+    interruptible,
     measure,
 )
 from isoloss.model_checks import device_of
@@ -189,42 +189,41 @@ def noise_sharpness(
     most = stopping.number_of_probes(num_probes, _PROBES)
     loss = MeanLoss.of(model, batches, options)
     positions = loss.positions()
-    if len(positions) < 2:
-        raise IsolossError("an error bar needs at least 2 independent sequences or documents")
     details = {"relative_std": relative_std, "error_covers": "inputs, labels and probes", **loss.details(seed)}
 
-    def estimate(rises: torch.Tensor, ended: str = "interrupted") -> Estimate:
+    watch, rises, ended = Watch(stopping), list[torch.Tensor](), None
+
+    def estimate(ended: str) -> Estimate:
         # all pairs see the same inputs, so rises are not independent: pairs and clusters are two crossed samples
-        value, stderr, influence = crossed_ratio(rises.T.contiguous(), positions)
+        value, stderr, influence = crossed_ratio(torch.stack(rises, dim=1), positions)
         return Estimate(
             value=value,
             stderr=stderr,
-            samples=min(rises.shape),
+            samples=min(len(rises), len(positions)),
             unit=UNIT,
             num_predictions=loss.num_positions,
             num_probes=len(rises),
             method="expected rise under relative Gaussian noise, antithetic pairs",
-            seconds=probes.seconds,
+            seconds=watch.seconds,
             details={**details, "ended": ended},
             influence=influence.numpy(),
         )
 
-    begun = time.perf_counter()
     before = loss.by_cluster()
-    with weights_restored(loss.parameters.values()) as originals:
-
-        def rise(probe: int) -> torch.Tensor:
+    with weights_restored(loss.parameters.values()) as originals, interruptible(rises, estimate):
+        for probe in range(most):
             noise = gaussian_noise(loss.parameters, originals, relative_std, seed, probe)
             both = []
             for sign in (1, -1):
                 _move(loss.parameters, originals, [sign * part for part in noise])
                 both.append(loss.by_cluster())
-            return (both[0] + both[1]) / 2 - before
-
-        probes = Probes(rise, estimate)
-        probes.seconds = time.perf_counter() - begun
-        ended = probes.take(most, stopping, progress=options.get("progress"))
-    return estimate(probes.values, ended)
+            rises.append((both[0] + both[1]) / 2 - before)
+            ended = watch.ends(rises, lambda: estimate(""))
+            if (progress := options.get("progress")) is not None:
+                progress(len(rises))
+            if ended is not None:
+                break
+    return estimate(ended or "num_probes")
 
 
 @contextmanager

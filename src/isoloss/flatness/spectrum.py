@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
 
@@ -21,10 +21,10 @@ from isoloss.flatness._curvature import MeanLoss
 from isoloss.flatness._ghost import controls
 from isoloss.flatness._measurement import (
     UNIT,
-    Accumulation,
     MeasureOptions,
-    Probes,
     StopCriteria,
+    Watch,
+    interruptible,
 )
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
@@ -106,18 +106,24 @@ def largest_eigenvalues(
     product = _product(loss, matrix)
     generator = seeds.generator(seed, "lanczos")
     start = torch.randn(loss.num_parameters, generator=generator, dtype=loss.dtype).to(device_of(model))
-    search = _Search(Lanczos(product, start, generator), num_eigenvalues, rtol)
-    # without rtol, which limits the residual norms here: each step looks at these itself
-    limit = StopCriteria(seconds=options.get("seconds"))
-    ended = search.run(search.steps(max_iterations), limit, progress=options.get("progress"))
-    if search.converged or search.space.complete:  # with the last product that was allowed, perhaps
-        ended = "rtol" if search.converged else "complete basis"
-    is_exact = search.converged or search.space.complete
+    space, converged, ended = Lanczos(product, start, generator), False, None
+    # without rtol, which limits the residual norms here
+    watch = Watch(StopCriteria(seconds=options.get("seconds")), fewest=num_eigenvalues)
+    while ended is None and not converged and not space.complete and space.steps < max_iterations:
+        space.step()
+        values, vectors, residuals = space.ritz()
+        near = bool((residuals[-num_eigenvalues:] <= rtol * values.abs().max()).all())
+        converged = near and space.steps >= num_eigenvalues
+        ended = watch.ends(range(space.steps))
+        if (progress := options.get("progress")) is not None:
+            progress(space.steps)
+    is_exact = converged or space.complete
+    if is_exact:  # with the last product that was allowed, perhaps
+        ended = "rtol" if converged else "complete basis"
     residual = "the residual of Lanczos' method" if is_exact else "the distance to an eigenvalue, perhaps a smaller one"
     begun, estimates = time.perf_counter(), []
-    values, vectors, _ = search.space.ritz()
     for number in range(1, num_eigenvalues + 1):
-        x = search.space.vector(vectors[:, -number])
+        x = space.vector(vectors[:, -number])
         x /= x.norm()
         value = float(values[-number])
         # measured: the residual norm that Lanczos' method gives holds in exact arithmetic alone
@@ -139,7 +145,7 @@ def largest_eigenvalues(
                     **loss.details(seed),
                     "clusters": loss.clusters_name,
                     "matrix": matrix,
-                    "iterations": search.space.steps,
+                    "iterations": space.steps,
                     "converged": is_exact,
                     "residual_norm": residual_norm,
                     "ended": ended or "max_iterations",
@@ -150,36 +156,11 @@ def largest_eigenvalues(
         )
     if not is_exact:
         warn(
-            f"the search for eigenvalues ended with product {search.space.steps} with the matrix, before it converged: "
+            f"the search for eigenvalues ended with product {space.steps} with the matrix, before it converged: "
             "the values are too small, and their errors do not say by how much"
         )
-    seconds = search.seconds + time.perf_counter() - begun
+    seconds = watch.seconds + time.perf_counter() - begun
     return [replace(estimate, seconds=seconds) for estimate in estimates]
-
-
-class _Search(Accumulation):
-    """Steps of Lanczos' method until the largest eigenvalues are there."""
-
-    def __init__(self, space: Lanczos, wanted: int, rtol: float) -> None:
-        self.space, self._rtol = space, rtol
-        self.fewest, self.converged = wanted, False
-
-    def __len__(self) -> int:
-        return self.space.steps
-
-    def steps(self, most: int) -> Iterator[None]:
-        """Yield for each step that is to be taken."""
-        while not (self.converged or self.space.complete or self.space.steps >= most):
-            yield
-
-    def add(self, item: None) -> None:
-        self.space.step()
-        self._update()
-
-    def _update(self) -> None:
-        values, _, residuals = self.space.ritz()
-        near = bool((residuals[-self.fewest :] <= self._rtol * values.abs().max()).all())
-        self.done, self.converged = self.space.steps, self.space.steps >= self.fewest and near
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -301,14 +282,14 @@ def spectral_density(
     loss = MeanLoss.of(model, batches, options)
     product = _product(loss, matrix)
 
-    def begin(probe: int) -> Lanczos:
-        signs = controls.rademacher((loss.num_parameters,), device_of(model), seed, "spectrum", probe)
-        return Lanczos(product, signs.to(loss.dtype), seeds.generator(seed, "lanczos", probe))
+    steps, quadratures, ended = min(num_steps, loss.num_parameters), list[torch.Tensor](), None
+    watch = Watch(stopping)
 
-    def density(values: torch.Tensor, ended: str) -> SpectralDensity:
+    def density(ended: str) -> SpectralDensity:
+        nodes, weights = torch.stack(quadratures, dim=1)
         return SpectralDensity(
-            nodes=values[:, 0],
-            weights=values[:, 1],
+            nodes=nodes,
+            weights=weights,
             num_parameters=loss.num_parameters,
             num_predictions=loss.num_positions,
             details={
@@ -317,57 +298,25 @@ def spectral_density(
                 "ended": ended,
                 "error_covers": "probes; the inputs are given",
             },
-            seconds=probes.seconds,
+            seconds=watch.seconds,
         )
 
-    probes = _Quadratures(begin, min(num_steps, loss.num_parameters), lambda v: density(v, "interrupted").moment(1))
-    progress = options.get("progress")
-
-    def after_probe(done: int) -> None:
-        if progress is not None and not probes.is_within_probe:
-            progress(done)
-
-    ended = probes.take(most, stopping, progress=after_probe)
-    return density(probes.values, ended)
-
-
-class _Quadratures(Probes):
-    """Nodes and weights (2, s) of probes, each of which takes s steps of Lanczos' method: a step is an item."""
-
-    def __init__(
-        self, begin: Callable[[int], Lanczos], num_steps: int, estimate: Callable[[torch.Tensor], Estimate]
-    ) -> None:
-        super().__init__(self._quadrature, estimate)
-        self._begin, self._num_steps = begin, num_steps
-        self._latest: tuple[int, Lanczos] | None = None  # the probe under way, or the last that was taken
-
-    @property
-    def is_within_probe(self) -> bool:
-        """Whether a probe is under way."""
-        return self._latest is not None and self._latest[0] == len(self)
-
-    def items(self, number: int) -> Iterator[int]:
-        """Yield the number of the probe that a step is of, until there are `number` probes."""
-        while len(self) < number:
-            yield len(self)
-
-    def add(self, item: int) -> None:
-        """Take a step of the probe of this number; the last one ends it."""
-        space = self._space(item)
-        if space.steps < self._num_steps:
-            space.step()
-        if space.steps == self._num_steps:
-            super().add(item)
-
-    def _space(self, probe: int) -> Lanczos:
-        if self._latest is None or self._latest[0] != probe:
-            self._latest = probe, self._begin(probe)
-        return self._latest[1]
-
-    def _quadrature(self, probe: int) -> torch.Tensor:
-        nodes, vectors, _ = self._space(probe).ritz()
-        # Gauss quadrature: the weights are the squares of the first components (Golub and Welsch 1969)
-        return torch.stack([nodes, vectors[0].square()])
+    with interruptible(quadratures, lambda ended: density(ended).moment(1)):
+        while ended is None and len(quadratures) < most:
+            probe = len(quadratures)
+            signs = controls.rademacher((loss.num_parameters,), device_of(model), seed, "spectrum", probe)
+            space = Lanczos(product, signs.to(loss.dtype), seeds.generator(seed, "lanczos", probe))
+            # `seconds` may end it within a probe, which is then left out
+            while ended is None and space.steps < steps:
+                space.step()
+                if space.steps == steps:
+                    nodes, vectors, _ = space.ritz()
+                    # Gauss quadrature: the weights are the squares of the first components (Golub and Welsch 1969)
+                    quadratures.append(torch.stack([nodes, vectors[0].square()]))
+                ended = watch.ends(quadratures, lambda: density("").moment(1))
+            if (progress := options.get("progress")) is not None and len(quadratures) > probe:
+                progress(len(quadratures))
+    return density(ended or "num_probes")
 
 
 def _product(loss: MeanLoss, matrix: str) -> Product:

@@ -61,7 +61,7 @@ def finetune(
     the weights after the last step.
 
     With an `output`, a state is kept once a minute; Ctrl-C and SIGTERM save one and raise `Interrupted`. The same call
-    then goes on from there, also after SIGKILL, and the result is the same bit for bit on one device with the same
+    then goes on from there, also after SIGKILL, and ends with the same result bit for bit on one device with the same
     number of threads. When more `seeds` are asked for, those in the folder are kept.
 
     Args:

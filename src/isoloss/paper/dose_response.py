@@ -130,9 +130,7 @@ class DoseResponse(OverGrammars):
             config = continued(unit, self._config(unit, stage, cooldown), BASE)
             if arm == CONTROL:
                 config = dataclasses.replace(config, seed=config.seed + OTHER_SENTENCES)
-            made[arm] = Experiment(
-                config=config, measurements=(measured,), after=(unit.run(BASE),), group=self.titles[arm]
-            )
+            made[arm] = Experiment(config=config, measurements=(measured,), group=self.titles[arm])
         return made
 
     def _config(self, unit: Unit, *stages: StageConfig) -> TrainConfig:
@@ -460,40 +458,35 @@ def parts(results: Results) -> PageParts:
 
 
 def _figures(results: Results) -> list[Figure]:
-    scale: DoseResponse = results.scale
-    first, *others = scale.probes.items()
+    first, *others = results.scale.probes.items()
     shown = [(f"Accuracy, {first[0]}: change (points)", first[1]), ("Effective rank: change", "effective-rank")]
-    figure = Figure(
-        name="dose-response",
-        title="Few-shot accuracy and effective rank by flatness",
-        chart=dose_response(results, shown),
-        caption="Changes from the sham, whose penalty has the weight 0, at the same KL. Thin: the penalty's arms of "
-        "each grammar. Thick: means over grammars.",
-    )
-    rest = Figure(
-        name="dose-response-others",
-        title="The other tasks",
-        chart=dose_response(results, [(f"Accuracy, {title}: change (points)", key) for title, key in others]),
-        caption="As above. What later tokens need of the first two tokens decides needed-2, and does not decide "
-        "spare-2.",
-    )
-    return [figure, rest]
+    return [
+        Figure(
+            name="dose-response",
+            title="Few-shot accuracy and effective rank by flatness",
+            chart=dose_response(results, shown),
+            caption="Changes from the sham, whose penalty has the weight 0, at the same KL. Thin: the penalty's arms "
+            "of each grammar. Thick: means over grammars.",
+        ),
+        Figure(
+            name="dose-response-others",
+            title="The other tasks",
+            chart=dose_response(results, [(f"Accuracy, {title}: change (points)", key) for title, key in others]),
+            caption="As above. What later tokens need of the first two tokens decides needed-2, and does not decide "
+            "spare-2.",
+        ),
+    ]
 
 
 def dose_response(results: Results, shown: Sequence[tuple[str, str]]) -> Spec:
-    """Return a panel for each measure: its difference from the sham against the minimal trace over the sham's.
+    """Return a panel for each measure, given by the title of its axis and its key.
 
-    Args:
-        results: The results.
-        shown: The measures, each by the title of its axis and its key.
+    It has the difference from the sham against the minimal trace over the sham's.
     """
     units = complete(results)
     grammars = {name: [unit for unit in units if clusters_of([unit]) == [name]] for name in clusters_of(units)}
-    color = nominal(
-        "series",
-        title=None,
-        scale={"domain": list(SERIES), "range": list(data.COLORS[: len(SERIES)])},
-    )
+    colors = {"domain": list(SERIES), "range": list(data.COLORS[: len(SERIES)])}
+    color = nominal("series", title=None, scale=colors)
     panels = []
     for title, key in shown:
         thin = [row for some in grammars.values() for row in _curve(results, some, "Penalty", key)]
@@ -506,23 +499,20 @@ def dose_response(results: Results, shown: Sequence[tuple[str, str]]) -> Spec:
         line = {"x": x, "y": y, "color": color, "order": order}
         rule = {"type": "rule", "strokeWidth": charts.RULE}
         zero = {"type": "rule", "color": charts.INK, "strokeDash": [4, 4], "opacity": 0.5}
-        panels.append(
-            {
-                "layer": [
-                    layer([{"value": 0.0}], zero, y=y),
-                    layer(thin, {"type": "line", "strokeWidth": 1, "opacity": 0.35}, **line, detail=nominal("of")),
-                    layer(means, {"type": "line", "strokeWidth": charts.LINE}, **line),
-                    layer(means, rule, x=x, y={**y, "field": "low"}, y2={"field": "high"}, color=color),
-                    layer(means, rule, y=y, x={**x, "field": "trace_low"}, x2={"field": "trace_high"}, color=color),
-                    layer(
-                        means,
-                        {"type": "point", "filled": True, "size": charts.POINT, "opacity": 1},
-                        **{"x": x, "y": y, "color": color},
-                        tooltip=[nominal(name) for name in ("arm", "minimal trace", "difference")],
-                    ),
-                ]
-            }
-        )
+        layers = [
+            layer([{"value": 0.0}], zero, y=y),
+            layer(thin, {"type": "line", "strokeWidth": 1, "opacity": 0.35}, **line, detail=nominal("of")),
+            layer(means, {"type": "line", "strokeWidth": charts.LINE}, **line),
+            layer(means, rule, x=x, y={**y, "field": "low"}, y2={"field": "high"}, color=color),
+            layer(means, rule, y=y, x={**x, "field": "trace_low"}, x2={"field": "trace_high"}, color=color),
+            layer(
+                means,
+                {"type": "point", "filled": True, "size": charts.POINT, "opacity": 1},
+                **{"x": x, "y": y, "color": color},
+                tooltip=[nominal(name) for name in ("arm", "minimal trace", "difference")],
+            ),
+        ]
+        panels.append({"layer": layers})
     return charts.concat(panels, "Bars: 95 % confidence intervals over grammars")
 
 

@@ -162,7 +162,7 @@ class SameLoss(OverGrammars):
         arms = {BASE: Experiment(config=base, measurements=parts, group=GROUPS[UNTOUCHED])}
 
         def from_base(arm: str, *stages: StageConfig) -> None:
-            arms[arm] = self._ends(unit, arm, self.continued(unit, BASE, *stages), after=(unit.run(BASE),))
+            arms[arm] = self._ends(unit, arm, self.continued(unit, BASE, *stages))
 
         from_base(UNTOUCHED)
         for arm, labels in (("label-noise", "sampled"), ("no-noise", "exact")):
@@ -173,7 +173,6 @@ class SameLoss(OverGrammars):
                 arms[cooldown_run(arm, steps)] = Experiment(
                     config=self.continued(unit, before, cooldown_steps=steps),
                     measurements=(self.measured(unit, self.common),),
-                    after=(unit.run(arm),),
                     group=GROUPS[arm],
                 )
         for arm, stage in self.more_stages().items():
@@ -226,7 +225,7 @@ class SameLoss(OverGrammars):
         """What is measured of every checkpoint but the untrained one."""
         return ["loss", "trace", "minimal-trace", *self.probes.values()]
 
-    def _ends(self, unit: Unit, arm: str, config: TrainConfig, after: tuple[str, ...] = ()) -> Experiment:
+    def _ends(self, unit: Unit, arm: str, config: TrainConfig) -> Experiment:
         measures = [*self.common, *self.few_shot_probes.values()]
         sizes = {self.arm_of_size(size): size for size in self.sizes}
         if arm in sizes:
@@ -242,7 +241,7 @@ class SameLoss(OverGrammars):
             before = config.steps - self.cooldown_steps
             parts.append(self.measured(unit, self.common, before, name="measure before the cooldown of"))
         group = GROUPS.get(arm, GROUPS[UNTOUCHED])
-        return Experiment(config=config, measurements=tuple(parts), after=after, group=group)
+        return Experiment(config=config, measurements=tuple(parts), group=group)
 
     def measured(self, unit: Unit, measures: Iterable[str], *steps: int, **more: Any) -> Measurement:
         """Return what is measured of a run, with the shape of the model that others are expanded into."""
@@ -355,14 +354,6 @@ def random_rescaling(results: Results) -> Contrast:
     )
 
 
-def before_cooldown(results: Results, unit: Unit, arm: str) -> Checkpoint:
-    """Return the checkpoint from which an arm's cooldown starts; for the untouched arm, the last of the base."""
-    if arm == UNTOUCHED:
-        return results.at(unit.run(BASE))
-    run = unit.run(arm)
-    return results.at(run, results.experiments[run].last_step - results.scale.cooldown_steps)
-
-
 def _sizes_contrast(results: Results, smaller: str, larger: str) -> Contrast:
     scale: SameLoss = results.scale
     arms = {size: scale.arm_of_size(size) for size in (smaller, larger)}
@@ -382,22 +373,19 @@ def _sizes_contrast(results: Results, smaller: str, larger: str) -> Contrast:
 
 
 def _against_tables(results: Results, units: Sequence[Unit], kind: str) -> list[Pair]:
-    probes: dict[str, str] = results.scale.probes
     pairs: list[Pair] = []
     for unit in units:
         tables = results.at(unit.run(BASE), 0)
-        pairs.append(({key: tables[f"{kind}-{task}"] for task, key in probes.items()}, results.at(unit.run(UNTOUCHED))))
+        features = {key: tables[f"{kind}-{task}"] for task, key in results.scale.probes.items()}
+        pairs.append((features, results.at(unit.run(UNTOUCHED))))
     return pairs
 
 
 def _rescaled(results: Results, units: Sequence[Unit]) -> list[Pair]:
     pairs: list[Pair] = []
-    for unit in units:
-        model = results.at(unit.run(UNTOUCHED))
+    for model in ends_of(results, units, UNTOUCHED):
         # pairing requires equal settings; these differ only in the one that describes the rescaling
-        alike = {
-            key: dataclasses.replace(model[other], settings=model[key].settings) for key, other in RESCALED.items()
-        }
+        alike = {key: dataclasses.replace(model[to], settings=model[key].settings) for key, to in RESCALED.items()}
         pairs.append((model, {**model, **alike}))
     return pairs
 
@@ -621,10 +609,12 @@ def _differences(results: Results, name: str, steps: int) -> SummaryTable:
     few_shot = scale.few_shot_probes.values() if steps else ()
     keys = ("kl", *RESCALED, *scale.probes.values(), *few_shot)
     rows = [
-        ((GROUPS[arm], GROUPS[control], number_of(units)), changes(pairs, units, keys))
-        for control, arm in CONTRASTS.values()
-        if several(units := units_with(results, control, arm))
-        for pairs in [_after_cooldown(results, units, (control, arm), steps)]
+        (
+            (GROUPS[arms[1]], GROUPS[arms[0]], number_of(units)),
+            changes(_after_cooldown(results, units, arms, steps), units, keys),
+        )
+        for arms in CONTRASTS.values()
+        if several(units := units_with(results, *arms))
     ]
     caption = (
         "Paired by grammar and seed. KL and probe accuracies: arm minus control. Traces: arm over control, as "
@@ -657,10 +647,18 @@ def _after_cooldown(results: Results, units: Sequence[Unit], arms: tuple[str, st
     """Return the pairs of two arms after a cooldown of this length; 0: before it."""
     if steps == 0:
         control, arm = arms
-        return [(before_cooldown(results, unit, control), before_cooldown(results, unit, arm)) for unit in units]
+        return [(_before(results, unit, control), _before(results, unit, arm)) for unit in units]
     if steps == results.scale.cooldown_steps:
         return pairs_of(results, units, *arms)
     return pairs_of(results, units, *(cooldown_run(arm, steps) for arm in arms))
+
+
+def _before(results: Results, unit: Unit, arm: str) -> Checkpoint:
+    """Return the checkpoint from which an arm's cooldown starts; for the untouched arm, the last of the base."""
+    if arm == UNTOUCHED:
+        return results.at(unit.run(BASE))
+    run = unit.run(arm)
+    return results.at(run, results.experiments[run].last_step - results.scale.cooldown_steps)
 
 
 def _sizes(results: Results) -> SummaryTable:
@@ -693,25 +691,20 @@ def _baselines(results: Results) -> SummaryTable:
         # sums of probabilities, which rounding takes a little off 1
         return [round(one[probe].details[name], 12) for one in starts]
 
-    values: dict[str, list[list[float]]] = {
-        "Majority class": [rate("majority_rate", probe) for probe in scale.probes.values()],
+    # by probe: a number for each unit
+    values: dict[str, dict[str, list[float]]] = {
+        "Majority class": {probe: rate("majority_rate", probe) for probe in scale.probes.values()},
         **{
-            title: [[one[f"{kind}-{task}"].value for one in starts] for task in scale.tasks]
+            title: {probe: [one[f"{kind}-{task}"].value for one in starts] for task, probe in scale.probes.items()}
             for kind, title in BASELINES.items()
         },
-        "Untrained model": [[one[probe].value for one in starts] for probe in scale.probes.values()],
-        "Trained model (untouched)": [[one[probe].value for one in models] for probe in scale.probes.values()],
-        "Bayes-optimal classifier": [rate("bayes_accuracy", probe) for probe in scale.probes.values()],
+        "Untrained model": {probe: [one[probe].value for one in starts] for probe in scale.probes.values()},
+        "Trained model (untouched)": {probe: [one[probe].value for one in models] for probe in scale.probes.values()},
+        "Bayes-optimal classifier": {probe: rate("bayes_accuracy", probe) for probe in scale.probes.values()},
     }
     clusters = clusters_of(units)
     rows = [
-        (
-            (title,),
-            {
-                probe: cluster_mean(some, clusters, unit="accuracy")
-                for probe, some in zip(scale.probes.values(), by_probe, strict=True)
-            },
-        )
+        ((title,), {probe: cluster_mean(some, clusters, unit="accuracy") for probe, some in by_probe.items()})
         for title, by_probe in values.items()
         if several(units)
     ]

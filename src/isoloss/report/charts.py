@@ -70,22 +70,11 @@ def magnified(
 ) -> Spec:
     """Measures of all checkpoints against their loss, and, magnified, of the checkpoints of about one loss.
 
-    For each vertical measure a panel of all checkpoints, with a rectangle around those in the band; then, of these
-    alone, a panel of the measure against the loss and one against each other measure. Panels of one vertical measure
-    stand in full rows. Bars and lines are as in `scatter`, cut off at the edges of the rectangle.
-
-    Args:
-        table: The checkpoints.
-        loss: The measure that defines the band.
-        others: Further horizontal measures.
-        ups: The vertical measures.
-        band: The lowest and the highest loss in the band, in the table's unit.
-        baselines: Horizontal lines among all checkpoints: by the name of a vertical measure, each with its value in
-            the table's unit, by what the legend calls it.
-        style: Colors and markers.
-
-    Raises:
-        IsolossError: No checkpoint is in the band, or more baselines than patterns of a line can tell apart.
+    For each vertical measure (`ups`) a panel of all checkpoints, with a rectangle around those whose loss is in the
+    `band`, in the table's unit; then, of these alone, a panel of the measure against the loss and one against each of
+    `others`. Panels of one vertical measure stand in full rows. Bars and lines are as in `scatter`, cut off at the
+    edges of the rectangle. `baselines` are horizontal lines among all checkpoints: by the name of a vertical measure,
+    each with its value by what the legend calls it.
     """
     drawing = _Drawing(table, tuple(dict.fromkeys((loss, *others, *ups))), style)
     baselines = baselines or {}
@@ -390,12 +379,9 @@ def _side_by_side(panels: list[Spec], pick: _Pick, description: str, *, note: st
 
 
 def concat(panels: Sequence[Spec], note: str, *, together: int = 1) -> Spec:
-    """Return panels in a row, in the page's colors.
+    """Return panels in a row, in the page's colors, with a note on bars and lines in print.
 
-    Args:
-        panels: The panels.
-        note: What bars and lines are, in print below the panels.
-        together: Where panels do not fit into one row, each run of this many takes full rows.
+    Where panels do not fit into one row, each run of `together` panels takes full rows.
     """
     width, height = SIZE
     datasets: dict[str, Sequence[Mapping[str, Any]]] = {}

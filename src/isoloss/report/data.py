@@ -33,13 +33,7 @@ PADDING = 0.05  # of an axis, beyond the outermost error bar
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table, and how it is shown.
-
-    Example:
-        >>> from isoloss.report.data import accuracy
-        >>> accuracy("root").axis_title
-        'Probe accuracy, root (%)'
-    """
+    """A column of the table, and how it is shown."""
 
     name: str  # in the table; the standard error is in `<name>_stderr`
     title: str  # what it is, e.g. `KL to the truth`
@@ -80,13 +74,7 @@ def accuracy(task: str) -> Column:
 
 
 def column_of(name: str, unit: str = "") -> Column:
-    """Return how to show a column: as one of those above, or under its own name.
-
-    Example:
-        >>> from isoloss.report.data import accuracy, column_of
-        >>> column_of("sharpness", "nats").axis_title, column_of("probe-root") == accuracy("root")
-        ('sharpness (nats)', True)
-    """
+    """Return how to show a column: as one of those above, or under its own name."""
     kind, _, task = name.partition("-")
     if kind == "probe":
         return accuracy(task)
@@ -197,10 +185,7 @@ def panel(frame: pl.DataFrame, *shown: Column) -> tuple[pl.DataFrame, dict[Colum
     """Return the rows of a prepared table that have all of these measures, and the ends of each measure's axis.
 
     The axes hold all error bars with a little room, those of percentages none beyond 0 and 100. A bar that reaches 0 on
-    a logarithmic axis runs to the axis' end.
-
-    Raises:
-        IsolossError: No row has all of them.
+    a logarithmic axis runs to the axis' end. That no row has all of them is an error.
     """
     rows = frame.filter(*(pl.col(m.field).is_not_null() for m in shown))
     if not rows.height:
@@ -219,11 +204,6 @@ def log_ticks(ends: Sequence[float]) -> list[float]:
 
     1, 2 and 5 times powers of ten below four decades; where fewer than three of those are on the axis, 1, 1.5, 2, 3, 5
     and 7 times, or steps of the power, of half, a fifth or a tenth of it.
-
-    Example:
-        >>> from isoloss.report.data import log_ticks
-        >>> log_ticks((7.6, 550)), log_ticks((55, 280)), log_ticks((33, 62)), log_ticks((21, 36))
-        ([10.0, 20.0, 50.0, 100.0, 200.0, 500.0], [70.0, 100.0, 150.0, 200.0], [40.0, 50.0, 60.0], [25.0, 30.0, 35.0])
     """
     low, high = (math.log10(end) for end in ends)
 
@@ -268,11 +248,6 @@ def ends(values: Sequence[float], *, log: bool, percent: bool = False) -> tuple[
     """Return the ends of an axis that holds these values with a little room: a twentieth of their range on each side.
 
     An axis of percentages does not go beyond 0 and 100.
-
-    Example:
-        >>> from isoloss.report.data import ends
-        >>> ends([0.0, 10.0], log=False), ends([3.0, 3.0], log=False), ends([80.0, 100.0], log=False, percent=True)
-        ((-0.5, 10.5), (2.85, 3.15), (79.0, 100.0))
     """
     low, high = min(values), max(values)
     if log:
@@ -294,10 +269,8 @@ class Style:
     def of(cls, table: pl.DataFrame) -> Style:
         """Return the style for a table: groups in its order, sizes by number of parameters.
 
-        If there are more groups than colors, colors repeat: a click on a mark or on the legend tells groups apart.
-
-        Raises:
-            IsolossError: More sizes than there are markers to tell them apart.
+        If there are more groups than colors, colors repeat: a click on a mark or on the legend tells groups apart. More
+        sizes than there are markers are refused.
         """
         _require(table, ("group", "size", "parameters"))
         by_size = table.sort("parameters", maintain_order=True)

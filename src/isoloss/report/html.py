@@ -64,53 +64,31 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of a page.
+    """A part of a page."""
 
-    Attributes:
-        title: Its heading, also in the side list.
-        body: Text, a paragraph for each line; or markup: of `interval_rows`, of `table`, a chart's `<svg>`. Several are
-            joined by `Markup("").join(...)`.
-        folded: Whether a click opens it. In print it is open.
-    """
-
-    title: str
+    title: str  # its heading, also in the side list
+    # text, a paragraph for each line; or markup: of `interval_rows`, of `table`, a chart's `<svg>`, or several joined
     body: str | Markup
-    folded: bool = False
+    folded: bool = False  # whether a click opens it; in print it is open
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalRow:
-    """One comparison: what it is, its effect with the interval, and where the two lie in a small plot.
+    """One comparison: what it is, its effect with the interval, and where the two lie in a small plot."""
 
-    Attributes:
-        label: What is compared or measured.
-        effect: The number as text, with its unit where the column's heading does not have it.
-        interval: The interval as text.
-        value: The number; None: there is no plot.
-        low: The lower end of the interval.
-        high: Its upper end.
-        reference: The value that means no effect, marked by a line.
-        log: Whether equal ratios are equal distances; all numbers are then above 0.
-        claimed: The range that a claim states, shaded; None at one end: open.
-        scale: Rows of one scale share an axis; empty: the row has its own, with the reference in the middle.
-        verdict: A word or two beside the sign.
-        tone: The sign and color of the verdict.
-        group: A heading above this row and those after it that have the same.
-    """
-
-    label: str
-    effect: str
-    interval: str = ""
-    value: float | None = None
-    low: float = 0.0
+    label: str  # what is compared or measured
+    effect: str  # the number as text, with its unit where the column's heading does not have it
+    interval: str = ""  # as text
+    value: float | None = None  # None: there is no plot
+    low: float = 0.0  # of the interval
     high: float = 0.0
-    reference: float = 0.0
-    log: bool = False
-    claimed: tuple[float | None, float | None] | None = None
-    scale: str = ""
-    verdict: str = ""
-    tone: Tone = "neutral"
-    group: str = ""
+    reference: float = 0.0  # the value that means no effect, marked by a line
+    log: bool = False  # whether equal ratios are equal distances; all numbers are then above 0
+    claimed: tuple[float | None, float | None] | None = None  # the range of a claim, shaded; None at one end: open
+    scale: str = ""  # rows of one scale share an axis; empty: its own, with the reference in the middle
+    verdict: str = ""  # a word or two beside the sign
+    tone: Tone = "neutral"  # the sign and color of the verdict
+    group: str = ""  # a heading above this row and those after it that have the same
 
 
 def page(
@@ -124,13 +102,10 @@ def page(
 ) -> str:
     """Return one HTML document.
 
-    Args:
-        title: The heading: a question.
-        lede: One sentence that defines every word that the title and the cards use.
-        cards: The answers, three at best, the most important first.
-        sections: The rest in order. The first, not folded, is what the reader sees below the cards: a figure.
-        banner: A warning above the cards, e.g. that the numbers mean nothing yet.
-        end: Markup before the end of the document, such as the scripts that draw charts; they may not load anything.
+    The `title` is a question, and the `lede` one sentence that defines every word that the title and the cards use. The
+    cards are the answers, three at best, the most important first. The first section, not folded, is what the reader
+    sees below them: a figure. A `banner` is a warning above the cards, e.g. that the numbers mean nothing yet; `end` is
+    markup before the end of the document, such as scripts that draw charts, which may not load anything.
     """
     ids: dict[str, Section] = {}
     for section in sections:
@@ -149,10 +124,7 @@ def interval_rows(
 ) -> Markup:
     """Return a table with a row for each comparison and a plot of its interval, as inline SVG.
 
-    Args:
-        rows: The comparisons.
-        effect: The heading of the column of effects, with the unit where all rows share it.
-        interval: The heading of the column of intervals, with its level.
+    `effect` and `interval` are the headings of these columns, with the unit where all rows share it, and the level.
     """
     shared: dict[str, list[IntervalRow]] = {}
     for row in rows:
@@ -167,13 +139,9 @@ def interval_rows(
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, caption: str = "") -> Markup:
-    """Return a table of text that scrolls sideways where it is too wide.
+    """Return a table of text that scrolls sideways where it is too wide, with a caption below it.
 
-    Args:
-        columns: The headings, with units.
-        rows: The cells of each row.
-        left: How many of the first columns are text; the others are numbers, aligned on the right.
-        caption: A sentence or two below it.
+    The first `left` columns are text; the others are numbers, aligned on the right. Headings have the units.
     """
     rendered = (
         environment().get_template("table.html.j2").render(columns=columns, rows=rows, left=left, caption=caption)
@@ -241,13 +209,7 @@ def environment() -> jinja2.Environment:
 
 
 def packed(text: str) -> str:
-    """Return a long text as gzip in base64, a fifth of its size, which a page's script reads.
-
-    Example:
-        >>> from isoloss.report.html import packed
-        >>> len(packed("<tr><td>0.5</td></tr>" * 1000)) < 300
-        True
-    """
+    """Return a long text as gzip in base64, a fifth of its size, which a page's script reads."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 

@@ -12,52 +12,28 @@ from isoloss.report.charts import Spec, layer, nominal
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """One marker with its interval.
+    """One marker with its interval."""
 
-    Attributes:
-        row: The row that it is in.
-        series: Its series, shown by color: which of several markers in one row and panel. With one series, no legend.
-        value: Where the marker is.
-        low: The lower end of the interval.
-        high: Its upper end.
-        text: The tooltip.
-    """
-
-    row: str
-    series: str
-    value: float
-    low: float
+    row: str  # the row that it is in
+    series: str  # shown by color: which of several markers in one row and panel. With one series, no legend
+    value: float  # where the marker is
+    low: float  # the ends of the interval
     high: float
-    text: str
+    text: str  # the tooltip
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalPanel:
-    """One quantity.
+    """One quantity."""
 
-    Attributes:
-        title: Its name with its unit.
-        intervals: What is in it.
-        reference: The value that means no difference, marked by a line.
-        log: Whether its axis is logarithmic; then all ends are above 0.
-    """
-
-    title: str
+    title: str  # its name with its unit
     intervals: Sequence[Interval]
-    reference: float = 0.0
-    log: bool = False
+    reference: float = 0.0  # the value that means no difference, marked by a line
+    log: bool = False  # whether its axis is logarithmic; then all ends are above 0
 
 
 def intervals(panels: Sequence[IntervalPanel], rows: Sequence[str], *, note: str) -> Spec:
-    """Return panels beside each other, with the same rows in the order given.
-
-    Args:
-        panels: The quantities.
-        rows: The names of the rows, from top to bottom.
-        note: What markers and lines mean, printed below the panels.
-
-    Raises:
-        IsolossError: A panel is empty, an interval names none of the rows, or there are more series than colors.
+    """Return panels beside each other, with the same rows in the order given from top to bottom, and a note below them.
 
     Example:
         >>> from isoloss.report.intervals import Interval, IntervalPanel, intervals

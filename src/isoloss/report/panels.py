@@ -46,16 +46,7 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], *, note: str) -> Spec:
-    """Return panels beside each other; a series without points has a line as its legend's symbol.
-
-    Example:
-        >>> from isoloss.report.panels import Axis, Panel, Series, draw
-        >>> flow = Series(name="flow", color="#0072B2", curve=[(0, 1.0), (1, 0.4), (2, 0.2)])
-        >>> sgd = Series(name="SGD", color="#D55E00", points=[(1, 0.43)], errors=[0.02])
-        >>> panel = Panel(x=Axis(title="time"), y=Axis(title="trace (nats)"), series=[flow, sgd])
-        >>> draw([panel], note="bars: one standard error")["usermeta"]["note"]
-        'bars: one standard error'
-    """
+    """Return panels beside each other; a series without points has a line as its legend's symbol."""
     chart = charts.concat([_panel(panel) for panel in panels], note)
     # panels may give one name two colors, so each has scales and legends of its own
     return {**chart, "resolve": {"scale": {"color": "independent", "shape": "independent"}}}

@@ -21,17 +21,10 @@ _SYMBOL = 26  # points that an entry of a legend takes beside its letters
 
 
 def save(chart: Spec, file: Path) -> None:
-    """Write a chart to a `.png`, `.svg` or `.pdf` file, whole or not at all.
+    """Write a chart of `isoloss.report` to a `.png`, `.svg` or `.pdf` file, whole or not at all.
 
     It is drawn at the size of a paper: letters of 8 points, up to three panels of 2.4 by 1.9 inches in a row, a legend
     above and a note below them that says what bars and lines are.
-
-    Args:
-        chart: A chart of `isoloss.report`.
-        file: Its ending decides the format.
-
-    Raises:
-        IsolossError: The name has another ending, or the folder cannot be written.
     """
     import vl_convert
 

@@ -57,23 +57,10 @@ def render(
     """Return a study's page as one HTML document; the scripts that draw the charts (about 0.9 MB) are inside.
 
     The first figure comes first, then the sections that are not folded, the other figures, the folded sections, every
-    checkpoint, and how the study was made.
-
-    Args:
-        title: As for `isoloss.report.html.page`.
-        lede: As for `isoloss.report.html.page`.
-        cards: As for `isoloss.report.html.page`.
-        figures: The charts.
-        sections: What else the page has.
-        table: Every evaluated checkpoint, as `isoloss.report.data.prepare` takes it.
-        shown: The measures to show of them.
-        command: What makes the page again.
-        settings: How it was made, by name: scale, seeds, versions, device, threads.
-        configs: The resolved config of each run, as TOML.
-        banner: As for `isoloss.report.html.page`.
-
-    Raises:
-        IsolossError: The table of checkpoints lacks a column or holds a number that cannot be shown.
+    checkpoint, and how the study was made: the `settings` by name and the `command` that makes the page again. `table`
+    has every evaluated checkpoint, as `isoloss.report.data.prepare` takes it, and `shown` the measures to show;
+    `configs` the resolved config of each run, as TOML. Title, lede, cards and banner are those of
+    `isoloss.report.html.page`.
     """
     macros: Any = environment().get_template("study.html.j2").module
     configs = configs or {}
@@ -115,11 +102,7 @@ def render(
 
 
 def checkpoint_cells(table: pl.DataFrame, shown: Sequence[Column]) -> list[list[Cell]]:
-    """Return the cells of the table of all evaluated checkpoints.
-
-    Raises:
-        IsolossError: The table lacks a column or holds a number that cannot be shown.
-    """
+    """Return the cells of the table of all evaluated checkpoints."""
     # `prepare` turns accuracies into percent; tables are sorted and saved by the numbers as they are here
     raw = {(row["run"], row["step"]): row for row in table.iter_rows(named=True)}
     return [

@@ -304,7 +304,7 @@ class Comparison:
             why = "The architectures or sizes differ, and a trace depends on the parameters that it is a sum over."
             return Card(label=label, value="Not comparable", detail=why, tone="unclear")
         found = {key: self.best(key) for key in keys}
-        words = "; ".join(self._told(key, *each[:2]) for key, each in found.items())
+        words = "; ".join(self._by_how_much(key, *each[:2]) for key, each in found.items())
         sure = {best for best, _, clear in found.values() if clear}
         if len(sure) == 1 and all(clear for *_, clear in found.values()):
             if same_loss != "good":
@@ -315,7 +315,7 @@ class Comparison:
             return Card(label=label, value="No difference shown", detail=words, tone="unclear")
         return Card(label=label, value="The measures disagree", detail=words, tone="unclear")
 
-    def _told(self, key: str, best: str, second: str) -> str:
+    def _by_how_much(self, key: str, best: str, second: str) -> str:
         """Return by how much the best group differs from the next, in words."""
         title = title_of(key)
         one, other = self._ordered(best, second)
@@ -355,7 +355,7 @@ class Comparison:
     def _best(self, key: str) -> Card:
         best, second, clear = self.best(key)
         label = f"Which is better on {key.partition('-')[2] or key}?"
-        about = self._told(key, best, second)
+        about = self._by_how_much(key, best, second)
         if not clear:
             return Card(label=label, value="No difference shown", detail=about, tone="unclear")
         return Card(label=label, value=best, detail=about, tone="good")

@@ -282,6 +282,12 @@ class StudyFolder:
             shown_in=experiment.shown_in,
         )
 
+    def progress(self) -> tuple[list[str], tuple[int, ...]]:
+        """Return the names of the units that are not done, and the numbers of the blocks all of whose units are."""
+        units = self.plan()
+        missing = {unit.name: unit.block for unit in units if not unit.done()}
+        return list(missing), tuple(sorted({unit.block for unit in units}.difference(missing.values())))
+
     # --- its results
 
     def results(self, complete: Collection[int] | None = None) -> Results:

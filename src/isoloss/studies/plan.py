@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -226,40 +226,27 @@ def call_study_hook(name: str, function: Callable[..., Any], *arguments: Any) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One command on a directory, which may be killed at any moment and run again.
+    """One command on a directory, which may be killed at any moment and run again."""
 
-    Attributes:
-        name: What it is called, unique in a plan.
-        arguments: Arguments of the `isoloss` command.
-        done: Whether its result is there; reads files only.
-        has_files: Whether the files of its result exist, whatever they hold: enough to show its status if its lease
-            says that it is done. None: `done` is called instead.
-        progress: Progress of a started unit that is not done, e.g. `step 100 of 300`; empty: not started. It is called
-            with a function that maps the path of each of `outputs` to the folder in which the current attempt makes it.
-        outputs: Paths of the run directories that it makes, as they are written in `arguments`. An attempt makes each
-            in its own folder (`isoloss.studies.run.attempt`), and only a complete one gets its final name.
-        after: Names of the units whose results it needs.
-        seconds: Expected duration, guessed beforehand.
-        needs: What it needs while it runs.
-        block: Number of its block; units of lower blocks start first.
-        group: A label shared by units that need about the same time, memory and disk space.
-        shown_in: The figures and tables that show what it makes.
-        expected: What it is expected to need; None: unknown but for the seconds.
-    """
-
-    name: str
-    arguments: tuple[str, ...]
-    done: Callable[[], bool]
+    name: str  # unique in a plan
+    arguments: tuple[str, ...]  # of the `isoloss` command
+    done: Callable[[], bool]  # whether its result is there; reads files only
+    # whether the files of its result exist, whatever they hold: enough to show its status if its lease says that it is
+    # done; None: `done` is called instead
     has_files: Callable[[], bool] | None = None
+    # of a started unit that is not done, e.g. `step 100 of 300`; empty: not started. It is called with a function from
+    # the path of each of `outputs` to the folder in which the current attempt makes it
     progress: Callable[[Callable[[Path], Path]], str] = lambda _: ""
+    # the run directories that it makes, as they are written in `arguments`. An attempt makes each in its own folder
+    # (`isoloss.studies.run.attempt`), and only a complete one gets its final name
     outputs: tuple[Path, ...] = ()
-    after: tuple[str, ...] = ()
-    seconds: float = 1.0
-    needs: Resources = field(default_factory=Resources)
-    block: int = 0
-    group: str = ""
-    shown_in: tuple[str, ...] = ()
-    expected: Expected | None = None
+    after: tuple[str, ...] = ()  # names of the units whose results it needs
+    seconds: float = 1.0  # expected duration, guessed beforehand
+    needs: Resources = field(default_factory=Resources)  # while it runs
+    block: int = 0  # units of lower blocks start first
+    group: str = ""  # shared by units that need about the same time, memory and disk space
+    shown_in: tuple[str, ...] = ()  # the figures and tables that show its result
+    expected: Expected | None = None  # None: unknown but for the seconds
 
     @property
     def file_name(self) -> str:
@@ -305,8 +292,3 @@ def check(units: Sequence[Unit]) -> None:
         TopologicalSorter({unit.name: unit.after for unit in units}).prepare()
     except CycleError as error:
         raise IsolossError(f"the units {', '.join(sorted(set(error.args[1])))} wait for each other") from error
-
-
-def complete_blocks(units: Sequence[Unit], done: Collection[str]) -> tuple[int, ...]:
-    """Return the blocks of a plan all of whose units are among those that are done, by name; in order."""
-    return tuple(sorted({unit.block for unit in units} - {unit.block for unit in units if unit.name not in done}))

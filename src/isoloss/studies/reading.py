@@ -119,7 +119,12 @@ def read_study(path: str | Path, study: str | Path | Study | None = None) -> Stu
             f"{folder} is no study's folder and no export of one: it has neither study.json nor {PROVENANCE}"
         )
     made = study_in(folder, study)
-    results = made.results(_complete(made))
+    missing, complete = made.progress()
+    if not complete:
+        raise IsolossError(
+            f"{folder} has no complete block yet: {len(missing)} of {len(made.plan())} units are not done"
+        )
+    results = made.results(complete if missing else None)
     return _frames(results.values(), made.summary(results).to_dict(), provenance(made, results))
 
 
@@ -172,20 +177,6 @@ def study_in(path: Path, study: str | Path | Study | None = None) -> StudyFolder
     folder = StudyFolder(study, path, document["scale"], document.get("seed_offset", 0))
     folder.exists()  # or refuses
     return folder
-
-
-def _complete(folder: StudyFolder) -> tuple[int, ...] | None:
-    """Return the blocks that are complete; None: all."""
-    from isoloss.studies.plan import complete_blocks
-
-    units = folder.plan()
-    done = {unit.name for unit in units if unit.done()}
-    complete = complete_blocks(units, done)
-    if not complete:
-        raise IsolossError(
-            f"{folder.path} has no complete block yet: {len(units) - len(done)} of {len(units)} units are not done"
-        )
-    return complete if len(done) < len(units) else None
 
 
 def _frames(values: pl.DataFrame, summary: Mapping[str, Any], made: Mapping[str, Any]) -> StudyResults:

@@ -46,8 +46,7 @@ def extract(
 
     The sentences go through the model without its prediction head, nothing masked; the states of your own module
     are the input of its output layer (`isoloss.model_checks.states_before_output`). `"concatenate"`, as in the paper,
-    puts the states of all T positions side by side, with zeros at padding; `"mean"` averages them over the tokens;
-    `"first"` and `"last"` take one token's: [CLS] stands first in tasks of real text.
+    puts the states of all T positions side by side, with zeros at padding.
 
     A `projection` multiplies each row by a (D, projection) matrix of independent normal numbers with variance
     1 / projection, which keeps the squared distances of rows in expectation; the paper's has 512 columns.
@@ -70,9 +69,8 @@ def extract(
         and features of more than `memory_bytes`, they are mapped from the file.
 
     Raises:
-        IsolossError: The model is in training mode or has no states that can be read, the layer does not exist, the
-            pooling is unknown, a token is unknown to the model, a sentence is empty or too long, there are none, a
-            width is below 1, or the file cannot be written.
+        IsolossError: The model is in training mode or has no such states, an argument is out of range, a token is
+            unknown to the model, a sentence is empty or too long, there are none, or the file cannot be written.
 
     Example:
         >>> import torch

@@ -144,19 +144,16 @@ def fit_linear_probe(
         settings: Fields of `ClassifierConfig` that replace those of `config`.
 
     Returns:
-        The accuracy in `[0, 1]` (unit "accuracy") with `accuracies` (one per seed), `seed_std`, `binomial_stderr`,
-        `train_accuracy`, `majority_rate`, `num_train` and `num_test` among its details (and, of the convex probe,
-        `regularization`, `objective_nats` and the bound `gap_nats` on its excess over the minimum), and the
-        predictions; see `isoloss.transfer.results.score` for the error. On a CPU, the same arguments and number of
-        threads give the same bits.
+        The accuracy and the predictions; `isoloss.transfer.results.score` has the error. Among the details of the
+        convex probe are `regularization`, `objective_nats` and the bound `gap_nats` on its excess over the minimum. On
+        a CPU, the same arguments and number of threads give the same bits.
 
     Raises:
-        IsolossError: A split is empty; shapes or widths do not fit; a feature is not finite; a label is out of range; a
-            setting is out of range.
+        IsolossError: A split is empty; shapes or widths do not fit; a feature is not finite; a label or a setting is
+            out of range.
 
     Warns:
-        IsolossWarning: Test examples of a class that no training example has, which count as errors, as such a class is
-            never predicted; training examples of a single class, which is then the prediction for all.
+        IsolossWarning: A class that no training example has, as it is never predicted and its test examples are errors.
 
     Example:
         >>> import torch

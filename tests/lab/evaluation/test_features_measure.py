@@ -144,12 +144,6 @@ def test_other_sentences_and_other_measures_have_no_cka(runs, tmp_path):
         cka(found(other), norm)
 
 
-def test_the_last_checkpoint_has_a_name(runs):
-    run = runs["bert"]
-    (last,) = evaluate(run.path, "features", steps="last", settings=SETTINGS, device="cpu")
-    assert last.estimates == run.evaluation("features", 30).estimates
-
-
 def test_text_is_read_with_nothing_masked(tmp_path, monkeypatch, vocab, words):
     draw = np.random.default_rng(0)
     texts = [" ".join(draw.choice(words, size)) for size in draw.integers(20, 61, 40)]

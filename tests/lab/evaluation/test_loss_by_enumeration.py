@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.evaluator import Evaluator, evaluate, pending
 from isoloss.lab.evaluation.input_config import InputConfig
@@ -163,16 +162,6 @@ def test_the_sum_is_told_to_be_exact():
     assert moved.value == found["kl"].value - other["kl"].value
 
 
-def test_drawn_sentences_have_it_as_their_mean():
-    language = LANGUAGES["grammar"]
-    model = model_of(language)
-    exact = pretraining_loss(model, exact_targets(language, num_sentences="all", objective=ONE, seed=0))
-    drawn = pretraining_loss(model, exact_targets(language, num_sentences=20_000, objective=ONE, seed=1))
-    for name, estimate in drawn.items():
-        assert estimate.stderr < 0.01
-        assert abs(estimate.value - exact[name].value) < 4 * estimate.stderr
-
-
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 CONFIG = TrainConfig(
@@ -263,22 +252,3 @@ def test_a_loss_without_exact_probabilities_is_no_sum(run, tmp_path):
     inputs = InputConfig(mask_id=4)
     with pytest.raises(IsolossError, match="text has no exact probabilities to sum over: give a number of sentences"):
         evaluate(run.checkpoint(20), "loss", data=tmp_path / "ids.npy", inputs=inputs, settings=ALL)
-
-
-# --- samples ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_million_sentences_agree_with_the_sum(tmp_path):
-    config = PCFGConfig(levels=2, symbols_per_level=8, rules_per_symbol=8, vocab_size=16)
-    language, trained = config.build(), Run(tmp_path / "run")
-    train(trained, replace(CONFIG, language=config, steps=400, batch_size=128, checkpoints=()), language)
-    model = load_model(trained.checkpoint(400), device="cpu").model
-    exact = pretraining_loss(model, exact_targets(language, num_sentences="all", objective=ONE, seed=0))["kl"]
-    drawn = pretraining_loss(
-        model, exact_targets(language, num_sentences=1_000_000, objective=ONE, seed=1), batch_size=4096
-    )["kl"]
-    print(f"\nall {exact.num_predictions:,} masked sentences: KL {exact}")
-    print(f"1,000,000 drawn sentences: KL {drawn}; five subsets of 200,000: ± {drawn.details['subset_std']:.1g}")
-    assert exact.value > 0.005
-    assert abs(drawn.value - exact.value) < 4 * drawn.stderr

@@ -22,7 +22,7 @@ from isoloss.lab.languages.config import BracketsConfig, DyckConfig, PCFGConfig
 from isoloss.lab.languages.exact import all_sentences
 from isoloss.lab.lookup import lookup_probe
 from isoloss.lab.models.make import make_model
-from isoloss.lab.tasks import labeling, make_task, read_from_start
+from isoloss.lab.tasks import labeling, make_task, read_from_start, whole_task
 from isoloss.lab.training.train import train
 from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
 from isoloss.runs import Run
@@ -131,7 +131,7 @@ def test_an_accuracy_over_all_sentences_is_that_of_a_loop_over_them(model, langu
 
 def test_the_sum_over_sentences_is_that_of_the_probes_own_predictions(model, language, context):
     sentences, joint = every(language, "root-latent")
-    whole = context.whole_task("root-latent", num_train=60, seed=0)
+    whole = whole_task(context.language, "root-latent", context.all_sentences(), num_train=60, seed=0)
     assert torch.equal(sentences.tokens, whole.task.test.tokens)
     probe = make_measure("probe-root-latent", WHOLE)
     predictions, _ = probe._fitted(model, context, whole)
@@ -220,19 +220,6 @@ def test_a_projected_probe_is_the_probe_of_the_projected_features(model, languag
         accuracy("projected-prefix-2-65", settings, model, context)
 
 
-def test_logarithms_of_the_look_up_table_have_a_floor():
-    language = DyckConfig(kinds=2, max_length=6).build()
-    sentences = language.sample(50, generator=torch.Generator().manual_seed(0))
-    table = lookup.lookup_features(language, sentences).view(50, sentences.tokens.shape[1], -1)
-    logs = lookup.log_lookup_features(language, sentences).view_as(table)
-    present = sentences.present()
-    assert not present.all()
-    assert (logs[~present] == 0).all()
-    assert (table[present] == 0).any()
-    for p, log in zip(table[present].flatten().tolist(), logs[present].flatten().tolist(), strict=True):
-        assert log == pytest.approx(math.log(max(p, 1e-4)), rel=1e-6)
-
-
 def test_tables_are_functions_of_the_language_and_take_a_sampled_test(model, language, context):
     for how, table in (("lookup", lookup.lookup_features), ("log-lookup", lookup.log_lookup_features)):
         sampled = accuracy(f"{how}-prefix-2", {**WHOLE, "num_test": 100}, None, context)
@@ -284,7 +271,7 @@ def test_draws_on_sampled_sentences_have_the_errors_of_both(model, language, con
 def test_adamw_and_fine_tuning_over_all_sentences(model, language, context):
     settings = {"num_test": "all", "num_train": 60, "probe_seeds": 3, "probe_epochs": 3}
     _, joint = every(language, "prefix-2")
-    data = context.whole_task("prefix-2", num_train=60, seed=0).task
+    data = whole_task(context.language, "prefix-2", context.all_sentences(), num_train=60, seed=0).task
     predictions = finetune(model, data, seeds=2, epochs=1, warmup_steps=1).predictions
     shares = [share_right(row, joint) for row in predictions.tolist()]
     tuning = {"finetune_seeds": 2, "finetune_epochs": 1, "finetune_warmup_steps": 1}

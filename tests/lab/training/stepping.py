@@ -4,6 +4,7 @@ import copy
 import math
 from functools import partial
 
+import pytest
 import torch
 from toy_language import PairLanguage
 
@@ -116,6 +117,20 @@ def check(model, algorithm, config, gradient, made):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
         assert not torch.equal(got, first) or name.endswith("token_type_embeddings.weight"), name
     return outcomes
+
+
+def check_slope(value, parameters, gradients, *, seed=0, rel=1e-6):
+    """Fail unless a function of the parameters changes in a random direction as its gradients say."""
+    draws = torch.Generator().manual_seed(seed)
+    direction = [torch.randn(p.shape, generator=draws, dtype=p.dtype) for p in parameters]
+    slope = sum(float((g * d).sum()) for g, d in zip(gradients, direction, strict=True))
+    values = []
+    for step in (1e-6, -2e-6, 1e-6):
+        with torch.no_grad():
+            for p, d in zip(parameters, direction, strict=True):
+                p.add_(step * d)
+        values.append(value())
+    assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=rel)
 
 
 def gradients_of(value, model):

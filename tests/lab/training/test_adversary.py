@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from distributed_workers import examples
-from stepping import batches, check, context, gradients_of, plain_loss, run, tiny
+from stepping import batches, check, check_slope, context, gradients_of, plain_loss, run, tiny
 from toy_language import PairLanguage
 
 from isoloss.errors import IsolossError
@@ -66,20 +66,8 @@ def test_the_gradient_of_the_heads_loss_is_that_of_finite_differences():
     algorithm = algorithm_for(model)
     parameters = list(model.bert.parameters())
     gradients = torch.autograd.grad(algorithm.head_loss(1)[0], parameters, materialize_grads=True)
-    draws = torch.Generator().manual_seed(0)
-    for _ in range(5):
-        direction = [torch.randn(p.shape, generator=draws, dtype=p.dtype) for p in parameters]
-        values = []
-        for step in (1e-6, -2e-6):
-            with torch.no_grad():
-                for p, d in zip(parameters, direction, strict=True):
-                    p.add_(step * d)
-            values.append(algorithm.head_loss(1)[0].item())
-        with torch.no_grad():
-            for p, d in zip(parameters, direction, strict=True):
-                p.add_(1e-6 * d)
-        slope = sum(float((g * d).sum()) for g, d in zip(gradients, direction, strict=True))
-        assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=1e-6)
+    for seed in range(5):
+        check_slope(lambda: algorithm.head_loss(1)[0].item(), parameters, gradients, seed=seed)
 
 
 def reference_gradient(model, t, batch):

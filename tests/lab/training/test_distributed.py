@@ -28,7 +28,6 @@ from distributed_workers import (
 from running import STAGES, Signalling, content, small
 from stepping import batches, context, gradients_of, plain_loss, reference, tiny
 from toy_language import PairLanguage
-from transformers import AutoModelForMaskedLM
 
 from isoloss.checkpoints.loading import load_model
 from isoloss.errors import IsolossError
@@ -208,14 +207,6 @@ def test_dropout_is_drawn_by_rank(trained):
     assert Run(trained / "one").metrics()[0]["loss_nats"] == pytest.approx(sum(losses) / 2, rel=1e-6)
 
 
-def test_a_sharded_checkpoint_is_one_that_transformers_loads(trained):
-    inputs = torch.tensor([[1, 2, 9, 4]])
-    run = Run(trained / "fsdp-adamw")
-    model = AutoModelForMaskedLM.from_pretrained(run.checkpoint(STEPS)).eval()
-    assert model(inputs).logits.isfinite().all()
-    assert model.num_parameters() == json.loads((run.path / "result.json").read_text())["num_parameters"]
-
-
 # --- stopping and going on
 
 
@@ -363,25 +354,6 @@ def test_a_batch_that_does_not_divide_among_the_processes(changes, message):
     settings.algorithm.check_run(settings)
     with pytest.raises(IsolossError, match=message):
         settings.algorithm.check_run(settings, num_processes=2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"algorithm": PENALTY}, "the fisher-penalty algorithm takes second derivatives"),
-        ({"algorithm": SAMConfig(ascent="per-process")}, "sam's ascent is 'per-process'"),
-        ({"model": ModelConfig(architecture="lstm", size="h16")}, "but lstm needs full weights"),
-        ({"parallel": "zero"}, "parallel is 'zero'; it must be one of ddp, fsdp"),
-        (
-            {"parallel": "ddp", "algorithm": SAMConfig(ascent="none")},
-            "ascent is 'none'; it must be one of",
-        ),
-    ],
-)
-def test_what_shards_cannot_do(tmp_path, changes, message):
-    with pytest.raises(IsolossError, match=message):
-        train(Run(tmp_path / "run"), config(**{"parallel": "fsdp", **changes}), PairLanguage())
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_process_has_the_device_of_its_place(monkeypatch):

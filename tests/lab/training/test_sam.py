@@ -7,7 +7,6 @@ import torch
 from stepping import batches, check, context, gradients_of, loss_of, plain_loss, run, tiny
 
 from isoloss.errors import IsolossError
-from isoloss.lab.training.algorithms.base import TrainingAlgorithm
 from isoloss.lab.training.algorithms.config import SAMConfig
 from isoloss.lab.training.algorithms.sam import SAM
 from isoloss.run_config import OptimizerConfig
@@ -58,14 +57,6 @@ def test_the_weights_are_put_back_to_the_bit():
     algorithm.optimizer.zero_grad()
     algorithm.add_gradient(1, batches(1)[0], loss_of(model))
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-
-
-def test_a_small_radius_is_the_gradient_step():
-    sam, plain = tiny(), tiny()
-    run(sam, SAM(sam, context(SGD, total=5), SAMConfig(rho=1e-9, batch="same")), 5)
-    run(plain, TrainingAlgorithm(plain, context(SGD, total=5)), 5)
-    for a, b in zip(sam.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
 
 
 def test_an_odd_batch_has_no_halves():

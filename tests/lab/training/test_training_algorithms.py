@@ -1,7 +1,6 @@
 """Which algorithm a config builds, what is refused, and that each goes on bit for bit and trains through the loop."""
 
 import dataclasses
-import math
 from typing import Literal
 
 import pytest
@@ -23,7 +22,7 @@ from isoloss.lab.training.algorithms.fisher_penalty import FisherPenalty
 from isoloss.lab.training.algorithms.sam import SAM
 from isoloss.lab.training.train import Interrupted, train
 from isoloss.registry import ALGORITHMS
-from isoloss.run_config import ModelConfig, ObjectiveConfig, TrainConfig
+from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.seeds import generator
 
@@ -41,19 +40,6 @@ def test_a_config_builds_its_algorithm(algorithm, expected):
     model = make_model(ModelConfig(size="d16"), PairLanguage(), seed=0)
     made = context(config.optimizer, language=PairLanguage(), task_examples=examples)
     assert type(algorithm.build(model, made)) is expected
-
-
-@pytest.mark.parametrize("objective", [{"masking": "one"}, {"masking": "fraction", "fraction": 0.4}])
-def test_exact_labels_train_through_the_loop(tmp_path, objective):
-    config = small(objective=ObjectiveConfig(labels="exact", **objective), micro_batch_size=3)
-    train(Run(tmp_path / "exact"), config, config.language.build())
-    sampled = small(objective=ObjectiveConfig(**objective), micro_batch_size=3)
-    train(Run(tmp_path / "sampled"), sampled, config.language.build())
-    losses = [Run(tmp_path / name).metrics()[-1]["loss_nats"] for name in ("exact", "sampled")]
-    assert losses[0] != losses[1]
-    with pytest.raises(IsolossError, match="PairLanguage has no exact conditionals"):
-        train(Run(tmp_path / "none"), config, PairLanguage())
-    assert not (tmp_path / "none").exists()
 
 
 def test_what_an_algorithm_computes_is_in_the_metrics(tmp_path):
@@ -74,38 +60,6 @@ def test_an_objective_that_is_not_finite_stops_the_run(tmp_path):
     ):
         train(Run(tmp_path), config, PairLanguage())
     assert Run(tmp_path).steps() == [0]
-
-
-def test_the_adversary_needs_examples(tmp_path):
-    with pytest.raises(IsolossError, match=r"needs 40 examples of the task root: isoloss\.pretrain draws them"):
-        train(Run(tmp_path / "run"), small(algorithm=ADVERSARIAL), PairLanguage())
-    assert not (tmp_path / "run" / "run.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "message"),
-    [
-        (
-            AdversarialConfig(weight=0.0),
-            "weight is 0.0; it must be finite, above 0 to spoil .* below 0 to help",
-        ),
-        (AdversarialConfig(weight=float("nan")), "the adversary's weight is nan; it must be finite"),
-        (AdversarialConfig(weight=float("inf")), "the adversary's weight is inf; it must be finite"),
-        (AdversarialConfig(task_examples=255), r"draws 128 \+ 128 examples per step from task_examples, 255"),
-        (FisherPenaltyConfig(weight=math.nan), "the weight of the Fisher penalty is nan; it must be finite"),
-        (FisherPenaltyConfig(parameters=()), "parameters is empty: give a pattern of their names"),
-    ],
-)
-def test_settings_out_of_range_are_refused_before_anything_is_written(tmp_path, algorithm, message):
-    with pytest.raises(IsolossError, match=message):
-        train(Run(tmp_path / "run"), small(algorithm=algorithm), PairLanguage(), task_examples=examples)
-    assert not (tmp_path / "run").exists()
-
-
-def test_halves_need_an_even_batch(tmp_path):
-    with pytest.raises(IsolossError, match="batch_size is 7; sam's halves need a multiple of 2"):
-        train(Run(tmp_path), small(algorithm=SAMConfig(), batch_size=7), PairLanguage())
-    train(Run(tmp_path), small(algorithm=SAMConfig(batch="same"), batch_size=7, steps=1), PairLanguage())
 
 
 def test_an_unknown_algorithm_or_field_is_refused():

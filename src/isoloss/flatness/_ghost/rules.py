@@ -406,18 +406,6 @@ def _einsum(context: RuleContext, equation: Any, *operands: Any) -> Result | Non
     return Result(torch.einsum(equation, *operands), {handle.name: contribution})
 
 
-_VIEWS = ("view", "reshape", "permute", "squeeze", "flatten")
-RULES: dict[str, Rule] = {
-    **{name: _view(name) for name in _VIEWS},
-    "__getitem__": _item,
-    "unsqueeze": _unsqueeze,
-    "bmm": _bmm,
-    "_grouped_mm": _grouped_mm,
-    "einsum": _einsum,
-    "expand": _expand,
-}
-
-
 # --- matrices --------------------------------------------------------------------------------------------------------
 
 
@@ -748,8 +736,16 @@ def _lstm_direction(
 
 
 _CASTS = ("to", "type", "float", "double", "half", "bfloat16", "type_as", "contiguous")
-_BY_NAME: dict[str, Rule] = {name: _cast(name) for name in _CASTS}
-_BY_NAME |= {
+_VIEWS = ("view", "reshape", "permute", "squeeze", "flatten")
+RULES: dict[str, Rule] = {
+    **{name: _cast(name) for name in _CASTS},
+    **{name: _view(name) for name in _VIEWS},
+    "__getitem__": _item,
+    "unsqueeze": _unsqueeze,
+    "expand": _expand,
+    "einsum": _einsum,
+    "bmm": _bmm,
+    "_grouped_mm": _grouped_mm,
     "linear": _linear,
     "addmm": _addmm,
     "matmul": _matmul,
@@ -764,9 +760,8 @@ _BY_NAME |= {
     "T": _transpose,
     "mT": _transposed,
     "lstm": _lstm,
-    **RULES,
 }
 
 
 def rule_of(function: Callable[..., Any]) -> Rule | None:
-    return _BY_NAME.get(name_of(function))
+    return RULES.get(name_of(function))

@@ -184,8 +184,13 @@ def compare(
         few, read, bytes_per_token, auxiliary_sample = _some(batches, seed), "", None, None
 
     # 2. of each model, while it is loaded: trace and minimal trace, then robustness and the tasks
+    changes = {
+        name: dataclasses.replace(change, seed=seed) if isinstance(change, Noise) else change
+        for name, change in ROBUSTNESS.items()
+    }
+
     def extra_estimates(model: nn.Module) -> dict[str, Estimate]:
-        found = loss_rises(model, few, _changes(seed), causal=causal) if robustness else {}
+        found = loss_rises(model, few, changes, causal=causal) if robustness else {}
         for name, measure in others.items():
             estimates = MeasureResult.of(name, measure.run(model, context)).estimates
             found |= {label(name, each, tuple(estimates)): estimate for each, estimate in estimates.items()}
@@ -195,8 +200,13 @@ def compare(
     def judged(compared: TraceComparison) -> ModelComparison:
         fields = {field.name: getattr(compared, field.name) for field in dataclasses.fields(TraceComparison)}
         if bytes_per_token:
+            # the number of bytes is taken as exact, so a difference of two models is as certain as in nats
+            bits = {
+                name: times(estimates["loss"], 1 / (bytes_per_token * math.log(2)))
+                for name, estimates in compared.models.items()
+            }
             fields["models"] = {
-                name: {**estimates, "bits_per_byte": _bits_per_byte(estimates["loss"], bytes_per_token)}
+                name: {**estimates, "bits_per_byte": dataclasses.replace(bits[name], unit="bits per byte")}
                 for name, estimates in compared.models.items()
             }
         return ModelComparison(
@@ -268,22 +278,6 @@ def _fitting(
         except IsolossError as error:
             raise IsolossError(f"the task {task} cannot be measured: {error}") from error
     return fitting
-
-
-def _changes(seed: int) -> dict[str, Any]:
-    """Return the changes of the weights, the noise drawn by this seed."""
-    return {
-        name: dataclasses.replace(change, seed=seed) if isinstance(change, Noise) else change
-        for name, change in ROBUSTNESS.items()
-    }
-
-
-def _bits_per_byte(loss: Estimate, bytes_per_token: float) -> Estimate:
-    """Return the loss in bits over the bytes of text that the predicted tokens stand for.
-
-    The number of bytes is taken as exact, so a difference of two models is as certain as in nats.
-    """
-    return dataclasses.replace(times(loss, 1 / (bytes_per_token * math.log(2))), unit="bits per byte")
 
 
 def _some(batches: Iterable[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:

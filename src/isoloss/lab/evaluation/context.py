@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import PretrainedConfig
@@ -18,11 +18,8 @@ from isoloss.comparison.traces import Model, Outline
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
 from isoloss.lab.evaluation.input_config import InputConfig
-from isoloss.lab.evaluation.loss import ExactTargets, exact_targets
 from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.languages.exact import all_sentences, why_not_enumerable
-from isoloss.lab.tasks import WholeTask, make_task, whole_task
-from isoloss.lab.training import training_set
 from isoloss.model_checks import input_embeddings, is_causal, run_on_ids, text_config
 from isoloss.model_checks import max_length as most_positions
 from isoloss.run_config import ObjectiveConfig, TrainConfig
@@ -34,8 +31,7 @@ from isoloss.text.tokenizer_difference import difference
 from isoloss.text.tokenizers import NoTokenizerError, files_key, load_tokenizer
 from isoloss.transfer.features import why_no_features
 from isoloss.transfer.tasks import TaskData
-from isoloss.transfer.text_sources import TextTask
-from isoloss.transfer.text_tasks import TextExamples, as_read_by, read_examples
+from isoloss.transfer.text_tasks import TextExamples, as_read_by
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -56,7 +52,6 @@ class MeasureContext:
     has_embeddings: bool = True  # whether the models have input embeddings, by which an auxiliary sample is read
     rtol: float | None = None  # stop when the standard error is at most this fraction of the value
     seconds: float | None = None  # stop after this time
-    num_sequences: int | None = None  # stop after as many sequences
     progress: Callable[[int], None] | None = None  # called with the number of sequences done
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _latest: tuple[weakref.ref[torch.nn.Module], tuple[str, Hashable], torch.Tensor] | None = field(
@@ -68,42 +63,33 @@ class MeasureContext:
         """Whether each token is predicted from those before it."""
         return self.objective.kind == "causal"
 
+    def once(self, make: Callable[..., T], *arguments: Hashable, **options: Hashable) -> T:
+        """Return `make(*arguments, **options)`, made once for all measures and models of this context."""
+        return self._kept((make, arguments, *options.items()), lambda: make(*arguments, **options))
+
+    def _kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
+
     def inputs(self, num_sequences: int, seed: int) -> Inputs:
         """Return the inputs to measure on: at most `num_sequences`, `seed` decides which and their masks.
 
         Where they come from a file, `auxiliary_sample` of them is all that it holds.
         """
-        return self._once(("inputs", num_sequences, seed), lambda: self.read(num_sequences, seed))
+        return self.once(self.read, num_sequences, seed)
 
     def sentences(self, num_sentences: int, seed: int) -> Sentences:
         """Return the sentences of `inputs` with nothing masked; a language's have no start before them."""
         if self.language is not None:
-            return self._once(
-                ("sentences", num_sentences, seed), lambda: _sentences(self.language, num_sentences, seed)
-            )
+            return self.once(_sentences, self.language, num_sentences, seed)
         batches = self.inputs(num_sequences=num_sentences, seed=seed).batches
         whole = {name: torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "attention_mask")}
         labels = torch.cat([batch["labels"] for batch in batches])
         # a label is the token that was there before the mask
         tokens = torch.where(labels == IGNORED, whole["input_ids"], labels)
         return Sentences(tokens, whole["attention_mask"].sum(dim=1))
-
-    def training_sentences(self, num_sentences: int) -> Sentences | None:
-        """Return sentences of the training set of the run that is measured; None: it has none, or there is no run."""
-        if self.checkpoint is None:
-            return None
-        config = self.checkpoint[0].config  # runs that share the other inputs have training sets of their own
-        return self._once(
-            ("training sentences", num_sentences, config.seed, config.num_sentences),
-            lambda: training_set.sentences(self.language, config, num_sentences),
-        )
-
-    def exact_targets(self, num_sentences: int | Literal["all"], seed: int) -> ExactTargets:
-        """Return masked sentences of the language and their exact conditionals."""
-        return self._once(
-            ("exact targets", num_sentences, seed),
-            lambda: exact_targets(self.language, num_sentences=num_sentences, objective=self.objective, seed=seed),
-        )
 
     def tokenizer(self) -> Any:
         """Return the tokenizer that reads text for the models: the language's, else their own.
@@ -117,16 +103,7 @@ class MeasureContext:
             return self.language.tokenizer
         if self.load_tokenizer is None:
             raise IsolossError("the models have no tokenizer to read the text of a task with")
-        return self._once("tokenizer", self.load_tokenizer)
-
-    def text_examples(
-        self, source: TextTask, *, num_train: int | None, num_test: int | None, draws: int | None, seed: int
-    ) -> TextExamples:
-        """Return the examples of a task of text (`isoloss.transfer.text_tasks.read_examples`)."""
-        return self._once(
-            ("examples", source, num_train, num_test, draws, seed),
-            lambda: read_examples(source, num_train=num_train, num_test=num_test, draws=draws, seed=seed),
-        )
+        return self.once(self.load_tokenizer)
 
     def text_task(
         self,
@@ -141,31 +118,14 @@ class MeasureContext:
         text = config.get_text_config()
         # models that agree in these read the same ids, whatever else differs
         reads = text.vocab_size, positions, getattr(text, "type_vocab_size", 1)
-        return self._once(
+        return self._kept(
             ("text task", examples, max_length, *reads),
             lambda: as_read_by(text, positions, examples, self.tokenizer(), max_length=max_length, model=model),
         )
 
-    def task(self, name: str, *, num_train: int, num_test: int, seed: int) -> TaskData:
-        """Return labeled sentences of a downstream task (`isoloss.lab.tasks.make_task`)."""
-        return self._once(
-            ("task", name, num_train, num_test, seed),
-            lambda: make_task(self.language, name, num_train=num_train, num_test=num_test, seed=seed),
-        )
-
-    def whole_task(self, name: str, *, num_train: int, seed: int) -> WholeTask:
-        """Return a downstream task on all sentences (`isoloss.lab.tasks.whole_task`)."""
-        return self._once(
-            ("whole task", name, num_train, seed),
-            lambda: whole_task(self.language, name, self.all_sentences(), num_train=num_train, seed=seed),
-        )
-
     def all_sentences(self) -> tuple[Sentences, torch.Tensor] | None:
         """Return all sentences of the language and their probabilities (n,); None if too many, or not known."""
-        return self._once(
-            "all sentences",
-            lambda: None if why_not_enumerable(self.language) else all_sentences(self.language),
-        )
+        return None if why_not_enumerable(self.language) else self.once(all_sentences, self.language)
 
     def features(
         self,
@@ -180,18 +140,12 @@ class MeasureContext:
         Features without a model depend on the language alone and stay cached.
         """
         if model is None:
-            return self._once(("features", make), lambda: make(*inputs))
+            return self.once(make, *inputs)
         # by the object, which the reference does not keep alive, and by its weights, which may have changed in place
         key = (files.tensors_sha256(sorted(model.state_dict().items())), states)
         if self._latest is None or self._latest[0]() is not model or self._latest[1] != key:
             self._latest = (weakref.ref(model), key, make(*inputs))
         return self._latest[2]
-
-    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key not in self._made:
-            self._made[key] = make()
-        made: T = self._made[key]
-        return made
 
 
 def config_of(model: Any) -> Any:
@@ -222,17 +176,15 @@ class ModelInfo:
     @classmethod
     def of(cls, loaded: LoadedModel) -> ModelInfo:
         """Return what there is to know of a loaded checkpoint."""
-        outline = Outline.of(loaded.name, loaded.model, loaded.kind == "causal")
-        has_embeddings = input_embeddings(loaded.model) is not None
-        no_features = why_no_features(loaded.model, causal=outline.causal)
+        model, is_causal = loaded.model, loaded.kind == "causal"
         return cls(
             name=loaded.name,
             architecture=loaded.architecture,
-            outline=outline,
-            config=config_of(loaded.model),
-            max_length=most_positions(loaded.model),
-            has_embeddings=has_embeddings,
-            no_features=no_features,
+            outline=Outline.of(loaded.name, model, is_causal),
+            config=config_of(model),
+            max_length=most_positions(model),
+            has_embeddings=input_embeddings(model) is not None,
+            no_features=why_no_features(model, causal=is_causal),
         )
 
     def named(self, name: str) -> ModelInfo:
@@ -243,12 +195,9 @@ class ModelInfo:
 class Checkpoints:
     """Models that are measured one after another, with information on all before the first is measured.
 
+    The models are checkpoints, models or functions that load them, by name; options are those of `isoloss.load_model`.
     A checkpoint with the same header (`isoloss.checkpoints.loading.header_of`) as an earlier one is loaded only when it
     is measured. The first model is kept in memory until it is measured. No other two are in memory at a time.
-
-    Args:
-        models: By name, checkpoints, models, or functions that load them.
-        **options: For checkpoints, as for `isoloss.load_model`.
     """
 
     def __init__(self, models: Mapping[str, Model | str | Path], **options: Any) -> None:
@@ -311,13 +260,8 @@ def data_context(
 ) -> MeasureContext:
     """Return the context of measuring models on text or token ids, which must mean the same to all of them.
 
-    Args:
-        data: Text or token ids.
-        models: What is measured.
-        config: How the data is read.
-        shuffled: Whether inputs are in random order: a measurement that `rtol` or `seconds` ends early is of a random
-            part only of such inputs.
-        tokenizer: The tokenizer of all models; None: the one that `config` names, else their own, which must be alike.
+    A measurement that `rtol` or `seconds` ends early is of a random part of the inputs only where these are `shuffled`.
+    Without a `tokenizer` it is the one that `config` names, else the models' own, which must be alike.
     """
     first = models[0]
     for other in models[1:]:
@@ -348,16 +292,9 @@ def data_context(
         return _fitting(inputs, models, config, seed if shuffled else None)
 
     def load() -> Any:
-        if given is None or isinstance(given, str):
-            return load_tokenizer(given or first.name)
-        return given
+        return load_tokenizer(given or first.name) if given is None or isinstance(given, str) else given
 
-    return MeasureContext(
-        read=read,
-        objective=objective,
-        load_tokenizer=load,
-        has_embeddings=first.has_embeddings,
-    )
+    return MeasureContext(read=read, objective=objective, load_tokenizer=load, has_embeddings=first.has_embeddings)
 
 
 def language_context(
@@ -388,13 +325,11 @@ def language_context(
 def run_context(config: TrainConfig) -> MeasureContext:
     """Return the context of measuring the checkpoints of a run on its own language."""
     language: Language = config.language.build()
-    return MeasureContext(
-        read=lambda num_sequences, seed: language_inputs(
-            language, config.objective, num_sequences=num_sequences, seed=seed
-        ),
-        objective=config.objective,
-        language=language,
-    )
+
+    def read(num_sequences: int, seed: int) -> Inputs:
+        return language_inputs(language, config.objective, num_sequences=num_sequences, seed=seed)
+
+    return MeasureContext(read=read, objective=config.objective, language=language)
 
 
 def _fitting(inputs: Inputs, models: Sequence[ModelInfo], config: InputConfig, order: int | None) -> Inputs:

@@ -31,7 +31,7 @@ from isoloss.statistics.tables import Tabular, text_table
 from isoloss.text import hub_datasets
 
 if TYPE_CHECKING:
-    from isoloss.lab.evaluation.context import MeasureContext, ModelInfo
+    from isoloss.lab.evaluation.context import Checkpoints, MeasureContext, ModelInfo
 
 DEFAULT = ("loss", "trace")
 HEADER = ("measure", "estimate", "value ± standard error", "averaged over", "error over")
@@ -126,9 +126,10 @@ def evaluate(
         >>> [(evaluation.measure, evaluation.estimates[evaluation.measure].value > 0) for evaluation in found]
         [('squared-norm', True), ('trace', True)]
     """
-    names = [models] if isinstance(models, str | Path) else list(models)
+    names = [str(models)] if isinstance(models, str | Path) else [str(name) for name in models]
     measures = [measures] if isinstance(measures, str) else measures
     steps = [steps] if isinstance(steps, int | str) else steps
+    inputs = inputs or InputConfig()
     if not names:
         raise IsolossError("no model is named: give a run, a checkpoint folder or a name on the Hugging Face hub")
     if measures is not None and not measures:
@@ -146,21 +147,19 @@ def evaluate(
                 f"{unused} is for data or a language: a run is measured on its own language, as it was trained, and in "
                 "float32"
             )
-        (inputs or InputConfig()).check_run(str(names[0]), "batch_size")
-        for given in names:
-            if not Path(given).is_dir():
-                places.check_checkpoint(str(given))
-        parts = [(str(name), *_checkpoints_of(Path(name), steps)) for name in names]
+        inputs.check_run(names[0], "batch_size")
+        for name in names:
+            if not Path(name).is_dir():
+                places.check_checkpoint(name)
+        parts = [(name, *_checkpoints_of(Path(name), steps)) for name in names]
         return _evaluate_runs(parts, measures, settings, device, progress)
     if steps:
         raise IsolossError("steps are those of a run that is measured on its own language: name checkpoints instead")
     if data is not None and language is not None:
         raise IsolossError("data and a language are given: a model is measured on one of the two")
-    inputs = inputs or InputConfig()
     inputs.check()
-    checkpoints = [str(name) for name in names]
-    refuse_twice(checkpoints)
-    for name in checkpoints:
+    refuse_twice(names)
+    for name in names:
         places.check_reachable(name, module)
     if data is not None:
         hub_datasets.check_data(data)
@@ -168,29 +167,21 @@ def evaluate(
         from isoloss.lab.languages.config import resolve
 
         language = language if isinstance(language, configs.LanguageConfig) else resolve(str(language))
-    # two names may become one, as a folder's name has none of their special characters
-    folders = [] if output is None else [_folder_name(name) for name in checkpoints]
-    if same := next((i for i, folder in enumerate(folders) if folder in folders[:i]), None):
-        first = checkpoints[folders.index(folders[same])]
-        raise IsolossError(
-            f"{first} and {checkpoints[same]} would both be kept in {Path(output or '') / folders[same]}: measure them "
-            "one after another, with an output for each"
-        )
+    folders = None if output is None else _folders(Path(output), names)
     import torch
 
-    from isoloss.flatness import InterruptedEstimate
     from isoloss.lab.evaluation import context as contexts
 
-    options: Any = {
-        "device": device,
-        "dtype": getattr(torch, dtype),
-        "attention": attention,
-        "module": module,
-        "trust_remote_code": trust_remote_code,
-        "ignore_unexpected_weights": ignore_unexpected_weights,
-    }
-    loading = contexts.Checkpoints({name: name for name in checkpoints}, **options)
-    infos = loading.infos
+    checkpoints = contexts.Checkpoints(
+        {name: name for name in names},
+        device=device,
+        dtype=getattr(torch, dtype),
+        attention=attention,
+        module=module,
+        trust_remote_code=trust_remote_code,
+        ignore_unexpected_weights=ignore_unexpected_weights,
+    )
+    infos = checkpoints.infos
     # a measurement that may stop early takes its inputs in random order, or it would be of the start of the data
     shuffled = rtol is not None or seconds is not None
     if data is not None:
@@ -199,37 +190,59 @@ def evaluate(
         objective = objective or inputs.objective(infos[0].name, is_causal=infos[0].outline.causal, default="one")
         context = contexts.language_context(language, objective, infos, inputs, shuffled=shuffled)
     context.rtol, context.seconds = rtol, seconds
-    chosen = _applying(measures, settings, context, ", ".join(checkpoints))
+    chosen = _applying(measures, settings, context, ", ".join(names))
     if on_inputs is not None:
         on_inputs(infos, context)
+    return _evaluate_models(names, checkpoints, chosen, settings, context, folders, progress)
+
+
+def _folders(output: Path, names: Sequence[str]) -> dict[str, Path]:
+    """Return the folder of each checkpoint's files; two names may become one, without their special characters."""
+    folders: dict[Path, str] = {}
+    for name in names:
+        folder = output / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model")
+        if folder in folders:
+            raise IsolossError(
+                f"{folders[folder]} and {name} would both be kept in {folder}: measure them one after another, with an "
+                "output for each"
+            )
+        folders[folder] = name
+    return {name: folder for folder, name in folders.items()}
+
+
+def _evaluate_models(
+    names: Sequence[str],
+    checkpoints: Checkpoints,
+    measures: Sequence[str],
+    settings: Settings | None,
+    context: MeasureContext,
+    folders: Mapping[str, Path] | None,
+    progress: Progress | None,
+) -> Evaluations:
+    """Return the evaluations of checkpoints, each of which is loaded once, and write them into `folders`."""
+    from isoloss.flatness import InterruptedEstimate
+
     done: list[tuple[str, Evaluation]] = []
-    for name in checkpoints:
-        model = loading.model(name)
+    for name in names:
+        model = checkpoints.model(name)
         weights = files.tensors_sha256(sorted(model.state_dict().items()))
-        for measure in chosen:
+        for measure in measures:
+            work = f"{measure} of {name}"
             if progress is not None:
-                report = functools.partial(_report, progress, len(done), len(checkpoints) * len(chosen))
-                report(f"{measure} of {name}")
-                context.progress = functools.partial(report, f"{measure} of {name}")
+                so_far = functools.partial(progress, len(done), len(names) * len(measures))
+                so_far(work)
+                context.progress = lambda number, so_far=so_far, work=work: so_far(f"{work}, {number:,} done")
             try:
                 evaluation, examples = _measured(measure, settings, model, context, step=None, weights=weights)
             except KeyboardInterrupt as stop:
                 partial = stop.partial if isinstance(stop, InterruptedEstimate) else None
-                raise InterruptedEvaluation(Evaluations.of(done), f"{measure} of {name}", partial) from stop
+                raise InterruptedEvaluation(Evaluations.of(done), work, partial) from stop
             done.append((name, evaluation))
-            if output is not None:
-                path = Path(output) / _folder_name(name) / f"{measure}.json"
+            if folders is not None:
+                path = folders[name] / f"{measure}.json"
                 files.write_bytes(path.with_suffix(".safetensors"), examples)
                 files.write_sealed(path, {"model": name, **evaluation.to_dict()})
     return Evaluations.of(done)
-
-
-def _report(progress: Progress, done: int, total: int, name: str, part: int | None = None) -> None:
-    progress(done, total, name if part is None else f"{name}, {part:,} done")
-
-
-def _folder_name(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model"
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -446,34 +459,24 @@ class Evaluations(Tabular, Sequence[Evaluation]):
         steps = any(evaluation.step is not None for evaluation in self.evaluations)
         # measures in the order in which they were asked for
         order = {name: place for place, name in enumerate(dict.fromkeys(each.measure for each in self.evaluations))}
-        # several models stand together by measure; the checkpoints of one model are a course in time
-        entries = sorted(
-            zip(self.models, self.evaluations, strict=True),
-            key=lambda entry: (
-                (order[entry[1].measure], entry[0]) if several else (entry[1].step or 0, order[entry[1].measure])
-            ),
-        )
-        rows = [
-            (
-                order[evaluation.measure],
-                place,
-                [
+        rows: list[tuple[tuple[Any, ...], list[str]]] = []
+        for model, evaluation in zip(self.models, self.evaluations, strict=True):
+            measure, step = order[evaluation.measure], evaluation.step
+            for place, (name, estimate) in enumerate(evaluation.estimates.items()):
+                averaged_over = "examples" if estimate.unit == "accuracy" else "predicted tokens"
+                cells = [
                     *([model] if several else []),
-                    *(["" if evaluation.step is None else str(evaluation.step)] if steps else []),
+                    *(["" if step is None else str(step)] if steps else []),
                     evaluation.measure,
                     name,
                     f"{estimate}{_more(estimate)}",
-                    _averaged_over(estimate),
+                    f"{estimate.num_predictions:,} {averaged_over}" if estimate.num_predictions else "",
                     samples_of(estimate),
-                ],
-            )
-            for model, evaluation in entries
-            for place, (name, estimate) in enumerate(evaluation.estimates.items())
-        ]
-        if several:
-            rows.sort(key=lambda row: row[:2])
+                ]
+                # the checkpoints of one model are a course in time
+                rows.append(((measure, place, model) if several else (step or 0, measure, place), cells))
         columns = [*(["model"] if several else []), *(["step"] if steps else []), *HEADER]
-        return columns, [row for *_, row in rows], len(columns) - 2
+        return columns, [cells for _, cells in sorted(rows, key=lambda row: row[0])], len(columns) - 2
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each estimate, with its `model`, `step` and `measure`."""
@@ -501,12 +504,6 @@ class Evaluations(Tabular, Sequence[Evaluation]):
     def _repr_html_(self) -> str:
         header, rows, _ = self.table()
         return html_table(rows, header)
-
-
-def _averaged_over(estimate: Estimate) -> str:
-    """Return how many predictions an estimate is a mean over; nothing for what needs no inputs."""
-    kind = "examples" if estimate.unit == "accuracy" else "predicted tokens"
-    return f"{estimate.num_predictions:,} {kind}" if estimate.num_predictions else ""
 
 
 def _more(estimate: Estimate) -> str:

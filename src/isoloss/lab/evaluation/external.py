@@ -86,7 +86,11 @@ class ExternalCheckpoint:
             inputs = self.inputs
             (source,) = documents.open_sources([self.data], column=inputs.column or "text", split=inputs.split)
             return configs.fingerprint(replace(self, data=source.content(None)))
-        return configs.fingerprint(replace(self, data=self.data and _digest(_files(Path(self.data)))))
+        path = Path(self.data)
+        if self.data and not path.exists():
+            raise IsolossError(f"there is no data {path}{files.nearest(path)}")
+        content = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+        return configs.fingerprint(replace(self, data=self.data and _digest(content)))
 
     def absolute(self) -> ExternalCheckpoint:
         """The same with absolute paths."""
@@ -223,14 +227,6 @@ class ExternalRun(Run):
             return contexts.data_context(Path(external.data), [info], external.inputs, shuffled=False)
         objective = external.inputs.objective(info.name, is_causal=info.outline.causal, default="one")
         return contexts.language_context(external.language, objective, [info], external.inputs, shuffled=False)
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        return sorted(each for each in path.rglob("*") if each.is_file())
-    if not path.is_file():
-        raise IsolossError(f"there is no data {path}{files.nearest(path)}")
-    return [path]
 
 
 def _digest(paths: list[Path]) -> str:

@@ -62,7 +62,7 @@ class ExactTargets:
     weights: torch.Tensor | None = None  # (n,) float64, probabilities, if these are all sentences; None if sampled
 
     def __len__(self) -> int:
-        return len(self.entropy)
+        return len(self.counts)
 
     def log_conditionals(self, first: int = 0, last: int | None = None) -> torch.Tensor:
         """Return (m, V) float64: the log-conditionals of the m predicted tokens, given what the model reads, in nats.
@@ -73,9 +73,7 @@ class ExactTargets:
         if self.kept is not None:
             before = int(self.counts[:first].sum())
             return self.kept[before : before + int(self.counts[part].sum())]
-        batch = {name: value[part] for name, value in self.batch.items()}
-        out = torch.empty(int(self.counts[part].sum()), self.language.vocab_size, dtype=torch.float64)
-        return _fill(out, self.language, batch, self.objective)
+        return _conditionals(self.language, {name: each[part] for name, each in self.batch.items()}, self.objective)
 
     def held_at_once(self, batch_size: int) -> int:
         """Return how many sentences' conditionals take a bounded memory: some batches of `batch_size`, at least one."""
@@ -123,11 +121,8 @@ def exact_targets(
 
     Under the causal objective every token is predicted, given those before it: a model does not know how many follow
     (`Language.log_next`). With `num_sentences="all"` nothing is drawn: it takes every sentence, or every distinct one
-    with one masked token (`isoloss.lab.languages.exact.masked_sentences`), weighted by its probability.
-
-    Each conditional is given the visible tokens, as the model's prediction is: with several tokens of a sentence masked
-    it is a sum over all tokens at the other masked positions. Where the conditionals take more than 512 MiB, their
-    entropies are computed here, and they themselves a part at a time whenever a model is measured.
+    with one masked token (`isoloss.lab.languages.exact.masked_sentences`), weighted by its probability. Each
+    conditional is given the visible tokens, as the model's prediction is.
 
     Raises:
         IsolossError: Fewer than ten sentences; no exact conditionals under this objective; with `all`, more than 65,536
@@ -165,29 +160,28 @@ def exact_targets(
     chosen = _predicted_at(batch, objective)
     counts = chosen.sum(dim=1)
     total = int(counts.sum())
-    kept, entropy = None, torch.empty(total, dtype=torch.float64)
-    if 8 * total * language.vocab_size <= _KEPT_BYTES:
-        kept = torch.empty(total, language.vocab_size, dtype=torch.float64)
-        _fill(kept, language, batch, objective)
-        log_p = kept
-
-        def compute(first: int) -> None:
-            rows = log_p[first : first + ROWS]
-            entropy[first : first + ROWS] = (probabilities(rows) * -rows).sum(dim=1)
-
-        run_in_threads(compute, ((first,) for first in range(0, total, ROWS)), kept.device)
-    else:
-        _fill(entropy, language, batch, objective)
-    return ExactTargets(
+    targets = ExactTargets(
         language=language,
         batch=batch,
-        entropy=by_sentence(entropy, chosen),
+        entropy=torch.empty(len(counts), dtype=torch.float64),
         counts=counts,
         objective=objective,
         seed=seed,
-        kept=kept,
+        kept=_conditionals(language, batch, objective) if 8 * total * language.vocab_size <= _KEPT_BYTES else None,
         weights=weights,
     )
+    entropy, done = torch.empty(total, dtype=torch.float64), 0
+    for start in range(0, len(counts), size := targets.held_at_once(1)):
+        log_p = targets.log_conditionals(start, start + size)
+        part = entropy[done : done + len(log_p)]
+
+        def compute(first: int, log_p: torch.Tensor = log_p, part: torch.Tensor = part) -> None:
+            rows = log_p[first : first + ROWS]
+            part[first : first + ROWS] = (probabilities(rows) * -rows).sum(dim=1)
+
+        run_in_threads(compute, ((first,) for first in range(0, len(log_p), ROWS)), log_p.device)
+        done += len(log_p)
+    return dataclasses.replace(targets, entropy=by_sentence(entropy, chosen))
 
 
 def _predicted_at(batch: Batch, objective: ObjectiveConfig) -> torch.Tensor:
@@ -198,19 +192,29 @@ def _predicted_at(batch: Batch, objective: ObjectiveConfig) -> torch.Tensor:
     return chosen
 
 
-def _fill(out: torch.Tensor, language: Language, batch: Batch, objective: ObjectiveConfig) -> torch.Tensor:
-    """Set `out` to the m predicted tokens' log-conditionals, (m, V), or to their entropies, (m,), and return it."""
-    if objective.kind == "causal":
-        return _fill_next(out, language, batch, objective)
-    compute = language.log_conditionals if out.dim() == 2 else language.conditional_entropy
+def _conditionals(language: Language, batch: Batch, objective: ObjectiveConfig) -> torch.Tensor:
+    """Return (m, V) float64: the log-conditionals of the predicted tokens."""
     chosen = _predicted_at(batch, objective)
     counts = chosen.sum(dim=1)
-    firsts = counts.cumsum(dim=0) - counts
+    out = torch.empty(int(counts.sum()), language.vocab_size, dtype=torch.float64)
     lengths = batch["attention_mask"].sum(dim=1)
-    row_bytes = out.element_size() * math.prod(out.shape[1:])
+    if objective.kind == "causal":
+        # a start that is not a token of the sentences is put before them
+        begin = 0 if language.start.is_in_sentences else 1
+        tokens = batch["input_ids"][:, begin:]
+        size = max(1, _PART_BYTES // (8 * tokens.shape[1] * language.vocab_size))
+        done = 0
+        for first in range(0, len(tokens), size):
+            rows = slice(first, first + size)
+            logs = language.log_next(tokens[rows], lengths[rows] - begin, without_special=True)
+            logs = logs.cpu().double()[chosen[rows, begin:]]
+            out[done : done + len(logs)] = logs
+            done += len(logs)
+        return out
+    firsts = counts.cumsum(dim=0) - counts
     # sentences with as many masked positions go together
     for count in sorted(set(counts.tolist())):
-        size = min(_PART, max(1, _PART_BYTES // (count * row_bytes)))
+        size = min(_PART, max(1, _PART_BYTES // (count * 8 * language.vocab_size)))
         for rows in (counts == count).nonzero()[:, 0].split(size):
             masked = chosen[rows]
             # the sentence before the masking: a language is told the tokens and which of them it may not look at
@@ -218,25 +222,10 @@ def _fill(out: torch.Tensor, language: Language, batch: Batch, objective: Object
             positions = masked.nonzero()[:, 1].view(-1, count)
             # one masked token needs no mask, as a conditional never looks at the token that it is of
             unknown = None if objective.masking == "one" else masked
-            values = compute(tokens, lengths[rows], mask=unknown, positions=positions)
+            values = language.log_conditionals(tokens, lengths[rows], mask=unknown, positions=positions)
             # in `out`, the positions of a sentence follow each other
             indices = firsts[rows, None] + torch.arange(count)
             out.numpy()[indices.flatten().numpy()] = values.flatten(0, 1).cpu().numpy()
-    return out
-
-
-def _fill_next(out: torch.Tensor, language: Language, batch: Batch, objective: ObjectiveConfig) -> torch.Tensor:
-    # a start that is not a token of the sentences is put before them
-    begin = 0 if language.start.is_in_sentences else 1
-    tokens, chosen = batch["input_ids"][:, begin:], _predicted_at(batch, objective)[:, begin:]
-    lengths = batch["attention_mask"].sum(dim=1) - begin
-    size = max(1, _PART_BYTES // (8 * tokens.shape[1] * language.vocab_size))
-    done = 0
-    for first in range(0, len(tokens), size):
-        part = slice(first, first + size)
-        logs = language.log_next(tokens[part], lengths[part], without_special=True).cpu().double()[chosen[part]]
-        out[done : done + len(logs)] = logs if out.dim() == 2 else (probabilities(logs) * -logs).sum(dim=1)
-        done += len(logs)
     return out
 
 
@@ -265,29 +254,25 @@ def kl_values(
     Raises:
         IsolossError: Dropout is on, the model knows fewer ids than the language, or its logits are not finite.
     """
+    chosen = _predicted_at(targets.batch, targets.objective)
     ends = targets.counts.cumsum(dim=0)
     values = torch.empty(int(ends[-1]), dtype=torch.float64)
-    done, upto = 0, 0
-    # conditionals of the masked positions up to `upto`
-    held = values[:0]
-    at_once = targets.held_at_once(max(1, batch_size))
-    is_causal = targets.objective.kind == "causal"
-    for log_q in _log_predictions(model, targets.batch, batch_size=batch_size, is_causal=is_causal):
-        # Conditionals come by whole sentences and predictions by rows, in the same order. `held_at_once` is a multiple
-        # of the batch size, and predictions never span two batches: the conditionals end where a batch does.
-        if done == upto:
-            first = int(torch.searchsorted(ends, done, right=True))
-            held = targets.log_conditionals(first, first + at_once)
-            upto += len(held)
-        log_p = held[len(held) - (upto - done) :][: len(log_q)]
-        if log_q.shape[1] < log_p.shape[1]:
-            raise IsolossError(f"the model knows {log_q.shape[1]} ids and the language has {log_p.shape[1]} tokens")
-        difference = log_p - log_q[:, : log_p.shape[1]].cpu()
-        values[done : done + len(log_q)] = (probabilities(log_p) * difference).sum(dim=1)
-        done += len(log_q)
-        if progress is not None:
-            progress(int(torch.searchsorted(ends, done, right=True)))
-    return by_sentence(values, _predicted_at(targets.batch, targets.objective))
+    done = 0
+    size = targets.held_at_once(max(1, batch_size))
+    for first in range(0, len(targets), size):
+        log_conditionals = targets.log_conditionals(first, first + size)
+        start = done
+        rows = {name: value[first : first + size] for name, value in targets.batch.items()}
+        for log_q in _log_predictions(model, rows, batch_size=batch_size, objective=targets.objective, first=first):
+            log_p = log_conditionals[done - start :][: len(log_q)]
+            if log_q.shape[1] < log_p.shape[1]:
+                raise IsolossError(f"the model knows {log_q.shape[1]} ids and the language has {log_p.shape[1]} tokens")
+            difference = log_p - log_q[:, : log_p.shape[1]].cpu()
+            values[done : done + len(log_q)] = (probabilities(log_p) * difference).sum(dim=1)
+            done += len(log_q)
+            if progress is not None:
+                progress(int(torch.searchsorted(ends, done, right=True)))
+    return by_sentence(values, chosen)
 
 
 def pretraining_loss(
@@ -297,11 +282,8 @@ def pretraining_loss(
 
     In nats per predicted token; all predicted tokens weigh the same, and errors are over sentences. `details` holds
     `subset_std`, the standard deviation over five subsets as the paper prints it, and their `subset_size`. `kl` and
-    `loss` have influences (`entropy` says nothing of the model), for the paired difference of two models on the same
-    targets (`isoloss.statistics.comparison.paired_difference`), whose error is far smaller than these errors combined.
-
-    If the targets are all masked sentences, the three are exact sums: their error is 0, and they have no subsets and no
-    influences.
+    `loss` have influences, for the paired difference of two models; `entropy` says nothing of the model. If the targets
+    are all masked sentences, the three are exact sums: their error is 0, and they have no subsets and no influences.
 
     Arguments and errors are as for `kl_values`.
 
@@ -325,17 +307,11 @@ def pretraining_loss(
         # all predicted tokens weigh the same, however many a sentence has; of a masked one there is one
         per_token = targets.weights / float(targets.weights @ targets.counts.double())
         what = "sentences" if targets.objective.kind == "causal" else "masked sentences"
+        known: dict[str, Any] = {"stderr": 0.0, "samples": 0, "unit": UNIT, "seconds": seconds, "details": details}
+        known["num_predictions"] = int(targets.counts.sum())
+        method = f"a sum over all {len(targets):,} {what}"
         return {
-            name: Estimate(
-                value=float(per_token @ values),
-                stderr=0.0,
-                samples=0,
-                unit=UNIT,
-                num_predictions=int(targets.counts.sum()),
-                method=f"exact conditionals, {name}: a sum over all {len(targets):,} {what}",
-                seconds=seconds,
-                details=details,
-            )
+            name: Estimate(value=float(per_token @ values), method=f"exact conditionals, {name}: {method}", **known)
             for name, values in sums.items()
         }
     details["seed"] = targets.seed
@@ -355,21 +331,6 @@ def held_out_batch(language: Language, *, num_sequences: int, objective: Objecti
     return objective_batch(sentences, language, objective, generator=seeds.generator(seed, "evaluation masks"))
 
 
-def held_out_loss(
-    model: nn.Module,
-    language: Language,
-    *,
-    num_sequences: int,
-    objective: ObjectiveConfig,
-    seed: int,
-    batch_size: int = 32,
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, Estimate]:
-    """Return `loss`: the cross-entropy of a language's held-out text, as `text_loss` gives it."""
-    batch = held_out_batch(language, num_sequences=num_sequences, objective=objective, seed=seed)
-    return text_loss(model, [batch], objective=objective, seed=seed, batch_size=batch_size, progress=progress)
-
-
 def text_loss(
     model: nn.Module,
     batches: Iterable[Mapping[str, torch.Tensor]],
@@ -382,10 +343,8 @@ def text_loss(
 ) -> dict[str, Estimate]:
     """Return `loss`: the cross-entropy of sequences in nats per predicted token.
 
-    All predicted tokens weigh the same. The error is clustered: it counts sequences, not tokens, as independent, where
-    batches have `documents` it counts these, and where sequences are pieces of longer texts, blocks of them
-    (`isoloss.text.clusters.SequenceClusters`). `details` holds `subset_std` and `subset_size` as for
-    `pretraining_loss`.
+    All predicted tokens weigh the same. The error counts sequences as independent, or documents, or blocks of packed
+    sequences (`isoloss.text.clusters.SequenceClusters`). `details` is as for `pretraining_loss`.
 
     Raises:
         IsolossError: Dropout is on, the model does not know a label, its logits are not finite, or there are fewer
@@ -430,7 +389,7 @@ def _cross_entropy(
     batch_size: int,
     progress: Callable[[int], None] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (n,) float64 nats of each sequence, summed over its predicted tokens, and (n,) their number."""
+    """Return (n,) float64 nats of each sequence, summed over its predicted tokens, and (n,) the number of these."""
     chosen = _predicted_at(batch, objective)
     counts = chosen.sum(dim=1)
     row_of = chosen.nonzero()[:, 0]
@@ -438,8 +397,7 @@ def _cross_entropy(
     ends = counts.cumsum(dim=0)
     nats = torch.zeros(len(counts), dtype=torch.float64)
     done = 0
-    is_causal = objective.kind == "causal"
-    for log_q in _log_predictions(model, batch, batch_size=batch_size, is_causal=is_causal):
+    for log_q in _log_predictions(model, batch, batch_size=batch_size, objective=objective):
         part = slice(done, done + len(log_q))
         if int(labels[part].max()) >= log_q.shape[1]:
             raise IsolossError(f"token {int(labels[part].max())} is not among the {log_q.shape[1]} ids of the model")
@@ -455,9 +413,12 @@ def _cross_entropy(
 
 
 def _log_predictions(
-    model: nn.Module, batch: Batch, *, batch_size: int, is_causal: bool = False
+    model: nn.Module, batch: Batch, *, batch_size: int, objective: ObjectiveConfig, first: int = 0
 ) -> Iterator[torch.Tensor]:
-    """Yield (rows, M) float64 log-probabilities of the predicted tokens, in order, a bounded number at a time."""
+    """Yield (rows, M) float64 log-probabilities of the predicted tokens, in order, a bounded number at a time.
+
+    The first sentence of the batch has the number `first` in messages.
+    """
     if batch_size < 1:
         raise IsolossError(f"batch_size is {batch_size}; it must be at least 1")
     refuse_dropout(model)
@@ -467,14 +428,13 @@ def _log_predictions(
     for start in range(0, len(batch["labels"]), batch_size):
         part = {name: value[start : start + batch_size].to(device) for name, value in inputs.items()}
         with torch.no_grad():
-            logits = predicted_logits(model, part, causal=is_causal)
+            logits = predicted_logits(model, part, causal=objective.kind == "causal")
         if not bool(logits.isfinite().all()):
-            raise IsolossError(
-                f"the model's logits are NaN or infinite in sentences {start} to {start + len(part['labels']) - 1}"
-            )
+            low, high = first + start, first + start + len(part["labels"]) - 1
+            raise IsolossError(f"the model's logits are NaN or infinite in sentences {low} to {high}")
         # in float64, so that the only rounding is the logits' own: a KL near 0 is a sum of terms that cancel
-        for first in range(0, len(logits), ROWS):
-            yield logits[first : first + ROWS].to(wide).double().log_softmax(dim=1)
+        for row in range(0, len(logits), ROWS):
+            yield logits[row : row + ROWS].to(wide).double().log_softmax(dim=1)
 
 
 def _estimate(

@@ -24,6 +24,7 @@ from isoloss.seeds import derive
 
 if TYPE_CHECKING:
     from isoloss.lab.evaluation.loss import ExactTargets
+    from isoloss.statistics.estimate import Estimate
 
 _SEED = 0  # of what is measured on during training: the same for all runs
 _VALIDATION_SEED = derive(_SEED, "validation")  # of what decides where a stage ends, which no evaluation is made on
@@ -83,16 +84,9 @@ def pretrain(
 def next_update(run: Run, language: Language) -> dict[str, torch.Tensor]:
     """Return the change that one more optimizer step would make to the trained weights, by parameter; writes nothing.
 
-    Each has its parameter's shape. With `lawa` and `schedule-free` these are the weights being trained, not the average
-    that is saved. The step uses the next batch and the saved state of the optimizer, as if the last stage went on; a
-    decay that is over keeps its last rate.
-
-    Args:
-        run: A run with at least one step.
-        language: That of its config.
-
-    Raises:
-        IsolossError: The last checkpoint is damaged or missing.
+    With `lawa` and `schedule-free` these are the weights being trained, not the average that is saved. The step uses
+    the next batch and the saved state of the optimizer, as if the last stage went on; a decay that is over keeps its
+    last rate. The run has at least one step, and the language is that of its config.
     """
     examples = functools.partial(_task_examples, language, run.config.seed)
     device = resolve_device(run.config.device)
@@ -127,14 +121,17 @@ class Monitor:
     """
 
     def __init__(self, language: Language, config: TrainConfig) -> None:
+        from isoloss.lab.evaluation import loss
         from isoloss.lab.evaluation.context import language_inputs
-        from isoloss.lab.evaluation.loss import exact_targets
 
-        self._language, self._objective, self._n = language, config.objective, config.measure_sentences
-        self._batches = language_inputs(language, config.objective, num_sequences=self._n, seed=_SEED).batches
-        self._targets = None
+        objective, n = config.objective, config.measure_sentences
+        self._objective = objective
+        self._batches = language_inputs(language, objective, num_sequences=n, seed=_SEED).batches
+        self._targets, self._held_out = None, None
         if language.is_exact:
-            self._targets = exact_targets(language, num_sentences=self._n, objective=config.objective, seed=_SEED)
+            self._targets = loss.exact_targets(language, num_sentences=n, objective=objective, seed=_SEED)
+        elif language.num_held_out:
+            self._held_out = loss.held_out_batch(language, num_sequences=n, objective=objective, seed=_SEED)
 
     def __call__(self, model: Any) -> dict[str, float]:
         """Return the values by name, of a model in eval mode."""
@@ -143,16 +140,13 @@ class Monitor:
 
         estimates = {}
         if self._targets is not None:
-            estimates["kl"] = loss.pretraining_loss(model, self._targets)["kl"]
-        elif self._language.num_held_out:
-            estimates["held_out"] = loss.held_out_loss(
-                model, self._language, num_sequences=self._n, objective=self._objective, seed=_SEED
-            )["loss"]
-        values: dict[str, float] = {}
-        for name, estimate in estimates.items():
-            values |= {f"{name}_nats": estimate.value, f"{name}_stderr": estimate.stderr}
-        trace = fisher_trace(model, self._batches, seed=_SEED, causal=self._objective.kind == "causal")
-        return {**values, "trace": trace.value, "trace_stderr": trace.stderr}
+            estimates["kl_nats"] = loss.pretraining_loss(model, self._targets)["kl"]
+        elif self._held_out is not None:
+            held_out = loss.text_loss(model, [self._held_out], objective=self._objective, seed=_SEED)
+            estimates["held_out_nats"] = held_out["loss"]
+        is_causal = self._objective.kind == "causal"
+        estimates["trace"] = fisher_trace(model, self._batches, seed=_SEED, causal=is_causal)
+        return _by_name(estimates)
 
 
 class Validation:
@@ -186,7 +180,7 @@ class Validation:
             estimate = loss.pretraining_loss(model, self._targets)["kl"]
         else:
             estimate = loss.text_loss(model, self._batches, objective=self._objective, seed=_VALIDATION_SEED)["loss"]
-        return {f"validation_{what}_nats": estimate.value, f"validation_{what}_stderr": estimate.stderr}
+        return _by_name({f"validation_{what}_nats": estimate})
 
     # made when first compared with, which only rank 0 does: the others hold neither
 
@@ -201,3 +195,11 @@ class Validation:
         from isoloss.lab.evaluation.context import language_inputs
 
         return language_inputs(self._language, self._objective, num_sequences=self._n, seed=_VALIDATION_SEED).batches
+
+
+def _by_name(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    """Return values, and standard errors as `..._stderr`, without the unit in the name."""
+    values: dict[str, float] = {}
+    for name, estimate in estimates.items():
+        values |= {name: estimate.value, f"{name.removesuffix('_nats')}_stderr": estimate.stderr}
+    return values

@@ -153,6 +153,7 @@ class Architecture:
         default_size: The size where none is named.
         supports_fsdp: Whether its parameters can be sharded.
         has_compiled_loss: Whether `isoloss.lab.models.compiled_bert` computes its loss.
+        reads_last_states: Whether the output layer reads the last hidden states as they are.
     """
 
     objective: Literal["masked", "causal"] = "masked"
@@ -162,6 +163,7 @@ class Architecture:
     default_size: str
     supports_fsdp = True
     has_compiled_loss = False
+    reads_last_states = False
 
     def shape(self, config: ModelConfig) -> Any:
         """Return the shape of a config's size, but for what the config sets itself."""
@@ -248,22 +250,18 @@ class Architecture:
     def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
         """Return (k, d): what the output layer turns into logits, at the k tokens where `predicted` (n, T) is true.
 
-        The batch has `input_ids` and, where something is padded, `attention_mask`, each (n, T). Here these are the
-        output layer's inputs in a forward pass, whose logits of all tokens are thrown away: an architecture that knows
-        its head returns them without.
+        The batch has `input_ids` and, where something is padded, `attention_mask`, each (n, T). Of an architecture of
+        which no more is known, these are the output layer's inputs in a forward pass, whose logits are thrown away.
         """
-        inputs: list[torch.Tensor] = []
-        handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-        with handle:
-            model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
-        return at_predicted(inputs[0], predicted, causal=self.objective == "causal")
-
-
-def backbone_states(model: Any, batch: Batch, predicted: torch.Tensor, *, causal: bool) -> torch.Tensor:
-    """Return `Architecture.predicted_states` where the output layer reads the last hidden states as they are."""
-    mask = batch.get("attention_mask")
-    hidden = model.base_model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
-    return at_predicted(hidden, predicted, causal=causal)
+        given = {"input_ids": batch["input_ids"], "attention_mask": batch.get("attention_mask")}
+        if self.reads_last_states:
+            states = model.base_model(**given).last_hidden_state
+        else:
+            inputs: list[torch.Tensor] = []
+            with model.get_output_embeddings().register_forward_pre_hook(lambda _, read: inputs.append(read[0])):
+                model(**given)
+            states = inputs[0]
+        return at_predicted(states, predicted, causal=self.objective == "causal")
 
 
 def at_predicted(values: torch.Tensor, predicted: torch.Tensor, *, causal: bool) -> torch.Tensor:
@@ -278,10 +276,17 @@ def _least_memory(num_parameters: int, num_layers: int, width: int, num_tokens: 
 
 
 class Transformer(Architecture):
-    """What the transformers have in common: a `Shape`, and blocks of 4 (d^2 + d) + 2 d i + i + d + 4 d parameters."""
+    """What the transformers have in common: a `Shape`, and blocks of 4 (d^2 + d) + 2 d i + i + d + 4 d parameters.
+
+    Attributes:
+        dropouts: The fields of the Hugging Face config that hold the rate of dropout.
+        inner_width: The field for the width inside the feed-forward blocks.
+    """
 
     sizes = SIZES
     default_size = "d64"
+    dropouts: tuple[str, ...]
+    inner_width = "intermediate_size"
 
     def reshaped(self, named: Shape, config: ModelConfig) -> Shape:
         """Return the shape of a config, which has no directions."""
@@ -312,11 +317,23 @@ class Transformer(Architecture):
         """Return the number of parameters outside the blocks, at width d."""
         raise NotImplementedError
 
+    def settings(self, shape: Shape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:
+        """Return the shape, the dropout and the length by the names of the Hugging Face config's fields."""
+        return {
+            "hidden_size": shape.d_model,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            self.inner_width: shape.intermediate,
+            "max_position_embeddings": max_length,
+            **dict.fromkeys(self.dropouts, dropout),
+        }
+
 
 class _BERT(Transformer):
     """Post-layer-norm blocks, GELU, decoder tied to the token embedding, no pooler."""
 
     model_class = "BertForMaskedLM"
+    dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
     has_compiled_loss = True
 
     def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
@@ -324,18 +341,8 @@ class _BERT(Transformer):
         return (vocab_size + max_length + TOKEN_TYPES + 2) * d + d * d + d + 2 * d + vocab_size
 
     def settings(self, shape: Shape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:
-        return {
-            "hidden_size": shape.d_model,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "intermediate_size": shape.intermediate,
-            "hidden_act": "gelu",
-            "hidden_dropout_prob": dropout,
-            "attention_probs_dropout_prob": dropout,
-            "max_position_embeddings": max_length,
-            "type_vocab_size": TOKEN_TYPES,
-            "layer_norm_eps": 1e-12,
-        }
+        own = {"hidden_act": "gelu", "type_vocab_size": TOKEN_TYPES, "layer_norm_eps": 1e-12}
+        return {**super().settings(shape, dropout, max_length=max_length), **own}
 
     def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
         from isoloss.lab.models import bert
@@ -358,39 +365,31 @@ class _PreLayerNormBERT(_BERT):
         return super().other_parameters(d, vocab_size, max_length, pad_id) + 2 * d + (pad_id + 1) * d
 
     def settings(self, shape: Shape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:
-        bert = super().settings(shape, dropout, max_length=ids["pad_id"] + 1 + max_length)
         # transformers' defaults, 0 and 2, are ids of ordinary tokens here.
-        return {**bert, "bos_token_id": None, "eos_token_id": None}
+        own = {"bos_token_id": None, "eos_token_id": None}
+        return {**super().settings(shape, dropout, max_length=ids["pad_id"] + 1 + max_length), **own}
 
 
 class _OPT(Transformer):
     """The blocks of OPT-125M (Zhang et al., 2022): pre-layer-norm, ReLU, learned positions, tied decoder, no bias."""
 
     model_class, objective = "OPTForCausalLM", "causal"
+    dropouts, inner_width = ("dropout", "attention_dropout"), "ffn_dim"
+    reads_last_states = True
 
     def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
         """Return (V + T + 2) d of the embeddings, as OPT's positions count from 2, and 2 d of the last layer norm."""
         return (vocab_size + max_length + 2) * d + 2 * d
 
     def settings(self, shape: Shape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:
-        return {
-            "hidden_size": shape.d_model,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "ffn_dim": shape.intermediate,
-            "dropout": dropout,
-            "attention_dropout": dropout,
-            "max_position_embeddings": max_length,
-            "bos_token_id": ids["start_id"],
-            "eos_token_id": ids["end_id"],
-        }
-
-    def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
-        return backbone_states(model, batch, predicted, causal=True)
+        own = {"bos_token_id": ids["start_id"], "eos_token_id": ids["end_id"]}
+        return {**super().settings(shape, dropout, max_length=max_length), **own}
 
 
 class _Gated(Transformer):
     """Rotary positions, gated feed-forward blocks, no biases: blocks of 4 d^2 + 3 d i + 2 d parameters."""
+
+    dropouts: tuple[str, ...] = ("attention_dropout",)
 
     def reshaped(self, named: Shape, config: ModelConfig) -> Shape:
         """Return the shape of a config, whose heads must be of even width: positions rotate pairs of dimensions."""
@@ -408,20 +407,9 @@ class _Gated(Transformer):
         blocks = shape.num_layers * (4 * d * d + 3 * d * inner + 2 * d)
         return blocks + self.other_parameters(d, vocab_size, max_length, pad_id)
 
-    def settings(
-        self, shape: Shape, dropout: float, *, max_length: int, start_id: int | None, end_id: int | None, **ids: Any
-    ) -> dict[str, Any]:
-        return {
-            "hidden_size": shape.d_model,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "intermediate_size": shape.intermediate,
-            "attention_dropout": dropout,
-            "max_position_embeddings": max_length,
-            "tie_word_embeddings": True,
-            "bos_token_id": start_id,
-            "eos_token_id": end_id,
-        }
+    def settings(self, shape: Shape, dropout: float, *, max_length: int, **ids: Any) -> dict[str, Any]:
+        own = {"tie_word_embeddings": True, "bos_token_id": ids["start_id"], "eos_token_id": ids["end_id"]}
+        return {**super().settings(shape, dropout, max_length=max_length), **own}
 
 
 class _Llama(_Gated):
@@ -431,13 +419,11 @@ class _Llama(_Gated):
     """
 
     model_class, objective = "LlamaForCausalLM", "causal"
+    reads_last_states = True
 
     def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
         """Return V d of the embedding and d of the last norm."""
         return vocab_size * d + d
-
-    def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
-        return backbone_states(model, batch, predicted, causal=True)
 
 
 class _ModernBERT(_Gated):
@@ -447,14 +433,14 @@ class _ModernBERT(_Gated):
     """
 
     model_class = "ModernBertForMaskedLM"
+    dropouts = ("attention_dropout", "embedding_dropout", "mlp_dropout")
 
     def other_parameters(self, d: int, vocab_size: int, max_length: int, pad_id: int) -> int:
         """Return V d of the embedding, d^2 of the transform, V of the bias, and the norms but for the first block's."""
         return vocab_size * d + d * d + vocab_size + 2 * d
 
     def settings(self, shape: Shape, dropout: float, **arguments: Any) -> dict[str, Any]:
-        dropouts = {"embedding_dropout": dropout, "mlp_dropout": dropout}
-        return {**super().settings(shape, dropout, **arguments), **dropouts, "cls_token_id": None, "sep_token_id": None}
+        return {**super().settings(shape, dropout, **arguments), "cls_token_id": None, "sep_token_id": None}
 
 
 class _LSTM(Architecture):
@@ -466,6 +452,7 @@ class _LSTM(Architecture):
     model_class, library = "LSTMForMaskedLM", "isoloss.lab.models.lstm"
     sizes, default_size = LSTM_SIZES, "h64"
     supports_fsdp = False  # torch's LSTM kernels need full weights
+    reads_last_states = True
 
     def reshaped(self, named: LSTMShape, config: ModelConfig) -> LSTMShape:
         """Return the shape of a config, which has no heads and no feed-forward width."""
@@ -494,9 +481,6 @@ class _LSTM(Architecture):
             "num_directions": shape.directions,
             "hidden_dropout_prob": dropout,
         }
-
-    def predicted_states(self, model: Any, batch: Batch, predicted: torch.Tensor) -> torch.Tensor:
-        return backbone_states(model, batch, predicted, causal=False)
 
 
 class _BracketAttention(Architecture):

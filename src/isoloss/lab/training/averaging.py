@@ -43,10 +43,7 @@ def average_checkpoints(checkpoints: Sequence[str | Path], output: str | Path) -
 
     Args:
         checkpoints: At least two folders: of checkpoints, or of complete runs, whose last checkpoint is taken.
-        output: The folder to write, new or empty.
-
-    Returns:
-        The folder.
+        output: The folder to write, new or empty; it is returned.
 
     Raises:
         IsolossError: A folder is named twice; weights are missing, damaged, quantized or not finite, or differ in

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from isoloss.paper.design import Unit
 from isoloss.paper.reproduction.design import SGD_EXACT, SGD_SAMPLED, SHOWN, Dataset, Reproduction, cooldown_run
-from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
+from isoloss.studies import results as study_results
 from isoloss.studies.claims import Contrast
 from isoloss.studies.results import Checkpoint, CheckpointEstimate, Pair, Results, difference, loss_key
 
@@ -67,8 +67,8 @@ class DatasetResults:
 
     def look_up(self, unit: Unit, kind: str) -> Checkpoint:
         """Return the accuracies of the probe on features of a kind that need no model, by the keys of a model's."""
-        tables = self.at(unit, self.dataset.main, 0)
-        return {key: tables[f"{kind}-{key.removeprefix('probe-')}"] for key in self.dataset.tasks.values()}
+        tables, of = self.at(unit, self.dataset.main, 0), self.dataset
+        return {key: tables[name] for key, name in zip(of.tasks.values(), of.of_tasks(kind), strict=True)}
 
     @functools.cached_property
     def loss(self) -> str:
@@ -158,9 +158,7 @@ def clusters_of(units: Sequence[Unit]) -> list[str]:
 
 def mean(units: Sequence[Unit], estimates: Sequence[Estimate]) -> Estimate:
     """Return the mean of an estimate over units; of one, the estimate itself."""
-    if len(estimates) == 1:
-        return estimates[0]
-    return cluster_mean([each.value for each in estimates], clusters_of(units), unit=estimates[0].unit)
+    return study_results.mean(estimates, clusters=clusters_of(units) if len(units) > 1 else ())
 
 
 # --- one loss by interpolation ---------------------------------------------------------------------------------------

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from isoloss.config import LanguageConfig
 from isoloss.lab.languages.config import WithSpecialTokensConfig
+from isoloss.lab.models.architectures import LSTMShape
 from isoloss.paper.design import MEASURED, OFFSET, Design, Unit, adamw, continued
-from isoloss.paper.reproduction.costs import Costs, Tokens, shape
+from isoloss.registry import MODELS
 from isoloss.run_config import ModelConfig, StageConfig, TrainConfig
 from isoloss.studies import Experiment, Measurement
-from isoloss.studies.plan import Resources
+from isoloss.studies.plan import Expected, Resources
 
 FIGURE_1 = "figure 1"  # which on the page shows cooldowns too
 SGD_SHOWN = ("figure 4", "figure 10")
@@ -191,11 +193,14 @@ class Dataset:
         gap = ("generalization-gap",) if self.name == "text" else ()
         return ("loss", *gap, *self.traces, *self.tasks.values())
 
+    def of_tasks(self, kind: str, number: str = "") -> tuple[str, ...]:
+        """Return another measure than the probe of each task."""
+        return tuple(f"{kind}-{key.removeprefix('probe-')}{number}" for key in self.tasks.values())
+
     @property
     def projected_probes(self) -> tuple[str, ...]:
         """The probes on as many features for all sizes."""
-        tasks = self.tasks.values() if self.projected else ()
-        return tuple(f"projected-{key.removeprefix('probe-')}-{self.projected}" for key in tasks)
+        return self.of_tasks("projected", f"-{self.projected}") if self.projected else ()
 
     @property
     def when_expanded(self) -> tuple[str, ...]:
@@ -213,8 +218,7 @@ class Dataset:
     @property
     def few_shot(self) -> tuple[str, ...]:
         """The probes on few examples."""
-        tasks = self.tasks.values() if self.name == "pcfg" and self.flatness else ()
-        return tuple(f"few-shot-{key.removeprefix('probe-')}-100" for key in tasks)
+        return self.of_tasks("few-shot", "-100") if self.name == "pcfg" and self.flatness else ()
 
     @property
     def arm_measures(self) -> tuple[str, ...]:
@@ -272,7 +276,7 @@ class Dataset:
         if has_baselines:
             # probes on tables need no model, but an evaluation belongs to a checkpoint: the untrained one
             config = dataclasses.replace(config, checkpoints=(0, *config.checkpoints))
-            tables = [f"{kind}-{key.removeprefix('probe-')}" for kind in BASELINES for key in self.tasks.values()]
+            tables = [each for kind in BASELINES for each in self.of_tasks(kind)]
             more = (self._measurement(unit, tables, (0,), "measure the baselines of", model), *more)
         about: Any = {"shown_in": tuple(dict.fromkeys(shown_in)), "ends": self.size_measures, "more": more}
         runs = {size: self._run(unit, config, size, self.watched, **about)}
@@ -356,7 +360,11 @@ class Dataset:
         self, unit: Unit, measures: Iterable[str], steps: Sequence[int], name: str, model: ModelConfig
     ) -> Measurement:
         # drawn apart from what the adversary and the helper train on, and the same for all seeds of a language
-        settings = {**self.settings, "seed": unit.seed - unit.seed % 100 + MEASURED}
+        settings = dict(self.settings)
+        if self.when_expanded and not self.expanded:
+            largest = self.sizes[self.largest]
+            settings |= {"expanded_layers": largest.layers, "expanded_heads": largest.heads}
+        settings["seed"] = unit.seed - unit.seed % 100 + MEASURED
         # only training can use several processes
         needs, expected = dataclasses.replace(self._needs(model), processes=1), None
         measures, steps = tuple(dict.fromkeys(measures)), tuple(dict.fromkeys(steps))
@@ -365,7 +373,8 @@ class Dataset:
         return Measurement(measures=measures, steps=steps, settings=settings, name=name, needs=needs, expected=expected)
 
     def _needs(self, model: ModelConfig) -> Resources:
-        width = getattr(shape(model), "d_model", None) or shape(model).hidden
+        shape = MODELS.load(model.architecture).shape(model)
+        width = getattr(shape, "d_model", None) or shape.hidden
         return [needs for least, needs in self.needs if width >= least][-1]
 
     def with_seed_offset(self, offset: int) -> Self:
@@ -412,3 +421,118 @@ class Reproduction(Design):
                     runs[unit.run(arm)] = dataclasses.replace(run, block=block + unit.block, after=(*first, *run.after))
             block += len(dataset.languages)
         return runs
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+# Time, memory and disk space of models of the paper's sizes, before they are tried. These are rough: half or twice the
+# time would be no surprise. Training takes 6 floating-point operations per parameter and token (Kaplan et al., 2020,
+# section 2.1) and 12 L d T per token for attention, at an assumed fraction of a GPU's peak. Activations take
+# 34 d + 5 h T bytes per token and layer in 16 bits (Korthikanti et al., 2022, section 4).
+PEAK = 989e12  # floating-point operations per second of one NVIDIA H100 in bfloat16, dense
+UTILIZATION, LSTM_UTILIZATION = 0.4, 0.1  # of a model at least WIDE; narrower ones in proportion to their width
+WIDE = 1024
+BYTES = 16  # of a parameter's value, gradient and AdamW's two moments, in float32
+MICRO_BATCH_BYTES = 20 * 2**30  # for the activations of a micro-batch
+STEP_SECONDS = 0.01  # of a step at least: drawing its sentences, starting its kernels
+EXAMPLES = {"qnli": 104_743 + 5_463, "sst2": 67_349 + 872, "rte": 2_490 + 277}  # of GLUE, to train on and to test on
+OVERHEAD_SECONDS = 60.0  # of a measure: loading, exact conditionals on the CPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """What costs depend on besides the model."""
+
+    vocab_size: int  # ids that the model knows
+    length: int  # the most tokens in a sentence
+    predicted: float = 1.0  # predicted tokens in a sentence
+    truth: float = 0.0  # floating-point operations of one exact conditional; 0: a small part of the rest
+
+
+class Costs:
+    """The costs of a model, with what it needs while it runs.
+
+    Example:
+        >>> from isoloss.paper.reproduction.design import Costs, Tokens
+        >>> from isoloss.run_config import ModelConfig
+        >>> Costs(ModelConfig(size="d1024"), Tokens(vocab_size=30_522, length=128)).parameters  # with the embedding
+        234011450
+    """
+
+    def __init__(self, model: ModelConfig, tokens: Tokens, needs: Resources | None = None) -> None:
+        self.tokens, self.needs = tokens, needs or Resources()
+        architecture = MODELS.load(model.architecture)
+        shape = architecture.shape(model)
+        is_lstm = isinstance(shape, LSTMShape)
+        width = shape.hidden * shape.directions if is_lstm else shape.d_model
+        self.parameters: int = architecture.num_parameters(shape, tokens.vocab_size, tokens.length)
+
+        # of one sentence: all tokens through the layers, the predicted ones through the decoder. The embeddings of
+        # tokens and positions are looked up, not multiplied by
+        layers = self.parameters - width * (tokens.vocab_size + tokens.length)
+        # queries by keys, then weights by values: 2 d T each for a token
+        attention = 0 if is_lstm else 4 * shape.num_layers * width * tokens.length
+        decoder = tokens.predicted * 2 * width * tokens.vocab_size
+        self._forward_flops: float = tokens.length * (2 * layers + attention) + decoder
+        utilization = LSTM_UTILIZATION if is_lstm else UTILIZATION
+        self._flops_per_second: float = PEAK * utilization * min(1.0, width / WIDE) * max(1.0, self.needs.all_gpus)
+
+        # of one sentence in 16 bits, and in float32 the logits of its predicted tokens with their gradients
+        activations = shape.num_layers * (34 * width + 5 * (0 if is_lstm else shape.num_heads) * tokens.length)
+        self._activation_bytes: float = tokens.length * activations + tokens.predicted * 8 * tokens.vocab_size
+
+    def micro_batch_size(self, batch_size: int) -> int:
+        """Return how many sentences a process computes on at once: the most, by halving, that keep to the memory."""
+        size = batch_size // self.needs.processes
+        while size > 1 and size * self._activation_bytes > MICRO_BATCH_BYTES:
+            size //= 2
+        return size
+
+    def training(self, config: TrainConfig) -> Expected:
+        """Return what a run of the model takes."""
+        # each of SAM's two passes takes half of the batch
+        passes = 1.2 if config.algorithm.kind == "adversarial" else 1.0
+        # a backward pass is twice a forward pass: gradients by inputs and by weights
+        flops = 3 * self._forward_flops * config.batch_size * config.steps * passes
+        activations = self.micro_batch_size(config.batch_size) * self._activation_bytes
+        return Expected(
+            seconds=max(flops / self._flops_per_second, config.steps * STEP_SECONDS),
+            memory=round(4 * self.parameters + 4 * 2**30),
+            gpu_memory=round(BYTES * self.parameters + activations),
+            # the last checkpoint has AdamW's two moments as well
+            disk=4 * self.parameters * (len({*config.checkpoints, config.steps}) + 2),
+        )
+
+    def measuring(self, measures: Sequence[str], settings: Mapping[str, Any], *, checkpoints: int) -> Expected:
+        """Return what measuring some checkpoints of one run takes."""
+        examples = {name: num_examples(name, settings) for name in measures}
+        forward = settings["loss_sentences"] + sum(examples.values())
+        # for the paper's trace one pass for each of 50 sampled labels (appendix B.1) of each sequence; 5 seeds of 10
+        # epochs of fine-tuning
+        backward = settings["num_sequences"] * (51 if settings.get("trace_method") == "paper" else 2)
+        backward += sum(50 * count for name, count in examples.items() if name.startswith("finetune-"))
+        flops = self._forward_flops * (forward + 3 * backward)
+        seconds = flops / self._flops_per_second + OVERHEAD_SECONDS * len(measures)
+        # the conditionals are of the sentences alone, so one evaluation computes them for all checkpoints
+        conditionals = settings["loss_sentences"] if "loss" in measures else 0
+        return Expected(
+            seconds=checkpoints * seconds + conditionals * self.tokens.truth / (PEAK * UTILIZATION),
+            memory=round(4 * self.parameters + 8 * 2**30),
+            gpu_memory=round(8 * self.parameters + MICRO_BATCH_BYTES),
+            disk=checkpoints * len(measures) * 2**17,
+        )
+
+
+def num_examples(measure: str, settings: Mapping[str, Any]) -> int:
+    """Return how many examples the measure of a task reads; 0 of another measure.
+
+    Example:
+        >>> from isoloss.paper.reproduction.design import num_examples
+        >>> num_examples("finetune-rte", {"num_train": "all", "num_test": "all"})
+        2767
+    """
+    kind, _, task = measure.partition("-")
+    if kind not in ("probe", "projected", "finetune"):
+        return 0
+    wanted = settings["num_train"] + settings["num_test"] if settings["num_train"] != "all" else math.inf
+    return int(min(EXAMPLES.get(task, math.inf), wanted))

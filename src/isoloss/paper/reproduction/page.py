@@ -194,26 +194,16 @@ def _figure(data: DatasetResults, name: str, title: str, chart: Any, shown_in: S
     )
 
 
-def _paired(dataset: Dataset, middle: Model) -> str:
-    """Return what the bars of a figure are."""
-    return (
-        f"Bars are those of the difference from {middle.arm} at step {middle.step:,}, {paired_by(dataset)}, so this "
-        "one has none."
-    )
+def _bars(dataset: Dataset, middle: Model | None = None) -> str:
+    """Return what the bars of a figure are: of the difference from a model or, in a figure of sizes, from the first."""
+    of = f"{middle.arm} at step {middle.step:,}" if middle else "the smallest size of the same color"
+    return f"Bars are those of the difference from {of}, {paired_by(dataset)}, so this one has none."
 
 
 def _by_size(data: DatasetResults, groups: Mapping[str, Sequence[Model]], shown: Sequence[Column]) -> pl.DataFrame:
     """Return models of several sizes in groups, each with the errors of differences from its group's first."""
     return pl.concat(
         _rows(data, [(group, model) for model in models], shown, models[0]) for group, models in groups.items()
-    )
-
-
-def _smallest(dataset: Dataset) -> str:
-    """Return what the bars of a figure of sizes are."""
-    return (
-        f"Bars are those of the difference from the smallest size of the same color, {paired_by(dataset)}, so this one "
-        "has none."
     )
 
 
@@ -227,7 +217,7 @@ def _sizes(data: DatasetResults) -> Figure:
         *(data, "sizes", "larger models"),
         charts.sizes(rows, shown, saturated=saturated, style=_one_marker(rows)),
         dataset.shown.sizes,
-        f"Each point is one size after a number of steps{_averaged(dataset)}. {_smallest(dataset)}",
+        f"Each point is one size after a number of steps{_averaged(dataset)}. {_bars(dataset)}",
         _loss(data, "size", saturated, where=" at the last step,"),
     )
 
@@ -250,17 +240,15 @@ def _longer(data: DatasetResults) -> Figure:
         "" if dataset.shown.longer else others,
         f"The model {models[0].arm} during training with AdamW{_averaged(dataset)}.",
         _loss(data, "step", saturated),
-        _paired(dataset, models[0]),
+        _bars(dataset, models[0]),
     )
 
 
 def _sgd(data: DatasetResults) -> Figure:
     """Return SGD over its steps, after AdamW."""
     dataset, shown = data.dataset, [*_across(data), *_accuracies(data.dataset)]
-    start, arms = Model(dataset.main, dataset.start), {}
-    for name, arm in dataset.arms.items():
-        if arm.shown_in == SGD_SHOWN:
-            arms[name] = arm
+    start = Model(dataset.main, dataset.start)
+    arms = {name: arm for name, arm in dataset.arms.items() if arm.shown_in == SGD_SHOWN}
     # a curve joins the rows of one run, so each arm has the end of AdamW as a row of its own, at step 0
     starts = [
         _rows(data, [(arm.title, start)], shown, start).with_columns(
@@ -278,7 +266,7 @@ def _sgd(data: DatasetResults) -> Figure:
         SGD_SHOWN,
         f"Training of {dataset.main} continues with SGD from step {start.step:,} of AdamW; the horizontal axis counts "
         "the steps of SGD.",
-        _paired(dataset, start),
+        _bars(dataset, start),
     )
 
 
@@ -295,7 +283,7 @@ def _algorithms(data: DatasetResults) -> Figure:
         charts.scatter(rows, [(column, task) for task in tasks for column in across], style=_style(rows)),
         tuple(dict.fromkeys(each for arm in arms.values() for each in arm.shown_in)),
         f"Each point is one model at one training step{_averaged(dataset)}.",
-        _paired(dataset, middle),
+        _bars(dataset, middle),
     )
 
 
@@ -318,7 +306,7 @@ def _expanded(data: DatasetResults) -> Figure:
         *(data, "expanded", "sizes expanded into the largest"),
         charts.sizes(rows, shown, style=_one_marker(rows)),
         dataset.shown.expanded,
-        f"Each point is one size{_averaged(dataset)}. {_smallest(dataset)} Traces are those of the model expanded into "
+        f"Each point is one size{_averaged(dataset)}. {_bars(dataset)} Traces are those of the model expanded into "
         f"{dataset.largest}, by the paper's expansion, by the exact one, and the minimal trace, which does not depend "
         "on the choice. Accuracies are those of the model itself: wider models give the probe more features, so "
         "accuracies of different sizes are not comparable.",

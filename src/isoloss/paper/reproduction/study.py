@@ -21,9 +21,9 @@ from isoloss.studies.results import Results
 # --- what is claimed --------------------------------------------------------------------------------------------------
 
 
-def _claim(id: str, of: str, measures: str, direction: Any, statement: str, paper: str, **more: Any) -> Claim:  # noqa: A002
+def _claim(name: str, of: str, measures: str, direction: Any, statement: str, paper: str, **more: Any) -> Claim:
     return Claim(
-        id=id,
+        id=name,
         statement=statement,
         direction=direction,
         of=functools.partial(compared, name=of),

@@ -160,20 +160,16 @@ def _algorithms(data: DatasetResults) -> SummaryTable:
             tables = [data.look_up(unit, kind) for unit in data.units]
             cells = _cells(data, tables, data.ends(dataset.control), tasks)
             rows.append(((BASELINES[kind],), {loss: times(control, 0), f"{loss}{MINUS}": times(control, -1), **cells}))
-    return _table(
-        *(data, "algorithms", "transfer by algorithm", ("model",), rows),
-        *(_after(dataset), _beside_table(dataset, "table 1")),
-    )
+    caption = _beside_table(dataset, "table 1")
+    return _table(data, "algorithms", "transfer by algorithm", ("model",), rows, _after(dataset), caption)
 
 
 def _flatness(data: DatasetResults) -> SummaryTable:
     """Return the paper's Table 2: transfer and flatness by training algorithm."""
     dataset = data.dataset
     rows = _beside_control(data, [data.loss, *dataset.traces, *dataset.few_shot])
-    return _table(
-        *(data, "flatness", "flatness by algorithm", ("model",), rows),
-        *(_after(dataset), _beside_table(dataset, "table 2")),
-    )
+    caption = _beside_table(dataset, "table 2")
+    return _table(data, "flatness", "flatness by algorithm", ("model",), rows, _after(dataset), caption)
 
 
 def _tasks(data: DatasetResults) -> SummaryTable:

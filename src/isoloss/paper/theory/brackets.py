@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,6 +116,11 @@ class Flatness:
     def ratio(self) -> float:
         """The trace as a multiple of the bound."""
         return self.trace / self.bound
+
+    @property
+    def off_conditions(self) -> float:
+        """How far the factor that is farthest from 1 is from it."""
+        return max(abs(each - 1) for each in (self.heads, self.balance, self.cancellation, self.evenness))
 
 
 def bound(length: int, width: int) -> float:
@@ -606,6 +611,9 @@ def _on_traces(result: Result) -> list[Statement]:
     below = min(row.flatness.ratio / (1 - math.sqrt(row.flatness.loss)) for row in smooth)
     lowest = min(row.flatness.trace * math.sqrt(row.length) / 2 for row in wide)
     example = wide[-1]
+    ends = [*_rows(result, DESCENT), *_rows(result, FROM_FEATURES)]
+    off = [f"{100 * (row.flatness.ratio - 1):+.4f} % (T = {row.length}, m = {row.width})" for row in ends]
+    end_loss, off_axis = max(row.flatness.loss for row in ends), max(row.off_axis for row in ends)
     factors = [
         f"{row.flatness.ratio:.1f} ({other.flatness.ratio:.1f} once balanced) at T = {row.length}"
         for row, other in zip(_rows(result, FEATURES), _rows(result, BALANCED), strict=True)
@@ -639,29 +647,24 @@ def _on_traces(result: Result) -> list[Statement]:
             evidence=f"trace as a multiple of the bound for the same width: {', '.join(factors)}",
             shown=all(row.flatness.ratio > 1 + DESCENT_ALLOWED for row in _rows(result, BALANCED)),
         ),
-        _on_descents([*_rows(result, DESCENT), *_rows(result, FROM_FEATURES)]),
+        Statement(
+            text="Descent on the trace, from random weights and from random features, ends at the bound, with all "
+            "neurons along [1; 0].",
+            evidence=f"trace off the bound by {', '.join(off)}, {100 * DESCENT_ALLOWED:g} % allowed; loss "
+            f"{end_loss:.1e}, {ZERO_LOSS:.0e} allowed; {100 * off_axis:.2g} % of the weight elsewhere, "
+            f"{100 * DESCENT_ALLOWED:g} % allowed",
+            shown=all(abs(row.flatness.ratio - 1) <= DESCENT_ALLOWED for row in ends)
+            and end_loss <= ZERO_LOSS
+            and off_axis <= DESCENT_ALLOWED,
+        ),
     ]
-
-
-def _on_descents(ends: Sequence[SolutionRow]) -> Statement:
-    off = [f"{100 * (row.flatness.ratio - 1):+.4f} % (T = {row.length}, m = {row.width})" for row in ends]
-    loss = max(row.flatness.loss for row in ends)
-    off_axis = max(row.off_axis for row in ends)
-    within = all(abs(row.flatness.ratio - 1) <= DESCENT_ALLOWED for row in ends)
-    return Statement(
-        text="Descent on the trace, from random weights and from random features, ends at the bound, with all neurons "
-        "along [1; 0].",
-        evidence=f"trace off the bound by {', '.join(off)}, {100 * DESCENT_ALLOWED:g} % allowed; loss {loss:.1e}, "
-        f"{ZERO_LOSS:.0e} allowed; {100 * off_axis:.2g} % of the weight elsewhere, {100 * DESCENT_ALLOWED:g} % allowed",
-        shown=within and loss <= ZERO_LOSS and off_axis <= DESCENT_ALLOWED,
-    )
 
 
 def _on_conditions(result: Result) -> list[Statement]:
     two, features, kinks = _rows(result, TWO), _rows(result, FEATURES), _rows(result, KINKS)
-    held = max(_excess(row) for row in two)
+    held = max(row.flatness.off_conditions for row in two)
     broken = min(min(row.flatness.balance, row.flatness.cancellation) for row in features)
-    obeyed = max(_excess(row) for row in kinks)
+    obeyed = max(row.flatness.off_conditions for row in kinks)
     away = min(row.uneven for row in kinks)
     closed = min(row.closed_trace / row.flatness.bound for row in kinks)
     full = sum(rank == 2 * k + 1 for k, rank in result.ranks.items())
@@ -705,7 +708,8 @@ def _downstream(result: Result) -> list[Statement]:
     within = all(abs(row.failures - row.expected) <= ERRORS * binomial_stderr(row.expected, row.trials) for row in two)
     # of fewer than 10 failures the frequency is known too badly to be the example
     clearest = max(two, key=lambda row: row.failures / row.claimed if row.failures * row.trials >= 10 else 0.0)
-    pairs = [(row, _same(result, BALANCED, row)) for row in last.values()]
+    balanced_heads = {(row.length, row.samples): row for row in result.heads if row.solution == BALANCED}
+    pairs = [(row, balanced_heads[row.length, row.samples]) for row in last.values()]
     losses = [f"{other.loss:.3g} against {row.loss:.3g} at T = {row.length}" for row, other in pairs]
     return [
         Statement(
@@ -716,7 +720,8 @@ def _downstream(result: Result) -> list[Statement]:
         ),
         Statement(
             text="Theorem 5.1 as printed: it fails with probability at most 2^-n.",
-            evidence=f"{_percent(clearest)} fail at T = {clearest.length} and n = {clearest.samples}, where 2^-n is "
+            evidence=f"{100 * clearest.failures:.2f} ± {100 * clearest.failures_stderr:.2f} % fail at T = "
+            f"{clearest.length} and n = {clearest.samples}, where 2^-n is "
             f"{clearest.claimed:.3g}; {len(above)} of {len(two)} frequencies lie above it by more than {ERRORS:g} "
             "standard errors",
             shown=not above,
@@ -763,21 +768,3 @@ def _on_width(result: Result) -> list[Statement]:
 
 def _rows(result: Result, name: str) -> list[SolutionRow]:
     return [row for row in result.solutions if row.solution == name]
-
-
-def _same(result: Result, name: str, row: HeadRow) -> HeadRow:
-    (other,) = (
-        other
-        for other in result.heads
-        if (other.solution, other.length, other.samples) == (name, row.length, row.samples)
-    )
-    return other
-
-
-def _excess(row: SolutionRow) -> float:
-    values = row.flatness
-    return max(abs(factor - 1) for factor in (values.heads, values.balance, values.cancellation, values.evenness))
-
-
-def _percent(row: HeadRow) -> str:
-    return f"{100 * row.failures:.2f} ± {100 * row.failures_stderr:.2f} %"

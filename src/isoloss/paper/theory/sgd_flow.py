@@ -257,7 +257,6 @@ class Flow:
         return self.minimizers.retract(point + step / 6 * (velocity + 2 * second + 2 * third + fourth))
 
 
-@dataclass(frozen=True)
 class TwoParameters:
     r"""The loss `-p log s(ab) - (1 - p) log(1 - s(ab))`, s the logistic function, and a start on its minimizers.
 
@@ -267,44 +266,28 @@ class TwoParameters:
     `Tr(t) = v sqrt(D(t)^2 + 4 logit(p)^2)`.
     """
 
-    probability: float  # p, of the first answer
-    start: float  # a at the start; b is logit(p) / a
-
     name = "two parameters"
     unit = "nats per example"  # of the loss and of the trace of its Hessian
     block = 4096  # trajectories that move together, so that they stay in the cache; part of what a seed stands for
 
-    def __post_init__(self) -> None:
-        if not 1e-6 <= self.probability <= 1 - 1e-6:
-            raise IsolossError(f"the probability is {self.probability}; it must lie between 1e-6 and 1 - 1e-6")
-        if not (math.isfinite(self.start) and self.start != 0):
-            raise IsolossError(f"the start is {self.start}; it must be a number other than 0")
-        square = self.start * self.start
+    def __init__(self, probability: float, start: float) -> None:
+        """Take p, of the first answer, and a at the start; b is logit(p) / a."""
+        if not 1e-6 <= probability <= 1 - 1e-6:
+            raise IsolossError(f"the probability is {probability}; it must lie between 1e-6 and 1 - 1e-6")
+        if not (math.isfinite(start) and start != 0):
+            raise IsolossError(f"the start is {start}; it must be a number other than 0")
+        self.probability = probability
+        self.logit = math.log(probability / (1 - probability))  # a * b at every minimizer
+        self.variance = probability * (1 - probability)  # v, of one answer
+        square = start * start
         if abs(square - abs(self.logit)) < 1e-3 * square:
             raise IsolossError(
-                f"the start {self.start} is the flattest minimizer, where the flow rests: start elsewhere than at "
+                f"the start {start} is the flattest minimizer, where the flow rests: start elsewhere than at "
                 f"{math.sqrt(abs(self.logit)):.4g}"
             )
-
-    @property
-    def logit(self) -> float:
-        """The logarithm of p / (1 - p): a * b at every minimizer."""
-        return math.log(self.probability / (1 - self.probability))
-
-    @property
-    def variance(self) -> float:
-        """The variance of one answer, v = p (1 - p)."""
-        return self.probability * (1 - self.probability)
-
-    @property
-    def minimizer(self) -> Array:
-        """(2,) a and b at the start."""
-        return np.array([self.start, self.logit / self.start])
-
-    @property
-    def beside(self) -> Array:
-        """(1, 2) the start with its logit off by `LOGIT_KICK`: where the control without label noise starts."""
-        return np.array([[self.start, (self.logit + LOGIT_KICK) / self.start]])
+        self.minimizer: Array = np.array([start, self.logit / start])  # (2,) a and b at the start
+        # (1, 2), with the logit off by `LOGIT_KICK`: where the control without label noise starts
+        self.beside: Array = np.array([[start, (self.logit + LOGIT_KICK) / start]])
 
     def move(
         self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool

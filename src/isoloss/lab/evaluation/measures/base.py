@@ -149,36 +149,33 @@ class FunctionMeasure(Measure):
         check = getattr(self.function, "requires", None)
         return None if check is None else check(self, context)
 
-    def __call__(self, model: Any, batches: Any = (), **options: Any) -> Mapping[str, Estimate]:
-        """Return the estimates, by name, of a model on batches; `options`: what the function takes besides settings."""
-        return self._measured(model, batches, options).estimates
+    def __call__(self, model: Any, batches: Any = (), **options: Any) -> MeasureResult:
+        """Return what the function finds of a model on batches; `options` are its arguments that are no settings."""
+        names = inspect.signature(self.function).parameters
+        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
+        positional = (model, batches) if "batches" in names else (model,)
+        return MeasureResult.of(self.pattern, self.function(*positional, **settings, **options))
 
     def run(self, model: Any, context: MeasureContext) -> MeasureResult:
         """Measure on the inputs of the context."""
         if reason := self.why_not_applicable(context):
             raise IsolossError(reason)
-        inputs = context.inputs(self.num_sequences, self.seed) if isinstance(self, SequenceMeasure) else None
         options = {name: getattr(context, name) for name in self.taken if hasattr(context, name)}
         if "causal" in self.taken:
             options["causal"] = context.is_causal
         if "context" in self.taken:
             options["context"] = context
-        if "auxiliary_sample" in self.taken and inputs is not None and context.has_embeddings:
+        if not isinstance(self, SequenceMeasure):
+            return self(model, **options)
+        inputs = context.inputs(self.num_sequences, self.seed)
+        if "auxiliary_sample" in self.taken and context.has_embeddings:
             options["auxiliary_sample"] = inputs.auxiliary_sample
-        result = self._measured(model, () if inputs is None else inputs.batches, options)
-        return result if inputs is None else dataclasses.replace(result, inputs=digest_batches(inputs.batches))
-
-    def _measured(self, model: Any, batches: Any, options: Mapping[str, Any]) -> MeasureResult:
-        names = inspect.signature(self.function).parameters
-        # `num_sequences` of a function is a limit, and the setting says how many inputs there are
-        settings = {field.name for field in dataclasses.fields(self)} & set(names) - {"num_sequences"}
-        given = {**{name: getattr(self, name) for name in settings}, **options}
-        made = self.function(model, batches, **given) if "batches" in names else self.function(model, **given)
-        return MeasureResult.of(self.pattern, made)
+        result = self(model, inputs.batches, **options)
+        return dataclasses.replace(result, inputs=digest_batches(inputs.batches))
 
 
-# what a function may take that is no setting: of `MeasureOptions`, and what a context has besides
-_OPTIONS = ("causal", "num_sequences", "rtol", "seconds", "progress")
+# a function's arguments that are no settings: those of `MeasureOptions`, which `**options` takes, and others
+_OPTIONS = ("causal", "rtol", "seconds", "progress")
 _FILLED = (*_OPTIONS, "auxiliary_sample", "language", "checkpoint", "objective", "context")
 
 
@@ -248,54 +245,39 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
     if not parts and name_fields(pattern):
         raise IsolossError(f"{pattern} is a pattern: replace {' and '.join(_placeholders(pattern))}{_example(pattern)}")
     cls: Any = measure_class(pattern)
-    fields = _fields(cls)
+    fields = {field.name for field in dataclasses.fields(cls)}
     settings = dict(settings or {})
     # settings of other measures are left out below: a command gives all of its measures the same ones
     if unknown := [key for key in settings if key not in fields]:
-        known = frozenset[str]().union(*map(_fields, MEASURES.loaded(measure_class).values()))
+        others: Any = MEASURES.loaded(measure_class).values()
+        known = {field.name for other in others for field in dataclasses.fields(other)}
         if wrong := next((key for key in unknown if key not in known), None):
             names = ", ".join(sorted(fields - name_fields(pattern))) or "none"
             hint = did_you_mean(wrong, known) or f"; those of {name} are {names}"
             raise IsolossError(f"no measure has a setting {wrong!r}{hint}")
-    values = {key: value for key, value in settings.items() if key in fields}
+    values: dict[str, Any] = {key: value for key, value in settings.items() if key in fields}
     hints = configs.hints_of(cls)
-    named = {part.lower(): value for part, value in parts.items()}
-    numbers = {key: int(value) for key, value in named.items() if hints[key] is int and value.isdecimal()}
+    for part, word in parts.items():
+        key = part.lower()
+        values[key] = int(word) if hints[key] is int and word.isdecimal() else word
     for field_ in dataclasses.fields(cls):
         has_default = {field_.default, field_.default_factory} != {dataclasses.MISSING}
-        if not has_default and field_.name not in {*values, *named}:
+        if not has_default and field_.name not in values:
             raise IsolossError(f"the measure {name} has no default for {field_.name}: give one in its settings")
-    measure: Measure = cls(**values, **named | numbers)
+    measure: Measure = cls(**values)
     configs.check(measure)
     return measure
 
 
-@functools.cache
-def _fields(measure: Any) -> frozenset[str]:
-    return frozenset(field.name for field in dataclasses.fields(measure))
-
-
 def settings_of(name: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings that decide the result of a measure: they are kept with it. Arguments as for `make_measure`.
-
-    Example:
-        >>> from isoloss.lab.evaluation.measures.base import settings_of
-        >>> settings_of("probe-root", {"probe_seeds": 3})
-        {'num_train': 4096, 'num_test': 4096, 'probe_seeds': 3, 'probe_epochs': 100, 'seed': 0}
-    """
+    """Return the settings that decide a measure's result and are kept with it; arguments as for `make_measure`."""
     values: dict[str, Any] = configs.identity(make_measure(name, settings))
     by_name = name_fields(MEASURES.match(name)[0])
     return {key: values[key] for key in sorted(values, key=lambda key: key == "seed") if key not in by_name}
 
 
 def name_fields(pattern: str) -> set[str]:
-    """Return the fields of a registered measure that its name gives.
-
-    Example:
-        >>> from isoloss.lab.evaluation.measures.base import name_fields
-        >>> sorted(name_fields("trace-in-SIZE-EMBEDDING_SCALE"))
-        ['embedding_scale', 'size']
-    """
+    """Return the fields that the name of a registered measure gives: of trace-in-SIZE, size."""
     return {word.lower() for word in _placeholders(pattern)}
 
 

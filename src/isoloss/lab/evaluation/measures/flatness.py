@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isoloss.config import setting
@@ -362,18 +361,14 @@ def noise_sharpness(
     return flatness.noise_sharpness(model, batches, **given, **options)
 
 
-def int8_rise(
-    model: Any, batches: Any, *, causal: bool | None = None, num_sequences: int | None = None, progress: Any = None
-) -> Estimate:
+def int8_rise(model: Any, batches: Any, *, causal: bool | None = None, progress: Any = None) -> Estimate:
     """Rise of the loss when the weights of linear maps are rounded to 8 bits, with one scale for each output."""
-    return _rise(model, batches, "int8_rise", causal=causal, num_sequences=num_sequences, progress=progress)
+    return _rise(model, batches, "int8_rise", causal=causal, progress=progress)
 
 
-def int4_rise(
-    model: Any, batches: Any, *, causal: bool | None = None, num_sequences: int | None = None, progress: Any = None
-) -> Estimate:
+def int4_rise(model: Any, batches: Any, *, causal: bool | None = None, progress: Any = None) -> Estimate:
     """Rise of the loss when the weights of linear maps are rounded to 4 bits, with one scale for each 128 weights."""
-    return _rise(model, batches, "int4_rise", causal=causal, num_sequences=num_sequences, progress=progress)
+    return _rise(model, batches, "int4_rise", causal=causal, progress=progress)
 
 
 def _rise(model: Any, batches: Any, name: str, **options: Any) -> Estimate:
@@ -396,19 +391,15 @@ def barrier(
         str, setting(), "The other checkpoint: its folder, a run for its last one, or a name on the Hugging Face hub."
     ] = "",
     causal: bool | None = None,
-    num_sequences: int | None = None,
     progress: Any = None,
 ) -> Estimate:
     """Largest rise of the loss on the line to the weights of another checkpoint, above the line between the losses."""
     from isoloss import flatness
     from isoloss.checkpoints.loading import load_model
-    from isoloss.runs import Run
+    from isoloss.runs import last_checkpoint
 
-    run = Run(Path(barrier_with))
-    path = str(run.last_checkpoint()) if run.exists else barrier_with
-    other = load_model(path, device=str(model.device), dtype=model.dtype).model
-    limits: dict[str, Any] = {"causal": causal, "num_sequences": num_sequences, "progress": progress}
-    return flatness.interpolation_barrier(model, other, batches, **limits)
+    other = load_model(last_checkpoint(barrier_with), device=str(model.device), dtype=model.dtype).model
+    return flatness.interpolation_barrier(model, other, batches, causal=causal, progress=progress)
 
 
 # --- curvature -------------------------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ class Loss(SequenceMeasure):
         objective, num, seed = context.objective, self.loss_sentences, self.seed
         assert num is not None  # it was filled in
         if self._has_exact_targets(context):
-            targets = context.exact_targets(num, seed)
+            drawn = {"num_sentences": num, "objective": objective, "seed": seed}
+            targets = context.once(loss.exact_targets, context.language, **drawn)
             estimates = loss.pretraining_loss(model, targets, progress=context.progress)
             # with the weights: all sentences and a sample of them are never the same inputs
             weights = () if targets.weights is None else (targets.weights,)
@@ -62,9 +63,8 @@ class Loss(SequenceMeasure):
         if context.language is not None and context.language.num_held_out:
             sentences = context.language.held_out(num)
             inputs = digest(sentences.tokens, sentences.lengths, more=dataclasses.asdict(objective))
-            estimates = loss.held_out_loss(
-                model, context.language, num_sequences=num, objective=objective, seed=seed, progress=context.progress
-            )
+            batch = loss.held_out_batch(context.language, num_sequences=num, objective=objective, seed=seed)
+            estimates = loss.text_loss(model, [batch], objective=objective, seed=seed, progress=context.progress)
         else:
             read = context.inputs(num, seed)
             inputs = digest_batches(read.batches)
@@ -130,5 +130,11 @@ class GeneralizationGap(Loss):
         )
 
     def _training_sentences(self, context: MeasureContext) -> Any:
-        assert self.loss_sentences is not None  # it was filled in
-        return context.training_sentences(sys.maxsize if self.loss_sentences == "all" else self.loss_sentences)
+        """Return sentences of the training set of the run that is measured; None: it has none, or there is no run."""
+        if context.checkpoint is None:
+            return None
+        from isoloss.lab.training import training_set
+
+        number = sys.maxsize if self.loss_sentences == "all" else self.loss_sentences
+        # runs that share the other inputs have training sets of their own
+        return context.once(training_set.sentences, context.language, context.checkpoint[0].config, number)

@@ -142,19 +142,24 @@ class TaskMeasure(SeededMeasure):
         raise NotImplementedError
 
     def _sentences(self, context: MeasureContext) -> TaskData | WholeTask:
+        from isoloss.lab.tasks import make_task, whole_task
+
         number, draws = self._drawn()
         if isinstance(number, str):
             raise IsolossError("num_train is all, but sentences of a language are drawn: give num_train as a number")
         drawn = {"num_train": number * (draws or 1), "seed": self.seed}
         if isinstance(self.num_test, str):
-            return context.whole_task(self.task, **drawn)
-        return context.task(self.task, **drawn, num_test=self.num_test)
+            return context.once(whole_task, context.language, self.task, context.all_sentences(), **drawn)
+        return context.once(make_task, context.language, self.task, **drawn, num_test=self.num_test)
 
     def _examples(self, source: TextTask, context: MeasureContext) -> TextExamples:
+        from isoloss.transfer.text_tasks import read_examples
+
         context.tokenizer()  # none is an error that is told before any text is read
         number, draws = self._drawn()
         num_train, num_test = (None if isinstance(n, str) else n for n in (number, self.num_test))
-        return context.text_examples(source, num_train=num_train, num_test=num_test, draws=draws, seed=self.seed)
+        drawn = {"num_train": num_train, "num_test": num_test, "draws": draws, "seed": self.seed}
+        return context.once(read_examples, source, **drawn)
 
     def _takes_start(self, context: MeasureContext) -> bool:
         """Whether the model reads a start that the sentences lack; what stands before a text, its tokenizer has put."""
@@ -592,7 +597,8 @@ class Features(SeededMeasure):
             "effective-dimension": similarity.effective_dimension(kept),
             "effective-rank": similarity.effective_rank(exact),
         }
-        if _has_table(context):
+        # a model's truth is known, and costs no other model's forward passes
+        if language is not None and language.is_exact and not (language.num_held_out or language.costs_forward_passes):
             truth = lookup_features(language, sentences, context.is_causal)
             estimates["cka-truth"] = similarity.linear_cka(kept, similarity.gram_matrix(truth))
         return MeasureResult(
@@ -600,11 +606,3 @@ class Features(SeededMeasure):
             more={"effective-dimension.gram": gram},
             inputs=digest(sentences.tokens, sentences.lengths),
         )
-
-
-def _has_table(context: MeasureContext) -> bool:
-    """Whether a model's truth is known and costs no other model's forward passes."""
-    language = context.language
-    return (
-        language is not None and not language.num_held_out and language.is_exact and not language.costs_forward_passes
-    )
