@@ -109,6 +109,15 @@ def test_the_effective_rank_is_that_of_the_singular_values_and_its_error_by_the_
     assert found.stderr == pytest.approx(np.sqrt(np.square(influence).sum() / (n * (n - 1))), rel=1e-5)
 
 
+def test_the_error_of_the_effective_rank_covers_that_of_all_sentences():
+    scales = np.array([2.0, 1.5, 1.0, 0.5])
+    truth = np.exp(-(scales / 5 * np.log(scales / 5)).sum())
+    found = [effective_rank(gram(np.random.default_rng(seed).normal(size=(200, 4)) * scales)) for seed in range(200)]
+    values, errors = (np.array([getattr(each, name) for each in found]) for name in ("value", "stderr"))
+    assert np.sqrt(np.mean(errors**2)) == pytest.approx(values.std(), rel=0.2)
+    assert np.mean([low <= truth <= high for low, high in (each.ci95 for each in found)]) > 0.9
+
+
 def test_over_all_sentences_all_three_are_those_of_weighted_features():
     (x, y), weights = pair(), np.random.default_rng(3).dirichlet(np.ones(30))
     exact = exact_features(*(torch.from_numpy(each) for each in (x, weights, y)))
@@ -123,11 +132,39 @@ def test_over_all_sentences_all_three_are_those_of_weighted_features():
         exact_features(torch.ones(30, 2), torch.from_numpy(weights), torch.from_numpy(y))
 
 
+def test_cka_does_not_change_under_rotation_and_scale():
+    x, y = pair()
+    rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(4, 4)))[0]
+    moved = -3 * x @ rotation + np.arange(4)
+    before, after = linear_cka(gram(x), gram(y)), linear_cka(gram(moved), gram(y))
+    assert (after.value, after.stderr) == pytest.approx((before.value, before.stderr), rel=1e-9)
+    assert linear_cka(gram(y), gram(x)).value == pytest.approx(before.value, rel=1e-12)
+    assert linear_cka(gram(x), gram(moved)).value == pytest.approx(1, abs=1e-12)
+    assert before.value < 0.95
+    stretched = x * np.array([1, 1, 1, 100.0])
+    assert linear_cka(gram(stretched), gram(x)).value < 0.95
+
+
 def test_equal_features_have_a_cka_of_exactly_1():
     for n, width, seed in ((5, 3, 0), (40, 2, 1), (64, 300, 2)):
         own = gram(features(n, width, seed))
         found = linear_cka(own, own.copy())
         assert (found.value, found.stderr) == (1.0, 0.0)
+
+
+def test_independent_features_of_many_dimensions_have_a_cka_of_about_0():
+    values, errors = [], []
+    for seed in range(100):
+        g = np.random.default_rng(seed)
+        x, y = g.normal(size=(40, 200)), g.normal(size=(40, 200))
+        found = linear_cka(gram(x), gram(y))
+        values.append(found.value)
+        errors.append(found.stderr)
+        plain = (gram(x) * gram(y)).sum() / np.sqrt((gram(x) ** 2).sum() * (gram(y) ** 2).sum())
+        assert plain > 0.7  # what the plain estimator says
+    assert abs(np.mean(values)) < 4 * np.std(values) / 10
+    assert np.mean(np.abs(values)) < 0.1
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(values), rel=0.5)
 
 
 def test_estimates_are_right_on_average_and_so_are_their_errors():

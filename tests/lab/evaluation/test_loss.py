@@ -230,6 +230,14 @@ def test_a_model_that_knows_the_truth_has_no_kl():
     assert found["loss"].value == pytest.approx(found["entropy"].value, rel=1e-14)
 
 
+def test_mass_on_special_tokens_is_part_of_the_kl():
+    model, targets = bert(), make_targets(30)
+    before = loss.kl_values(model, targets)
+    with torch.no_grad():
+        model.cls.predictions.bias[4] += 3.0
+    assert bool((loss.kl_values(model, targets) > before).all())
+
+
 @pytest.mark.parametrize("batch_size", [64, 7, 1000])
 def test_truth_and_values_do_not_depend_on_the_parts(batch_size, monkeypatch):
     model, kept = bert(), make_targets()
